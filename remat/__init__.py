@@ -1,0 +1,1 @@
+"""JAX-style functional rematerialization for PyTorch."""

@@ -1,0 +1,114 @@
+"""What a policy is shown of an op, and what it may answer."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as torch_pytree
+
+
+class Decision(enum.Enum):
+    """What becomes of an op's outputs between forward and backward.
+
+    Example:
+        >>> from remat import Decision
+        >>> Decision.SAVE | Decision.RECOMPUTE
+        <Decision.SAVE: 2>
+    """
+
+    RECOMPUTE = 0
+    OFFLOAD = 1
+    SAVE = 2
+
+    def __or__(self, other: Decision) -> Decision:
+        return max(self, other, key=lambda d: d.value)
+
+    def __and__(self, other: Decision) -> Decision:
+        return min(self, other, key=lambda d: d.value)
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """A tensor without its data."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    stride: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of a dense tensor of this shape."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorMeta:
+        stride = tuple(tensor.stride()) if tensor.layout == torch.strided else ()
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.device, stride)
+
+
+@dataclass(frozen=True)
+class Call:
+    """The torch function the user called, above functorch: its sizes are per example under vmap.
+
+    `function` is what a `TorchFunctionMode` sees (`torch.nn.functional.linear`, `torch.matmul`,
+    `torch.Tensor.__matmul__`, ...), `args` and `kwargs` hold `TensorMeta` in place of tensors.
+    """
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class OpInfo:
+    """One op of a region, as a policy sees it: metadata only, never data.
+
+    Attributes:
+        op: the aten (or custom) overload, below functorch: under `vmap` it is the batched op.
+        args, kwargs, outputs: the op's operands and results, tensors replaced by `TensorMeta`.
+        name: the `checkpoint_name` of the value, or None.
+        index: position of the op in the region.
+        region: the region's name.
+        call: the torch function the user wrote, with sizes per example, or None where not known.
+        batch: product of the batch sizes of all enclosing `vmap`s (1 without).
+    """
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[Any, ...]
+    name: str | None = None
+    index: int = 0
+    region: str = ""
+    call: Call | None = field(default=None, repr=False)
+    batch: int = 1
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the outputs."""
+        return sum(o.bytes for o in self.outputs if isinstance(o, TensorMeta))
+
+    @property
+    def flops(self) -> int:
+        """Floating point operations by torch's own formulas (0 for ops that have none)."""
+        from torch.utils.flop_counter import flop_registry
+
+        formula = flop_registry.get(getattr(self.op, "overloadpacket", self.op))
+        if formula is None:
+            return 0
+        shapes = torch_pytree.tree_map_only(TensorMeta, lambda m: torch.Size(m.shape), (self.args, self.kwargs))
+        out = [torch.Size(m.shape) for m in self.outputs if isinstance(m, TensorMeta)]
+        raw = getattr(formula, "_get_raw", False)
+        return int(0 if raw else formula(*shapes[0], **shapes[1], out_shape=out[0] if len(out) == 1 else tuple(out)))
+
+
+def describe(tree: Any) -> Any:
+    """`tree` with every tensor replaced by its `TensorMeta`."""
+    return torch_pytree.tree_map_only(torch.Tensor, TensorMeta.of, tree)
