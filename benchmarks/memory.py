@@ -1,4 +1,4 @@
-"""Peak memory of 8 MLP blocks (layer norm, 256-1024-256, batch 2048): eager gradients, first and second order.
+"""Peak memory of 8 MLP blocks (layer norm, 256-1024-256, batch 2048): gradients of first and second order.
 
     python -m benchmarks.memory
 
