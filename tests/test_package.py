@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-HEAVY = (
+HEAVY = {
     "rich",
     "tyro",
     "matplotlib",
@@ -23,7 +23,7 @@ HEAVY = (
     "sympy",
     "torch._dynamo",
     "torch._inductor",
-)
+}
 
 
 def python(code: str, cwd: Path = ROOT) -> str:
