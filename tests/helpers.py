@@ -83,8 +83,8 @@ Run = Callable[[Callable[..., Any], tuple[Tensor, ...]], tuple[Any, Any]]
 def check(name: str, policy: str, run: Run, order: int = 1) -> None:
     """`run(fn, args) -> (values, derivatives)` with remat equals the same without: values bitwise.
 
-    At second order without remat autograd adds up in bfloat16 what the two passes give to one cast of a weight;
-    with remat each pass has its own cast, and float32 is what adds up. So there bfloat16's precision is the bound.
+    At second order without remat, what the two passes give to one cast of a weight adds up in bfloat16; with
+    remat each pass has its own cast and float32 adds up. So there bfloat16's precision is the bound.
     """
     build = CASES[name].build
     with warnings.catch_warnings():
