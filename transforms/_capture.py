@@ -124,6 +124,13 @@ class Swap(TorchFunctionMode):
         self.inside = {id(t) for t in operands}
         self.inside.update(id(t) for t in table.values())
         self.start = torch.autograd._get_sequence_nr()
+        self.strict = True
+
+    def lenient(self) -> Swap:
+        """The same substitution for a later recomputation, which makes its tensors anew."""
+        copy = Swap(self.table, ())
+        copy.strict = False
+        return copy
 
     def __enter__(self) -> Any:
         _swaps.__dict__.setdefault("stack", []).append(self)
@@ -144,7 +151,7 @@ class Swap(TorchFunctionMode):
             known = self.table.get(id(value))
             if known is not None:
                 return known
-            if differentiable(value) and not self._is_inside(value):
+            if self.strict and differentiable(value) and not self._is_inside(value):
                 raise Missed(value)
             return value
         if type(value) in (tuple, list):
@@ -175,6 +182,12 @@ def as_operand(tensor: torch.Tensor) -> torch.Tensor:
     for mode in reversed(getattr(_swaps, "stack", ())):
         return mode.swap(tensor)
     return tensor
+
+
+def innermost() -> Swap | None:
+    """The substitution in force on this thread."""
+    stack = getattr(_swaps, "stack", None)
+    return stack[-1] if stack else None
 
 
 _slots: weakref.WeakKeyDictionary[torch.nn.Module, list[tuple[dict[str, Any], str]]] = weakref.WeakKeyDictionary()

@@ -224,7 +224,8 @@ def _backward(ctx: Any, cotangents: tuple[Any, ...], level: int | None) -> list[
     saved = _saved(ctx)
     body = _PullBack(ctx.prim.body, len(saved), mask, present)
     dead = level is not None and any(_torch.is_dead(t) for t in saved)
-    source = ctx.residuals or _random_of(ctx.prim.source)
+    # A pull-back of a pull-back recomputes the same forward, so the same residuals serve.
+    source = ctx.residuals or ctx.prim.source
     pull = Prim(body, ctx.prim.family, pulls=True, source=source, own_level=None if dead else level)
     made = call(pull, [*saved, *[cotangents[i] for i in present]])
     if ctx.residuals is not None and not _torch.graph_kept():
@@ -235,15 +236,6 @@ def _backward(ctx: Any, cotangents: tuple[Any, ...], level: int | None) -> list[
         # No gradient is None in plain autograd; torch.func wants zeros.
         grads[first + i] = None if level is None and place in body.unused else grad
     return grads
-
-
-def _random_of(source: Residuals | None) -> Residuals | None:
-    """What the pull-back of a pull-back takes over: it computes everything again, from the same random numbers."""
-    if source is None or source.random is None:
-        return None
-    residuals = Residuals()
-    residuals.random = source.random
-    return residuals
 
 
 def _saved(ctx: Any) -> Tensors:
@@ -452,7 +444,7 @@ def _batched_first(pull: Body, in_dims: tuple[int | None, ...], size: int, rando
 
 def _variable(tensor: torch.Tensor, again: bool) -> torch.Tensor:
     # An alias each, so that one tensor passed twice gets two gradients.
-    return tensor.view_as(tensor) if again and tensor.requires_grad else _leaf(tensor)
+    return _trace.quiet(tensor.view_as, tensor) if again and tensor.requires_grad else _leaf(tensor)
 
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:
