@@ -201,8 +201,17 @@ def _keep(ctx: Any, prim: Prim, operands: Tensors, outs: Tensors, residuals: Res
     ctx.prim, ctx.residuals = prim, residuals
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*[t for t in outs if not _smooth(t)])
-    needed = [residuals is None or residuals.needs(t) for t in operands]
+    needed = [residuals is None or residuals.needs(t) or _tracked_below(t) for t in operands]
     ctx.save_for_backward(*[t if keep else _hollow(t) for t, keep in zip(operands, needed, strict=True)])
+
+
+def _tracked_below(tensor: torch.Tensor) -> bool:
+    """Whether a lower level differentiates `tensor` too: its place in that graph must then be kept."""
+    while _torch.is_wrapped(tensor):
+        tensor = _torch.unwrap_once(tensor)
+        if tensor.requires_grad:
+            return True
+    return tensor.requires_grad
 
 
 def _recorded(prim: Prim, mask: list[int]) -> tuple[Prim, Residuals | None]:
