@@ -219,8 +219,8 @@ class _Makers(TorchDispatchMode):
         for tensor in _tree.flatten(out)[0]:
             if _has_storage(tensor) and (key := _torch.storage_key(tensor)) not in read:
                 self.made[key] = len(self.made), func, line, StorageWeakRef(tensor.untyped_storage())
-        if func is torch.ops.aten.alias.default and (name := _name_being_given()) is not None:
-            self.named[_torch.storage_key(out)] = name
+            elif name := _name_being_given():
+                self.named[_torch.storage_key(tensor)] = name
         return out
 
 
