@@ -114,10 +114,10 @@ class Bench:
         self._compare(lambda runner: runner.inspect(params, tokens, self.device))
 
     def train(self, steps: int) -> None:
-        """Rows take turns step by step, so that drift of the machine meets all of them alike."""
-        for _ in range(steps):
+        """Rows take turns step by step, another one first each time: drift of the machine meets all alike."""
+        for turn in range(steps):
             tokens = next(self.data)
-            self._each(lambda runner, tokens=tokens: runner.train(tokens, self.device))
+            self._each(lambda runner, tokens=tokens: runner.train(tokens, self.device), turn)
 
     def verify(self) -> None:
         """Gradients again, at the parameters that training without remat has reached; then the summary."""
@@ -127,8 +127,9 @@ class Bench:
             if runner.result.error is None:
                 runner.summarize(reference)
 
-    def _each(self, action: Callable[[Runner], None]) -> None:
-        for runner in self.runners:
+    def _each(self, action: Callable[[Runner], None], first: int = 0) -> None:
+        first %= len(self.runners)
+        for runner in self.runners[first:] + self.runners[:first]:
             if runner.result.error is None:
                 with runner.guarded():
                     action(runner)

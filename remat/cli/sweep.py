@@ -53,7 +53,7 @@ class Sweep:
     """Sequences in a batch."""
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
     """Type of parameters and activations."""
-    steps: int = 8
+    steps: int = 5
     """Timed training steps of each row."""
     lr: float = 1e-3
     """AdamW's learning rate."""
