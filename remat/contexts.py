@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import types
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,22 +20,20 @@ class Calls(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stack: list[tuple[Any, Any, Any]] = []
+        # What the function itself calls runs with the mode off: the outermost call is the user's.
+        self.latest: tuple[Any, Any, Any] | None = None
 
     def __torch_function__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.stack.append((func, args, kwargs or {}))
+        self.latest = (func, args, kwargs or {})
         try:
-            # Functions that torch writes in Python call others, which say more; the mode is off in here.
-            again = self if isinstance(func, types.FunctionType) else contextlib.nullcontext()
-            with again:
-                return func(*args, **(kwargs or {}))
+            return func(*args, **(kwargs or {}))
         finally:
-            self.stack.pop()
+            self.latest = None
 
     def current(self) -> Call | None:
-        if not self.stack:
+        if self.latest is None:
             return None
-        func, args, kwargs = self.stack[-1]
+        func, args, kwargs = self.latest
         return Call(func, describe(args), describe(kwargs))
 
 

@@ -40,7 +40,7 @@ def checkpoint_name(tree: Tree, name: str) -> Tree:
 
 def _name(tensor: torch.Tensor, name: str) -> torch.Tensor:
     # An op of its own: the value that is named may be one of several results of the op that made it.
-    alias = torch.ops.aten.alias.default(tensor)
+    alias = tensor.view_as(tensor)
     for mode in _trace.recordings():
         mode.name(_torch.unwrapped(alias), name)
     return alias

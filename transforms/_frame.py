@@ -294,7 +294,7 @@ class Frame:
                 stack.enter_context(self.bindings.restored())
             if self.ambient.differs() or self.ambient.casts:
                 stack.enter_context(self.ambient.restored())
-            if self.trace is not None and self.settled:
+            if self.trace is not None and self.settled and not self.trace.loose:
                 check = self.region.determinism_check
                 replay = _trace.Replay(self.trace, early_stop=True, check=check != "none", digest=self.region.digest)
                 if self.ambient.casts:

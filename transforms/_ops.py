@@ -10,10 +10,16 @@ import torch
 
 # Ops that torch dispatches or not depending on grad mode, hooks and caches, and that compute nothing: the
 # forward and its recomputation may differ in them.
+_aten = torch.ops.aten
 _IGNORED = {
-    torch.ops.aten.detach.default,
-    torch.ops.aten.lift_fresh.default,
-    torch.ops.aten.to.dtype_layout,  # appears while torch.func.linearize traces
+    _aten.detach.default,
+    _aten.alias.default,
+    _aten.lift_fresh.default,
+    _aten.is_same_size.default,
+    _aten._has_same_storage_numel.default,
+    _aten._new_zeros_with_same_feature_meta.default,
+    _aten.to.dtype_layout,
+    _aten.to.dtype,
     torch.ops.prim.device.default,
 }
 # Ops that other processes or the outside world take part in; they run in both passes, always.
@@ -32,7 +38,7 @@ class Traits:
 
     def __init__(self, op: Any) -> None:
         schema = getattr(op, "_schema", None)
-        self.ignored = op in _IGNORED
+        self.ignored = op in _IGNORED or getattr(op, "namespace", "") == "profiler"
         self.random = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
         self.writes: tuple[str | int, ...] = ()
         self.view = self.inplace = False
@@ -70,6 +76,11 @@ def _acts_outside(op: Any) -> bool:
 
 def _basename(op: Any) -> str:
     return getattr(getattr(op, "_schema", None), "name", "").rpartition("::")[2]
+
+
+def is_shape_arithmetic(args: tuple[Any, ...]) -> bool:
+    """Whether a call computes sizes only, on the meta device: torch does so for tangents known to be zero, or not."""
+    return bool(args) and isinstance(args[0], torch.Tensor) and args[0].is_meta
 
 
 def draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -16,7 +16,8 @@ Peeling by hand follows torch._functorch.autograd_function.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -402,6 +403,7 @@ class _PullBack:
             return _smooth_first(self.body(*_merged(operands, self.mask, moving)), split)
 
         smooth, vjp, _ = torch.func.vjp(of, *[operands[i] for i in self.mask], has_aux=True)
+        _forward_done()
 
         def pull(*cotangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
             given = dict(zip(self.present, cotangents, strict=True))
@@ -416,6 +418,7 @@ class _PullBack:
         with torch.enable_grad():
             leaves = [_variable(operands[i], again) for i in self.mask]
             outs = self.body(*_merged(operands, self.mask, leaves))
+        _forward_done()
 
         def pull(*cotangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
             pairs = [(outs[i], ct) for i, ct in zip(self.present, cotangents, strict=True) if outs[i].requires_grad]
@@ -438,6 +441,27 @@ class _PullBack:
         for in_dims, size, randomness in self.over:
             pull = _batched_first(pull, in_dims, size, randomness)
         return pull
+
+
+_replays = threading.local()
+
+
+def _forward_done() -> None:
+    """The function has been recomputed, the backward begins."""
+    replay = _replays.stack[-1] if getattr(_replays, "stack", None) else None
+    if replay is not None:
+        replay.forward_done()
+
+
+@contextlib.contextmanager
+def _replaying(replay: _trace.Replay | None) -> Iterator[None]:
+    stack = _replays.__dict__.setdefault("stack", [])
+    stack.append(replay)
+    try:
+        with replay if replay is not None else contextlib.nullcontext():
+            yield
+    finally:
+        stack.pop()
 
 
 def _batched_first(pull: Body, in_dims: tuple[int | None, ...], size: int, randomness: str) -> Body:
@@ -549,9 +573,11 @@ def _execute_pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
         if source is not None and source.random is not None:
             stack.callback(source.random.again().restore)
             source.random.restore()
+        replay = None
         if source is not None and source.trace is not None:
             source.trace.check_unwritten()
+        if source is not None and source.trace is not None and not source.trace.loose:
             check = family.region.determinism_check != "none"
             replay = _trace.Replay(source.trace, early_stop=False, check=check, digest=family.region.digest)
-            stack.enter_context(replay)
+        stack.enter_context(_replaying(replay))
         return tuple(prim.body(*operands))

@@ -73,6 +73,7 @@ class Trace:
         self.nodes: list[Node] = []
         self.externals: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}  # object, version, storage
         self.snapshots: dict[int, torch.Tensor] = {}
+        self.meta = False  # whether the region itself computes on the meta device
         self.arguments: set[int] = set()  # storages of the region's arguments
         self.inner: list[tuple[int, int]] = []  # the ops of regions inside this one
         self.parent: tuple[Trace, int] | None = None
@@ -82,6 +83,9 @@ class Trace:
         self.needed_externals: set[int] = set()
         self.needed_storages: set[int] | None = None
         self.written: set[int] = set()  # nodes whose storage some op writes to
+        # Forward-mode derivatives inside: torch leaves out tangents known to be zero, by rules that differ between the
+        # passes, so that op sequences cannot be compared. Such a region is recomputed whole.
+        self.loose = False
         self.opaque = False  # whether something computed that torch's dispatcher did not see
 
     def settle(self, wanted: Iterable[int] | None, end: int = 0) -> None:
@@ -90,6 +94,10 @@ class Trace:
         None means "not known": then all run. Afterwards only values that are read are held. Autograd saved the
         last of those values when `end` ops had run.
         """
+        if self.loose:
+            for node in self.nodes:
+                node.kept = None
+            wanted, self.inner, self.parent, self.opaque = None, [], None, True
         live = self._reach(range(len(self.nodes)) if wanted is None else wanted)
         self._add_forced(live)
         if any(live.values()) and self._is_opaque(live):
@@ -319,6 +327,7 @@ class Record(_Mode):
         self.trace = trace
         self.selector = selector
         trace.arguments = {storage(t) for t in inputs}
+        trace.meta = any(t.is_meta for t in inputs)
         self.digest = digest
         self.kept_bytes = 0
         self._made: dict[int, int] = {}
@@ -327,7 +336,7 @@ class Record(_Mode):
         self._writers: dict[int, list[int]] = {}
         self._outside_writers: dict[int, list[int]] = {}
         self._kept_roots: set[int] = set()
-        self._cast: dict[int, torch.Tensor] = {}  # cached casts of outside tensors, by id
+        self._cast: dict[int, torch.Tensor] = {}  # outside tensors by the ids of their aliases and cached casts
         self._alive: list[torch.Tensor] = []
 
     @property
@@ -339,21 +348,30 @@ class Record(_Mode):
         if getattr(_active, "quiet", False):
             return func(*args, **kwargs)
         facts = _ops.traits(func)
-        if facts.ignored:
-            out = func(*args, **kwargs)
-            if isinstance(out, torch.Tensor) and (at := self._made.get(id(args[0]))) is not None:
-                self._made[id(out)] = at
-            return out
+        if facts.ignored or (not self.trace.meta and _ops.is_shape_arithmetic(args)):
+            return self._pass(func, args, kwargs)
         if self.uncached is not None and self._cached_cast(func, args):
-            out = func(*args, **kwargs)
-            self._external(args[0])
-            self._cast[id(out)] = args[0]
-            self._alive.append(out)
-            return out
+            return self._pass(func, args, kwargs)
         if facts.writes:
             self._before_write(func, facts, args, kwargs)
         out = func(*args, **kwargs)
         self._add(func, facts, args, kwargs, out)
+        return out
+
+    def _pass(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op that is left out of the sequence; what it returns stands for its operand."""
+        out = func(*args, **kwargs)
+        if func is torch.ops.aten._has_same_storage_numel.default:
+            self.trace.loose = True
+        first = next(iter(_tensors(args)), None)
+        if isinstance(out, torch.Tensor) and first is not None and out is not first:
+            at = self._made.get(id(first))
+            if at is not None:
+                self._made[id(out)] = at
+            else:
+                self._external(first)
+                self._cast[id(out)] = self._cast.get(id(first), first)
+                self._alive.append(out)
         return out
 
     def _add(self, func: Any, facts: _ops.Traits, args: Any, kwargs: Any, out: Any) -> None:
@@ -532,6 +550,8 @@ class Replay(_Mode):
         facts = _ops.traits(func)
         if getattr(_active, "quiet", False) or facts.ignored:
             return func(*args, **kwargs)
+        if not self.trace.meta and _ops.is_shape_arithmetic(args):
+            return func(*args, **kwargs)
         if self.uncached is not None and self._cached_cast(func, args):
             return func(*args, **kwargs)
         at = self.position_
@@ -552,6 +572,12 @@ class Replay(_Mode):
         if facts.inplace:
             return next(iter(_targets(facts, args, kwargs)))
         return _placeholders(node.outs)
+
+    def forward_done(self) -> None:
+        """What follows belongs to the backward."""
+        if self.position_ < self.trace.end:
+            raise RematError(self._differs(self.position_, f"the recomputation ends where the forward ran {self.trace.nodes[self.position_].op}"))
+        self.position_ = len(self.trace.nodes)
 
     def _run(self, at: int, node: Node, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
