@@ -1,0 +1,1 @@
+"""Budget plans: the region's joint graph, prices, exact solvers, and plans as values."""

@@ -1,0 +1,103 @@
+"""The exact problem as a mixed-integer program, solved by HiGHS through SciPy (an optional dependency)."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+
+from remat.plan.problem import INF, Problem, Solution, complete
+
+
+def available() -> bool:
+    """Whether SciPy can be imported."""
+    return importlib.util.find_spec("scipy") is not None
+
+
+@dataclass(frozen=True)
+class Exact:
+    """What HiGHS found: the best solution (None where it found none) and the bound it proved."""
+
+    solution: Solution | None
+    lower_bound: float
+
+
+def solve_exactly(
+    problem: Problem, budget: float, *, time_limit: float = 0.5, gap: float = 1e-3, tie_break: float = 1e-4
+) -> Exact:
+    """Least price within `budget` bytes.
+
+    Only the keep decisions are integers: with those fixed, what remains is totally unimodular.
+    `tie_break` makes late ops up to that share dearer, so that among equals early layers are the ones
+    run again: their replay comes when most kept bytes are gone already.
+    """
+    import numpy
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import coo_array
+
+    values = sorted(problem.relevant)
+    ops = sorted({problem.producer[v] for v in values})
+    column = {("op", o): k for k, o in enumerate(ops)}
+    free = {v for v in values if problem.free(v)}
+    held = [v for v in values if problem.size[v] < INF and v not in free]
+    column |= {("value", v): len(ops) + k for k, v in enumerate(held)}
+
+    rows: list[int] = []
+    columns: list[int] = []
+    entries: list[float] = []
+    lower: list[float] = []
+
+    def require(value: int, reader: int | None) -> None:
+        row = len(lower)
+        for key in (("op", problem.producer[value]), ("value", value)):
+            if key in column:
+                rows.append(row)
+                columns.append(column[key])
+                entries.append(1.0)
+        if reader is not None:
+            rows.append(row)
+            columns.append(column["op", reader])
+            entries.append(-1.0)
+        lower.append(1.0 if reader is None else 0.0)
+
+    for value in problem.need - free:
+        require(value, None)
+    for op in ops:
+        if problem.cost[op] < INF:
+            for value in set(problem.reads[op]) - free:
+                require(value, op)
+
+    width = len(ops) + len(held)
+    unit = max(budget, 1.0)
+    if held:
+        rows += [len(lower)] * len(held)
+        columns += range(len(ops), width)
+        entries += [problem.size[v] / unit for v in held]
+    lower.append(-numpy.inf)
+    upper = numpy.full(len(lower), numpy.inf)
+    upper[-1] = budget / unit
+
+    cost = numpy.array([min(problem.cost[o], 1e300) for o in ops] + [problem.price(v) for v in held], dtype=float)
+    top = numpy.ones(width)
+    barred = [k for k, o in enumerate(ops) if problem.cost[o] == INF]
+    top[barred], cost[barred] = 0.0, 0.0
+    scale = cost.max() if width and cost.max() > 0 else 1.0
+    slope = numpy.zeros(width)
+    slope[: len(ops)] = tie_break * numpy.arange(len(ops)) / max(len(ops), 1)
+    matrix = coo_array((entries, (rows, columns)), shape=(len(lower), width)).tocsr()
+    whole = numpy.zeros(width)
+    whole[len(ops) :] = 1
+    result = milp(
+        cost / scale * (1 + slope),
+        integrality=whole,
+        bounds=Bounds(numpy.zeros(width), top),
+        constraints=LinearConstraint(matrix, numpy.array(lower), upper),
+        options={"time_limit": time_limit, "mip_rel_gap": gap, "presolve": True},
+    )
+    # Without integer columns HiGHS solves an LP and reports no MIP bound: its optimum is the bound.
+    proved = result.fun if result.mip_dual_bound is None and result.status == 0 else result.mip_dual_bound
+    floor = 0.0 if proved is None or not numpy.isfinite(proved) else float(proved) * scale / (1 + tie_break)
+    if result.x is None:
+        return Exact(None, INF if result.status == 2 else floor)
+    chosen = {v for k, v in enumerate(held) if result.x[len(ops) + k] > 0.5}
+    found = complete(problem, chosen)
+    return Exact(found if found is not None and found.bytes <= budget else None, floor)
