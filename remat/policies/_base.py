@@ -190,8 +190,8 @@ def check_verdict(policy: Any, info: OpInfo, value: Any) -> Decision:
         return Decision.SAVE if value else Decision.RECOMPUTE
     where = f" in region {info.region!r}" if info.region else ""
     raise PolicyError(
-        f"The policy {policy!r} answered {value!r} of type {_type_name(value)} for {info.op}{where}. A policy "
-        f"answers Decision.SAVE, Decision.RECOMPUTE or Decision.OFFLOAD (or True for SAVE, False for "
+        f"The policy {policy!r} answered {value!r} of type {_type_name(value)} for {info.op}{where}. A "
+        f"policy answers Decision.SAVE, Decision.RECOMPUTE or Decision.OFFLOAD (or True for SAVE, False for "
         f"RECOMPUTE).{_hint(value)}"
     )
 

@@ -21,8 +21,8 @@ def checkpoint_policy(
     """Make a policy value.
 
     Args:
-        rule: a function from `OpInfo` to `Decision` or bool (also as a decorator); or an op or a collection of
-            ops, which are saved; or a `checkpoint_name` or a collection of names, which are saved; or a policy.
+        rule: a function from `OpInfo` to `Decision` or bool (also as a decorator); or an op or a collection
+            of ops, which are saved; or a `checkpoint_name` or a collection of them, likewise; or a policy.
         budget: instead of a rule. A float from 0 to 1 is the share of the bytes that no remat would keep for
             the region, an int or a string such as `"2GiB"` is bytes. What to keep is solved to optimality.
         cost: with `budget`, the model of what recomputation costs: `"roofline"`, or another that `remat.plan`

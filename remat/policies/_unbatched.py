@@ -16,7 +16,7 @@ class SaveUnbatched(Named):
     """JAX's `dots_with_no_batch_dims_saveable`: products with a weight yes, query times key no.
 
     Below functorch a product of batched operands is a `bmm` whatever the user wrote, so the verdict looks at
-    the call the user wrote, whose sizes are per example. It is the same under every nesting of `vmap` and `grad`.
+    the call itself, whose sizes are per example. It is the same under every nesting of `vmap` and `grad`.
     """
 
     needs_calls = True
@@ -111,4 +111,4 @@ _RULES: dict[str, Callable[[Call], bool]] = {
 }
 
 save_unbatched_matmuls = SaveUnbatched("save_unbatched_matmuls")
-"""Keep matrix products without a batch dimension shared by both operands (JAX's `dots_with_no_batch_dims`)."""
+"""Keep matrix products whose operands share no batch dimension (JAX's `dots_with_no_batch_dims`)."""
