@@ -26,6 +26,28 @@ def solve_exactly(
 ) -> Exact:
     """Least price within `budget` bytes.
 
+    Where the optimum is tiny beside the dearest op, HiGHS's absolute tolerances hide it: ops that alone cost
+    more than the plan in hand cannot be part of a better one, so they are barred and the rest is solved again
+    at its own scale.
+    """
+    best = _solve(problem, budget, INF, time_limit, gap, tie_break)
+    dearest = max((c for c in problem.cost if c < INF), default=0.0)
+    while best.solution is not None and best.lower_bound < best.solution.cost * (1 - gap - tie_break):
+        ceiling = best.solution.cost
+        if ceiling <= 0 or ceiling >= dearest / 4:
+            break
+        again = _solve(problem, budget, ceiling, time_limit, gap, tie_break)
+        if again.solution is None or again.solution.cost > ceiling:
+            break
+        best, dearest = again, ceiling
+    return best
+
+
+def _solve(
+    problem: Problem, budget: float, ceiling: float, time_limit: float, gap: float, tie_break: float
+) -> Exact:
+    """One run of HiGHS in which no op of a price above `ceiling` runs again.
+
     Only the keep decisions are integers: with those fixed, what remains is totally unimodular.
     `tie_break` makes late ops up to that share dearer, so that among equals early layers are the ones
     run again: their replay comes when most kept bytes are gone already.
@@ -78,7 +100,7 @@ def solve_exactly(
 
     cost = numpy.array([min(problem.cost[o], 1e300) for o in ops] + [problem.price(v) for v in held], dtype=float)
     top = numpy.ones(width)
-    barred = [k for k, o in enumerate(ops) if problem.cost[o] == INF]
+    barred = [k for k, o in enumerate(ops) if problem.cost[o] == INF or problem.cost[o] > ceiling]
     top[barred], cost[barred] = 0.0, 0.0
     scale = cost.max() if width and cost.max() > 0 else 1.0
     slope = numpy.zeros(width)
