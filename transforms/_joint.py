@@ -8,18 +8,17 @@ here be carried out there. `detach`, which autograd inserts when it saves an out
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from remat.transforms import _ops
 from remat.transforms._errors import RematError
-from remat.transforms._torch_planning import fake_mode, is_fake, outside, storage_key
+from remat.transforms._torch import fake_mode, is_fake, outside_all_modes, storage_key
 
 
 @dataclass(frozen=True)
@@ -144,30 +143,6 @@ class Joint:
         return {self.values[op.outputs[0]].storage: op.outputs[0] for op in self.ops if op.mutates}
 
 
-@functools.lru_cache(maxsize=None)
-def _written(target: Any) -> tuple[tuple[int, str], ...]:
-    """Positions and names of the arguments that an op writes in place."""
-    schema = getattr(target, "_schema", None)
-    arguments = () if schema is None else schema.arguments
-    return tuple((k, a.name) for k, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
-
-
-# The package that holds `transforms`, by whichever of its two paths it was imported.
-_OURS = (torch.__path__[0], str(Path(__file__).parent), str(Path(__file__).parent.parent / "remat"))
-_OURS += (str(Path(__file__).parent.parent),) if Path(__file__).parent.parent.name == "remat" else ()
-
-
-def _user_line() -> str:
-    """File and line of the innermost frame that is neither torch's nor this package's."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if not path.startswith((*_OURS, "<eval_with_key", "<frozen")):
-            return f"{path}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
-
-
 class Recorder(TorchDispatchMode):
     """Writes down every op below autograd, with values numbered by tensor identity."""
 
@@ -244,21 +219,20 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:
-            # Fake tensors ask for their device through dispatch; tensors with data do not.
-            return func(*args, **kwargs)
-        location = _user_line() if self.in_forward else ""
-        self.last = (str(func), location)
-        if func is torch.ops.aten.detach.default:
+        facts = _ops.traits(func)
+        if facts.ignored:
             out = func(*args, **kwargs)
-            self.same(out, self.number(args[0]))
+            if isinstance(out, torch.Tensor):
+                self.same(out, self.number(args[0]))
             return out
+        location = _ops.user_line() if self.in_forward else ""
+        self.last = (str(func), location)
         refs = pytree.tree_map_only(torch.Tensor, lambda t: Ref(self.number(t)), (args, kwargs))
         reads = {leaf.id for leaf in pytree.tree_leaves(refs) if isinstance(leaf, Ref)}
         reads |= {self._writer[s] for v in reads if (s := self.values[v].storage) in self._writer}
         out = func(*args, **kwargs)
         position = len(self.ops)
-        mutated = [args[k] if k < len(args) else kwargs.get(name) for k, name in _written(func)]
+        mutated = [kwargs.get(w) if isinstance(w, str) else args[w] if w < len(args) else None for w in facts.writes]
         overwritten = [t for t in pytree.tree_leaves(mutated) if isinstance(t, torch.Tensor)]
         old = tuple(self.number(t) for t in overwritten)
         outputs = []
@@ -285,7 +259,7 @@ def record(fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str,
             kernel; names the op and the user's line.
     """
     recorder = Recorder()
-    with outside():
+    with outside_all_modes():
         results = _trace(fn, args, kwargs or {}, recorder)
     return Joint(
         tuple(recorder.ops), tuple(recorder.values), tuple(recorder.storages), tuple(recorder.saved), results

@@ -133,3 +133,33 @@ def forward_ad_active(tensors: list[torch.Tensor]) -> bool:
     if torch.autograd.forward_ad._current_level < 0:
         return False
     return any(torch._C._VariableFunctions._unpack_dual(t, level=0)[1] is not None for t in tensors)
+
+
+# -- tracing without data -----------------------------------------------------------------------------
+def fake_mode(leaves: list[Any]) -> Any:
+    """The fake mode of the first fake tensor among `leaves`, else a new one that takes real tensors too."""
+    from torch._subclasses import FakeTensor, FakeTensorMode
+
+    for leaf in leaves:
+        if isinstance(leaf, FakeTensor):
+            # Parameters that a function captures may be real beside fake arguments.
+            leaf.fake_mode.allow_non_fake_inputs = True
+            return leaf.fake_mode
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(tensor: Any) -> bool:
+    """Whether a tensor has no data because it is fake."""
+    from torch._subclasses import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+@contextlib.contextmanager
+def outside_all_modes() -> Iterator[None]:
+    """Step out of every dispatch mode and functorch level, so that a trace inside leaves no trace in theirs."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with temporarily_clear_interpreter_stack(), _disable_current_modes():
+        yield

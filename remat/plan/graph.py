@@ -2,46 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
-
-import torch
 
 from remat.plan.costs import CostModel, flops_of, is_heavy, is_view
 from remat.plan.problem import INF, Problem
+from remat.transforms import _ops
 from remat.transforms._joint import Joint, Op
-
-
-def is_random(op: Op) -> bool:
-    """Whether an op draws numbers: attention without dropout carries the tag, yet draws none."""
-    if torch.Tag.nondeterministic_seeded not in getattr(op.target, "tags", ()):
-        return False
-    return _argument(op, "dropout_p", default=None) not in (0, 0.0)
-
-
-def _argument(op: Op, name: str, default: Any) -> Any:
-    if name in op.kwargs:
-        return op.kwargs[name]
-    for position, argument in enumerate(op.target._schema.arguments):
-        if argument.name == name:
-            return op.args[position] if position < len(op.args) else argument.default_value
-    return default
-
-
-def runs_once(joint: Joint, op: Op) -> bool:
-    """Random ops, collectives, and ops that write what the region does not own must not be run again."""
-    if is_random(op) or op.name.startswith(("c10d.", "_c10d_functional.", "c10d_functional.")):
-        return True
-    return any(joint.owner[joint.values[v].storage] < 0 for v in op.mutates)
 
 
 @dataclass(frozen=True)
 class Graph:
     """The region's joint graph as a planning problem.
 
-    Ops `0 .. n-1` of the problem are the forward's, in order; each input of the region follows as an op that
-    cannot run. Values are numbered as in `joint`.
+    Op `k` of the problem is op `k` of the forward, and value `k` is everything that it makes: an engine that
+    saves an op saves all its results. Each input of the region follows as an op that cannot run, with its value.
+    Three rules of the engine are written into the numbers:
+
+    - Views cannot be saved: their base is, and they are taken again at no cost.
+    - What an op writes in place cannot be saved either: the value before the first write can, and the writes
+      are repeated on a copy of it.
+    - A draw that runs again needs all draws before it, so that the generator is where it was. The draws are
+      chained by a value of their own that cannot be saved.
     """
 
     joint: Joint
@@ -67,25 +50,39 @@ class Graph:
         return sum(self.flops) + sum(flops_of(self.joint, op) for op in self.joint.backward)
 
     @cached_property
-    def sizes(self) -> tuple[float, ...]:
-        """Bytes that keeping each value adds; `inf` where something else has to be kept in its place."""
-        return tuple(self._size(v) for v in range(len(self.joint.values)))
+    def draws(self) -> tuple[int, ...]:
+        """Positions of the ops that draw random numbers."""
+        return tuple(
+            k
+            for k, op in enumerate(self.ops)
+            if _ops.traits(op.target).random and _ops.draws(op.target, op.args, op.kwargs)
+        )
 
-    def _size(self, number: int) -> float:
-        joint = self.joint
-        value = joint.values[number]
-        family = joint.family[value.storage]
-        if value.producer < 0:
-            return INF if value.origin == "tangent" else 0.0 if value.origin == "parameter" else float(value.bytes)
-        last = joint.last_write.get(value.storage)
-        if joint.owner[value.storage] < 0:
-            # What was written into somebody else's tensor is still there afterwards, at no cost to us.
-            return 0.0 if number == last else INF
-        if number != (family[0] if last is None else last):
+    @cached_property
+    def inputs(self) -> tuple[int, ...]:
+        """The values from outside: arguments, parameters, captured tensors."""
+        values = self.joint.values
+        return tuple(v for v, value in enumerate(values) if value.producer < 0 and value.origin != "tangent")
+
+    def _place(self, number: int) -> int | None:
+        """The problem's value that holds a value of the joint graph."""
+        producer = self.joint.values[number].producer
+        return producer if producer >= 0 else self._input_place.get(number)
+
+    @cached_property
+    def _input_place(self) -> dict[int, int]:
+        return {v: len(self.ops) + k for k, v in enumerate(self.inputs)}
+
+    def _size(self, position: int) -> float:
+        op, joint = self.ops[position], self.joint
+        if op.mutates or is_view(joint, op):
             return INF
-        # Written piecewise, through views of other shapes: no single value of it is the whole storage.
-        whole = all(joint.values[v].shape == value.shape for v in family) if last is not None else True
-        return float(joint.storages[value.storage]) if whole else INF
+        fresh = {s for o in op.outputs if joint.owner[s := joint.values[o].storage] == position}
+        return float(sum(joint.storages[s] for s in fresh))
+
+    def _input_size(self, number: int) -> float:
+        value = self.joint.values[number]
+        return 0.0 if value.origin == "parameter" else float(value.bytes)
 
     @cached_property
     def kept_by_default(self) -> int:
@@ -108,22 +105,21 @@ class Graph:
 
         With `keep_heavy`, matmuls, convolutions and attention must not run again.
         """
-        joint = self.joint
-        inputs = [v for v, value in enumerate(joint.values) if value.producer < 0]
-        place = {v: len(self.ops) + k for k, v in enumerate(inputs)}
-        cost = [self._price(model, op, keep_heavy) for op in self.ops] + [INF] * len(inputs)
-        reads = [op.reads for op in self.ops] + [()] * len(inputs)
-        # Values that the backward makes stand at the end, and are nobody's business here.
-        forward = [v for v, value in enumerate(joint.values) if value.producer < len(self.ops)]
-        count = (max(forward) + 1) if forward else 0
-        producer = tuple(
-            place[v] if v in place else min(joint.values[v].producer, len(cost) - 1) for v in range(count)
-        )
-        return Problem(
-            tuple(cost), tuple(reads), producer, self.sizes[:count], need=frozenset(v for v in joint.saved if v < count)
-        )
+        cost = [self._price(model, op, keep_heavy) for op in self.ops] + [INF] * len(self.inputs)
+        size = [self._size(k) for k in range(len(self.ops))] + [self._input_size(v) for v in self.inputs]
+        reads = [self._places(op.reads) for op in self.ops] + [()] * len(self.inputs)
+        producer = list(range(len(cost)))
+        for earlier, later in zip(self.draws, self.draws[1:], strict=False):
+            reads[later] += (len(producer),)
+            producer.append(earlier)
+            size.append(INF)
+        need = frozenset(self._places(self.joint.saved))
+        return Problem(tuple(cost), tuple(reads), tuple(producer), tuple(size), need=need)
+
+    def _places(self, numbers: Iterable[int]) -> tuple[int, ...]:
+        return tuple(sorted({place for v in numbers if (place := self._place(v)) is not None}))
 
     def _price(self, model: CostModel, op: Op, keep_heavy: bool) -> float:
-        if runs_once(self.joint, op) or (keep_heavy and is_heavy(self.joint, op)):
+        if _ops.traits(op.target).outside or (keep_heavy and is_heavy(self.joint, op)):
             return INF
         return 0.0 if is_view(self.joint, op) else model.price(self.joint, op)

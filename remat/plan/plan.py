@@ -24,7 +24,8 @@ class Kept:
     Attributes:
         position: the op in the region's forward, or -1 for an input of the region.
         op: its name, or "input".
-        shape, dtype, bytes: of the value kept (of its whole storage).
+        shape, dtype: of the op's first result.
+        bytes: of all its results, whole storages.
         location: the user's "file:line".
     """
 
@@ -78,15 +79,13 @@ class Plan(Policy):
     def of(cls, graph: Graph, problem: Problem, solved: Solved, *, region: str, budget: float, unit: str) -> Plan:
         """The plan that a solution of `graph.problem(...)` stands for."""
         count, solution = len(graph.ops), solved.solution
-        kept = [
-            (problem.producer[v], v) for v in solution.saved if problem.size[v] > 0 or problem.producer[v] < count
-        ]
+        kept = sorted(v for v in solution.saved if problem.size[v] > 0)
         flops = sum(graph.flops[op] for op in solution.replayed if op < count)
         return cls(
             region=region,
             ops=graph.names,
-            saved=tuple(sorted({op for op, _ in kept if op < count})),
-            kept=tuple(_describe(graph, op, v, int(problem.size[v])) for op, v in sorted(kept)),
+            saved=tuple(v for v in sorted(solution.saved) if v < count),
+            kept=tuple(_describe(graph, v, int(problem.size[v])) for v in kept),
             budget=int(budget),
             kept_bytes=solution.bytes,
             default_bytes=graph.kept_by_default,
@@ -203,16 +202,17 @@ class Plan(Policy):
         return head + "\n".join(body)
 
 
-def _describe(graph: Graph, op: int, number: int, size: int) -> Kept:
+def _describe(graph: Graph, place: int, size: int) -> Kept:
+    made = place < len(graph.ops)
+    number = graph.ops[place].outputs[0] if made else graph.inputs[place - len(graph.ops)]
     value = graph.joint.values[number]
-    made = op < len(graph.ops)
     return Kept(
-        position=op if made else -1,
-        op=graph.names[op] if made else "input",
+        position=place if made else -1,
+        op=graph.names[place] if made else "input",
         shape=value.shape,
         dtype=str(value.dtype).removeprefix("torch."),
         bytes=size,
-        location=graph.ops[op].location if made else "",
+        location=graph.ops[place].location if made else "",
     )
 
 
