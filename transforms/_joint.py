@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -92,6 +92,8 @@ class Joint:
         storages: bytes of each storage.
         saved: values that autograd packed for the backward, in order, without repetition.
         results: the function's tensor outputs.
+        gradients: the values that the backward ends in, of those inputs that have a gradient.
+        tensors: a fake tensor for every value, where asked for.
     """
 
     ops: tuple[Op, ...]
@@ -99,6 +101,8 @@ class Joint:
     storages: tuple[int, ...]
     saved: tuple[int, ...]
     results: tuple[int, ...]
+    gradients: tuple[int, ...] = ()
+    tensors: tuple[torch.Tensor, ...] = field(default=(), repr=False, compare=False)
 
     @functools.cached_property
     def forward(self) -> tuple[Op, ...]:
@@ -156,6 +160,8 @@ class Recorder(TorchDispatchMode):
         self.storages: list[int] = []
         self.saved: dict[int, None] = {}
         self.captured: dict[int, torch.Tensor] = {}
+        self.gradients: tuple[int, ...] = ()
+        self.tensors: list[torch.Tensor] = []
         self.in_forward = True
         self.last = ("", "")
         self._number: dict[int, int] = {}
@@ -178,6 +184,7 @@ class Recorder(TorchDispatchMode):
             Value(tuple(tensor.shape), tensor.dtype, tensor.device, stride, self._storage[key], producer, origin)
         )
         self._number[id(tensor)] = len(self.values) - 1
+        self.tensors.append(tensor)
         self._alive.append(tensor)
         return len(self.values) - 1
 
@@ -203,7 +210,7 @@ class Recorder(TorchDispatchMode):
         if not is_fake(tensor) and tensor.layout == torch.strided:
             stand_in = self.mode.from_tensor(tensor)
             self._storage[storage_key(stand_in)] = self.values[number].storage
-            self._alive.append(stand_in)
+            self.tensors[number] = stand_in
         return number
 
     def same(self, tensor: torch.Tensor, number: int) -> int:
@@ -248,11 +255,14 @@ class Recorder(TorchDispatchMode):
         return out
 
 
-def record(fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Joint:
+def record(
+    fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, *, tensors: bool = False
+) -> Joint:
     """The joint graph of `fn(*args, **kwargs)`, from metadata alone: nothing is computed or allocated.
 
     Inputs that require grad are differentiated, captured ones too. The current autocast, default dtype and
-    grad state are those of the call; gradients are enabled.
+    grad state are those of the call; gradients are enabled. `tensors` keeps a fake tensor for every value, to
+    build other graphs from.
 
     Raises:
         RematError: where the function looks at data (`.item()`, a branch on a value) or an op has no fake
@@ -262,7 +272,13 @@ def record(fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str,
     with outside_all_modes():
         results = _trace(fn, args, kwargs or {}, recorder)
     return Joint(
-        tuple(recorder.ops), tuple(recorder.values), tuple(recorder.storages), tuple(recorder.saved), results
+        ops=tuple(recorder.ops),
+        values=tuple(recorder.values),
+        storages=tuple(recorder.storages),
+        saved=tuple(recorder.saved),
+        results=results,
+        gradients=recorder.gradients,
+        tensors=tuple(t.detach() for t in recorder.tensors) if tensors else (),
     )
 
 
@@ -323,5 +339,6 @@ def _run(
         recorder.ops = [op for op in recorder.ops if op.forward]
         for tangent in tangents:
             recorder.add(tangent, "tangent")
-        torch.autograd.grad(active, wanted, tangents, allow_unused=True)
+        found = torch.autograd.grad(active, wanted, tangents, allow_unused=True)
+        recorder.gradients = tuple(recorder.number(g) for g in found if g is not None)
     return numbers

@@ -163,3 +163,29 @@ def outside_all_modes() -> Iterator[None]:
 
     with temporarily_clear_interpreter_stack(), _disable_current_modes():
         yield
+
+
+# -- torch's own planner ------------------------------------------------------------------------------
+def partitioner_choice(
+    module: torch.fx.GraphModule, results: int, held: list[int], budget: float, solver: str
+) -> list[str]:
+    """Names of the nodes that torch's min-cut partitioner would save, without extracting the two halves.
+
+    `min_cut_rematerialization_partition` up to the point where the choice is made; `results` counts the forward
+    outputs, `held` are positions of the placeholders that are parameters.
+    """
+    from torch._functorch import config, partitioners
+    from torch._functorch.compile_utils import fx_graph_cse
+
+    module.graph.eliminate_dead_code()
+    module.graph = fx_graph_cse(module.graph)
+    info = partitioners.classify_nodes(module, held, results)
+    for node in reversed(module.graph.nodes):
+        if node.op == "output":
+            node.dist_from_bw = int(1e9)
+        elif not info.is_required_fw(node):
+            node.dist_from_bw = 0
+        else:
+            node.dist_from_bw = min([int(1e9), *(user.dist_from_bw + 1 for user in node.users)])
+    with config.patch(activation_memory_budget_solver=solver):
+        return [node.name for node in partitioners.choose_saved_values_set(module.graph, info, memory_budget=budget)]

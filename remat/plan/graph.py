@@ -107,16 +107,17 @@ class Graph:
         """
         cost = [self._price(model, op, keep_heavy) for op in self.ops] + [INF] * len(self.inputs)
         size = [self._size(k) for k in range(len(self.ops))] + [self._input_size(v) for v in self.inputs]
-        reads = [self._places(op.reads) for op in self.ops] + [()] * len(self.inputs)
+        reads = [self.places(op.reads) for op in self.ops] + [()] * len(self.inputs)
         producer = list(range(len(cost)))
         for earlier, later in zip(self.draws, self.draws[1:], strict=False):
             reads[later] += (len(producer),)
             producer.append(earlier)
             size.append(INF)
-        need = frozenset(self._places(self.joint.saved))
+        need = frozenset(self.places(self.joint.saved))
         return Problem(tuple(cost), tuple(reads), tuple(producer), tuple(size), need=need)
 
-    def _places(self, numbers: Iterable[int]) -> tuple[int, ...]:
+    def places(self, numbers: Iterable[int]) -> tuple[int, ...]:
+        """The problem's values that hold these values of the joint graph."""
         return tuple(sorted({place for v in numbers if (place := self._place(v)) is not None}))
 
     def _price(self, model: CostModel, op: Op, keep_heavy: bool) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from dataclasses import dataclass
 
 from remat.plan.problem import INF, Problem, Solution, complete
@@ -89,14 +90,15 @@ def _solve(
                 require(value, op)
 
     width = len(ops) + len(held)
-    unit = max(budget, 1.0)
+    # Whole numbers with half a unit to spare: a plan that meets the budget to the byte is not rounded away.
+    unit = math.gcd(*(int(problem.size[v]) for v in held)) or 1
     if held:
         rows += [len(lower)] * len(held)
         columns += range(len(ops), width)
         entries += [problem.size[v] / unit for v in held]
     lower.append(-numpy.inf)
     upper = numpy.full(len(lower), numpy.inf)
-    upper[-1] = budget / unit
+    upper[-1] = budget // unit + 0.5
 
     cost = numpy.array([min(problem.cost[o], 1e300) for o in ops] + [problem.price(v) for v in held], dtype=float)
     top = numpy.ones(width)
