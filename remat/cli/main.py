@@ -10,7 +10,7 @@ from typing import Any
 
 from remat.cli.errors import UsageError
 
-# Name -> (module, attribute, one line). The attribute is for tyro: a dataclass, whose instance is then called,
+# Name -> (module, attribute, one line). The attribute is for tyro: a dataclass, whose instance is called,
 # or a function; either returns the exit code or raises a UsageError. Only the module named is imported.
 COMMANDS = {
     "sweep": (
