@@ -256,13 +256,15 @@ class Recorder(TorchDispatchMode):
 
 
 def record(
-    fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, *, tensors: bool = False
+    fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, *, tensors: bool = False,
+    functional: bool = False,
 ) -> Joint:
     """The joint graph of `fn(*args, **kwargs)`, from metadata alone: nothing is computed or allocated.
 
     Inputs that require grad are differentiated, captured ones too. The current autocast, default dtype and
     grad state are those of the call; gradients are enabled. `tensors` keeps a fake tensor for every value, to
-    build other graphs from.
+    build other graphs from. With `functional`, `fn` differentiates by itself: it is called with a switch before
+    its arguments, and calls that between its forward and its backward.
 
     Raises:
         RematError: where the function looks at data (`.item()`, a branch on a value) or an op has no fake
@@ -270,7 +272,7 @@ def record(
     """
     recorder = Recorder()
     with outside_all_modes():
-        results = _trace(fn, args, kwargs or {}, recorder)
+        results = _trace(fn, args, kwargs or {}, recorder, _run_functional if functional else _run)
     return Joint(
         ops=tuple(recorder.ops),
         values=tuple(recorder.values),
@@ -282,7 +284,9 @@ def record(
     )
 
 
-def _trace(fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], recorder: Recorder) -> tuple[int, ...]:
+def _trace(
+    fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], recorder: Recorder, run: Callable[..., tuple[int, ...]]
+) -> tuple[int, ...]:
     """Stand-ins for the arguments, then the run; returns the numbers of the results."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     mode = recorder.mode = fake_mode(leaves)
@@ -298,7 +302,7 @@ def _trace(fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], recorder: 
     args, kwargs = pytree.tree_unflatten([fakes.get(id(x), x) if torch.is_tensor(x) else x for x in leaves], spec)
     try:
         with mode, recorder, torch.autograd.set_multithreading_enabled(False):
-            return _run(fn, args, kwargs, recorder, list(fakes.values()))
+            return run(fn, args, kwargs, recorder, list(fakes.values()))
     except RematError:
         raise
     except Exception as error:
@@ -342,3 +346,21 @@ def _run(
         found = torch.autograd.grad(active, wanted, tangents, allow_unused=True)
         recorder.gradients = tuple(recorder.number(g) for g in found if g is not None)
     return numbers
+
+
+def _run_functional(
+    fn: Callable[..., Any], args: Any, kwargs: Any, recorder: Recorder, inputs: list[torch.Tensor]
+) -> tuple[int, ...]:
+    """The same for a function that differentiates with torch.func: saved-tensor hooks are refused there.
+
+    `fn` is given a switch to call between its forward and its backward. What the backward reads stands in for
+    what autograd packs.
+    """
+
+    def switch() -> None:
+        recorder.in_forward = False
+
+    fn(switch, *args, **kwargs)
+    made = {o for op in recorder.ops if not op.forward for o in op.outputs}
+    recorder.saved = {r: None for op in recorder.ops if not op.forward for r in op.reads if r not in made}
+    return ()

@@ -163,8 +163,22 @@ def outside_all_modes() -> Iterator[None]:
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
     from torch.utils._python_dispatch import _disable_current_modes
 
+    message = hooks_disabled()
     with temporarily_clear_interpreter_stack(), _disable_current_modes():
-        yield
+        # The refusal of hooks belongs to the levels that were left.
+        with hooks_allowed() if message is not None else contextlib.nullcontext():
+            yield
+
+
+def levels() -> list[tuple[int, Any, str]]:
+    """The active functorch levels from the outermost: number, kind (GRAD, VMAP, JVP, ...), vmap's randomness."""
+    stack = _functorch_c.get_interpreter_stack() or []
+    found = []
+    for level in stack:
+        kind = level.key()
+        chance = _functorch_c.CVmapInterpreterPtr(level).randomness().name.lower() if kind == VMAP else ""
+        found.append((level.level(), kind, chance))
+    return found
 
 
 # -- torch's own planner ------------------------------------------------------------------------------

@@ -11,7 +11,9 @@ import torch
 import torch.utils._pytree as pytree
 
 from remat.plan.graph import Graph
+from remat.transforms import _torch
 from remat.transforms._joint import record
+from remat.transforms._levels import Peeled, peel, record_peeled
 
 # Entries hold on to their function, so that its identity cannot be taken by another.
 _GRAPHS: OrderedDict[Hashable, tuple[Any, Graph]] = OrderedDict()
@@ -19,15 +21,24 @@ _ROOM = 256
 
 
 def graph_of(fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Graph:
-    """The joint graph of a call, traced once per function, metadata of its arguments, and mode flags."""
-    key = call_key(fn, args, kwargs or {})
+    """The joint graph of a call, traced once per function, metadata of its arguments, and mode flags.
+
+    Under functorch levels: the graph of what they run at the bottom.
+    """
+    call = peel(args, kwargs or {}) if _torch.in_transform() else None
+    key = call_key(fn, args, kwargs or {}) if call is None else _peeled_key(fn, call)
     hit = _GRAPHS.get(key)
     if hit is None:
-        hit = _GRAPHS[key] = (fn, Graph(record(fn, args, kwargs)))
+        joint = record(fn, args, kwargs) if call is None else record_peeled(fn, call)
+        hit = _GRAPHS[key] = (fn, Graph(joint))
         while len(_GRAPHS) > _ROOM:
             _GRAPHS.popitem(last=False)
     _GRAPHS.move_to_end(key)
     return hit[1]
+
+
+def _peeled_key(fn: Callable[..., Any], call: Peeled) -> Hashable:
+    return call_key(fn, call.leaves, {}), call.steps, str(call.spec)
 
 
 def call_key(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:

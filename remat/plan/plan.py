@@ -6,6 +6,7 @@ import difflib
 import json
 from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -112,15 +113,12 @@ class Plan(Policy):
         planned = self.ops[info.index] if info.index < len(self.ops) else None
         if planned != str(info.op):
             raise RematError(self._difference(info.index, planned, str(info.op)))
-        return Decision.SAVE if info.index in self._chosen else Decision.RECOMPUTE
+        return Decision.SAVE if info.index in self.chosen else Decision.RECOMPUTE
 
-    @property
-    def _chosen(self) -> frozenset[int]:
-        cached = self.__dict__.get("_set")
-        if cached is None:
-            cached = frozenset(self.saved)
-            object.__setattr__(self, "_set", cached)
-        return cached
+    @cached_property
+    def chosen(self) -> frozenset[int]:
+        """`saved` as a set."""
+        return frozenset(self.saved)
 
     def check(self, names: Sequence[str]) -> None:
         """Raise where a function's ops are not those planned for.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from remat.opinfo import Decision, OpInfo
@@ -14,6 +14,7 @@ from remat.plan.graph import Graph
 from remat.plan.plan import Plan
 from remat.plan.solve import solve
 from remat.policies import Policy
+from remat.transforms import _torch
 from remat.transforms._errors import RematError
 
 _PLANS: dict[Any, tuple[Graph, Plan]] = {}
@@ -59,7 +60,7 @@ class BudgetPolicy(Policy):
     def bind(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
         """The plan for this call: a policy by op position."""
         plan = self._plan(fn, args, kwargs)
-        return Bound(plan)
+        return Following(plan) if _torch.in_transform() else Bound(plan)
 
     def __call__(self, info: OpInfo) -> Decision:
         raise RematError(
@@ -76,6 +77,28 @@ class Bound(Policy):
 
     def __call__(self, info: OpInfo) -> Decision:
         return self.plan(info)
+
+
+@dataclass(frozen=True)
+class Following(Policy):
+    """A plan carried out under functorch levels: ops that were not planned for are recomputed.
+
+    Forward-mode levels weave tangent ops between those of the plan; the planned ones still come in order.
+    """
+
+    plan: Plan
+    progress: list[int] = field(default_factory=lambda: [0, -1], compare=False, repr=False)
+
+    def __call__(self, info: OpInfo) -> Decision:
+        position, last = self.progress
+        if info.index < last:
+            position = 0
+        elif info.index == last:
+            # The same op once more, now that its value has a name.
+            position -= 1
+        met = position < len(self.plan.ops) and self.plan.ops[position] == str(info.op)
+        self.progress[:] = [position + met, info.index]
+        return Decision.SAVE if met and position in self.plan.chosen else Decision.RECOMPUTE
 
 
 def plan_graph(graph: Graph, policy: BudgetPolicy, region: str) -> Plan:
