@@ -186,15 +186,15 @@ class Plan(Policy):
         share = self.kept_bytes / self.default_bytes if self.default_bytes else 0.0
         again = self.recomputed_flops / self.step_flops if self.step_flops else 0.0
         head = (
-            f"Plan for {self.region}: keeps {_size(self.kept_bytes)} of {_size(self.default_bytes)} "
-            f"({share:.1%}; budget {_size(self.budget)})\n"
+            f"Plan for {self.region}: keeps {size_text(self.kept_bytes)} of {size_text(self.default_bytes)} "
+            f"({share:.1%}; budget {size_text(self.budget)})\n"
             f"  recomputes {self.recomputed_flops:.4g} FLOPs ({again:.2%} of forward and backward); "
             f"cost {self.cost:.4g} {self.unit}, proven lower bound {self.lower_bound:.4g} (gap {self.gap:.2%}, "
             f"{self.solver})\n"
         )
         rows = Counter((k.op, k.shape, k.dtype, k.bytes, k.location) for k in self.kept)
         body = [
-            f"  {f'{n} x ' if n > 1 else ''}{_size(size):>10}  {dtype}{list(shape)} of {op} {where}".rstrip()
+            f"  {f'{n} x ' if n > 1 else ''}{size_text(size):>10}  {dtype}{list(shape)} of {op} {where}".rstrip()
             for (op, shape, dtype, size, where), n in rows.items()
         ]
         return head + "\n".join(body)
@@ -214,7 +214,8 @@ def _describe(graph: Graph, place: int, size: int) -> Kept:
     )
 
 
-def _size(count: float) -> str:
+def size_text(count: float) -> str:
+    """Bytes for people."""
     for unit in ("B", "KiB", "MiB"):
         if abs(count) < 1024:
             return f"{count:.4g} {unit}"

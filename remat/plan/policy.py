@@ -11,9 +11,10 @@ from remat.plan.budget import check_budget, resolve
 from remat.plan.cache import graph_of
 from remat.plan.costs import CostModel, cost_model
 from remat.plan.graph import Graph
+from remat.plan.model import meet
 from remat.plan.plan import Plan
 from remat.plan.solve import solve
-from remat.policies import Policy
+from remat.policies import Policy, save_everything
 from remat.transforms import _torch
 from remat.transforms._errors import RematError
 
@@ -59,7 +60,10 @@ class BudgetPolicy(Policy):
 
     def bind(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
         """The plan for this call: a policy by op position."""
-        plan = self._plan(fn, args, kwargs)
+        planned, plan = meet(fn, args, kwargs)
+        if planned and plan is None:
+            return save_everything
+        plan = plan or self._plan(fn, args, kwargs)
         return Following(plan) if _torch.in_transform() else Bound(plan)
 
     def __call__(self, info: OpInfo) -> Decision:
