@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from remat.plan import BudgetPolicy, Flops, Plan, register_cost
 from remat.plan.graph import Graph
@@ -12,59 +10,7 @@ from remat.plan.solve import least, solve
 from remat.transforms._errors import RematError
 from remat.transforms._joint import record
 from remat.transforms._torch import fake_mode
-
-
-class GPTBlock(nn.Module):
-    """Pre-norm attention and GELU MLP."""
-
-    def __init__(self, width, heads, dropout=0.0):
-        super().__init__()
-        self.heads, self.dropout = heads, dropout
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        batch, length, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).split(width, -1)
-        q, k, v = (z.view(batch, length, self.heads, -1).transpose(1, 2) for z in (q, k, v))
-        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, length, width)
-        x = x + F.dropout(self.out(attended), self.dropout, self.training)
-        return x + F.dropout(self.down(F.gelu(self.up(self.norm2(x)))), self.dropout, self.training)
-
-
-class LlamaBlock(nn.Module):
-    """RMS norm, rotary grouped-query attention, SwiGLU."""
-
-    def __init__(self, width, heads, groups, hidden):
-        super().__init__()
-        self.heads, self.groups, self.head = heads, groups, width // heads
-        self.norm1, self.norm2 = nn.Parameter(torch.ones(width)), nn.Parameter(torch.ones(width))
-        self.q = nn.Linear(width, width, bias=False)
-        self.k, self.v = (nn.Linear(width, groups * self.head, bias=False) for _ in range(2))
-        self.out = nn.Linear(width, width, bias=False)
-        self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
-        self.down = nn.Linear(hidden, width, bias=False)
-
-    @staticmethod
-    def norm(x, scale):
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).type_as(x) * scale
-
-    @staticmethod
-    def rotate(x, cos, sin):
-        a, b = x.chunk(2, -1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-
-    def forward(self, x, cos, sin):
-        batch, length, width = x.shape
-        y = self.norm(x, self.norm1)
-        q, k, v = (f(y).view(batch, length, -1, self.head).transpose(1, 2) for f in (self.q, self.k, self.v))
-        q, k = self.rotate(q, cos, sin), self.rotate(k, cos, sin)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
-        y = self.norm(x, self.norm2)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+from tests.plan_models import GPTBlock, LlamaBlock
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +169,7 @@ def test_plan_is_a_value():
     assert plan.kept_bytes <= plan.budget <= plan.default_bytes / 2 + 1
     assert plan == Plan.from_json(plan.to_json()) and hash(plan) == hash(Plan.from_json(plan.to_json()))
     assert plan.gap <= 0.005 and plan.lower_bound <= plan.cost
-    assert "Plan for GPTBlock" in str(plan) and "test_plan_graph.py" in str(plan)
+    assert "Plan for GPTBlock" in str(plan) and "plan_models.py" in str(plan)
     tight = BudgetPolicy(0.3).plan(block, x)
     assert plan.diff(plan) == "" and "this plan" in plan.diff(tight)
     with pytest.raises(RematError, match="not a plan"):

@@ -93,6 +93,8 @@ def _warn_unknown(name: str) -> None:
 
 def is_view(joint: Joint, op: Op) -> bool:
     """Whether an op only hands out another look at storages that its arguments have."""
+    if torch.Tag.inplace_view in getattr(op.target, "tags", ()):
+        return True
     read = {joint.values[v].storage for v in op.reads}
     return not op.mutates and all(joint.values[o].storage in read for o in op.outputs)
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from remat.plan.problem import INF, Problem, Solution, complete
+
+
+# Whole prices are counted in this share of the dearest op's.
+_ROUNDING = 1e-5
 
 
 def available() -> bool:
@@ -27,21 +31,44 @@ def solve_exactly(
 ) -> Exact:
     """Least price within `budget` bytes.
 
+    `tie_break` makes late ops up to that share dearer, so that among equals early layers are the ones run
+    again: their replay comes when most kept bytes are gone already. It also hides from HiGHS that layers are
+    alike, so where the proof is not found in a third of the time, prices are rounded down to whole numbers and
+    left alike: those bounds hold too, and mostly close at once.
+
     Where the optimum is tiny beside the dearest op, HiGHS's absolute tolerances hide it: ops that alone cost
     more than the plan in hand cannot be part of a better one, so they are barred and the rest is solved again
     at its own scale.
     """
-    best = _solve(problem, budget, INF, time_limit, gap, tie_break)
+    best = _either(problem, budget, INF, time_limit, gap, tie_break)
     dearest = max((c for c in problem.cost if c < INF), default=0.0)
     while best.solution is not None and best.lower_bound < best.solution.cost * (1 - gap - tie_break):
         ceiling = best.solution.cost
         if ceiling <= 0 or ceiling >= dearest / 4:
             break
-        again = _solve(problem, budget, ceiling, time_limit, gap, tie_break)
+        again = _either(problem, budget, ceiling, time_limit, gap, tie_break)
         if again.solution is None or again.solution.cost > ceiling:
             break
         best, dearest = again, ceiling
     return best
+
+
+def _either(problem: Problem, budget: float, ceiling: float, time_limit: float, gap: float, tie_break: float) -> Exact:
+    first = _solve(problem, budget, ceiling, time_limit / 3, gap, tie_break)
+    if first.solution is None and first.lower_bound == INF:
+        return first
+    if first.solution is not None and first.lower_bound >= first.solution.cost * (1 - gap - tie_break):
+        return first
+    dearest = max((c for c in problem.cost if c <= ceiling and c < INF), default=0.0)
+    unit = dearest * _ROUNDING or 1.0
+    coarse = replace(problem, cost=tuple(c if c == INF else float(c // unit) for c in problem.cost))
+    barred = ceiling / unit if ceiling < INF else INF
+    second = _solve(coarse, budget, barred, 2 * time_limit / 3, gap, 0.0)
+    found = None if second.solution is None else complete(problem, second.solution.saved)
+    floor = max(first.lower_bound, second.lower_bound * unit)
+    if found is None or (first.solution is not None and first.solution.cost <= found.cost * (1 + tie_break)):
+        found = first.solution
+    return Exact(found, floor)
 
 
 def _solve(
@@ -50,8 +77,6 @@ def _solve(
     """One run of HiGHS in which no op of a price above `ceiling` runs again.
 
     Only the keep decisions are integers: with those fixed, what remains is totally unimodular.
-    `tie_break` makes late ops up to that share dearer, so that among equals early layers are the ones
-    run again: their replay comes when most kept bytes are gone already.
     """
     import numpy
     from scipy.optimize import Bounds, LinearConstraint, milp
@@ -104,7 +129,7 @@ def _solve(
     top = numpy.ones(width)
     barred = [k for k, o in enumerate(ops) if problem.cost[o] == INF or problem.cost[o] > ceiling]
     top[barred], cost[barred] = 0.0, 0.0
-    scale = cost.max() if width and cost.max() > 0 else 1.0
+    scale = float(cost.max()) if width and cost.max() > 0 else 1.0
     slope = numpy.zeros(width)
     slope[: len(ops)] = tie_break * numpy.arange(len(ops)) / max(len(ops), 1)
     matrix = coo_array((entries, (rows, columns)), shape=(len(lower), width)).tocsr()

@@ -100,6 +100,9 @@ class Following(Policy):
         elif info.index == last:
             # The same op once more, now that its value has a name.
             position -= 1
+        # The engine asks nothing about writes in place, which are never kept.
+        while position < len(self.plan.ops) and self.plan.ops[position].split(".")[1].endswith("_"):
+            position += 1
         met = position < len(self.plan.ops) and self.plan.ops[position] == str(info.op)
         self.progress[:] = [position + met, info.index]
         return Decision.SAVE if met and position in self.plan.chosen else Decision.RECOMPUTE
