@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
+import os
+import sys
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from remat.plan.problem import INF, Problem, Solution, complete
@@ -26,6 +31,24 @@ class Exact:
     lower_bound: float
 
 
+@contextlib.contextmanager
+def _stray_output() -> Iterator[None]:
+    """HiGHS (as of SciPy 1.17) prints a debug line to the process's stdout now and then: let it go to stderr."""
+    sys.stdout.flush()
+    try:
+        kept = os.dup(1)
+        os.dup2(2, 1)
+    except OSError:
+        # No such streams (a windowed or closed process): nothing to protect.
+        yield
+        return
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
 def solve_exactly(
     problem: Problem, budget: float, *, time_limit: float = 0.5, gap: float = 1e-3, tie_break: float = 1e-4
 ) -> Exact:
@@ -40,13 +63,15 @@ def solve_exactly(
     more than the plan in hand cannot be part of a better one, so they are barred and the rest is solved again
     at its own scale.
     """
+    end = time.perf_counter() + time_limit
     best = _either(problem, budget, INF, time_limit, gap, tie_break)
     dearest = max((c for c in problem.cost if c < INF), default=0.0)
     while best.solution is not None and best.lower_bound < best.solution.cost * (1 - gap - tie_break):
         ceiling = best.solution.cost
-        if ceiling <= 0 or ceiling >= dearest / 4:
+        left = end - time.perf_counter()
+        if ceiling <= 0 or ceiling >= dearest / 4 or left <= 0:
             break
-        again = _either(problem, budget, ceiling, time_limit, gap, tie_break)
+        again = _either(problem, budget, ceiling, left, gap, tie_break)
         if again.solution is None or again.solution.cost > ceiling:
             break
         best, dearest = again, ceiling
@@ -135,13 +160,14 @@ def _solve(
     matrix = coo_array((entries, (rows, columns)), shape=(len(lower), width)).tocsr()
     whole = numpy.zeros(width)
     whole[len(ops) :] = 1
-    result = milp(
-        cost / scale * (1 + slope),
-        integrality=whole,
-        bounds=Bounds(numpy.zeros(width), top),
-        constraints=LinearConstraint(matrix, numpy.array(lower), upper),
-        options={"time_limit": time_limit, "mip_rel_gap": gap, "presolve": True},
-    )
+    with _stray_output():
+        result = milp(
+            cost / scale * (1 + slope),
+            integrality=whole,
+            bounds=Bounds(numpy.zeros(width), top),
+            constraints=LinearConstraint(matrix, numpy.array(lower), upper),
+            options={"time_limit": time_limit, "mip_rel_gap": gap, "presolve": True},
+        )
     # Without integer columns HiGHS solves an LP and reports no MIP bound: its optimum is the bound.
     proved = result.fun if result.mip_dual_bound is None and result.status == 0 else result.mip_dual_bound
     floor = 0.0 if proved is None or not numpy.isfinite(proved) else float(proved) * scale / (1 + tie_break)
