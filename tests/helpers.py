@@ -80,8 +80,12 @@ def matrix(*compositions: str, policies: tuple[str, ...] = tuple(POLICIES)) -> C
 Run = Callable[[Callable[..., Any], tuple[Tensor, ...]], tuple[Any, Any]]
 
 
-def check(name: str, policy: str, run: Run) -> None:
-    """`run(fn, args) -> (values, derivatives)` with remat equals the same without: values bitwise."""
+def check(name: str, policy: str, run: Run, order: int = 1) -> None:
+    """`run(fn, args) -> (values, derivatives)` with remat equals the same without: values bitwise.
+
+    At second order without remat, what the two passes give to one cast of a weight adds up in bfloat16; with
+    remat each pass has its own cast and float32 adds up. So there bfloat16's precision is the bound.
+    """
     build = CASES[name].build
     with warnings.catch_warnings():
         for text in (
@@ -94,7 +98,12 @@ def check(name: str, policy: str, run: Run) -> None:
         torch.manual_seed(0)
         got_values, got_derivatives = run(*build(lambda fn: remat(fn, policy=POLICIES[policy])))
     same(got_values, values, 0.0)
-    same(got_derivatives, derivatives, 1e-10)
+    if order > 1 and "autocast" in name:
+        largest = max(float(t.abs().max()) for t in pytree.tree_leaves(derivatives))
+        got_derivatives, derivatives = pytree.tree_map(lambda t: t / largest, (got_derivatives, derivatives))
+        same(got_derivatives, derivatives, 2e-2)
+    else:
+        same(got_derivatives, derivatives, 1e-10)
 
 
 def same(got: Any, expected: Any, tolerance: float = 1e-10) -> None:
@@ -115,9 +124,8 @@ def scalar(outputs: Any) -> Tensor:
 
 def gradients(outputs: Any, leaves: list[Tensor], **options: Any) -> tuple[Tensor | None, ...]:
     """Derivatives of `scalar(outputs)` for those of `leaves` that require grad, by plain autograd."""
-    return torch.autograd.grad(
-        scalar(outputs), [x for x in leaves if x.requires_grad], allow_unused=True, **options
-    )
+    options.setdefault("allow_unused", True)
+    return torch.autograd.grad(scalar(outputs), [x for x in leaves if x.requires_grad], **options)
 
 
 def loss_of(fn: Callable[..., Any]) -> Callable[..., Tensor]:
@@ -407,23 +415,28 @@ def complex_numbers(wrap):
     return lambda z, w: wrap(block)(z, w), args
 
 
+# A weight used twice is cast once or twice as autocast's cache likes; its gradients add up in one precision
+# or the other (test_backward.py looks at that). Here every weight is used once.
+SINGLE = tuple(rand(*shape, dtype=torch.float32) for shape in ((3, 4), (4, 4), (2, 4)))
+
+
 @case()
 def autocast_inside(wrap):
-    def block(x, w):
+    def block(x, w, w2):
         with torch.autocast("cpu", torch.bfloat16):
-            return torch.tanh(F.linear(torch.tanh(F.linear(x, w)), w))
+            return torch.tanh(F.linear(torch.tanh(F.linear(x, w)), w2))
 
-    return lambda x, w: wrap(block)(x, w), (rand(3, 4, dtype=torch.float32), rand(4, 4, dtype=torch.float32))
+    return lambda *args: wrap(block)(*args), SINGLE
 
 
 @case()
 def autocast_around(wrap):
-    def fn(x, w):
+    def fn(x, w, w2):
         with torch.autocast("cpu", torch.bfloat16):
-            h = wrap(lambda x, w: torch.tanh(F.linear(torch.tanh(F.linear(x, w)), w)))(x, w)
+            h = wrap(lambda x, w, w2: torch.tanh(F.linear(torch.tanh(F.linear(x, w)), w2)))(x, w, w2)
         return h.float()
 
-    return fn, (rand(3, 4, dtype=torch.float32), rand(4, 4, dtype=torch.float32))
+    return fn, SINGLE
 
 
 @case()
