@@ -222,7 +222,8 @@ class Recorder(TorchDispatchMode):
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """A saved-tensor hook: notes what autograd keeps."""
         self.saved[self.number(tensor)] = None
-        return tensor
+        # An op's own result would hold on to the op that holds it: a cycle that nothing collects.
+        return tensor.detach()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

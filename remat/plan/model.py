@@ -6,16 +6,17 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
-from remat.plan.budget import check_budget
+from remat.plan.budget import check_budget, parse_bytes
 from remat.plan.cache import graph_of
 from remat.plan.costs import CostModel, cost_model
 from remat.plan.graph import Graph
+from remat.plan.peak import profile, step_peak
 from remat.plan.plan import Plan, size_text
 from remat.plan.problem import INF, Problem, Solution, keep_all
 from remat.plan.solve import Solved, least, solve
@@ -51,6 +52,7 @@ class ModelPlan:
         fn: the function planned.
         regions: the plans; equal regions may have different ones.
         budget, kept_bytes, default_bytes: bytes of all regions together.
+        peak_bytes: the most live at once in a step through the regions, simulated.
         cost, unit, lower_bound: as for a `Plan`, of all regions together.
         seconds: time the search took.
     """
@@ -60,6 +62,7 @@ class ModelPlan:
     budget: int
     kept_bytes: int
     default_bytes: int
+    peak_bytes: int
     cost: float
     unit: str
     lower_bound: float
@@ -91,7 +94,7 @@ class ModelPlan:
         flops = sum(plan.recomputed_flops for plan in self.regions)
         head = (
             f"{len(self.regions)} regions keep {size_text(self.kept_bytes)} of {size_text(self.default_bytes)} (budget "
-            f"{size_text(self.budget)}), recompute {flops:.4g} FLOPs; cost {self.cost:.4g} {self.unit}, gap {self.gap:.2%}"
+            f"{size_text(self.budget)}), peak at {size_text(self.peak_bytes)} (simulated), recompute {flops:.4g} FLOPs; cost {self.cost:.4g} {self.unit}, gap {self.gap:.2%}"
         )
         rows = [
             f"  {k:>3} {p.region}: {size_text(p.kept_bytes)}, {p.recomputed_flops:.4g} FLOPs"
@@ -103,7 +106,8 @@ class ModelPlan:
 def plan_model(
     fn: Callable[..., Any],
     *args: Any,
-    budget: float | int | str,
+    budget: float | int | str | None = None,
+    peak: int | str | None = None,
     cost: str | CostModel = "roofline",
     device: Any = None,
     time_limit: float = 2.0,
@@ -119,6 +123,8 @@ def plan_model(
     Args:
         fn: the whole model or loss.
         budget: a share of what the regions would keep without remat, bytes, or a text such as "2GiB".
+        peak: instead of `budget`, the most bytes that may be live at once in forward and backward through the
+            regions, over what lives before the step, by simulation (see `remat.plan.peak`).
         cost, device, time_limit: as for `BudgetPolicy`.
 
     Returns:
@@ -142,28 +148,68 @@ def plan_model(
             "plan_model found no region to plan: wrap the blocks of the model as "
             "remat(block, policy=checkpoint_policy(budget=0.5)); their budgets give way to the common one."
         )
-    model, budget = cost_model(cost, device), check_budget(budget)
-    parts = [graph.problem(model, keep_heavy=budget == "free") for _, graph in graphs]
-    whole = union(parts)
-    default = sum(graph.kept_by_default for _, graph in graphs)
-    solved = solve(whole, _bytes(budget, whole, default), time_limit=time_limit)
-    plans = [
-        Plan.of(graph, part, Solved(piece, 0.0, solved.solver, 0.0), region=name, budget=piece.bytes, unit=model.unit)
-        for (name, graph), part, piece in zip(graphs, parts, split(parts, solved.solution), strict=True)
-    ]
-    # The proof holds for the whole: a region by itself is optimal for the bytes that it was given.
-    plans = [replace(plan, lower_bound=plan.cost * (1 - solved.gap)) for plan in plans]
-    return ModelPlan(
-        fn=fn,
-        regions=tuple(plans),
-        budget=_bytes(budget, whole, default),
-        kept_bytes=solved.solution.bytes,
-        default_bytes=default,
-        cost=solved.solution.cost,
-        unit=model.unit,
-        lower_bound=solved.lower_bound,
-        seconds=solved.seconds,
-    )
+    if (budget is None) == (peak is None):
+        raise RematError('plan_model takes budget=... or peak=..., one of them: write budget=0.4 or peak="20GiB".')
+    model = cost_model(cost, device)
+    task = _Task(fn, graphs, model, budget == "free", time_limit)
+    if peak is not None:
+        return task.within_peak(parse_bytes(peak) if isinstance(peak, str) else int(peak))
+    return task.plan(_bytes(check_budget(budget), task.whole, task.default))
+
+
+class _Task:
+    """The regions of a model as one problem."""
+
+    def __init__(
+        self, fn: Callable[..., Any], graphs: list[tuple[str, Graph]], model: CostModel, free: bool, time_limit: float
+    ) -> None:
+        self.fn, self.graphs, self.unit, self.time_limit = fn, graphs, model.unit, time_limit
+        self.parts = [graph.problem(model, keep_heavy=free) for _, graph in graphs]
+        self.whole = union(self.parts)
+        self.default = sum(graph.kept_by_default for _, graph in graphs)
+
+    def plan(self, budget: int) -> ModelPlan:
+        """The cheapest plan that keeps at most `budget` bytes."""
+        solved = solve(self.whole, budget, time_limit=self.time_limit)
+        pieces = split(self.parts, solved.solution)
+        peak = step_peak([profile(graph, piece) for (_, graph), piece in zip(self.graphs, pieces, strict=True)])
+        return ModelPlan(
+            fn=self.fn,
+            regions=tuple(self._regions(pieces, solved)),
+            budget=budget,
+            kept_bytes=solved.solution.bytes,
+            default_bytes=self.default,
+            peak_bytes=peak,
+            cost=solved.solution.cost,
+            unit=self.unit,
+            lower_bound=solved.lower_bound,
+            seconds=solved.seconds,
+        )
+
+    def _regions(self, pieces: list[Solution], solved: Solved) -> Iterator[Plan]:
+        for (name, graph), part, piece in zip(self.graphs, self.parts, pieces, strict=True):
+            # The proof is of the whole: a region is as good as that for the bytes that it was given.
+            share = Solved(piece, piece.cost * (1 - solved.gap), solved.solver, 0.0)
+            yield Plan.of(graph, part, share, region=name, budget=piece.bytes, unit=self.unit)
+
+    def within_peak(self, limit: int) -> ModelPlan:
+        """The cheapest of the plans on a bisection over kept bytes whose simulated peak is within `limit`.
+
+        The search always starts from the same two ends, and a lower price never comes with a tighter limit.
+        """
+        low, high = least(self.whole).bytes, max(self.default, least(self.whole).bytes)
+        tried = [self.plan(low), self.plan(high)]
+        if tried[0].peak_bytes > limit:
+            raise RematError(
+                f"A peak of {limit:,} bytes cannot be met by choosing what to keep: with the least kept it is "
+                f"{tried[0].peak_bytes:,} bytes, which is what one region needs in its backward. Make the regions "
+                "smaller (one block each), or the batch."
+            )
+        while high - low > max(self.default // 200, 1) and tried[1].peak_bytes > limit:
+            middle = self.plan((low + high) // 2)
+            tried.append(middle)
+            low, high = (middle.budget, high) if middle.peak_bytes <= limit else (low, middle.budget)
+        return min((p for p in tried if p.peak_bytes <= limit), key=lambda p: p.cost)
 
 
 def _bytes(budget: float | int | str, problem: Problem, default: int) -> int:
