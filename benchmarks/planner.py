@@ -23,7 +23,6 @@ import torch
 from planner_models import MODELS, joint
 
 from remat.plan import Flops, Roofline, register_cost
-from remat.plan.graph import Graph
 from remat.plan.problem import complete, keep_all
 from remat.plan.solve import least, solve
 from remat.plan.torch_plans import SOLVERS, compiled_problem, torch_plan
@@ -31,7 +30,9 @@ from remat.plan.torch_plans import SOLVERS, compiled_problem, torch_plan
 BUDGETS = (0.1, 0.3, 0.5, 0.7, 0.9)
 COSTS = {"flops": Flops(), "time": Roofline("h100", fused=True)}
 register_cost("remat_bench::attention", lambda q, k, v: 4 * q[0] * q[1] * q[2] * k[2] * q[3])
-register_cost("remat_bench::attention_backward", lambda g, q, k, v, out: 10 * q[0] * q[1] * q[2] * k[2] * q[3])
+register_cost(
+    "remat_bench::attention_backward", lambda g, q, k, v, out: 10 * q[0] * q[1] * q[2] * k[2] * q[3]
+)
 
 
 def ratio(theirs: float, ours: float) -> float:
@@ -61,7 +62,11 @@ def rows(name: str, time_limit: float) -> list[dict[str, Any]]:
             row = base | {"planner": plan.solver, "budget": plan.budget, "asked_bytes": asked}
             solved = solve(problem, asked, time_limit=time_limit, candidates=offer)
             row |= {"gap": solved.gap, "ours_s": round(solved.seconds, 4), "torch_s": round(plan.seconds, 4)}
-            row |= {"ours_bytes": solved.solution.bytes, "ours_cost": solved.solution.cost, "unit": model.unit}
+            row |= {
+                "ours_bytes": solved.solution.bytes,
+                "ours_cost": solved.solution.cost,
+                "unit": model.unit,
+            }
             if theirs is None:
                 found.append(row | {"torch_bytes": "", "torch_cost": "invalid", "equal": "", "requested": ""})
                 continue
@@ -71,14 +76,18 @@ def rows(name: str, time_limit: float) -> list[dict[str, Any]]:
                 row
                 | {
                     "equal": round(ratio(theirs.cost, equal.cost), 4),
-                    "requested": round(ratio(theirs.cost, solved.solution.cost), 4) if theirs.bytes <= asked else "over",
+                    "requested": round(ratio(theirs.cost, solved.solution.cost), 4)
+                    if theirs.bytes <= asked
+                    else "over",
                 }
             )
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "planner.csv")
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--time-limit", type=float, default=1.0)

@@ -38,7 +38,9 @@ def _custom_backward(
 
 
 _custom.register_fake(lambda q, k, v: torch.empty_like(q))
-_custom_backward.register_fake(lambda g, q, k, v, out: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)))
+_custom_backward.register_fake(
+    lambda g, q, k, v, out: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
+)
 _custom.register_autograd(
     lambda ctx, g: torch.ops.remat_bench.attention_backward(g, *ctx.saved_tensors),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, output),
@@ -141,7 +143,10 @@ class Residual(nn.Module):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.GroupNorm(32, inputs), nn.GroupNorm(32, outputs)
-        self.conv1, self.conv2 = nn.Conv2d(inputs, outputs, 3, padding=1), nn.Conv2d(outputs, outputs, 3, padding=1)
+        self.conv1, self.conv2 = (
+            nn.Conv2d(inputs, outputs, 3, padding=1),
+            nn.Conv2d(outputs, outputs, 3, padding=1),
+        )
         self.skip = nn.Conv2d(inputs, outputs, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -157,7 +162,8 @@ class UNet(nn.Module):
         sizes = [width, 2 * width, 4 * width, 4 * width]
         self.stem = nn.Conv2d(4, width, 3, padding=1)
         self.down = nn.ModuleList(
-            nn.ModuleList([Residual(a, b), Residual(b, b)]) for a, b in zip([width, *sizes], sizes, strict=False)
+            nn.ModuleList([Residual(a, b), Residual(b, b)])
+            for a, b in zip([width, *sizes], sizes, strict=False)
         )
         self.middle = Residual(sizes[-1], sizes[-1])
         self.up = nn.ModuleList(
@@ -198,7 +204,9 @@ def _llama(depth: int, width: int = 1024, length: int = 2048, linear: Any = None
     return model, [(1, length, width)], [(length, 64), (length, 64)]
 
 
-def _gpt(depth: int, width: int = 1024, length: int = 2048, attention: Attention = flash, batch: int = 4) -> Any:
+def _gpt(
+    depth: int, width: int = 1024, length: int = 2048, attention: Attention = flash, batch: int = 4
+) -> Any:
     return Stack(lambda: GPTBlock(width, width // 64, attention), depth), [(batch, length, width)], []
 
 

@@ -49,12 +49,16 @@ def test_roofline_is_the_larger_of_compute_and_traffic():
 
 
 def test_fused_chains_cost_their_ends():
-    """sin and cos between two matmuls: the first reads what a matmul wrote, the last writes what one reads."""
+    """Between two matmuls the first op reads what a matmul wrote, the last writes what one reads."""
     x = torch.empty(64, 64, requires_grad=True)
     joint, found = ops(lambda x: (x @ x).sin().tanh().cos() @ x, x)
     price = {name: Roofline("h100", fused=True).price(joint, op) for name, op in found.items()}
     one_way = 64 * 64 * 4 / DEVICES["h100"].bandwidth
-    assert (price["aten.sin.default"], price["aten.tanh.default"], price["aten.cos.default"]) == (one_way, 0, one_way)
+    assert (price["aten.sin.default"], price["aten.tanh.default"], price["aten.cos.default"]) == (
+        one_way,
+        0,
+        one_way,
+    )
 
 
 def test_timings_are_taken_once_and_kept_on_disk(tmp_path, monkeypatch):

@@ -122,7 +122,9 @@ TRANSFORMS = {
     "vmap": lambda f, p, x: vmap(lambda x: f(p, x))(x),
     "jvp": lambda f, p, x: jvp(lambda p: f(p, x), (p,), (p,)),
     "jacrev": lambda f, p, x: jacrev(lambda p: f(p, x))(p),
-    "grad(grad)": lambda f, p, x: grad(lambda p: sum(g.sum() for g in grad(lambda p: f(p, x).sum())(p).values()))(p),
+    "grad(grad)": lambda f, p, x: grad(
+        lambda p: sum(g.sum() for g in grad(lambda p: f(p, x).sum())(p).values())
+    )(p),
 }
 
 

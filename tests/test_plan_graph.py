@@ -5,7 +5,6 @@ import torch
 
 from remat.plan import BudgetPolicy, Flops, Plan, register_cost
 from remat.plan.graph import Graph
-from remat.plan.hull import hull
 from remat.plan.solve import least, solve
 from remat.transforms._errors import RematError
 from remat.transforms._joint import record
@@ -120,7 +119,10 @@ def test_views_keep_their_base():
     graph = Graph(record(fn, (torch.randn(3, 8, requires_grad=True),)))
     # tanh's result with both of its slices, exp, sin; x itself is not needed.
     assert graph.kept_by_default == 96 + 48 + 48
-    assert all(k.op != "aten.split.Tensor" for k in BudgetPolicy(1.0).plan(fn, torch.ones(3, 8).requires_grad_()).kept)
+    assert all(
+        k.op != "aten.split.Tensor"
+        for k in BudgetPolicy(1.0).plan(fn, torch.ones(3, 8).requires_grad_()).kept
+    )
 
 
 def test_captured_tensors_and_parameters_are_free():
@@ -141,7 +143,9 @@ def test_functions_that_look_at_data_are_named():
     def fn(x):
         return x * x.sum().item()
 
-    with pytest.raises(RematError, match=r"fn cannot be planned: aten._local_scalar_dense.default at .*test_plan_graph.py"):
+    with pytest.raises(
+        RematError, match=r"fn cannot be planned: aten._local_scalar_dense.default at .*test_plan_graph.py"
+    ):
         record(fn, (torch.ones(2, requires_grad=True),))
 
 

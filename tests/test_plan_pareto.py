@@ -7,10 +7,10 @@ import torch
 
 from remat.plan import Plan, pareto
 from remat.plan.cli import main_plan
-from remat.plan.torch_plans import compiled_problem, torch_plan
 from remat.plan.costs import Flops
 from remat.plan.problem import complete
 from remat.plan.solve import solve
+from remat.plan.torch_plans import compiled_problem, torch_plan
 from remat.transforms._joint import record
 from tests.plan_models import GPTBlock, LlamaBlock
 
@@ -18,12 +18,24 @@ from tests.plan_models import GPTBlock, LlamaBlock
 def test_nobody_is_below_the_bound_and_the_exact_plan_touches_it():
     frontier = pareto(GPTBlock(32, 4), torch.randn(2, 8, 32), points=6)
     planners = {p.planner for p in frontier.points}
-    assert {"remat", "bound", "save_matmuls", "save_nothing", "torch dp", "torch ilp", "torch greedy"} <= planners
+    assert {
+        "remat",
+        "bound",
+        "save_matmuls",
+        "save_nothing",
+        "torch dp",
+        "torch ilp",
+        "torch greedy",
+    } <= planners
     assert all(p.gap <= 0.005 for p in frontier.of("remat"))
     costs = [p.cost for p in frontier.of("remat")]
     assert costs == sorted(costs, reverse=True) and costs[-1] == 0
     for point in frontier.points:
-        better = [p for p in frontier.of("bound") if p.kept_bytes <= point.kept_bytes and p.cost < point.cost * (1 - 1e-6)]
+        better = [
+            p
+            for p in frontier.of("bound")
+            if p.kept_bytes <= point.kept_bytes and p.cost < point.cost * (1 - 1e-6)
+        ]
         assert point.planner != "remat" or not better or point.gap > 0
     head, *rows = frontier.to_csv().splitlines()
     assert head.startswith("planner,budget,kept_bytes") and len(rows) == len(frontier.points)
@@ -31,7 +43,9 @@ def test_nobody_is_below_the_bound_and_the_exact_plan_touches_it():
 
 
 @pytest.mark.parametrize("solver", ["dp", "ilp", "greedy"])
-@pytest.mark.parametrize("make", [lambda: GPTBlock(64, 4), lambda: LlamaBlock(64, 8, 2, 96)], ids=["gpt", "llama"])
+@pytest.mark.parametrize(
+    "make", [lambda: GPTBlock(64, 4), lambda: LlamaBlock(64, 8, 2, 96)], ids=["gpt", "llama"]
+)
 def test_never_worse_than_torch_on_the_same_graph(make, solver):
     x = torch.empty(2, 32, 64, requires_grad=True) * 1
     rest = [torch.empty(32, 4) for _ in range(2)] if isinstance(make(), LlamaBlock) else []

@@ -25,7 +25,9 @@ def problems(draw, ops=7):
     for op in range(count):
         pool = list(range(len(producer)))
         is_input = not pool or draw(st.integers(0, 5)) == 0
-        reads.append(() if is_input else tuple(sorted(draw(st.sets(st.sampled_from(pool), min_size=1, max_size=3)))))
+        reads.append(
+            () if is_input else tuple(sorted(draw(st.sets(st.sampled_from(pool), min_size=1, max_size=3))))
+        )
         cost.append(INF if is_input or draw(st.integers(0, 7)) == 0 else float(draw(st.integers(0, 9))))
         for _ in range(draw(st.sampled_from([1, 1, 1, 2]))):
             producer.append(op)

@@ -181,7 +181,9 @@ class Recorder(TorchDispatchMode):
             self.storages.append(tensor.untyped_storage().nbytes() if owned else dense)
         stride = tuple(tensor.stride()) if tensor.layout == torch.strided else ()
         self.values.append(
-            Value(tuple(tensor.shape), tensor.dtype, tensor.device, stride, self._storage[key], producer, origin)
+            Value(
+                tuple(tensor.shape), tensor.dtype, tensor.device, stride, self._storage[key], producer, origin
+            )
         )
         self._number[id(tensor)] = len(self.values) - 1
         self.tensors.append(tensor)
@@ -199,7 +201,11 @@ class Recorder(TorchDispatchMode):
         if storage is not None:
             for candidate in range(len(self.values) - 1, -1, -1):
                 value = self.values[candidate]
-                if value.storage == storage and value.shape == tuple(tensor.shape) and value.dtype == tensor.dtype:
+                if (
+                    value.storage == storage
+                    and value.shape == tuple(tensor.shape)
+                    and value.dtype == tensor.dtype
+                ):
                     return self.same(tensor, candidate)
         return self._capture(tensor)
 
@@ -240,7 +246,9 @@ class Recorder(TorchDispatchMode):
         reads |= {self._writer[s] for v in reads if (s := self.values[v].storage) in self._writer}
         out = func(*args, **kwargs)
         position = len(self.ops)
-        mutated = [kwargs.get(w) if isinstance(w, str) else args[w] if w < len(args) else None for w in facts.writes]
+        mutated = [
+            kwargs.get(w) if isinstance(w, str) else args[w] if w < len(args) else None for w in facts.writes
+        ]
         overwritten = [t for t in pytree.tree_leaves(mutated) if isinstance(t, torch.Tensor)]
         old = tuple(self.number(t) for t in overwritten)
         outputs = []
@@ -257,15 +265,19 @@ class Recorder(TorchDispatchMode):
 
 
 def record(
-    fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, *, tensors: bool = False,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    tensors: bool = False,
     functional: bool = False,
 ) -> Joint:
     """The joint graph of `fn(*args, **kwargs)`, from metadata alone: nothing is computed or allocated.
 
     Inputs that require grad are differentiated, captured ones too. The current autocast, default dtype and
     grad state are those of the call; gradients are enabled. `tensors` keeps a fake tensor for every value, to
-    build other graphs from. With `functional`, `fn` differentiates by itself: it is called with a switch before
-    its arguments, and calls that between its forward and its backward.
+    build other graphs from. With `functional`, `fn` differentiates by itself: it is called with a switch
+    before its arguments, and calls that between its forward and its backward.
 
     Raises:
         RematError: where the function looks at data (`.item()`, a branch on a value) or an op has no fake
@@ -286,7 +298,11 @@ def record(
 
 
 def _trace(
-    fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], recorder: Recorder, run: Callable[..., tuple[int, ...]]
+    fn: Callable[..., Any],
+    args: Any,
+    kwargs: dict[str, Any],
+    recorder: Recorder,
+    run: Callable[..., tuple[int, ...]],
 ) -> tuple[int, ...]:
     """Stand-ins for the arguments, then the run; returns the numbers of the results."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -300,7 +316,9 @@ def _trace(
                 held |= id(leaf) not in direct and leaf.requires_grad and leaf.is_leaf
                 fakes[id(leaf)] = _stand_in(leaf, mode)
                 recorder.add(fakes[id(leaf)], "parameter" if held else "argument")
-    args, kwargs = pytree.tree_unflatten([fakes.get(id(x), x) if torch.is_tensor(x) else x for x in leaves], spec)
+    args, kwargs = pytree.tree_unflatten(
+        [fakes.get(id(x), x) if torch.is_tensor(x) else x for x in leaves], spec
+    )
     try:
         with mode, recorder, torch.autograd.set_multithreading_enabled(False):
             return run(fn, args, kwargs, recorder, list(fakes.values()))
@@ -311,10 +329,10 @@ def _trace(
         where = f" at {line}" if line else ""
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         raise RematError(
-            f"{getattr(fn, '__name__', type(fn).__name__)} cannot be planned: {op or 'the function'}{where} does not "
-            f"run on fake tensors ({reason}). A plan needs shapes alone: keep .item() and branches on values out of "
-            "the region, give custom ops a fake kernel (torch.library.register_fake), or use a policy without a "
-            "budget."
+            f"{getattr(fn, '__name__', type(fn).__name__)} cannot be planned: {op or 'the function'}{where} "
+            f"does not run on fake tensors ({reason}). A plan needs shapes alone: keep .item() and branches on "
+            "values out of the region, give custom ops a fake kernel (torch.library.register_fake), or use a "
+            "policy without a budget."
         ) from error
 
 

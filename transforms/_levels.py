@@ -1,4 +1,4 @@
-"""A call under functorch levels, written as a call without: what its ops will be at the bottom of the stack."""
+"""A call under functorch levels, written as a call without: what its ops will be at the bottom."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def peel(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Peeled:
     alone = {id(a) for a in (*args, *kwargs.values())}
     direct = tuple(id(leaf) in alone for leaf in leaves)
     for number, kind, randomness in reversed(_torch.levels()):
-        inside = [k for k, t in enumerate(leaves) if isinstance(t, torch.Tensor) and _torch.level_of(t) == number]
+        inside = [
+            k for k, t in enumerate(leaves) if isinstance(t, torch.Tensor) and _torch.level_of(t) == number
+        ]
         if kind == _torch.VMAP:
             dims: list[int | None] = [None] * len(leaves)
             for k in inside:
@@ -64,7 +66,9 @@ class _Meta:
 
     @staticmethod
     def of(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-        if tensor.requires_grad == requires_grad and (isinstance(tensor, torch.nn.Parameter) or not _torch.in_transform()):
+        if tensor.requires_grad == requires_grad and (
+            isinstance(tensor, torch.nn.Parameter) or not _torch.in_transform()
+        ):
             return tensor
         with _torch.outside_all_modes():
             alias = tensor.detach()
@@ -94,7 +98,11 @@ def record_peeled(fn: Callable[..., Any], call: Peeled) -> Joint:
                 merged = list(leaves)
                 for k, t in zip(moving, moved, strict=True):
                     merged[k] = t
-                return [t for t in pytree.tree_leaves(body(*merged)) if torch.is_tensor(t) and t.is_floating_point()]
+                return [
+                    t
+                    for t in pytree.tree_leaves(body(*merged))
+                    if torch.is_tensor(t) and t.is_floating_point()
+                ]
 
             outs, pull = torch.func.vjp(of, *[leaves[k] for k in moving])
             switch()
@@ -105,11 +113,15 @@ def record_peeled(fn: Callable[..., Any], call: Peeled) -> Joint:
             run = _batched(run, step)
         return run(*leaves)
 
-    return record(lambda switch, *given: _apart(lambda *ls: whole(switch, *ls), call.direct)(*given), _grouped(call), functional=True)
+    return record(
+        lambda switch, *given: _apart(lambda *ls: whole(switch, *ls), call.direct)(*given),
+        _grouped(call),
+        functional=True,
+    )
 
 
 def _grouped(call: Peeled) -> tuple[Any, ...]:
-    """The leaves that were arguments themselves, then the others in one container: those are held elsewhere."""
+    """The leaves that were arguments themselves, then the others (held elsewhere) in one container."""
     pairs = list(zip(call.leaves, call.direct, strict=True))
     return (*[leaf for leaf, direct in pairs if direct], [leaf for leaf, direct in pairs if not direct])
 

@@ -11,8 +11,7 @@ from remat.plan.problem import Problem, keep_all
 from remat.plan.solve import least
 from remat.transforms._errors import RematError
 
-_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30,
-          "ti": 1 << 40}  # fmt: skip
+_UNITS = {"": 1} | {f"{p}{i}": (1024 if i else 1000) ** n for n, p in enumerate("kmgt", 1) for i in ("", "i")}
 
 
 def check_budget(budget: Any) -> float | int | str:
@@ -22,12 +21,16 @@ def check_budget(budget: Any) -> float | int | str:
         RematError: anything else; the message lists what can be written.
     """
     if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
-        raise RematError(f"A budget is a share, bytes or a text, got {budget!r} of type {type(budget).__name__}. {_WRITE}")
+        raise RematError(
+            f"A budget is a share, bytes or a text, got {budget!r} of type {type(budget).__name__}. {_WRITE}"
+        )
     if isinstance(budget, str):
         return budget if budget == "free" else parse_bytes(budget)
     if isinstance(budget, float):
         if not 0.0 <= budget <= 1.0:
-            raise RematError(f"A budget given as a float is a share from 0.0 to 1.0, got {budget!r}. {_WRITE}")
+            raise RematError(
+                f"A budget given as a float is a share from 0.0 to 1.0, got {budget!r}. {_WRITE}"
+            )
         return budget
     if budget == 0:
         # Zero bytes can never be met; as a share it asks for the least.

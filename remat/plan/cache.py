@@ -20,7 +20,9 @@ _GRAPHS: OrderedDict[Hashable, tuple[Any, Graph]] = OrderedDict()
 _ROOM = 256
 
 
-def graph_of(fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Graph:
+def graph_of(
+    fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Graph:
     """The joint graph of a call, traced once per function, metadata of its arguments, and mode flags.
 
     Under functorch levels: the graph of what they run at the bottom.
@@ -62,7 +64,7 @@ def _anchor(fn: Any) -> Any:
 
 
 def _training(fn: Any) -> Hashable:
-    """Training flags of the modules in plain sight: the function, its self, its partial arguments, its cells."""
+    """Training flags of the modules in plain sight: the function, its self, partial arguments, cells."""
     found = [fn, getattr(fn, "__self__", None)]
     if isinstance(fn, functools.partial):
         found += [fn.func, getattr(fn.func, "__self__", None), *fn.args, *fn.keywords.values()]

@@ -45,8 +45,17 @@ def _parser() -> argparse.ArgumentParser:
         prog="remat plan",
         description="Plan what a function keeps for its backward. Without --budget: the whole frontier.",
     )
-    parser.add_argument("target", help="MODULE:FN, FN a function or module of tensors, or one of no arguments that returns (fn, *args)")
-    parser.add_argument("--input", action="append", default=[], metavar="SHAPE", help="a tensor argument, as 4x128x256; once for each")
+    parser.add_argument(
+        "target",
+        help="MODULE:FN, FN a function or module of tensors, or one of no arguments that returns (fn, *args)",
+    )
+    parser.add_argument(
+        "--input",
+        action="append",
+        default=[],
+        metavar="SHAPE",
+        help="a tensor argument, as 4x128x256; once for each",
+    )
     parser.add_argument("--dtype", default="float32", help="of the inputs (default float32)")
     parser.add_argument("--budget", help='0.4 (a share), 2GiB or 1000000 (bytes), or "free"')
     parser.add_argument("--cost", default="roofline", choices=["flops", "roofline", "measured"])
@@ -66,7 +75,9 @@ def _budget(text: str) -> float | int | str:
         return text
 
 
-def load(target: str, shapes: Sequence[str], dtype: str = "float32") -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def load(
+    target: str, shapes: Sequence[str], dtype: str = "float32"
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The function that `MODULE:FN` names, and its arguments.
 
     Raises:
@@ -86,9 +97,16 @@ def load(target: str, shapes: Sequence[str], dtype: str = "float32") -> tuple[Ca
         sys.path.remove("")
     if shapes:
         return fn, tuple(_tensor(shape, dtype) for shape in shapes)
-    required = [p for p in inspect.signature(fn).parameters.values() if p.default is p.empty and p.kind < p.VAR_POSITIONAL]
+    required = [
+        p
+        for p in inspect.signature(fn).parameters.values()
+        if p.default is p.empty and p.kind < p.VAR_POSITIONAL
+    ]
     if required or isinstance(fn, torch.nn.Module):
-        raise RematError(f"{target} takes arguments: give each as --input 4x128x256, or name a function of none that returns (fn, *args).")
+        raise RematError(
+            f"{target} takes arguments: give each as --input 4x128x256, or name a function of none "
+            "that returns (fn, *args)."
+        )
     fn, *args = fn()
     return fn, tuple(args)
 
@@ -99,4 +117,6 @@ def _tensor(shape: str, dtype: str) -> torch.Tensor:
         kind = getattr(torch, dtype)
         return torch.empty(sizes, dtype=kind, device="meta", requires_grad=kind.is_floating_point)
     except (ValueError, AttributeError, RuntimeError) as error:
-        raise RematError(f"--input {shape} --dtype {dtype} is no tensor: {error}. Write sizes as 4x128x256.") from error
+        raise RematError(
+            f"--input {shape} --dtype {dtype} is no tensor: {error}. Write sizes as 4x128x256."
+        ) from error

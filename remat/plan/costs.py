@@ -2,7 +2,7 @@
 
 | model | unit | an op's price |
 |---|---|---|
-| `Flops` | FLOP | torch's own formulas for matmuls, convolutions and attention; 0.001 FLOP per byte of traffic else |
+| `Flops` | FLOP | torch's formulas for matmuls, convolutions, attention; else 0.001 per byte moved |
 | `Roofline` | seconds | the larger of FLOPs over peak and bytes moved over bandwidth |
 | `Measured` | seconds | the median of timed runs on this device, cached on disk (`remat.plan.measured`) |
 
@@ -36,7 +36,7 @@ def register_cost(op: Any, flops: Callable[..., float]) -> None:
     """Tell the planner what a custom op costs.
 
     Args:
-        op: a `torch.ops` overload or packet, a `torch.library.custom_op`, or a name such as `"lib::attention"`.
+        op: a `torch.ops` overload or packet, a `torch.library.custom_op`, or a name: `"lib::attention"`.
         flops: called with the op's arguments, each tensor replaced by its shape (a tuple of ints); returns
             the FLOPs of one call.
 
@@ -85,8 +85,8 @@ def _warn_unknown(name: str) -> None:
     if name not in _UNKNOWN:
         _UNKNOWN.add(name)
         warnings.warn(
-            f"The cost of {name} is not known; it is counted as {UNKNOWN_FLOPS_PER_BYTE} FLOPs per byte of output "
-            f'(a large matmul). Say what it costs with remat.plan.register_cost("{name}", flops).',
+            f"The cost of {name} is not known; it is counted as {UNKNOWN_FLOPS_PER_BYTE} FLOPs per byte of "
+            f'output (a large matmul). Say what it costs with remat.plan.register_cost("{name}", flops).',
             stacklevel=2,
         )
 
@@ -168,13 +168,17 @@ class Roofline:
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
-            raise RematError(f"No roofline for device {self.device!r}: write one of {', '.join(sorted(DEVICES))}.")
+            raise RematError(
+                f"No roofline for device {self.device!r}: write one of {', '.join(sorted(DEVICES))}."
+            )
 
     def price(self, joint: Joint, op: Op) -> float:
         speed = DEVICES[self.device]
         half = any(joint.values[o].dtype.itemsize <= 2 for o in op.outputs)
         compute = flops_of(joint, op) / (speed.half if half else speed.single)
-        moved = self._fused_traffic(joint, op) if self.fused and not is_heavy(joint, op) else traffic(joint, op)
+        moved = (
+            self._fused_traffic(joint, op) if self.fused and not is_heavy(joint, op) else traffic(joint, op)
+        )
         return max(compute, moved / speed.bandwidth)
 
     def _fused_traffic(self, joint: Joint, op: Op) -> int:

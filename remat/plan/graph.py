@@ -17,7 +17,8 @@ class Graph:
     """The region's joint graph as a planning problem.
 
     Op `k` of the problem is op `k` of the forward, and value `k` is everything that it makes: an engine that
-    saves an op saves all its results. Each input of the region follows as an op that cannot run, with its value.
+    saves an op saves all its results. Each input of the region follows as an op that cannot run, with its
+    value.
     Three rules of the engine are written into the numbers:
 
     - Views cannot be saved: their base is, and they are taken again at no cost.

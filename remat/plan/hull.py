@@ -70,7 +70,8 @@ class Cuts:
         problem, scale = self.problem, self.scale
         run = [(n, price * round(c * scale)) for n, c in self.run]
         hold = [
-            (a, b, price * round(problem.price(v) * scale) + byte * int(problem.size[v])) for a, b, v in self.hold
+            (a, b, price * round(problem.price(v) * scale) + byte * int(problem.size[v]))
+            for a, b, v in self.hold
         ]
         never = sum(c for _, c in run) + sum(c for _, _, c in hold) + 1
         net = Network(self.nodes)

@@ -65,7 +65,9 @@ class Measured:
 
     def _time(self, joint: Joint, op: Op, device: str) -> float:
         try:
-            args, kwargs = pytree.tree_map_only(Ref, lambda r: _tensor(joint, r, device), (op.args, op.kwargs))
+            args, kwargs = pytree.tree_map_only(
+                Ref, lambda r: _tensor(joint, r, device), (op.args, op.kwargs)
+            )
             return seconds(lambda: op.target(*args, **kwargs), device)
         except Exception:
             # Whatever keeps one op from running alone, its price is no reason to fail a plan.
@@ -110,7 +112,9 @@ def _copy_speed(device: str) -> float:
 
 
 def _path(device: str) -> Path:
-    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else f"cpu{torch.get_num_threads()}"
+    name = (
+        torch.cuda.get_device_name(device) if device.startswith("cuda") else f"cpu{torch.get_num_threads()}"
+    )
     return cache_directory() / f"ops-{name.replace(' ', '-')}-torch{torch.__version__}.json"
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 from remat.plan.problem import INF, Problem, Solution, complete
 
-
 # Whole prices are counted in this share of the dearest op's.
 _ROUNDING = 1e-5
 
@@ -33,7 +32,7 @@ class Exact:
 
 @contextlib.contextmanager
 def _stray_output() -> Iterator[None]:
-    """HiGHS (as of SciPy 1.17) prints a debug line to the process's stdout now and then: let it go to stderr."""
+    """HiGHS (in SciPy 1.17) prints a debug line to the process's stdout now and then: let it go to stderr."""
     sys.stdout.flush()
     try:
         kept = os.dup(1)
@@ -50,22 +49,28 @@ def _stray_output() -> Iterator[None]:
 
 
 def solve_exactly(
-    problem: Problem, budget: float, *, time_limit: float = 0.5, gap: float = 1e-3, tie_break: float = 1e-4
+    problem: Problem,
+    budget: float,
+    *,
+    time_limit: float = 0.5,
+    gap: float = 1e-3,
+    tie_break: float = 1e-4,
+    ceiling: float = INF,
 ) -> Exact:
     """Least price within `budget` bytes.
 
     `tie_break` makes late ops up to that share dearer, so that among equals early layers are the ones run
     again: their replay comes when most kept bytes are gone already. It also hides from HiGHS that layers are
-    alike, so where the proof is not found in a third of the time, prices are rounded down to whole numbers and
-    left alike: those bounds hold too, and mostly close at once.
+    alike, so where the proof is not found in a third of the time, prices are rounded down to whole numbers
+    and left alike: those bounds hold too, and mostly close at once.
 
     Where the optimum is tiny beside the dearest op, HiGHS's absolute tolerances hide it: ops that alone cost
     more than the plan in hand cannot be part of a better one, so they are barred and the rest is solved again
-    at its own scale.
+    at its own scale. `ceiling` is the price of a plan in hand, where there is one.
     """
     end = time.perf_counter() + time_limit
-    best = _either(problem, budget, INF, time_limit, gap, tie_break)
-    dearest = max((c for c in problem.cost if c < INF), default=0.0)
+    best = _either(problem, budget, ceiling, time_limit, gap, tie_break)
+    dearest = max((c for c in problem.cost if c < INF and c <= ceiling), default=0.0)
     while best.solution is not None and best.lower_bound < best.solution.cost * (1 - gap - tie_break):
         ceiling = best.solution.cost
         left = end - time.perf_counter()
@@ -78,7 +83,9 @@ def solve_exactly(
     return best
 
 
-def _either(problem: Problem, budget: float, ceiling: float, time_limit: float, gap: float, tie_break: float) -> Exact:
+def _either(
+    problem: Problem, budget: float, ceiling: float, time_limit: float, gap: float, tie_break: float
+) -> Exact:
     first = _solve(problem, budget, ceiling, time_limit / 3, gap, tie_break)
     if first.solution is None and first.lower_bound == INF:
         return first
@@ -150,7 +157,9 @@ def _solve(
     upper = numpy.full(len(lower), numpy.inf)
     upper[-1] = budget // unit + 0.5
 
-    cost = numpy.array([min(problem.cost[o], 1e300) for o in ops] + [problem.price(v) for v in held], dtype=float)
+    cost = numpy.array(
+        [min(problem.cost[o], 1e300) for o in ops] + [problem.price(v) for v in held], dtype=float
+    )
     top = numpy.ones(width)
     barred = [k for k, o in enumerate(ops) if problem.cost[o] == INF or problem.cost[o] > ceiling]
     top[barred], cost[barred] = 0.0, 0.0

@@ -84,7 +84,9 @@ class ModelPlan:
         def hand_out(fn: Callable[..., Any], args: Any, kwargs: Any) -> Plan:
             plan = next(waiting, None)
             if plan is None:
-                raise RematError(f"A region beyond the {len(self.regions)} planned ones is called: plan the model anew.")
+                raise RematError(
+                    f"A region beyond the {len(self.regions)} planned ones is called: plan the model anew."
+                )
             return plan
 
         with _handling(hand_out):
@@ -93,8 +95,10 @@ class ModelPlan:
     def __str__(self) -> str:
         flops = sum(plan.recomputed_flops for plan in self.regions)
         head = (
-            f"{len(self.regions)} regions keep {size_text(self.kept_bytes)} of {size_text(self.default_bytes)} (budget "
-            f"{size_text(self.budget)}), peak at {size_text(self.peak_bytes)} (simulated), recompute {flops:.4g} FLOPs; cost {self.cost:.4g} {self.unit}, gap {self.gap:.2%}"
+            f"{len(self.regions)} regions keep {size_text(self.kept_bytes)} of "
+            f"{size_text(self.default_bytes)} "
+            f"(budget {size_text(self.budget)}), peak at {size_text(self.peak_bytes)} (simulated), recompute "
+            f"{flops:.4g} FLOPs; cost {self.cost:.4g} {self.unit}, gap {self.gap:.2%}"
         )
         rows = [
             f"  {k:>3} {p.region}: {size_text(p.kept_bytes)}, {p.recomputed_flops:.4g} FLOPs"
@@ -115,10 +119,10 @@ def plan_model(
 ) -> ModelPlan:
     """Split one budget over all regions that `fn(*args, **kwargs)` calls.
 
-    The regions are the calls inside `fn` of functions wrapped as `remat(f, policy=checkpoint_policy(budget=...))`;
-    their own budgets give way to the common one. `fn` runs once on fake tensors to find them. All regions are
-    solved as one problem, so bytes go wherever they spare the most recomputation. What `fn` keeps outside of its
-    regions is not counted.
+    The regions are the calls inside `fn` of functions wrapped as
+    `remat(f, policy=checkpoint_policy(budget=...))`; their own budgets give way to the common one. `fn` runs
+    once on fake tensors to find them. All regions are solved as one problem, so bytes go wherever they spare
+    the most recomputation. What `fn` keeps outside of its regions is not counted.
 
     Args:
         fn: the whole model or loss.
@@ -149,7 +153,9 @@ def plan_model(
             "remat(block, policy=checkpoint_policy(budget=0.5)); their budgets give way to the common one."
         )
     if (budget is None) == (peak is None):
-        raise RematError('plan_model takes budget=... or peak=..., one of them: write budget=0.4 or peak="20GiB".')
+        raise RematError(
+            'plan_model takes budget=... or peak=..., one of them: write budget=0.4 or peak="20GiB".'
+        )
     model = cost_model(cost, device)
     task = _Task(fn, graphs, model, budget == "free", time_limit)
     if peak is not None:
@@ -161,7 +167,12 @@ class _Task:
     """The regions of a model as one problem."""
 
     def __init__(
-        self, fn: Callable[..., Any], graphs: list[tuple[str, Graph]], model: CostModel, free: bool, time_limit: float
+        self,
+        fn: Callable[..., Any],
+        graphs: list[tuple[str, Graph]],
+        model: CostModel,
+        free: bool,
+        time_limit: float,
     ) -> None:
         self.fn, self.graphs, self.unit, self.time_limit = fn, graphs, model.unit, time_limit
         self.parts = [graph.problem(model, keep_heavy=free) for _, graph in graphs]
@@ -172,7 +183,9 @@ class _Task:
         """The cheapest plan that keeps at most `budget` bytes."""
         solved = solve(self.whole, budget, time_limit=self.time_limit)
         pieces = split(self.parts, solved.solution)
-        peak = step_peak([profile(graph, piece) for (_, graph), piece in zip(self.graphs, pieces, strict=True)])
+        peak = step_peak(
+            [profile(graph, piece) for (_, graph), piece in zip(self.graphs, pieces, strict=True)]
+        )
         return ModelPlan(
             fn=self.fn,
             regions=tuple(self._regions(pieces, solved)),
@@ -201,9 +214,9 @@ class _Task:
         tried = [self.plan(low), self.plan(high)]
         if tried[0].peak_bytes > limit:
             raise RematError(
-                f"A peak of {limit:,} bytes cannot be met by choosing what to keep: with the least kept it is "
-                f"{tried[0].peak_bytes:,} bytes, which is what one region needs in its backward. Make the regions "
-                "smaller (one block each), or the batch."
+                f"A peak of {limit:,} bytes cannot be met by choosing what to keep: with the least kept it "
+                f"is {tried[0].peak_bytes:,} bytes, which is what one region needs in its backward. Make the "
+                "regions smaller (one block each), or the batch."
             )
         while high - low > max(self.default // 200, 1) and tried[1].peak_bytes > limit:
             middle = self.plan((low + high) // 2)
@@ -220,7 +233,9 @@ def _bytes(budget: float | int | str, problem: Problem, default: int) -> int:
     everything = keep_all(problem)
     floor = least(problem).bytes
     assert isinstance(budget, float)
-    return max(floor, int(budget * default) if budget < 1 or everything is None else max(default, everything.bytes))
+    return max(
+        floor, int(budget * default) if budget < 1 or everything is None else max(default, everything.bytes)
+    )
 
 
 def _regions(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[tuple[str, Graph]]:

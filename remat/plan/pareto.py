@@ -1,4 +1,4 @@
-"""The whole trade between bytes and recomputation: every plan, the bound below them, and what others choose."""
+"""The whole trade between bytes and recomputation: plans, the bound below them, what others choose."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class Point:
     """One plan on the chart.
 
     Attributes:
-        planner: "remat", "bound" (a corner of the proven lower bound), the name of a policy, or "torch dp" etc.
+        planner: "remat", "bound" (a corner of the proven bound), the name of a policy, or "torch dp" etc.
         budget: the share asked for, None where the plan has none.
         kept_bytes: bytes kept.
         share: of what eager autograd keeps without remat.
         recomputed_flops: FLOPs run again.
         replay_share: those as a share of forward and backward.
         cost: modelled price.
-        gap: proven distance from the optimum at these bytes; for others than "remat", distance from the bound.
+        gap: proven distance from the optimum at these bytes; for others than "remat", from the bound.
     """
 
     planner: str
@@ -127,7 +127,7 @@ def pareto(
         fn: the region; traced on fake tensors, nothing is computed.
         cost, device: as for `BudgetPolicy`.
         points: number of budgets, evenly spaced from the least bytes to those kept without remat.
-        torch_solvers: which of torch's solvers to ask; torch plans functional graphs only, so none for others.
+        torch_solvers: which of torch's solvers to ask; torch plans functional graphs only.
 
     Raises:
         RematError: the function cannot be traced without data.
@@ -143,7 +143,9 @@ def pareto(
     problem = graph.problem(model)
     corners = hull(problem)
     if not corners:
-        raise RematError("Nothing to plan: the backward of this function reads something that cannot be had again.")
+        raise RematError(
+            "Nothing to plan: the backward of this function reads something that cannot be had again."
+        )
     chart = _Chart(graph, problem, corners)
     low, high = corners[0].bytes, max(graph.kept_by_default, corners[0].bytes)
     for k in range(points):
@@ -170,7 +172,9 @@ class _Chart:
         self.graph, self.problem, self.corners = graph, problem, corners
         self.points: list[Point] = []
 
-    def add(self, planner: str, solution: Solution | None, budget: float | None, gap: float | None = None) -> None:
+    def add(
+        self, planner: str, solution: Solution | None, budget: float | None, gap: float | None = None
+    ) -> None:
         if solution is None:
             return
         flops = sum(self.graph.flops[op] for op in solution.replayed)

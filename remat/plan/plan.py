@@ -6,8 +6,8 @@ import difflib
 import json
 from collections import Counter
 from collections.abc import Sequence
-from functools import cached_property
 from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 from remat.opinfo import Decision, OpInfo
@@ -77,7 +77,9 @@ class Plan(Policy):
     seconds: float = field(default=0.0, compare=False, repr=False)
 
     @classmethod
-    def of(cls, graph: Graph, problem: Problem, solved: Solved, *, region: str, budget: float, unit: str) -> Plan:
+    def of(
+        cls, graph: Graph, problem: Problem, solved: Solved, *, region: str, budget: float, unit: str
+    ) -> Plan:
         """The plan that a solution of `graph.problem(...)` stands for."""
         count, solution = len(graph.ops), solved.solution
         kept = sorted(v for v in solution.saved if problem.size[v] > 0)
@@ -134,9 +136,9 @@ class Plan(Policy):
 
     def _difference(self, position: int, planned: str | None, met: str | None) -> str:
         return (
-            f"The plan for {self.region} does not fit this function: op {position} is {met or 'missing (it ends)'}, "
-            f"planned was {planned or f'the end, after {len(self.ops)} ops'}. A plan holds for one function at one "
-            "configuration (layers, training mode, autocast, dtype): plan this one anew, or use "
+            f"The plan for {self.region} does not fit this function: op {position} is "
+            f"{met or 'missing (it ends)'}, planned was {planned or f'the end, after {len(self.ops)} ops'}. "
+            "A plan holds for one function at one configuration (layers, training mode, autocast, dtype): plan this one anew, or use "
             "checkpoint_policy(budget=...), which does so by itself."
         )
 
@@ -168,14 +170,18 @@ class Plan(Policy):
             table = record.pop("op_names")
             record["ops"] = tuple(table[k] for k in record["ops"])
             record["saved"] = tuple(record["saved"])
-            record["kept"] = tuple(Kept(**{**entry, "shape": tuple(entry["shape"])}) for entry in record["kept"])
+            record["kept"] = tuple(
+                Kept(**{**entry, "shape": tuple(entry["shape"])}) for entry in record["kept"]
+            )
             return cls(**{f.name: record[f.name] for f in fields(cls) if f.name in record})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RematError(f"This text is not a plan written by Plan.to_json: {error!r}.") from error
 
     def diff(self, other: Plan) -> str:
-        """What changes from this plan to `other`: a unified diff of what they keep, empty where they agree."""
-        lines = difflib.unified_diff(self._lines(), other._lines(), "this plan", "the other", lineterm="", n=0)
+        """What changes from this plan to `other`: a unified diff of what they keep, empty if nothing."""
+        lines = difflib.unified_diff(
+            self._lines(), other._lines(), "this plan", "the other", lineterm="", n=0
+        )
         return "\n".join(lines)
 
     def _lines(self) -> list[str]:
@@ -189,12 +195,13 @@ class Plan(Policy):
             f"Plan for {self.region}: keeps {size_text(self.kept_bytes)} of {size_text(self.default_bytes)} "
             f"({share:.1%}; budget {size_text(self.budget)})\n"
             f"  recomputes {self.recomputed_flops:.4g} FLOPs ({again:.2%} of forward and backward); "
-            f"cost {self.cost:.4g} {self.unit}, proven lower bound {self.lower_bound:.4g} (gap {self.gap:.2%}, "
-            f"{self.solver})\n"
+            f"cost {self.cost:.4g} {self.unit}, proven lower bound {self.lower_bound:.4g} "
+            f"(gap {self.gap:.2%}, {self.solver})\n"
         )
         rows = Counter((k.op, k.shape, k.dtype, k.bytes, k.location) for k in self.kept)
         body = [
-            f"  {f'{n} x ' if n > 1 else ''}{size_text(size):>10}  {dtype}{list(shape)} of {op} {where}".rstrip()
+            f"  {f'{n} x ' if n > 1 else ''}{size_text(size):>10}  "
+            + f"{dtype}{list(shape)} of {op} {where}".rstrip()
             for (op, shape, dtype, size, where), n in rows.items()
         ]
         return head + "\n".join(body)

@@ -68,8 +68,8 @@ class BudgetPolicy(Policy):
 
     def __call__(self, info: OpInfo) -> Decision:
         raise RematError(
-            f"{self!r} decides for a whole region, not for {info.op} alone: pass it as remat(fn, policy=...), or "
-            "ask for the plan with policy.plan(fn, *args)."
+            f"{self!r} decides for a whole region, not for {info.op} alone: pass it as "
+            "remat(fn, policy=...), or ask for the plan with policy.plan(fn, *args)."
         )
 
 
@@ -117,6 +117,8 @@ def plan_graph(graph: Graph, policy: BudgetPolicy, region: str) -> Plan:
     return Plan.of(graph, problem, solved, region=region, budget=budget, unit=model.unit)
 
 
-def budget_policy(budget: float | int | str, cost: str | CostModel = "roofline", device: Any = None) -> BudgetPolicy:
+def budget_policy(
+    budget: float | int | str, cost: str | CostModel = "roofline", device: Any = None
+) -> BudgetPolicy:
     """What `checkpoint_policy(budget=...)` returns."""
     return BudgetPolicy(budget, cost, device)

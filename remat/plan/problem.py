@@ -85,7 +85,8 @@ class Solution:
 def complete(problem: Problem, saved: Iterable[int]) -> Solution | None:
     """The cheapest solution that keeps at most `saved`, or None where something needed is out of reach.
 
-    What is free to keep need not be listed. Values that nothing reads and values whose op runs again anyway are dropped from `saved`.
+    What is free to keep need not be listed. Values that nothing reads and values whose op runs again anyway
+    are dropped from `saved`.
     """
     offered = frozenset(saved)
     kept: set[int] = set()

@@ -61,22 +61,26 @@ def solve(
     start = time.perf_counter()
     found: list[tuple[str, Solution]] = []
     everything = keep_all(problem)
-    floor = 0.0
     if everything is not None and everything.bytes <= budget:
         found.append(("no recomputation", everything))
-    found += [(name, s) for name, saved in candidates if (s := complete(problem, saved)) and s.bytes <= budget]
-    settled = bool(found) and found[0][1].cost == 0
-    if not settled and (milp.available() if exact is None else exact):
-        result = milp.solve_exactly(problem, budget, time_limit=time_limit, gap=gap)
-        floor = result.lower_bound
-        if result.solution is not None:
-            found.append(("exact", result.solution))
-    if not settled and not any(name == "exact" for name, _ in found):
+    found += [
+        (name, s) for name, saved in candidates if (s := complete(problem, saved)) and s.bytes <= budget
+    ]
+    floor = 0.0
+    if not found or found[0][1].cost > 0:
         corners = hull(problem)
         check_feasible(corners, budget)
-        floor = max(floor, bound(corners, budget))
+        floor = bound(corners, budget)
         found.append(("hull", max((c for c in corners if c.bytes <= budget), key=lambda c: c.bytes)))
-        found.append(("fill", fill(problem, corners, budget)))
+        cost = min(s.cost for _, s in found)
+        if cost > floor and (milp.available() if exact is None else exact):
+            # Ops that alone cost more than a plan in hand need not be looked at.
+            result = milp.solve_exactly(problem, budget, time_limit=time_limit, gap=gap, ceiling=cost)
+            floor = max(floor, result.lower_bound)
+            if result.solution is not None:
+                found.append(("exact", result.solution))
+        if min(s.cost for _, s in found) > floor and not any(name == "exact" for name, _ in found):
+            found.append(("fill", fill(problem, corners, budget)))
     name, best = min(found, key=lambda pair: (pair[1].cost, pair[1].bytes))
     return Solved(best, min(floor, best.cost), name, time.perf_counter() - start)
 
@@ -86,7 +90,7 @@ def check_feasible(corners: list[Solution], budget: float) -> None:
     if not corners:
         raise RematError(
             "The backward reads a value that can be neither kept nor made again: an op that must not run "
-            "twice made it inside an in-place chain. Keep that op out of the region, or write it out of place."
+            "twice made it inside an in-place chain. Keep that op out of the region, or write out of place."
         )
     if budget < corners[0].bytes:
         raise RematError(

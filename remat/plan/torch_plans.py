@@ -50,12 +50,17 @@ def compiled_problem(joint: Joint, model: CostModel) -> Compiled:
     reads = [joint.ops[k].reads for k in early] + [()] * len(inputs)
     at_input = {v: len(early) + n for n, v in enumerate(inputs)}
     # Values made after the cotangents stand as products of a last op, which nothing asks for.
-    producer = [at_input[v] if value.producer < 0 else place.get(value.producer, len(cost)) for v, value in enumerate(joint.values)]
+    producer = [
+        at_input[v] if value.producer < 0 else place.get(value.producer, len(cost))
+        for v, value in enumerate(joint.values)
+    ]
     size = [_size(joint, v, late) for v in range(len(joint.values))]
     need = {v for k in late for v in joint.ops[k].reads} | {*joint.gradients}
     need = {v for v in need if joint.values[v].producer not in late and joint.values[v].origin != "tangent"}
     base = tuple(joint.family[value.storage][0] for value in joint.values)
-    return Compiled(Problem((*cost, INF), (*reads, ()), tuple(producer), tuple(size), need=frozenset(need)), base)
+    return Compiled(
+        Problem((*cost, INF), (*reads, ()), tuple(producer), tuple(size), need=frozenset(need)), base
+    )
 
 
 def _after_tangents(joint: Joint) -> set[int]:
@@ -81,7 +86,9 @@ def _price(joint: Joint, position: int, model: CostModel) -> float:
 def _size(joint: Joint, number: int, late: set[int]) -> float:
     value = joint.values[number]
     if value.producer < 0:
-        return 0.0 if value.origin == "parameter" else INF if value.origin == "tangent" else float(value.bytes)
+        return (
+            0.0 if value.origin == "parameter" else INF if value.origin == "tangent" else float(value.bytes)
+        )
     if value.producer in late or joint.family[value.storage][0] != number:
         return INF
     return float(joint.storages[value.storage])
@@ -94,7 +101,9 @@ def to_fx(joint: Joint) -> torch.fx.GraphModule:
         RematError: where the function writes in place (AOTAutograd would have functionalized it).
     """
     if not joint.tensors:
-        raise RematError("This joint graph was recorded without tensors: write record(fn, args, tensors=True).")
+        raise RematError(
+            "This joint graph was recorded without tensors: write record(fn, args, tensors=True)."
+        )
     graph = torch.fx.Graph()
     nodes: dict[int, torch.fx.Node] = {}
     counts = {"primals": 0, "tangents": 0}
@@ -106,15 +115,23 @@ def to_fx(joint: Joint) -> torch.fx.GraphModule:
             nodes[v].meta["val"] = joint.tensors[v]
     for op in joint.ops:
         if op.mutates:
-            raise RematError(f"{op.name} at {op.location} writes in place; torch's partitioner takes functional graphs.")
+            raise RematError(
+                f"{op.name} at {op.location} writes in place; torch's partitioner takes functional graphs."
+            )
         args, kwargs = pytree.tree_map_only(Ref, lambda r: nodes[r.id], (op.args, op.kwargs))
         single = len(op.outputs) == 1 and len(op.target._schema.returns) == 1
         single = single and isinstance(op.target._schema.returns[0].type, torch.TensorType)
         name = f"v{op.outputs[0]}" if single else None
         made = graph.create_node("call_function", op.target, args, kwargs, name=name)
-        made.meta["val"] = joint.tensors[op.outputs[0]] if single else tuple(joint.tensors[o] for o in op.outputs)
+        made.meta["val"] = (
+            joint.tensors[op.outputs[0]] if single else tuple(joint.tensors[o] for o in op.outputs)
+        )
         for k, o in enumerate(op.outputs):
-            nodes[o] = made if single else graph.create_node("call_function", operator.getitem, (made, k), name=f"v{o}")
+            nodes[o] = (
+                made
+                if single
+                else graph.create_node("call_function", operator.getitem, (made, k), name=f"v{o}")
+            )
             nodes[o].meta["val"] = joint.tensors[o]
     graph.output([nodes[v] for v in (*joint.results, *joint.gradients)])
     return torch.fx.GraphModule(torch.nn.Module(), graph)
@@ -142,8 +159,10 @@ def torch_plan(joint: Joint, budget: float, solver: str = "dp") -> TorchPlan:
     return TorchPlan(solver, budget, values, seconds)
 
 
-def candidates(graph: Graph, budgets: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)) -> list[tuple[str, set[Any]]]:
-    """Torch's plans as saved sets of `graph.problem`, for `solve(..., candidates=...)`; empty for in-place code."""
+def candidates(
+    graph: Graph, budgets: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
+) -> list[tuple[str, set[Any]]]:
+    """Torch's plans as saved sets of `graph.problem`, for `solve(candidates=...)`; none for in-place code."""
     if not graph.joint.tensors:
         return []
     found = []
