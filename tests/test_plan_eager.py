@@ -1,5 +1,7 @@
 """Plans carried out: what is kept is what was planned, and gradients are those without remat."""
 
+import gc
+
 import pytest
 import torch
 from torch.func import grad, jacrev, jvp, vmap
@@ -7,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from remat import checkpoint_policy, remat
-from remat.plan import Plan, plan_model
+from remat.plan import BudgetPolicy, Plan, plan_model
 from remat.transforms import _observe
 from remat.transforms._errors import RematError
 from tests.plan_models import GPTBlock
@@ -40,7 +42,7 @@ def gradients(fn, module, x):
 def test_kept_bytes_are_those_planned_and_gradients_right(budget, dropout):
     torch.manual_seed(1)
     block, x = GPTBlock(32, 4, dropout), torch.randn(2, 8, 32, requires_grad=True)
-    policy = checkpoint_policy(budget=budget)
+    policy = BudgetPolicy(budget)
     plan = policy.plan(block, x * 1)
     expected = gradients(block, block, x)
     with _observe.listen() as heard:
@@ -53,8 +55,13 @@ def test_kept_bytes_are_those_planned_and_gradients_right(budget, dropout):
         assert kept <= max(budget * plan.default_bytes, policy_least(block, x))
 
 
+def test_checkpoint_policy_makes_budget_policies():
+    assert checkpoint_policy(budget=0.5, cost="flops") == BudgetPolicy(0.5, "flops")
+    assert checkpoint_policy(budget="2GiB") == BudgetPolicy(2 << 30)
+
+
 def policy_least(block, x):
-    return checkpoint_policy(budget=0).plan(block, x * 1).kept_bytes
+    return BudgetPolicy(0).plan(block, x * 1).kept_bytes
 
 
 class Flops(TorchDispatchMode):
@@ -78,7 +85,7 @@ class Flops(TorchDispatchMode):
 def test_recomputed_flops_are_those_planned(budget):
     """Counted in the backward that runs, against the backward without remat."""
     block, x = GPTBlock(32, 4), torch.randn(2, 8, 32, requires_grad=True)
-    policy = checkpoint_policy(budget=budget, cost="flops")
+    policy = BudgetPolicy(budget, cost="flops")
     plan = policy.plan(block, x * 1)
     counts = []
     for fn in (block, remat(block, policy=policy)):
@@ -91,7 +98,7 @@ def test_recomputed_flops_are_those_planned(budget):
 
 def test_plan_value_is_a_policy():
     block, x = GPTBlock(32, 4), torch.randn(2, 8, 32, requires_grad=True)
-    plan = checkpoint_policy(budget=0.5).plan(block, x * 1)
+    plan = BudgetPolicy(0.5).plan(block, x * 1)
     again = Plan.from_json(plan.to_json())
     with _observe.listen() as heard:
         actual = gradients(remat(block, policy=again), block, x)
@@ -188,8 +195,8 @@ def test_model_plan_beats_equal_shares():
 
     x = torch.randn(1, 32, 16, requires_grad=True)
     parts = [
-        checkpoint_policy(budget=0.4, cost="flops").plan(small, x[:, :4]),
-        checkpoint_policy(budget=0.4, cost="flops").plan(large, torch.cat((x[:, :4], x), 1)),
+        BudgetPolicy(0.4, cost="flops").plan(small, x[:, :4]),
+        BudgetPolicy(0.4, cost="flops").plan(large, torch.cat((x[:, :4], x), 1)),
     ]
     together = plan_model(fn, x, budget=sum(p.kept_bytes for p in parts), cost="flops")
     assert together.cost <= sum(p.cost for p in parts) * (1 + 1e-3)
@@ -198,3 +205,20 @@ def test_model_plan_beats_equal_shares():
 def test_plan_model_without_regions_says_what_to_wrap():
     with pytest.raises(RematError, match="found no region"):
         plan_model(lambda x: x.sin(), torch.ones(2, requires_grad=True), budget=0.5)
+
+
+@pytest.mark.parametrize("budget", [0, 0.5, "free"])
+def test_nothing_outlives_a_step(budget):
+    """Neither recomputed nor kept values: attention saves its own result, which must not keep itself alive."""
+    block, x = GPTBlock(32, 4), torch.randn(3, 7, 32, requires_grad=True)
+    region = remat(block, policy=checkpoint_policy(budget=budget))
+
+    def living():
+        gc.collect()
+        return sum(type(o) is torch.Tensor and 3 in o.shape for o in gc.get_objects())
+
+    gradients(region, block, x)
+    before = living()
+    for _ in range(3):
+        gradients(region, block, x)
+    assert living() == before

@@ -54,6 +54,7 @@ def test_never_worse_than_torch_on_the_same_graph(make, solver):
     for budget in (0.0, 0.2, 0.5, 0.8, 1.0):
         saved = compiled.saved(set(torch_plan(joint, budget, solver).values))
         theirs = complete(compiled.problem, saved)
+        assert theirs is not None
         ours = solve(compiled.problem, theirs.bytes, candidates=[("torch", saved)]).solution
         assert ours.bytes <= theirs.bytes and ours.cost <= theirs.cost
 
@@ -72,6 +73,7 @@ def test_torch_takes_a_cudnn_kernel_for_free_and_we_do_not():
     compiled = compiled_problem(joint, Flops())
     plan = torch_plan(joint, 0.6)
     theirs = complete(compiled.problem, compiled.saved(set(plan.values)))
+    assert theirs is not None
     assert solve(compiled.problem, theirs.bytes).solution.cost <= theirs.cost
 
 

@@ -125,4 +125,5 @@ def test_least_bytes_are_named_when_the_budget_is_below():
     with pytest.raises(RematError, match="least that must be kept is 8 bytes"):
         solve(problem, 7)
     assert solve(problem, 8).solution.replayed == {1}
-    assert keep_all(problem).bytes == 12
+    everything = keep_all(problem)
+    assert everything is not None and everything.bytes == 12

@@ -57,22 +57,17 @@ def peel(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Peeled:
         if isinstance(leaf, torch.Tensor):
             leaf = _torch.unwrapped(leaf)
             smooth = leaf.is_floating_point() or leaf.is_complex()
-            leaves[k] = _Meta.of(leaf, (k in tracked and smooth) or leaf.requires_grad)
+            leaves[k] = _stand_alone(leaf, (k in tracked and smooth) or leaf.requires_grad)
     return Peeled(tuple(leaves), spec, tuple(steps), direct)
 
 
-class _Meta:
-    """Builds stand-ins that carry a tensor's metadata and are safe outside its levels."""
-
-    @staticmethod
-    def of(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-        if tensor.requires_grad == requires_grad and (
-            isinstance(tensor, torch.nn.Parameter) or not _torch.in_transform()
-        ):
-            return tensor
-        with _torch.outside_all_modes():
-            alias = tensor.detach()
-            return alias.requires_grad_() if requires_grad else alias
+def _stand_alone(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    """An alias that belongs to no level; parameters stay themselves where they can."""
+    held = isinstance(tensor, torch.nn.Parameter) or not _torch.in_transform()
+    if tensor.requires_grad == requires_grad and held:
+        return tensor
+    with _torch.outside_all_modes():
+        return tensor.detach().requires_grad_(requires_grad)
 
 
 def record_peeled(fn: Callable[..., Any], call: Peeled) -> Joint:
@@ -83,41 +78,41 @@ def record_peeled(fn: Callable[..., Any], call: Peeled) -> Joint:
         return fn(*args, **kwargs)
 
     steps = list(call.steps)
-    body = at_example
+    body: Callable[..., Any] = at_example
     while steps and steps[0][0] == "vmap":
         body = _batched(body, steps.pop(0))
     if not any(kind == "vmap" for kind, *_ in steps):
         return record(_apart(body, call.direct), _grouped(call))
     # A vmap around a grad: torch.func differentiates inside it.
     moving = steps.pop(0)[1]
-    outer = [step for step in steps if step[0] == "vmap"]
 
-    def whole(switch: Callable[[], None], *leaves: Any) -> Any:
-        def differentiated(*leaves: Any) -> Any:
-            def of(*moved: Any) -> Any:
-                merged = list(leaves)
-                for k, t in zip(moving, moved, strict=True):
-                    merged[k] = t
-                return [
-                    t
-                    for t in pytree.tree_leaves(body(*merged))
-                    if torch.is_tensor(t) and t.is_floating_point()
-                ]
+    def whole(switch: Callable[[], None], *given: Any) -> Any:
+        run = _differentiated(body, moving, switch)
+        for step in steps:
+            run = _batched(run, step) if step[0] == "vmap" else run
+        return _apart(run, call.direct)(*given)
 
-            outs, pull = torch.func.vjp(of, *[leaves[k] for k in moving])
-            switch()
-            return outs, pull([torch.ones_like(t) for t in outs])
+    return record(whole, _grouped(call), functional=True)
 
-        run: Callable[..., Any] = differentiated
-        for step in outer:
-            run = _batched(run, step)
-        return run(*leaves)
 
-    return record(
-        lambda switch, *given: _apart(lambda *ls: whole(switch, *ls), call.direct)(*given),
-        _grouped(call),
-        functional=True,
-    )
+def _differentiated(
+    body: Callable[..., Any], moving: tuple[int, ...], switch: Callable[[], None]
+) -> Callable[..., Any]:
+    """`body` and its pull-back with respect to the operands at `moving`, with `switch` called in between."""
+
+    def run(*leaves: Any) -> Any:
+        def of(*moved: Any) -> Any:
+            merged = list(leaves)
+            for k, tensor in zip(moving, moved, strict=True):
+                merged[k] = tensor
+            results = pytree.tree_leaves(body(*merged))
+            return [t for t in results if torch.is_tensor(t) and t.is_floating_point()]
+
+        pulled: Any = torch.func.vjp(of, *[leaves[k] for k in moving])
+        switch()
+        return pulled[0], pulled[1]([torch.ones_like(t) for t in pulled[0]])
+
+    return run
 
 
 def _grouped(call: Peeled) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from remat.plan.problem import INF, Problem, Solution, complete
 
@@ -154,13 +155,13 @@ def _solve(
         columns += range(len(ops), width)
         entries += [problem.size[v] / unit for v in held]
     lower.append(-numpy.inf)
-    upper = numpy.full(len(lower), numpy.inf)
+    upper: Any = numpy.full(len(lower), numpy.inf)
     upper[-1] = budget // unit + 0.5
 
     cost = numpy.array(
         [min(problem.cost[o], 1e300) for o in ops] + [problem.price(v) for v in held], dtype=float
     )
-    top = numpy.ones(width)
+    top: Any = numpy.ones(width)
     barred = [k for k, o in enumerate(ops) if problem.cost[o] == INF or problem.cost[o] > ceiling]
     top[barred], cost[barred] = 0.0, 0.0
     scale = float(cost.max()) if width and cost.max() > 0 else 1.0
@@ -169,12 +170,15 @@ def _solve(
     matrix = coo_array((entries, (rows, columns)), shape=(len(lower), width)).tocsr()
     whole = numpy.zeros(width)
     whole[len(ops) :] = 1
+    # SciPy's annotations know only the scalar forms of these.
+    floors: Any = numpy.zeros(width)
+    rows_least: Any = numpy.array(lower)
     with _stray_output():
         result = milp(
             cost / scale * (1 + slope),
             integrality=whole,
-            bounds=Bounds(numpy.zeros(width), top),
-            constraints=LinearConstraint(matrix, numpy.array(lower), upper),
+            bounds=Bounds(floors, top),
+            constraints=LinearConstraint(matrix, rows_least, upper),
             options={"time_limit": time_limit, "mip_rel_gap": gap, "presolve": True},
         )
     # Without integer columns HiGHS solves an LP and reports no MIP bound: its optimum is the bound.
