@@ -330,9 +330,9 @@ def _trace(
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         raise RematError(
             f"{getattr(fn, '__name__', type(fn).__name__)} cannot be planned: {op or 'the function'}{where} "
-            f"does not run on fake tensors ({reason}). A plan needs shapes alone: keep .item() and branches on "
-            "values out of the region, give custom ops a fake kernel (torch.library.register_fake), or use a "
-            "policy without a budget."
+            f"does not run on fake tensors ({reason}). A plan needs shapes alone: keep .item() and branches "
+            "on values out of the region, give custom ops a fake kernel (torch.library.register_fake), or "
+            "use a policy without a budget."
         ) from error
 
 

@@ -138,8 +138,8 @@ class Plan(Policy):
         return (
             f"The plan for {self.region} does not fit this function: op {position} is "
             f"{met or 'missing (it ends)'}, planned was {planned or f'the end, after {len(self.ops)} ops'}. "
-            "A plan holds for one function at one configuration (layers, training mode, autocast, dtype): plan "
-            "this one anew, or use checkpoint_policy(budget=...), which does so by itself."
+            "A plan holds for one function at one configuration (layers, training mode, autocast, dtype): "
+            "plan this one anew, or use checkpoint_policy(budget=...), which does so by itself."
         )
 
     def bind(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
