@@ -209,7 +209,7 @@ def test_plan_model_without_regions_says_what_to_wrap():
 
 @pytest.mark.parametrize("budget", [0, 0.5, "free"])
 def test_nothing_outlives_a_step(budget):
-    """Neither recomputed nor kept values: attention saves its own result, which must not keep itself alive."""
+    """Neither recomputed nor kept values: attention saves its own result, which must not hold itself."""
     block, x = GPTBlock(32, 4), torch.randn(3, 7, 32, requires_grad=True)
     region = remat(block, policy=checkpoint_policy(budget=budget))
 

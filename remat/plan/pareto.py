@@ -137,7 +137,7 @@ def pareto(
         >>> from remat.plan import pareto
         >>> frontier = pareto(lambda x: (x @ x).tanh() @ x, torch.ones(8, 8, requires_grad=True), points=3)
         >>> [p.kept_bytes for p in frontier.of("remat")]
-        [256, 384, 512]
+        [256, 256, 512]
     """
     graph, model = Graph(record(fn, args, kwargs, tensors=True)), cost_model(cost, device)
     problem = graph.problem(model)
