@@ -95,11 +95,12 @@ class Cuts:
         return None if least is None or cheap is None else (least, cheap)
 
 
-def hull(problem: Problem, limit: int = 400) -> list[Solution]:
+def hull(problem: Problem, limit: int = 400, around: float | None = None) -> list[Solution]:
     """All corners of the lower convex hull, from the fewest bytes to the lowest price.
 
     Empty where no choice is feasible (something the backward reads can be neither kept nor made again).
-    `limit` bounds the number of cuts.
+    `limit` bounds the number of cuts. With `around`, only the corners on the way to that many bytes are
+    looked for: enough for the bound there, and a handful of cuts.
     """
     cuts = Cuts(problem)
     ends = cuts.extremes()
@@ -117,7 +118,8 @@ def hull(problem: Problem, limit: int = 400) -> list[Solution]:
         if middle is None or not _below(middle, left, right) or (middle.bytes, middle.cost) in corners:
             continue
         corners[middle.bytes, middle.cost] = middle
-        todo += [(left, middle), (middle, right)]
+        halves = [(left, middle), (middle, right)]
+        todo += halves if around is None else [halves[around >= middle.bytes]]
     return [corners[key] for key in sorted(corners)]
 
 

@@ -68,7 +68,7 @@ def solve(
     ]
     floor = 0.0
     if not found or found[0][1].cost > 0:
-        corners = hull(problem)
+        corners = hull(problem, around=budget)
         check_feasible(corners, budget)
         floor = bound(corners, budget)
         found.append(("hull", max((c for c in corners if c.bytes <= budget), key=lambda c: c.bytes)))
