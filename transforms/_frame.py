@@ -268,7 +268,9 @@ class Frame:
             self.trace.check_unwritten()
         if task != -1:
             # What a partial backward leaves unread must not outlive it.
-            _torch.at_backward_end(self._forget)
+            # By weak reference: what the region keeps goes when its own nodes are through, not with the pass.
+            frame = weakref.ref(self)
+            _torch.at_backward_end(lambda: _forget(frame))
         now = self.random.again() if self.random else None
         inner, self.inner = self.inner, 0
         try:
@@ -311,10 +313,11 @@ class Frame:
             raise RematError(self._differs(f"it packed more than the {len(self.metas)} values for the backward that the forward packed"))
         if at not in self.direct:
             self._check(at, tensor)
-            self.values[at] = tensor
+            self.values[at] = tensor.detach()
         if at + 1 == len(self.metas) and not self.inner and self.trace is None:
             raise _trace.Stop
-        return tensor
+        # An op's own result, packed as it is, would hold on to the op that holds it: nothing frees that cycle.
+        return tensor.detach()
 
     def _check(self, at: int, tensor: torch.Tensor) -> None:
         if self.region.determinism_check == "none":
@@ -355,6 +358,12 @@ class Frame:
 def unpack(handle: tuple[Frame, int]) -> torch.Tensor:
     frame, at = handle
     return frame.get(at)
+
+
+def _forget(frame: weakref.ref[Frame]) -> None:
+    alive = frame()
+    if alive is not None:
+        alive._forget()
 
 
 def _identity(tensor: torch.Tensor) -> torch.Tensor:

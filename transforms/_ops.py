@@ -34,7 +34,7 @@ _HIDDEN = (os.path.dirname(torch.__file__), os.path.join(_PACKAGE, "transforms")
 class Traits:
     """Facts of one op, read once from its schema."""
 
-    __slots__ = ("ignored", "inplace", "outside", "random", "uninitialized", "view", "writes")
+    __slots__ = ("ignored", "inplace", "outside", "random", "reshapes", "uninitialized", "view", "writes")
 
     def __init__(self, op: Any) -> None:
         schema = getattr(op, "_schema", None)
@@ -42,6 +42,7 @@ class Traits:
         self.random = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
         self.writes: tuple[str | int, ...] = ()
         self.view = self.inplace = False
+        self.reshapes = torch.Tag.inplace_view in getattr(op, "tags", ())
         self.uninitialized = _basename(op).startswith(("empty", "new_empty"))
         self.outside = _acts_outside(op)
         if schema is None:

@@ -145,3 +145,73 @@ def forward_ad_active(tensors: list[torch.Tensor]) -> bool:
     if torch.autograd.forward_ad._current_level < 0:
         return False
     return any(torch._C._VariableFunctions._unpack_dual(t, level=0)[1] is not None for t in tensors)
+
+
+# -- tracing without data -----------------------------------------------------------------------------
+def fake_mode(leaves: list[Any]) -> Any:
+    """The fake mode of the first fake tensor among `leaves`, else a new one that takes real tensors too."""
+    from torch._subclasses import FakeTensor, FakeTensorMode
+
+    for leaf in leaves:
+        if isinstance(leaf, FakeTensor):
+            # Parameters that a function captures may be real beside fake arguments.
+            leaf.fake_mode.allow_non_fake_inputs = True
+            return leaf.fake_mode
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(tensor: Any) -> bool:
+    """Whether a tensor has no data because it is fake."""
+    from torch._subclasses import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+@contextlib.contextmanager
+def outside_all_modes() -> Iterator[None]:
+    """Step out of every dispatch mode and functorch level, so that a trace inside leaves no trace in theirs."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    message = hooks_disabled()
+    with temporarily_clear_interpreter_stack(), _disable_current_modes():
+        # The refusal of hooks belongs to the levels that were left.
+        with hooks_allowed() if message is not None else contextlib.nullcontext():
+            yield
+
+
+def levels() -> list[tuple[int, Any, str]]:
+    """The active functorch levels from the outermost: number, kind (GRAD, VMAP, JVP, ...), vmap's randomness."""
+    stack = _functorch_c.get_interpreter_stack() or []
+    found = []
+    for level in stack:
+        kind = level.key()
+        chance = _functorch_c.CVmapInterpreterPtr(level).randomness().name.lower() if kind == VMAP else ""
+        found.append((level.level(), kind, chance))
+    return found
+
+
+# -- torch's own planner ------------------------------------------------------------------------------
+def partitioner_choice(
+    module: torch.fx.GraphModule, results: int, held: list[int], budget: float, solver: str
+) -> list[str]:
+    """Names of the nodes that torch's min-cut partitioner would save, without extracting the two halves.
+
+    `min_cut_rematerialization_partition` up to the point where the choice is made; `results` counts the forward
+    outputs, `held` are positions of the placeholders that are parameters.
+    """
+    from torch._functorch import config, partitioners
+    from torch._functorch.compile_utils import fx_graph_cse
+
+    module.graph.eliminate_dead_code()
+    module.graph = fx_graph_cse(module.graph)
+    info = partitioners.classify_nodes(module, held, results)
+    for node in reversed(module.graph.nodes):
+        if node.op == "output":
+            node.dist_from_bw = int(1e9)
+        elif not info.is_required_fw(node):
+            node.dist_from_bw = 0
+        else:
+            node.dist_from_bw = min([int(1e9), *(user.dist_from_bw + 1 for user in node.users)])
+    with config.patch(activation_memory_budget_solver=solver):
+        return [node.name for node in partitioners.choose_saved_values_set(module.graph, info, memory_budget=budget)]

@@ -1,0 +1,12 @@
+"""Budget plans: the region's joint graph, prices, exact solvers, and plans as values."""
+
+from remat.plan.costs import Flops as Flops
+from remat.plan.costs import Roofline as Roofline
+from remat.plan.costs import register_cost as register_cost
+from remat.plan.model import ModelPlan as ModelPlan
+from remat.plan.model import plan_model as plan_model
+from remat.plan.pareto import Frontier as Frontier
+from remat.plan.pareto import pareto as pareto
+from remat.plan.plan import Plan as Plan
+from remat.plan.policy import BudgetPolicy as BudgetPolicy
+from remat.plan.policy import budget_policy as budget_policy

@@ -1,0 +1,86 @@
+"""What a user may write as a budget."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+from remat.plan.graph import Graph
+from remat.plan.problem import Problem, keep_all
+from remat.plan.solve import least
+from remat.transforms._errors import RematError
+
+_UNITS = {"": 1} | {f"{p}{i}": (1024 if i else 1000) ** n for n, p in enumerate("kmgt", 1) for i in ("", "i")}
+
+
+def check_budget(budget: Any) -> float | int | str:
+    """A budget in its canonical form: a share (float), bytes (int) or "free".
+
+    Raises:
+        RematError: anything else; the message lists what can be written.
+    """
+    if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
+        raise RematError(
+            f"A budget is a share, bytes or a text, got {budget!r} of type {type(budget).__name__}. {_WRITE}"
+        )
+    if isinstance(budget, str):
+        return budget if budget == "free" else parse_bytes(budget)
+    if isinstance(budget, float):
+        if not 0.0 <= budget <= 1.0:
+            raise RematError(
+                f"A budget given as a float is a share from 0.0 to 1.0, got {budget!r}. {_WRITE}"
+            )
+        return budget
+    if budget == 0:
+        # Zero bytes can never be met; as a share it asks for the least.
+        return 0.0
+    if budget < 0:
+        raise RematError(f"A budget in bytes cannot be negative, got {budget!r}. {_WRITE}")
+    return budget
+
+
+_WRITE = (
+    'Write budget=0.4 (a share of what no remat keeps), budget=2 * 2**30 or "2GiB" (bytes), or budget="free" '
+    "(the least memory at which no matmul, convolution or attention runs again)."
+)
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from "2GiB", "512 MB", "1e9".
+
+    Raises:
+        RematError: where the text is no amount of bytes.
+    """
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?i?)b?\s*", text.lower())
+    try:
+        return int(float(match[1]) * _UNITS[match[2]])  # type: ignore[index]
+    except (TypeError, ValueError, KeyError):
+        raise RematError(f"{text!r} is no budget. {_WRITE}") from None
+
+
+def resolve(budget: float | int | str, graph: Graph, problem: Problem) -> int:
+    """Bytes for one region. A share below the least possible means the least possible, with a warning.
+
+    A share of exactly 0 asks for the least and is silent.
+    """
+    if budget == "free":
+        # The problem was priced so that nothing heavy may run again.
+        return least(problem).bytes
+    if isinstance(budget, int):
+        return budget
+    assert isinstance(budget, float)
+    if budget == 1.0:
+        everything = keep_all(problem)
+        return max(graph.kept_by_default, everything.bytes if everything else 0)
+    wanted, floor = int(budget * graph.kept_by_default), least(problem).bytes
+    if wanted < floor:
+        if budget > 0:
+            share = floor / max(graph.kept_by_default, 1)
+            warnings.warn(
+                f"A budget of {budget:.3g} is below the least this region can keep, {floor:,} bytes "
+                f"({share:.3g} of what it keeps without remat): planning for that.",
+                stacklevel=3,
+            )
+        return floor
+    return wanted

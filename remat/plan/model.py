@@ -1,0 +1,294 @@
+"""One budget for all regions of a model."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from remat.plan.budget import check_budget, parse_bytes
+from remat.plan.cache import graph_of
+from remat.plan.costs import CostModel, cost_model
+from remat.plan.graph import Graph
+from remat.plan.peak import profile, step_peak
+from remat.plan.plan import Plan, size_text
+from remat.plan.problem import INF, Problem, Solution, keep_all
+from remat.plan.solve import Solved, least, solve
+from remat.transforms import _torch
+from remat.transforms._errors import RematError
+
+# What a budget policy does when it meets a region: None is to plan that region on its own.
+_meeting: ContextVar[Callable[..., Plan | None] | None] = ContextVar("remat_plan_meeting", default=None)
+
+
+def meet(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Plan | None]:
+    """Whether a plan of the whole model is being made or carried out, and its plan for this region if so."""
+    handler = _meeting.get()
+    return (False, None) if handler is None else (True, handler(fn, args, kwargs))
+
+
+@contextlib.contextmanager
+def _handling(handler: Callable[..., Plan | None]) -> Iterator[None]:
+    token = _meeting.set(handler)
+    try:
+        yield
+    finally:
+        _meeting.reset(token)
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """A function with a plan for each of its regions, in the order in which they are called.
+
+    Calling it calls the function with those plans in force.
+
+    Attributes:
+        fn: the function planned.
+        regions: the plans; equal regions may have different ones.
+        budget, kept_bytes, default_bytes: bytes of all regions together.
+        peak_bytes: the most live at once in a step through the regions, simulated.
+        cost, unit, lower_bound: as for a `Plan`, of all regions together.
+        seconds: time the search took.
+    """
+
+    fn: Callable[..., Any] = field(repr=False, compare=False)
+    regions: tuple[Plan, ...]
+    budget: int
+    kept_bytes: int
+    default_bytes: int
+    peak_bytes: int
+    cost: float
+    unit: str
+    lower_bound: float
+    seconds: float = field(default=0.0, compare=False, repr=False)
+
+    @property
+    def gap(self) -> float:
+        """How far from optimal the plan can be at most, as a share of its cost."""
+        return max(0.0, (self.cost - self.lower_bound) / self.cost) if self.cost > 0 else 0.0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """`fn(*args, **kwargs)`, each region under its plan.
+
+        Raises:
+            RematError: where the regions met are not those planned for.
+        """
+        waiting = iter(self.regions)
+
+        def hand_out(fn: Callable[..., Any], args: Any, kwargs: Any) -> Plan:
+            plan = next(waiting, None)
+            if plan is None:
+                raise RematError(
+                    f"A region beyond the {len(self.regions)} planned ones is called: plan the model anew."
+                )
+            return plan
+
+        with _handling(hand_out):
+            return self.fn(*args, **kwargs)
+
+    def __str__(self) -> str:
+        flops = sum(plan.recomputed_flops for plan in self.regions)
+        head = (
+            f"{len(self.regions)} regions keep {size_text(self.kept_bytes)} of "
+            f"{size_text(self.default_bytes)} "
+            f"(budget {size_text(self.budget)}), peak at {size_text(self.peak_bytes)} (simulated), recompute "
+            f"{flops:.4g} FLOPs; cost {self.cost:.4g} {self.unit}, gap {self.gap:.2%}"
+        )
+        rows = [
+            f"  {k:>3} {p.region}: {size_text(p.kept_bytes)}, {p.recomputed_flops:.4g} FLOPs"
+            for k, p in enumerate(self.regions)
+        ]
+        return "\n".join([head, *rows])
+
+
+def plan_model(
+    fn: Callable[..., Any],
+    *args: Any,
+    budget: float | int | str | None = None,
+    peak: int | str | None = None,
+    cost: str | CostModel = "roofline",
+    device: Any = None,
+    time_limit: float = 2.0,
+    **kwargs: Any,
+) -> ModelPlan:
+    """Split one budget over all regions that `fn(*args, **kwargs)` calls.
+
+    The regions are the calls inside `fn` of functions wrapped as
+    `remat(f, policy=checkpoint_policy(budget=...))`; their own budgets give way to the common one. `fn` runs
+    once on fake tensors to find them. All regions are solved as one problem, so bytes go wherever they spare
+    the most recomputation. What `fn` keeps outside of its regions is not counted.
+
+    Args:
+        fn: the whole model or loss.
+        budget: a share of what the regions would keep without remat, bytes, or a text such as "2GiB".
+        peak: instead of `budget`, the most bytes that may be live at once in forward and backward through the
+            regions, over what lives before the step, by simulation (see `remat.plan.peak`).
+        cost, device, time_limit: as for `BudgetPolicy`.
+
+    Returns:
+        A function like `fn` that carries the plan out.
+
+    Raises:
+        RematError: no region is met, or the budget is out of reach (the message gives the least).
+
+    Example:
+        >>> import torch
+        >>> from remat import remat, checkpoint_policy
+        >>> from remat.plan import plan_model
+        >>> block = remat(lambda x: torch.tanh(x @ x).exp(), policy=checkpoint_policy(budget=0.5))
+        >>> x = torch.eye(4, requires_grad=True)
+        >>> planned = plan_model(lambda x: block(block(x)).sum(), x, budget=0.6)
+        >>> planned(x).backward()
+    """
+    graphs = _regions(fn, args, kwargs)
+    if not graphs:
+        raise RematError(
+            "plan_model found no region to plan: wrap the blocks of the model as "
+            "remat(block, policy=checkpoint_policy(budget=0.5)); their budgets give way to the common one."
+        )
+    if (budget is None) == (peak is None):
+        raise RematError(
+            'plan_model takes budget=... or peak=..., one of them: write budget=0.4 or peak="20GiB".'
+        )
+    model = cost_model(cost, device)
+    task = _Task(fn, graphs, model, budget == "free", time_limit)
+    if peak is not None:
+        return task.within_peak(parse_bytes(peak) if isinstance(peak, str) else int(peak))
+    return task.plan(_bytes(check_budget(budget), task.whole, task.default))
+
+
+class _Task:
+    """The regions of a model as one problem."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        graphs: list[tuple[str, Graph]],
+        model: CostModel,
+        free: bool,
+        time_limit: float,
+    ) -> None:
+        self.fn, self.graphs, self.unit, self.time_limit = fn, graphs, model.unit, time_limit
+        self.parts = [graph.problem(model, keep_heavy=free) for _, graph in graphs]
+        self.whole = union(self.parts)
+        self.default = sum(graph.kept_by_default for _, graph in graphs)
+
+    def plan(self, budget: int) -> ModelPlan:
+        """The cheapest plan that keeps at most `budget` bytes."""
+        solved = solve(self.whole, budget, time_limit=self.time_limit)
+        pieces = split(self.parts, solved.solution)
+        peak = step_peak(
+            [profile(graph, piece) for (_, graph), piece in zip(self.graphs, pieces, strict=True)]
+        )
+        return ModelPlan(
+            fn=self.fn,
+            regions=tuple(self._regions(pieces, solved)),
+            budget=budget,
+            kept_bytes=solved.solution.bytes,
+            default_bytes=self.default,
+            peak_bytes=peak,
+            cost=solved.solution.cost,
+            unit=self.unit,
+            lower_bound=solved.lower_bound,
+            seconds=solved.seconds,
+        )
+
+    def _regions(self, pieces: list[Solution], solved: Solved) -> Iterator[Plan]:
+        for (name, graph), part, piece in zip(self.graphs, self.parts, pieces, strict=True):
+            # The proof is of the whole: a region is as good as that for the bytes that it was given.
+            share = Solved(piece, piece.cost * (1 - solved.gap), solved.solver, 0.0)
+            yield Plan.of(graph, part, share, region=name, budget=piece.bytes, unit=self.unit)
+
+    def within_peak(self, limit: int) -> ModelPlan:
+        """The cheapest of the plans on a bisection over kept bytes whose simulated peak is within `limit`.
+
+        The search always starts from the same two ends, and a lower price never comes with a tighter limit.
+        """
+        low, high = least(self.whole).bytes, max(self.default, least(self.whole).bytes)
+        tried = [self.plan(low), self.plan(high)]
+        if tried[0].peak_bytes > limit:
+            raise RematError(
+                f"A peak of {limit:,} bytes cannot be met by choosing what to keep: with the least kept it "
+                f"is {tried[0].peak_bytes:,} bytes, which is what one region needs in its backward. Make the "
+                "regions smaller (one block each), or the batch."
+            )
+        while high - low > max(self.default // 200, 1) and tried[1].peak_bytes > limit:
+            middle = self.plan((low + high) // 2)
+            tried.append(middle)
+            low, high = (middle.budget, high) if middle.peak_bytes <= limit else (low, middle.budget)
+        return min((p for p in tried if p.peak_bytes <= limit), key=lambda p: p.cost)
+
+
+def _bytes(budget: float | int | str, problem: Problem, default: int) -> int:
+    if budget == "free":
+        return least(problem).bytes
+    if isinstance(budget, int):
+        return budget
+    everything = keep_all(problem)
+    floor = least(problem).bytes
+    assert isinstance(budget, float)
+    return max(
+        floor, int(budget * default) if budget < 1 or everything is None else max(default, everything.bytes)
+    )
+
+
+def _regions(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[tuple[str, Graph]]:
+    """The graphs of the regions met in one run on fake tensors."""
+    found: list[tuple[str, Graph]] = []
+
+    def note(region: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        name = getattr(region, "__name__", None) or type(region).__name__
+        found.append((name, graph_of(region, args, kwargs)))
+
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    mode = _torch.fake_mode(leaves)
+    with warnings.catch_warnings(), _handling(note), mode, torch.enable_grad():
+        # The engine asks for addresses, which fake tensors grudgingly give.
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        fakes = [_fake(leaf, mode) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(fakes, spec)
+        fn(*args, **kwargs)
+    return found
+
+
+def _fake(tensor: torch.Tensor, mode: Any) -> torch.Tensor:
+    if _torch.is_fake(tensor):
+        return tensor
+    made = mode.from_tensor(tensor.detach())
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def union(parts: Sequence[Problem]) -> Problem:
+    """Independent problems side by side, as one."""
+    cost: list[float] = []
+    reads: list[tuple[int, ...]] = []
+    producer: list[int] = []
+    size: list[float] = []
+    need: set[int] = set()
+    for part in parts:
+        ops, values = len(cost), len(producer)
+        cost += part.cost
+        reads += [tuple(v + values for v in read) for read in part.reads]
+        producer += [o + ops for o in part.producer]
+        size += part.size
+        need |= {v + values for v in part.need}
+    return Problem(tuple(cost), tuple(reads), tuple(producer), tuple(size), need=frozenset(need))
+
+
+def split(parts: Sequence[Problem], solution: Solution) -> list[Solution]:
+    """A solution of `union(parts)` as one of each part."""
+    ops = values = 0
+    pieces = []
+    for part in parts:
+        saved = frozenset(v - values for v in solution.saved if 0 <= v - values < len(part.producer))
+        replayed = frozenset(o - ops for o in solution.replayed if 0 <= o - ops < len(part.cost))
+        size = sum(int(part.size[v]) for v in saved if part.size[v] < INF)
+        pieces.append(Solution(saved, replayed, size, sum(part.cost[o] for o in replayed)))
+        ops, values = ops + len(part.cost), values + len(part.producer)
+    return pieces

@@ -1,0 +1,212 @@
+"""The whole trade between bytes and recomputation: plans, the bound below them, what others choose."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from remat.opinfo import Decision, OpInfo, TensorMeta
+from remat.plan.costs import CostModel, cost_model
+from remat.plan.graph import Graph
+from remat.plan.hull import bound, hull
+from remat.plan.plan import size_text
+from remat.plan.problem import INF, Problem, Solution, complete
+from remat.plan.solve import solve
+from remat.plan.torch_plans import SOLVERS, torch_plan
+from remat.policies import (
+    Policy,
+    check_verdict,
+    save_attention,
+    save_everything,
+    save_matmuls,
+    save_nothing,
+    save_unbatched_matmuls,
+)
+from remat.transforms._errors import RematError
+from remat.transforms._joint import Joint, Op, record
+
+PRESETS: dict[str, Policy] = {
+    "save_nothing": save_nothing,
+    "save_attention": save_attention,
+    "save_matmuls": save_matmuls,
+    "save_unbatched_matmuls": save_unbatched_matmuls,
+    "save_everything": save_everything,
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One plan on the chart.
+
+    Attributes:
+        planner: "remat", "bound" (a corner of the proven bound), the name of a policy, or "torch dp" etc.
+        budget: the share asked for, None where the plan has none.
+        kept_bytes: bytes kept.
+        share: of what eager autograd keeps without remat.
+        recomputed_flops: FLOPs run again.
+        replay_share: those as a share of forward and backward.
+        cost: modelled price.
+        gap: proven distance from the optimum at these bytes; for others than "remat", from the bound.
+    """
+
+    planner: str
+    budget: float | None
+    kept_bytes: int
+    share: float
+    recomputed_flops: float
+    replay_share: float
+    cost: float
+    gap: float
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """All points, in the unit of one cost model."""
+
+    name: str
+    unit: str
+    default_bytes: int
+    points: tuple[Point, ...]
+
+    def of(self, planner: str) -> tuple[Point, ...]:
+        """The points of one planner, by bytes."""
+        return tuple(sorted((p for p in self.points if p.planner == planner), key=lambda p: p.kept_bytes))
+
+    def to_csv(self, path: str | Path | None = None) -> str:
+        """All points as CSV text, written to `path` where one is given."""
+        buffer = io.StringIO()
+        names = [f.name for f in fields(Point)]
+        writer = csv.writer(buffer, lineterminator="\n")
+        writer.writerow([*names, "unit"])
+        writer.writerows([*(getattr(p, n) for n in names), self.unit] for p in self.points)
+        if path is not None:
+            Path(path).write_text(buffer.getvalue())
+        return buffer.getvalue()
+
+    def plot(self, path: str | Path) -> None:
+        """Draw the points and the bound (needs matplotlib)."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7, 4.5), layout="constrained")
+        axes = figure.subplots()
+        for planner in dict.fromkeys(p.planner for p in self.points):
+            points = self.of(planner)
+            style = {"remat": "o-", "bound": "--"}.get(planner, "x")
+            axes.plot([p.kept_bytes / 2**20 for p in points], [p.cost for p in points], style, label=planner)
+        axes.set(xlabel="kept for the backward (MiB)", ylabel=f"recomputation ({self.unit})", title=self.name)
+        axes.legend(fontsize="small")
+        figure.savefig(path, dpi=150)
+
+    def __str__(self) -> str:
+        head = f"{self.name}: {size_text(self.default_bytes)} kept without remat; cost in {self.unit}"
+        rows = [f"{'planner':<24}{'kept':>12}{'share':>9}{'replay':>9}{'cost':>12}{'gap':>9}"]
+        for planner in dict.fromkeys(p.planner for p in self.points):
+            rows += [
+                f"{p.planner:<24}{size_text(p.kept_bytes):>12}{p.share:>9.1%}{p.replay_share:>9.2%}{p.cost:>12.4g}{p.gap:>9.2%}"
+                for p in self.of(planner)
+            ]
+        return "\n".join([head, *rows])
+
+
+def pareto(
+    fn: Callable[..., Any],
+    *args: Any,
+    cost: str | CostModel = "flops",
+    device: Any = None,
+    points: int = 10,
+    torch_solvers: tuple[str, ...] = SOLVERS,
+    **kwargs: Any,
+) -> Frontier:
+    """Plans of a region over all budgets, with the lower bound, the ready policies, and torch's own plans.
+
+    Args:
+        fn: the region; traced on fake tensors, nothing is computed.
+        cost, device: as for `BudgetPolicy`.
+        points: number of budgets, evenly spaced from the least bytes to those kept without remat.
+        torch_solvers: which of torch's solvers to ask; torch plans functional graphs only.
+
+    Raises:
+        RematError: the function cannot be traced without data.
+
+    Example:
+        >>> import torch
+        >>> from remat.plan import pareto
+        >>> frontier = pareto(lambda x: (x @ x).tanh() @ x, torch.ones(8, 8, requires_grad=True), points=3)
+        >>> [p.kept_bytes for p in frontier.of("remat")]
+        [256, 256, 512]
+    """
+    graph, model = Graph(record(fn, args, kwargs, tensors=True)), cost_model(cost, device)
+    problem = graph.problem(model)
+    corners = hull(problem)
+    if not corners:
+        raise RematError(
+            "Nothing to plan: the backward of this function reads something that cannot be had again."
+        )
+    chart = _Chart(graph, problem, corners)
+    low, high = corners[0].bytes, max(graph.kept_by_default, corners[0].bytes)
+    for k in range(points):
+        budget = low + (high - low) * k // max(points - 1, 1)
+        solved = solve(problem, budget)
+        chart.add("remat", solved.solution, budget / max(high, 1), solved.gap)
+    for corner in corners:
+        chart.add("bound", corner, None, 0.0)
+    for name, policy in PRESETS.items():
+        chart.add(name, complete(problem, saved_by(policy, graph, problem)), None)
+    for solver in torch_solvers if not any(op.mutates for op in graph.joint.ops) else ():
+        for share in (k / max(points - 1, 1) for k in range(points)):
+            plan = torch_plan(graph.joint, share, solver)
+            bases = {graph.joint.family[graph.joint.values[v].storage][0] for v in plan.values}
+            chart.add(f"torch {solver}", complete(problem, graph.places(bases)), share)
+    name = getattr(fn, "__name__", None) or type(fn).__name__
+    return Frontier(name, model.unit, graph.kept_by_default, tuple(chart.points))
+
+
+class _Chart:
+    """Collects points, each measured against the same graph and bound."""
+
+    def __init__(self, graph: Graph, problem: Problem, corners: list[Solution]) -> None:
+        self.graph, self.problem, self.corners = graph, problem, corners
+        self.points: list[Point] = []
+
+    def add(
+        self, planner: str, solution: Solution | None, budget: float | None, gap: float | None = None
+    ) -> None:
+        if solution is None:
+            return
+        flops = sum(self.graph.flops[op] for op in solution.replayed)
+        if gap is None:
+            floor = bound(self.corners, solution.bytes)
+            gap = max(0.0, (solution.cost - floor) / solution.cost) if solution.cost else 0.0
+        share = solution.bytes / max(self.graph.kept_by_default, 1)
+        replay = flops / self.graph.step_flops if self.graph.step_flops else 0.0
+        self.points.append(Point(planner, budget, solution.bytes, share, flops, replay, solution.cost, gap))
+
+
+def saved_by(policy: Policy, graph: Graph, problem: Problem) -> set[int]:
+    """The values of `graph.problem(...)` that a policy saves; inputs are always there to be kept."""
+    inputs = {v for v in range(len(graph.ops), len(problem.size)) if problem.size[v] < INF}
+    chosen = set()
+    for position, op in enumerate(graph.ops):
+        info = op_info(graph.joint, op, position)
+        verdict = policy.quick(op.target) or check_verdict(policy, info, policy(info))
+        if verdict is not Decision.RECOMPUTE and problem.size[position] < INF:
+            chosen.add(position)
+    return chosen | inputs
+
+
+def op_info(joint: Joint, op: Op, position: int) -> OpInfo:
+    """What the engine would show a policy of this op (the user's call is not known here)."""
+    import torch.utils._pytree as pytree
+
+    from remat.transforms._joint import Ref
+
+    def meta(number: int) -> TensorMeta:
+        value = joint.values[number]
+        return TensorMeta(value.shape, value.dtype, value.device, value.stride)
+
+    args, kwargs = pytree.tree_map_only(Ref, lambda r: meta(r.id), (op.args, op.kwargs))
+    return OpInfo(op.target, args, kwargs, tuple(meta(o) for o in op.outputs), index=position)

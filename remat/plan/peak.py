@@ -1,0 +1,94 @@
+"""Live bytes through a step, simulated from the joint graphs: what a byte budget means for the peak.
+
+The model is that of the eager engine. Between passes a region holds what its plan keeps. In its backward it
+first goes through its forward again, then differentiates; what it kept goes when it is through.
+A storage lives from the op that allocates it to its last reader. Allocator rounding and workspaces inside
+kernels are not counted, nor what lives before the step (parameters, inputs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from remat.plan.graph import Graph
+from remat.plan.problem import Solution
+from remat.transforms._joint import Joint, Op
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Live bytes of one region under a plan.
+
+    Attributes:
+        kept: between its forward and its backward.
+        forward: the most that is live at once in its forward, results and kept values included.
+        backward: the most in its recomputation and backward, kept values and gradients included.
+        gradients: of parameters and captured tensors, which outlive the backward.
+    """
+
+    kept: int
+    forward: int
+    backward: int
+    gradients: int
+
+
+def profile(graph: Graph, solution: Solution) -> Profile:
+    """Simulate one region that keeps `solution.saved` (as `Graph.problem` numbers it)."""
+    joint = graph.joint
+    count = len(graph.ops)
+    kept = {s for k in solution.saved if k < count for s in _fresh(joint, graph.ops[k], k)}
+    last = max((k for k in solution.replayed if k < count), default=-1)
+    # The engine gives memory to the results of ops that it skips, too: the user's code may look at them.
+    again = graph.ops[: last + 1]
+    results = {joint.values[v].storage for v in joint.results}
+    gradients = {joint.values[v].storage for v in joint.gradients}
+    forward = _most(joint, graph.ops, start=set(), forever=kept | results)
+    backward = _most(joint, [*again, *joint.backward], start=set(kept), forever=kept | gradients)
+    owned = sum(joint.storages[s] for s in gradients)
+    inputs = solution.bytes - sum(joint.storages[s] for s in kept)
+    return Profile(solution.bytes, forward + inputs, backward + inputs, owned)
+
+
+def _fresh(joint: Joint, op: Op, position: int) -> set[int]:
+    return {s for o in op.outputs if joint.owner[s := joint.values[o].storage] == position}
+
+
+def _most(joint: Joint, ops: Sequence[Op], start: set[int], forever: set[int]) -> int:
+    """The most bytes live at once while `ops` run, storages being freed after their last use."""
+    last: dict[int, int] = {}
+    for step, op in enumerate(ops):
+        for value in (*op.reads, *op.outputs):
+            last[joint.values[value].storage] = step
+    ending: dict[int, list[int]] = {}
+    for storage, step in last.items():
+        if storage not in forever:
+            ending.setdefault(step, []).append(storage)
+    live = set(start)
+    total = most = sum(joint.storages[s] for s in live)
+    for step, op in enumerate(ops):
+        for value in op.outputs:
+            storage = joint.values[value].storage
+            if storage not in live and joint.owner[storage] >= 0:
+                live.add(storage)
+                total += joint.storages[storage]
+        most = max(most, total)
+        for storage in ending.get(step, ()):
+            if storage in live:
+                live.remove(storage)
+                total -= joint.storages[storage]
+    return most
+
+
+def step_peak(profiles: Sequence[Profile]) -> int:
+    """The most bytes live at once in a forward through all regions and a backward through them in reverse."""
+    held = peak = 0
+    for region in profiles:
+        peak = max(peak, held + region.forward)
+        held += region.kept
+    made = 0
+    for region in reversed(profiles):
+        held -= region.kept
+        peak = max(peak, held + made + region.backward)
+        made += region.gradients
+    return peak

@@ -1,0 +1,230 @@
+"""A plan as a value: what a region keeps, op by op, with its cost and the proof of how good it is."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+from remat.opinfo import Decision, OpInfo
+from remat.plan.graph import Graph
+from remat.plan.problem import Problem
+from remat.plan.solve import Solved
+from remat.policies import Policy
+from remat.transforms._errors import RematError
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One thing that a plan keeps.
+
+    Attributes:
+        position: the op in the region's forward, or -1 for an input of the region.
+        op: its name, or "input".
+        shape, dtype: of the op's first result.
+        bytes: of all its results, whole storages.
+        location: the user's "file:line".
+    """
+
+    position: int
+    op: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    location: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True)
+class Plan(Policy):
+    """Which ops of a region's forward are saved; every other op runs again where the backward needs it.
+
+    A plan is a policy: `remat(fn, policy=plan)` carries it out, and raises where `fn` turns out to be another
+    function than the one planned for.
+
+    Attributes:
+        region: name of the function.
+        ops: names of the forward's ops in order (`detach` does not count).
+        saved: positions in `ops` that are saved.
+        kept: everything kept, the region's inputs included.
+        budget: bytes allowed.
+        kept_bytes: bytes kept.
+        default_bytes: bytes that eager autograd would keep without remat.
+        recomputed_flops: FLOPs run again in the backward.
+        step_flops: FLOPs of forward and backward without remat.
+        cost: modelled price of the recomputation, in `unit` ("FLOP" or "s").
+        lower_bound: no plan within the budget has a lower `cost`.
+        solver: what found it.
+        seconds: time the search took (not part of the comparison of plans).
+    """
+
+    region: str
+    ops: tuple[str, ...] = field(repr=False)
+    saved: tuple[int, ...]
+    kept: tuple[Kept, ...] = field(repr=False)
+    budget: int
+    kept_bytes: int
+    default_bytes: int
+    recomputed_flops: float
+    step_flops: float
+    cost: float
+    unit: str
+    lower_bound: float
+    solver: str
+    seconds: float = field(default=0.0, compare=False, repr=False)
+
+    @classmethod
+    def of(
+        cls, graph: Graph, problem: Problem, solved: Solved, *, region: str, budget: float, unit: str
+    ) -> Plan:
+        """The plan that a solution of `graph.problem(...)` stands for."""
+        count, solution = len(graph.ops), solved.solution
+        kept = sorted(v for v in solution.saved if problem.size[v] > 0)
+        flops = sum(graph.flops[op] for op in solution.replayed if op < count)
+        return cls(
+            region=region,
+            ops=graph.names,
+            saved=tuple(v for v in sorted(solution.saved) if v < count),
+            kept=tuple(_describe(graph, v, int(problem.size[v])) for v in kept),
+            budget=int(budget),
+            kept_bytes=solution.bytes,
+            default_bytes=graph.kept_by_default,
+            recomputed_flops=flops,
+            step_flops=graph.step_flops,
+            cost=solution.cost,
+            unit=unit,
+            lower_bound=solved.lower_bound,
+            solver=solved.solver,
+            seconds=solved.seconds,
+        )
+
+    @property
+    def gap(self) -> float:
+        """How far from optimal the plan can be at most, as a share of its cost."""
+        return max(0.0, (self.cost - self.lower_bound) / self.cost) if self.cost > 0 else 0.0
+
+    def __call__(self, info: OpInfo) -> Decision:
+        """The decision for the op at `info.index`.
+
+        Raises:
+            RematError: where that op is not the one planned for.
+        """
+        planned = self.ops[info.index] if info.index < len(self.ops) else None
+        if planned != str(info.op):
+            raise RematError(self._difference(info.index, planned, str(info.op)))
+        return Decision.SAVE if info.index in self.chosen else Decision.RECOMPUTE
+
+    @cached_property
+    def chosen(self) -> frozenset[int]:
+        """`saved` as a set."""
+        return frozenset(self.saved)
+
+    def check(self, names: Sequence[str]) -> None:
+        """Raise where a function's ops are not those planned for.
+
+        Raises:
+            RematError: names the first difference.
+        """
+        for position in range(max(len(names), len(self.ops))):
+            planned = self.ops[position] if position < len(self.ops) else None
+            met = names[position] if position < len(names) else None
+            if planned != met:
+                raise RematError(self._difference(position, planned, met))
+
+    def _difference(self, position: int, planned: str | None, met: str | None) -> str:
+        return (
+            f"The plan for {self.region} does not fit this function: op {position} is "
+            f"{met or 'missing (it ends)'}, planned was {planned or f'the end, after {len(self.ops)} ops'}. "
+            "A plan holds for one function at one configuration (layers, training mode, autocast, dtype): "
+            "plan this one anew, or use checkpoint_policy(budget=...), which does so by itself."
+        )
+
+    def bind(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
+        """The plan itself, after a look (once per function and input metadata) at the function's ops."""
+        from remat.plan.cache import graph_of
+
+        self.check(graph_of(fn, args, kwargs).names)
+        return self
+
+    def to_json(self) -> str:
+        """The plan as JSON text; without the user's file names."""
+        record = asdict(self)
+        table = sorted(set(self.ops))
+        record |= {"op_names": table, "ops": [table.index(name) for name in self.ops]}
+        for entry in record["kept"]:
+            del entry["location"]
+        return json.dumps(record)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that `to_json` wrote.
+
+        Raises:
+            RematError: where the text is no plan.
+        """
+        try:
+            record = json.loads(text)
+            table = record.pop("op_names")
+            record["ops"] = tuple(table[k] for k in record["ops"])
+            record["saved"] = tuple(record["saved"])
+            record["kept"] = tuple(
+                Kept(**{**entry, "shape": tuple(entry["shape"])}) for entry in record["kept"]
+            )
+            return cls(**{f.name: record[f.name] for f in fields(cls) if f.name in record})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RematError(f"This text is not a plan written by Plan.to_json: {error!r}.") from error
+
+    def diff(self, other: Plan) -> str:
+        """What changes from this plan to `other`: a unified diff of what they keep, empty if nothing."""
+        lines = difflib.unified_diff(
+            self._lines(), other._lines(), "this plan", "the other", lineterm="", n=0
+        )
+        return "\n".join(lines)
+
+    def _lines(self) -> list[str]:
+        what = [f"{k.position:>5} {k.op} {list(k.shape)} {k.dtype} {k.bytes:,} bytes" for k in self.kept]
+        return [*what, f"keeps {self.kept_bytes:,} bytes, runs {self.recomputed_flops:.4g} FLOPs again"]
+
+    def __str__(self) -> str:
+        share = self.kept_bytes / self.default_bytes if self.default_bytes else 0.0
+        again = self.recomputed_flops / self.step_flops if self.step_flops else 0.0
+        head = (
+            f"Plan for {self.region}: keeps {size_text(self.kept_bytes)} of {size_text(self.default_bytes)} "
+            f"({share:.1%}; budget {size_text(self.budget)})\n"
+            f"  recomputes {self.recomputed_flops:.4g} FLOPs ({again:.2%} of forward and backward); "
+            f"cost {self.cost:.4g} {self.unit}, proven lower bound {self.lower_bound:.4g} "
+            f"(gap {self.gap:.2%}, {self.solver})\n"
+        )
+        rows = Counter((k.op, k.shape, k.dtype, k.bytes, k.location) for k in self.kept)
+        body = [
+            f"  {f'{n} x ' if n > 1 else ''}{size_text(size):>10}  "
+            + f"{dtype}{list(shape)} of {op} {where}".rstrip()
+            for (op, shape, dtype, size, where), n in rows.items()
+        ]
+        return head + "\n".join(body)
+
+
+def _describe(graph: Graph, place: int, size: int) -> Kept:
+    made = place < len(graph.ops)
+    number = graph.ops[place].outputs[0] if made else graph.inputs[place - len(graph.ops)]
+    value = graph.joint.values[number]
+    return Kept(
+        position=place if made else -1,
+        op=graph.names[place] if made else "input",
+        shape=value.shape,
+        dtype=str(value.dtype).removeprefix("torch."),
+        bytes=size,
+        location=graph.ops[place].location if made else "",
+    )
+
+
+def size_text(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"

@@ -1,0 +1,124 @@
+"""The policy that a budget makes: it plans when it meets a region, and answers from the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from remat.opinfo import Decision, OpInfo
+from remat.plan.budget import check_budget, resolve
+from remat.plan.cache import graph_of
+from remat.plan.costs import CostModel, cost_model
+from remat.plan.graph import Graph
+from remat.plan.model import meet
+from remat.plan.plan import Plan
+from remat.plan.solve import solve
+from remat.policies import Policy, save_everything
+from remat.transforms import _torch
+from remat.transforms._errors import RematError
+
+_PLANS: dict[Any, tuple[Graph, Plan]] = {}
+
+
+@dataclass(frozen=True)
+class BudgetPolicy(Policy):
+    """Keep at most so much, and recompute as little as can be for it.
+
+    Attributes:
+        budget: a share of what no remat would keep (float), bytes (int), or "free".
+        cost: the cost model, or its name.
+        device: what `cost="roofline"` or "measured" is meant for; None means this machine's accelerator.
+        time_limit: seconds for the exact solver; the plan's gap says what was proven by then.
+    """
+
+    budget: float | int | str
+    cost: str | CostModel = "roofline"
+    device: Any = None
+    time_limit: float = 0.5
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "budget", check_budget(self.budget))
+        cost_model(self.cost, self.device)
+
+    def plan(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
+        """The plan for the region `fn(*args, **kwargs)`.
+
+        Raises:
+            RematError: the function cannot be traced without data, or the budget is out of reach.
+        """
+        return self._plan(fn, args, kwargs)
+
+    def _plan(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+        graph = graph_of(fn, args, kwargs)
+        key = (id(graph), self)
+        hit = _PLANS.get(key)
+        if hit is None:
+            name = getattr(fn, "__name__", None) or type(fn).__name__
+            hit = _PLANS[key] = (graph, plan_graph(graph, self, name))
+        return hit[1]
+
+    def bind(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
+        """The plan for this call: a policy by op position."""
+        planned, plan = meet(fn, args, kwargs)
+        if planned and plan is None:
+            return save_everything
+        plan = plan or self._plan(fn, args, kwargs)
+        return Following(plan) if _torch.in_transform() else Bound(plan)
+
+    def __call__(self, info: OpInfo) -> Decision:
+        raise RematError(
+            f"{self!r} decides for a whole region, not for {info.op} alone: pass it as "
+            "remat(fn, policy=...), or ask for the plan with policy.plan(fn, *args)."
+        )
+
+
+@dataclass(frozen=True)
+class Bound(Policy):
+    """A plan that was made for this very call."""
+
+    plan: Plan
+
+    def __call__(self, info: OpInfo) -> Decision:
+        return self.plan(info)
+
+
+@dataclass(frozen=True)
+class Following(Policy):
+    """A plan carried out under functorch levels: ops that were not planned for are recomputed.
+
+    Forward-mode levels weave tangent ops between those of the plan; the planned ones still come in order.
+    """
+
+    plan: Plan
+    progress: list[int] = field(default_factory=lambda: [0, -1], compare=False, repr=False)
+
+    def __call__(self, info: OpInfo) -> Decision:
+        position, last = self.progress
+        if info.index < last:
+            position = 0
+        elif info.index == last:
+            # The same op once more, now that its value has a name.
+            position -= 1
+        # The engine asks nothing about writes in place, which are never kept.
+        while position < len(self.plan.ops) and self.plan.ops[position].split(".")[1].endswith("_"):
+            position += 1
+        met = position < len(self.plan.ops) and self.plan.ops[position] == str(info.op)
+        self.progress[:] = [position + met, info.index]
+        return Decision.SAVE if met and position in self.plan.chosen else Decision.RECOMPUTE
+
+
+def plan_graph(graph: Graph, policy: BudgetPolicy, region: str) -> Plan:
+    """Solve one graph under a policy's budget and prices."""
+    model = cost_model(policy.cost, policy.device)
+    problem = graph.problem(model, keep_heavy=policy.budget == "free")
+    budget = resolve(policy.budget, graph, problem)
+    solved = solve(problem, budget, time_limit=policy.time_limit)
+    return Plan.of(graph, problem, solved, region=region, budget=budget, unit=model.unit)
+
+
+def budget_policy(
+    budget: float | int | str, cost: str | CostModel = "roofline", device: Any = None
+) -> BudgetPolicy:
+    """What `checkpoint_policy(budget=...)` returns."""
+    return BudgetPolicy(budget, cost, device)

@@ -1,0 +1,158 @@
+"""The portfolio: exact where SciPy is there, hull and fill where not, never worse than a given plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from remat.plan import milp
+from remat.plan.hull import bound, hull
+from remat.plan.problem import Problem, Solution, complete, keep_all
+from remat.transforms._errors import RematError
+
+
+@dataclass(frozen=True)
+class Solved:
+    """A solution with its certificate.
+
+    Attributes:
+        solution: the best one found.
+        lower_bound: no plan within the budget costs less (unit of the cost model).
+        solver: where the solution came from: "exact", "hull", "fill", "no recomputation", or the name
+            of a plan that was handed in.
+        seconds: time the search took.
+    """
+
+    solution: Solution
+    lower_bound: float
+    solver: str
+    seconds: float
+
+    @property
+    def gap(self) -> float:
+        """How far from optimal the solution can be at most, as a share of its cost."""
+        cost = self.solution.cost
+        return max(0.0, (cost - self.lower_bound) / cost) if cost > 0 else 0.0
+
+
+def solve(
+    problem: Problem,
+    budget: float,
+    *,
+    time_limit: float = 0.5,
+    gap: float = 1e-3,
+    exact: bool | None = None,
+    candidates: Sequence[tuple[str, Iterable[int]]] = (),
+) -> Solved:
+    """The cheapest solution within `budget` bytes, with a proven bound.
+
+    Args:
+        problem: what may be kept and run again.
+        budget: bytes that may be kept.
+        time_limit: seconds for the exact solver; when it runs out, the gap says what is proven.
+        gap: relative gap at which the exact solver may stop.
+        exact: use SciPy's solver; None means where SciPy is installed.
+        candidates: saved sets of other planners by name: the result is never worse than any that fits.
+
+    Raises:
+        RematError: where no choice is feasible, or none within the budget (the message gives the least).
+    """
+    start = time.perf_counter()
+    found: list[tuple[str, Solution]] = []
+    everything = keep_all(problem)
+    if everything is not None and everything.bytes <= budget:
+        found.append(("no recomputation", everything))
+    found += [
+        (name, s) for name, saved in candidates if (s := complete(problem, saved)) and s.bytes <= budget
+    ]
+    floor = 0.0
+    if not found or found[0][1].cost > 0:
+        corners = hull(problem, around=budget)
+        check_feasible(corners, budget)
+        floor = bound(corners, budget)
+        found.append(("hull", max((c for c in corners if c.bytes <= budget), key=lambda c: c.bytes)))
+        cost = min(s.cost for _, s in found)
+        if cost > floor and (milp.available() if exact is None else exact):
+            # Ops that alone cost more than a plan in hand need not be looked at.
+            result = milp.solve_exactly(problem, budget, time_limit=time_limit, gap=gap, ceiling=cost)
+            floor = max(floor, result.lower_bound)
+            if result.solution is not None:
+                found.append(("exact", result.solution))
+        if min(s.cost for _, s in found) > floor and not any(name == "exact" for name, _ in found):
+            found.append(("fill", fill(problem, corners, budget)))
+    name, best = min(found, key=lambda pair: (pair[1].cost, pair[1].bytes))
+    return Solved(best, min(floor, best.cost), name, time.perf_counter() - start)
+
+
+def check_feasible(corners: list[Solution], budget: float) -> None:
+    """Raise what a user can act on where the budget is out of reach."""
+    if not corners:
+        raise RematError(
+            "The backward reads a value that can be neither kept nor made again: an op that must not run "
+            "twice made it inside an in-place chain. Keep that op out of the region, or write out of place."
+        )
+    if budget < corners[0].bytes:
+        raise RematError(
+            f"A budget of {int(budget):,} bytes cannot be met: the least that must be kept is "
+            f"{corners[0].bytes:,} bytes (the region's own inputs, and what must not run twice). "
+            f"Write budget={corners[0].bytes} or more."
+        )
+
+
+def least(problem: Problem) -> Solution:
+    """The solution with the fewest kept bytes, and among those the cheapest."""
+    from remat.plan.hull import Cuts
+
+    ends = Cuts(problem).extremes()
+    check_feasible([] if ends is None else [ends[0]], float("inf"))
+    assert ends is not None
+    return ends[0]
+
+
+def fill(problem: Problem, corners: list[Solution], budget: float) -> Solution:
+    """From the last corner within the budget towards the next one, piece by piece.
+
+    Two neighbouring corners differ in independent pieces (one a layer, in a deep model); the pieces of
+    best price per byte are taken while they fit.
+    """
+    inside = [c for c in corners if c.bytes <= budget]
+    base = inside[-1]
+    if len(inside) == len(corners):
+        return base
+    goal = corners[len(inside)]
+    best = base
+    ranked = []
+    for piece in _pieces(problem, base.saved ^ goal.saved, base.replayed ^ goal.replayed):
+        moved = complete(problem, base.saved ^ piece)
+        if moved is not None and moved.cost < base.cost:
+            ranked.append(((base.cost - moved.cost) / max(moved.bytes - base.bytes, 1), sorted(piece)))
+    for _, piece in sorted(ranked, key=lambda pair: (-pair[0], pair[1])):
+        moved = complete(problem, best.saved ^ frozenset(piece))
+        if moved is not None and moved.bytes <= budget and moved.cost < best.cost:
+            best = moved
+    return best
+
+
+def _pieces(problem: Problem, values: frozenset[int], ops: frozenset[int]) -> list[frozenset[int]]:
+    """The changed values grouped by connection through changed ops and values."""
+    parent: dict[tuple[str, int], tuple[str, int]] = {}
+
+    def root(key: tuple[str, int]) -> tuple[str, int]:
+        while parent.setdefault(key, key) != key:
+            parent[key] = parent[parent[key]]
+            key = parent[key]
+        return key
+
+    for op in ops:
+        for value in (*problem.outputs[op], *problem.reads[op]):
+            if problem.free(value):
+                continue
+            if value in values:
+                parent[root(("value", value))] = root(("op", op))
+            elif problem.producer[value] in ops:
+                parent[root(("op", problem.producer[value]))] = root(("op", op))
+    groups: dict[tuple[str, int], set[int]] = {}
+    for value in sorted(v for v in values if not problem.free(v)):
+        groups.setdefault(root(("value", value)), set()).add(value)
+    return [frozenset(g) for g in groups.values()]

@@ -1,0 +1,129 @@
+"""Solvers against brute force on random small problems."""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from remat.plan import milp
+from remat.plan.hull import bound, hull
+from remat.plan.problem import INF, Problem, complete, keep_all
+from remat.plan.solve import least, solve
+from remat.transforms._errors import RematError
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+@st.composite
+def problems(draw, ops=7):
+    """Random graphs with inputs, ops that must not run again, views and ops of two outputs."""
+    count = draw(st.integers(2, ops))
+    cost, reads, producer, size, keep = [], [], [], [], []
+    priced = draw(st.booleans())
+    for op in range(count):
+        pool = list(range(len(producer)))
+        is_input = not pool or draw(st.integers(0, 5)) == 0
+        reads.append(
+            () if is_input else tuple(sorted(draw(st.sets(st.sampled_from(pool), min_size=1, max_size=3))))
+        )
+        cost.append(INF if is_input or draw(st.integers(0, 7)) == 0 else float(draw(st.integers(0, 9))))
+        for _ in range(draw(st.sampled_from([1, 1, 1, 2]))):
+            producer.append(op)
+            kept = cost[-1] == INF or draw(st.integers(0, 4)) > 0
+            size.append(float(draw(st.integers(0, 6))) if kept else INF)
+            keep.append(float(draw(st.integers(0, 2))) if priced else 0.0)
+    need = draw(st.sets(st.sampled_from(range(len(producer))), min_size=1, max_size=5))
+    return Problem(tuple(cost), tuple(reads), tuple(producer), tuple(size), tuple(keep), frozenset(need))
+
+
+def frontier(problem):
+    """Every feasible choice, by trying all saved sets."""
+    savable = [v for v in problem.relevant if problem.size[v] < INF]
+    chosen = (c for n in range(len(savable) + 1) for c in itertools.combinations(savable, n))
+    return [s for c in chosen if (s := complete(problem, c)) is not None]
+
+
+def check(problem, solution):
+    """Every constraint of the formulation, written out."""
+    for value in problem.need:
+        assert value in solution.saved or problem.producer[value] in solution.replayed
+    for op in solution.replayed:
+        assert problem.cost[op] < INF
+        for value in problem.reads[op]:
+            assert value in solution.saved or problem.producer[value] in solution.replayed
+    assert solution.bytes == sum(problem.size[v] for v in solution.saved)
+    cost = sum(problem.cost[o] for o in solution.replayed) + sum(problem.price(v) for v in solution.saved)
+    assert math.isclose(solution.cost, cost)
+
+
+@settings(max_examples=1500, deadline=None)
+@given(problems())
+def test_hull_is_the_lower_convex_hull_of_all_choices(problem):
+    points = frontier(problem)
+    corners = hull(problem)
+    assert bool(points) == bool(corners)
+    if not points:
+        return
+    fewest = min(p.bytes for p in points)
+    cheapest = min(p.cost for p in points)
+    assert corners[0].bytes == fewest == least(problem).bytes
+    assert corners[0].cost == min(p.cost for p in points if p.bytes == fewest)
+    assert corners[-1].cost == cheapest
+    for point in points:
+        assert bound(corners, point.bytes) <= point.cost + 1e-9
+    for corner in corners:
+        check(problem, corner)
+        assert math.isclose(bound(corners, corner.bytes), corner.cost)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(problems(), st.integers(0, 20))
+def test_fallback_is_feasible_and_its_bound_holds(problem, budget):
+    points = [p for p in frontier(problem) if p.bytes <= budget]
+    if not points:
+        with pytest.raises(RematError):
+            solve(problem, budget, exact=False)
+        return
+    solved = solve(problem, budget, exact=False)
+    check(problem, solved.solution)
+    assert solved.solution.bytes <= budget
+    assert solved.lower_bound - 1e-9 <= min(p.cost for p in points) <= solved.solution.cost + 1e-9
+
+
+@pytest.mark.skipif(not milp.available(), reason="needs SciPy")
+@settings(max_examples=1000, deadline=None)
+@given(problems(), st.integers(0, 20))
+def test_exact_solver_agrees_with_brute_force(problem, budget):
+    points = [p for p in frontier(problem) if p.bytes <= budget]
+    if not points:
+        with pytest.raises(RematError):
+            solve(problem, budget)
+        return
+    solved = solve(problem, budget, gap=0.0, time_limit=10)
+    check(problem, solved.solution)
+    assert solved.solution.bytes <= budget
+    optimum = min(p.cost for p in points)
+    assert math.isclose(solved.solution.cost, optimum, rel_tol=1e-3, abs_tol=1e-9)
+    assert solved.lower_bound <= optimum + 1e-6
+    assert solved.gap <= 2e-3
+
+
+def test_never_worse_than_a_plan_handed_in():
+    """The fallback misses the knapsack's optimum; a candidate that has it is taken, and named."""
+    # Three independent ops of one input, 4 bytes: 3 bytes are worth 5 (the best rate), 2 + 2 are worth 6.
+    reads, size = ((), (0,), (0,), (0,)), (0.0, 3.0, 2.0, 2.0)
+    problem = Problem((INF, 5.0, 3.0, 3.0), reads, (0, 1, 2, 3), size, need=frozenset({1, 2, 3}))
+    assert solve(problem, 4, exact=False).solution.cost == 6.0
+    solved = solve(problem, 4, exact=False, candidates=[("other", {2, 3})])
+    assert (solved.solution.cost, solved.solver, solved.solution.bytes) == (5.0, "other", 4)
+
+
+def test_least_bytes_are_named_when_the_budget_is_below():
+    problem = Problem((INF, 1.0), ((), (0,)), (0, 1), (8.0, 4.0), need=frozenset({0, 1}))
+    with pytest.raises(RematError, match="least that must be kept is 8 bytes"):
+        solve(problem, 7)
+    assert solve(problem, 8).solution.replayed == {1}
+    everything = keep_all(problem)
+    assert everything is not None and everything.bytes == 12
