@@ -1,0 +1,45 @@
+# Two commands on a machine with nothing but Python 3.11+ and make: `make sweep` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# The stamp is newer than the two files that decide what is installed, or the environment is brought up to date.
+STAMP := $(VENV)/.installed
+
+.PHONY: sweep test lint format bench docs build clean
+
+sweep: $(STAMP)
+	$(BIN)/python -m remat sweep $(ARGS)
+
+test: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks.memory
+	$(BIN)/python -m benchmarks.overhead
+
+docs: $(STAMP)
+	$(BIN)/mkdocs build --strict --config-file docs/mkdocs.yml
+
+build: $(STAMP)
+	$(BIN)/python -m hatchling build
+
+clean:
+	rm -rf build dist site out .pytest_cache .ruff_cache
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "remat needs Python 3.11 or newer; try: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	# torch by itself first: the pinned build is in place before anything that depends on torch is resolved.
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $(STAMP)

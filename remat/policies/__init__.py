@@ -1,0 +1,17 @@
+"""Policies: values that decide, op by op, what a region keeps between forward and backward."""
+
+from remat.policies._base import Policy as Policy
+from remat.policies._base import as_policy as as_policy
+from remat.policies._base import check_verdict as check_verdict
+from remat.policies._catalogue import register_costly_op as register_costly_op
+from remat.policies._makers import checkpoint_policy as checkpoint_policy
+from remat.policies._ready import offload_matmuls as offload_matmuls
+from remat.policies._ready import offload_names as offload_names
+from remat.policies._ready import save_all_but_names as save_all_but_names
+from remat.policies._ready import save_attention as save_attention
+from remat.policies._ready import save_everything as save_everything
+from remat.policies._ready import save_matmuls as save_matmuls
+from remat.policies._ready import save_names as save_names
+from remat.policies._ready import save_nothing as save_nothing
+from remat.policies._ready import save_ops as save_ops
+from remat.policies._unbatched import save_unbatched_matmuls as save_unbatched_matmuls

@@ -1,0 +1,223 @@
+"""The protocol between policies and the engine, and the algebra of policies."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from remat.opinfo import Decision, OpInfo
+from remat.transforms._errors import RematError
+
+
+class PolicyError(RematError, TypeError):
+    """A policy that is none, or that answered with something that is no verdict."""
+
+
+class Policy:
+    """Decides, op by op, what a region keeps. Subclass it as a frozen dataclass.
+
+    `__call__` gives the verdict. `quick` gives the same verdict from the op alone where that is enough, so
+    that the engine need not describe the op's operands. `needs_calls` says that `__call__` reads `info.call`.
+    """
+
+    needs_calls: bool = False
+
+    def __call__(self, info: OpInfo) -> Decision | bool:
+        raise NotImplementedError
+
+    def quick(self, op: Any) -> Decision | None:
+        """The verdict for every use of `op`, or None when it depends on the `OpInfo`."""
+        return None
+
+    def bind(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
+        """The policy for one call `fn(*args, **kwargs)` of a region; asked before its forward."""
+        return self
+
+    def __or__(self, other: Any) -> Policy:
+        return Either(self, as_policy(other))
+
+    def __ror__(self, other: Any) -> Policy:
+        return Either(as_policy(other), self)
+
+    def __and__(self, other: Any) -> Policy:
+        return Both(self, as_policy(other))
+
+    def __rand__(self, other: Any) -> Policy:
+        return Both(as_policy(other), self)
+
+    def __invert__(self) -> Policy:
+        return Not(self)
+
+
+@dataclass(frozen=True)
+class Named(Policy):
+    """A policy that prints as the name it is imported by."""
+
+    label: str
+
+    def __repr__(self) -> str:
+        return self.label
+
+
+@dataclass(frozen=True, repr=False)
+class Constant(Named):
+    """The same verdict for every op."""
+
+    decision: Decision
+
+    def __call__(self, info: OpInfo) -> Decision:
+        return self.decision
+
+    def quick(self, op: Any) -> Decision:
+        return self.decision
+
+
+@dataclass(frozen=True, repr=False)
+class FromCallable(Policy):
+    """The verdicts of a user's function of an `OpInfo`."""
+
+    rule: Callable[[OpInfo], Decision | bool]
+    # What the function reads cannot be known, so it is given all there is.
+    needs_calls = True
+
+    def __call__(self, info: OpInfo) -> Decision:
+        return check_verdict(self, info, self.rule(info))
+
+    def __repr__(self) -> str:
+        return f"checkpoint_policy({getattr(self.rule, '__qualname__', None) or repr(self.rule)})"
+
+
+@dataclass(frozen=True, repr=False)
+class _Pair(Policy):
+    left: Policy
+    right: Policy
+
+    @property
+    def needs_calls(self) -> bool:  # type: ignore[override]
+        return self.left.needs_calls or self.right.needs_calls
+
+    def bind(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
+        left, right = self.left.bind(fn, args, kwargs), self.right.bind(fn, args, kwargs)
+        unchanged = left is self.left and right is self.right
+        return self if unchanged else dataclasses.replace(self, left=left, right=right)
+
+    def _verdicts(self, info: OpInfo) -> tuple[Decision, Decision]:
+        return tuple(check_verdict(p, info, p(info)) for p in (self.left, self.right))  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, repr=False)
+class Either(_Pair):
+    """`a | b`: the stronger of two verdicts, SAVE > OFFLOAD > RECOMPUTE."""
+
+    def __call__(self, info: OpInfo) -> Decision:
+        left, right = self._verdicts(info)
+        return left | right
+
+    def quick(self, op: Any) -> Decision | None:
+        left, right = self.left.quick(op), self.right.quick(op)
+        if Decision.SAVE in (left, right):
+            return Decision.SAVE
+        return None if left is None or right is None else left | right
+
+    def __repr__(self) -> str:
+        return f"{_operand(self.left, Either)} | {_operand(self.right)}"
+
+
+@dataclass(frozen=True, repr=False)
+class Both(_Pair):
+    """`a & b`: the weaker of two verdicts."""
+
+    def __call__(self, info: OpInfo) -> Decision:
+        left, right = self._verdicts(info)
+        return left & right
+
+    def quick(self, op: Any) -> Decision | None:
+        left, right = self.left.quick(op), self.right.quick(op)
+        if Decision.RECOMPUTE in (left, right):
+            return Decision.RECOMPUTE
+        return None if left is None or right is None else left & right
+
+    def __repr__(self) -> str:
+        return f"{_operand(self.left, Both)} & {_operand(self.right)}"
+
+
+@dataclass(frozen=True, repr=False)
+class Not(Policy):
+    """`~a`: save what `a` recomputes, recompute what it saves or offloads."""
+
+    inner: Policy
+
+    @property
+    def needs_calls(self) -> bool:  # type: ignore[override]
+        return self.inner.needs_calls
+
+    def __call__(self, info: OpInfo) -> Decision:
+        return self._flip(check_verdict(self.inner, info, self.inner(info)))
+
+    def quick(self, op: Any) -> Decision | None:
+        verdict = self.inner.quick(op)
+        return None if verdict is None else self._flip(verdict)
+
+    def bind(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
+        inner = self.inner.bind(fn, args, kwargs)
+        return self if inner is self.inner else Not(inner)
+
+    @staticmethod
+    def _flip(decision: Decision) -> Decision:
+        return Decision.SAVE if decision is Decision.RECOMPUTE else Decision.RECOMPUTE
+
+    def __repr__(self) -> str:
+        return f"~{_operand(self.inner)}"
+
+
+def _operand(policy: Policy, same: type[Policy] | None = None) -> str:
+    # `a | b | c` reads left to right without parentheses; anything else that is compound gets them.
+    compound = isinstance(policy, _Pair) and type(policy) is not same
+    return f"({policy!r})" if compound else repr(policy)
+
+
+def check_verdict(policy: Any, info: OpInfo, value: Any) -> Decision:
+    """`value` as a `Decision`.
+
+    Raises:
+        RematError: a policy answered with something other than a `Decision` or a bool.
+    """
+    if isinstance(value, Decision):
+        return value
+    if isinstance(value, bool):
+        return Decision.SAVE if value else Decision.RECOMPUTE
+    where = f" in region {info.region!r}" if info.region else ""
+    raise PolicyError(
+        f"The policy {policy!r} answered {value!r} of type {_type_name(value)} for {info.op}{where}. A "
+        f"policy answers Decision.SAVE, Decision.RECOMPUTE or Decision.OFFLOAD (or True for SAVE, False for "
+        f"RECOMPUTE).{_hint(value)}"
+    )
+
+
+def _hint(value: Any) -> str:
+    if value is None:
+        return " None is what a function without a return statement answers."
+    if isinstance(value, Policy):
+        return (
+            f" The rule made a policy instead of asking it: write policy={value!r}, or call it on the OpInfo."
+        )
+    if _type_name(value) == "CheckpointPolicy":
+        return " torch's CheckpointPolicy belongs to torch.utils.checkpoint: return remat.Decision instead."
+    return ""
+
+
+def _type_name(value: Any) -> str:
+    return type(value).__name__
+
+
+def as_policy(value: Any) -> Policy:
+    """`value` as a policy: a policy as it is, a rule, one op, or a collection of ops and `checkpoint_name`s.
+
+    Raises:
+        RematError: it is none of these (also a TypeError).
+    """
+    from remat.policies._makers import policy_from
+
+    return policy_from(value)

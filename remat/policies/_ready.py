@@ -1,0 +1,186 @@
+"""The ready policies and those made from ops and names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+
+from remat.opinfo import Decision, OpInfo
+from remat.policies import _catalogue
+from remat.policies._base import Constant, Named, Policy, PolicyError
+
+
+@dataclass(frozen=True, repr=False)
+class OfKind(Named):
+    """One verdict for the costly ops of some kinds of the catalogue; everything else is recomputed."""
+
+    kinds: tuple[_catalogue.Kind, ...]
+    decision: Decision = Decision.SAVE
+
+    def __call__(self, info: OpInfo) -> Decision:
+        return self.quick(info.op)
+
+    def quick(self, op: Any) -> Decision:
+        return self.decision if _catalogue.kind_of(op) in self.kinds else Decision.RECOMPUTE
+
+
+@dataclass(frozen=True, repr=False)
+class SaveOps(Policy):
+    """Saves the outputs of the listed overloads and higher-order operators."""
+
+    ops: frozenset[Any]
+
+    def __call__(self, info: OpInfo) -> Decision:
+        return self.quick(info.op)
+
+    def quick(self, op: Any) -> Decision:
+        return Decision.SAVE if op in self.ops else Decision.RECOMPUTE
+
+    def __repr__(self) -> str:
+        return f"save_ops({', '.join(sorted(map(_op_label, self.ops)))})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Ops are bindings into torch's dispatcher and cannot be pickled; their names can.
+        return _ops_by_name, (sorted(_op_label(op) for op in self.ops),)
+
+
+def _op_label(op: Any) -> str:
+    return str(op) if isinstance(op, OpOverload) else f"higher_order.{op.name()}"
+
+
+def _ops_by_name(labels: list[str]) -> SaveOps:
+    found = []
+    for label in labels:
+        op: Any = torch.ops
+        for part in label.split("."):
+            op = getattr(op, part)
+        found.append(op)
+    return SaveOps(frozenset(found))
+
+
+def save_ops(*ops: Any) -> SaveOps:
+    """Save the outputs of these ops.
+
+    Args:
+        ops: overloads (`torch.ops.aten.mm.default`), packets (`torch.ops.aten.mm`: all its overloads),
+            higher-order operators, `torch.library.custom_op`s.
+
+    Raises:
+        RematError: one of them is no op (also a TypeError); torch functions such as `torch.mm` are none.
+
+    Example:
+        >>> import torch
+        >>> from remat import save_ops
+        >>> save_ops(torch.ops.aten.mm.default)
+        save_ops(aten.mm.default)
+    """
+    found: set[Any] = set()
+    for op in ops:
+        found.update(_overloads(op))
+    return SaveOps(frozenset(found))
+
+
+def is_op(value: Any) -> bool:
+    """Whether `save_ops` accepts `value`."""
+    return isinstance(value, (OpOverload, OpOverloadPacket, HigherOrderOperator, _catalogue.CustomOp))
+
+
+def _overloads(op: Any) -> list[Any]:
+    if isinstance(op, _catalogue.CustomOp):
+        return [op._opoverload]
+    if isinstance(op, OpOverloadPacket):
+        return [getattr(op, name) for name in op.overloads()]
+    if isinstance(op, (OpOverload, HigherOrderOperator)):
+        return [op]
+    raise PolicyError(
+        f"save_ops got {op!r} of type {type(op).__name__}, which is no op. Write the op below the function: "
+        f"torch.ops.aten.mm.default, or torch.ops.aten.mm for all its overloads. For values marked by "
+        f"checkpoint_name write save_names."
+    )
+
+
+@dataclass(frozen=True, repr=False)
+class ByName(Policy):
+    """A verdict for values that `checkpoint_name` marked, another for the rest.
+
+    Attributes:
+        names: the names listed.
+        listed, others: verdicts for values whose name is in the list, and for all other values.
+        strict: a listed name that no value of a region bears raises instead of warning.
+        maker: the function that made it, for `repr`.
+    """
+
+    names: frozenset[str]
+    listed: Decision
+    others: Decision
+    strict: bool
+    maker: str
+
+    def __call__(self, info: OpInfo) -> Decision:
+        return self.listed if info.name in self.names else self.others
+
+    def __repr__(self) -> str:
+        names = ", ".join(map(repr, sorted(self.names)))
+        return f"{self.maker}({names}{', strict=True' if self.strict else ''})"
+
+
+def _checked(maker: str, names: tuple[Any, ...]) -> frozenset[str]:
+    wrong = [name for name in names if not isinstance(name, str)]
+    if wrong or not names:
+        got = f"{wrong[0]!r} of type {type(wrong[0]).__name__}" if wrong else "no name"
+        raise PolicyError(
+            f"{maker} got {got}: write the names given to checkpoint_name, as {maker}('q', 'k')."
+        )
+    return frozenset(names)
+
+
+def save_names(*names: str, strict: bool = False) -> ByName:
+    """Save the values that `checkpoint_name` gave one of these names; recompute everything else.
+
+    Args:
+        names: the names. One that never occurs in a region warns once.
+        strict: raise `RematError` instead of warning.
+
+    Example:
+        >>> from remat import save_names
+        >>> save_names("q", "k")
+        save_names('k', 'q')
+    """
+    return ByName(_checked("save_names", names), Decision.SAVE, Decision.RECOMPUTE, strict, "save_names")
+
+
+def save_all_but_names(*names: str, strict: bool = False) -> ByName:
+    """Recompute the values that `checkpoint_name` gave one of these names; save everything else.
+
+    Args: as `save_names`.
+    """
+    names_ = _checked("save_all_but_names", names)
+    return ByName(names_, Decision.RECOMPUTE, Decision.SAVE, strict, "save_all_but_names")
+
+
+def offload_names(*names: str, strict: bool = False) -> ByName:
+    """Keep the values with one of these names in host memory until the backward; recompute everything else.
+
+    Args: as `save_names`.
+    """
+    names_ = _checked("offload_names", names)
+    return ByName(names_, Decision.OFFLOAD, Decision.RECOMPUTE, strict, "offload_names")
+
+
+save_nothing = Constant("save_nothing", Decision.RECOMPUTE)
+"""Keep only the inputs of the region."""
+
+save_everything = Constant("save_everything", Decision.SAVE)
+"""Keep every value that the backward reads, as without remat."""
+
+save_matmuls = OfKind("save_matmuls", ("matmul", "bmm", "convolution"))
+"""Keep the outputs of matrix products and convolutions (JAX's `dots_saveable`)."""
+
+save_attention = OfKind("save_attention", ("attention",))
+"""Keep the outputs of fused attention on every device, flex attention included."""
+
+offload_matmuls = OfKind("offload_matmuls", ("matmul", "bmm", "convolution"), Decision.OFFLOAD)
+"""Keep the outputs of matrix products and convolutions in host memory until the backward."""

@@ -1,0 +1,59 @@
+"""A tap on what regions keep, for `saved_residuals` and the tests: `report` costs nothing when nobody listens."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_local = threading.local()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One tensor that a region keeps from its forward to its backward.
+
+    Attributes:
+        why: "argument", "captured", "policy", "random" (generator state) or "residual" (a value kept because
+            keeping it costs no more than what it would be recomputed from).
+        tensor: the tensor itself, below functorch.
+        region: the region's name.
+        index: the argument's position among the region's tensors, or the op's position in the region.
+        op: the op that made it, None for arguments.
+        name: its `checkpoint_name`, or None.
+    """
+
+    why: str
+    tensor: torch.Tensor
+    region: str
+    index: int
+    op: Any = None
+    name: str | None = None
+
+
+def listening() -> bool:
+    """Whether anybody listens on this thread."""
+    return bool(getattr(_local, "listeners", None))
+
+
+def report(kept: Kept) -> None:
+    """Tell every listener of this thread of a kept tensor."""
+    for listener in getattr(_local, "listeners", ()):
+        listener.append(kept)
+
+
+@contextlib.contextmanager
+def listen() -> Iterator[list[Kept]]:
+    """Collect what the regions called inside keep."""
+    heard: list[Kept] = []
+    stack = _local.__dict__.setdefault("listeners", [])
+    stack.append(heard)
+    try:
+        yield heard
+    finally:
+        # By identity: two listeners that heard nothing compare equal.
+        _local.listeners = [other for other in stack if other is not heard]

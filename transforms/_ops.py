@@ -1,0 +1,90 @@
+"""What the engine needs to know of an aten op: does it draw, write, alias, or act on the outside."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import torch
+
+# Ops that torch dispatches or not depending on grad mode, hooks and caches, and that compute nothing: the
+# forward and its recomputation may differ in them.
+_IGNORED = {
+    torch.ops.aten.detach.default,
+    torch.ops.aten.lift_fresh.default,
+    torch.ops.prim.device.default,
+}
+# Ops that other processes or the outside world take part in; they run in both passes, always.
+_OUTSIDE = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor", "fsdp", "symm_mem", "inductor_debug")
+_ATEN_OUTSIDE = ("_assert", "sym_constrain", "_print", "_functional_assert")
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# Both spellings: the folder is reached through the link in a checkout.
+_HIDDEN = (os.path.dirname(torch.__file__), os.path.join(_PACKAGE, "transforms"), os.path.join(_PACKAGE, "remat"))
+
+
+class Traits:
+    """Facts of one op, read once from its schema."""
+
+    __slots__ = ("ignored", "inplace", "outside", "random", "view", "writes")
+
+    def __init__(self, op: Any) -> None:
+        schema = getattr(op, "_schema", None)
+        self.ignored = op in _IGNORED
+        self.random = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
+        self.writes: tuple[str | int, ...] = ()
+        self.view = self.inplace = False
+        self.outside = _acts_outside(op)
+        if schema is None:
+            return
+        self.writes = tuple(
+            arg.name if arg.kwarg_only else i
+            for i, arg in enumerate(schema.arguments)
+            if arg.alias_info is not None and arg.alias_info.is_write
+        )
+        aliases = any(ret.alias_info is not None for ret in schema.returns)
+        self.view = (aliases and not self.writes) or op is torch.ops.aten._unsafe_view.default
+        self.inplace = aliases and bool(self.writes)
+
+
+_TRAITS: dict[Any, Traits] = {}
+
+
+def traits(op: Any) -> Traits:
+    """The traits of `op`, from a table filled as ops are met."""
+    found = _TRAITS.get(op)
+    if found is None:
+        found = _TRAITS[op] = Traits(op)
+    return found
+
+
+def _acts_outside(op: Any) -> bool:
+    namespace = getattr(op, "namespace", "")
+    if namespace in _OUTSIDE:
+        return True
+    name = getattr(getattr(op, "_schema", None), "name", "").rpartition("::")[2]
+    return namespace == "aten" and name.startswith(_ATEN_OUTSIDE)
+
+
+def draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call of a random op really draws numbers: attention without dropout does not."""
+    probability = kwargs.get("dropout_p")
+    if probability is None:
+        schema = op._schema.arguments
+        at = next((i for i, a in enumerate(schema) if a.name == "dropout_p"), None)
+        if at is None:
+            return True
+        probability = args[at] if at < len(args) else schema[at].default_value
+    return bool(probability)
+
+
+def user_line() -> str:
+    """`file:line (function)` of the innermost frame that belongs to neither torch nor this library."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_HIDDEN) and not name.startswith("<"):
+            return f"{name}:{frame.f_lineno} ({frame.f_code.co_name})"
+        frame = frame.f_back
+    return "an unknown line"

@@ -1,0 +1,107 @@
+"""The ambient state under which a region ran, so that its recomputation runs under the same."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from remat.transforms import _torch
+
+# (read, write) of every global that changes which kernel an op picks or what a factory makes. A region that
+# saw another value in its forward would otherwise replay other ops, or other numbers.
+_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+)
+_READERS = tuple(read for read, _ in _SWITCHES)
+
+
+class Ambient:
+    """A snapshot of switches, autocast and default device; `restored()` puts it back for a while."""
+
+    __slots__ = ("autocast", "device", "switches")
+
+    def __init__(self, device_types: Sequence[str]) -> None:
+        self.switches = tuple([read() for read in _READERS])
+        self.device = _torch.default_device_in_context()
+        self.autocast = tuple([(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in device_types])
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.callback(_write_switches, tuple([read() for read in _READERS]))
+            _write_switches(self.switches)
+            for kind, enabled, dtype in self.autocast:
+                # The cache would let a cast made before the region hide an op that the recomputation repeats.
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+            if self.device is not None:
+                stack.enter_context(self.device)
+            yield
+
+    def differs(self) -> bool:
+        """Whether the present state is another than the snapshot."""
+        if self.device is not None or tuple([read() for read in _READERS]) != self.switches:
+            return True
+        return any(
+            torch.is_autocast_enabled(kind) != enabled or (enabled and torch.get_autocast_dtype(kind) != dtype)
+            for kind, enabled, dtype in self.autocast
+        )
+
+    @property
+    def casts(self) -> bool:
+        """Whether autocast was on for any of the devices."""
+        return any(enabled for _, enabled, _ in self.autocast)
+
+
+def _write_switches(values: tuple[Any, ...]) -> None:
+    for (read, write), value in zip(_SWITCHES, values, strict=True):
+        if read() != value:
+            write(value)
+
+
+@contextlib.contextmanager
+def without_autocast_cache() -> Iterator[None]:
+    """Autocast as it is, but with no cached casts, so that forward and recomputation cast alike."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+def device_kinds(tensors: Sequence[torch.Tensor]) -> tuple[str, ...]:
+    """The kinds of device among `tensors`, the CPU always first."""
+    kinds = {t.device.type for t in tensors}
+    return ("cpu", *sorted(kinds - {"cpu", "meta"}))
+
+
+class RandomState:
+    """Generator states of the CPU and of every device among the arguments."""
+
+    __slots__ = ("cpu", "devices")
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.cpu = torch.default_generator.get_state()
+        found = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
+        self.devices = [(d, getattr(torch, d.type).get_rng_state(d)) for d in found]
+
+    def restore(self) -> None:
+        torch.default_generator.set_state(self.cpu)
+        for device, state in self.devices:
+            getattr(torch, device.type).set_rng_state(state, device)
+
+    def again(self) -> RandomState:
+        """The present state of the same generators."""
+        new = RandomState.__new__(RandomState)
+        new.cpu = torch.default_generator.get_state()
+        new.devices = [(d, getattr(torch, d.type).get_rng_state(d)) for d, _ in self.devices]
+        return new

@@ -1,0 +1,135 @@
+"""Every private name of torch that the library touches, with the reason and the versions it was tried on.
+
+Supported: torch 2.11 to 2.15. Unless a line says otherwise a name was tried on 2.13.0 (CPU).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._C import _autograd as _autograd_c
+from torch._C import _functorch as _functorch_c
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch._functorch.vmap import restore_vmap
+from torch.autograd.forward_ad import _set_fwd_grad_enabled
+
+__all__ = [
+    "GRAD",
+    "JVP",
+    "VMAP",
+    "SingleLevelFunction",
+    "enable_single_level_autograd_function",
+    "forward_grad_enabled",
+    "restore_vmap",
+]
+
+# -- functorch levels ---------------------------------------------------------------------------------
+# torch has no public way to write a rule for "a function under grad / vmap / jvp" other than
+# autograd.Function, whose jvp rule evaluates the function a second time. custom_function_call is built
+# from these same names.
+GRAD, JVP, VMAP = TransformType.Grad, TransformType.Jvp, TransformType.Vmap
+SingleLevelFunction = torch.autograd.function._SingleLevelFunction
+forward_grad_enabled = _set_fwd_grad_enabled
+
+in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+wrap_for_grad: Callable[[torch.Tensor, int], torch.Tensor] = _functorch_c._wrap_for_grad
+unwrap_for_grad: Callable[[torch.Tensor, int], torch.Tensor] = _functorch_c._unwrap_for_grad
+unwrap_if_dead: Callable[[torch.Tensor], torch.Tensor] = _functorch_c.unwrap_if_dead
+unwrap_once: Callable[[torch.Tensor], torch.Tensor] = _functorch_c.get_unwrapped
+is_wrapped: Callable[[torch.Tensor], bool] = _functorch_c.is_functorch_wrapped_tensor
+level_of: Callable[[torch.Tensor], int] = _functorch_c.maybe_get_level
+add_batch_dim: Callable[[torch.Tensor, int, int], torch.Tensor] = _functorch_c._add_batch_dim
+unwrap_batched: Callable[[torch.Tensor, int], tuple[torch.Tensor, int | None]] = _functorch_c._unwrap_batched
+
+
+def interpreter() -> Any | None:
+    """The innermost functorch level, or None outside every transform."""
+    if not in_transform():
+        return None
+    return retrieve_current_functorch_interpreter()
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor at the bottom of all functorch wrappers of `tensor`."""
+    while is_wrapped(tensor):
+        tensor = unwrap_once(tensor)
+    return tensor
+
+
+# -- saved-tensor hooks -------------------------------------------------------------------------------
+# The context manager of torch.autograd.graph costs a Python object and a generator a region; a region
+# may pass 24 times a step, so the frame pushes and pops by hand.
+push_hooks: Callable[[Any, Any], None] = _autograd_c._push_saved_tensors_default_hooks
+pop_hooks: Callable[[], None] = _autograd_c._pop_saved_tensors_default_hooks
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
+graph_kept: Callable[[], bool] = _autograd_c._get_current_graph_task_keep_graph
+
+
+def top_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The innermost saved-tensor hooks of this thread: inner ones hide them, so a region asks them itself."""
+    return _autograd_c._top_saved_tensors_default_hooks(True)
+
+
+def hooks_disabled() -> str | None:
+    """The message with which saved-tensor hooks are refused at this point, or None where they work."""
+    return _autograd_c._saved_tensors_hooks_get_disabled_error_message()
+
+
+@contextlib.contextmanager
+def hooks_allowed() -> Iterator[None]:
+    """Lift the refusal that `torch.func` puts on saved-tensor hooks.
+
+    Only for hooks whose values are never unpacked: differentiating through hooks under functorch is silently
+    wrong (FACTS section 1), watching what is packed is not.
+    """
+    message = hooks_disabled()
+    if message is None:
+        yield
+        return
+    _autograd_c._saved_tensors_hooks_enable()
+    try:
+        yield
+    finally:
+        _autograd_c._saved_tensors_hooks_disable(message)
+
+
+def is_hook_refusal(error: BaseException) -> bool:
+    """Whether `error` is torch.func's refusal to run under saved-tensor hooks."""
+    return isinstance(error, RuntimeError) and "yet support saved tensor hooks" in str(error)
+
+
+def at_backward_end(callback: Callable[[], None]) -> None:
+    """Run `callback` when the running backward pass ends."""
+    # 2.15 has torch.autograd.graph.queue_callback; this spelling works on all.
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+# -- ambient state ------------------------------------------------------------------------------------
+def default_device_in_context() -> torch.device | None:
+    """The device of an enclosing `with torch.device(...)` or `set_default_device`, None without one."""
+    if torch._C._len_torch_function_stack() == 0:
+        return None
+    from torch.utils import _device
+
+    for i in reversed(range(torch._C._len_torch_function_stack())):
+        mode = torch._C._get_function_stack_at(i)
+        if isinstance(mode, _device.DeviceContext):
+            return mode.device
+    return None
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """An address that aliases share: the storage object (works for fake tensors, which have no data)."""
+    return tensor.untyped_storage()._cdata
+
+
+def forward_ad_active(tensors: list[torch.Tensor]) -> bool:
+    """Whether a plain `forward_ad.dual_level` is open and one of `tensors` has a tangent."""
+    if torch.autograd.forward_ad._current_level < 0:
+        return False
+    return any(torch._C._VariableFunctions._unpack_dual(t, level=0)[1] is not None for t in tensors)

@@ -1,0 +1,559 @@
+"""Watching a region's ops in its forward, and running again only those that the backward reads.
+
+`Record` and `Replay` are dispatch modes. They see aten ops below autograd and below functorch, so one pair
+serves plain autograd, `torch.func` at any depth, and graphs being traced. Which values are kept is a callback's
+matter (`decide`): nothing here knows of policies.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from remat.transforms import _ops, _torch
+from remat.transforms._errors import RematError
+
+RECOMPUTE, OFFLOAD, SAVE = 0, 1, 2
+RUN, KEPT, SKIP = 0, 1, 2
+_OUTSIDE = -1
+
+_active = threading.local()
+
+
+class Stop(BaseException):
+    """Ends a recomputation once everything that was asked for is there."""
+
+
+class Node:
+    """One op of a region: where its operands came from, what became of its results."""
+
+    __slots__ = ("action", "copied", "deps", "digest", "draws", "external", "kept", "name", "op", "outs", "root", "shared", "verdict")
+
+    op: Any
+    deps: list[int]  # nodes whose values, or whose writes, this op reads
+    external: tuple[int, ...]  # ids of tensors it reads that come from outside the region
+    outs: Any  # results as placeholders can be made of them: metadata, or plain values
+    root: int  # the node whose storage the result lives in, _OUTSIDE for a view of an outside tensor
+    draws: bool  # whether it advances a random number generator
+    verdict: int  # RECOMPUTE, OFFLOAD or SAVE
+    kept: Any  # what was saved of it, None when nothing
+    shared: bool  # whether a region inside this one reads what was saved
+    copied: bool  # whether the recomputation overwrites what was saved, so that it needs a copy
+    name: str | None  # its checkpoint_name
+    digest: Any  # checksum of its results, for bitwise comparison
+    action: int  # RUN, KEPT or SKIP in the recomputation
+
+
+class Boxed:
+    """A kept value that lives on another device than it was made on."""
+
+    __slots__ = ("device", "value")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.device = tensor.device
+        cuda = tensor.device.type != "cpu"
+        self.value = torch.empty_like(tensor, device="cpu", pin_memory=cuda)
+        self.value.copy_(tensor)
+
+    def get(self) -> torch.Tensor:
+        return self.value.to(self.device, copy=True)
+
+
+class Trace:
+    """The ops of one run of a region, and after `settle` what its recomputation has to do."""
+
+    def __init__(self, region: str) -> None:
+        self.region = region
+        self.nodes: list[Node] = []
+        self.externals: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self.snapshots: dict[int, torch.Tensor] = {}
+        self.parent: tuple[Trace, int] | None = None
+        self.kept_any = False
+        self.last = -1
+        self.needed_externals: set[int] = set()
+
+    def settle(self, wanted: Iterable[int] | None) -> None:
+        """Decide for every op whether it runs again, given the nodes whose values the backward reads.
+
+        None means "not known": then all run. Afterwards only values that are read are held.
+        """
+        live = self._reach(range(len(self.nodes)) if wanted is None else wanted)
+        self._add_forced(live)
+        written = self._written_roots(live)
+        for i, node in enumerate(self.nodes):
+            if i not in live:
+                node.action = SKIP
+                self._release(node)
+            elif live[i]:
+                node.action, self.last = RUN, i
+                self.needed_externals.update(node.external)
+                self._release(node)
+            else:
+                # A kept value that a later op of the recomputation overwrites is handed out as a copy.
+                node.action, node.copied = KEPT, node.root in written
+                self.last = max(self.last, i)
+        # Where every op is kept or skipped nothing needs to run up to that point at all.
+        if not any(live.values()):
+            self.last = -1
+
+    def _reach(self, wanted: Iterable[int]) -> dict[int, bool]:
+        """Nodes the values in `wanted` depend on, up to kept ones: True runs, False is kept."""
+        live: dict[int, bool] = {}
+        stack = list(wanted)
+        while stack:
+            i = stack.pop()
+            if i in live:
+                continue
+            if self._saved(i):
+                live[i] = False
+                continue
+            live[i] = True
+            stack.extend(self.nodes[i].deps)
+        return live
+
+    def _saved(self, i: int) -> bool:
+        node = self.nodes[i]
+        if node.kept is not None:
+            return True
+        if self.parent is None:
+            return False
+        trace, offset = self.parent
+        at = offset + i
+        if at >= len(trace.nodes) or trace.nodes[at].kept is None or trace.nodes[at].op is not node.op:
+            return False
+        # An enclosing region saved it: share its value, and tell it that somebody reads it.
+        node.kept = trace.nodes[at].kept
+        trace.nodes[at].shared = True
+        return True
+
+    def _add_forced(self, live: dict[int, bool]) -> None:
+        """Ops that must run although nobody reads them: collectives, and draws before a draw that runs."""
+        if not any(live.values()):
+            return
+        random = [i for i, n in enumerate(self.nodes) if n.draws]
+        last = max((i for i in random if live.get(i)), default=-1)
+        forced = [i for i in random if i < last]
+        forced += [i for i, n in enumerate(self.nodes) if _ops.traits(n.op).outside]
+        for i in forced:
+            if not live.get(i):
+                live.pop(i, None)
+                # The node itself runs even when kept, to advance the generator; its operands as usual.
+                live.update((j, r) for j, r in self._reach(self.nodes[i].deps).items() if j not in live)
+                live[i] = True
+
+    def _written_roots(self, live: dict[int, bool]) -> set[int]:
+        return {self.nodes[i].root for i, runs in live.items() if runs and _ops.traits(self.nodes[i].op).writes}
+
+    def _release(self, node: Node) -> None:
+        if not node.shared:
+            node.kept = None
+
+    @property
+    def dense(self) -> bool:
+        """Whether running the function up to its last needed op does nothing needless, and writes nothing."""
+        return not self.snapshots and all(n.action == RUN for n in self.nodes[: self.last + 1])
+
+    def kept_bytes(self) -> int:
+        """Bytes of the values kept on their device, views of one storage counted once."""
+        sizes: dict[int, int] = {}
+        for node in self.nodes:
+            for tensor in _tensors(node.kept if node.kept is not None else ()):
+                sizes[_torch.storage_key(tensor)] = tensor.untyped_storage().nbytes()
+        return sum(sizes.values())
+
+    def check_unwritten(self) -> None:
+        """Raise when an outside tensor that the recomputation reads was written to since the forward."""
+        for key in self.needed_externals:
+            ref, version = self.externals[key]
+            tensor = ref()
+            if tensor is not None and key not in self.snapshots and _version(tensor) != version:
+                raise RematError(written(self.region, tensor))
+
+
+def written(region: str, tensor: torch.Tensor) -> str:
+    """The message for a tensor written between forward and backward."""
+    return (
+        f"region {region!r} reads a {tuple(tensor.shape)} {tensor.dtype} tensor that was written in place between its forward "
+        "and its backward, so the recomputation would see another value. Write out of place (`x = x + 1`), pass a "
+        "`.clone()` into the region, or run the backward first."
+    )
+
+
+class _Mode(TorchDispatchMode):
+    """Shared by recording and replaying: a stack of those active, and silence for the engine's own ops."""
+
+    supports_higher_order_operators = True
+    trace: Trace
+
+    def __enter__(self) -> Any:
+        stack = _active.__dict__.setdefault("stack", [])
+        self.trace.parent = self.trace.parent or self._link(stack)
+        stack.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> Any:
+        _active.stack.pop()
+        return super().__exit__(*exc)
+
+    @staticmethod
+    def _link(stack: list[Any]) -> tuple[Trace, int] | None:
+        return (stack[-1].trace, stack[-1].position) if stack else None
+
+    @property
+    def position(self) -> int:
+        raise NotImplementedError
+
+
+def enclosing() -> _Mode | None:
+    """The innermost recording or replaying in progress on this thread."""
+    stack = getattr(_active, "stack", None)
+    return stack[-1] if stack else None
+
+
+def quiet(function: Callable[..., Any], *args: Any) -> Any:
+    """Run an op of the engine's own, which no recording counts."""
+    before = getattr(_active, "quiet", False)
+    _active.quiet = True
+    try:
+        return function(*args)
+    finally:
+        _active.quiet = before
+
+
+class Record(_Mode):
+    """Writes down the ops of a region and keeps what `decide` says.
+
+    Args:
+        trace: where to write.
+        decide: `(node index, node, args, kwargs, outs) -> RECOMPUTE | OFFLOAD | SAVE`, or None to keep nothing.
+        inputs: ids of the region's argument tensors (which it must not write to).
+        digest: a checksum of an op's results to compare bitwise later, or None.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        decide: Callable[..., int] | None,
+        inputs: Iterable[int] = (),
+        digest: Callable[[Any], Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.trace = trace
+        self.decide = decide
+        self.inputs = set(inputs)
+        self.digest = digest
+        self.kept_bytes = 0
+        self._made: dict[int, int] = {}
+        self._by_address: dict[int, int] = {}
+        self._writers: dict[int, list[int]] = {}
+        self._outside_writers: dict[int, list[int]] = {}
+
+    @property
+    def position(self) -> int:
+        return len(self.trace.nodes)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(_active, "quiet", False):
+            return func(*args, **kwargs)
+        facts = _ops.traits(func)
+        if facts.ignored:
+            out = func(*args, **kwargs)
+            if isinstance(out, torch.Tensor) and (at := self._made.get(id(args[0]))) is not None:
+                self._made[id(out)] = at
+            return out
+        if facts.writes:
+            self._before_write(func, facts, args, kwargs)
+        out = func(*args, **kwargs)
+        self._add(func, facts, args, kwargs, out)
+        return out
+
+    def _add(self, func: Any, facts: _ops.Traits, args: Any, kwargs: Any, out: Any) -> None:
+        nodes = self.trace.nodes
+        at = len(nodes)
+        node = Node()
+        node.op, node.name, node.digest, node.kept = func, None, None, None
+        node.verdict, node.action, node.shared, node.copied = RECOMPUTE, RUN, False, False
+        self._link_operands(node, args, kwargs)
+        node.root = at
+        if facts.view:
+            node.root = self._root(args)
+        elif facts.writes:
+            node.root = self._note_writes(at, facts, args, kwargs)
+        node.draws = facts.random and _ops.draws(func, args, kwargs)
+        node.outs = _metadata(out)
+        nodes.append(node)
+        for tensor in _tensors(out):
+            self._made[id(tensor)] = at
+            self._by_address[_address(tensor)] = at
+        if self.digest is not None:
+            node.digest = quiet(self.digest, out)
+        # What an op wrote in place is handed to its caller by reference, so it cannot be kept in its stead.
+        if self.decide is not None and not facts.writes:
+            self.judge(node, self.decide(at, node, args, kwargs, out), out)
+
+    def judge(self, node: Node, verdict: int, out: Any) -> None:
+        """Keep `out` for `node`, or forget it, as the verdict says."""
+        node.verdict = verdict
+        if verdict == RECOMPUTE:
+            node.kept = None
+        elif node.kept is None:
+            hold = Boxed if verdict == OFFLOAD else torch.Tensor.detach
+            node.kept = quiet(_map_tensors, hold, out)
+            self.trace.kept_any = True
+            self.kept_bytes += sum(t.numel() * t.element_size() for t in _tensors(out))
+
+    def find(self, tensor: torch.Tensor) -> int | None:
+        """The node that made `tensor` (or an alias of it), None for one from outside."""
+        at = self._made.get(id(tensor))
+        if at is None:
+            at = self._by_address.get(_address(tensor))
+        return None if at is None or self.trace.nodes[at].root == _OUTSIDE else at
+
+    def shares_kept(self, at: int) -> bool:
+        """Whether node `at` only looks into a storage that is kept on this device and never written."""
+        root = self.trace.nodes[at].root
+        if root in self._writers or root == _OUTSIDE:
+            return False
+        node = self.trace.nodes[root]
+        return node.kept is not None and node.verdict == SAVE
+
+    def _link_operands(self, node: Node, args: Any, kwargs: Any) -> None:
+        deps: list[int] = []
+        external: list[int] = []
+        for tensor in _tensors((*args, *kwargs.values()) if kwargs else args):
+            at = self._made.get(id(tensor))
+            if at is None:
+                external.append(self._external(tensor))
+                writers = self._outside_writers.get(id(tensor)) if self._outside_writers else None
+            else:
+                deps.append(at)
+                writers = self._writers.get(self.trace.nodes[at].root) if self._writers else None
+            if writers:
+                deps.extend(writers)
+        node.deps, node.external = deps, tuple(external)
+
+    def _external(self, tensor: torch.Tensor) -> int:
+        key = id(tensor)
+        if key not in self.trace.externals:
+            self.trace.externals[key] = (weakref.ref(tensor), _version(tensor))
+        return key
+
+    def _root(self, values: Any) -> int:
+        first = next(iter(_tensors(values)), None)
+        at = None if first is None else self._made.get(id(first))
+        return _OUTSIDE if at is None else self.trace.nodes[at].root
+
+    def _note_writes(self, at: int, facts: _ops.Traits, args: Any, kwargs: Any) -> int:
+        root = at
+        for tensor in _targets(facts, args, kwargs):
+            made = self._made.get(id(tensor))
+            if made is None:
+                self._outside_writers.setdefault(id(tensor), []).append(at)
+            else:
+                self._writers.setdefault(self.trace.nodes[made].root, []).append(at)
+            if facts.inplace:
+                root = self._root(tensor)
+        return root
+
+    def _before_write(self, func: Any, facts: _ops.Traits, args: Any, kwargs: Any) -> None:
+        for tensor in _targets(facts, args, kwargs):
+            at = self._made.get(id(tensor))
+            if at is None:
+                self._write_outside(func, tensor)
+            elif self.trace.nodes[at].root != _OUTSIDE:
+                self._copy_on_write(self.trace.nodes[at].root)
+            elif not facts.outside:
+                raise RematError(self._refuse_write(func, tensor, "through a view"))
+
+    def _write_outside(self, func: Any, tensor: torch.Tensor) -> None:
+        if _ops.traits(func).outside:
+            return
+        if id(tensor) in self.inputs:
+            raise RematError(self._refuse_write(func, tensor, "which is an argument"))
+        if id(tensor) not in self.trace.snapshots:
+            # The state before the write, so that the recomputation can repeat it on a copy and the outside
+            # sees the write once.
+            self._external(tensor)
+            self.trace.snapshots[id(tensor)] = quiet(torch.clone, tensor)
+
+    def _copy_on_write(self, root: int) -> None:
+        for node in self.trace.nodes[root:]:
+            if node.root == root and node.kept is not None and node.verdict == SAVE:
+                node.kept = quiet(_map_tensors, torch.clone, node.kept)
+
+    def _refuse_write(self, func: Any, tensor: torch.Tensor, how: str) -> str:
+        return (
+            f"region {self.trace.region!r} writes with {func} at {_ops.user_line()} into a {tuple(tensor.shape)} "
+            f"{tensor.dtype} tensor from outside the region, {how}. A recomputation would write again. Write out of place, or "
+            "into a `.clone()` made inside the region."
+        )
+
+
+class Replay(_Mode):
+    """Runs a region again: needed ops run, kept values are handed out, all else is skipped.
+
+    Args:
+        trace: a settled trace.
+        early_stop: raise `Stop` at the first op after the last needed one; otherwise ops beyond the trace's end
+            pass through unseen (they belong to the backward).
+        check: compare shape, dtype and device of what runs.
+        digest: as for `Record`.
+    """
+
+    def __init__(self, trace: Trace, *, early_stop: bool, check: bool = True, digest: Any = None) -> None:
+        super().__init__()
+        self.trace = trace
+        self.early_stop = early_stop
+        self.check = check
+        self.digest = digest
+        self.position_ = 0
+        self._scratch = {key: quiet(torch.clone, t) for key, t in trace.snapshots.items()}
+
+    @property
+    def position(self) -> int:
+        return self.position_
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        facts = _ops.traits(func)
+        if getattr(_active, "quiet", False) or facts.ignored:
+            return func(*args, **kwargs)
+        at = self.position_
+        if self.early_stop and at > self.trace.last:
+            raise Stop
+        if at >= len(self.trace.nodes):
+            return func(*args, **kwargs)
+        self.position_ = at + 1
+        node = self.trace.nodes[at]
+        if node.op is not func:
+            raise RematError(self._differs(at, f"the forward ran {node.op}, the recomputation runs {func}"))
+        if self._scratch:
+            args, kwargs = _swap((args, kwargs), self._scratch)
+        if node.action == RUN:
+            return self._run(at, node, func, args, kwargs)
+        if node.action == KEPT:
+            return _hand_out(node)
+        if facts.inplace:
+            return next(iter(_targets(facts, args, kwargs)))
+        return _placeholders(node.outs)
+
+    def _run(self, at: int, node: Node, func: Any, args: Any, kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        if self.check and _metadata(out) != node.outs:
+            raise RematError(self._differs(at, f"{func} made {node.outs} in the forward and now makes {_metadata(out)}"))
+        if node.digest is not None and quiet(self.digest, out) != node.digest:
+            raise RematError(self._differs(at, f"{func} gave other numbers than in the forward, bit for bit"))
+        return out
+
+    def _differs(self, at: int, what: str) -> str:
+        return (
+            f"the recomputation of region {self.trace.region!r} does not repeat its forward: at op {at}, {what}, at "
+            f"{_ops.user_line()}. (a) The function reads something that changed in between (a global, an attribute, a counter); "
+            "(b) it is random in a way torch does not restore (Python's or NumPy's generator, an explicit torch.Generator); "
+            "(c) an argument was changed. Make the function depend on its arguments only."
+        )
+
+
+def _targets(facts: _ops.Traits, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
+    """The tensors that a call writes to."""
+    for where in facts.writes:
+        if isinstance(where, str):
+            yield from _tensors(kwargs.get(where))
+        elif where < len(args):
+            yield from _tensors(args[where])
+
+
+def _tensors(values: Any) -> Iterable[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                yield value
+            elif isinstance(value, (tuple, list)):
+                yield from _tensors(value)
+    elif isinstance(values, dict):
+        yield from _tensors(tuple(values.values()))
+
+
+def _map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    if isinstance(value, (torch.Tensor, Boxed)):
+        return function(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)([_map_tensors(function, v) for v in value])
+    return value
+
+
+class Meta(tuple):
+    """(shape, stride, dtype, device) of a tensor; a class of its own, so that no plain value looks like one."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"{str(self[2]).removeprefix('torch.')}{list(self[0])}"
+
+
+def _metadata(out: Any) -> Any:
+    if isinstance(out, torch.Tensor):
+        stride = out.stride() if out.layout is torch.strided else None
+        return Meta((out.shape, stride, out.dtype, out.device))
+    if isinstance(out, (tuple, list)):
+        return type(out)([_metadata(v) for v in out])
+    return out
+
+
+def hollow(meta: Any) -> torch.Tensor:
+    """A tensor of this metadata that owns no memory."""
+    shape, stride, dtype, device = meta
+    if stride is None:
+        raise RematError("sparse tensors cannot be skipped in a recomputation")
+    tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def _placeholders(outs: Any) -> Any:
+    if isinstance(outs, Meta):
+        return quiet(hollow, outs)
+    if isinstance(outs, (tuple, list)):
+        return type(outs)([_placeholders(v) for v in outs])
+    return outs
+
+
+def _hand_out(node: Node) -> Any:
+    def fresh(value: Any) -> torch.Tensor:
+        if isinstance(value, Boxed):
+            return value.get()
+        # A new tensor object each time: autograd writes its own record on it.
+        return value.clone() if node.copied else value.detach()
+
+    return quiet(_map_tensors, fresh, node.kept)
+
+
+def _swap(tree: Any, table: dict[int, torch.Tensor]) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return table.get(id(tree), tree)
+    if isinstance(tree, (tuple, list)):
+        return type(tree)([_swap(v, table) for v in tree])
+    if isinstance(tree, dict):
+        return {k: _swap(v, table) for k, v in tree.items()}
+    return tree
+
+
+def _version(tensor: torch.Tensor) -> int:
+    # Inference tensors keep no version and cannot be written outside inference mode.
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.data_ptr() or id(tensor)
+    except RuntimeError:
+        # Fake and functional tensors have storages but no data; wrapper subclasses have neither.
+        return _torch.storage_key(tensor)

@@ -1,0 +1,59 @@
+"""Pytrees at the user's boundary.
+
+torch.func knows torch's registry only, so arguments and results are flattened by torch's rules: what a user
+registered with `torch.utils._pytree` is a container here, anything else is a leaf. optree serves behind that
+boundary, for accessors in messages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.utils._pytree as torch_pytree
+
+from remat.transforms._errors import RematError
+
+Spec = torch_pytree.TreeSpec
+
+
+def flatten(tree: Any) -> tuple[list[Any], Spec]:
+    """Leaves and structure of `tree` by torch's registry."""
+    return torch_pytree.tree_flatten(tree)
+
+
+def unflatten(leaves: list[Any], spec: Spec) -> Any:
+    """The tree of structure `spec` with these leaves."""
+    return torch_pytree.tree_unflatten(leaves, spec)
+
+
+def split(leaves: list[Any]) -> tuple[list[torch.Tensor], list[int]]:
+    """The tensors among `leaves`, and their positions."""
+    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    return [leaves[i] for i in at], at
+
+
+def merge(leaves: list[Any], at: list[int], tensors: list[torch.Tensor]) -> list[Any]:
+    """`leaves` with the tensors at positions `at` replaced."""
+    merged = list(leaves)
+    for i, tensor in zip(at, tensors, strict=True):
+        merged[i] = tensor
+    return merged
+
+
+def paths(tree: Any) -> list[str]:
+    """For every leaf its key path, such as `['layers'][0]['w']`."""
+    return [torch_pytree.keystr(path) for path, _ in torch_pytree.tree_flatten_with_path(tree)[0]]
+
+
+def check_results(tree: Any, region: str) -> None:
+    """Raise when a result holds tensors in a container that is not a pytree, which torch.func would lose."""
+    for path, leaf in torch_pytree.tree_flatten_with_path(tree)[0]:
+        if isinstance(leaf, torch.Tensor) or isinstance(leaf, (int, float, complex, str, bool, type(None))):
+            continue
+        if held := [k for k, v in getattr(leaf, "__dict__", {}).items() if isinstance(v, torch.Tensor)]:
+            raise RematError(
+                f"region {region!r} returns at `result{torch_pytree.keystr(path)}` a {type(leaf).__name__}, which is no pytree but "
+                f"holds tensors ({', '.join(held)}). Under torch.func their gradients would be lost. Register the class "
+                "with torch.utils._pytree.register_pytree_node (or register_dataclass), or return the tensors themselves."
+            )
