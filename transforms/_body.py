@@ -1,0 +1,135 @@
+"""A scan's body between the user's pytrees and the flat lists that the machinery works on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from remat.transforms import _tree
+from remat.transforms._capture import Swap
+from remat.transforms._errors import RematError
+
+Leaves = list[Any]
+Step = Callable[[Sequence[torch.Tensor], Leaves, Sequence[torch.Tensor]], tuple[Leaves, list[torch.Tensor]]]
+
+
+class _Replace(Swap):
+    """A swap for steps after the first, whose captured tensors are all known: nothing is refused."""
+
+    def _is_inside(self, tensor: torch.Tensor) -> bool:
+        return True
+
+
+class Body:
+    """`body(carry, x) -> (carry, y)` as a step over flat lists: `step(consts, carry, x) -> (carry, ys)`.
+
+    `consts` stand for the captured tensors. Where they are the captured tensors themselves the body runs as it
+    is; elsewhere (below functorch levels, in a pull-back that differentiates them) they are put in their place.
+
+    Args:
+        function: the user's body.
+        init: the initial carry; its structure, shapes and dtypes hold for every step.
+        xs: the stacked inputs, whose leaves are tensors or None.
+        captured: the captured tensors that carry a derivative or a batch dimension.
+        name: how messages call the scan.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], init: Any, xs: Any, captured: list[torch.Tensor], name: str
+    ) -> None:
+        self.function, self.captured, self.name = function, captured, name
+        rows, self.x_spec = _tree.flatten(xs)
+        self.x_at = [i for i, row in enumerate(rows) if row is not None]
+        self.x_blank: Leaves = [None] * len(rows)
+        self.paths = _tree.paths(init)
+        leaves, self.carry_spec = _tree.flatten(init)
+        self.types = [_type(leaf) for leaf in leaves]
+        self.y_spec: _tree.Spec | None = None
+        self.y_types: list[Any] = []
+        self.trusted = False
+
+    def __call__(
+        self, consts: Sequence[torch.Tensor], carry: Leaves, x: Sequence[torch.Tensor]
+    ) -> tuple[Leaves, list[torch.Tensor]]:
+        if self.trusted and all(a is b for a, b in zip(consts, self.captured, strict=True)):
+            return self._run(carry, x)
+        table = {id(old): new for old, new in zip(self.captured, consts, strict=True)}
+        tensors = [leaf for leaf in (*carry, *x) if isinstance(leaf, torch.Tensor)]
+        with (_Replace if self.trusted else Swap)(table, tensors):
+            out = self._run(carry, x)
+        self.trusted = True
+        return out
+
+    def _run(self, carry: Leaves, x: Sequence[torch.Tensor]) -> tuple[Leaves, list[torch.Tensor]]:
+        versions = [_version(leaf) for leaf in carry]
+        row = _tree.unflatten(_tree.merge(self.x_blank, self.x_at, list(x)), self.x_spec)
+        out = self.function(_tree.unflatten(carry, self.carry_spec), row)
+        if not (isinstance(out, tuple) and len(out) == 2):
+            raise TypeError(
+                f"{self.name}: the body returned {_brief(out)}; it must return a pair (carry, y), y None where "
+                "nothing is to be stacked."
+            )
+        for path, leaf, before in zip(self.paths, carry, versions, strict=True):
+            if _version(leaf) != before:
+                raise RematError(
+                    f"{self.name}: the body wrote into its carry{path} in place. The recomputation would start "
+                    "from what was written; make a new tensor (`carry = carry + ...`) and return it."
+                )
+        return self._carry(out[0]), self._ys(out[1])
+
+    def _carry(self, tree: Any) -> Leaves:
+        leaves, spec = _tree.flatten(tree)
+        if spec != self.carry_spec:
+            raise TypeError(
+                f"{self.name}: the body returned a carry of structure {spec}, but the carry that came in has "
+                f"{self.carry_spec}; both must be the same at every step."
+            )
+        for path, leaf, kind in zip(self.paths, leaves, self.types, strict=True):
+            if _type(leaf) != kind:
+                raise TypeError(
+                    f"{self.name}: carry{path} came in as {_say(kind)} and was returned as {_say(_type(leaf))}; "
+                    "shape, dtype and Python type of the carry must be the same at every step. Cast or reshape "
+                    "the initial value, or what the body returns."
+                )
+        return leaves
+
+    def _ys(self, tree: Any) -> list[torch.Tensor]:
+        leaves, spec = _tree.flatten(tree)
+        if self.y_spec is None:
+            for path, leaf in zip(_tree.paths(tree), leaves, strict=True):
+                if not isinstance(leaf, torch.Tensor) and leaf is not None:
+                    raise TypeError(
+                        f"{self.name}: y{path} is {_say(_type(leaf))}; the ys are stacked, so they must be tensors "
+                        "(or None for nothing): write torch.as_tensor(...)."
+                    )
+            self.y_spec, self.y_types = spec, [_type(leaf) for leaf in leaves]
+        if spec != self.y_spec or [_type(leaf) for leaf in leaves] != self.y_types:
+            raise TypeError(
+                f"{self.name}: y is {[_say(_type(leaf)) for leaf in leaves]} in this step and was "
+                f"{[_say(kind) for kind in self.y_types]} in the first; ys are stacked and must not change."
+            )
+        return [leaf for leaf in leaves if leaf is not None]
+
+    def stacked(self, ys: Sequence[torch.Tensor]) -> Any:
+        """The tree of ys, None where the body returned None."""
+        assert self.y_spec is not None
+        rest = iter(ys)
+        return _tree.unflatten([None if kind is type(None) else next(rest) for kind in self.y_types], self.y_spec)
+
+
+def _version(leaf: Any) -> int:
+    return leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else 0
+
+
+def _type(leaf: Any) -> Any:
+    return (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf)
+
+
+def _say(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) else f"{str(kind[1]).removeprefix('torch.')}{list(kind[0])}"
+
+
+def _brief(value: Any) -> str:
+    return f"{type(value).__name__} of length {len(value)}" if isinstance(value, tuple) else type(value).__name__

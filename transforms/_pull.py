@@ -1,0 +1,109 @@
+"""The pull-back of a few steps, by the means of the world it runs in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from remat.transforms import _torch
+
+Grads = list[torch.Tensor | None]
+
+
+def is_float(value: Any) -> bool:
+    """Whether `value` is a tensor that can carry a derivative."""
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def pull(
+    steps: Callable[..., Any],
+    consts: Sequence[torch.Tensor],
+    carry: list[Any],
+    rows: list[list[torch.Tensor]],
+    carry_cts: Grads,
+    y_cts: list[Grads],
+    needs: tuple[list[bool], list[bool]],
+) -> tuple[Grads, Grads, list[Grads]]:
+    """Gradients of `steps(consts, carry, rows) -> (carry, ys of each row)`.
+
+    Args:
+        carry_cts: cotangents of the carry's tensors, in order; None is zero.
+        y_cts: cotangents of each row's ys.
+        needs: which consts and which xs want a gradient; every float tensor of the carry does.
+
+    Returns:
+        Gradients of the consts, of the carry's tensors and of each row's xs; None is zero or not wanted.
+
+    With no functorch level active plain autograd does it: faster, and the only way for bodies that hold an
+    autograd.Function without `setup_context`. The result is differentiable where grad mode is on.
+    """
+    at = [i for i, leaf in enumerate(carry) if isinstance(leaf, torch.Tensor)]
+    marks = [
+        *(need and is_float(c) for c, need in zip(consts, needs[0], strict=True)),
+        *(is_float(carry[i]) for i in at),
+        *(need and is_float(x) for row in rows for x, need in zip(row, needs[1], strict=True)),
+    ]
+    flat = [*consts, *(carry[i] for i in at), *(x for row in rows for x in row)]
+
+    def unflat(values: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+        rest, full = iter(values), list(carry)
+        head = [next(rest) for _ in consts]
+        for i in at:
+            full[i] = next(rest)
+        return head, full, [[next(rest) for _ in row] for row in rows]
+
+    def outputs(values: Sequence[torch.Tensor]) -> list[Any]:
+        end, ys = steps(*unflat(values))
+        return [*(end[i] for i in at), *(y for row in ys for y in row)]
+
+    cts = [*carry_cts, *(ct for row in y_cts for ct in row)]
+    by = _with_func if _torch.in_transform() else _with_autograd
+    head, full, tail = unflat(by(outputs, flat, marks, cts, len(consts)))  # type: ignore[arg-type]
+    return head, [full[i] for i in at], tail
+
+
+def _with_autograd(
+    outputs: Callable[..., list[Any]], flat: list[torch.Tensor], marks: list[bool], cts: Grads, consts: int
+) -> Grads:
+    create = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # An alias each: a gradient must not run on from one operand into another that it was made from. A leaf
+        # without hooks is its own alias, and lets a body that holds it run without swapping.
+        values = [
+            _alias(t, create, i < consts) if mark else t if create or i < consts else t.detach()
+            for i, (t, mark) in enumerate(zip(flat, marks, strict=True))
+        ]
+        outs = outputs(values)
+    pairs = [(o, ct) for o, ct in zip(outs, cts, strict=True) if ct is not None and o.requires_grad]
+    targets = [v for v, mark in zip(values, marks, strict=True) if mark]
+    if not pairs or not targets:
+        return [None] * len(flat)
+    ends, starts = [o for o, _ in pairs], [ct for _, ct in pairs]
+    found = iter(torch.autograd.grad(ends, targets, starts, create_graph=create, allow_unused=True))
+    return [next(found) if mark else None for mark in marks]
+
+
+def _alias(tensor: torch.Tensor, create: bool, const: bool) -> torch.Tensor:
+    if const and tensor.is_leaf and tensor.requires_grad and not tensor._backward_hooks:
+        return tensor
+    if create and tensor.requires_grad:
+        return tensor.view_as(tensor)
+    return tensor.detach().requires_grad_()
+
+
+def _with_func(
+    outputs: Callable[..., list[Any]], flat: list[torch.Tensor], marks: list[bool], cts: Grads, consts: int
+) -> Grads:
+    at = [i for i, mark in enumerate(marks) if mark]
+
+    def chosen(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        full = list(flat)
+        for i, value in zip(at, values, strict=True):
+            full[i] = value
+        return tuple(o for o, ct in zip(outputs(full), cts, strict=True) if ct is not None)
+
+    _, vjp = torch.func.vjp(chosen, *(flat[i] for i in at))
+    found = dict(zip(at, vjp(tuple(ct for ct in cts if ct is not None)), strict=True))
+    return [found.get(i) for i in range(len(flat))]
