@@ -27,7 +27,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.overhead
 
 docs: $(STAMP)
-	$(BIN)/mkdocs build --strict --config-file docs/mkdocs.yml
+	$(BIN)/mkdocs build --strict
 
 build: $(STAMP)
 	$(BIN)/python -m hatchling build

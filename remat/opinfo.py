@@ -77,7 +77,6 @@ class OpInfo:
         index: position of the op in the region.
         region: the region's name.
         call: the torch function the user wrote, with sizes per example, or None where not known.
-        batch: product of the batch sizes of all enclosing `vmap`s (1 without).
     """
 
     op: Any
@@ -88,7 +87,6 @@ class OpInfo:
     index: int = 0
     region: str = ""
     call: Call | None = field(default=None, repr=False)
-    batch: int = 1
 
     @property
     def bytes(self) -> int:

@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 
-from remat.transforms import _observe, _torch, _trace, _tree
+from remat.transforms import _observe, _ops, _torch, _trace, _tree
 from remat.transforms._errors import RematError
-from remat.transforms._ops import user_line
 from remat.transforms._region import Region, recomputing
 from remat.transforms._state import Ambient, RandomState, device_kinds, without_autocast_cache
 
@@ -165,6 +164,7 @@ class Frame:
         assert record is not None
         made = record.find(tensor)
         self.packed_at.append(made)
+        self.metas[handle[1]] += (record.position,)
         if made is None:
             self.metas[handle[1]] += (_storage(tensor),)
         if made is None or tensor.numel() == 0 or record.shares_kept(made):
@@ -182,11 +182,12 @@ class Frame:
         assert trace is not None and record is not None
         self.record = None
         wanted = {at for i, at in enumerate(self.packed_at) if i not in self.direct and at is not None}
-        trace.settle(wanted)
+        seen = [self.metas[i][4] for i in range(len(self.metas)) if i not in self.direct]
+        trace.settle(wanted, max(seen, default=0))
         # Autograd itself reads some arguments (the weight of a matmul): those are there anyway.
-        read = {self.metas[at][4] for at in self.direct if self.packed_at[at] is None}
+        read = {self.metas[at][5] for at in self.direct if self.packed_at[at] is None}
         for i, tensor in enumerate(self.tensors):
-            if id(tensor) not in trace.needed_externals and _storage(tensor) not in read:
+            if not trace.opaque and id(tensor) not in trace.needed_externals and _storage(tensor) not in read:
                 self.held[i] = _Absent(tensor)
         self._prefer_residuals(trace)
         self.settled = True
@@ -208,8 +209,10 @@ class Frame:
         trace = self.trace
         if trace is None or self.region.selector is not None or not self.metas:
             return False
-        end = max((at for at in self.packed_at if at is not None), default=-1)
-        return trace.dense and trace.last >= end and all(isinstance(h, _Held) for h in self.held)
+        # Without a trace the recomputation ends at the last value packed, whoever made it.
+        stop = max(meta[4] for meta in self.metas)
+        idle = trace.nodes[trace.end : stop]
+        return trace.dense and all(_ops.traits(n.op).view for n in idle) and all(isinstance(h, _Held) for h in self.held)
 
     def _signature(self) -> Any:
         shapes = tuple([(t.shape, t.dtype, t.requires_grad) for t in self.tensors])
@@ -326,7 +329,7 @@ class Frame:
 
     def _differs(self, what: str) -> str:
         return (
-            f"the recomputation of region {self.region.name!r} does not repeat its forward: {what}, at {user_line()}. "
+            f"the recomputation of region {self.region.name!r} does not repeat its forward: {what}, at {_ops.user_line()}. "
             "(a) The function reads something that changed in between (a global, an attribute, a counter); (b) it is random in a "
             "way torch does not restore; (c) an argument was changed. Make it depend on its arguments only."
         )

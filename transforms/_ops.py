@@ -27,7 +27,7 @@ _HIDDEN = (os.path.dirname(torch.__file__), os.path.join(_PACKAGE, "transforms")
 class Traits:
     """Facts of one op, read once from its schema."""
 
-    __slots__ = ("ignored", "inplace", "outside", "random", "view", "writes")
+    __slots__ = ("ignored", "inplace", "outside", "random", "uninitialized", "view", "writes")
 
     def __init__(self, op: Any) -> None:
         schema = getattr(op, "_schema", None)
@@ -35,6 +35,7 @@ class Traits:
         self.random = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
         self.writes: tuple[str | int, ...] = ()
         self.view = self.inplace = False
+        self.uninitialized = _basename(op).startswith(("empty", "new_empty"))
         self.outside = _acts_outside(op)
         if schema is None:
             return
@@ -63,8 +64,11 @@ def _acts_outside(op: Any) -> bool:
     namespace = getattr(op, "namespace", "")
     if namespace in _OUTSIDE:
         return True
-    name = getattr(getattr(op, "_schema", None), "name", "").rpartition("::")[2]
-    return namespace == "aten" and name.startswith(_ATEN_OUTSIDE)
+    return namespace == "aten" and _basename(op).startswith(_ATEN_OUTSIDE)
+
+
+def _basename(op: Any) -> str:
+    return getattr(getattr(op, "_schema", None), "name", "").rpartition("::")[2]
 
 
 def draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

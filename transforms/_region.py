@@ -57,7 +57,7 @@ class Region:
         return _checksum if self.determinism_check == "exact" else None
 
     def record(self, trace: Trace, selector: Selector | None, inputs: list[int]) -> Record:
-        return Record(trace, selector.decide if selector else None, inputs, self.digest)
+        return Record(trace, selector, inputs, self.digest)
 
 
 @contextlib.contextmanager

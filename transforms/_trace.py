@@ -74,16 +74,22 @@ class Trace:
         self.snapshots: dict[int, torch.Tensor] = {}
         self.parent: tuple[Trace, int] | None = None
         self.kept_any = False
-        self.last = -1
+        self.last = -1  # the last op of the recomputation that does anything
+        self.end = 0  # how many ops must have passed before all that is wanted has been seen
         self.needed_externals: set[int] = set()
+        self.opaque = False  # whether something computed that torch's dispatcher did not see
 
-    def settle(self, wanted: Iterable[int] | None) -> None:
+    def settle(self, wanted: Iterable[int] | None, end: int = 0) -> None:
         """Decide for every op whether it runs again, given the nodes whose values the backward reads.
 
-        None means "not known": then all run. Afterwards only values that are read are held.
+        None means "not known": then all run. Afterwards only values that are read are held. Autograd saved the
+        last of those values when `end` ops had run.
         """
         live = self._reach(range(len(self.nodes)) if wanted is None else wanted)
         self._add_forced(live)
+        if any(live.values()) and self._is_opaque(live):
+            self.opaque = True
+            live = {i: self.nodes[i].kept is None or self.nodes[i].draws for i in range(len(self.nodes))}
         written = self._written_roots(live)
         for i, node in enumerate(self.nodes):
             if i not in live:
@@ -100,6 +106,7 @@ class Trace:
         # Where every op is kept or skipped nothing needs to run up to that point at all.
         if not any(live.values()):
             self.last = -1
+        self.end = max(end, self.last + 1)
 
     def _reach(self, wanted: Iterable[int]) -> dict[int, bool]:
         """Nodes the values in `wanted` depend on, up to kept ones: True runs, False is kept."""
@@ -146,6 +153,24 @@ class Trace:
                 live.update((j, r) for j, r in self._reach(self.nodes[i].deps).items() if j not in live)
                 live[i] = True
 
+    def _is_opaque(self, live: dict[int, bool]) -> bool:
+        """Whether a needed value came about unseen: by a raw kernel, or through NumPy.
+
+        A raw kernel (Triton, a pybind extension) fills memory that an `empty` made; what it read is unknown. An outside
+        tensor that is gone by now was made inside the region, by something that is no torch op. In both cases
+        nothing may be skipped.
+        """
+        if self.opaque:
+            return True
+        written = {self.nodes[j].root for j, node in enumerate(self.nodes) if _ops.traits(node.op).writes}
+        for i, runs in live.items():
+            node = self.nodes[i]
+            if _ops.traits(node.op).uninitialized and i not in written and _numel(node.outs):
+                return True
+            if runs and any(self.externals[key][0]() is None for key in node.external):
+                return True
+        return False
+
     def _written_roots(self, live: dict[int, bool]) -> set[int]:
         return {self.nodes[i].root for i, runs in live.items() if runs and _ops.traits(self.nodes[i].op).writes}
 
@@ -156,7 +181,7 @@ class Trace:
     @property
     def dense(self) -> bool:
         """Whether running the function up to its last needed op does nothing needless, and writes nothing."""
-        return not self.snapshots and all(n.action == RUN for n in self.nodes[: self.last + 1])
+        return not self.snapshots and all(n.action == RUN or _ops.traits(n.op).view for n in self.nodes[: self.end])
 
     def kept_bytes(self) -> int:
         """Bytes of the values kept on their device, views of one storage counted once."""
@@ -215,6 +240,11 @@ def enclosing() -> _Mode | None:
     return stack[-1] if stack else None
 
 
+def recordings() -> list[Record]:
+    """The recordings in progress on this thread, outermost first."""
+    return [mode for mode in getattr(_active, "stack", ()) if isinstance(mode, Record)]
+
+
 def quiet(function: Callable[..., Any], *args: Any) -> Any:
     """Run an op of the engine's own, which no recording counts."""
     before = getattr(_active, "quiet", False)
@@ -230,7 +260,7 @@ class Record(_Mode):
 
     Args:
         trace: where to write.
-        decide: `(node index, node, args, kwargs, outs) -> RECOMPUTE | OFFLOAD | SAVE`, or None to keep nothing.
+        selector: its `decide(node index, node, args, kwargs, outs)` says RECOMPUTE, OFFLOAD or SAVE; None keeps nothing.
         inputs: ids of the region's argument tensors (which it must not write to).
         digest: a checksum of an op's results to compare bitwise later, or None.
     """
@@ -238,13 +268,13 @@ class Record(_Mode):
     def __init__(
         self,
         trace: Trace,
-        decide: Callable[..., int] | None,
+        selector: Any,
         inputs: Iterable[int] = (),
         digest: Callable[[Any], Any] | None = None,
     ) -> None:
         super().__init__()
         self.trace = trace
-        self.decide = decide
+        self.selector = selector
         self.inputs = set(inputs)
         self.digest = digest
         self.kept_bytes = 0
@@ -252,6 +282,7 @@ class Record(_Mode):
         self._by_address: dict[int, int] = {}
         self._writers: dict[int, list[int]] = {}
         self._outside_writers: dict[int, list[int]] = {}
+        self._kept_roots: set[int] = set()
 
     @property
     def position(self) -> int:
@@ -294,8 +325,8 @@ class Record(_Mode):
         if self.digest is not None:
             node.digest = quiet(self.digest, out)
         # What an op wrote in place is handed to its caller by reference, so it cannot be kept in its stead.
-        if self.decide is not None and not facts.writes:
-            self.judge(node, self.decide(at, node, args, kwargs, out), out)
+        if self.selector is not None and not facts.writes:
+            self.judge(node, self.selector.decide(at, node, args, kwargs, out), out)
 
     def judge(self, node: Node, verdict: int, out: Any) -> None:
         """Keep `out` for `node`, or forget it, as the verdict says."""
@@ -306,7 +337,18 @@ class Record(_Mode):
             hold = Boxed if verdict == OFFLOAD else torch.Tensor.detach
             node.kept = quiet(_map_tensors, hold, out)
             self.trace.kept_any = True
+            if verdict == SAVE:
+                self._kept_roots.add(node.root)
             self.kept_bytes += sum(t.numel() * t.element_size() for t in _tensors(out))
+
+    def name(self, tensor: torch.Tensor, name: str) -> None:
+        """Name the value `tensor`, which an op of its own made."""
+        at = self._made.get(id(tensor))
+        if at is None:
+            return
+        self.trace.nodes[at].name = name
+        if self.selector is not None:
+            self.selector.name(self, at, tensor, name)
 
     def find(self, tensor: torch.Tensor) -> int | None:
         """The node that made `tensor` (or an alias of it), None for one from outside."""
@@ -320,8 +362,7 @@ class Record(_Mode):
         root = self.trace.nodes[at].root
         if root in self._writers or root == _OUTSIDE:
             return False
-        node = self.trace.nodes[root]
-        return node.kept is not None and node.verdict == SAVE
+        return root in self._kept_roots
 
     def _link_operands(self, node: Node, args: Any, kwargs: Any) -> None:
         deps: list[int] = []
@@ -425,7 +466,7 @@ class Replay(_Mode):
         if getattr(_active, "quiet", False) or facts.ignored:
             return func(*args, **kwargs)
         at = self.position_
-        if self.early_stop and at > self.trace.last:
+        if self.early_stop and at >= self.trace.end:
             raise Stop
         if at >= len(self.trace.nodes):
             return func(*args, **kwargs)
@@ -508,14 +549,17 @@ def _metadata(out: Any) -> Any:
     return out
 
 
+def _numel(outs: Any) -> int:
+    return outs[0].numel() if isinstance(outs, Meta) else 1
+
+
 def hollow(meta: Any) -> torch.Tensor:
-    """A tensor of this metadata that owns no memory."""
+    """A tensor of this metadata whose numbers nobody reads.
+
+    Its memory is real: user code may still look at it in ways torch does not see, which must not crash.
+    """
     shape, stride, dtype, device = meta
-    if stride is None:
-        raise RematError("sparse tensors cannot be skipped in a recomputation")
-    tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-    tensor.untyped_storage().resize_(0)
-    return tensor
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
 def _placeholders(outs: Any) -> Any:

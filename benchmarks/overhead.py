@@ -1,0 +1,138 @@
+"""CPU overhead of a region in eager mode: 24 tiny transformer blocks (16 wide), forward and backward.
+
+    python -m benchmarks.overhead
+
+At this size the time is bookkeeping and dispatch, not arithmetic. All rows take turns in every round, and a
+row's overhead is its time less that of no remat in the same round, per block; medians over the rounds.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import tyro
+from einops import rearrange
+from torch import Tensor, nn
+
+from benchmarks.records import Record, Target, ratio, save, show
+from remat.cli.measure import percentiles, seconds
+from remat.cli.rows import Row, rows
+
+MODE = "backward"
+
+
+class Block(nn.Module):
+    """Pre-norm attention and a GELU network; x is [batch, t, width]."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        split = rearrange(self.qkv(self.norm1(x)), "b t (n h e) -> n b h t e", n=3, h=self.heads)
+        attended = F.scaled_dot_product_attention(*split.unbind(0), is_causal=True)
+        x = x + self.proj(rearrange(attended, "b h t e -> b t (h e)"))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+def torch_remat(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Meta's package, which recomputes a whole block unless told otherwise."""
+    import torch_remat as peer
+
+    return peer.checkpoint(region_name="block")(fn)
+
+
+PEER = Row("torch_remat", torch_remat, rival=True)
+
+
+@dataclass
+class Overhead:
+    """Microseconds per block over no remat."""
+
+    depth: int = 24
+    """Blocks."""
+    width: int = 16
+    """Width of a block."""
+    rounds: int = 60
+    """Interleaved rounds after the warm-up."""
+    save: bool = True
+    """Write results/overhead.csv."""
+
+    def __call__(self) -> int:
+        torch.set_num_threads(1)
+        records = self.run()
+        met = targets(records)
+        show(f"{self.depth} transformer blocks, {self.width} wide: us per block", records, met)
+        if self.save:
+            print(save("overhead", records))
+        return int(not all(target.met for target in met))
+
+    def run(self) -> list[Record]:
+        steps = {row.name: self.step(row) for row in self.rows()}
+        for _ in range(max(3, self.rounds // 10)):
+            times(steps)
+        rounds = [times(steps) for _ in range(self.rounds)]
+        return [record for name in steps for record in self.records(name, rounds)]
+
+    def rows(self) -> list[Row]:
+        named = rows(("none", "torch_checkpoint", "torch_sac", "save_nothing", "save_matmuls"))
+        return [*named[:3], PEER, *named[3:]]
+
+    def step(self, row: Row) -> Callable[[], None]:
+        """Forward and backward through blocks of its own, wrapped once as a model would."""
+        torch.manual_seed(0)
+        blocks = [Block(self.width, heads=2) for _ in range(self.depth)]
+        wrapped = [row.wrap(block) for block in blocks]
+        x = torch.randn(2, 8, self.width, requires_grad=True)
+
+        def run() -> None:
+            h = x
+            for block in wrapped:
+                h = block(h)
+            h.sum().backward()
+
+        return run
+
+    def records(self, name: str, rounds: list[dict[str, float]]) -> list[Record]:
+        per_block = 1e6 / self.depth
+        took = percentiles([r[name] * per_block for r in rounds])
+        over = percentiles([(r[name] - r["none"]) * per_block for r in rounds])
+        return [
+            Record("overhead", MODE, name, metric, "us", p50, p20, p50, p80)
+            for metric, (p20, p50, p80) in (("step time per block", took), ("overhead per block", over))
+        ]
+
+
+def times(steps: dict[str, Callable[[], None]]) -> dict[str, float]:
+    """Seconds of one step of each row, in turn; garbage of one row is not another's to collect."""
+    taken = {}
+    for name, step in steps.items():
+        gc.collect()
+        _, taken[name] = seconds(step)
+    return taken
+
+
+def targets(records: list[Record]) -> list[Target]:
+    """What issue 2 asks for; the limits are part of the claim."""
+    over = [record for record in records if record.metric == "overhead per block"]
+    pairs = [
+        ("save_nothing", "torch_checkpoint", 0.6),
+        ("save_nothing", "torch_remat", 0.6),
+        ("save_matmuls", "torch_sac", 0.7),
+    ]
+    return [
+        Target(f"overhead of {ours} over that of {theirs}", ratio(over, MODE, ours, theirs), limit)
+        for ours, theirs, limit in pairs
+    ]
+
+
+if __name__ == "__main__":
+    raise SystemExit(tyro.cli(Overhead)())

@@ -1,0 +1,105 @@
+"""Long CSV records of measurements, targets, and the table that shows both."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from remat.cli.env import machine
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One measured value; p20, p50 and p80 are its spread where it was taken more than once.
+
+    `error` holds the first line of what was raised instead, and the numbers are then None.
+    """
+
+    benchmark: str
+    mode: str
+    policy: str
+    metric: str
+    unit: str
+    value: float | None = None
+    p20: float | None = None
+    p50: float | None = None
+    p80: float | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A claim: `value` shall be at most `limit`; None when it could not be measured, which is a miss."""
+
+    claim: str
+    value: float | None
+    limit: float
+
+    @property
+    def met(self) -> bool:
+        return self.value is not None and self.value <= self.limit
+
+
+def commit() -> str:
+    """The commit that is measured, with `+` when the tree differs from it."""
+    here = Path(__file__).parent
+    command = ["git", "describe", "--always", "--dirty=+", "--abbrev=10"]
+    try:
+        return subprocess.run(command, cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def save(name: str, records: Sequence[Record], folder: Path = RESULTS) -> Path:
+    """Writes `name`.csv: one line a record, each with the machine and the versions it was measured on."""
+    context = machine("cpu") | {"commit": commit()}
+    rows = [context | asdict(record) for record in records]
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def show(title: str, records: Sequence[Record], targets: Sequence[Target]) -> None:
+    console = Console(width=110)
+    table = Table(title=title, title_justify="left")
+    for column in ("mode", "policy", "metric", "value", "p20 - p80"):
+        table.add_column(column, justify="right" if column in ("value", "p20 - p80") else "left")
+    for record in records:
+        table.add_row(record.mode, record.policy, record.metric, amount(record), spread(record))
+    console.print(table)
+    for target in targets:
+        console.print(told(target))
+
+
+def amount(record: Record) -> str:
+    return record.error or f"{record.value:.1f} {record.unit}"
+
+
+def spread(record: Record) -> str:
+    return "" if record.p20 is None else f"{record.p20:.1f} - {record.p80:.1f}"
+
+
+def told(target: Target) -> str:
+    value = "not measured" if target.value is None else f"{target.value:.3f}"
+    style = "green" if target.met else "red"
+    word = "met   " if target.met else "missed"
+    return f"[{style}]{word}[/{style}] {target.claim}: {value}, at most {target.limit}"
+
+
+def ratio(records: Sequence[Record], mode: str, policy: str, to: str) -> float | None:
+    """The value of `policy` over that of `to`, both in `mode`."""
+    values = {(record.mode, record.policy): record.value for record in records}
+    above, below = values.get((mode, policy)), values.get((mode, to))
+    return above / below if above is not None and below else None

@@ -1,0 +1,1 @@
+"""The command line: `python -m remat`, also installed as the script `remat`."""

@@ -1,0 +1,76 @@
+"""Selective-checkpoint contexts: a policy's verdicts, op by op, while a region is recorded."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from remat.opinfo import Call, Decision, OpInfo, describe
+from remat.policies import Policy, check_verdict
+from remat.transforms import _trace
+from remat.transforms._trace import Node, Trace
+
+
+class Calls(TorchFunctionMode):
+    """Remembers the torch function that the user is calling; it runs above functorch, so sizes are per example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack: list[tuple[Any, Any, Any]] = []
+
+    def __torch_function__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.stack.append((func, args, kwargs or {}))
+        try:
+            # Functions that torch writes in Python call others, which say more; the mode is off in here.
+            again = self if isinstance(func, types.FunctionType) else contextlib.nullcontext()
+            with again:
+                return func(*args, **(kwargs or {}))
+        finally:
+            self.stack.pop()
+
+    def current(self) -> Call | None:
+        if not self.stack:
+            return None
+        func, args, kwargs = self.stack[-1]
+        return Call(func, describe(args), describe(kwargs))
+
+
+class PolicySelector:
+    """Puts a policy's verdicts before the engine; one for every forward of a region."""
+
+    def __init__(self, policy: Policy, region: str) -> None:
+        self.policy = policy
+        self.region = region
+        self.calls = Calls() if policy.needs_calls else None
+        self.named: dict[str, bool] = {}
+
+    def decide(self, at: int, node: Node, args: Any, kwargs: Any, out: Any) -> int:
+        quick = self.policy.quick(node.op)
+        if quick is not None:
+            return quick.value
+        return self._ask(at, node, args, kwargs, out)
+
+    def _ask(self, at: int, node: Node, args: Any, kwargs: Any, out: Any) -> int:
+        outs = out if isinstance(out, (tuple, list)) else (out,)
+        call = self.calls.current() if self.calls else None
+        info = OpInfo(node.op, describe(args), describe(kwargs), describe(tuple(outs)), node.name, at, self.region, call)
+        return check_verdict(self.policy, info, self.policy(info)).value
+
+    def name(self, record: _trace.Record, at: int, value: torch.Tensor, name: str) -> None:
+        """Judge a value once more, now that it has a name."""
+        node = record.trace.nodes[at]
+        node.name = name
+        verdict = self._ask(at, node, (value,), {}, value)
+        self.named[name] = self.named.get(name, False) or verdict != Decision.RECOMPUTE.value
+        record.judge(node, verdict, value)
+
+    def watching(self) -> AbstractContextManager[Any]:
+        return self.calls if self.calls is not None else contextlib.nullcontext()
+
+    def finished(self, trace: Trace) -> None:
+        """The forward is over."""

@@ -1,0 +1,240 @@
+"""Tensors that a function closes over, made into operands.
+
+Under functorch a captured tensor belongs to the levels around the region; the region runs below them. Finding:
+a walk over cells, defaults, bound objects, modules, containers and the globals that the code names. Swapping: a
+TorchFunctionMode that puts the operand in the place of the captured tensor in every torch call, wherever it was
+read from. A tensor that the walk did not find is met there, reported by `Missed`, and the caller starts again
+with it added.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from remat.transforms import _torch
+
+_ATOMS = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, torch.dtype, torch.device)
+_MOST = 100_000
+_swaps = threading.local()
+
+
+class Missed(BaseException):
+    """A captured tensor that the search had not found; the region starts again with it as an operand."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self.tensor = tensor
+
+
+def differentiable(tensor: torch.Tensor) -> bool:
+    """Whether a derivative or a batch dimension could be lost if `tensor` were taken for a constant."""
+    return _torch.is_wrapped(tensor) or tensor.requires_grad
+
+
+def captured(function: Callable[..., Any]) -> list[torch.Tensor]:
+    """The tensors reachable from `function` that could carry a derivative or a batch dimension."""
+    found: dict[int, torch.Tensor] = {}
+    seen: set[int] = set()
+    stack: list[Any] = [function]
+    while stack and len(seen) < _MOST:
+        value = stack.pop()
+        if isinstance(value, _ATOMS) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            if differentiable(value):
+                found[id(value)] = value
+        else:
+            stack.extend(_inside(value))
+    return list(found.values())
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    if isinstance(value, types.FunctionType):
+        yield from _inside_function(value)
+    elif isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, types.MethodType):
+        yield from (value.__self__, value.__func__)
+    elif isinstance(value, dict):
+        yield from value.values()
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from value
+    elif isinstance(value, torch.nn.Module):
+        yield from _inside_module(value)
+    else:
+        yield from getattr(value, "__dict__", {}).values()
+        for kind in type(value).__mro__:
+            for slot in getattr(kind, "__slots__", ()):
+                if isinstance(slot, str) and hasattr(value, slot):
+                    yield getattr(value, slot)
+
+
+def _inside_module(module: torch.nn.Module) -> Iterator[Any]:
+    for part in module.modules():
+        yield from part._parameters.values()
+        yield from part._buffers.values()
+        # Tensors and callables that hang on a module as plain attributes.
+        yield from (v for k, v in part.__dict__.items() if not k.startswith("_"))
+
+
+def _inside_function(function: types.FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:
+            continue  # a cell not filled yet
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    yield from function.__dict__.values()
+    yield from _named_globals(function.__code__, function.__globals__)
+
+
+def _named_globals(code: types.CodeType, names: dict[str, Any]) -> Iterator[Any]:
+    for name in code.co_names:
+        value = names.get(name)
+        # Library functions are not walked: what they close over is not the user's.
+        if not isinstance(value, types.FunctionType) or value.__globals__ is names:
+            yield value
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _named_globals(constant, names)
+
+
+class Swap(TorchFunctionMode):
+    """Puts operands in the place of captured tensors, and refuses captured tensors it was not told of.
+
+    Args:
+        table: id of a captured tensor -> its operand. The captured tensors must be alive meanwhile.
+        operands: the region's other operands.
+    """
+
+    def __init__(self, table: dict[int, torch.Tensor], operands: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.table = table
+        self.inside = {id(t) for t in operands}
+        self.inside.update(id(t) for t in table.values())
+        self.start = torch.autograd._get_sequence_nr()
+
+    def __enter__(self) -> Any:
+        _swaps.__dict__.setdefault("stack", []).append(self)
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> Any:
+        _swaps.stack.pop()
+        return super().__exit__(*exc)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = self.swap(args), self.swap(kwargs or {})
+        out = func(*args, **kwargs)
+        self._note(out)
+        return out
+
+    def swap(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            known = self.table.get(id(value))
+            if known is not None:
+                return known
+            if differentiable(value) and not self._is_inside(value):
+                raise Missed(value)
+            return value
+        if type(value) in (tuple, list):
+            return type(value)([self.swap(v) for v in value])
+        if type(value) is dict:
+            return {k: self.swap(v) for k, v in value.items()}
+        return value
+
+    def _is_inside(self, tensor: torch.Tensor) -> bool:
+        while True:
+            if id(tensor) in self.inside:
+                return True
+            if not _torch.is_wrapped(tensor):
+                # What an autograd.Function returned was never the result of a torch call.
+                return tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= self.start
+            tensor = _torch.unwrap_once(tensor)
+
+    def _note(self, out: Any) -> None:
+        if isinstance(out, torch.Tensor):
+            self.inside.add(id(out))
+        elif isinstance(out, (tuple, list)):
+            for value in out:
+                self._note(value)
+
+
+def as_operand(tensor: torch.Tensor) -> torch.Tensor:
+    """What the enclosing region, if any, has put in the place of `tensor`."""
+    for mode in reversed(getattr(_swaps, "stack", ())):
+        return mode.swap(tensor)
+    return tensor
+
+
+_slots: weakref.WeakKeyDictionary[torch.nn.Module, list[tuple[dict[str, Any], str]]] = weakref.WeakKeyDictionary()
+
+
+class Bindings:
+    """Which tensors the modules in reach hold, so that a recomputation sees them again.
+
+    `torch.func.functional_call` puts other tensors into a module for the time of one call; the recomputation runs
+    after that.
+    """
+
+    __slots__ = ("bound",)
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.bound: list[tuple[dict[str, Any], str, Any]] = []
+        for module in _modules(function):
+            self.bound.extend([(held, key, held[key]) for held, key in _slots_of(module) if key in held])
+
+    def changed(self) -> list[tuple[dict[str, Any], str, Any]]:
+        """The slots that hold another tensor now."""
+        # Sharded parameters are swapped by FSDP itself, in both passes.
+        return [
+            (held, key, tensor)
+            for held, key, tensor in self.bound
+            if held.get(key) is not tensor and not hasattr(tensor, "placements") and not hasattr(held.get(key), "placements")
+        ]
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        changed = self.changed()
+        before = [(held, key, held.get(key)) for held, key, _ in changed]
+        for held, key, tensor in changed:
+            held[key] = tensor
+        try:
+            yield
+        finally:
+            for held, key, tensor in before:
+                held[key] = tensor
+
+
+def _slots_of(module: torch.nn.Module) -> list[tuple[dict[str, Any], str]]:
+    slots = _slots.get(module)
+    if slots is None:
+        slots = [(held, key) for part in module.modules() for held in (part._parameters, part._buffers) for key in held]
+        _slots[module] = slots
+    return slots
+
+
+def _modules(function: Any) -> Iterator[torch.nn.Module]:
+    """Modules in the near reach of a callable: itself, its self, its cells, what a partial binds."""
+    if isinstance(function, torch.nn.Module):
+        yield function
+    elif isinstance(function, types.MethodType):
+        yield from _modules(function.__self__)
+    elif isinstance(function, functools.partial):
+        for value in (function.func, *function.args, *function.keywords.values()):
+            yield from _modules(value)
+    elif isinstance(function, types.FunctionType) and function.__closure__:
+        for cell in function.__closure__:
+            with contextlib.suppress(ValueError):
+                if isinstance(cell.cell_contents, (torch.nn.Module, functools.partial, types.MethodType)):
+                    yield from _modules(cell.cell_contents)

@@ -1,0 +1,495 @@
+"""Recomputation under functorch levels: a function as a primitive, with rules for grad, vmap and jvp.
+
+`call(prim, operands)` peels the levels off one by one, from the innermost, and runs the function below all of them:
+
+- vmap: the primitive of the batched function;
+- jvp: the primitive of the function that also makes the tangents (no second evaluation, as in JAX);
+- grad: a node that holds the operands; its backward calls another primitive, the pull-back, which recomputes. So any
+  nesting follows from three rules, and second order is as lean as first.
+
+`torch.autograd.Function` offers the same three rules, but its jvp rule evaluates the function a second time, and
+torch.func.grad always differentiates with create_graph=True: what an ordinary backward recomputes is recorded again at
+that level, and nothing is saved (FACTS section 2). Here the pull-back of a level leaves no record at its own level.
+Peeling by hand follows torch._functorch.autograd_function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from remat.transforms import _observe, _torch, _trace
+from remat.transforms._errors import RematError
+from remat.transforms._region import Region, recomputing
+from remat.transforms._state import Ambient, RandomState, without_autocast_cache
+
+Tensors = Sequence[torch.Tensor]
+Body = Callable[..., tuple[torch.Tensor, ...]]
+
+
+class Residuals:
+    """What the forward of one node leaves for its pull-back, besides the operands."""
+
+    def __init__(self) -> None:
+        self.trace: _trace.Trace | None = None
+        self.random: RandomState | None = None
+        self.outside: set[int] | None = None  # ids of outside tensors that autograd itself reads
+
+    def needs(self, tensor: torch.Tensor) -> bool:
+        """Whether the pull-back reads this operand."""
+        if self.trace is None or self.outside is None or self.trace.opaque:
+            return True
+        key = id(_torch.unwrapped(tensor))
+        return key in self.trace.needed_externals or key in self.outside
+
+
+@dataclass
+class Family:
+    """What all primitives derived from one call of a region share."""
+
+    region: Region
+    ambient: Ambient
+    # Set while the recorded forward runs: the hook that watches what autograd would save.
+    watch: Callable[[torch.Tensor], Any] | None = None
+    outside: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Prim:
+    """A function of tensors to a tuple of tensors, ready to be called under any levels.
+
+    Attributes:
+        body: the function.
+        family: what it shares with its relatives.
+        pulls: whether this is a pull-back, which recomputes.
+        sinks: forward only: where the recorded run leaves its residuals.
+        source: pull-back only: the residuals to use.
+        own_level: pull-back only: the functorch level whose backward this is, or None.
+    """
+
+    body: Body
+    family: Family
+    pulls: bool = False
+    sinks: tuple[Residuals, ...] = ()
+    source: Residuals | None = None
+    own_level: int | None = None
+
+
+def call(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+    """Run `prim` under whatever functorch levels are active."""
+    operands = [_torch.unwrap_if_dead(t) for t in operands]
+    level = _torch.interpreter()
+    if level is None:
+        return _at_bottom(prim, operands)
+    rule = _RULES.get(level.key())
+    if rule is None:
+        # torch.func.functionalize: nothing to save there, the function runs as it is.
+        return tuple(prim.body(*operands))
+    return rule(level, prim, operands)
+
+
+def _at_bottom(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+    if torch.is_grad_enabled() and any(t.requires_grad for t in operands):
+        return _BottomNode.apply(prim, *operands)
+    return _execute(prim, operands)
+
+
+# -- rules --------------------------------------------------------------------------------------------
+
+
+def _grad_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+    number = level.level()
+    tracked = torch.is_grad_enabled() and any(_tracked(t, number) for t in operands)
+    if not tracked:
+        with level.lower():
+            outs = call(prim, [_torch.unwrap_for_grad(t, number) for t in operands])
+        return tuple([_torch.wrap_for_grad(t, number) for t in outs])
+    node = _LevelPull if prim.own_level == number else _LevelNode
+    with _torch.enable_single_level_autograd_function():
+        return node.apply(prim, level, *operands)
+
+
+def _tracked(tensor: torch.Tensor, level: int) -> bool:
+    return _torch.level_of(tensor) == level and tensor.requires_grad
+
+
+def _vmap_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+    number = level.level()
+    pairs = [_torch.unwrap_batched(t, number) for t in operands]
+    in_dims = tuple([dim for _, dim in pairs])
+    lowered = [t for t, _ in pairs]
+    randomness = level.randomness()
+    if randomness != "different" and all(dim is None for dim in in_dims):
+        with level.lower():
+            return call(prim, lowered)
+    out_dims: list[Any] = []
+    size = level.batch_size()
+    batched = _torch.restore_vmap(lambda *ts: tuple(prim.body(*ts)), in_dims, size, randomness)
+
+    def body(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outs, dims = batched(*tensors)
+        out_dims[:] = dims
+        return tuple(outs)
+
+    with level.lower():
+        outs = call(replace(prim, body=body), lowered)
+    return tuple([t if d is None else _torch.add_batch_dim(t, d, number) for t, d in zip(outs, out_dims, strict=True)])
+
+
+def _jvp_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+    number = level.level()
+    duals = [forward_ad.unpack_dual(t) if _torch.level_of(t) == number else (t, None) for t in operands]
+    primals = [_torch.unwrap_for_grad(p, number) for p, _ in duals]
+    at = [i for i, (_, t) in enumerate(duals) if t is not None]
+    tangents = [_torch.unwrap_for_grad(duals[i][1], number) for i in at]
+    if not at:
+        with level.lower():
+            outs = call(prim, primals)
+        return tuple([_torch.wrap_for_grad(t, number) for t in outs])
+    split: list[list[int]] = [[]]
+    with level.lower():
+        outs = call(replace(prim, body=_with_tangents(prim.body, len(primals), at, split)), [*primals, *tangents])
+    smooth = split[0]
+    plain = len(outs) - len(smooth)
+    made = [_torch.wrap_for_grad(t, number) for t in outs[:plain]]
+    for i, tangent in zip(smooth, outs[plain:], strict=True):
+        made[i] = forward_ad.make_dual(made[i], _torch.wrap_for_grad(tangent, number))
+    return tuple(made)
+
+
+def _with_tangents(body: Body, count: int, at: list[int], split: list[list[int]]) -> Body:
+    """(primals, tangents of those at `at`) -> (outs, tangents of the floating-point outs)."""
+
+    def dual(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        primals, tangents = tensors[:count], tensors[count:]
+
+        def of(*moving: torch.Tensor) -> Any:
+            return _smooth_first(body(*_merged(primals, at, moving)), split)
+
+        smooth, out_tangents, rest = torch.func.jvp(of, tuple(primals[i] for i in at), tuple(tangents), has_aux=True)
+        return (*_reassemble(smooth, rest, split[0]), *out_tangents)
+
+    return dual
+
+
+_RULES = {_torch.GRAD: _grad_rule, _torch.VMAP: _vmap_rule, _torch.JVP: _jvp_rule}
+
+
+# -- nodes --------------------------------------------------------------------------------------------
+
+
+def _keep(ctx: Any, prim: Prim, operands: Tensors, outs: Tensors, residuals: Residuals | None) -> None:
+    """Put on a node what its backward needs."""
+    ctx.prim, ctx.residuals = prim, residuals
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*[t for t in outs if not _smooth(t)])
+    needed = [residuals is None or residuals.needs(t) for t in operands]
+    ctx.save_for_backward(*[t if keep else _hollow(t) for t, keep in zip(operands, needed, strict=True)])
+
+
+def _recorded(prim: Prim, mask: list[int]) -> tuple[Prim, Residuals | None]:
+    """The primitive to run in the forward of a node that differentiates the operands at `mask`."""
+    if prim.pulls:
+        return prim, None
+    residuals = Residuals()
+    body = _as_differentiated(prim.body, mask)
+    return replace(prim, body=body, sinks=(*prim.sinks, residuals)), residuals
+
+
+def _backward(ctx: Any, cotangents: tuple[Any, ...], level: int | None) -> list[Any]:
+    grads: list[Any] = [None] * len(ctx.needs_input_grad)
+    first = len(grads) - len(ctx.saved_tensors)
+    mask = [i for i in range(len(ctx.saved_tensors)) if ctx.needs_input_grad[first + i]]
+    present = [i for i, ct in enumerate(cotangents) if ct is not None]
+    if not mask or not present:
+        return grads
+    saved = _saved(ctx)
+    body = _pull_back(ctx.prim.body, len(saved), mask, present)
+    dead = level is not None and any(_torch.is_dead(t) for t in saved)
+    pull = Prim(body, ctx.prim.family, True, (), ctx.residuals, None if dead else level)
+    made = call(pull, [*saved, *[cotangents[i] for i in present]])
+    if ctx.residuals is not None and not _torch.graph_kept():
+        # Freed as the backward goes, like autograd's own saved values.
+        ctx.residuals = Residuals() if ctx.residuals.trace is None else None
+        ctx.prim = replace(ctx.prim, body=_freed)
+    for i, grad in zip(mask, made, strict=True):
+        grads[first + i] = grad
+    return grads
+
+
+def _saved(ctx: Any) -> Tensors:
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        name = ctx.prim.family.region.name
+        raise RematError(f"region {name!r}: an argument or captured tensor was written in place: {error}") from error
+
+
+def _freed(*_: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    raise RematError("a region's backward ran a second time; say retain_graph=True in the first")
+
+
+class _BottomNode(torch.autograd.Function):
+    """A node of plain autograd, for regions called below functorch levels."""
+
+    @staticmethod
+    def forward(ctx: Any, prim: Prim, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        mask = [i for i, t in enumerate(operands) if t.requires_grad]
+        run, residuals = _recorded(prim, mask)
+        outs = _execute(run, operands)
+        _keep(ctx, prim, operands, outs, residuals)
+        return outs
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        return tuple(_backward(ctx, cotangents, None))
+
+
+class _LevelNode(_torch.SingleLevelFunction):
+    """A node at one functorch grad level."""
+
+    @staticmethod
+    def forward(ctx: Any, prim: Prim, level: Any, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        number = level.level()
+        ctx.level = number
+        mask = [i for i, t in enumerate(operands) if _tracked(t, number)]
+        run, residuals = _recorded(prim, mask)
+        outs = _lowered(level, run, operands)
+        _keep(ctx, prim, operands, outs, residuals)
+        return outs
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        return tuple(_backward(ctx, cotangents, ctx.level))
+
+
+class _LevelPull(_torch.SingleLevelFunction):
+    """The pull-back at the level it belongs to: it keeps nothing, torch.func never differentiates it there."""
+
+    @staticmethod
+    def forward(ctx: Any, prim: Prim, level: Any, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.name = prim.family.region.name
+        return _lowered(level, prim, operands)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RematError(
+            f"region {ctx.name!r} is differentiated twice at one level of torch.func (torch.autograd.grad inside a "
+            "torch.func transform). Nest the transforms instead: torch.func.grad of a function that calls torch.func.grad."
+        )
+
+
+def _lowered(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+    number = level.level()
+    lowered = [_torch.unwrap_for_grad(t, number) for t in operands]
+    # autograd.Function switches both kinds of derivative off; the levels below want theirs.
+    with torch.enable_grad(), _torch.forward_grad_enabled(True), level.lower():
+        outs = call(prim, lowered)
+    return tuple([_torch.wrap_for_grad(t, number) for t in outs])
+
+
+def _hollow(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` with the same wrappers and metadata, and no memory: for operands that no backward reads."""
+    if _torch.is_wrapped(tensor):
+        level = _torch.level_of(tensor)
+        if _torch.is_batched(tensor):
+            inner, dim = _torch.unwrap_batched(tensor, level)
+            return _torch.add_batch_dim(_hollow(inner), dim, level)
+        return _torch.wrap_for_grad(_hollow(_torch.unwrap_once(tensor)), level)
+    empty = _trace.quiet(_trace.hollow, _trace._metadata(tensor))
+    empty.untyped_storage().resize_(0)
+    return empty
+
+
+@contextlib.contextmanager
+def _filled(operands: Tensors) -> Any:
+    """Give hollow operands memory (of any content) for as long as the function runs: it may look, it must not crash."""
+    hollow = [t for t in operands if t.numel() and _storage_bytes(t) == 0]
+    for tensor in hollow:
+        last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        tensor.untyped_storage().resize_((last + 1) * tensor.element_size())
+    try:
+        yield
+    finally:
+        for tensor in hollow:
+            tensor.untyped_storage().resize_(0)
+
+
+def _storage_bytes(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):
+        return 1
+
+
+# -- bodies -------------------------------------------------------------------------------------------
+
+
+def _as_differentiated(body: Body, mask: list[int]) -> Body:
+    """`body`, run the way its pull-back will run it (torch picks other kernels where it differentiates)."""
+
+    def run(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        split: list[list[int]] = [[]]
+        if not _torch.in_transform():
+            with torch.enable_grad():
+                outs = body(*_merged(operands, mask, [_leaf(operands[i]) for i in mask]))
+            return tuple([t.detach() for t in outs])
+
+        def of(*moving: torch.Tensor) -> Any:
+            return _smooth_first(body(*_merged(operands, mask, moving)), split)
+
+        smooth, _, rest = torch.func.vjp(of, *[operands[i] for i in mask], has_aux=True)
+        return tuple(_reassemble(smooth, rest, split[0]))
+
+    return run
+
+
+def _pull_back(body: Body, count: int, mask: list[int], present: list[int]) -> Body:
+    """(operands, cotangents of the outs at `present`) -> gradients of the operands at `mask`."""
+
+    def pull(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        operands, cotangents = tensors[:count], tensors[count:]
+        if not _torch.in_transform():
+            return _pull_plainly(body, operands, cotangents, mask, present)
+        split: list[list[int]] = [[]]
+
+        def of(*moving: torch.Tensor) -> Any:
+            return _smooth_first(body(*_merged(operands, mask, moving)), split)
+
+        smooth, vjp, _ = torch.func.vjp(of, *[operands[i] for i in mask], has_aux=True)
+        given = dict(zip(present, cotangents, strict=True))
+        full = [given[i] if i in given else torch.zeros_like(t) for i, t in zip(split[0], smooth, strict=True)]
+        return tuple(vjp(tuple(full)))
+
+    return pull
+
+
+def _pull_plainly(body: Body, operands: Tensors, cotangents: Tensors, mask: list[int], present: list[int]) -> Any:
+    """The pull-back by plain autograd: quicker, and the only way for functions that torch.func refuses."""
+    again = torch.is_grad_enabled() and any(t.requires_grad for t in (*operands, *cotangents))
+    with torch.enable_grad():
+        # An alias each, so that one tensor passed twice gets two gradients.
+        leaves = [operands[i].view_as(operands[i]) if again and operands[i].requires_grad else _leaf(operands[i]) for i in mask]
+        outs = body(*_merged(operands, mask, leaves))
+    pairs = [(outs[i], ct) for i, ct in zip(present, cotangents, strict=True) if outs[i].requires_grad]
+    if not pairs:
+        return tuple([torch.zeros_like(t) for t in leaves])
+    grads = torch.autograd.grad(
+        [o for o, _ in pairs], leaves, [ct for _, ct in pairs], create_graph=again, allow_unused=True, materialize_grads=True
+    )
+    return tuple(grads)
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_()
+
+
+def _merged(operands: Tensors, at: list[int], replaced: Tensors) -> list[torch.Tensor]:
+    merged = list(operands)
+    for i, tensor in zip(at, replaced, strict=True):
+        merged[i] = tensor
+    return merged
+
+
+def _smooth(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _smooth_first(outs: Tensors, split: list[list[int]]) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Differentiable results and the others; torch.func takes only the former, the others go as auxiliary."""
+    split[0] = [i for i, t in enumerate(outs) if _smooth(t)]
+    return tuple([t for t in outs if _smooth(t)]), tuple([t for t in outs if not _smooth(t)])
+
+
+def _reassemble(smooth: Tensors, rest: Tensors, at: list[int]) -> list[torch.Tensor]:
+    outs = list(rest)
+    for i, tensor in zip(at, smooth, strict=True):
+        outs.insert(i, tensor)
+    return outs
+
+
+# -- running ------------------------------------------------------------------------------------------
+
+
+def _execute(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+    """Run a primitive's body below every level."""
+    if prim.pulls:
+        return _execute_pull(prim, operands)
+    family = prim.family
+    with without_autocast_cache() if family.ambient.casts else contextlib.nullcontext():
+        outs = _execute_recorded(prim, operands) if prim.sinks else prim.body(*operands)
+    # A result that is an operand itself would be taken for an in-place result by autograd.Function.
+    taken = {id(t) for t in operands}
+    return tuple([t.view_as(t) if id(t) in taken else t for t in outs])
+
+
+def _execute_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+    region, family = prim.family.region, prim.family
+    trace = _trace.Trace(region.name)
+    selector = region.selector() if region.selector else None
+    record = region.record(trace, selector, [id(t) for t in operands])
+    random = RandomState(operands) if region.preserve_rng_state else None
+    wanted: set[int] = set()
+    outside: set[int] = set()
+
+    def watch(tensor: torch.Tensor) -> None:
+        bottom = _torch.unwrapped(tensor)
+        made = record.find(bottom)
+        outside.update(() if made is not None else (id(t) for t in operands if _same_storage(t, bottom)))
+        wanted.update(() if made is None else (made,))
+
+    family.watch = watch
+    try:
+        with selector.watching() if selector else contextlib.nullcontext(), record:
+            outs = prim.body(*operands)
+    finally:
+        watched, family.watch = family.watch is not None, None
+    trace.settle(wanted if watched else None)
+    for sink in prim.sinks:
+        sink.trace, sink.random, sink.outside = trace, random, outside if watched else None
+    if selector:
+        selector.finished(trace)
+    if _observe.listening():
+        _report(region.name, trace, prim.sinks[-1], operands)
+    return outs
+
+
+def _same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    try:
+        return _torch.storage_key(a) == _torch.storage_key(b)
+    except (NotImplementedError, RuntimeError):
+        return a is b
+
+
+def _report(name: str, trace: _trace.Trace, sink: Residuals, operands: Tensors) -> None:
+    for i, tensor in enumerate(operands):
+        if sink.needs(tensor):
+            _observe.report(_observe.Kept("argument", tensor, name, i))
+    for at, node in enumerate(trace.nodes):
+        for tensor in _trace._tensors(node.kept if node.kept is not None else ()):
+            _observe.report(_observe.Kept("policy", tensor, name, at, node.op, node.name))
+
+
+def _execute_pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+    family, source = prim.family, prim.source
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(recomputing())
+        stack.enter_context(_filled(operands))
+        if family.ambient.differs() or family.ambient.casts:
+            stack.enter_context(family.ambient.restored())
+        if source is not None and source.random is not None:
+            stack.callback(source.random.again().restore)
+            source.random.restore()
+        if source is not None and source.trace is not None:
+            source.trace.check_unwritten()
+            check = family.region.determinism_check != "none"
+            replay = _trace.Replay(source.trace, early_stop=False, check=check, digest=family.region.digest)
+            stack.enter_context(replay)
+        return tuple(prim.body(*operands))
