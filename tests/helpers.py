@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import remat
@@ -48,7 +50,7 @@ Build = Callable[[Wrap], tuple[Callable[..., Any], tuple[Tensor, ...]]]
 class Case:
     """A function that holds a region, and its arguments.
 
-    `build(wrap)` gives a function of tensors that calls `wrap(region)` and returns tensors, and its arguments.
+    `build(wrap)` gives a function of tensors that calls `wrap(region)` and returns tensors, and arguments.
     `lacks` names the compositions that torch refuses without remat.
     """
 
@@ -82,7 +84,10 @@ def check(name: str, policy: str, run: Run) -> None:
     """`run(fn, args) -> (values, derivatives)` with remat equals the same without: values bitwise."""
     build = CASES[name].build
     with warnings.catch_warnings():
-        for text in ("There is a performance drop because we have not yet", "Attempted to insert a get_attr Node"):
+        for text in (
+            "There is a performance drop because we have not yet",
+            "Attempted to insert a get_attr Node",
+        ):
             warnings.filterwarnings("ignore", message=text)
         torch.manual_seed(0)
         values, derivatives = run(*build(lambda fn: fn))
@@ -175,6 +180,30 @@ class OpCounter(TorchDispatchMode):
     @property
     def dots(self) -> int:
         return sum(self.counts[name] for name in ("mm", "bmm", "addmm", "baddbmm", "mv", "dot"))
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages made since it was entered that are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[StorageWeakRef, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {ref.cdata for ref, _ in self.made if not ref.expired()}
+        known |= {
+            t.untyped_storage()._cdata for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)
+        }
+        out = func(*args, **(kwargs or {}))
+        for t in pytree.tree_leaves(out):
+            if isinstance(t, Tensor) and t.untyped_storage()._cdata not in known:
+                self.made.append((StorageWeakRef(t.untyped_storage()), t.untyped_storage().nbytes()))
+        return out
+
+    @property
+    def bytes(self) -> int:
+        gc.collect()
+        return sum(size for ref, size in self.made if not ref.expired())
 
 
 def rand(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:

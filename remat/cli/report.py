@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from remat.cli.sweep import Sweep
 
 MIB = 1 << 20
-WIDTH = 110
 
 
 def write(sweep: Sweep, results: list[Result]) -> None:
@@ -69,10 +68,12 @@ def progress(quiet: bool) -> Iterator[Callable[[float], None]]:
 def show(facts: dict[str, Any], options: dict[str, Any], results: list[Result], out: Path) -> None:
     from rich.console import Console
 
-    # A table cut off to fit would lose figures; a narrow terminal wraps its lines instead.
-    console = Console(width=max(Console().width, WIDTH))
+    grid = table(title(options), results)
+    # A table cut to fit would lose figures; a narrow terminal wraps its lines instead.
+    needed = Console(width=10_000).measure(grid).maximum
+    console = Console(width=max(Console().width, needed))
     console.print(f"{facts['hardware']}, {facts['cpu_count']} cores, torch {facts['torch']}", style="dim")
-    console.print(table(title(options), results))
+    console.print(grid)
     for result in results:
         if result.error is not None:
             console.print(f"[bold]{result.policy}[/bold] {result.error.splitlines()[0]}", highlight=False)

@@ -1,0 +1,30 @@
+"""After every test, whatever it did, torch is as it was."""
+
+import pytest
+import torch
+
+from remat.transforms import _torch
+
+
+def ambient():
+    return {
+        "functorch level": _torch.in_transform(),
+        "saved-tensor hooks refused": _torch.hooks_disabled(),
+        "saved-tensor hooks": _torch.top_hooks(),
+        "dispatch modes": torch._C._len_torch_dispatch_stack(),
+        "function modes": torch._C._len_torch_function_stack(),
+        "grad mode": torch.is_grad_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "autocast cache": torch.is_autocast_cache_enabled(),
+        "forward-mode level": torch.autograd.forward_ad._current_level,
+        "default dtype": torch.get_default_dtype(),
+    }
+
+
+CLEAN = ambient()
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks():
+    yield
+    assert ambient() == CLEAN

@@ -1,0 +1,61 @@
+"""One process of test_fsdp: a sharded stack trained with and without remat."""
+
+import copy
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from remat import remat
+from tests.helpers import POLICIES
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    model(x).square().mean().backward()
+    return [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]  # type: ignore
+
+
+def sharded(model: nn.Sequential, mesh: dist.DeviceMesh, policy: str | None) -> nn.Module:
+    for i, block in enumerate(model):
+        fully_shard(block, mesh=mesh)
+        if policy is not None:
+            # The region is around the sharded module, so that its hooks run inside, in both passes.
+            model[i] = Around(block, policy)
+    return fully_shard(model, mesh=mesh)
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module, policy: str) -> None:
+        super().__init__()
+        self.inner = inner
+        self.region = remat(inner.__call__, policy=POLICIES[policy])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.region(x)
+
+
+def work(rank: int, path: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    plain = nn.Sequential(Block(), Block())
+    x = torch.randn(4, 8) + rank
+    expected = gradients(sharded(copy.deepcopy(plain), mesh, None), x)
+    for policy in ("nothing", "matmuls"):
+        got = gradients(sharded(copy.deepcopy(plain), mesh, policy), x)
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)
+    dist.destroy_process_group()

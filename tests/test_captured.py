@@ -1,0 +1,192 @@
+"""Tensors that a region takes from elsewhere than its arguments are differentiated in every mode."""
+
+import functools
+
+import pytest
+import torch
+from torch.func import grad, hessian, jvp, vmap
+
+from remat import remat
+from tests.helpers import POLICIES, rand, same
+
+GLOBAL: dict[str, torch.Tensor] = {}
+
+
+def by_cell(x, w):
+    return lambda x: torch.tanh(x @ w)
+
+
+def by_cell_of_inner_function(x, w):
+    def inner(x):
+        return x @ w
+
+    return lambda x: torch.tanh(inner(x))
+
+
+def by_container(x, w):
+    held = {"layers": [(w,)]}
+    return lambda x: torch.tanh(x @ held["layers"][0][0])
+
+
+def by_partial(x, w):
+    return functools.partial(lambda w, x: torch.tanh(x @ w), w)
+
+
+def by_keyword_partial(x, w):
+    return functools.partial(lambda x, w: torch.tanh(x @ w), w=w)
+
+
+def by_default(x, w):
+    def fn(x, w=w):
+        return torch.tanh(x @ w)
+
+    return fn
+
+
+def by_keyword_default(x, w):
+    def fn(x, *, w=w):
+        return torch.tanh(x @ w)
+
+    return fn
+
+
+class Holder:
+    def __init__(self, w):
+        self.w = w
+
+    def method(self, x):
+        return torch.tanh(x @ self.w)
+
+    def __call__(self, x):
+        return self.method(x)
+
+
+def by_bound_method(x, w):
+    return Holder(w).method
+
+
+def by_callable_object(x, w):
+    return Holder(w)
+
+
+def by_attribute_of_attribute(x, w):
+    outer = Holder(Holder(w))
+    return lambda x: torch.tanh(x @ outer.w.w)
+
+
+def by_global(x, w):
+    GLOBAL["w"] = w
+    return lambda x: torch.tanh(x @ GLOBAL["w"])
+
+
+def by_view(x, w):
+    half = w.t().contiguous().t()
+    return lambda x: torch.tanh(x @ half[:, :]) + half.sum()
+
+
+def by_function_of_it(x, w):
+    derived = (w * 2).sin()
+    return lambda x: torch.tanh(x @ w) @ derived
+
+
+def only_captured(x, w):
+    y = x * 2
+    return lambda _: torch.tanh(y @ w)
+
+
+def used_twice(x, w):
+    return lambda x: torch.tanh(torch.tanh(x @ w) @ w) * w.sum()
+
+
+def argument_and_captured(x, w):
+    return lambda x2: torch.tanh(x2 @ w) * x
+
+
+HOW = [
+    by_cell,
+    by_cell_of_inner_function,
+    by_container,
+    by_partial,
+    by_keyword_partial,
+    by_default,
+    by_keyword_default,
+    by_bound_method,
+    by_callable_object,
+    by_attribute_of_attribute,
+    by_global,
+    by_view,
+    by_function_of_it,
+    only_captured,
+    used_twice,
+    argument_and_captured,
+]
+
+
+def loss(how, wrap):
+    return lambda x, w: wrap(how(x, w))(x).square().sum()
+
+
+RUNS = {
+    "backward": lambda f, x, w: torch.autograd.grad(f(x, w), (x, w)),
+    "double": lambda f, x, w: torch.autograd.grad(
+        torch.autograd.grad(f(x, w), w, create_graph=True)[0].square().sum(), (x, w)
+    ),
+    "grad": lambda f, x, w: grad(f, (0, 1))(x.detach(), w.detach()),
+    "vmap": lambda f, x, w: vmap(f, (None, 0))(x.detach(), torch.stack([w, 2 * w]).detach()),
+    "vmap_grad": lambda f, x, w: vmap(grad(f, (0, 1)), (0, None))(
+        torch.stack([x, 2 * x]).detach(), w.detach()
+    ),
+    "grad_vmap": lambda f, x, w: grad(
+        lambda w: vmap(f, (0, None))(torch.stack([x, 2 * x]).detach(), w).sum()
+    )(w.detach()),
+    "jvp": lambda f, x, w: jvp(f, (x.detach(), w.detach()), (x.detach(), w.detach() * 2)),
+    "hessian": lambda f, x, w: hessian(f, 1)(x.detach(), w.detach()),
+    "grad_grad": lambda f, x, w: grad(lambda w: grad(f, 1)(x.detach(), w).square().sum())(w.detach()),
+    "outside": lambda f, x, w: torch.autograd.grad(grad(f)(x.detach(), w).square().sum(), w),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("policy", ["nothing", "matmuls", "rule"])
+@pytest.mark.parametrize("how", HOW)
+def test_captured(how, policy, run):
+    x, w = rand(2, 3).requires_grad_(), rand(3, 3).requires_grad_()
+    wrap = lambda fn: remat(fn, policy=POLICIES[policy])  # noqa: E731
+    same(RUNS[run](loss(how, wrap), x, w), RUNS[run](loss(how, lambda fn: fn), x, w))
+
+
+def test_captured_parameter_outside_every_transform():
+    """The region runs inside torch.func.grad, the captured tensor belongs to plain autograd around it."""
+    w = rand(3, 3).requires_grad_()
+
+    def run(wrap):
+        region = wrap(lambda x: torch.tanh(x @ w))
+        return torch.autograd.grad(grad(lambda x: region(x).square().sum())(rand(2, 3)).square().sum(), w)
+
+    same(run(remat), run(lambda fn: fn))
+
+
+def test_captured_batch_of_an_outer_vmap():
+    x, weights = rand(4, 3), rand(2, 3, 3)
+
+    def run(wrap):
+        def outer(w):
+            region = wrap(lambda x: torch.tanh(x @ w))
+            return vmap(grad(lambda x: region(x).sum()))(x)
+
+        return vmap(outer)(weights)
+
+    same(run(remat), run(lambda fn: fn))
+
+
+def test_region_made_once_captures_what_it_finds_at_each_call():
+    held = {}
+    region = remat(lambda x: torch.tanh(x * held["w"]))
+
+    def f(w):
+        held["w"] = w
+        return region(torch.ones(3, dtype=torch.float64)).sum()
+
+    for seed in range(3):
+        w = rand(3, seed=seed)
+        same(grad(f)(w), grad(lambda w: torch.tanh(w).sum())(w))

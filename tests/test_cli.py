@@ -1,0 +1,302 @@
+"""The command line: the sweep end to end at a tiny size, its measures, its verdict, its errors."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import remat.cli.rows as cli_rows
+from remat.cli.bench import Result
+from remat.cli.env import Env, machine
+from remat.cli.errors import UsageError
+from remat.cli.main import COMMANDS, main
+from remat.cli.measure import Work, percentiles, trace_memory
+from remat.cli.models import FAMILIES, VOCAB, Model, Sizes, build
+from remat.cli.report import table
+from remat.cli.rows import parse, rows
+from remat.cli.steps import Trainer, difference, make_step, tensors, tolerance, unmarked
+from remat.cli.sweep import Sweep
+from remat.cli.text import batches, corpus
+from remat.policies import save_attention, save_matmuls, save_names
+
+TINY = "--depth 2 --width 16 --heads 2 --seq 16 --batch 2 --steps 2".split()
+SIZES = Sizes(depth=2, width=16, heads=2, seq=16)
+
+
+def sweep(out: Path, *args: str) -> int:
+    return main(["sweep", *TINY, "--out", str(out), *args])
+
+
+def swept(capsys: pytest.CaptureFixture[str], out: Path, *args: str) -> tuple[int, dict[str, Any]]:
+    """Exit code and rows by policy of a tiny sweep."""
+    code = sweep(out, "--json", *args)
+    return code, {row["policy"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+
+
+@pytest.mark.parametrize("mode", ["backward", "func", "vmap"])
+@pytest.mark.parametrize("model", ["gpt", "llama"])
+def test_sweep_measures_every_default_policy(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str, mode: str
+) -> None:
+    code, got = swept(capsys, tmp_path, "--mode", mode, "--model", model, "--dtype", "float64")
+    assert code == 0
+    assert list(got) == list(cli_rows.DEFAULT)
+    ours = [row for row in got.values() if not row["rival"]]
+    assert all(row["error"] is None and row["gradient_difference"] <= 1e-10 for row in ours)
+    assert all(row["loss_difference"] <= 1e-10 for row in ours)
+    none, nothing, matmuls = got["none"], got["save_nothing"], got["save_matmuls"]
+    assert nothing["kept_bytes"] < matmuls["kept_bytes"] < none["kept_bytes"]
+    assert nothing["ops_recomputed"] > matmuls["ops_recomputed"] > 0 == none["ops_recomputed"]
+    assert got["save_everything"]["ops_recomputed"] == 0
+    assert nothing["flops_recomputed"] > matmuls["flops_recomputed"]
+
+
+def test_torch_checkpoint_under_vmap_is_recorded_as_an_error(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, got = swept(capsys, tmp_path, "--mode", "vmap", "--policy", "torch_checkpoint", "save_nothing")
+    assert code == 0
+    assert "saved tensor hooks" in got["torch_checkpoint"]["error"]
+    assert got["torch_checkpoint"]["peak_bytes"] is None
+    # The rows after a rival's failure are not touched by it.
+    assert got["save_nothing"]["error"] is None
+
+
+@pytest.mark.parametrize("mode", ["backward", "func"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_sweep_of_hugging_face_models(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, mode: str
+) -> None:
+    pytest.importorskip("transformers")
+    args = ("--model", f"hf:{name}", "--mode", mode, "--policy", "save_nothing", "save_matmuls")
+    code, got = swept(capsys, tmp_path, *args)
+    assert code == 0, got
+    assert got["save_nothing"]["kept_bytes"] < got["none"]["kept_bytes"]
+    assert got["save_nothing"]["ops_recomputed"] > 0
+
+
+def test_sweep_leaves_a_csv_a_chart_and_a_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert sweep(tmp_path, "--policy", "save_nothing", "save_matmuls|save_attention") == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("none", "save_nothing", "save_matmuls | save_attention"))
+    assert "gradients agree with no remat" in shown and "…" not in shown
+    with (tmp_path / "sweep.csv").open() as file:
+        records = list(csv.DictReader(file))
+    assert [record["policy"] for record in records] == [
+        "none",
+        "save_nothing",
+        "save_matmuls | save_attention",
+    ]
+    assert records[0]["torch"] == torch.__version__ and records[0]["hardware"] and records[0]["width"] == "16"
+    assert int(records[1]["kept_bytes"]) < int(records[0]["kept_bytes"])
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_sweep_fails_on_a_wrong_gradient(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(policy: Any, fn: Any) -> Any:
+        # Right values, and a gradient that is off by one part in a thousand.
+        return lambda p, x: Skewed.apply(fn(p, x))
+
+    monkeypatch.setattr(cli_rows, "remat_under", wrong)
+    assert sweep(tmp_path, "--policy", "save_nothing") == 1
+    shown = capsys.readouterr().out
+    assert "wrong gradients: save_nothing" in shown and "failed: save_nothing" in shown
+
+
+class Skewed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0] * 1.001
+
+
+def test_sweep_fails_when_a_policy_raises_and_measures_the_others(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = cli_rows.remat_under
+
+    def broken(policy: Any, fn: Any) -> Any:
+        if policy is save_matmuls:
+            raise RuntimeError("on purpose")
+        return real(policy, fn)
+
+    monkeypatch.setattr(cli_rows, "remat_under", broken)
+    code, got = swept(capsys, tmp_path, "--policy", "save_matmuls", "save_nothing")
+    assert code == 1
+    assert got["save_matmuls"]["error"] == "RuntimeError: on purpose"
+    assert got["save_nothing"]["error"] is None and got["save_nothing"]["step_ms_p50"] is not None
+
+
+def test_a_rival_does_not_fail_the_sweep_but_its_wrong_gradient_is_told() -> None:
+    rival = Result("torch_checkpoint", tolerance=1e-5, rival=True, gradient_difference=1.0)
+    assert rival.wrong and not rival.failed
+    assert Result("save_nothing", tolerance=1e-5, gradient_difference=1.0).failed
+    assert Result("save_nothing", tolerance=1e-5, gradient_difference=math.nan).failed
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["--policy", "save_matmul"], "did you mean 'save_matmuls'?"),
+        (["--policy", "1 + 1"], "is no policy"),
+        (["--policy", "__import__('os')"], "there is no policy '__import__'"),
+        (["--model", "gtp"], "gpt, llama or hf:NAME"),
+        (["--steps", "0"], "must be positive"),
+        (["--heads", "3"], "multiple of 2 * heads"),
+    ],
+)
+def test_usage_errors_are_told_without_a_traceback(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, args: list[str], told: str
+) -> None:
+    assert sweep(tmp_path, *args) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_main_lists_commands_and_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    told = capsys.readouterr().out
+    assert all(name in told for name in COMMANDS)
+    assert main([]) == 2
+    assert main(["swep"]) == 2
+    assert "did you mean 'sweep'?" in capsys.readouterr().err
+
+
+def test_env_says_what_the_machine_can_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["torch"] == torch.__version__ and set(facts["extras"]) == {"cli", "plan", "hf", "bench"}
+    assert Env()() == 0
+    assert machine()["hardware"] in capsys.readouterr().out
+
+
+def test_rows_are_policies_as_one_writes_them() -> None:
+    assert parse("save_matmuls | save_attention") == save_matmuls | save_attention
+    assert parse("~(save_matmuls & save_attention)") == ~(save_matmuls & save_attention)
+    assert parse("save_names('q', 'k')") == save_names("q", "k")
+    assert [row.name for row in rows(("save_matmuls", "none", "save_matmuls"))] == ["none", "save_matmuls"]
+    with pytest.raises(UsageError, match="is no policy"):
+        parse("save_names")
+
+
+def test_memory_is_counted_in_bytes_from_the_start_of_the_step() -> None:
+    def step(mark: Any) -> torch.Tensor:
+        kept = torch.ones(1000)
+        temporary = torch.ones(3000)
+        del temporary
+        mark()
+        return torch.ones(2000) + kept.sum()
+
+    memory = trace_memory(step)
+    assert memory.kept == 4000
+    # At the end: what is kept, its sum, the last tensor and the result.
+    assert memory.peak == 4000 + 4 + 8000 + 8000
+
+
+def test_memory_of_a_backward_is_what_autograd_saves() -> None:
+    x = torch.randn(1000, requires_grad=True)
+
+    def step(mark: Any) -> None:
+        y = x.sin().sin().sum()
+        mark()
+        y.backward()
+
+    # The inner sine, which the outer one's derivative reads, and the sum.
+    assert trace_memory(step).kept == 4004
+
+
+def test_work_counts_ops_and_flops_without_views() -> None:
+    a, b = torch.ones(3, 4), torch.ones(4, 5)
+    q = torch.ones(1, 2, 8, 4)
+    with Work() as product:
+        (a @ b).t().detach()
+    with Work() as attention:
+        F.scaled_dot_product_attention(q, q, q)
+    assert product.ops == {"mm": 1} and product.flops == 2 * 3 * 4 * 5
+    # Two products of 8 x 4 by 4 x 8 and 8 x 8 by 8 x 4, in each of two heads.
+    assert attention.flops == 2 * (2 * 8 * 4 * 8 + 2 * 8 * 8 * 4)
+    assert product.beyond(product) == (0, 0) and product.beyond(attention)[0] == 1
+
+
+def test_percentiles_interpolate() -> None:
+    assert percentiles([6.0, 1.0, 2.0, 5.0, 3.0, 4.0]) == (2.0, 3.5, 5.0)
+    assert percentiles([7.0]) == (7.0, 7.0, 7.0)
+
+
+def test_difference_is_relative_and_never_hides_a_nan() -> None:
+    one = {"w": torch.tensor([1.0, 100.0])}
+    assert difference(one, one) == 0
+    assert difference({"w": torch.tensor([2.0, 100.0])}, one) == pytest.approx(0.01)
+    assert difference({"w": torch.tensor([math.nan, 100.0])}, one) == math.inf
+    assert difference(one, {"w": torch.tensor([math.nan, 100.0])}) == math.inf
+    assert difference({"w": None}, one) == math.inf
+
+
+def test_tolerance_follows_the_dtype() -> None:
+    limits = [tolerance(torch.finfo(d).eps) for d in (torch.float64, torch.float32, torch.bfloat16)]
+    assert limits[0] < 1e-10 < limits[1] < 1e-4 < limits[2] < 0.05
+
+
+def test_text_is_pythons_own_and_batches_are_reproducible() -> None:
+    text = bytes(corpus().tolist())
+    assert len(text) > 1_000_000 and b"import " in text
+    first, again = next(batches(3, 8, seed=1)), next(batches(3, 8, seed=1))
+    assert first.shape == (3, 9) and first.dtype == torch.int64 and int(first.max()) < VOCAB
+    torch.testing.assert_close(first, again)
+
+
+def loss_of(model: Model, tokens: torch.Tensor) -> float:
+    return float(model.loss(model.params, tokens, lambda fn: fn))
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_models_are_causal_and_start_at_chance(name: str) -> None:
+    model = build(name, SIZES, torch.float64, torch.device("cpu"))
+    assert loss_of(model, next(batches(2, SIZES.seq))) == pytest.approx(math.log(VOCAB), abs=0.2)
+    block, layer = FAMILIES[name][1], model.params["blocks"][0]
+    x = torch.randn(2, 8, SIZES.width, dtype=torch.float64)
+    whole, cut = block(layer, x, SIZES.heads), block(layer, x[:, :-1], SIZES.heads)
+    torch.testing.assert_close(whole[:, :-1], cut)
+
+
+def test_modes_agree_on_loss_and_gradients() -> None:
+    model = build("gpt", SIZES, torch.float64, torch.device("cpu"))
+    tokens = next(batches(2, SIZES.seq))
+    steps = {mode: make_step(mode, model, lambda fn: fn) for mode in ("backward", "func", "vmap")}
+    got = {mode: step(model.params, tokens, unmarked) for mode, step in steps.items()}
+    torch.testing.assert_close(got["func"], got["backward"])
+    torch.testing.assert_close(got["vmap"][0].mean(), got["backward"][0])
+    mean = [g.mean(0) for g in tensors(got["vmap"][1])]
+    torch.testing.assert_close(mean, tensors(got["backward"][1]))
+
+
+def test_training_lowers_the_loss() -> None:
+    model = build("gpt", SIZES, torch.float32, torch.device("cpu"))
+    tokens = next(batches(4, SIZES.seq))
+    step, trainer = make_step("func", model, lambda fn: fn), Trainer.start(model.params, lr=1e-2)
+    losses = []
+    for _ in range(5):
+        loss, gradients = step(trainer.params, tokens, unmarked)
+        trainer.update(gradients)
+        losses.append(float(loss))
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_sweep_reports_progress_to_the_end() -> None:
+    shares: list[float] = []
+    options = Sweep(depth=1, width=16, heads=2, seq=8, batch=1, steps=2, policy=("save_nothing",))
+    results = options.run(shares.append)
+    assert sum(shares) == pytest.approx(1.0)
+    assert [result.policy for result in results] == ["none", "save_nothing"]
+    assert table("title", results).row_count == 2

@@ -1,0 +1,107 @@
+"""Regions inside regions, and which policy wins."""
+
+import pytest
+import torch
+from torch.func import grad, vmap
+
+from remat import remat
+from remat.policies import save_everything, save_matmuls, save_nothing, save_ops
+from tests.helpers import POLICIES, OpCounter, rand, same
+
+aten = torch.ops.aten
+
+
+def stack(depth, wrap):
+    """`wrap` around the same function `depth` times."""
+    fn = lambda x, w: torch.tanh(torch.sin(x @ w) @ w)  # noqa: E731
+    for _ in range(depth):
+        fn = wrap(fn)
+    return fn
+
+
+RUNS = {
+    "backward": lambda fn, x, w: torch.autograd.grad(fn(x, w).square().sum(), (x, w)),
+    "grad": lambda fn, x, w: grad(lambda x, w: fn(x, w).square().sum(), (0, 1))(x.detach(), w.detach()),
+    "vmap_grad": lambda fn, x, w: vmap(grad(lambda x, w: fn(x, w).square().sum(), (0, 1)), (0, None))(
+        torch.stack([x, 2 * x]).detach(), w.detach()
+    ),
+    "grad_grad": lambda fn, x, w: grad(lambda x: grad(lambda x: fn(x, w).square().sum())(x).square().sum())(
+        x.detach()
+    ),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("outer", POLICIES)
+@pytest.mark.parametrize("inner", ["nothing", "everything", "matmuls"])
+def test_two_policies(run, outer, inner):
+    x, w = rand(2, 3).requires_grad_(), rand(3, 3).requires_grad_()
+    inside = remat(stack(0, None), policy=POLICIES[inner])
+    region = remat(lambda x, w: inside(x.sin(), w).exp(), policy=POLICIES[outer])
+    plain = lambda x, w: stack(0, None)(x.sin(), w).exp()  # noqa: E731
+    same(RUNS[run](region, x, w), RUNS[run](plain, x, w))
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_four_deep(run):
+    x, w = rand(2, 3).requires_grad_(), rand(3, 3).requires_grad_()
+    same(RUNS[run](stack(4, remat), x, w), RUNS[run](stack(0, None), x, w))
+
+
+def backward_counts(fn, *args):
+    out = fn(*[a.detach().requires_grad_() for a in args]).sum()
+    with OpCounter() as ops:
+        out.backward()
+    return ops
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "recomputed"),
+    [
+        (save_nothing, save_nothing, 2),
+        (save_everything, save_nothing, 0),
+        (save_nothing, save_everything, 1),
+        (save_ops(aten.exp), save_nothing, 0),
+        (save_nothing, save_ops(aten.exp), 1),
+    ],
+)
+def test_what_any_enclosing_region_saves_is_not_recomputed(outer, inner, recomputed):
+    """`exp` is read by its own derivative: how often it runs again tells who kept it."""
+    inside = remat(lambda x: x.exp().sin(), policy=inner)
+    ops = backward_counts(remat(lambda x: inside(x * 2), policy=outer), rand(3))
+    assert ops["exp"] == recomputed
+
+
+def test_region_inside_a_loop_inside_a_region():
+    block = remat(lambda x, w: torch.tanh(x @ w), policy=save_matmuls)
+
+    def loop(x, w):
+        for _ in range(4):
+            x = x + block(x, w)
+        return x
+
+    x, w = rand(2, 3).requires_grad_(), rand(3, 3).requires_grad_()
+
+    def plain(x, w):
+        for _ in range(4):
+            x = x + torch.tanh(x @ w)
+        return x
+
+    for run in RUNS.values():
+        same(run(remat(loop), x, w), run(plain, x, w))
+
+
+def test_recursion():
+    """A region that calls itself, as divide and conquer does."""
+
+    @remat
+    def halve(x):
+        return x.sin() if len(x) == 1 else torch.cat([halve(x[: len(x) // 2]), halve(x[len(x) // 2 :])]).exp()
+
+    def plain(x):
+        return x.sin() if len(x) == 1 else torch.cat([plain(x[: len(x) // 2]), plain(x[len(x) // 2 :])]).exp()
+
+    x = rand(8)
+    same(grad(lambda x: halve(x).sum())(x), grad(lambda x: plain(x).sum())(x))
+    leaf = x.clone().requires_grad_()
+    same(torch.autograd.grad(halve(leaf).sum(), leaf)[0], grad(lambda x: plain(x).sum())(x))

@@ -1,0 +1,347 @@
+"""Policies by themselves: algebra, printing, verdicts, mistakes, the catalogue of ops."""
+
+import pickle
+import re
+
+import pytest
+import torch
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+from remat.opinfo import Call, Decision, OpInfo, TensorMeta
+from remat.policies import (
+    Policy,
+    as_policy,
+    check_verdict,
+    checkpoint_policy,
+    offload_matmuls,
+    offload_names,
+    register_costly_op,
+    save_all_but_names,
+    save_attention,
+    save_everything,
+    save_matmuls,
+    save_names,
+    save_nothing,
+    save_ops,
+    save_unbatched_matmuls,
+)
+from remat.policies import _catalogue as catalogue
+from remat.transforms._errors import RematError
+
+aten = torch.ops.aten
+SAVE, OFFLOAD, RECOMPUTE = Decision.SAVE, Decision.OFFLOAD, Decision.RECOMPUTE
+
+
+def info(op=aten.mm.default, *args, **fields):
+    return OpInfo(op, args, {}, (), **fields)
+
+
+def meta(*shape):
+    return TensorMeta.of(torch.empty(shape, device="meta"))
+
+
+def rule(op_info):
+    return op_info.index == 0
+
+
+READY = {
+    "save_nothing": save_nothing,
+    "save_everything": save_everything,
+    "save_matmuls": save_matmuls,
+    "save_unbatched_matmuls": save_unbatched_matmuls,
+    "save_attention": save_attention,
+    "offload_matmuls": offload_matmuls,
+    "save_ops(aten.mm.default)": save_ops(aten.mm.default),
+    "save_ops(aten.cos.default, aten.sin.default)": save_ops(aten.sin.default, aten.cos.default),
+    "save_ops(higher_order.flex_attention)": save_ops(torch.ops.higher_order.flex_attention),
+    "save_names('k', 'q')": save_names("q", "k"),
+    "save_names('q', strict=True)": save_names("q", strict=True),
+    "save_all_but_names('q')": save_all_but_names("q"),
+    "offload_names('q')": offload_names("q"),
+    "checkpoint_policy(rule)": checkpoint_policy(rule),
+    "save_matmuls | save_names('q')": save_matmuls | save_names("q"),
+    "save_matmuls | save_attention | save_names('q')": save_matmuls | save_attention | save_names("q"),
+    "save_matmuls & (save_attention | ~save_names('q'))": save_matmuls & (save_attention | ~save_names("q")),
+    "~(save_matmuls & save_attention)": ~(save_matmuls & save_attention),
+}
+
+
+@pytest.mark.parametrize("text", READY)
+def test_prints_as_it_is_written(text):
+    assert repr(READY[text]) == text
+
+
+@pytest.mark.parametrize("text", READY)
+def test_is_a_value(text):
+    policy = READY[text]
+    again = pickle.loads(pickle.dumps(policy))
+    assert again == policy and hash(again) == hash(policy)
+    assert sum(policy == other for other in READY.values()) == 1
+    with pytest.raises(AttributeError):
+        policy.needs_calls = True
+
+
+OPS = [aten.mm.default, aten.bmm.default, aten.sin.default, aten.convolution.default, aten.mm.out]
+
+
+@pytest.mark.parametrize("text", READY)
+def test_quick_agrees_with_the_full_verdict(text):
+    policy = READY[text]
+    for op in OPS:
+        for name in (None, "q"):
+            for index in (0, 1):
+                op_info = info(op, name=name, index=index)
+                full = check_verdict(policy, op_info, policy(op_info))
+                assert policy.quick(op) in (None, full), op
+
+
+@pytest.mark.parametrize("a", Decision)
+@pytest.mark.parametrize("b", Decision)
+def test_algebra(a, b):
+    left, right = checkpoint_policy(lambda _: a), checkpoint_policy(lambda _: b)
+    assert (left | right)(info()) is max(a, b, key=lambda d: d.value)
+    assert (left & right)(info()) is min(a, b, key=lambda d: d.value)
+    assert (~left)(info()) is (SAVE if a is RECOMPUTE else RECOMPUTE)
+
+
+def test_operators_take_what_policies_are_made_from():
+    assert save_matmuls | [aten.sin.default] == save_matmuls | save_ops(aten.sin.default)
+    assert ["q"] | save_matmuls == save_names("q") | save_matmuls
+    assert (rule & save_matmuls)(info(index=1)) is RECOMPUTE
+    assert save_matmuls.__and__(rule)(info(index=0)) is SAVE
+
+
+def test_classes_of_ops():
+    flash = aten._scaled_dot_product_flash_attention_for_cpu.default
+    for op in (
+        aten.mm.default,
+        aten.bmm.default,
+        aten.convolution.default,
+        aten.addmm.out,
+        aten._int_mm.default,
+    ):
+        assert save_matmuls(info(op)) is SAVE and offload_matmuls(info(op)) is OFFLOAD
+        assert save_attention(info(op)) is RECOMPUTE
+    assert save_matmuls(info(flash)) is RECOMPUTE and save_attention(info(flash)) is SAVE
+    assert save_attention(info(torch.ops.higher_order.flex_attention)) is SAVE
+    for policy in (save_matmuls, save_attention, offload_matmuls, save_unbatched_matmuls):
+        assert policy(info(aten.sin.default)) is RECOMPUTE
+
+
+def test_packet_means_all_its_overloads():
+    policy = save_ops(aten.mm)
+    assert all(policy(info(getattr(aten.mm, name))) is SAVE for name in aten.mm.overloads())
+    assert save_ops(aten.mm.default)(info(aten.mm.out)) is RECOMPUTE
+
+
+def test_names():
+    assert save_names("q")(info(name="q")) is SAVE
+    assert save_names("q")(info(name="k")) is RECOMPUTE and save_names("q")(info()) is RECOMPUTE
+    assert save_all_but_names("q")(info(name="q")) is RECOMPUTE and save_all_but_names("q")(info()) is SAVE
+    assert offload_names("q")(info(name="q")) is OFFLOAD
+
+
+def test_checkpoint_policy_makes_policies():
+    assert checkpoint_policy(save_matmuls) is save_matmuls
+    assert checkpoint_policy("q") == checkpoint_policy(["q"]) == save_names("q")
+    assert checkpoint_policy([aten.mm]) == checkpoint_policy(aten.mm) == save_ops(aten.mm)
+    assert checkpoint_policy(("q", aten.sin.default)) == save_names("q") | save_ops(aten.sin.default)
+
+    @checkpoint_policy
+    def first(op_info):
+        return op_info.index == 0
+
+    assert first(info(index=0)) is SAVE and first(info(index=1)) is RECOMPUTE
+    assert first.needs_calls and isinstance(first, Policy)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "hint"),
+    [
+        (None, "save_nothing"),
+        ("save_matmuls", "remat.save_matmuls"),
+        (3, "Write a ready policy"),
+        (Policy, "A class is no policy"),
+        (save_names, "call it"),
+        (checkpoint_policy, "call it"),
+        (torch.mm, "policy got"),
+        ([torch.mm], "torch.ops.aten.mm.default"),
+        ([3], "torch.ops.aten.mm.default"),
+    ],
+)
+def test_what_is_no_policy(wrong, hint):
+    with pytest.raises(RematError, match=re.escape(hint)) as caught:
+        as_policy(wrong)
+    assert isinstance(caught.value, TypeError)
+
+
+@pytest.mark.parametrize("answer", [None, "yes", 1, 0.0, SAVE.name, torch.tensor(True), save_matmuls])
+def test_wrong_answers_name_policy_op_and_value(answer):
+    def bad(op_info):
+        return answer
+
+    with pytest.raises(RematError) as caught:
+        checkpoint_policy(bad)(info(region="block"))
+    message = str(caught.value)
+    assert (
+        "bad" in message and "aten.mm.default" in message and repr(answer) in message and "'block'" in message
+    )
+
+
+def test_wrong_answer_is_found_inside_a_combination():
+    for policy in (save_nothing | checkpoint_policy(lambda _: None), ~checkpoint_policy(lambda _: None)):
+        with pytest.raises(RematError, match="answered None"):
+            policy(info())
+
+
+def test_torch_checkpoint_policy_is_told_apart():
+    wrong = checkpoint_policy(lambda _: torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE)  # type: ignore
+    with pytest.raises(RematError, match="remat.Decision"):
+        wrong(info())
+
+
+def test_makers_refuse_what_they_cannot_use():
+    with pytest.raises(RematError, match="neither"):
+        checkpoint_policy()
+    with pytest.raises(RematError, match="both"):
+        checkpoint_policy(save_matmuls, budget=0.5)
+    with pytest.raises(RematError, match="checkpoint_name"):
+        save_names()
+    with pytest.raises(RematError, match="of type int"):
+        offload_names("q", 3)  # type: ignore[arg-type]
+
+
+def test_bind_reaches_the_parts():
+    class Bound(Policy):
+        def bind(self, fn, args, kwargs):
+            return save_everything
+
+    assert (Bound() | save_matmuls).bind(len, (), {}) == save_everything | save_matmuls
+    assert (~Bound()).bind(len, (), {}) == ~save_everything
+    policy = save_matmuls | save_attention
+    assert policy.bind(len, (), {}) is policy
+
+
+# -- save_unbatched_matmuls ---------------------------------------------------------------------------
+
+x2, x3, w2, w3, v = meta(5, 4), meta(2, 5, 4), meta(4, 6), meta(2, 4, 6), meta(4)
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "saved"),
+    [
+        (linear, (x3, meta(6, 4)), True),
+        (torch.mm, (x2, w2), True),
+        (torch.addmm, (meta(6), x2, w2), True),
+        (torch.mv, (x2, v), True),
+        (torch.matmul, (x2, w2), True),
+        (torch.matmul, (x3, w2), True),
+        (torch.matmul, (x3, v), True),
+        (torch.matmul, (x3, w3), False),
+        (torch.Tensor.matmul, (x3, w3), False),
+        (torch.Tensor.__matmul__, (x3, w2), True),
+        (torch.Tensor.__matmul__, (x3, w3), False),
+        (torch.Tensor.__rmatmul__, (w3, x3), False),
+        (torch.bmm, (x3, w3), False),
+        (torch.baddbmm, (meta(6), x3, w3), False),
+        (torch.addbmm, (meta(6), x3, w3), True),
+        (torch.tensordot, (x3, w2, 1), True),
+        (torch.inner, (x3, meta(6, 4)), True),
+        (torch.outer, (v, v), True),
+        (scaled_dot_product_attention, (x3, x3, x3), False),
+        (torch.einsum, ("btd,df->btf", x3, w2), True),
+        (torch.einsum, ("btd,dhe->bthe", x3, meta(4, 2, 3)), True),
+        (torch.einsum, ("bthe,bshe->bhts", meta(2, 5, 3, 4), meta(2, 5, 3, 4)), False),
+        (torch.einsum, ("b t d , b d f -> b t f", x3, w3), False),
+        (torch.einsum, ("ij,jk", x2, w2), True),
+        (torch.einsum, ("bij,bjk", x3, w3), True),
+        (torch.einsum, ("...d,df->...f", x3, w2), True),
+        (torch.einsum, ("...td,...df->...tf", x3, w3), False),
+        (torch.einsum, ("...td,...df->...tf", x3, w2), True),
+        (torch.einsum, ("...td,...df", x3, w3), False),
+        (torch.einsum, ("bij,bjk->bik", [x3, w3]), False),
+        (torch.einsum, (x3, [0, 1, 2], w3, [0, 2, 3], [0, 1, 3]), False),
+        (torch.einsum, (x3, [0, 1, 2], w2, [2, 3], [0, 1, 3]), True),
+        (torch.einsum, (x2, [0, 1], w2, [1, 2]), True),
+        (torch.nn.functional.bilinear, (x2, x2, meta(6, 4, 4)), True),
+    ],
+)
+@pytest.mark.parametrize("op", [aten.mm.default, aten.bmm.default])
+def test_unbatched_is_judged_by_the_call(op, function, args, saved):
+    """Whatever vmap made of it below: both a product of matrices and one of batches."""
+    verdict = save_unbatched_matmuls(info(op, call=Call(function, args, {})))
+    assert verdict is (SAVE if saved else RECOMPUTE)
+
+
+def test_unbatched_without_a_call_judges_the_op():
+    for op in (aten.mm, aten.addmm, aten.mv, aten.linear, aten.dot):
+        assert save_unbatched_matmuls(info(op.default)) is SAVE
+    for op in (aten.bmm, aten.baddbmm, aten.convolution):
+        assert save_unbatched_matmuls(info(op.default)) is RECOMPUTE
+    assert save_unbatched_matmuls.needs_calls and not save_matmuls.needs_calls
+    assert (save_matmuls | save_unbatched_matmuls).needs_calls and (~save_unbatched_matmuls).needs_calls
+
+
+def test_unbatched_leaves_other_ops_of_a_call_alone():
+    call = Call(linear, (x3, meta(6, 4)), {})
+    assert save_unbatched_matmuls(info(aten.add.Tensor, call=call)) is RECOMPUTE
+    assert save_unbatched_matmuls(info(aten.convolution.default, call=call)) is RECOMPUTE
+
+
+# -- the catalogue ------------------------------------------------------------------------------------
+
+COSTLY = re.compile(
+    r"mm($|_)|mv_?$|dot|matmul|conv|linear|attention|attn|einsum|bilinear|gemm|ger$|outer|inner$|rnn|lstm|gru"
+)
+# Packing and converting of weights, interpolation, and the composites and cells that run the ops above.
+CHEAP = re.compile(
+    r"reorder|prepack|pack_|_quantize_|convert|upsample|_thnn_|linear_combination|flatten_weight|mm_search"
+    r"|(^|_)(gru|lstm|rnn_relu|rnn_tanh)(_cell)?$"
+)
+NAMESPACES = {"aten", "mkldnn", "mkl", "inductor", "mkldnn_prepacked", "onednn", "symm_mem", "torch_attn"}
+
+
+def test_every_costly_op_of_this_torch_belongs_to_a_class():
+    qualified = {name.split(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+    ours = [name.split("::") for name in qualified if name.split("::")[0] in NAMESPACES]
+    unclaimed = [
+        f"{space}::{name}"
+        for space, name in ours
+        if COSTLY.search(name) and not CHEAP.search(name) and f"{space}::{name}" not in catalogue._COSTLY
+    ]
+    assert not unclaimed
+    # The walk itself works: this torch has more than a thousand ops.
+    assert len(ours) > 1000
+
+
+def test_no_class_claims_what_is_cheap():
+    packet = lambda name: getattr(aten, name)  # noqa: E731
+    for name in ("sin", "add", "softmax", "native_layer_norm", "upsample_bilinear2d", "view", "sum"):
+        assert catalogue.kind_of(packet(name)) is None
+
+
+def test_registered_ops_join_their_class():
+    @torch.library.custom_op("remat_tests::gemm", mutates_args=())
+    def gemm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a @ b
+
+    op = torch.ops.remat_tests.gemm.default
+    try:
+        assert save_matmuls(info(op)) is RECOMPUTE
+        register_costly_op(gemm, kind="attention")
+        assert save_attention(info(op)) is SAVE and save_matmuls(info(op)) is RECOMPUTE
+        register_costly_op("remat_tests::gemm")
+        assert save_matmuls(info(op)) is SAVE and save_unbatched_matmuls(info(op)) is SAVE
+        assert save_ops(gemm) == save_ops(op)
+    finally:
+        catalogue._COSTLY.pop("remat_tests::gemm", None)
+        catalogue._KIND_OF.clear()
+
+
+def test_registering_refuses_mistakes():
+    with pytest.raises(RematError, match="Unknown kind 'dot'"):
+        register_costly_op(aten.sin, kind="dot")  # type: ignore[arg-type]
+    with pytest.raises(RematError, match="no namespace"):
+        register_costly_op("gemm")
+    with pytest.raises(RematError, match="torch.ops.aten.mm"):
+        register_costly_op(torch.mm)

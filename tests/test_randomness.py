@@ -1,0 +1,134 @@
+"""Random numbers are the same in the forward and in every recomputation."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.func import grad, jvp, vjp, vmap
+
+from remat import remat
+from tests.helpers import POLICIES, leaves_of, rand, same
+
+
+def noisy(x, w):
+    h = F.dropout(torch.tanh(x @ w), 0.5)
+    h = h * torch.rand_like(h) + torch.randn(h.shape, dtype=h.dtype)
+    return torch.sin(h) * torch.bernoulli(torch.full_like(h, 0.5))
+
+
+ARGS = rand(4, 4), rand(4, 4, seed=1)
+
+
+def loss(fn):
+    return lambda x, w: fn(x, w).square().sum()
+
+
+def twice_backward(fn, x, w):
+    value = loss(fn)(x, w)
+    first = torch.autograd.grad(value, (x, w), retain_graph=True)
+    torch.rand(3)
+    return first, torch.autograd.grad(value, (x, w))
+
+
+def late_pullback(fn, x, w):
+    out, pullback = vjp(fn, x, w)
+    torch.manual_seed(17)
+    return out, pullback(out), pullback(out * 2)
+
+
+RUNS = {
+    "backward": lambda fn, x, w: torch.autograd.grad(loss(fn)(x, w), (x, w)),
+    "twice": twice_backward,
+    "double": lambda fn, x, w: torch.autograd.grad(
+        torch.autograd.grad(loss(fn)(x, w), x, create_graph=True)[0].square().sum(), (x, w)
+    ),
+    "grad": lambda fn, x, w: grad(loss(fn), (0, 1))(x.detach(), w.detach()),
+    "vjp": lambda fn, x, w: late_pullback(fn, x.detach(), w.detach()),
+    "jvp": lambda fn, x, w: jvp(fn, (x.detach(), w.detach()), (x.detach(), w.detach())),
+    "grad_grad": lambda fn, x, w: grad(lambda x: grad(loss(fn))(x, w.detach()).square().sum())(x.detach()),
+    "vmap_different": lambda fn, x, w: vmap(grad(loss(fn)), (0, None), randomness="different")(
+        torch.stack([x, x]).detach(), w.detach()
+    ),
+    "grad_vmap": lambda fn, x, w: grad(
+        lambda w: vmap(fn, (0, None), randomness="different")(torch.stack([x, x]).detach(), w).square().sum()
+    )(w.detach()),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_same_numbers_and_same_state_afterwards(policy, run):
+    def measure(fn):
+        torch.manual_seed(5)
+        return RUNS[run](fn, *leaves_of(ARGS)), torch.get_rng_state()
+
+    got, expected = measure(remat(noisy, policy=POLICIES[policy])), measure(noisy)
+    same(got, expected)
+    assert torch.equal(got[1], expected[1])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_one_draw_for_all_examples(policy):
+    def run(fn):
+        torch.manual_seed(0)
+        return vmap(grad(lambda x: fn(x).sum()), randomness="same")(rand(3, 4)), torch.get_rng_state()
+
+    def region(x):
+        return torch.exp(x * torch.rand(4, dtype=x.dtype)) * torch.randn(4, dtype=x.dtype)
+
+    same(run(remat(region, policy=POLICIES[policy])), run(region))
+
+
+@pytest.mark.parametrize("policy", ["nothing", "everything", "rule"])
+def test_generator_of_its_own(policy):
+    def run(wrap):
+        generator = torch.Generator().manual_seed(3)
+        region = wrap(lambda x: torch.exp(x * torch.rand(3, generator=generator, dtype=x.dtype)))
+        x = rand(3).requires_grad_()
+        return torch.autograd.grad(region(x).sum(), x), generator.get_state()
+
+    same(run(lambda f: remat(f, policy=POLICIES[policy])), run(lambda f: f))
+
+
+def test_seeding_inside():
+    def region(x):
+        torch.manual_seed(7)
+        return torch.exp(x * torch.rand(3, dtype=x.dtype))
+
+    def run(fn):
+        torch.manual_seed(0)
+        x = rand(3).requires_grad_()
+        out = fn(x)
+        torch.rand(5)
+        return torch.autograd.grad(out.sum(), x), torch.get_rng_state()
+
+    same(run(remat(region)), run(region))
+
+
+def test_nested_regions_draw_the_same_numbers():
+    def run(wrap):
+        torch.manual_seed(0)
+        inner = wrap(lambda x: F.dropout(x.exp(), 0.5))
+        x = rand(16).requires_grad_()
+        out = wrap(lambda x: inner(F.dropout(inner(x).sin(), 0.5)))(x)
+        return out, torch.autograd.grad(out.sum(), x)
+
+    same(run(remat), run(lambda f: f))
+
+
+def test_gradient_vanishes_exactly_where_the_value_was_dropped():
+    region = remat(lambda x: F.dropout(x.exp(), 0.5))
+    grads, out = torch.func.grad_and_value(lambda x: (lambda y: (y.sum(), y))(region(x)), has_aux=True)(
+        rand(64)
+    )
+    assert torch.equal(grads == 0, out[1] == 0) and 0 < int((grads == 0).sum()) < 64
+
+
+def test_without_random_ops_the_state_need_not_be_kept():
+    x = rand(3).requires_grad_()
+    (got,) = torch.autograd.grad(remat(torch.sin, preserve_rng_state=False)(x).sum(), x)
+    same(got, x.detach().cos())
+
+
+def test_vmap_refuses_random_ops_as_without_remat():
+    with pytest.raises(RuntimeError, match="randomness"):
+        vmap(remat(noisy), (0, None))(torch.stack([ARGS[0], ARGS[0]]), ARGS[1])
