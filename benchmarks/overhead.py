@@ -88,9 +88,7 @@ class Overhead:
 
     def step(self, row: Row) -> Callable[[], None]:
         """Forward and backward through blocks of its own, wrapped once as a model would."""
-        torch.manual_seed(0)
-        blocks = [Block(self.width, heads=2) for _ in range(self.depth)]
-        wrapped = [row.wrap(block) for block in blocks]
+        wrapped = [row.wrap(block) for block in self.blocks()]
         x = torch.randn(2, 8, self.width, requires_grad=True)
 
         def run() -> None:
@@ -100,6 +98,10 @@ class Overhead:
             h.sum().backward()
 
         return run
+
+    def blocks(self) -> list[Block]:
+        torch.manual_seed(0)
+        return [Block(self.width, heads=2) for _ in range(self.depth)]
 
     def records(self, name: str, rounds: list[dict[str, float]]) -> list[Record]:
         per_block = 1e6 / self.depth

@@ -104,6 +104,24 @@ def test_outputs_may_be_changed_in_place(policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("enter_inside", [False, True])
+def test_weight_used_twice_under_autocast(policy, enter_inside):
+    """Autocast's cache makes both uses one cast, in which the gradients add up in bfloat16."""
+
+    def region(x, w):
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.tanh(torch.tanh(x @ w) @ w)
+
+    def run(wrap):
+        x, w = leaves_of((rand(3, 4, dtype=torch.float32), rand(4, 4, dtype=torch.float32)))
+        with torch.autocast("cpu", torch.bfloat16, enabled=not enter_inside):
+            out = wrap(region)(x, w)
+        return out, torch.autograd.grad(out.float().square().sum(), (x, w))
+
+    same(run(lambda f: remat(f, policy=POLICIES[policy])), run(lambda f: f))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_gradients_of_results_of_several_calls_add_up(policy):
     def run(wrap):
         x, w = leaves_of((rand(2, 3), rand(3, 3)))

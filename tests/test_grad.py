@@ -1,11 +1,10 @@
 """torch.func.grad over a region, and remat's own grad over it."""
 
 import pytest
-import torch
 from torch.func import grad, grad_and_value
 
 import remat.transforms
-from tests.helpers import check, inexact, loss_of, matrix, scalar
+from tests.helpers import check, gradients, inexact, loss_of, matrix, scalar
 
 
 @matrix("grad")
@@ -45,9 +44,7 @@ def test_backward_through_func_grad(name, policy):
     def run(fn, args):
         leaves = [a.clone().requires_grad_(i in inexact(args)) for i, a in enumerate(args)]
         grads = grad(loss_of(fn), inexact(args))(*leaves)
-        return (), torch.autograd.grad(
-            scalar(grads), [x for x in leaves if x.requires_grad], allow_unused=True
-        )
+        return (), gradients(grads, leaves, materialize_grads=True)
 
     if name == "attention_fused":
         pytest.skip("torch has no second derivative of fused attention on a CPU")

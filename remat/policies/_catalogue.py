@@ -19,10 +19,11 @@ CustomOp: Any = torch.library.CustomOpDef  # type: ignore[reportPrivateImportUsa
 Kind = Literal["matmul", "bmm", "convolution", "attention"]
 KINDS: tuple[Kind, ...] = ("matmul", "bmm", "convolution", "attention")
 
-# Products of matrices and vectors in which no dimension is shared by both operands and the result.
+# Products of matrices and vectors in which no dimension is shared by both operands and the result, and
+# recurrent layers, whose kernels are made of such products.
 _MATMUL = """
-    mm addmm mv addmv dot vdot linear linear_backward addbmm _addmm_activation _foreach_mm
-    inner outer ger tensordot chain_matmul linalg_multi_dot bilinear _trilinear
+    mm addmm addmm_ mv addmv addmv_ dot vdot linear linear_backward addbmm addbmm_
+    _addmm_activation _foreach_mm inner outer ger tensordot chain_matmul linalg_multi_dot bilinear _trilinear
     _scaled_mm _scaled_mm_v2 _grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2 _int_mm
     _mixed_dtypes_linear _weight_int4pack_mm _weight_int4pack_mm_for_cpu
     _weight_int4pack_mm_with_scales_and_zeros _weight_int8pack_mm _dyn_quant_matmul_4bit
@@ -32,6 +33,8 @@ _MATMUL = """
     _sparse_mm _sparse_addmm _sparse_mm_reduce_impl _sparse_mm_reduce_impl_backward _sparse_sparse_matmul
     sparse_sampled_addmm hspmm smm sspaddmm _cslt_sparse_mm
     _sparse_semi_structured_mm _sparse_semi_structured_addmm _sparse_semi_structured_linear
+    _cudnn_rnn _cudnn_rnn_backward miopen_rnn miopen_rnn_backward mkldnn_rnn_layer mkldnn_rnn_layer_backward
+    _lstm_mps lstm_mps_backward
     mkl::_mkl_linear mkldnn::_linear_pointwise inductor::_mm_plus_mm onednn::qlinear_pointwise
     onednn::linear_dynamic_fp16 onednn::linear_relu_dynamic_fp16
     symm_mem::fused_all_gather_matmul symm_mem::fused_all_gather_scaled_matmul
@@ -40,7 +43,7 @@ _MATMUL = """
 """
 
 # Products with a dimension that both operands and the result share, and those whose rank decides it.
-_BMM = "bmm baddbmm matmul matmul_backward linalg_matmul linalg_vecdot einsum"
+_BMM = "bmm baddbmm baddbmm_ matmul matmul_backward linalg_matmul linalg_vecdot einsum"
 
 _CONVOLUTION = """
     convolution _convolution _convolution_mode convolution_overrideable convolution_backward
