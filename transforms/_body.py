@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,11 +16,7 @@ Leaves = list[Any]
 Step = Callable[[Sequence[torch.Tensor], Leaves, Sequence[torch.Tensor]], tuple[Leaves, list[torch.Tensor]]]
 
 
-class _Replace(Swap):
-    """A swap for steps after the first, whose captured tensors are all known: nothing is refused."""
-
-    def _is_inside(self, tensor: torch.Tensor) -> bool:
-        return True
+_AS_IT_IS = contextlib.nullcontext()
 
 
 class Body:
@@ -53,19 +50,22 @@ class Body:
     def __call__(
         self, consts: Sequence[torch.Tensor], carry: Leaves, x: Sequence[torch.Tensor]
     ) -> tuple[Leaves, list[torch.Tensor]]:
-        if self.trusted and all(a is b for a, b in zip(consts, self.captured, strict=True)):
-            return self._run(carry, x)
-        table = {id(old): new for old, new in zip(self.captured, consts, strict=True)}
-        tensors = [leaf for leaf in (*carry, *x) if isinstance(leaf, torch.Tensor)]
-        with (_Replace if self.trusted else Swap)(table, tensors):
-            out = self._run(carry, x)
-        self.trusted = True
-        return out
-
-    def _run(self, carry: Leaves, x: Sequence[torch.Tensor]) -> tuple[Leaves, list[torch.Tensor]]:
         versions = [_version(leaf) for leaf in carry]
         row = _tree.unflatten(_tree.merge(self.x_blank, self.x_at, list(x)), self.x_spec)
-        out = self.function(_tree.unflatten(carry, self.carry_spec), row)
+        with self.swapped(consts, [*carry, *x]):
+            out = self.function(_tree.unflatten(carry, self.carry_spec), row)
+        self.trusted = True
+        return self._checked(out, carry, versions)
+
+    def swapped(self, consts: Sequence[torch.Tensor], operands: Leaves) -> Any:
+        """The context in which a function of the user's reads `consts` for what it captured."""
+        if self.trusted and all(a is b for a, b in zip(consts, self.captured, strict=True)):
+            return _AS_IT_IS
+        table = {id(old): new for old, new in zip(self.captured, consts, strict=True)}
+        tensors = [leaf for leaf in operands if isinstance(leaf, torch.Tensor)]
+        return Swap(table, tensors)
+
+    def _checked(self, out: Any, carry: Leaves, versions: list[int]) -> tuple[Leaves, list[torch.Tensor]]:
         if not (isinstance(out, tuple) and len(out) == 2):
             raise TypeError(
                 f"{self.name}: the body returned {_brief(out)}; it must return a pair (carry, y), y None where "

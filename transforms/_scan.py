@@ -19,6 +19,8 @@ import torch
 from remat.transforms import _torch
 from remat.transforms._actions import Schedule, execute
 from remat.transforms._body import Leaves, Step
+from remat.transforms._capture import Missed
+from remat.transforms._errors import RematError
 from remat.transforms._pull import is_float, pull
 from remat.transforms._state import Ambient, RandomState, device_kinds, without_autocast_cache
 
@@ -46,15 +48,19 @@ class Record:
     states: dict[int | None, State] = field(default_factory=dict)
     kept: list[torch.Tensor] = field(default_factory=list)
     count: int = 0  # kept tensors
+    length: int = 0
     final: Leaves = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Scan:
-    """The constants of one scan; its operands are `consts`, the tensors of the carry, `xs`, in this order."""
+    """The constants of one scan; its operands are `consts`, the tensors of the carry, `xs`, in this order.
+
+    A loop of unknown length has `n` None and a `proceed(consts, carry)` that says whether another step follows.
+    """
 
     step: Step
-    n: int
+    n: int | None
     schedule: Schedule
     sizes: tuple[int, int, int]
     carry: tuple[Any, ...]  # the carry's leaves, None in place of tensors
@@ -63,7 +69,10 @@ class Scan:
     on_step: Callable[[str, int], None] | None = None
     name: str = "scan_remat"
     tensors: tuple[int, ...] = ()  # positions of tensors in `carry`
-    plain: bool = False  # no functorch level at the call: states lie in `record`, not among the outputs
+    proceed: Callable[[Tensors, Leaves], bool] | None = None
+    around: Callable[[], contextlib.AbstractContextManager[None]] | None = None  # entered by every recomputation
+    plain: bool = False  # neither functorch level nor hooks at the call: states lie in `record`, not in outputs
+    levels: bool = False  # called under functorch: its backward may meet tensors of levels that are gone
     record: Record = field(default_factory=Record, compare=False)
 
     def split(self, flat: Tensors) -> tuple[list[torch.Tensor], Leaves, list[torch.Tensor]]:
@@ -78,9 +87,14 @@ class Scan:
         """Kept tensors among the outputs."""
         return 0 if self.plain else self.record.count
 
+    @property
+    def length(self) -> int:
+        """The number of steps; of a loop, once it has run."""
+        return self.record.length if self.n is None else self.n
+
     def at(self, step: int) -> int:
         """The row of xs and ys that `step` works on."""
-        return self.n - 1 - step if self.reverse else step
+        return self.n - 1 - step if self.reverse and self.n is not None else step
 
     def moved(self, tensors: Leaves, slot: int | None, back: Tensors | None = None) -> Leaves:
         """The carry of a slot brought to the host, or back to the devices of `back`."""
@@ -92,7 +106,7 @@ class Scan:
 
 
 def make(
-    step: Step, consts: Tensors, carry: Leaves, xs: Tensors, n: int, schedule: Schedule, **options: Any
+    step: Step, consts: Tensors, carry: Leaves, xs: Tensors, n: int | None, schedule: Schedule, **options: Any
 ) -> tuple[Scan, list[torch.Tensor]]:
     """A scan and its operands."""
     at = tuple(i for i, leaf in enumerate(carry) if isinstance(leaf, torch.Tensor))
@@ -106,7 +120,9 @@ def run(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     if torch._C._len_torch_function_stack():
         # A mode that swaps captured tensors sees torch functions, not Functions: let it see these operands.
         flat = [t.view_as(t) if is_float(t) and _torch_differentiable(t) else t for t in flat]
-    scan = replace(scan, plain=not _torch.in_transform(), record=Record())
+    # Whoever watches (an enclosing region, offloading hooks) must see the states as saved tensors.
+    levels = _torch.in_transform()
+    scan = replace(scan, plain=not (levels or _torch.watched()), levels=levels, record=Record())
     out = _Scan.apply(scan, *flat)
     carry = list(scan.record.final)
     for i, tensor in zip(scan.tensors, out, strict=False):
@@ -124,32 +140,65 @@ def _torch_differentiable(tensor: torch.Tensor) -> bool:
 
 def sweep(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     """Run all steps at the bottom of the functorch stack, leaving the scheduled states in `scan.record`."""
-    consts, carry, xs = scan.split(flat)
-    place, hand, last = scan.schedule.place(scan.n), scan.schedule.hand(scan.n), scan.n - 1
     record = scan.record
     record.states.clear()
     record.ambient, record.start = Ambient(device_kinds(flat)), RandomState(flat)
-    now = record.start
-    stacks: list[torch.Tensor] = []
     with without_autocast_cache() if record.ambient.casts else contextlib.nullcontext():
-        for k in range(scan.n):
-            slot = place(k) if k < last else None
-            if slot is not None or k == hand:
-                now = _now(now)
-            if slot is not None:
-                record.states[slot] = State(k, scan.moved(_compact(carry), slot), now)
-            if k == hand:
-                record.states[None] = State(k, carry, now)
-            at = scan.at(k)
-            carry, ys = numbered(scan, k, consts, carry, [x.select(0, at) for x in xs])
-            if k == 0:
-                stacks = [y.new_empty((scan.n, *y.shape)) for y in ys]
-            for stack, y in zip(stacks, ys, strict=True):
-                stack.select(0, at).copy_(y)
-            if scan.on_step is not None:
-                scan.on_step("forward", k)
+        carry, stacks = _sweep_known(scan, flat) if scan.proceed is None else _sweep_open(scan, flat)
     record.random = _now(record.start) is not record.start
     return carry, stacks
+
+
+def _sweep_known(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
+    consts, carry, xs = scan.split(flat)
+    n, states, now = scan.length, scan.record.states, scan.record.start
+    place, hand = scan.schedule.place(n), scan.schedule.hand(n)
+    stacks: list[torch.Tensor] = []
+    rows: list[list[torch.Tensor]] = []
+    assert now is not None
+    for k in range(n):
+        slot = place(k) if k < n - 1 else None
+        if slot is not None or k == hand:
+            now = _now(now)
+        if slot is not None:
+            states[slot] = State(k, scan.moved(_compact(carry), slot), now)
+        if k == hand:
+            states[None] = State(k, carry, now)
+        at = scan.at(k)
+        carry, ys = numbered(scan, k, consts, carry, [x.select(0, at) for x in xs])
+        if not scan.plain:
+            rows.append(ys)
+        elif k == 0:
+            stacks = [y.new_empty((n, *y.shape)) for y in ys]
+        for stack, y in zip(stacks, ys, strict=scan.plain):
+            stack.select(0, at).copy_(y)
+        if scan.on_step is not None:
+            scan.on_step("forward", k)
+    if not scan.plain:
+        # An enclosing region records ops and must not meet writes into parts of a tensor.
+        stacks = [torch.stack(column) for column in zip(*rows[:: -1 if scan.reverse else 1], strict=True)]
+    return carry, stacks
+
+
+def _sweep_open(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
+    """A loop: a state is placed only when another step follows, the newest one stays in hand."""
+    consts, carry, _ = scan.split(flat)
+    states, now, k = scan.record.states, scan.record.start, 0
+    place, hand = scan.schedule.place(None), None
+    assert now is not None and scan.proceed is not None
+    while (scan.n is None or k < scan.n) and scan.proceed(consts, carry):
+        if hand is not None and (slot := place(k - 1)) is not None:
+            states[slot] = State(k - 1, scan.moved(_compact(hand.carry), slot), hand.random)
+        now = _now(now)
+        hand = State(k, carry, now)
+        carry, _ = numbered(scan, k, consts, carry, [])
+        if scan.on_step is not None:
+            scan.on_step("forward", k)
+        k += 1
+    scan.record.length = k
+    if hand is not None:
+        states[None] = hand
+    return carry, []
 
 
 def _now(before: RandomState) -> RandomState:
@@ -166,7 +215,7 @@ def numbered(scan: Scan, k: int, consts: Tensors, carry: Leaves, x: Tensors) -> 
     try:
         return scan.step(consts, carry, x)
     except Exception as error:
-        error.add_note(f"in step {k} of {scan.name} (length {scan.n})")
+        error.add_note(f"in step {k} of {scan.name}")
         raise
 
 
@@ -216,10 +265,11 @@ class _Reversal:
         a, b, _ = scan.sizes
         self.needs = list(needs[:a]), list(needs[a : a + b]), list(needs[a + b :])
         self.devices = scan.split(flat)[1]
-        self.hand = states.pop(None)
+        self.hand = states.pop(None, State(0, [], None))
         self.const_grads: list[torch.Tensor | None] = [None] * a
         self.owned = [False] * a
         self.x_grads: list[torch.Tensor | None] = [None] * len(self.xs)
+        self.x_rows: dict[int, dict[int, torch.Tensor]] = {}
         self.carry_cts: list[torch.Tensor | None] = []
         self.y_cts: list[torch.Tensor | None] = []
 
@@ -282,7 +332,7 @@ class _Reversal:
             total = self.const_grads[i]
             if total is None:
                 self.const_grads[i] = grad
-            elif self.owned[i]:
+            elif self.owned[i] and not _torch.is_batched_anyhow(grad):
                 total.add_(grad)
             else:  # the first gradient may be an alias of a cotangent: not ours to write into
                 self.const_grads[i], self.owned[i] = total + grad, True
@@ -291,11 +341,17 @@ class _Reversal:
         for i, grad in enumerate(row):
             if grad is None:
                 continue
+            if _torch.is_batched_anyhow(grad):  # batched cotangents: rows are kept apart and stacked at the end
+                self.x_rows.setdefault(i, {})[at] = grad
+                continue
             if self.x_grads[i] is None:
                 self.x_grads[i] = torch.zeros_like(self.xs[i], memory_format=torch.contiguous_format)
             self.x_grads[i].select(0, at).copy_(grad)  # type: ignore[union-attr]
 
     def grads(self) -> list[torch.Tensor | None]:
+        for i, rows in self.x_rows.items():
+            zero = torch.zeros_like(self.xs[i].select(0, 0))
+            self.x_grads[i] = torch.stack([rows.get(at, zero) for at in range(self.scan.length)])
         return [*self.const_grads, *self.carry_cts, *self.x_grads]
 
 
@@ -311,8 +367,15 @@ def pull_back(
     count = len(scan.tensors)
     machine.carry_cts, machine.y_cts = list(cts[:count]), list(cts[count:])
     stored = {state.step: slot for slot, state in states.items() if slot is not None}
-    with torch.no_grad(), _as_in_forward(scan):
-        execute(scan.schedule.actions(scan.n, stored), machine)
+    try:
+        with torch.no_grad(), _as_in_forward(scan):
+            execute(scan.schedule.actions(scan.length, stored), machine)
+    except Missed as missed:
+        raise RematError(
+            f"{scan.name}: evaluated again, the body reads a tensor ({tuple(missed.tensor.shape)}) that it did not "
+            "read in the forward; its gradient would be lost. A global or attribute that changes between forward "
+            "and backward must be an argument: put it in the carry or in xs."
+        ) from None
     grads = machine.grads()
     return [g if need else None for g, need in zip(grads, needs, strict=True)]
 
@@ -327,6 +390,8 @@ def _as_in_forward(scan: Scan, *, seeded: bool = False) -> Iterator[None]:
             stack.enter_context(record.ambient.restored())
         if record.ambient.casts:
             stack.enter_context(without_autocast_cache())
+        if scan.around is not None:
+            stack.enter_context(scan.around())
         if record.random:
             stack.callback(record.start.again().restore)
             if seeded:
@@ -373,12 +438,12 @@ class _Scan(torch.autograd.Function):
         cts = cts[: ctx.outputs]
         if scan.plain:
             kept = scan.record.kept
-            if not (_torch.in_transform() or torch.is_grad_enabled()):
-                # The slots' tensors must be ours alone, so that a freed slot is freed memory.
-                states = _states(scan, flat, kept)
-                if not _torch.graph_kept():
-                    scan.record.kept, kept = [], []
-                return (None, *pull_back(scan, flat, states, needs, cts))
+        if not (scan.levels or _torch.in_transform() or torch.is_grad_enabled()):
+            states = _states(scan, flat, kept)
+            if not _torch.graph_kept():
+                # The slots' tensors must be the machine's alone, so that a freed slot is freed memory.
+                scan.record.kept, kept = [], []
+            return (None, *pull_back(scan, flat, states, needs, cts))
         present = tuple(ct is not None for ct in cts)
         out = _PullBack.apply(scan, needs, present, *flat, *kept, *(ct for ct in cts if ct is not None))
         rest = iter(out)
@@ -409,7 +474,7 @@ class _PullBack(torch.autograd.Function):
     def forward(scan: Scan, needs: Any, present: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         flat, kept, cts = _parts(scan, present, tensors)
         grads = pull_back(scan, flat, _states(scan, flat, kept), needs, cts)
-        zeros = (_zero_like(t) if g is None else g for g, t in zip(grads, flat, strict=True))
+        zeros = (torch.zeros_like(t) if g is None else g for g, t in zip(grads, flat, strict=True))
         # Cotangents passed through unchanged would be outputs that are operands.
         given = {id(t) for t in tensors}
         return tuple(g.clone() if id(g) in given else g for g, need in zip(zeros, needs, strict=True) if need)
@@ -473,7 +538,7 @@ class _PullBack(torch.autograd.Function):
             return pull_back_of(ctx.scan, ctx.needs, *_parts_without_kept(ctx.scan, ctx.present, full))
 
         with _as_in_forward(ctx.scan, seeded=True):
-            primals, duals = tuple(tensors[i] for i in at), tuple(given[i] for i in at)
+            primals, duals = tuple(_dense(tensors[i]) for i in at), tuple(given[i] for i in at)
             return torch.func.jvp(differentiable, primals, duals)[1]
 
 
@@ -493,16 +558,18 @@ def _parts_without_kept(scan: Scan, present: Any, tensors: Tensors) -> tuple[Any
     return flat, cts
 
 
-def _zero_like(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.new_zeros(()).expand(tensor.shape)
-
-
 def _expand(tensor: torch.Tensor, dim: int | None, size: int, to: int = 0) -> torch.Tensor:
     if dim is not None:
         return tensor.movedim(dim, to)
     shape = list(tensor.shape)
     shape.insert(to, size)
-    return tensor.unsqueeze(to).expand(shape)
+    return _dense(tensor.unsqueeze(to).expand(shape))
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Forward-mode AD refuses tensors whose elements share memory, such as a sum's cotangent."""
+    shared = any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return tensor.contiguous() if shared else tensor
 
 
 def _batch(
@@ -532,7 +599,14 @@ def _batch(
             full = list(carry)
             for i, tensor in zip(scan.tensors, tensors, strict=True):
                 full[i] = tensor
+            before = full
             full, ys = scan.step(consts, full, x)
+            if scan.proceed is not None:  # an example that is done keeps its carry
+                more = torch.as_tensor(scan.proceed(consts, before))
+                full = [
+                    torch.where(more, b, a) if i in scan.tensors else b
+                    for i, (a, b) in enumerate(zip(before, full, strict=True))
+                ]
             static[:] = [None if i in scan.tensors else leaf for i, leaf in enumerate(full)]
             return [full[i] for i in scan.tensors], ys
 
@@ -544,4 +618,26 @@ def _batch(
             static[i] = tensor
         return static, ys
 
-    return replace(scan, step=step), moved
+    proceed = None if scan.proceed is None else _batch_condition(scan, const_dims)
+    return replace(scan, step=step, proceed=proceed), moved
+
+
+def _batch_condition(scan: Scan, const_dims: list[int | None]) -> Callable[[Tensors, Leaves], bool]:
+    """Go on while any example does."""
+
+    def proceed(consts: Tensors, carry: Leaves) -> Any:
+        return _conditions(scan, const_dims, consts, carry).any()
+
+    return proceed
+
+
+def _conditions(scan: Scan, const_dims: list[int | None], consts: Tensors, carry: Leaves) -> torch.Tensor:
+    def one(consts: Tensors, tensors: Tensors) -> torch.Tensor:
+        full = list(carry)
+        for i, tensor in zip(scan.tensors, tensors, strict=True):
+            full[i] = tensor
+        assert scan.proceed is not None
+        return torch.as_tensor(scan.proceed(consts, full))
+
+    over = (list(const_dims), [0] * len(scan.tensors))
+    return torch.vmap(one, in_dims=over)(list(consts), [carry[i] for i in scan.tensors])

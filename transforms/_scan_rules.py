@@ -48,27 +48,29 @@ def tangents_of(scan: Scan, flat: Tensors, tangents: Cotangents) -> list[torch.T
                 [next(fx) if m else t for t, m in zip(x, marks[1], strict=True)],
             )
             shape[:] = [[is_float(y) for y in ys]]
-            rest = [None if i in at else leaf for i, leaf in enumerate(new)], [None if is_float(y) else y for y in ys]
-            statics.append(rest)
-            return [new[i] for i in at], [y for y in ys if is_float(y)]
+            out[:] = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in new]
+            # Tensors must leave the level as results: those without derivative go as auxiliary ones.
+            others = [new[i] for i in scan.tensors if i not in at], [y for y in ys if not is_float(y)]
+            return ([new[i] for i in at], [y for y in ys if is_float(y)]), others
 
-        statics: list[Any] = []
-        (new, ys), (dnew, dys) = torch.func.jvp(floats, (values,), ([list(dk), dc, list(dx)],))
-        out, out_ys = statics[-1]
-        for i, value in zip(at, new, strict=True):
+        out: Leaves = []
+        results = torch.func.jvp(floats, (values,), ([list(dk), dc, list(dx)],), has_aux=True)
+        (new, ys), (dnew, dys), (fixed, fixed_ys) = results
+        for i, value in zip([*at, *(i for i in scan.tensors if i not in at)], [*new, *fixed], strict=True):
             out[i] = value
-        rest = iter(ys)
-        return [*out, *dnew], [*(next(rest) if y is None else y for y in out_ys), *dys]
+        smooth, rest = iter(ys), iter(fixed_ys)
+        return [*out, *dnew], [*(next(smooth) if f else next(rest) for f in shape[0]), *dys]
 
     dual, operands = make(
         step,
         [*consts, *(t for t in full[:a] if t is not None)],
         dual_carry,
         [*xs, *(t for t in full[a + b :] if t is not None)],
-        scan.n,
+        scan.length,
         scan.schedule,
         reverse=scan.reverse,
         name=scan.name,
+        around=scan.around,
     )
     from remat.transforms._scan import _as_in_forward
 
@@ -99,7 +101,7 @@ def pull_back_of(scan: Scan, needs: Sequence[bool], flat: Tensors, cts: Cotangen
         return [*new, k + 1], [carry[i] for i in scan.tensors]
 
     states = run(
-        *make(emit, consts, [*carry, 0], xs, scan.n, scan.schedule, reverse=scan.reverse, name=scan.name)
+        *make(emit, consts, [*carry, 0], xs, scan.length, scan.schedule, reverse=scan.reverse, name=scan.name, around=scan.around)
     )[1]
 
     float_at = [i for i, j in enumerate(scan.tensors) if is_float(carry[j])]
@@ -138,12 +140,13 @@ def pull_back_of(scan: Scan, needs: Sequence[bool], flat: Tensors, cts: Cotangen
         *make(
             back,
             consts,
-            [scan.n - 1, *start, *(torch.zeros_like(consts[i]) for i in const_at)],
+            [scan.length - 1, *start, *(torch.zeros_like(consts[i]) for i in const_at)],
             [*states, *xs, *(cts[count + i] for i in ct_at)],  # type: ignore[list-item]
-            scan.n,
+            scan.length,
             scan.schedule,
             reverse=not scan.reverse,
             name=scan.name,
+            around=scan.around,
         )
     )
     by_carry = dict(zip(float_at, end[1 : 1 + len(start)], strict=True))

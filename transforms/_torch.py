@@ -49,6 +49,14 @@ add_batch_dim: Callable[[torch.Tensor, int, int], torch.Tensor] = _functorch_c._
 unwrap_batched: Callable[[torch.Tensor, int], tuple[torch.Tensor, int | None]] = _functorch_c._unwrap_batched
 
 
+def is_batched_anyhow(tensor: torch.Tensor) -> bool:
+    """Whether writing `tensor` into a plain tensor would fail for a batch dimension.
+
+    `torch.autograd.grad(..., is_grads_batched=True)` uses the vmap from before functorch, which has no level.
+    """
+    return is_wrapped(tensor) or _functorch_c.is_legacy_batchedtensor(tensor)
+
+
 def interpreter() -> Any | None:
     """The innermost functorch level, or None outside every transform."""
     if not in_transform():
@@ -75,6 +83,11 @@ graph_kept: Callable[[], bool] = _autograd_c._get_current_graph_task_keep_graph
 def top_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """The innermost saved-tensor hooks of this thread: inner ones hide them, so a region asks them itself."""
     return _autograd_c._top_saved_tensors_default_hooks(True)
+
+
+def watched() -> bool:
+    """Whether saved-tensor hooks or a dispatch mode follow what runs here, as an enclosing region does."""
+    return top_hooks() is not None or torch._C._len_torch_dispatch_stack() > 0
 
 
 def hooks_disabled() -> str | None:
@@ -127,7 +140,9 @@ def default_device_in_context() -> torch.device | None:
 
 def storage_key(tensor: torch.Tensor) -> int:
     """An address that aliases share: the storage object (works for fake tensors, which have no data)."""
-    return tensor.untyped_storage()._cdata
+    # A pack hook may ask while a torch-function mode is on, which would take this for a call of the user's.
+    with torch._C.DisableTorchFunction():
+        return tensor.untyped_storage()._cdata
 
 
 def forward_ad_active(tensors: list[torch.Tensor]) -> bool:
