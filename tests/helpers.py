@@ -80,8 +80,12 @@ def matrix(*compositions: str, policies: tuple[str, ...] = tuple(POLICIES)) -> C
 Run = Callable[[Callable[..., Any], tuple[Tensor, ...]], tuple[Any, Any]]
 
 
-def check(name: str, policy: str, run: Run) -> None:
-    """`run(fn, args) -> (values, derivatives)` with remat equals the same without: values bitwise."""
+def check(name: str, policy: str, run: Run, order: int = 1) -> None:
+    """`run(fn, args) -> (values, derivatives)` with remat equals the same without: values bitwise.
+
+    At second order without remat, what the two passes give to one cast of a weight adds up in bfloat16; with
+    remat each pass has its own cast and float32 adds up. So there bfloat16's precision is the bound.
+    """
     build = CASES[name].build
     with warnings.catch_warnings():
         for text in (
@@ -94,7 +98,12 @@ def check(name: str, policy: str, run: Run) -> None:
         torch.manual_seed(0)
         got_values, got_derivatives = run(*build(lambda fn: remat(fn, policy=POLICIES[policy])))
     same(got_values, values, 0.0)
-    same(got_derivatives, derivatives, 1e-10)
+    if order > 1 and "autocast" in name:
+        largest = max(float(t.abs().max()) for t in pytree.tree_leaves(derivatives))
+        got_derivatives, derivatives = pytree.tree_map(lambda t: t / largest, (got_derivatives, derivatives))
+        same(got_derivatives, derivatives, 2e-2)
+    else:
+        same(got_derivatives, derivatives, 1e-10)
 
 
 def same(got: Any, expected: Any, tolerance: float = 1e-10) -> None:

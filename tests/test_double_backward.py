@@ -18,7 +18,7 @@ def test_double_backward(name, policy):
         second = [g for g in gradients(first, leaves) if g is not None]
         return outputs, (first, second)
 
-    check(name, policy, run)
+    check(name, policy, run, order=2)
 
 
 @matrix("second", policies=("nothing", "matmuls"))
@@ -30,7 +30,7 @@ def test_gradient_penalty(name, policy):
         (scalar(outputs) + scalar(first)).backward()
         return outputs, [x.grad for x in leaves if x.grad is not None]
 
-    check(name, policy, run)
+    check(name, policy, run, order=2)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

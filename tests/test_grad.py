@@ -48,4 +48,4 @@ def test_backward_through_func_grad(name, policy):
 
     if name == "attention_fused":
         pytest.skip("torch has no second derivative of fused attention on a CPU")
-    check(name, policy, run)
+    check(name, policy, run, order=2)

@@ -19,7 +19,7 @@ def test_grad_of_grad(name, policy):
         once = grad(loss_of(fn), all_of(args))
         return (), grad(lambda *args: scalar(once(*args)), all_of(args))(*args)
 
-    check(name, policy, run)
+    check(name, policy, run, order=2)
 
 
 @matrix("second", "jvp")
@@ -28,7 +28,7 @@ def test_jvp_of_grad(name, policy):
         fn, args = of_inexact(fn, args)
         return (), jvp(grad(loss_of(fn), all_of(args)), args, tangents(args))
 
-    check(name, policy, run)
+    check(name, policy, run, order=2)
 
 
 @matrix("second", policies=("nothing", "matmuls"))
@@ -38,7 +38,7 @@ def test_vjp_of_grad(name, policy):
         grads, pullback = vjp(grad(loss_of(fn), all_of(args)), *args)
         return (), (grads, pullback(grads))
 
-    check(name, policy, run)
+    check(name, policy, run, order=2)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

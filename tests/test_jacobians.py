@@ -23,7 +23,7 @@ def test_hessian(name, policy):
         fn, args = of_inexact(fn, args)
         return (), hessian(loss_of(fn))(*args)
 
-    check(name, policy, run)
+    check(name, policy, run, order=2)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

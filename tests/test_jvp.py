@@ -54,7 +54,7 @@ def test_grad_of_jvp(name, policy):
         fn, args = of_inexact(fn, args)
         return (), grad(lambda *args: scalar(jvp(fn, args, tangents(args))), tuple(range(len(args))))(*args)
 
-    check(name, policy, run)
+    check(name, policy, run, order=2)
 
 
 @matrix("jvp", "vmap", policies=("nothing", "matmuls"))

@@ -73,6 +73,9 @@ class _Flat:
         return _tree.unflatten(_tree.merge(self.out_leaves, self.out_at, list(outs)), self.out_spec)
 
     def body(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if self.family.ambient.casts:
+            # Autocast caches the casts of leaves; below the levels every operand would be one, above them none is.
+            operands = tuple([t.view_as(t) for t in operands])
         own, captured = operands[: self.count], operands[self.count :]
         args, kwargs = _tree.unflatten(_tree.merge(self.leaves, self.at, list(own)), self.spec)
         table = {id(t): operand for t, operand in zip(self.captured, captured, strict=True)}

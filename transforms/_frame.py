@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from remat.transforms import _observe, _ops, _torch, _trace, _tree
+from remat.transforms._capture import Bindings
 from remat.transforms._errors import RematError
 from remat.transforms._region import Region, recomputing
-from remat.transforms._state import Ambient, RandomState, device_kinds, without_autocast_cache
+from remat.transforms._state import Ambient, RandomState, device_kinds
 
 _NOTHING = contextlib.nullcontext()
 # anchor -> signatures of calls for which the plain run is already the least work
@@ -32,12 +33,12 @@ _MOST_SIGNATURES = 256
 class _Held:
     """A tensor kept across, through the hooks of whoever encloses the region."""
 
-    __slots__ = ("packed", "requires_grad", "unpack", "version")
+    __slots__ = ("leaf", "packed", "requires_grad", "unpack", "version")
 
     def __init__(self, tensor: torch.Tensor, hooks: tuple[Any, Any] | None) -> None:
         alias = tensor.detach()
         self.version = 0 if alias.is_inference() else alias._version
-        self.requires_grad = tensor.requires_grad
+        self.requires_grad, self.leaf = tensor.requires_grad, tensor.is_leaf
         self.unpack = None
         self.packed: Any = alias
         if hooks is not None:
@@ -54,11 +55,11 @@ class _Held:
 class _Absent:
     """Stands for an argument that nothing in the backward reads."""
 
-    __slots__ = ("meta", "requires_grad")
+    __slots__ = ("leaf", "meta", "requires_grad")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.meta = _trace._metadata(tensor)
-        self.requires_grad = tensor.requires_grad
+        self.requires_grad, self.leaf = tensor.requires_grad, tensor.is_leaf
 
     def get(self, region: str) -> torch.Tensor:
         return _trace.hollow(self.meta)
@@ -81,7 +82,7 @@ class Frame:
     """One forward of a region, and whatever it takes to run it again."""
 
     __slots__ = (
-        "__weakref__", "ambient", "arguments", "count", "direct", "fresh", "held", "hoard", "hooks", "inner", "leaves", "metas",
+        "__weakref__", "ambient", "arguments", "bindings", "count", "direct", "fresh", "held", "hoard", "hooks", "inner", "leaves", "metas",
         "packed_at", "random", "record", "region", "replays", "selector", "settled", "spec", "task", "tensors", "trace", "values",
     )  # fmt: skip
 
@@ -94,6 +95,7 @@ class Frame:
         self.held: list[Any] = [_Held(t, self.hooks) for t in self.tensors]
         self.random = RandomState(self.tensors) if region.preserve_rng_state else None
         self.ambient = Ambient(device_kinds(self.tensors))
+        self.bindings = Bindings(region.function)
         self.metas: list[Any] = []  # what the forward packed: shape, dtype, device, version
         self.packed_at: list[int | None] = []  # the op that made it, None for one from outside
         self.direct: dict[int, Any] = {}  # packed values that are kept as they are
@@ -113,7 +115,8 @@ class Frame:
         known = _plain.get(self.region.anchor)
         traced = known is None or signature not in known or self.region.selector is not None
         traced = traced or self.region.determinism_check == "exact" or _observe.listening() or _enclosing_keeps()
-        out = self._run_traced(args, kwargs) if traced else self._run_plain(args, kwargs)
+        with _trace.inside() if _trace.enclosing() else _NOTHING:
+            out = self._run_traced(args, kwargs) if traced else self._run_plain(args, kwargs)
         self.tensors = []
         if traced and self._is_plain():
             seen = _plain.setdefault(self.region.anchor, set())
@@ -125,9 +128,6 @@ class Frame:
     def _run_plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _torch.push_hooks(self.pack, unpack)
         try:
-            if self.ambient.casts:
-                with without_autocast_cache():
-                    return self.region.function(*args, **kwargs)
             return self.region.function(*args, **kwargs)
         finally:
             _torch.pop_hooks()
@@ -136,7 +136,8 @@ class Frame:
     def _run_traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.trace = trace = _trace.Trace(self.region.name)
         self.selector = self.region.selector() if self.region.selector else None
-        self.record = self.region.record(trace, self.selector, [id(t) for t in self.tensors])
+        self.record = self.region.record(trace, self.selector, self.tensors)
+        self.record.uncached = self._uncached(self.tensors) if self.ambient.casts else None
         watching = self.selector.watching() if self.selector else _NOTHING
         with watching, self.record:
             out = self._run_plain_traced(args, kwargs)
@@ -145,11 +146,13 @@ class Frame:
             self.selector.finished(trace)
         return out
 
+    def _uncached(self, tensors: list[torch.Tensor]) -> set[int]:
+        return {id(t) for t, held in zip(tensors, self.held, strict=True) if not held.leaf}
+
     def _run_plain_traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _torch.push_hooks(self.pack_traced, unpack)
         try:
-            with without_autocast_cache() if self.ambient.casts else _NOTHING:
-                return self.region.function(*args, **kwargs)
+            return self.region.function(*args, **kwargs)
         finally:
             _torch.pop_hooks()
 
@@ -163,13 +166,16 @@ class Frame:
         record = self.record
         assert record is not None
         made = record.find(tensor)
+        if made is not None and record.from_outside(made):
+            made = None
         self.packed_at.append(made)
         self.metas[handle[1]] += (record.position,)
         if made is None:
-            self.metas[handle[1]] += (_storage(tensor),)
-        if made is None or tensor.numel() == 0 or record.shares_kept(made):
-            # From outside, or a view of something kept: holding it costs nothing more.
-            self.direct[handle[1]] = _Held(tensor, self.hooks if made is None else None)
+            self.metas[handle[1]] += (_trace.storage(tensor),)
+        if record.shares_kept(made) if made is not None else self.hooks is None:
+            # From outside, or a view of something kept: holding it costs nothing more. (What an enclosing region is to
+            # recompute is not held.)
+            self.direct[handle[1]] = _Held(tensor, None)
         if self.hoard is not None:
             self.hoard.append(tensor)
             if _bytes(self.hoard) > _bytes(self.tensors) + record.kept_bytes:
@@ -185,9 +191,9 @@ class Frame:
         seen = [self.metas[i][4] for i in range(len(self.metas)) if i not in self.direct]
         trace.settle(wanted, max(seen, default=0))
         # Autograd itself reads some arguments (the weight of a matmul): those are there anyway.
-        read = {self.metas[at][5] for at in self.direct if self.packed_at[at] is None}
+        read = {meta[5] for meta, made in zip(self.metas, self.packed_at, strict=True) if made is None}
         for i, tensor in enumerate(self.tensors):
-            if not trace.opaque and id(tensor) not in trace.needed_externals and _storage(tensor) not in read:
+            if not trace.opaque and not trace.reads(tensor) and _trace.storage(tensor) not in read:
                 self.held[i] = _Absent(tensor)
         self._prefer_residuals(trace)
         self.settled = True
@@ -245,7 +251,8 @@ class Frame:
             return held.get(self.region.name)
         task = _torch.graph_task()
         if task != self.task or at not in self.values:
-            self._recompute(task)
+            with _torch.below_levels():
+                self._recompute(task)
         if at not in self.values:
             raise RematError(self._differs(f"it packed {self.count} values for the backward where the forward packed {len(self.metas)}"))
         value = self.values.pop(at)
@@ -266,7 +273,7 @@ class Frame:
         try:
             if self.random:
                 self.random.restore()
-            with self._again():
+            with self._again(args, kwargs):
                 self.region.function(*args, **kwargs)
         except _trace.Stop:
             pass
@@ -276,17 +283,20 @@ class Frame:
                 now.restore()
 
     @contextlib.contextmanager
-    def _again(self) -> Any:
+    def _again(self, args: Any, kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
             stack.enter_context(recomputing())
             stack.enter_context(torch.enable_grad())
+            if self.bindings.bound:
+                stack.enter_context(self.bindings.restored())
             if self.ambient.differs() or self.ambient.casts:
                 stack.enter_context(self.ambient.restored())
             if self.trace is not None and self.settled:
                 check = self.region.determinism_check
-                stack.enter_context(
-                    _trace.Replay(self.trace, early_stop=True, check=check != "none", digest=self.region.digest)
-                )
+                replay = _trace.Replay(self.trace, early_stop=True, check=check != "none", digest=self.region.digest)
+                if self.ambient.casts:
+                    replay.uncached = self._uncached(_tree.split(_tree.flatten((args, kwargs))[0])[0])
+                stack.enter_context(replay)
             _torch.push_hooks(self.repack, _identity)
             stack.callback(_torch.pop_hooks)
             yield
@@ -322,6 +332,10 @@ class Frame:
         for i, held in zip(self.arguments, self.held, strict=True):
             tensor = held.get(self.region.name)
             leaves[i] = tensor.requires_grad_() if held.requires_grad else tensor
+            if self.ambient.casts and not held.leaf and held.requires_grad:
+                # Autocast caches casts of leaves, and this one was none in the forward.
+                with torch.enable_grad():
+                    leaves[i] = tensor.view_as(tensor)
         return _tree.unflatten(leaves, self.spec)
 
     def _forget(self) -> None:
@@ -360,13 +374,6 @@ def _enclosing_keeps() -> bool:
         parent = mode.trace.parent
         return parent is not None and parent[0].kept_any
     return False
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    try:
-        return _torch.storage_key(tensor)
-    except (NotImplementedError, RuntimeError):
-        return id(tensor)
 
 
 def _bytes(tensors: list[torch.Tensor]) -> int:

@@ -26,7 +26,7 @@ from torch.autograd import forward_ad
 from remat.transforms import _observe, _torch, _trace
 from remat.transforms._errors import RematError
 from remat.transforms._region import Region, recomputing
-from remat.transforms._state import Ambient, RandomState, without_autocast_cache
+from remat.transforms._state import Ambient, RandomState
 
 Tensors = Sequence[torch.Tensor]
 Body = Callable[..., tuple[torch.Tensor, ...]]
@@ -38,14 +38,14 @@ class Residuals:
     def __init__(self) -> None:
         self.trace: _trace.Trace | None = None
         self.random: RandomState | None = None
-        self.outside: set[int] | None = None  # ids of outside tensors that autograd itself reads
+        self.outside: set[int] | None = None  # storages from outside that autograd itself reads
 
     def needs(self, tensor: torch.Tensor) -> bool:
         """Whether the pull-back reads this operand."""
         if self.trace is None or self.outside is None or self.trace.opaque:
             return True
-        key = id(_torch.unwrapped(tensor))
-        return key in self.trace.needed_externals or key in self.outside
+        bottom = _torch.unwrapped(tensor)
+        return self.trace.reads(bottom) or _trace.storage(bottom) in self.outside
 
 
 @dataclass
@@ -56,7 +56,6 @@ class Family:
     ambient: Ambient
     # Set while the recorded forward runs: the hook that watches what autograd would save.
     watch: Callable[[torch.Tensor], Any] | None = None
-    outside: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,7 @@ class Prim:
 
     Attributes:
         body: the function.
+        recorded: the function as the nodes above want it recorded (see `_as_differentiated`), None when no node does.
         family: what it shares with its relatives.
         pulls: whether this is a pull-back, which recomputes.
         sinks: forward only: where the recorded run leaves its residuals.
@@ -74,6 +74,7 @@ class Prim:
 
     body: Body
     family: Family
+    recorded: Body | None = None
     pulls: bool = False
     sinks: tuple[Residuals, ...] = ()
     source: Residuals | None = None
@@ -129,15 +130,22 @@ def _vmap_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor,
             return call(prim, lowered)
     out_dims: list[Any] = []
     size = level.batch_size()
-    batched = _torch.restore_vmap(lambda *ts: tuple(prim.body(*ts)), in_dims, size, randomness)
 
-    def body(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        outs, dims = batched(*tensors)
-        out_dims[:] = dims
-        return tuple(outs)
+    def batched(body: Body) -> Body:
+        if isinstance(body, _PullBack) and (pull := body.batched(in_dims, size, randomness)) is not None:
+            out_dims[:] = [0] * len(body.mask)
+            return pull
+        over = _torch.restore_vmap(lambda *ts: tuple(body(*ts)), in_dims, size, randomness)
+
+        def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            outs, dims = over(*tensors)
+            out_dims[:] = dims
+            return tuple(outs)
+
+        return run
 
     with level.lower():
-        outs = call(replace(prim, body=body), lowered)
+        outs = call(_mapped(prim, batched), lowered)
     return tuple([t if d is None else _torch.add_batch_dim(t, d, number) for t, d in zip(outs, out_dims, strict=True)])
 
 
@@ -153,7 +161,7 @@ def _jvp_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, 
         return tuple([_torch.wrap_for_grad(t, number) for t in outs])
     split: list[list[int]] = [[]]
     with level.lower():
-        outs = call(replace(prim, body=_with_tangents(prim.body, len(primals), at, split)), [*primals, *tangents])
+        outs = call(_mapped(prim, lambda body: _with_tangents(body, len(primals), at, split)), [*primals, *tangents])
     smooth = split[0]
     plain = len(outs) - len(smooth)
     made = [_torch.wrap_for_grad(t, number) for t in outs[:plain]]
@@ -177,6 +185,11 @@ def _with_tangents(body: Body, count: int, at: list[int], split: list[list[int]]
     return dual
 
 
+def _mapped(prim: Prim, transform: Callable[[Body], Body]) -> Prim:
+    recorded = transform(prim.recorded) if prim.recorded is not None else None
+    return replace(prim, body=transform(prim.body), recorded=recorded)
+
+
 _RULES = {_torch.GRAD: _grad_rule, _torch.VMAP: _vmap_rule, _torch.JVP: _jvp_rule}
 
 
@@ -197,8 +210,8 @@ def _recorded(prim: Prim, mask: list[int]) -> tuple[Prim, Residuals | None]:
     if prim.pulls:
         return prim, None
     residuals = Residuals()
-    body = _as_differentiated(prim.body, mask)
-    return replace(prim, body=body, sinks=(*prim.sinks, residuals)), residuals
+    recorded = _as_differentiated(prim.recorded or prim.body, mask)
+    return replace(prim, recorded=recorded, sinks=(*prim.sinks, residuals)), residuals
 
 
 def _backward(ctx: Any, cotangents: tuple[Any, ...], level: int | None) -> list[Any]:
@@ -209,17 +222,28 @@ def _backward(ctx: Any, cotangents: tuple[Any, ...], level: int | None) -> list[
     if not mask or not present:
         return grads
     saved = _saved(ctx)
-    body = _pull_back(ctx.prim.body, len(saved), mask, present)
+    body = _PullBack(ctx.prim.body, len(saved), mask, present)
     dead = level is not None and any(_torch.is_dead(t) for t in saved)
-    pull = Prim(body, ctx.prim.family, True, (), ctx.residuals, None if dead else level)
+    source = ctx.residuals or _random_of(ctx.prim.source)
+    pull = Prim(body, ctx.prim.family, pulls=True, source=source, own_level=None if dead else level)
     made = call(pull, [*saved, *[cotangents[i] for i in present]])
     if ctx.residuals is not None and not _torch.graph_kept():
         # Freed as the backward goes, like autograd's own saved values.
         ctx.residuals = Residuals() if ctx.residuals.trace is None else None
         ctx.prim = replace(ctx.prim, body=_freed)
-    for i, grad in zip(mask, made, strict=True):
-        grads[first + i] = grad
+    for place, (i, grad) in enumerate(zip(mask, made, strict=True)):
+        # No gradient is None in plain autograd; torch.func wants zeros.
+        grads[first + i] = None if level is None and place in body.unused else grad
     return grads
+
+
+def _random_of(source: Residuals | None) -> Residuals | None:
+    """What the pull-back of a pull-back takes over: it computes everything again, from the same random numbers."""
+    if source is None or source.random is None:
+        return None
+    residuals = Residuals()
+    residuals.random = source.random
+    return residuals
 
 
 def _saved(ctx: Any) -> Tensors:
@@ -303,7 +327,8 @@ def _hollow(tensor: torch.Tensor) -> torch.Tensor:
             inner, dim = _torch.unwrap_batched(tensor, level)
             return _torch.add_batch_dim(_hollow(inner), dim, level)
         return _torch.wrap_for_grad(_hollow(_torch.unwrap_once(tensor)), level)
-    empty = _trace.quiet(_trace.hollow, _trace._metadata(tensor))
+    # A factory's result is wrapped by the level at hand.
+    empty = _torch.unwrapped(_trace.quiet(_trace.hollow, _trace._metadata(tensor)))
     empty.untyped_storage().resize_(0)
     return empty
 
@@ -351,40 +376,83 @@ def _as_differentiated(body: Body, mask: list[int]) -> Body:
     return run
 
 
-def _pull_back(body: Body, count: int, mask: list[int], present: list[int]) -> Body:
-    """(operands, cotangents of the outs at `present`) -> gradients of the operands at `mask`."""
+@dataclass(frozen=True)
+class _PullBack:
+    """(operands, cotangents of the outs at `present`) -> gradients of the operands at `mask`.
 
-    def pull(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        operands, cotangents = tensors[:count], tensors[count:]
+    `over` holds the vmaps that see cotangents only, from the innermost: there the function is recomputed once, outside,
+    and only the pulling is batched. (jacrev is such a vmap.)
+    """
+
+    body: Body
+    count: int
+    mask: list[int]
+    present: list[int]
+    over: tuple[tuple[tuple[int | None, ...], int, str], ...] = ()
+    unused: set[int] = field(default_factory=set)  # places of `mask` that turned out not to matter
+
+    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        operands, cotangents = tensors[: self.count], tensors[self.count :]
         if not _torch.in_transform():
-            return _pull_plainly(body, operands, cotangents, mask, present)
+            return self._plainly(operands, cotangents)
         split: list[list[int]] = [[]]
 
         def of(*moving: torch.Tensor) -> Any:
-            return _smooth_first(body(*_merged(operands, mask, moving)), split)
+            return _smooth_first(self.body(*_merged(operands, self.mask, moving)), split)
 
-        smooth, vjp, _ = torch.func.vjp(of, *[operands[i] for i in mask], has_aux=True)
-        given = dict(zip(present, cotangents, strict=True))
-        full = [given[i] if i in given else torch.zeros_like(t) for i, t in zip(split[0], smooth, strict=True)]
-        return tuple(vjp(tuple(full)))
+        smooth, vjp, _ = torch.func.vjp(of, *[operands[i] for i in self.mask], has_aux=True)
 
-    return pull
+        def pull(*cotangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            given = dict(zip(self.present, cotangents, strict=True))
+            full = [given[i] if i in given else torch.zeros_like(t) for i, t in zip(split[0], smooth, strict=True)]
+            return tuple(vjp(tuple(full)))
+
+        return self._staged(pull)(*cotangents)
+
+    def _plainly(self, operands: Tensors, cotangents: Tensors) -> tuple[torch.Tensor, ...]:
+        """By plain autograd: quicker, and the only way for functions that torch.func refuses."""
+        again = torch.is_grad_enabled() and any(t.requires_grad for t in (*operands, *cotangents))
+        with torch.enable_grad():
+            leaves = [_variable(operands[i], again) for i in self.mask]
+            outs = self.body(*_merged(operands, self.mask, leaves))
+
+        def pull(*cotangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            pairs = [(outs[i], ct) for i, ct in zip(self.present, cotangents, strict=True) if outs[i].requires_grad]
+            if not pairs:
+                return tuple([torch.zeros_like(t) for t in leaves])
+            ends, cts = [o for o, _ in pairs], [ct for _, ct in pairs]
+            grads = torch.autograd.grad(ends, leaves, cts, create_graph=again, retain_graph=again or None, allow_unused=True)
+            self.unused.update(i for i, g in enumerate(grads) if g is None)
+            return tuple([torch.zeros_like(t) if g is None else g for g, t in zip(grads, leaves, strict=True)])
+
+        return self._staged(pull)(*cotangents)
+
+    def batched(self, in_dims: tuple[int | None, ...], size: int, randomness: str) -> _PullBack | None:
+        """The same under a vmap whose batch is in the cotangents only, None if it is in the operands too."""
+        if any(dim is not None for dim in in_dims[: self.count]):
+            return None
+        return replace(self, over=(*self.over, (in_dims[self.count :], size, randomness)))
+
+    def _staged(self, pull: Body) -> Body:
+        for in_dims, size, randomness in self.over:
+            pull = _batched_first(pull, in_dims, size, randomness)
+        return pull
 
 
-def _pull_plainly(body: Body, operands: Tensors, cotangents: Tensors, mask: list[int], present: list[int]) -> Any:
-    """The pull-back by plain autograd: quicker, and the only way for functions that torch.func refuses."""
-    again = torch.is_grad_enabled() and any(t.requires_grad for t in (*operands, *cotangents))
-    with torch.enable_grad():
-        # An alias each, so that one tensor passed twice gets two gradients.
-        leaves = [operands[i].view_as(operands[i]) if again and operands[i].requires_grad else _leaf(operands[i]) for i in mask]
-        outs = body(*_merged(operands, mask, leaves))
-    pairs = [(outs[i], ct) for i, ct in zip(present, cotangents, strict=True) if outs[i].requires_grad]
-    if not pairs:
-        return tuple([torch.zeros_like(t) for t in leaves])
-    grads = torch.autograd.grad(
-        [o for o, _ in pairs], leaves, [ct for _, ct in pairs], create_graph=again, allow_unused=True, materialize_grads=True
-    )
-    return tuple(grads)
+def _batched_first(pull: Body, in_dims: tuple[int | None, ...], size: int, randomness: str) -> Body:
+    """`pull` over a batch of cotangents; every result has the batch in front."""
+
+    def run(*cotangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outs, dims = _torch.restore_vmap(lambda *ts: tuple(pull(*ts)), in_dims, size, randomness)(*cotangents)
+        pairs = zip(outs, dims, strict=True)
+        return tuple([t.expand(size, *t.shape) if d is None else t.movedim(d, 0) for t, d in pairs])
+
+    return run
+
+
+def _variable(tensor: torch.Tensor, again: bool) -> torch.Tensor:
+    # An alias each, so that one tensor passed twice gets two gradients.
+    return tensor.view_as(tensor) if again and tensor.requires_grad else _leaf(tensor)
 
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:
@@ -422,8 +490,7 @@ def _execute(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
     """Run a primitive's body below every level."""
     if prim.pulls:
         return _execute_pull(prim, operands)
-    family = prim.family
-    with without_autocast_cache() if family.ambient.casts else contextlib.nullcontext():
+    with _trace.inside():
         outs = _execute_recorded(prim, operands) if prim.sinks else prim.body(*operands)
     # A result that is an operand itself would be taken for an in-place result by autograd.Function.
     taken = {id(t) for t in operands}
@@ -434,7 +501,7 @@ def _execute_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
     region, family = prim.family.region, prim.family
     trace = _trace.Trace(region.name)
     selector = region.selector() if region.selector else None
-    record = region.record(trace, selector, [id(t) for t in operands])
+    record = region.record(trace, selector, operands)
     random = RandomState(operands) if region.preserve_rng_state else None
     wanted: set[int] = set()
     outside: set[int] = set()
@@ -442,13 +509,14 @@ def _execute_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
     def watch(tensor: torch.Tensor) -> None:
         bottom = _torch.unwrapped(tensor)
         made = record.find(bottom)
-        outside.update(() if made is not None else (id(t) for t in operands if _same_storage(t, bottom)))
+        if made is None:
+            outside.add(_trace.storage(bottom))
         wanted.update(() if made is None else (made,))
 
     family.watch = watch
     try:
         with selector.watching() if selector else contextlib.nullcontext(), record:
-            outs = prim.body(*operands)
+            outs = (prim.recorded or prim.body)(*operands)
     finally:
         watched, family.watch = family.watch is not None, None
     trace.settle(wanted if watched else None)
@@ -459,13 +527,6 @@ def _execute_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
     if _observe.listening():
         _report(region.name, trace, prim.sinks[-1], operands)
     return outs
-
-
-def _same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
-    try:
-        return _torch.storage_key(a) == _torch.storage_key(b)
-    except (NotImplementedError, RuntimeError):
-        return a is b
 
 
 def _report(name: str, trace: _trace.Trace, sink: Residuals, operands: Tensors) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -56,7 +56,7 @@ class Region:
     def digest(self) -> Callable[[Any], Any] | None:
         return _checksum if self.determinism_check == "exact" else None
 
-    def record(self, trace: Trace, selector: Selector | None, inputs: list[int]) -> Record:
+    def record(self, trace: Trace, selector: Selector | None, inputs: Sequence[torch.Tensor]) -> Record:
         return Record(trace, selector, inputs, self.digest)
 
 

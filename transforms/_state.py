@@ -40,8 +40,7 @@ class Ambient:
             stack.callback(_write_switches, tuple([read() for read in _READERS]))
             _write_switches(self.switches)
             for kind, enabled, dtype in self.autocast:
-                # The cache would let a cast made before the region hide an op that the recomputation repeats.
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
             if self.device is not None:
                 stack.enter_context(self.device)
             yield
@@ -65,17 +64,6 @@ def _write_switches(values: tuple[Any, ...]) -> None:
     for (read, write), value in zip(_SWITCHES, values, strict=True):
         if read() != value:
             write(value)
-
-
-@contextlib.contextmanager
-def without_autocast_cache() -> Iterator[None]:
-    """Autocast as it is, but with no cached casts, so that forward and recomputation cast alike."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
 
 
 def device_kinds(tensors: Sequence[torch.Tensor]) -> tuple[str, ...]:

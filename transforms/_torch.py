@@ -13,7 +13,7 @@ import torch
 from torch._C import _autograd as _autograd_c
 from torch._C import _functorch as _functorch_c
 from torch._C._functorch import TransformType
-from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter, temporarily_clear_interpreter_stack
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._functorch.vmap import restore_vmap
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
@@ -62,6 +62,16 @@ def interpreter() -> Any | None:
     if not in_transform():
         return None
     return retrieve_current_functorch_interpreter()
+
+
+@contextlib.contextmanager
+def below_levels() -> Iterator[None]:
+    """Leave all functorch levels for a while: a vmapped backward asks for values that were made below it."""
+    if not in_transform():
+        yield
+        return
+    with temporarily_clear_interpreter_stack():
+        yield
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,9 +7,10 @@ matter (`decide`): nothing here knows of policies.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -70,13 +71,17 @@ class Trace:
     def __init__(self, region: str) -> None:
         self.region = region
         self.nodes: list[Node] = []
-        self.externals: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self.externals: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}  # object, version, storage
         self.snapshots: dict[int, torch.Tensor] = {}
+        self.arguments: set[int] = set()  # storages of the region's arguments
+        self.inner: list[tuple[int, int]] = []  # the ops of regions inside this one
         self.parent: tuple[Trace, int] | None = None
         self.kept_any = False
         self.last = -1  # the last op of the recomputation that does anything
         self.end = 0  # how many ops must have passed before all that is wanted has been seen
         self.needed_externals: set[int] = set()
+        self.needed_storages: set[int] | None = None
+        self.written: set[int] = set()  # nodes whose storage some op writes to
         self.opaque = False  # whether something computed that torch's dispatcher did not see
 
     def settle(self, wanted: Iterable[int] | None, end: int = 0) -> None:
@@ -89,7 +94,7 @@ class Trace:
         self._add_forced(live)
         if any(live.values()) and self._is_opaque(live):
             self.opaque = True
-            live = {i: self.nodes[i].kept is None or self.nodes[i].draws for i in range(len(self.nodes))}
+            live = {i: node.draws or not self._saved(i) for i, node in enumerate(self.nodes)}
         written = self._written_roots(live)
         for i, node in enumerate(self.nodes):
             if i not in live:
@@ -125,6 +130,9 @@ class Trace:
 
     def _saved(self, i: int) -> bool:
         node = self.nodes[i]
+        if node.root != i and node.root in self.written:
+            # A view that is handed out would no longer alias what is written through others.
+            return False
         if node.kept is not None:
             return True
         if self.parent is None:
@@ -139,7 +147,13 @@ class Trace:
         return True
 
     def _add_forced(self, live: dict[int, bool]) -> None:
-        """Ops that must run although nobody reads them: collectives, and draws before a draw that runs."""
+        """Ops that must run although nobody reads them.
+
+        Collectives; draws before a draw that runs; and regions inside this one, which in the recomputation run a
+        forward of their own (so that k nested regions run the inner function 1 + k times, as in JAX).
+        """
+        for start, stop in self.inner:
+            live.update((j, r) for j, r in self._reach(range(start, stop)).items() if j not in live)
         if not any(live.values()):
             return
         random = [i for i, n in enumerate(self.nodes) if n.draws]
@@ -162,14 +176,17 @@ class Trace:
         """
         if self.opaque:
             return True
-        written = {self.nodes[j].root for j, node in enumerate(self.nodes) if _ops.traits(node.op).writes}
         for i, runs in live.items():
             node = self.nodes[i]
-            if _ops.traits(node.op).uninitialized and i not in written and _numel(node.outs):
+            if _ops.traits(node.op).uninitialized and i not in self.written and _numel(node.outs):
                 return True
-            if runs and any(self.externals[key][0]() is None for key in node.external):
+            if runs and any(self._made_unseen(key) for key in node.external):
                 return True
         return False
+
+    def _made_unseen(self, key: int) -> bool:
+        ref, _, where = self.externals[key]
+        return ref() is None and where not in self.arguments
 
     def _written_roots(self, live: dict[int, bool]) -> set[int]:
         return {self.nodes[i].root for i, runs in live.items() if runs and _ops.traits(self.nodes[i].op).writes}
@@ -183,6 +200,12 @@ class Trace:
         """Whether running the function up to its last needed op does nothing needless, and writes nothing."""
         return not self.snapshots and all(n.action == RUN or _ops.traits(n.op).view for n in self.nodes[: self.end])
 
+    def reads(self, tensor: torch.Tensor) -> bool:
+        """Whether the recomputation reads the storage of this outside tensor."""
+        if self.needed_storages is None:
+            self.needed_storages = {self.externals[key][2] for key in self.needed_externals}
+        return storage(tensor) in self.needed_storages
+
     def kept_bytes(self) -> int:
         """Bytes of the values kept on their device, views of one storage counted once."""
         sizes: dict[int, int] = {}
@@ -194,7 +217,7 @@ class Trace:
     def check_unwritten(self) -> None:
         """Raise when an outside tensor that the recomputation reads was written to since the forward."""
         for key in self.needed_externals:
-            ref, version = self.externals[key]
+            ref, version, _ = self.externals[key]
             tensor = ref()
             if tensor is not None and key not in self.snapshots and _version(tensor) != version:
                 raise RematError(written(self.region, tensor))
@@ -213,6 +236,14 @@ class _Mode(TorchDispatchMode):
     """Shared by recording and replaying: a stack of those active, and silence for the engine's own ops."""
 
     supports_higher_order_operators = True
+    # Under autocast torch caches casts of leaves, across regions: whether such a cast happens in a forward and in
+    # its recomputation is chance. They are left out of the sequence. The ids of arguments that torch does not cache.
+    uncached: set[int] | None = None
+
+    def _cached_cast(self, func: Any, args: Any) -> bool:
+        if self.uncached is None or func is not torch.ops.aten._to_copy.default:
+            return False
+        return args[0].is_leaf and args[0].requires_grad and id(args[0]) not in self.uncached
     trace: Trace
 
     def __enter__(self) -> Any:
@@ -240,6 +271,18 @@ def enclosing() -> _Mode | None:
     return stack[-1] if stack else None
 
 
+@contextlib.contextmanager
+def inside() -> Iterator[None]:
+    """Tell the enclosing recording, if any, that what runs now is a region of its own."""
+    mode = enclosing()
+    if not isinstance(mode, Record):
+        yield
+        return
+    start = mode.position
+    yield
+    mode.trace.inner.append((start, mode.position))
+
+
 def recordings() -> list[Record]:
     """The recordings in progress on this thread, outermost first."""
     return [mode for mode in getattr(_active, "stack", ()) if isinstance(mode, Record)]
@@ -261,7 +304,7 @@ class Record(_Mode):
     Args:
         trace: where to write.
         selector: its `decide(node index, node, args, kwargs, outs)` says RECOMPUTE, OFFLOAD or SAVE; None keeps nothing.
-        inputs: ids of the region's argument tensors (which it must not write to).
+        inputs: the region's argument tensors (which it must not write to).
         digest: a checksum of an op's results to compare bitwise later, or None.
     """
 
@@ -269,20 +312,23 @@ class Record(_Mode):
         self,
         trace: Trace,
         selector: Any,
-        inputs: Iterable[int] = (),
+        inputs: Iterable[torch.Tensor] = (),
         digest: Callable[[Any], Any] | None = None,
     ) -> None:
         super().__init__()
         self.trace = trace
         self.selector = selector
-        self.inputs = set(inputs)
+        trace.arguments = {storage(t) for t in inputs}
         self.digest = digest
         self.kept_bytes = 0
         self._made: dict[int, int] = {}
         self._by_address: dict[int, int] = {}
+        self._by_storage: dict[int, int] = {}
         self._writers: dict[int, list[int]] = {}
         self._outside_writers: dict[int, list[int]] = {}
         self._kept_roots: set[int] = set()
+        self._cast: dict[int, torch.Tensor] = {}  # cached casts of outside tensors, by id
+        self._alive: list[torch.Tensor] = []
 
     @property
     def position(self) -> int:
@@ -297,6 +343,12 @@ class Record(_Mode):
             out = func(*args, **kwargs)
             if isinstance(out, torch.Tensor) and (at := self._made.get(id(args[0]))) is not None:
                 self._made[id(out)] = at
+            return out
+        if self.uncached is not None and self._cached_cast(func, args):
+            out = func(*args, **kwargs)
+            self._external(args[0])
+            self._cast[id(out)] = args[0]
+            self._alive.append(out)
             return out
         if facts.writes:
             self._before_write(func, facts, args, kwargs)
@@ -322,6 +374,7 @@ class Record(_Mode):
         for tensor in _tensors(out):
             self._made[id(tensor)] = at
             self._by_address[_address(tensor)] = at
+            self._by_storage[storage(tensor)] = at
         if self.digest is not None:
             node.digest = quiet(self.digest, out)
         # What an op wrote in place is handed to its caller by reference, so it cannot be kept in its stead.
@@ -351,11 +404,13 @@ class Record(_Mode):
             self.selector.name(self, at, tensor, name)
 
     def find(self, tensor: torch.Tensor) -> int | None:
-        """The node that made `tensor` (or an alias of it), None for one from outside."""
+        """The node that made `tensor` or an alias of it, None for one from outside."""
         at = self._made.get(id(tensor))
-        if at is None:
-            at = self._by_address.get(_address(tensor))
-        return None if at is None or self.trace.nodes[at].root == _OUTSIDE else at
+        return self._by_address.get(_address(tensor)) if at is None else at
+
+    def from_outside(self, at: int) -> bool:
+        """Whether node `at` only looks at a tensor from outside."""
+        return self.trace.nodes[at].root == _OUTSIDE
 
     def shares_kept(self, at: int) -> bool:
         """Whether node `at` only looks into a storage that is kept on this device and never written."""
@@ -368,7 +423,9 @@ class Record(_Mode):
         deps: list[int] = []
         external: list[int] = []
         for tensor in _tensors((*args, *kwargs.values()) if kwargs else args):
-            at = self._made.get(id(tensor))
+            if self._cast:
+                tensor = self._cast.get(id(tensor), tensor)
+            at = self._maker(tensor)
             if at is None:
                 external.append(self._external(tensor))
                 writers = self._outside_writers.get(id(tensor)) if self._outside_writers else None
@@ -379,10 +436,18 @@ class Record(_Mode):
                 deps.extend(writers)
         node.deps, node.external = deps, tuple(external)
 
+    def _maker(self, tensor: torch.Tensor) -> int | None:
+        """The node that made this tensor object, or at least its storage."""
+        at = self._made.get(id(tensor))
+        if at is None and id(tensor) not in self.trace.externals:
+            # Autograd makes aliases that no dispatch mode sees. An address used twice only adds a dependency.
+            at = self._by_storage.get(storage(tensor))
+        return at
+
     def _external(self, tensor: torch.Tensor) -> int:
         key = id(tensor)
         if key not in self.trace.externals:
-            self.trace.externals[key] = (weakref.ref(tensor), _version(tensor))
+            self.trace.externals[key] = (weakref.ref(tensor), _version(tensor), storage(tensor))
         return key
 
     def _root(self, values: Any) -> int:
@@ -397,7 +462,9 @@ class Record(_Mode):
             if made is None:
                 self._outside_writers.setdefault(id(tensor), []).append(at)
             else:
-                self._writers.setdefault(self.trace.nodes[made].root, []).append(at)
+                written = self.trace.nodes[made].root
+                self._writers.setdefault(written, []).append(at)
+                self.trace.written.add(written)
             if facts.inplace:
                 root = self._root(tensor)
         return root
@@ -415,7 +482,7 @@ class Record(_Mode):
     def _write_outside(self, func: Any, tensor: torch.Tensor) -> None:
         if _ops.traits(func).outside:
             return
-        if id(tensor) in self.inputs:
+        if storage(tensor) in self.trace.arguments:
             raise RematError(self._refuse_write(func, tensor, "which is an argument"))
         if id(tensor) not in self.trace.snapshots:
             # The state before the write, so that the recomputation can repeat it on a copy and the outside
@@ -465,6 +532,8 @@ class Replay(_Mode):
         facts = _ops.traits(func)
         if getattr(_active, "quiet", False) or facts.ignored:
             return func(*args, **kwargs)
+        if self.uncached is not None and self._cached_cast(func, args):
+            return func(*args, **kwargs)
         at = self.position_
         if self.early_stop and at >= self.trace.end:
             raise Stop
@@ -486,7 +555,7 @@ class Replay(_Mode):
 
     def _run(self, at: int, node: Node, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
-        if self.check and _metadata(out) != node.outs:
+        if self.check and not _alike(_metadata(out), node.outs):
             raise RematError(self._differs(at, f"{func} made {node.outs} in the forward and now makes {_metadata(out)}"))
         if node.digest is not None and quiet(self.digest, out) != node.digest:
             raise RematError(self._differs(at, f"{func} gave other numbers than in the forward, bit for bit"))
@@ -549,6 +618,15 @@ def _metadata(out: Any) -> Any:
     return out
 
 
+def _alike(new: Any, old: Any) -> bool:
+    """Whether shapes, dtypes, devices (not strides) and plain values are the same."""
+    if isinstance(new, Meta) and isinstance(old, Meta):
+        return new[0] == old[0] and new[2:] == old[2:]
+    if isinstance(new, (tuple, list)) and isinstance(old, (tuple, list)):
+        return len(new) == len(old) and all(map(_alike, new, old))
+    return bool(new == old) or new != new
+
+
 def _numel(outs: Any) -> int:
     return outs[0].numel() if isinstance(outs, Meta) else 1
 
@@ -593,6 +671,14 @@ def _swap(tree: Any, table: dict[int, torch.Tensor]) -> Any:
 def _version(tensor: torch.Tensor) -> int:
     # Inference tensors keep no version and cannot be written outside inference mode.
     return 0 if tensor.is_inference() else tensor._version
+
+
+def storage(tensor: torch.Tensor) -> int:
+    """What aliases of one memory have in common."""
+    try:
+        return _torch.storage_key(tensor)
+    except (NotImplementedError, RuntimeError):
+        return id(tensor)
 
 
 def _address(tensor: torch.Tensor) -> int:

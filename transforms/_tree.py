@@ -43,17 +43,21 @@ def merge(leaves: list[Any], at: list[int], tensors: list[torch.Tensor]) -> list
 
 def paths(tree: Any) -> list[str]:
     """For every leaf its key path, such as `['layers'][0]['w']`."""
-    return [torch_pytree.keystr(path) for path, _ in torch_pytree.tree_flatten_with_path(tree)[0]]
+    try:
+        return [torch_pytree.keystr(path) for path, _ in torch_pytree.tree_flatten_with_path(tree)[0]]
+    except ValueError:
+        # A container registered without names for its children: their numbers must do.
+        return [f"<leaf {i}>" for i, _ in enumerate(torch_pytree.tree_leaves(tree))]
 
 
 def check_results(tree: Any, region: str) -> None:
     """Raise when a result holds tensors in a container that is not a pytree, which torch.func would lose."""
-    for path, leaf in torch_pytree.tree_flatten_with_path(tree)[0]:
+    for at, leaf in enumerate(torch_pytree.tree_leaves(tree)):
         if isinstance(leaf, torch.Tensor) or isinstance(leaf, (int, float, complex, str, bool, type(None))):
             continue
         if held := [k for k, v in getattr(leaf, "__dict__", {}).items() if isinstance(v, torch.Tensor)]:
             raise RematError(
-                f"region {region!r} returns at `result{torch_pytree.keystr(path)}` a {type(leaf).__name__}, which is no pytree but "
+                f"region {region!r} returns at `result{paths(tree)[at]}` a {type(leaf).__name__}, which is no pytree but "
                 f"holds tensors ({', '.join(held)}). Under torch.func their gradients would be lost. Register the class "
                 "with torch.utils._pytree.register_pytree_node (or register_dataclass), or return the tensors themselves."
             )
