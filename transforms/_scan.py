@@ -22,7 +22,7 @@ from remat.transforms._body import Leaves, Step
 from remat.transforms._capture import Missed
 from remat.transforms._errors import RematError
 from remat.transforms._pull import is_float, pull
-from remat.transforms._state import Ambient, RandomState, device_kinds, without_autocast_cache
+from remat.transforms._state import Ambient, RandomState, device_kinds
 
 Tensors = Sequence[torch.Tensor]
 
@@ -143,7 +143,7 @@ def sweep(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     record = scan.record
     record.states.clear()
     record.ambient, record.start = Ambient(device_kinds(flat)), RandomState(flat)
-    with without_autocast_cache() if record.ambient.casts else contextlib.nullcontext():
+    with _uncached_casts() if record.ambient.casts else contextlib.nullcontext():
         carry, stacks = _sweep_known(scan, flat) if scan.proceed is None else _sweep_open(scan, flat)
     record.random = _now(record.start) is not record.start
     return carry, stacks
@@ -381,6 +381,17 @@ def pull_back(
 
 
 @contextlib.contextmanager
+def _uncached_casts() -> Iterator[None]:
+    """Autocast without its cache: a cast kept from one step would hang on that step's graph, or on none."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+@contextlib.contextmanager
 def _as_in_forward(scan: Scan, *, seeded: bool = False) -> Iterator[None]:
     """Autocast, switches and generators as in the forward; the generators are put back afterwards."""
     record = scan.record
@@ -389,7 +400,7 @@ def _as_in_forward(scan: Scan, *, seeded: bool = False) -> Iterator[None]:
         if record.ambient.differs():
             stack.enter_context(record.ambient.restored())
         if record.ambient.casts:
-            stack.enter_context(without_autocast_cache())
+            stack.enter_context(_uncached_casts())
         if scan.around is not None:
             stack.enter_context(scan.around())
         if record.random:
