@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,23 +44,33 @@ class Body:
         self.paths = _tree.paths(init)
         leaves, self.carry_spec = _tree.flatten(init)
         self.types = [_type(leaf) for leaf in leaves]
+        # The common shapes go without the pytree machinery, which costs more than a small op.
+        self.carry_is_leaf, self.x_is_leaf = self.carry_spec.is_leaf(), self.x_spec.is_leaf()
         self.y_spec: _tree.Spec | None = None
         self.y_types: list[Any] = []
+        self.y_is_leaf = False
         self.trusted = False
 
     def __call__(
         self, consts: Sequence[torch.Tensor], carry: Leaves, x: Sequence[torch.Tensor]
     ) -> tuple[Leaves, list[torch.Tensor]]:
         versions = [_version(leaf) for leaf in carry]
-        row = _tree.unflatten(_tree.merge(self.x_blank, self.x_at, list(x)), self.x_spec)
-        with self.swapped(consts, [*carry, *x]):
-            out = self.function(_tree.unflatten(carry, self.carry_spec), row)
+        if self.x_is_leaf:
+            row = x[0] if x else None
+        else:
+            row = _tree.unflatten(_tree.merge(self.x_blank, self.x_at, list(x)), self.x_spec)
+        state = carry[0] if self.carry_is_leaf else _tree.unflatten(carry, self.carry_spec)
+        if self.trusted and (not consts or all(map(operator.is_, consts, self.captured))):
+            out = self.function(state, row)
+        else:
+            with self.swapped(consts, [*carry, *x]):
+                out = self.function(state, row)
         self.trusted = True
         return self._checked(out, carry, versions)
 
     def swapped(self, consts: Sequence[torch.Tensor], operands: Leaves) -> Any:
         """The context in which a function of the user's reads `consts` for what it captured."""
-        if self.trusted and all(a is b for a, b in zip(consts, self.captured, strict=True)):
+        if self.trusted and all(map(operator.is_, consts, self.captured)):
             return _AS_IT_IS
         table = {id(old): new for old, new in zip(self.captured, consts, strict=True)}
         tensors = [leaf for leaf in operands if isinstance(leaf, torch.Tensor)]
@@ -80,6 +91,8 @@ class Body:
         return self._carry(out[0]), self._ys(out[1])
 
     def _carry(self, tree: Any) -> Leaves:
+        if self.carry_is_leaf and type(tree) is torch.Tensor and _type(tree) == self.types[0]:
+            return [tree]
         leaves, spec = _tree.flatten(tree)
         if spec != self.carry_spec:
             raise TypeError(
@@ -96,6 +109,8 @@ class Body:
         return leaves
 
     def _ys(self, tree: Any) -> list[torch.Tensor]:
+        if self.y_is_leaf and (tree is None or type(tree) is torch.Tensor) and _type(tree) == self.y_types[0]:
+            return [] if tree is None else [tree]
         leaves, spec = _tree.flatten(tree)
         if self.y_spec is None:
             for path, leaf in zip(_tree.paths(tree), leaves, strict=True):
@@ -105,6 +120,7 @@ class Body:
                         "(or None for nothing): write torch.as_tensor(...)."
                     )
             self.y_spec, self.y_types = spec, [_type(leaf) for leaf in leaves]
+            self.y_is_leaf = spec.is_leaf()
         if spec != self.y_spec or [_type(leaf) for leaf in leaves] != self.y_types:
             raise TypeError(
                 f"{self.name}: y is {[_say(_type(leaf)) for leaf in leaves]} in this step and was "

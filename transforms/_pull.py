@@ -40,28 +40,34 @@ def pull(
     autograd.Function without `setup_context`. The result is differentiable where grad mode is on.
     """
     at = [i for i, leaf in enumerate(carry) if isinstance(leaf, torch.Tensor)]
-    marks = [
-        *(need and is_float(c) for c, need in zip(consts, needs[0], strict=True)),
-        *(is_float(carry[i]) for i in at),
-        *(need and is_float(x) for row in rows for x, need in zip(row, needs[1], strict=True)),
-    ]
-    flat = [*consts, *(carry[i] for i in at), *(x for row in rows for x in row)]
-
-    def unflat(values: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-        rest, full = iter(values), list(carry)
-        head = [next(rest) for _ in consts]
-        for i in at:
-            full[i] = next(rest)
-        return head, full, [[next(rest) for _ in row] for row in rows]
+    states = [carry[i] for i in at]
+    marks = [need and is_float(c) for c, need in zip(consts, needs[0], strict=True)]
+    marks += map(is_float, states)
+    for row in rows:
+        marks += [need and is_float(x) for x, need in zip(row, needs[1], strict=True)]
+    flat = [*consts, *states]
+    for row in rows:
+        flat += row
+    head, body, width = len(consts), len(consts) + len(at), len(needs[1])
 
     def outputs(values: Sequence[torch.Tensor]) -> list[Any]:
-        end, ys = steps(*unflat(values))
-        return [*(end[i] for i in at), *(y for row in ys for y in row)]
+        full = list(carry)
+        for i, value in zip(at, values[head:body], strict=True):
+            full[i] = value
+        tail = [values[i : i + width] for i in range(body, body + width * len(rows), width)] if width else rows
+        end, ys = steps(values[:head], full, tail)
+        outs = [end[i] for i in at]
+        for row in ys:
+            outs += row
+        return outs
 
-    cts = [*carry_cts, *(ct for row in y_cts for ct in row)]
+    cts = list(carry_cts)
+    for row in y_cts:
+        cts += row
     by = _with_func if _torch.in_transform() else _with_autograd
-    head, full, tail = unflat(by(outputs, flat, marks, cts, len(consts)))  # type: ignore[arg-type]
-    return head, [full[i] for i in at], tail
+    grads = by(outputs, flat, marks, cts, head)
+    tail = [grads[i : i + width] for i in range(body, len(grads), width)] if width else [[] for _ in rows]
+    return grads[:head], grads[head:body], tail
 
 
 def _with_autograd(
@@ -76,12 +82,15 @@ def _with_autograd(
             for i, (t, mark) in enumerate(zip(flat, marks, strict=True))
         ]
         outs = outputs(values)
-    pairs = [(o, ct) for o, ct in zip(outs, cts, strict=True) if ct is not None and o.requires_grad]
     targets = [v for v, mark in zip(values, marks, strict=True) if mark]
-    if not pairs or not targets:
+    ends, starts = [], []
+    for out, ct in zip(outs, cts, strict=True):
+        if ct is not None and out.requires_grad:
+            ends.append(out)
+            starts.append(ct)
+    if not ends or not targets:
         return [None] * len(flat)
-    ends, starts = [o for o, _ in pairs], [ct for _, ct in pairs]
-    found = iter(torch.autograd.grad(ends, targets, starts, create_graph=create, allow_unused=True))
+    found = iter(_torch.engine_grad(ends, targets, starts, create))
     return [next(found) if mark else None for mark in marks]
 
 

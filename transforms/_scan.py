@@ -144,21 +144,29 @@ def sweep(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     record.states.clear()
     record.ambient, record.start = Ambient(device_kinds(flat)), RandomState(flat)
     with _uncached_casts() if record.ambient.casts else contextlib.nullcontext():
-        carry, stacks = _sweep_known(scan, flat) if scan.proceed is None else _sweep_open(scan, flat)
-    record.random = _now(record.start) is not record.start
+        forward = _sweep_known if scan.proceed is None else _sweep_open
+        carry, stacks = forward(scan, flat)
+        random = _now(record.start) is not record.start
+        if random and not record.random:
+            # The first step drew nothing, so no generator states were noted, but a later one did: once more.
+            record.random = True
+            record.states.clear()
+            record.start.restore()
+            carry, stacks = forward(scan, flat)
     return carry, stacks
 
 
 def _sweep_known(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     consts, carry, xs = scan.split(flat)
-    n, states, now = scan.length, scan.record.states, scan.record.start
+    record = scan.record
+    n, states, now = scan.length, record.states, record.start
     place, hand = scan.schedule.place(n), scan.schedule.hand(n)
     stacks: list[torch.Tensor] = []
     rows: list[list[torch.Tensor]] = []
     assert now is not None
     for k in range(n):
         slot = place(k) if k < n - 1 else None
-        if slot is not None or k == hand:
+        if record.random and (slot is not None or k == hand):
             now = _now(now)
         if slot is not None:
             states[slot] = State(k, scan.moved(_compact(carry), slot), now)
@@ -172,6 +180,8 @@ def _sweep_known(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]
             stacks = [y.new_empty((n, *y.shape)) for y in ys]
         for stack, y in zip(stacks, ys, strict=scan.plain):
             stack.select(0, at).copy_(y)
+        if k == 0:
+            record.random = record.random or _now(now) is not now
         if scan.on_step is not None:
             scan.on_step("forward", k)
     if not scan.plain:
@@ -183,15 +193,19 @@ def _sweep_known(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]
 def _sweep_open(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     """A loop: a state is placed only when another step follows, the newest one stays in hand."""
     consts, carry, _ = scan.split(flat)
-    states, now, k = scan.record.states, scan.record.start, 0
+    record = scan.record
+    states, now, k = record.states, record.start, 0
     place, hand = scan.schedule.place(None), None
     assert now is not None and scan.proceed is not None
     while (scan.n is None or k < scan.n) and scan.proceed(consts, carry):
         if hand is not None and (slot := place(k - 1)) is not None:
             states[slot] = State(k - 1, scan.moved(_compact(hand.carry), slot), hand.random)
-        now = _now(now)
+        if record.random:
+            now = _now(now)
         hand = State(k, carry, now)
         carry, _ = numbered(scan, k, consts, carry, [])
+        if k == 0:
+            record.random = record.random or _now(now) is not now
         if scan.on_step is not None:
             scan.on_step("forward", k)
         k += 1
@@ -289,8 +303,8 @@ class _Reversal:
                 carry, _ = numbered(self.scan, k, self.consts, carry, self._x(k))
                 if self.scan.on_step is not None:
                     self.scan.on_step("advance", k)
-        random = self.hand.random.again() if self.scan.record.random and self.hand.random else None
-        self.hand = State(stop, carry, random)
+        drew = self.scan.record.random and self.hand.random is not None
+        self.hand = State(stop, carry, self.hand.random.again() if drew else None)  # type: ignore[union-attr]
 
     def store(self, step: int, slot: int) -> None:
         moved = self.scan.moved(_compact(self.hand.carry), slot)

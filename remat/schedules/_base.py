@@ -120,7 +120,8 @@ class Schedule:
         split as `leap` says, until one step is left to turn round.
         """
         stack = sorted(stored.items())
-        idle = [s for s in range(self.capacity(n) - 1, -1, -1) if s not in stored.values()]
+        taken = set(stored.values())
+        idle = [s for s in range(self.capacity(n) - 1, -1, -1) if s not in taken]
         end, at = n, n - 1 if in_hand else -1
         while end > 0:
             if at < 0:
