@@ -66,16 +66,18 @@ class _Frame:
     def __init__(self, module: torch.nn.Module) -> None:
         import copy
 
-        on_meta = {id(t): torch.empty_like(t, device="meta") for t in [*module.parameters(), *module.buffers()]}
+        on_meta = {
+            id(t): torch.empty_like(t, device="meta") for t in [*module.parameters(), *module.buffers()]
+        }
         self.module = copy.deepcopy(module, on_meta)
 
 
 def stack_params(modules: Iterable[torch.nn.Module]) -> Params:
     """Parameters and buffers of identical modules, stacked along a new first axis.
 
-    The keys are those of one module's `state_dict`. The stack is differentiable: gradients of the stacked tensors
-    reach the modules' parameters. For training on the stack itself, detach and `requires_grad_` it, and write it
-    back with `unstack_params`.
+    The keys are those of one module's `state_dict`. The stack is differentiable: gradients of the stacked
+    tensors reach the modules' parameters. For training on the stack itself, detach and `requires_grad_` it,
+    and write it back with `unstack_params`.
 
     Args:
         modules: at least one module; all have the same names, shapes and dtypes.
@@ -95,18 +97,22 @@ def stack_params(modules: Iterable[torch.nn.Module]) -> Params:
     for i, state in enumerate(states):
         if state.keys() != first.keys():
             odd = sorted(state.keys() ^ first.keys())
-            raise ValueError(f"stack_params: module {i} differs from module 0 in its parameters: {', '.join(odd)}.")
+            raise ValueError(
+                f"stack_params: module {i} differs from module 0 in its parameters: {', '.join(odd)}."
+            )
         for name, tensor in state.items():
             if (tensor.shape, tensor.dtype) != (first[name].shape, first[name].dtype):
                 raise ValueError(
                     f"stack_params: {name!r} is {tensor.dtype} {tuple(tensor.shape)} in module {i} and "
-                    f"{first[name].dtype} {tuple(first[name].shape)} in module 0; only identical layers can be stacked."
+                    f"{first[name].dtype} {tuple(first[name].shape)} in module 0; only identical layers "
+                    f"can be stacked."
                 )
     return {name: torch.stack([state[name] for state in states]) for name in first}
 
 
 def unstack_params(
-    stacked: Mapping[str, torch.Tensor], modules: Sequence[torch.nn.Module] | torch.nn.ModuleList | None = None
+    stacked: Mapping[str, torch.Tensor],
+    modules: Sequence[torch.nn.Module] | torch.nn.ModuleList | None = None,
 ) -> list[Params]:
     """One state dict a layer from stacked parameters; with `modules`, loaded into them as well.
 

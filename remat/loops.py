@@ -24,16 +24,17 @@ def while_remat(
 ) -> C:
     """`while cond(carry): carry = body(carry)`, reverse-differentiable with `checkpoints` kept carries.
 
-    Which carries to keep is decided as the loop runs (Stumm and Walther 2010, then Wang and Moin 2008): with n
-    steps and c carries the recomputation is the offline optimum while n <= (c + 1)(c + 2) / 2. Composes as
-    `scan_remat` does; under `vmap` the loop goes on while any example's condition holds, and an example that is
-    done keeps its carry.
+    Which carries to keep is decided as the loop runs (Stumm and Walther 2010, then Wang and Moin 2008): with
+    n steps and c carries the recomputation is the offline optimum while n <= (c + 1)(c + 2) / 2. Composes as
+    `scan_remat` does; under `vmap` the loop goes on while any example's condition holds, and an example that
+    is done keeps its carry.
 
     Args:
         cond: carry -> a bool or a tensor of one element.
         body: carry -> carry of the same structure, shapes, dtypes and Python types.
         init: the first carry.
-        checkpoints: the number of kept carries, the first one counted, or an `Online` schedule. Left out it is
+        checkpoints: the number of kept carries, the first one counted, or an `Online` schedule. Left out it
+        is
             taken from `max_steps`, as the least number with which no step is recomputed more than once.
         max_steps: stop after so many steps, whatever `cond` says.
         on_step: called with ("forward" | "advance" | "reverse", step) after each evaluation.
@@ -49,7 +50,9 @@ def while_remat(
         >>> import torch
         >>> from remat.loops import while_remat
         >>> a = torch.tensor(2.0, requires_grad=True)
-        >>> root = while_remat(lambda x: (x * x - a).abs() > 1e-6, lambda x: (x + a / x) / 2, a, checkpoints=3)
+        >>> def far(x):
+        ...     return (x * x - a).abs() > 1e-6
+        >>> root = while_remat(far, lambda x: (x + a / x) / 2, a, checkpoints=3)
         >>> root.backward()
         >>> a.grad  # 1 / (2 sqrt(2))
         tensor(0.3536)
@@ -66,7 +69,8 @@ def while_remat(
         schedule = Online(schedule.slots)
     if not isinstance(schedule, Online):
         raise ValueError(
-            f"{name}: got checkpoints={checkpoints!r}; a loop of unknown length needs a number of carries or an "
+            f"{name}: got checkpoints={checkpoints!r}; a loop of unknown length needs a number of carries "
+            f"or an "
             "Online schedule."
         )
     carry, _ = _with_captured(

@@ -15,7 +15,8 @@ from remat.transforms import _torch, _tree
 from remat.transforms._body import Body
 from remat.transforms._capture import Bindings, Missed, captured
 from remat.transforms._pull import is_float
-from remat.transforms._scan import make, run
+from remat.transforms._scan import run
+from remat.transforms._scan_state import make
 
 C = TypeVar("C")
 
@@ -31,14 +32,14 @@ def scan_remat(
     checkpoints: str | int | Schedule = "sqrt",
     budget: int | str | None = None,
     offload: bool = False,
-    compile: bool = False,
+    compile: bool | str = False,
     on_step: Callable[[str, int], None] | None = None,
 ) -> tuple[C, Any]:
     """Fold `body` over the leading axis of `xs`, keeping few carries for the backward.
 
-    As `jax.lax.scan`: `body(carry, x) -> (carry, y)`; returns the last carry and the stacked ys. What the body
-    closes over is differentiated, random numbers are the same when a step is evaluated again. Composes with
-    plain autograd (double backward too) and with every `torch.func` transform, in any nesting.
+    As `jax.lax.scan`: `body(carry, x) -> (carry, y)`; returns the last carry and the stacked ys. What the
+    body closes over is differentiated, random numbers are the same when a step is evaluated again. Composes
+    with plain autograd (double backward too) and with every `torch.func` transform, in any nesting.
 
     Args:
         body: a function of (carry, x). The carry keeps its structure, shapes, dtypes and Python types.
@@ -46,16 +47,21 @@ def scan_remat(
         xs: a pytree of tensors of shape [length, ...] (None leaves allowed), or None.
         length: the number of steps; needed where `xs` has no tensor.
         reverse: go from the last row to the first; y of a row still lies at that row.
-        policy: what is kept inside steps whose carry is kept. It speaks where several steps' values are alive at
-            once: with "all" (the whole scan) and with "sqrt" (a segment). With a number of carries every step is
-            reversed right after it is evaluated, and nothing is left to decide.
-        checkpoints: "all" (every carry); "sqrt" (two levels: about 2 sqrt(length) carries, one sweep more); an
-            int c (c carries, the initial one counted, and exactly the least number of evaluations: `Revolve`);
-            "auto" (least work within `budget`); or a schedule of `remat.schedules`.
-        budget: with "auto", bytes for carries and for what the backward of the steps in work keeps; an int or a
+        policy: what is kept inside steps whose carry is kept. It speaks where several steps' values are
+        alive at
+            once: with "all" (the whole scan) and with "sqrt" (a segment). With a number of carries every
+            step is reversed right after it is evaluated, and nothing is left to decide.
+        checkpoints: "all" (every carry); "sqrt" (two levels: about 2 sqrt(length) carries, one sweep more);
+        an
+            int c (c carries, the initial one counted, and exactly the least number of evaluations:
+            `Revolve`); "auto" (least work within `budget`); or a schedule of `remat.schedules`.
+        budget: with "auto", bytes for carries and for what the backward of the steps in work keeps; an int
+        or a
             string such as "64MiB".
         offload: kept carries lie in host memory between forward and backward.
-        compile: compile the step, once for every length.
+        compile: compile the step with `torch.compile` (a string names the backend): one graph for steps
+        without
+            tape and one for steps with it, whatever the length. Under `torch.func` the step runs as it is.
         on_step: called with ("forward" | "advance" | "reverse", step) after each evaluation.
 
     Returns:
@@ -71,9 +77,11 @@ def scan_remat(
         >>> import torch
         >>> from remat.scan import scan_remat
         >>> w = torch.tensor(0.5, requires_grad=True)
-        >>> last, ys = scan_remat(lambda h, x: (w * h + x, h), torch.tensor(0.0), torch.ones(4), checkpoints=2)
-        >>> last, ys
-        (tensor(1.8750, grad_fn=<_ScanBackward>), tensor([0.0000, 1.0000, 1.5000, 1.7500], grad_fn=<_ScanBackward>))
+        >>> def body(h, x):
+        ...     return w * h + x, h
+        >>> last, ys = scan_remat(body, torch.tensor(0.0), torch.ones(4), checkpoints=2)
+        >>> last.item(), ys.tolist()
+        (1.875, [0.0, 1.0, 1.5, 1.75])
         >>> last.backward()
         >>> w.grad
         tensor(2.7500)
@@ -81,8 +89,6 @@ def scan_remat(
     name = f"scan_remat({getattr(body, '__qualname__', type(body).__name__)})"
     policy = as_policy(policy)
     rows, n = _rows(xs, length, name)
-    if compile:
-        body = _compiled(body)
     if n == 0:
         return init, _no_ys(body, init, xs, rows, name)
     schedule = _schedule(checkpoints, budget, n, body, init, rows, xs, name)
@@ -93,7 +99,10 @@ def scan_remat(
             schedule = Segmented(schedule.stride(n))
         if isinstance(schedule, Segmented):
             body = _region(body, policy)
-    return _with_captured(body, body, init, xs, rows, n, schedule, name, reverse, offload, on_step)
+    compiled = _compiled(body, compile) if compile else None
+    return _with_captured(
+        body, body, init, xs, rows, n, schedule, name, reverse, offload, on_step, compiled=compiled
+    )
 
 
 def _with_captured(
@@ -109,11 +118,19 @@ def _with_captured(
     offload: bool = False,
     on_step: Callable[[str, int], None] | None = None,
     condition: Callable[[Any], Any] | None = None,
+    compiled: Callable[..., Any] | None = None,
 ) -> tuple[Any, Any]:
-    """Run with the captured tensors as operands; one that the search missed is added and the scan starts again."""
+    """Run with the captured tensors as operands; one that the search missed is added and the scan starts "
+    "again."""
+    if torch.compiler.is_compiling():
+        # Opaque to an enclosing torch.compile: traced, the loop would be unrolled and its graph grow with n.
+        apart: Any = torch.compiler.disable(_with_captured)
+        return apart(
+            body, roots, init, xs, rows, n, schedule, name, reverse, offload, on_step, condition, compiled
+        )
     found = captured(roots)
     while True:
-        step = Body(body, init, xs, found, name)
+        step = Body(compiled or body, init, xs, found, name, eager=body)
         options: dict[str, Any] = {"reverse": reverse, "on_step": on_step, "name": name}
         options["around"] = Bindings(body).restored
         if condition is not None:
@@ -146,9 +163,12 @@ def _rows(xs: Any, length: int | None, name: str) -> tuple[list[torch.Tensor], i
         if row is None:
             continue
         if not isinstance(row, torch.Tensor) or row.dim() == 0:
-            got = "a tensor without dimensions" if isinstance(row, torch.Tensor) else f"a {type(row).__name__}"
+            got = (
+                "a tensor without dimensions" if isinstance(row, torch.Tensor) else f"a {type(row).__name__}"
+            )
             raise TypeError(
-                f"{name}: xs{path} is {got}; xs are tensors of shape [length, ...]. A constant belongs in the "
+                f"{name}: xs{path} is {got}; xs are tensors of shape [length, ...]. A constant belongs in "
+                f"the "
                 "carry or in a closure."
             )
         rows.append(row)
@@ -210,11 +230,16 @@ def _sizes(
 
     step = Body(body, init, xs, [], name)
     step.trusted = True
-    # Under functorch the carry is tracked as it is, or else its part of the tape is no part of the derivative.
+    # Under functorch the carry is tracked as it is, or else its part of the tape is no part of the
+    # derivative.
     mark = not _torch.in_transform()
     marked = [t.detach().requires_grad_() if mark and is_float(t) else t for t in carry]
     given |= {_torch.storage_key(_torch.unwrapped(t)) for t in marked if isinstance(t, torch.Tensor)}
-    with torch.enable_grad(), _torch.hooks_allowed(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with (
+        torch.enable_grad(),
+        _torch.hooks_allowed(),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
+    ):
         step([], marked, [row.select(0, 0) for row in rows])
     size = sum(_torch.unwrapped(t).nbytes for t in carry if isinstance(t, torch.Tensor))
     return size, size + sum(kept.values())
@@ -272,5 +297,6 @@ def _taped(
     return _tree.unflatten(carry, step.carry_spec), step.stacked(stacked)
 
 
-def _compiled(body: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(body)
+def _compiled(body: Callable[..., Any], backend: bool | str) -> Callable[..., Any]:
+    """The body compiled: once for the steps without tape, once for those with it."""
+    return torch.compile(body, backend=backend if isinstance(backend, str) else "inductor")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -78,24 +79,26 @@ def test_body_evaluations_under_functorch(transform):
 @pytest.mark.parametrize("n, c", [(1, 1), (7, 3), (15, 4), (40, 4), (64, 3)])
 def test_while_evaluates_as_its_schedule_says(n, c):
     body = Counted()
-    end = while_remat(lambda s: s[0] < n, lambda s: (s[0] + 1, body(s[1], None)[0]), (0, torch.ones(())), checkpoints=c)
+    end = while_remat(
+        lambda s: s[0] < n, lambda s: (s[0] + 1, body(s[1], None)[0]), (0, torch.ones(())), checkpoints=c
+    )
     assert end[0] == n and body.calls == n
     end[1].backward()
     assert body.calls == Online(c).stats(n).evaluations
 
 
-def kept_bytes(n: int, checkpoints: object) -> int:
+def kept_bytes(n: int, checkpoints: Any) -> int:
     """Bytes of distinct storages that stay alive between forward and backward, the result not counted."""
-    made: dict[int, weakref.ref] = {}
+    made: list[weakref.ref[torch.Tensor]] = []
 
     def body(h, _):
         h = torch.tanh(h)
-        made[len(made)] = weakref.ref(h)
+        made.append(weakref.ref(h))
         return h, None
 
     last, _ = scan_remat(body, torch.ones(256, requires_grad=True), length=n, checkpoints=checkpoints)
     gc.collect()
-    return sum(r().nbytes for r in made.values() if r() is not None and r() is not last)
+    return sum(h.nbytes for h in (r() for r in made) if h is not None and h is not last)
 
 
 @pytest.mark.parametrize("checkpoints, carries", [(1, 1), (4, 4), (8, 8), ("all", 39), ("sqrt", 11)])
@@ -109,7 +112,10 @@ def test_carries_of_every_kind():
 
     def body(c, x):
         h = torch.sin(c["h"] @ w) * (2 if c["flag"] else 1) + c["i"] + x
-        return {"h": h, "i": c["i"] + 1, "flag": not c["flag"], "none": None, "n": c["n"] + 1}, {"y": h, "no": None}
+        return {"h": h, "i": c["i"] + 1, "flag": not c["flag"], "none": None, "n": c["n"] + 1}, {
+            "y": h,
+            "no": None,
+        }
 
     def start():
         return {"h": torch.ones(3), "i": 0, "flag": True, "none": None, "n": torch.tensor(5)}
@@ -262,15 +268,27 @@ def fails_at(k):
 H, X = torch.ones(3), torch.arange(5.0)
 BAD = {
     "shape": (lambda: scan_remat(lambda c, x: (c[:2], x), H, X), TypeError, r"float32\[3\].*float32\[2\]"),
-    "dtype": (lambda: scan_remat(lambda c, x: (c.double(), x), H, X), TypeError, r"float32\[3\].*float64\[3\]"),
-    "path": (lambda: scan_remat(lambda c, x: ({"a": 1.5}, x), {"a": 1}, X), TypeError, r"\['a'\].*int.*float"),
+    "dtype": (
+        lambda: scan_remat(lambda c, x: (c.double(), x), H, X),
+        TypeError,
+        r"float32\[3\].*float64\[3\]",
+    ),
+    "path": (
+        lambda: scan_remat(lambda c, x: ({"a": 1.5}, x), {"a": 1}, X),
+        TypeError,
+        r"\['a'\].*int.*float",
+    ),
     "structure": (lambda: scan_remat(lambda c, x: ((c, c), x), H, X), TypeError, "structure"),
-    "no pair": (lambda: scan_remat(lambda c, x: c, H, X), TypeError, r"pair \(carry, y\)"),
+    "no pair": (lambda: scan_remat(lambda c, x: c, H, X), TypeError, r"pair \(carry, y\)"),  # type: ignore
     "numbers as y": (lambda: scan_remat(lambda c, x: (c, {"n": 3}), H, X), TypeError, r"y\['n'\] is int"),
     "y changes": (lambda: scan_remat(lambda c, x: (c, x[None][: int(x)]), H, X), TypeError, "first"),
     "writes": (lambda: scan_remat(lambda c, x: (c.add_(1), x), torch.ones(3), X), RematError, "in place"),
     "xs lengths": (lambda: scan_remat(lambda c, x: (c, None), H, {"a": X, "b": X[:3]}), ValueError, "5.*3"),
-    "length": (lambda: scan_remat(lambda c, x: (c, None), H, X, length=3), ValueError, "xs has 5, length has 3"),
+    "length": (
+        lambda: scan_remat(lambda c, x: (c, None), H, X, length=3),
+        ValueError,
+        "xs has 5, length has 3",
+    ),
     "no length": (lambda: scan_remat(lambda c, x: (c, None), H), ValueError, "length="),
     "negative": (lambda: scan_remat(lambda c, x: (c, None), H, length=-1), ValueError, "-1"),
     "xs of numbers": (lambda: scan_remat(lambda c, x: (c, None), H, [1, 2]), TypeError, r"xs\[0\]"),
@@ -279,7 +297,11 @@ BAD = {
     "budget": (lambda: scan_remat(lambda c, x: (c, None), H, X, budget=3), ValueError, "auto"),
     "step": (lambda: scan_remat(fails_at(3), H, X), Odd, r"in step 3 of scan_remat\(fails_at"),
     "loop": (lambda: while_remat(lambda c: True, lambda c: c, H), ValueError, "max_steps"),
-    "loop schedule": (lambda: while_remat(lambda c: True, lambda c: c, H, checkpoints="sqrt"), ValueError, "Online"),
+    "loop schedule": (
+        lambda: while_remat(lambda c: True, lambda c: c, H, checkpoints="sqrt"),  # type: ignore
+        ValueError,
+        "Online",
+    ),
 }
 
 
@@ -341,7 +363,9 @@ def test_default_slots_recompute_no_step_twice():
 
 @pytest.mark.parametrize("options", [{}, {"checkpoints": 2}, {"policy": save_matmuls}], ids=str)
 def test_layers(options):
-    blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(5))
+    blocks = torch.nn.ModuleList(
+        torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(5)
+    )
     x = torch.randn(2, 4, requires_grad=True)
     expected = x
     for block in blocks:
@@ -356,8 +380,8 @@ def test_layers(options):
 def test_stacking_there_and_back():
     blocks = torch.nn.ModuleList(torch.nn.BatchNorm1d(4) for _ in range(3))
     others = torch.nn.ModuleList(torch.nn.BatchNorm1d(4) for _ in range(3))
-    for block in blocks:
-        torch.nn.init.normal_(block.weight)
+    for weight in blocks.parameters():
+        torch.nn.init.normal_(weight)
     stacked = stack_params(blocks)
     assert set(stacked) == set(blocks[0].state_dict())
     unstack_params(stacked, others)
@@ -375,3 +399,48 @@ def test_documented_examples_run():
     for module in (remat.scan, remat.loops, remat.layers):
         result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
         assert result.attempted and not result.failed
+
+
+# -- compilation -------------------------------------------------------------------------------------------
+
+
+def test_a_compiled_step_makes_two_graphs_whatever_the_length():
+    from torch._dynamo.utils import counters
+
+    w = torch.randn(8, 8, requires_grad=True)
+
+    def body(h, x):
+        h = torch.tanh(h @ w + x)
+        return h, h.sin()
+
+    def value(n, **options):
+        end, ys = scan_remat(body, torch.zeros(8), torch.linspace(0, 1, n), checkpoints=3, **options)
+        return end.sum() + ys.square().sum()
+
+    made = []
+    for n in (10, 200):
+        counters.clear()
+        found = torch.autograd.grad(value(n, compile="aot_eager"), w)
+        made.append(counters["stats"]["unique_graphs"])
+        torch.testing.assert_close(found, torch.autograd.grad(value(n), w))
+    assert made == [2, 0]
+    torch.testing.assert_close(
+        torch.func.grad(lambda s: scan_remat(body, s, torch.ones(5), compile="aot_eager")[0].sum())(
+            torch.zeros(8)
+        ),
+        torch.func.grad(lambda s: scan_remat(body, s, torch.ones(5))[0].sum())(torch.zeros(8)),
+    )
+
+
+# Dynamo looks at the .grad of what a graph break hands on, and torch warns of that.
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_inside_torch_compile_the_scan_is_right():
+    w = torch.randn(4, 4, requires_grad=True)
+
+    def f(h):
+        return scan_remat(lambda h, _: (torch.tanh(h @ w), None), h, length=6, checkpoints=2)[0].sum() * 2
+
+    h = torch.ones(4)
+    torch.testing.assert_close(
+        torch.autograd.grad(torch.compile(f, backend="aot_eager")(h), w), torch.autograd.grad(f(h), w)
+    )

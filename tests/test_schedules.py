@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 
 import remat.schedules._base
 import remat.schedules._offline
-from remat.schedules import All, Multilevel, Online, Revolve, Segmented, Sqrt, advances, as_schedule, auto, beta
+from remat.schedules import (
+    All,
+    Multilevel,
+    Online,
+    Revolve,
+    Segmented,
+    Sqrt,
+    advances,
+    as_schedule,
+    auto,
+    beta,
+)
 from remat.transforms._actions import Advance, Reverse
 
 
@@ -54,8 +65,9 @@ def test_online_beyond_its_range_is_valid_and_not_better_than_the_optimum(n, c):
     assert stats.advances >= advances(n, c) and stats.slots <= c and stats.taped == n
 
 
-# tests/test_while_loop.py of equinox (Apache-2.0), there called test_backward_checkpointed: checkpoints, steps and
-# the steps evaluated in the backward pass. Equinox does not keep the state before the last step in hand.
+# tests/test_while_loop.py of equinox (Apache-2.0), there called test_backward_checkpointed: checkpoints,
+# steps and the steps evaluated in the backward pass. Equinox does not keep the state before the last step in
+# hand.
 GOLDEN = [
     (1, 3, "0,1,2,0,1,0"),
     (1, 5, "0,1,2,3,4,0,1,2,3,0,1,2,0,1,0"),

@@ -23,8 +23,9 @@ _AS_IT_IS = contextlib.nullcontext()
 class Body:
     """`body(carry, x) -> (carry, y)` as a step over flat lists: `step(consts, carry, x) -> (carry, ys)`.
 
-    `consts` stand for the captured tensors. Where they are the captured tensors themselves the body runs as it
-    is; elsewhere (below functorch levels, in a pull-back that differentiates them) they are put in their place.
+    `consts` stand for the captured tensors. Where they are the captured tensors themselves the body runs as
+    it is; elsewhere (below functorch levels, in a pull-back that differentiates them) they are put in their
+    place.
 
     Args:
         function: the user's body.
@@ -32,12 +33,20 @@ class Body:
         xs: the stacked inputs, whose leaves are tensors or None.
         captured: the captured tensors that carry a derivative or a batch dimension.
         name: how messages call the scan.
+        eager: what runs where captured tensors are swapped, by a mode that a compiled body would not see.
     """
 
     def __init__(
-        self, function: Callable[..., Any], init: Any, xs: Any, captured: list[torch.Tensor], name: str
+        self,
+        function: Callable[..., Any],
+        init: Any,
+        xs: Any,
+        captured: list[torch.Tensor],
+        name: str,
+        eager: Callable[..., Any] | None = None,
     ) -> None:
         self.function, self.captured, self.name = function, captured, name
+        self.eager = eager or function
         rows, self.x_spec = _tree.flatten(xs)
         self.x_at = [i for i, row in enumerate(rows) if row is not None]
         self.x_blank: Leaves = [None] * len(rows)
@@ -64,7 +73,7 @@ class Body:
             out = self.function(state, row)
         else:
             with self.swapped(consts, [*carry, *x]):
-                out = self.function(state, row)
+                out = self.eager(state, row)
         self.trusted = True
         return self._checked(out, carry, versions)
 
@@ -79,13 +88,15 @@ class Body:
     def _checked(self, out: Any, carry: Leaves, versions: list[int]) -> tuple[Leaves, list[torch.Tensor]]:
         if not (isinstance(out, tuple) and len(out) == 2):
             raise TypeError(
-                f"{self.name}: the body returned {_brief(out)}; it must return a pair (carry, y), y None where "
+                f"{self.name}: the body returned {_brief(out)}; it must return a pair (carry, y), y None "
+                f"where "
                 "nothing is to be stacked."
             )
         for path, leaf, before in zip(self.paths, carry, versions, strict=True):
             if _version(leaf) != before:
                 raise RematError(
-                    f"{self.name}: the body wrote into its carry{path} in place. The recomputation would start "
+                    f"{self.name}: the body wrote into its carry{path} in place. The recomputation would "
+                    f"start "
                     "from what was written; make a new tensor (`carry = carry + ...`) and return it."
                 )
         return self._carry(out[0]), self._ys(out[1])
@@ -102,8 +113,10 @@ class Body:
         for path, leaf, kind in zip(self.paths, leaves, self.types, strict=True):
             if _type(leaf) != kind:
                 raise TypeError(
-                    f"{self.name}: carry{path} came in as {_say(kind)} and was returned as {_say(_type(leaf))}; "
-                    "shape, dtype and Python type of the carry must be the same at every step. Cast or reshape "
+                    f"{self.name}: carry{path} came in as {_say(kind)} and was returned as "
+                    f"{_say(_type(leaf))}; "
+                    "shape, dtype and Python type of the carry must be the same at every step. Cast or "
+                    "reshape "
                     "the initial value, or what the body returns."
                 )
         return leaves
@@ -116,7 +129,8 @@ class Body:
             for path, leaf in zip(_tree.paths(tree), leaves, strict=True):
                 if not isinstance(leaf, torch.Tensor) and leaf is not None:
                     raise TypeError(
-                        f"{self.name}: y{path} is {_say(_type(leaf))}; the ys are stacked, so they must be tensors "
+                        f"{self.name}: y{path} is {_say(_type(leaf))}; the ys are stacked, so they must be "
+                        f"tensors "
                         "(or None for nothing): write torch.as_tensor(...)."
                     )
             self.y_spec, self.y_types = spec, [_type(leaf) for leaf in leaves]
@@ -132,7 +146,9 @@ class Body:
         """The tree of ys, None where the body returned None."""
         assert self.y_spec is not None
         rest = iter(ys)
-        return _tree.unflatten([None if kind is type(None) else next(rest) for kind in self.y_types], self.y_spec)
+        return _tree.unflatten(
+            [None if kind is type(None) else next(rest) for kind in self.y_types], self.y_spec
+        )
 
 
 def _version(leaf: Any) -> int:
@@ -144,8 +160,12 @@ def _type(leaf: Any) -> Any:
 
 
 def _say(kind: Any) -> str:
-    return kind.__name__ if isinstance(kind, type) else f"{str(kind[1]).removeprefix('torch.')}{list(kind[0])}"
+    return (
+        kind.__name__ if isinstance(kind, type) else f"{str(kind[1]).removeprefix('torch.')}{list(kind[0])}"
+    )
 
 
 def _brief(value: Any) -> str:
-    return f"{type(value).__name__} of length {len(value)}" if isinstance(value, tuple) else type(value).__name__
+    return (
+        f"{type(value).__name__} of length {len(value)}" if isinstance(value, tuple) else type(value).__name__
+    )

@@ -54,7 +54,9 @@ def pull(
         full = list(carry)
         for i, value in zip(at, values[head:body], strict=True):
             full[i] = value
-        tail = [values[i : i + width] for i in range(body, body + width * len(rows), width)] if width else rows
+        tail = (
+            [values[i : i + width] for i in range(body, body + width * len(rows), width)] if width else rows
+        )
         end, ys = steps(values[:head], full, tail)
         outs = [end[i] for i in at]
         for row in ys:
@@ -75,8 +77,8 @@ def _with_autograd(
 ) -> Grads:
     create = torch.is_grad_enabled()
     with torch.enable_grad():
-        # An alias each: a gradient must not run on from one operand into another that it was made from. A leaf
-        # without hooks is its own alias, and lets a body that holds it run without swapping.
+        # An alias each: a gradient must not run on from one operand into another that it was made from. A
+        # leaf without hooks is its own alias, and lets a body that holds it run without swapping.
         values = [
             _alias(t, create, i < consts) if mark else t if create or i < consts else t.detach()
             for i, (t, mark) in enumerate(zip(flat, marks, strict=True))
@@ -113,6 +115,6 @@ def _with_func(
             full[i] = value
         return tuple(o for o, ct in zip(outputs(full), cts, strict=True) if ct is not None)
 
-    _, vjp = torch.func.vjp(chosen, *(flat[i] for i in at))
+    vjp: Any = torch.func.vjp(chosen, *(flat[i] for i in at))[1]
     found = dict(zip(at, vjp(tuple(ct for ct in cts if ct is not None)), strict=True))
     return [found.get(i) for i in range(len(flat))]

@@ -9,7 +9,8 @@ import torch
 
 from remat.transforms._body import Leaves
 from remat.transforms._pull import is_float, pull
-from remat.transforms._scan import Scan, Tensors, make, run
+from remat.transforms._scan import run
+from remat.transforms._scan_state import Scan, Tensors, as_in_forward, make
 from remat.transforms._state import RandomState
 
 Cotangents = Sequence[torch.Tensor | None]
@@ -33,7 +34,8 @@ def tangents_of(scan: Scan, flat: Tensors, tangents: Cotangents) -> list[torch.T
         c, dc = carry2[: len(carry)], list(carry2[len(carry) :])
         x, dx = x2[: len(xs)], iter(x2[len(xs) :])
         values = [
-            [t for t, m in zip(k, marks[0], strict=True) if m], [c[i] for i in at],
+            [t for t, m in zip(k, marks[0], strict=True) if m],
+            [c[i] for i in at],
             [t for t, m in zip(x, marks[1], strict=True) if m],
         ]
 
@@ -54,7 +56,7 @@ def tangents_of(scan: Scan, flat: Tensors, tangents: Cotangents) -> list[torch.T
             return ([new[i] for i in at], [y for y in ys if is_float(y)]), others
 
         out: Leaves = []
-        results = torch.func.jvp(floats, (values,), ([list(dk), dc, list(dx)],), has_aux=True)
+        results: Any = torch.func.jvp(floats, (values,), ([list(dk), dc, list(dx)],), has_aux=True)
         (new, ys), (dnew, dys), (fixed, fixed_ys) = results
         for i, value in zip([*at, *(i for i in scan.tensors if i not in at)], [*new, *fixed], strict=True):
             out[i] = value
@@ -72,9 +74,7 @@ def tangents_of(scan: Scan, flat: Tensors, tangents: Cotangents) -> list[torch.T
         name=scan.name,
         around=scan.around,
     )
-    from remat.transforms._scan import _as_in_forward
-
-    with _as_in_forward(scan, seeded=True):
+    with as_in_forward(scan, seeded=True):
         end, ys = run(dual, operands)
     carries = dict(zip(at, end[len(carry) :], strict=True))
     float_ys = shape[0]
@@ -82,8 +82,11 @@ def tangents_of(scan: Scan, flat: Tensors, tangents: Cotangents) -> list[torch.T
     return [*(carries.get(i) for i in scan.tensors), *(next(dys) if f else None for f in float_ys)]
 
 
-def pull_back_of(scan: Scan, needs: Sequence[bool], flat: Tensors, cts: Cotangents) -> tuple[torch.Tensor, ...]:
-    """Gradients of the needed operands as a function of operands and cotangents that autograd can differentiate.
+def pull_back_of(
+    scan: Scan, needs: Sequence[bool], flat: Tensors, cts: Cotangents
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of the needed operands as a function of operands and cotangents that autograd can
+    differentiate.
 
     All n states are listed (n carries, no tape): what the second order costs.
     """
@@ -101,7 +104,17 @@ def pull_back_of(scan: Scan, needs: Sequence[bool], flat: Tensors, cts: Cotangen
         return [*new, k + 1], [carry[i] for i in scan.tensors]
 
     states = run(
-        *make(emit, consts, [*carry, 0], xs, scan.length, scan.schedule, reverse=scan.reverse, name=scan.name, around=scan.around)
+        *make(
+            emit,
+            consts,
+            [*carry, 0],
+            xs,
+            scan.length,
+            scan.schedule,
+            reverse=scan.reverse,
+            name=scan.name,
+            around=scan.around,
+        )
     )[1]
 
     float_at = [i for i, j in enumerate(scan.tensors) if is_float(carry[j])]

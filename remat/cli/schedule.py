@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from remat.schedules import Multilevel, Online, Revolve, Schedule, Sqrt
-from remat.transforms._actions import Action, Advance, Restore, Reverse, Store
+from remat.transforms._actions import Advance, Restore, Reverse, Store
 
 
 @dataclass
@@ -51,7 +51,7 @@ def main_schedule(argv: Sequence[str] | None = None) -> int:
     return tyro.cli(Draw, args=argv)()
 
 
-def timeline(schedule: Schedule, n: int) -> list[tuple[Action, set[int]]]:
+def timeline(schedule: Schedule, n: int) -> list[tuple[Advance | Reverse, set[int]]]:
     """The actions of the reversal, each with the steps whose states are kept meanwhile."""
     stored = schedule.forward(n)
     kept = {slot: step for step, slot in stored.items()}

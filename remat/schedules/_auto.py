@@ -35,7 +35,8 @@ def auto(n: int, budget: int, state_bytes: int, tape_bytes: int) -> Schedule:
     if best is None:
         need = state_bytes + tape_bytes
         raise ValueError(
-            f"checkpoints='auto': a budget of {budget:,} bytes cannot hold one carry ({state_bytes:,}) and one "
+            f"checkpoints='auto': a budget of {budget:,} bytes cannot hold one carry ({state_bytes:,}) and "
+            f"one "
             f"step's tape ({tape_bytes:,}); at least {need:,} are needed."
         )
     _, k, c = best
@@ -56,7 +57,8 @@ def as_schedule(checkpoints: object) -> Schedule:
         named = {"all": All(), "sqrt": Sqrt()}
         if checkpoints not in named:
             raise ValueError(
-                f"checkpoints: got {checkpoints!r}; write 'all', 'sqrt', 'auto', a number of carries or a schedule "
+                f"checkpoints: got {checkpoints!r}; write 'all', 'sqrt', 'auto', a number of carries or a "
+                f"schedule "
                 "from remat.schedules."
             )
         return named[checkpoints]

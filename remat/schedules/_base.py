@@ -89,7 +89,8 @@ class Schedule:
         raise NotImplementedError
 
     def leap(self, at: int, end: int, free: int) -> int:
-        """Steps to advance from `at` before storing, when steps `at .. end - 1` remain and `free` slots are empty."""
+        """Steps to advance from `at` before storing, when steps `at .. end - 1` remain and `free` slots "
+        "are empty."""
         raise NotImplementedError
 
     def capacity(self, n: int) -> int:
@@ -114,7 +115,8 @@ class Schedule:
         return {step: slot for slot, step in sorted(slots.items(), key=lambda item: item[1])}
 
     def actions(self, n: int, stored: dict[int, int], in_hand: bool = True) -> Iterator[Action]:
-        """Reverse `n` steps; `stored` maps step -> slot; `in_hand`: the state before the last step is at hand.
+        """Reverse `n` steps; `stored` maps step -> slot; `in_hand`: the state before the last step is at
+        hand.
 
         The stored states form a stack. The interval between the topmost and what is already reversed is
         split as `leap` says, until one step is left to turn round.
@@ -173,9 +175,11 @@ class Schedule:
             [
                 f"{self} over {n} steps",
                 f"  slots        {stats.slots} carries, and the working one",
-                f"  advances     {stats.advances} ({stats.advances - again} in the forward pass, {again} again in "
+                f"  advances     {stats.advances} ({stats.advances - again} in the forward pass, {again} "
+                f"again in "
                 f"the backward pass: {stats.sweeps:.2f} extra sweeps)",
-                f"  evaluations  {stats.evaluations} of the body: {n} forward, {again + stats.taped} backward",
+                f"  evaluations  {stats.evaluations} of the body: {n} forward, {again + stats.taped} "
+                f"backward",
                 f"  peak         {peak}",
             ]
         )

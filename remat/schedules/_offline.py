@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from remat.schedules._base import Schedule
-from remat.transforms._actions import Action, Advance, Reverse
+from remat.transforms._actions import Action, Advance, Free, Restore, Reverse, Store
 
 
 def beta(c: int, r: int) -> int:
@@ -71,7 +71,9 @@ class Revolve(Schedule):
 
     def place(self, n: int | None) -> Callable[[int], int | None]:
         if n is None:
-            raise ValueError(f"{self} needs to know the number of steps; for a loop of unknown length take Online.")
+            raise ValueError(
+                f"{self} needs to know the number of steps; for a loop of unknown length take Online."
+            )
         stores, at, slots = {0: 0}, 0, self.capacity(n)
         while len(stores) < slots:
             at += split(n - at, slots - len(stores) + 1)
@@ -116,7 +118,9 @@ class Sqrt(Schedule):
 
     def place(self, n: int | None) -> Callable[[int], int | None]:
         if n is None:
-            raise ValueError(f"{self} needs to know the number of steps; for a loop of unknown length take Online.")
+            raise ValueError(
+                f"{self} needs to know the number of steps; for a loop of unknown length take Online."
+            )
         stride = self.stride(n)
         last = (n - 1) // stride * stride
         stores = {step: i for i, step in enumerate([*range(0, last, stride), *range(last, n - 1)])}
@@ -140,7 +144,9 @@ class Multilevel(Revolve):
 
     def __post_init__(self) -> None:
         if self.device < 0 or self.host < 0:
-            raise ValueError(f"Multilevel: got device={self.device}, host={self.host}; both must be at least 0.")
+            raise ValueError(
+                f"Multilevel: got device={self.device}, host={self.host}; both must be at least 0."
+            )
         object.__setattr__(self, "slots", self.device + self.host)
         check_slots(self.slots)
 
@@ -184,9 +190,12 @@ class Segmented(Schedule):
                     yield Advance(start * self.length, stop * self.length)
                 case Reverse(start, stop):
                     yield Reverse(start * self.length, min(stop * self.length, n))
-                case _:
-                    has_step = hasattr(action, "step")
-                    yield action._replace(step=action.step * self.length) if has_step else action  # type: ignore
+                case Store(start, slot):
+                    yield Store(start * self.length, slot)
+                case Restore(start, slot):
+                    yield Restore(start * self.length, slot)
+                case Free():
+                    yield action
 
 
 def check_slots(c: object) -> None:

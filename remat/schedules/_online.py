@@ -1,9 +1,10 @@
 """Schedules for a chain whose length is not known in advance.
 
-    P. Stumm and A. Walther, "New algorithms for optimal online checkpointing", SIAM J. Sci. Comput. 32 (2010):
+    P. Stumm and A. Walther, "New algorithms for optimal online checkpointing", SIAM J. Sci. Comput. 32
+    (2010):
     algorithm I, optimal while n <= (c + 1)(c + 2) / 2.
-    Q. Wang, P. Moin and G. Iaccarino, "Minimal repetition dynamic checkpointing algorithm for unsteady adjoint
-    calculation", SIAM J. Sci. Comput. 31 (2009): for what comes after.
+    Q. Wang, P. Moin and G. Iaccarino, "Minimal repetition dynamic checkpointing algorithm for unsteady
+    adjoint calculation", SIAM J. Sci. Comput. 31 (2009): for what comes after.
 
 The switch between the two where the first ends follows equinox (equinox/internal/_loop/checkpointed.py).
 """
@@ -41,7 +42,8 @@ class _StummWalther:
 
 class _WangMoin:
     """A stored state has a level; one that lies before a state of higher level is dispensable. The newest
-    dispensable state makes room; where there is none, the newest state does, and its successor's level rises."""
+    dispensable state makes room; where there is none, the newest state does, and its successor's level
+    rises."""
 
     def __init__(self, steps: dict[int, int]) -> None:
         self.steps = steps  # slot -> step, shared with the controller
