@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import gc
 import json
-import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,7 +81,9 @@ def measured(mode: str, policy: str, name: str, n: int) -> list[Record]:
     except subprocess.TimeoutExpired:
         return [replace(peak, error="over 900 s")]
     if done.returncode:
-        return [replace(peak, error=done.stderr.strip().splitlines()[-1][:120])]
+        lines = done.stderr.strip().splitlines()
+        told = next((line for line in lines if line.startswith("RuntimeError")), lines[-1])
+        return [replace(peak, error=told[:120])]
     found = json.loads(done.stdout.splitlines()[-1])
     return [replace(peak, value=found["peak"] / MIB), replace(seconds, value=found["seconds"] / n * 1e6)]
 
@@ -92,15 +94,19 @@ def one(name: str, n: int) -> None:
     # Short, but long enough to pay for whatever is set up once.
     step(10)
     gc.collect()
-    before, start = resident(), time.perf_counter()
+    before, start = resident("VmRSS", reset=True), time.perf_counter()
     step(n)
     seconds = time.perf_counter() - start
-    print(json.dumps({"peak": resident() - before, "seconds": seconds}))
+    print(json.dumps({"peak": resident("VmHWM") - before, "seconds": seconds}))
 
 
-def resident() -> int:
-    """Most bytes this process ever had resident."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def resident(field: str, *, reset: bool = False) -> int:
+    """Bytes resident now (VmRSS) or at most (VmHWM) since the last reset; Linux only."""
+    if reset:
+        # 5 resets the high-water mark, which the imports may have set.
+        Path("/proc/self/clear_refs").write_text("5")
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{field}:")[1].split()[0]) * 1024
 
 
 def weights() -> tuple[Tensor, Tensor]:
