@@ -6,7 +6,7 @@ import os
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from remat import remat
@@ -27,13 +27,14 @@ def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]  # type: ignore
 
 
-def sharded(model: nn.Sequential, mesh: dist.DeviceMesh, policy: str | None) -> nn.Module:
+def sharded(model: nn.Sequential, mesh: DeviceMesh, policy: str | None) -> nn.Module:
     for i, block in enumerate(model):
         fully_shard(block, mesh=mesh)
         if policy is not None:
             # The region is around the sharded module, so that its hooks run inside, in both passes.
             model[i] = Around(block, policy)
-    return fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 class Around(nn.Module):

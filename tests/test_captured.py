@@ -4,10 +4,15 @@ import functools
 
 import pytest
 import torch
-from torch.func import grad, hessian, jvp, vmap
+from torch.func import grad, hessian, vmap
 
 from remat import remat
-from tests.helpers import POLICIES, rand, same
+from tests.helpers import (
+    POLICIES,
+    jvp,
+    rand,
+    same,
+)
 
 GLOBAL: dict[str, torch.Tensor] = {}
 

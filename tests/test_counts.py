@@ -2,11 +2,17 @@
 
 import pytest
 import torch
-from torch.func import grad, vjp, vmap
+from torch.func import grad, vmap
 
 from remat import remat
 from remat.policies import save_everything, save_matmuls, save_nothing, save_ops, save_unbatched_matmuls
-from tests.helpers import LiveBytes, OpCounter, leaves_of, rand
+from tests.helpers import (
+    LiveBytes,
+    OpCounter,
+    leaves_of,
+    rand,
+    vjp,
+)
 
 aten = torch.ops.aten
 

@@ -8,7 +8,7 @@ from torch.func import grad, vmap
 
 from remat import RematError, remat
 from remat.policies import save_matmuls, save_nothing, save_ops
-from tests.helpers import POLICIES, rand, same
+from tests.helpers import POLICIES, rand, same, vjp
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +116,7 @@ def test_outputs_that_torch_func_does_not_accept(mode):
 @MODES
 def test_wrong_call_is_the_functions_own_error(mode):
     with pytest.raises(TypeError, match="positional"):
-        run(mode, lambda x: remat(lambda x: x)(x, x))
+        run(mode, lambda x: remat(lambda x: x)(x, x))  # type: ignore[call-arg]
 
 
 # -- exceptions inside --------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ def test_tensor_mutated_between_forward_and_backward(how, policy, mode):
         with pytest.raises(RuntimeError, match="my_block|modified by an inplace operation"):
             out.sum().backward()
     else:
-        out, pullback = torch.func.vjp(lambda x: region(wrap, x), rand(3))
+        out, pullback = vjp(lambda x: region(wrap, x), rand(3))
         w.add_(1)
         with pytest.raises(RuntimeError, match="my_block|modified by an inplace operation"):
             pullback(out)

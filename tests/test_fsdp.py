@@ -2,11 +2,11 @@
 
 import pytest
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 from tests import fsdp_worker
 
 
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
 def test_gradients_of_sharded_parameters(tmp_path):
-    mp.spawn(fsdp_worker.work, args=(str(tmp_path / "store"),), nprocs=2)
+    spawn(fsdp_worker.work, args=(str(tmp_path / "store"),), nprocs=2)

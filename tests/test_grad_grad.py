@@ -2,10 +2,22 @@
 
 import pytest
 import torch
-from torch.func import grad, jvp, vjp, vmap
+from torch.func import grad, vmap
 
 from remat import remat
-from tests.helpers import POLICIES, check, loss_of, matrix, of_inexact, rand, same, scalar, tangents
+from tests.helpers import (
+    POLICIES,
+    check,
+    jvp,
+    loss_of,
+    matrix,
+    of_inexact,
+    rand,
+    same,
+    scalar,
+    tangents,
+    vjp,
+)
 
 
 def all_of(args):

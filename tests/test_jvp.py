@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch.func import grad, jacfwd, jvp, linearize, vmap
+from torch.func import grad, jacfwd, linearize, vmap
 
 from remat import remat
 from tests.helpers import (
@@ -11,6 +11,7 @@ from tests.helpers import (
     OpCounter,
     batched,
     check,
+    jvp,
     matrix,
     of_inexact,
     rand,

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from remat import remat
 from tests.helpers import POLICIES, rand, same
 
 
-def mlp():
+def mlp() -> Any:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 5), nn.GELU(), nn.Linear(5, 3)).double()
 
@@ -132,7 +133,7 @@ def test_module_hooks_run_as_without_remat():
         model, x, seen = mlp(), rand(2, 3).requires_grad_(), []
         layer = model[0]
         layer.register_forward_pre_hook(lambda m, args: seen.append("pre"))
-        layer.register_forward_hook(lambda m, args, out: out * 2)
+        layer.register_forward_hook(lambda m, args, out: torch.mul(out, 2))  # type: ignore[arg-type]
         layer.register_full_backward_hook(lambda m, gin, gout: (gin[0] * 3,) if gin[0] is not None else None)
         out = wrap(model)(x)
         out.sum().backward()

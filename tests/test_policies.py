@@ -2,6 +2,7 @@
 
 import pickle
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ aten = torch.ops.aten
 SAVE, OFFLOAD, RECOMPUTE = Decision.SAVE, Decision.OFFLOAD, Decision.RECOMPUTE
 
 
-def info(op=aten.mm.default, *args, **fields):
+def info(op: Any = aten.mm.default, *args: Any, **fields: Any) -> OpInfo:
     return OpInfo(op, args, {}, (), **fields)
 
 

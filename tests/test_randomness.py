@@ -3,10 +3,17 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.func import grad, jvp, vjp, vmap
+from torch.func import grad, vmap
 
 from remat import remat
-from tests.helpers import POLICIES, leaves_of, rand, same
+from tests.helpers import (
+    POLICIES,
+    jvp,
+    leaves_of,
+    rand,
+    same,
+    vjp,
+)
 
 
 def noisy(x, w):

@@ -1,9 +1,14 @@
 """torch.func.vjp: the pullback outlives the forward."""
 
 import torch
-from torch.func import vjp
+import torch.utils._pytree as pytree
 
-from tests.helpers import check, matrix, of_inexact
+from tests.helpers import (
+    check,
+    matrix,
+    of_inexact,
+    vjp,
+)
 
 
 def cotangents(outputs, factor=1.0):
@@ -14,7 +19,7 @@ def as_tuple(fn):
     """`fn` with a flat tuple of its inexact outputs."""
 
     def flat(*args):
-        outputs = torch.utils._pytree.tree_leaves(fn(*args))
+        outputs = pytree.tree_leaves(fn(*args))
         return tuple(out for out in outputs if out.is_floating_point() or out.is_complex())
 
     return flat

@@ -13,7 +13,7 @@ from remat.transforms._primitive import Family, Prim, call
 from remat.transforms._region import Region
 from remat.transforms._state import Ambient, device_kinds
 
-_MOST_TRIES = 1000
+_MOST_TRIES = 50
 # Functions that were seen to use torch.func inside: they cannot run under saved-tensor hooks.
 _uses_func: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -70,6 +70,7 @@ class _Flat:
 
     def __call__(self) -> Any:
         outs = call(Prim(self.body, self.family), self.operands)
+        _capture.made_inside(outs)
         return _tree.unflatten(_tree.merge(self.out_leaves, self.out_at, list(outs)), self.out_spec)
 
     def body(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -121,9 +121,16 @@ class Swap(TorchFunctionMode):
     def __init__(self, table: dict[int, torch.Tensor], operands: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.table = table
-        self.inside = {id(t) for t in operands}
-        self.inside.update(id(t) for t in table.values())
+        self.inside: set[int] = set()
+        self._note([*operands, *table.values()])
         self.start = torch.autograd._get_sequence_nr()
+        self.strict = True
+
+    def lenient(self) -> Swap:
+        """The same substitution for a later recomputation, which makes its tensors anew."""
+        copy = Swap(self.table, ())
+        copy.strict = False
+        return copy
 
     def __enter__(self) -> Any:
         _swaps.__dict__.setdefault("stack", []).append(self)
@@ -144,7 +151,7 @@ class Swap(TorchFunctionMode):
             known = self.table.get(id(value))
             if known is not None:
                 return known
-            if differentiable(value) and not self._is_inside(value):
+            if self.strict and differentiable(value) and not self._is_inside(value):
                 raise Missed(value)
             return value
         if type(value) in (tuple, list):
@@ -165,6 +172,10 @@ class Swap(TorchFunctionMode):
     def _note(self, out: Any) -> None:
         if isinstance(out, torch.Tensor):
             self.inside.add(id(out))
+            # Transforms inside the region hand out what their wrappers hold.
+            while _torch.is_wrapped(out):
+                out = _torch.unwrap_once(out)
+                self.inside.add(id(out))
         elif isinstance(out, (tuple, list)):
             for value in out:
                 self._note(value)
@@ -175,6 +186,18 @@ def as_operand(tensor: torch.Tensor) -> torch.Tensor:
     for mode in reversed(getattr(_swaps, "stack", ())):
         return mode.swap(tensor)
     return tensor
+
+
+def made_inside(tensors: Iterable[torch.Tensor]) -> None:
+    """Tell every substitution in force that these were made inside its region."""
+    for mode in getattr(_swaps, "stack", ()):
+        mode._note(list(tensors))
+
+
+def innermost() -> Swap | None:
+    """The substitution in force on this thread."""
+    stack = getattr(_swaps, "stack", None)
+    return stack[-1] if stack else None
 
 
 _slots: weakref.WeakKeyDictionary[torch.nn.Module, list[tuple[dict[str, Any], str]]] = weakref.WeakKeyDictionary()

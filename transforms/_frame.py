@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from remat.transforms import _observe, _ops, _torch, _trace, _tree
-from remat.transforms._capture import Bindings
+from remat.transforms._capture import Bindings, innermost
 from remat.transforms._errors import RematError
 from remat.transforms._region import Region, recomputing
 from remat.transforms._state import Ambient, RandomState, device_kinds
@@ -83,7 +83,7 @@ class Frame:
 
     __slots__ = (
         "__weakref__", "ambient", "arguments", "bindings", "count", "direct", "fresh", "held", "hoard", "hooks", "inner", "leaves", "metas",
-        "packed_at", "random", "record", "region", "replays", "selector", "settled", "spec", "task", "tensors", "trace", "values",
+        "packed_at", "random", "record", "region", "replays", "selector", "settled", "spec", "swap", "task", "tensors", "trace", "values",
     )  # fmt: skip
 
     def __init__(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -96,6 +96,7 @@ class Frame:
         self.random = RandomState(self.tensors) if region.preserve_rng_state else None
         self.ambient = Ambient(device_kinds(self.tensors))
         self.bindings = Bindings(region.function)
+        self.swap = innermost()
         self.metas: list[Any] = []  # what the forward packed: shape, dtype, device, version
         self.packed_at: list[int | None] = []  # the op that made it, None for one from outside
         self.direct: dict[int, Any] = {}  # packed values that are kept as they are
@@ -287,6 +288,8 @@ class Frame:
         with contextlib.ExitStack() as stack:
             stack.enter_context(recomputing())
             stack.enter_context(torch.enable_grad())
+            if self.swap is not None:
+                stack.enter_context(self.swap.lenient())
             if self.bindings.bound:
                 stack.enter_context(self.bindings.restored())
             if self.ambient.differs() or self.ambient.casts:

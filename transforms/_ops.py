@@ -13,6 +13,7 @@ import torch
 _IGNORED = {
     torch.ops.aten.detach.default,
     torch.ops.aten.lift_fresh.default,
+    torch.ops.aten.to.dtype_layout,  # appears while torch.func.linearize traces
     torch.ops.prim.device.default,
 }
 # Ops that other processes or the outside world take part in; they run in both passes, always.

@@ -201,8 +201,17 @@ def _keep(ctx: Any, prim: Prim, operands: Tensors, outs: Tensors, residuals: Res
     ctx.prim, ctx.residuals = prim, residuals
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*[t for t in outs if not _smooth(t)])
-    needed = [residuals is None or residuals.needs(t) for t in operands]
+    needed = [residuals is None or residuals.needs(t) or _tracked_below(t) for t in operands]
     ctx.save_for_backward(*[t if keep else _hollow(t) for t, keep in zip(operands, needed, strict=True)])
+
+
+def _tracked_below(tensor: torch.Tensor) -> bool:
+    """Whether a lower level differentiates `tensor` too: its place in that graph must then be kept."""
+    while _torch.is_wrapped(tensor):
+        tensor = _torch.unwrap_once(tensor)
+        if tensor.requires_grad:
+            return True
+    return tensor.requires_grad
 
 
 def _recorded(prim: Prim, mask: list[int]) -> tuple[Prim, Residuals | None]:
@@ -224,7 +233,8 @@ def _backward(ctx: Any, cotangents: tuple[Any, ...], level: int | None) -> list[
     saved = _saved(ctx)
     body = _PullBack(ctx.prim.body, len(saved), mask, present)
     dead = level is not None and any(_torch.is_dead(t) for t in saved)
-    source = ctx.residuals or _random_of(ctx.prim.source)
+    # A pull-back of a pull-back recomputes the same forward, so the same residuals serve.
+    source = ctx.residuals or ctx.prim.source
     pull = Prim(body, ctx.prim.family, pulls=True, source=source, own_level=None if dead else level)
     made = call(pull, [*saved, *[cotangents[i] for i in present]])
     if ctx.residuals is not None and not _torch.graph_kept():
@@ -235,15 +245,6 @@ def _backward(ctx: Any, cotangents: tuple[Any, ...], level: int | None) -> list[
         # No gradient is None in plain autograd; torch.func wants zeros.
         grads[first + i] = None if level is None and place in body.unused else grad
     return grads
-
-
-def _random_of(source: Residuals | None) -> Residuals | None:
-    """What the pull-back of a pull-back takes over: it computes everything again, from the same random numbers."""
-    if source is None or source.random is None:
-        return None
-    residuals = Residuals()
-    residuals.random = source.random
-    return residuals
 
 
 def _saved(ctx: Any) -> Tensors:
@@ -452,7 +453,7 @@ def _batched_first(pull: Body, in_dims: tuple[int | None, ...], size: int, rando
 
 def _variable(tensor: torch.Tensor, again: bool) -> torch.Tensor:
     # An alias each, so that one tensor passed twice gets two gradients.
-    return tensor.view_as(tensor) if again and tensor.requires_grad else _leaf(tensor)
+    return _trace.quiet(tensor.view_as, tensor) if again and tensor.requires_grad else _leaf(tensor)
 
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,224 @@
+"""saved_residuals: what is kept, how large it is, who made it, and where it is found."""
+
+import re
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from torch.func import grad, vmap
+
+from remat import checkpoint_name, remat
+from remat.inspection import Residual, print_saved_residuals, saved_residuals
+from remat.policies import save_everything, save_matmuls, save_names, save_nothing
+from tests.helpers import CASES, POLICIES, LiveBytes, OpCounter, leaves_of, rand
+
+aten = torch.ops.aten
+
+
+def mlp(params, x):
+    h = torch.sin(x @ params["layers"][0]["w"])
+    h = checkpoint_name(torch.tanh(h), "hidden")
+    return (h @ params["layers"][1]["w"]).exp().sum()
+
+
+PARAMS = {"layers": [{"w": rand(4, 5)}, {"w": rand(5, 3)}]}
+X = rand(2, 4)
+ARGUMENTS = [
+    ("argument", "params['layers'][0]['w']", 160),
+    ("argument", "params['layers'][1]['w']", 120),
+    ("argument", "x", 64),
+]
+
+
+def brief(fn, *args, **kwargs):
+    return [
+        (r.why, r.path if r.op is None else str(r.op), r.bytes) for r in saved_residuals(fn, *args, **kwargs)
+    ]
+
+
+def test_without_remat():
+    assert brief(mlp, PARAMS, X) == [
+        *ARGUMENTS,
+        ("output", "aten.mm.default", 80),
+        ("output", "aten.tanh.default", 80),
+        ("output", "aten.exp.default", 48),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("policy", "more"),
+    [
+        (save_nothing, []),
+        (save_matmuls, [("policy", "aten.mm.default", 80), ("policy", "aten.mm.default", 48)]),
+        (save_names("hidden"), [("policy", "aten.tanh.default", 80)]),
+    ],
+)
+def test_with_a_policy(policy, more):
+    assert brief(remat(mlp, policy=policy), PARAMS, X) == [*ARGUMENTS, *more]
+
+
+def test_save_everything_is_no_remat():
+    assert brief(remat(mlp, policy=save_everything), PARAMS, X) == brief(mlp, PARAMS, X)
+
+
+def test_every_field():
+    (found,) = [
+        r for r in saved_residuals(remat(mlp, policy=save_names("hidden")), PARAMS, X) if r.why == "policy"
+    ]
+    line = mlp.__code__.co_firstlineno + 2
+    assert found == Residual(
+        (2, 5), torch.float64, torch.device("cpu"), 80, "policy", aten.tanh.default, "hidden",
+        f"{__file__}:{line} (mlp)", None,
+    )  # fmt: skip
+
+
+def test_names_are_seen_without_any_region():
+    assert [r.name for r in saved_residuals(mlp, PARAMS, X) if r.name] == ["hidden"]
+
+
+def test_printed_form(capsys):
+    print_saved_residuals(remat(mlp, policy=save_matmuls), PARAMS, X)
+    lines = capsys.readouterr().out.splitlines()
+    first = mlp.__code__.co_firstlineno + 1
+    assert lines == [
+        "f64[4,5] 160 B from the argument params['layers'][0]['w']",
+        "f64[5,3] 120 B from the argument params['layers'][1]['w']",
+        "f64[2,4] 64 B from the argument x",
+        f"f64[2,5] 80 B output of aten.mm from test_saved_residuals.py:{first} (mlp), saved by policy",
+        f"f64[2,3] 48 B output of aten.mm from test_saved_residuals.py:{first + 2} (mlp), saved by policy",
+        "total 472 B in 5 tensors, 344 B of it arguments and captured tensors",
+    ]
+    print_saved_residuals(mlp, PARAMS, X)
+    assert "named 'hidden', output of aten.tanh from test_saved_residuals.py" in capsys.readouterr().out
+
+
+def test_total():
+    found = saved_residuals(remat(mlp, policy=save_matmuls), PARAMS, X)
+    assert found.bytes == sum(r.bytes for r in found) == 472
+
+
+def test_several_regions():
+    first, second = remat(lambda x: x.sin().exp()), remat(lambda x, w: torch.tanh(x @ w), policy=save_matmuls)
+    assert brief(lambda x, w: second(first(x) + x, w), X, rand(4, 3)) == [
+        ("argument", "x", 64),
+        ("argument", "w", 96),
+        ("output", "aten.add.Tensor", 64),
+        ("policy", "aten.mm.default", 48),
+    ]
+
+
+def test_views_of_one_block_are_one_residual_of_its_whole_size():
+    assert brief(lambda x: (x[0].sin() * x[1:].cos().sum()).sum(), rand(4, 4)) == [
+        ("argument", "x", 128),
+        ("output", "aten.sin.default", 32),
+        ("output", "aten.sum.default", 8),
+    ]
+
+
+def test_reads_nothing_keeps_nothing():
+    assert saved_residuals(lambda x: x + 1, X) == []
+    assert saved_residuals(lambda x: x.argmax(), X) == []
+    assert saved_residuals(lambda n: n + 1, 3) == []
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, remat])
+def test_modules_and_captured_tensors(wrap):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)).double()
+    found = saved_residuals(wrap(model), X)
+    assert [(r.why, r.path) for r in found][0] == ("argument", "input")
+    scale = rand(2, 4)
+    found = saved_residuals(lambda x: torch.sin(x * scale), X)
+    assert ("captured", "scale") in [(r.why, r.path) for r in found]
+    if wrap is not remat:
+        found = saved_residuals(model, X)
+        assert ("captured", "2.weight") in [(r.why, r.path) for r in found]
+
+
+def test_only_what_requires_grad_is_differentiated():
+    def product(x, w):
+        return x * w
+
+    x, w = rand(3), rand(3).requires_grad_()
+    assert [r.path for r in saved_residuals(product, x, w)] == ["x"]
+    assert [r.path for r in saved_residuals(product, x, w.detach())] == ["x", "w"]
+    assert x.grad is None and not x.requires_grad
+
+
+def test_earlier_graphs_do_not_count():
+    x = rand(3).requires_grad_()
+    h = x.sin().exp().tanh()
+    assert brief(lambda h: h.cos(), h) == [("argument", "h", 24)]
+
+
+def test_keyword_and_variable_arguments():
+    def fn(*rest, scale, **more):
+        return (rest[0] * scale).sin() * more["shift"]
+
+    paths = {
+        r.path for r in saved_residuals(fn, rand(3), rand(2), scale=rand(3), shift=rand(3)) if r.op is None
+    }
+    assert paths == {"rest[0]", "scale", "shift"}
+
+
+def test_functions_that_use_torch_func():
+    def step(params, x):
+        return grad(remat(mlp))(params, x)["layers"][0]["w"]
+
+    before = [r for r in brief(step, PARAMS, X) if r[0] == "argument"]
+    assert before == ARGUMENTS
+    per_example = brief(vmap(remat(mlp, policy=save_matmuls), (None, 0)), PARAMS, rand(3, 2, 4))
+    assert [(why, size) for why, _, size in per_example] == [
+        ("argument", 160),
+        ("argument", 120),
+        ("argument", 192),
+        ("policy", 240),
+        ("policy", 144),
+    ]
+
+
+def test_builtins():
+    assert [r.why for r in saved_residuals(torch.exp, rand(3))] == ["output"]
+    assert [(r.why, r.path) for r in saved_residuals(torch.sin, rand(3))] == [("argument", "args[0]")]
+
+
+def test_error_inside_goes_through():
+    with pytest.raises(ZeroDivisionError):
+        saved_residuals(lambda x: x / (1 // 0), X)
+
+
+def test_leaves_random_numbers_and_gradients_alone():
+    state = torch.get_rng_state()
+    x = rand(8, 8).requires_grad_()
+    found = saved_residuals(lambda x: torch.dropout(x.sin(), 0.5, True), x)
+    assert found and torch.equal(state, torch.get_rng_state()) and x.grad is None
+
+
+def test_looking_runs_the_function_once_and_recomputes_nothing():
+    x = rand(3).requires_grad_()
+    with OpCounter() as ops:
+        saved_residuals(remat(lambda x: x.exp().sin().exp()), x)
+    assert ops["exp"] == 2 and ops["sin"] == 1
+
+
+@pytest.mark.parametrize("policy", [None, "nothing", "matmuls", "ops"])
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_are_those_that_stay_alive(name, policy):
+    """Measured by what is not freed once the results are gone and the graph is not."""
+    if name == "closure" and policy is not None:
+        pytest.skip("the region's own closure keeps a tensor that its backward does not read")
+    wrap = (lambda f: f) if policy is None else (lambda f: remat(f, policy=POLICIES[policy]))
+    fn, args = CASES[name].build(wrap)
+    leaves = leaves_of(args)
+    found = saved_residuals(fn, *leaves)
+    inside = sum(r.bytes for r in found if r.op is not None)
+    fn, _ = CASES[name].build(wrap)
+    with LiveBytes() as live:
+        nodes = [t.grad_fn for t in pytree.tree_leaves(fn(*leaves)) if isinstance(t, torch.Tensor)]
+        kept = live.bytes
+    assert nodes and inside == kept
+
+
+def test_line_of_every_maker_is_in_this_file():
+    for residual in saved_residuals(mlp, PARAMS, X):
+        if residual.op is not None:
+            assert re.fullmatch(re.escape(__file__) + r":\d+ \(mlp\)", residual.location or "")
