@@ -49,6 +49,14 @@ add_batch_dim: Callable[[torch.Tensor, int, int], torch.Tensor] = _functorch_c._
 unwrap_batched: Callable[[torch.Tensor, int], tuple[torch.Tensor, int | None]] = _functorch_c._unwrap_batched
 
 
+def is_batched_anyhow(tensor: torch.Tensor) -> bool:
+    """Whether writing `tensor` into a plain tensor would fail for a batch dimension.
+
+    `torch.autograd.grad(..., is_grads_batched=True)` uses the vmap from before functorch, which has no level.
+    """
+    return is_wrapped(tensor) or _functorch_c.is_legacy_batchedtensor(tensor)
+
+
 def interpreter() -> Any | None:
     """The innermost functorch level, or None outside every transform."""
     if not in_transform():
@@ -87,6 +95,11 @@ def top_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     return _autograd_c._top_saved_tensors_default_hooks(True)
 
 
+def watched() -> bool:
+    """Whether saved-tensor hooks or a dispatch mode follow what runs here, as an enclosing region does."""
+    return top_hooks() is not None or torch._C._len_torch_dispatch_stack() > 0
+
+
 def hooks_disabled() -> str | None:
     """The message with which saved-tensor hooks are refused at this point, or None where they work."""
     return _autograd_c._saved_tensors_hooks_get_disabled_error_message()
@@ -115,6 +128,16 @@ def is_hook_refusal(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "yet support saved tensor hooks" in str(error)
 
 
+def engine_grad(
+    outputs: list[torch.Tensor], inputs: list[torch.Tensor], cotangents: list[torch.Tensor], create_graph: bool
+) -> tuple[torch.Tensor | None, ...]:
+    """`torch.autograd.grad` with `allow_unused`, without its checks, which take a third of a small step's time."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    return engine.run_backward(
+        tuple(outputs), tuple(cotangents), create_graph, create_graph, tuple(inputs), True, accumulate_grad=False
+    )
+
+
 def at_backward_end(callback: Callable[[], None]) -> None:
     """Run `callback` when the running backward pass ends."""
     # 2.15 has torch.autograd.graph.queue_callback; this spelling works on all.
@@ -137,7 +160,9 @@ def default_device_in_context() -> torch.device | None:
 
 def storage_key(tensor: torch.Tensor) -> int:
     """An address that aliases share: the storage object (works for fake tensors, which have no data)."""
-    return tensor.untyped_storage()._cdata
+    # A pack hook may ask while a torch-function mode is on, which would take this for a call of the user's.
+    with torch._C.DisableTorchFunction():
+        return tensor.untyped_storage()._cdata
 
 
 def forward_ad_active(tensors: list[torch.Tensor]) -> bool:

@@ -1,0 +1,239 @@
+"""Peak memory and time of the gradient of a long scan, for each schedule and next to what torch has.
+
+    python -m benchmarks.scan_memory                # an RNN of 10 to 10^5 steps, and 64 GPT blocks
+    python -m benchmarks.scan_memory --million      # also 10^6 steps in 32 slots (minutes)
+
+Each RNN row runs in a process of its own; its peak is the growth of the resident set over that of a ten-step
+run, Python objects included. GPT blocks are measured by torch's memory events.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import tyro
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.records import Record, Target, save, show
+from remat.cli.measure import trace_memory
+from remat.layers import scan_layers, stack_params
+from remat.scan import scan_remat
+
+MIB = 1 << 20
+WIDTH, BATCH = 64, 4
+SLOTS: dict[str, Any] = {"all": "all", "sqrt": "sqrt", "8 carries": 8, "32 carries": 32}
+LENGTHS = (10, 100, 1_000, 10_000, 100_000)
+Body = Callable[[Tensor, Any], tuple[Tensor, None]]
+
+
+@dataclass
+class ScanMemory:
+    """Peak against length."""
+
+    lengths: tuple[int, ...] = LENGTHS
+    """Steps of the RNN (width 64, batch 4)."""
+    blocks: int = 64
+    """GPT blocks (width 128, 4 heads, 4 x 64 tokens); 0: none."""
+    hop: bool = True
+    """Also torch's scan operator under torch.compile, up to 1000 steps."""
+    million: bool = False
+    """Also 10^6 steps of a cheap body in 32 slots."""
+    save: bool = True
+    """Write results/scan_memory.csv."""
+
+    def __call__(self) -> int:
+        records = [record for n in self.lengths for record in rnn_rows(n, self.hop and n <= 1000)]
+        if self.blocks:
+            records += gpt_rows(self.blocks)
+        if self.million:
+            records += measured("cheap, 10^6 steps", "32 carries", "million", 1_000_000)
+        met = targets(records, max(self.lengths))
+        show("Gradient of a scan", records, met)
+        if self.save:
+            print(save("scan_memory", records))
+        return int(not all(target.met for target in met))
+
+
+def rnn_rows(n: int, hop: bool) -> list[Record]:
+    """Peak and time of every way to run the RNN for `n` steps."""
+    names = ["loop", "torch checkpoint", *SLOTS, *(["torch scan, compiled"] if hop else [])]
+    return [record for name in names for record in measured(f"rnn, {n} steps", name, name, n)]
+
+
+def measured(mode: str, policy: str, name: str, n: int) -> list[Record]:
+    """Run `name` in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.scan_memory", "--one", name, str(n)]
+    peak = Record("scan_memory", mode, policy, "peak", "MiB")
+    seconds = replace(peak, metric="time a step", unit="us")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    except subprocess.TimeoutExpired:
+        return [replace(peak, error="over 900 s")]
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        told = next((line for line in lines if line.startswith("RuntimeError")), lines[-1])
+        return [replace(peak, error=told[:120])]
+    found = json.loads(done.stdout.splitlines()[-1])
+    return [replace(peak, value=found["peak"] / MIB), replace(seconds, value=found["seconds"] / n * 1e6)]
+
+
+def one(name: str, n: int) -> None:
+    """Measure in this process, and print."""
+    step = million if name == "million" else lambda n: rnn(name, n)
+    # Short, but long enough to pay for whatever is set up once.
+    step(10)
+    gc.collect()
+    before, start = resident("VmRSS", reset=True), time.perf_counter()
+    step(n)
+    seconds = time.perf_counter() - start
+    print(json.dumps({"peak": resident("VmHWM") - before, "seconds": seconds}))
+
+
+def resident(field: str, *, reset: bool = False) -> int:
+    """Bytes resident now (VmRSS) or at most (VmHWM) since the last reset; Linux only."""
+    if reset:
+        # 5 resets the high-water mark, which the imports may have set.
+        Path("/proc/self/clear_refs").write_text("5")
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{field}:")[1].split()[0]) * 1024
+
+
+def weights() -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    w = (torch.randn(WIDTH, WIDTH, generator=draw) / WIDTH**0.5).requires_grad_()
+    return w, torch.randn(BATCH, WIDTH, generator=draw)
+
+
+def rnn(name: str, n: int) -> None:
+    """The gradient of n steps `h = tanh(h w + b)` with respect to w."""
+    w, h = weights()
+    shift = h[0].clone()
+
+    def body(h: Tensor, _: Any) -> tuple[Tensor, None]:
+        return torch.tanh(h @ w + shift), None
+
+    with without_recursion():
+        run(name, body, h, n).sum().backward()
+    assert w.grad is not None
+
+
+def run(name: str, body: Body, h: Tensor, n: int) -> Tensor:
+    if name == "torch scan, compiled":
+        return compiled_scan(body, h, n)
+    if name in SLOTS:
+        return scan_remat(body, h, length=n, checkpoints=SLOTS[name])[0]
+    for _ in range(n):
+        h = body(h, None)[0] if name == "loop" else checkpoint(body, h, None, use_reentrant=False)[0]
+    return h
+
+
+def compiled_scan(body: Body, h: Tensor, n: int) -> Tensor:
+    from torch._higher_order_ops.scan import scan
+
+    def whole(h: Tensor, xs: Tensor) -> Tensor:
+        return scan(lambda c, x: (body(c, x)[0], x.clone()), h, xs)[0]
+
+    return torch.compile(whole, fullgraph=True)(h, torch.zeros(n, 1))
+
+
+class without_recursion:
+    """Freeing a graph of 10^5 nodes is done by torch iteratively; Python's own limit is not in play."""
+
+    def __enter__(self) -> None:
+        gc.disable()
+
+    def __exit__(self, *exc: Any) -> None:
+        gc.enable()
+
+
+def million(n: int) -> None:
+    """A body of one op, so that 10^6 steps take minutes."""
+    a = torch.tensor(0.999, requires_grad=True)
+    scan_remat(lambda h, _: (h * a, None), torch.ones(8), length=n, checkpoints=32)[0].sum().backward()
+
+
+class Block(torch.nn.Module):
+    """A pre-norm GPT block."""
+
+    def __init__(self, width: int = 128, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.first, self.second = torch.nn.LayerNorm(width), torch.nn.LayerNorm(width)
+        self.qkv, self.out = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
+        self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.first(x)).chunk(3, -1)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.out(mixed)
+        return x + self.down(F.gelu(self.up(self.second(x))))
+
+
+def gpt_rows(count: int) -> list[Record]:
+    """Peak of the backward through `count` blocks, gradients checked against the loop's."""
+    torch.manual_seed(0)
+    blocks = torch.nn.ModuleList(Block() for _ in range(count))
+    stacked = {name: t.detach().requires_grad_() for name, t in stack_params(blocks).items()}
+    x = torch.randn(4, 64, 128)
+
+    def loop(wrap: Callable[..., Any]) -> Tensor:
+        y = x
+        for i in range(count):
+            params = {name: t[i] for name, t in stacked.items()}
+            y = wrap(lambda params, y: torch.func.functional_call(blocks[0], params, (y,)), params, y)
+        return y
+
+    ways: dict[str, Callable[[], Tensor]] = {
+        "loop": lambda: loop(lambda f, *a: f(*a)),
+        "torch checkpoint": lambda: loop(lambda f, *a: checkpoint(f, *a, use_reentrant=False)),
+    } | {
+        name: lambda slots=slots: scan_layers(blocks[0], stacked, x, checkpoints=slots)
+        for name, slots in SLOTS.items()
+    }
+    expected = torch.autograd.grad(ways["loop"]().square().mean(), list(stacked.values()))
+    records = []
+    for name, way in ways.items():
+
+        def step(_: Any, way: Callable[[], Tensor] = way) -> Any:
+            return torch.autograd.grad(way().square().mean(), list(stacked.values()))
+
+        torch.testing.assert_close(step(None), expected, rtol=1e-3, atol=1e-6)
+        used = trace_memory(step).peak / MIB
+        records.append(Record("scan_memory", f"{count} GPT blocks", name, "peak", "MiB", used))
+    return records
+
+
+def targets(records: list[Record], n: int) -> list[Target]:
+    values = {(r.mode, r.policy): r.value for r in records if r.metric == "peak"}
+    longest, blocks = f"rnn, {n} steps", next((r.mode for r in records if "GPT" in r.mode), "")
+
+    def ratio(mode: str, a: str, b: str) -> float | None:
+        above, below = values.get((mode, a)), values.get((mode, b))
+        return above / below if above is not None and below else None
+
+    found = [Target(f"{longest}: 32 carries over the loop", ratio(longest, "32 carries", "loop"), 0.1)]
+    if blocks:
+        found.append(Target(f"{blocks}: sqrt over the loop", ratio(blocks, "sqrt", "loop"), 0.4))
+    if ("cheap, 10^6 steps", "32 carries") in values:
+        found.append(Target("10^6 steps in 32 slots, MiB", values["cheap, 10^6 steps", "32 carries"], 64.0))
+    return found
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--one"]:
+        one(sys.argv[2], int(sys.argv[3]))
+    else:
+        raise SystemExit(tyro.cli(ScanMemory)())

@@ -1,0 +1,107 @@
+"""`remat schedule`: draws which carries a scan keeps and in which order steps are evaluated again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from remat.schedules import Multilevel, Online, Revolve, Schedule, Sqrt
+from remat.transforms._actions import Advance, Restore, Reverse, Store
+
+
+@dataclass
+class Draw:
+    """Draw a checkpointing schedule as text, and as a PNG."""
+
+    length: int = 32
+    """Steps of the scan."""
+    slots: int = 4
+    """Kept carries, the initial one counted."""
+    kind: str = "revolve"
+    """revolve, online, sqrt or multilevel (half of the slots on the host)."""
+    png: str = ""
+    """Also draw into this file."""
+
+    def __call__(self) -> int:
+        schedule = self.schedule()
+        print(schedule.explain(self.length))
+        print(picture(schedule, self.length))
+        if self.png:
+            plot(schedule, self.length, self.png)
+            print(f"wrote {self.png}")
+        return 0
+
+    def schedule(self) -> Schedule:
+        host = self.slots // 2
+        kinds = {
+            "revolve": lambda: Revolve(self.slots),
+            "online": lambda: Online(self.slots),
+            "sqrt": Sqrt,
+            "multilevel": lambda: Multilevel(device=self.slots - host, host=host),
+        }
+        if self.kind not in kinds:
+            raise SystemExit(f"remat schedule: kind {self.kind!r} is none of {', '.join(kinds)}")
+        return kinds[self.kind]()
+
+
+def main_schedule(argv: Sequence[str] | None = None) -> int:
+    """Entry of `python -m remat schedule`."""
+    import tyro
+
+    return tyro.cli(Draw, args=argv)()
+
+
+def timeline(schedule: Schedule, n: int) -> list[tuple[Advance | Reverse, set[int]]]:
+    """The actions of the reversal, each with the steps whose states are kept meanwhile."""
+    stored = schedule.forward(n)
+    kept = {slot: step for step, slot in stored.items()}
+    rows = []
+    for action in schedule.actions(n, stored):
+        if isinstance(action, Store):
+            kept[action.slot] = action.step
+        elif isinstance(action, (Advance, Reverse)):
+            rows.append((action, set(kept.values())))
+        elif not isinstance(action, Restore):
+            del kept[action.slot]
+    return rows
+
+
+def picture(schedule: Schedule, n: int, width: int = 100, most: int = 60) -> str:
+    """The reversal from top to bottom: `o` a kept carry, `>` an advance, `<` a reversed step."""
+    if n > width:
+        return f"(no picture: {n} steps are more than {width} columns)"
+    rows = ["".join("o" if k in schedule.forward(n) else ">" for k in range(n)) + "  forward"]
+    for action, kept in timeline(schedule, n):
+        line = ["o" if k in kept else " " for k in range(n)]
+        mark = ">" if isinstance(action, Advance) else "<"
+        for k in range(action.start, action.stop):
+            line[k] = "o" if k in kept and mark == ">" else mark
+        rows.append("".join(line).rstrip())
+    if len(rows) > most:
+        rows = [*rows[:most], f"... {len(rows) - most} more rows"]
+    return "\n".join(rows)
+
+
+def plot(schedule: Schedule, n: int, path: str) -> None:
+    """Step against evaluation, kept carries as lines."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 5))
+    time = n
+    axes.plot([0, n], [0, n], color="tab:blue", label="forward and advance")
+    for action, kept in timeline(schedule, n):
+        took = action.stop - action.start
+        color = "tab:blue" if isinstance(action, Advance) else "tab:red"
+        axes.plot([time, time + took], [action.start, action.stop], color=color)
+        for step in kept:
+            axes.plot([time, time + took], [step, step], color="tab:gray", linewidth=0.5)
+        time += took
+    axes.plot([], [], color="tab:red", label="reverse")
+    axes.plot([], [], color="tab:gray", linewidth=0.5, label="kept carry")
+    axes.set(xlabel="evaluations of the body", ylabel="step", title=f"{schedule} over {n} steps")
+    axes.legend()
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    plt.close(figure)

@@ -1,0 +1,473 @@
+"""What a scan computes, how often it evaluates its body, and what it refuses."""
+
+from __future__ import annotations
+
+import doctest
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import remat.layers
+import remat.loops
+import remat.scan
+from remat import remat as region
+from remat.cli.measure import trace_memory
+from remat.layers import scan_layers, stack_params, unstack_params
+from remat.loops import default_slots, while_remat
+from remat.policies import save_matmuls
+from remat.scan import scan_remat
+from remat.schedules import Online, Revolve, Segmented, Sqrt, advances
+from remat.transforms._errors import RematError
+
+
+class Counted:
+    """`tanh(w h)`, counting its evaluations."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.w = torch.tensor(0.9, requires_grad=True)
+
+    def __call__(self, h, x):
+        self.calls += 1
+        return torch.tanh(self.w * h), None
+
+
+@pytest.mark.parametrize("c", range(1, 13))
+def test_body_evaluations_equal_the_formula(c):
+    for n in (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 130):
+        body = Counted()
+        last, _ = scan_remat(body, torch.ones(()), length=n, checkpoints=c)
+        assert body.calls == n
+        last.backward()
+        # n in the forward; the advances that t(n, c) counts beyond its n - 1; every step once with its tape.
+        assert body.calls == n + (advances(n, c) - (n - 1)) + n
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 300), st.integers(1, 40))
+def test_body_evaluations_at_random(n, c):
+    body = Counted()
+    scan_remat(body, torch.ones(()), length=n, checkpoints=c)[0].backward()
+    assert body.calls == 2 * n + advances(n, c) - (n - 1)
+
+
+@pytest.mark.parametrize("schedule", [Sqrt(), Segmented(4), Segmented(3, Revolve(2))], ids=repr)
+def test_other_schedules_evaluate_what_they_say(schedule):
+    body = Counted()
+    scan_remat(body, torch.ones(()), length=37, checkpoints=schedule)[0].backward()
+    assert body.calls == schedule.stats(37).evaluations
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap grad"])
+def test_body_evaluations_under_functorch(transform):
+    body = Counted()
+
+    def f(h):
+        return scan_remat(body, h, length=30, checkpoints=4)[0]
+
+    if transform == "grad":
+        torch.func.grad(f)(torch.ones(()))
+    else:
+        torch.func.vmap(torch.func.grad(f))(torch.ones(5))
+    assert body.calls == Revolve(4).stats(30).evaluations
+
+
+@pytest.mark.parametrize("n, c", [(1, 1), (7, 3), (15, 4), (40, 4), (64, 3)])
+def test_while_evaluates_as_its_schedule_says(n, c):
+    body = Counted()
+    end = while_remat(
+        lambda s: s[0] < n, lambda s: (s[0] + 1, body(s[1], None)[0]), (0, torch.ones(())), checkpoints=c
+    )
+    assert end[0] == n and body.calls == n
+    end[1].backward()
+    assert body.calls == Online(c).stats(n).evaluations
+
+
+def kept_bytes(n: int, checkpoints: Any) -> int:
+    """Bytes of distinct storages that stay alive between forward and backward, the result not counted."""
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def body(h, _):
+        h = torch.tanh(h)
+        made.append(weakref.ref(h))
+        return h, None
+
+    last, _ = scan_remat(body, torch.ones(256, requires_grad=True), length=n, checkpoints=checkpoints)
+    gc.collect()
+    return sum(h.nbytes for h in (r() for r in made) if h is not None and h is not last)
+
+
+@pytest.mark.parametrize("checkpoints, carries", [(1, 1), (4, 4), (8, 8), ("all", 39), ("sqrt", 11)])
+def test_between_passes_no_more_carries_live_than_slots(checkpoints, carries):
+    # One slot holds the initial carry, which the body did not make; one more carry is in hand.
+    assert kept_bytes(40, checkpoints) <= carries * 1024
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_peak_under_functorch(order):
+    w, h = torch.randn(32, 32) / 6, torch.zeros(32, 32)
+
+    def body(w):
+        return lambda h, _: (torch.tanh(h @ w) + h.sin(), None)
+
+    def loop(w):
+        state = h
+        for _ in range(100):
+            state, _ = body(w)(state, None)
+        return state.sum()
+
+    def ours(w):
+        return scan_remat(body(w), h, length=100, checkpoints=4)[0].sum()
+
+    def peak(f):
+        g = torch.func.grad(f)
+        if order == 2:
+            g = torch.func.grad(lambda w, g=g: g(w).sum())
+        return trace_memory(lambda mark: g(w)).peak
+
+    # Second order lists all states once, so it keeps a carry a step; the loop keeps several tapes.
+    assert peak(ours) < peak(loop) / (20 if order == 1 else 4)
+
+
+def test_carries_of_every_kind():
+    w = torch.randn(3, 3, requires_grad=True)
+
+    def body(c, x):
+        h = torch.sin(c["h"] @ w) * (2 if c["flag"] else 1) + c["i"] + x
+        return {"h": h, "i": c["i"] + 1, "flag": not c["flag"], "none": None, "n": c["n"] + 1}, {
+            "y": h,
+            "no": None,
+        }
+
+    def start():
+        return {"h": torch.ones(3), "i": 0, "flag": True, "none": None, "n": torch.tensor(5)}
+
+    xs = torch.randn(6, 3)
+    carry, ys = start(), []
+    for x in xs:
+        carry, y = body(carry, x)
+        ys.append(y["y"])
+    expected = torch.autograd.grad(carry["h"].sum() + torch.stack(ys).pow(2).sum(), w)
+    for checkpoints in ("all", "sqrt", 1, 2):
+        ours, stacked = scan_remat(body, start(), xs, checkpoints=checkpoints)
+        assert (ours["i"], ours["flag"], ours["none"], int(ours["n"])) == (6, True, None, 11)
+        assert stacked["no"] is None
+        found = torch.autograd.grad(ours["h"].sum() + stacked["y"].pow(2).sum(), w)
+        torch.testing.assert_close(found, expected)
+
+
+def test_no_steps_and_no_xs():
+    init = torch.ones(3, requires_grad=True)
+    end, ys = scan_remat(lambda h, x: (h + x, {"y": torch.outer(h, x)}), init, torch.zeros(0, 3))
+    assert end is init and ys["y"].shape == (0, 3, 3)
+    assert scan_remat(lambda h, x: (h, x), init, length=0)[1] is None
+    end, ys = scan_remat(lambda h, x: (h * 2, x), init, length=3)
+    assert ys is None and torch.equal(end, 8 * init)
+    end, _ = scan_remat(lambda h, x: (h + x["a"], None), init, {"a": torch.ones(2, 3), "b": None})
+    assert torch.equal(end, init + 2)
+
+
+@pytest.mark.parametrize("checkpoints", ["all", "sqrt", 1, 3, Segmented(2, Revolve(2))], ids=repr)
+def test_random_numbers_are_the_same_again(checkpoints):
+    h, xs = torch.randn(4, requires_grad=True), torch.randn(9, 4)
+
+    def body(h, x):
+        return torch.nn.functional.dropout(torch.tanh(h + x)) + torch.rand(4) * h, None
+
+    torch.manual_seed(1)
+    expected, after = h, None
+    for x in xs:
+        expected, _ = body(expected, x)
+    after = torch.rand(1)
+    torch.manual_seed(1)
+    ours, _ = scan_remat(body, h, xs, checkpoints=checkpoints)
+    assert torch.equal(ours, expected) and torch.equal(torch.rand(1), after)
+    state = torch.get_rng_state()
+    found = torch.autograd.grad(ours.sum(), h)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.testing.assert_close(found, torch.autograd.grad(expected.sum(), h))
+
+
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("randomness", [None, "same", "different"])
+def test_random_numbers_under_functorch(order, randomness):
+    def f(h, scan):
+        def body(h, x):
+            return torch.tanh(h * torch.rand(4) + x), h
+
+        return sum((o**2).sum() for o in scan(body, h, torch.ones(5, 4)))
+
+    def loop(body, h, xs):
+        ys = []
+        for x in xs:
+            h, y = body(h, x)
+            ys.append(y)
+        return h, torch.stack(ys)
+
+    def run(scan):
+        torch.manual_seed(3)
+        g = torch.func.grad(lambda h: f(h, scan))
+        if order == 2:
+            g = torch.func.grad(lambda h, g=g: (g(h) ** 2).sum())
+        if randomness:
+            return torch.func.vmap(g, randomness=randomness)(torch.linspace(0, 1, 12).view(3, 4))
+        return g(torch.ones(4))
+
+    torch.testing.assert_close(run(lambda *a: scan_remat(*a, checkpoints=2)), run(loop))
+
+
+def test_autocast_of_the_forward_holds_in_the_backward():
+    w = torch.randn(8, 8, requires_grad=True)
+    seen = []
+
+    def body(h, _):
+        h = torch.tanh(h @ w)
+        seen.append(h.dtype)
+        return h, None
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        end, _ = scan_remat(body, torch.zeros(8, dtype=torch.bfloat16), length=5, checkpoints=1)
+    end.sum().backward()
+    assert set(seen) == {torch.bfloat16} and len(seen) == Revolve(1).stats(5).evaluations
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize("policy", [None, save_matmuls])
+def test_with_remat(where, policy):
+    w, h, xs = torch.randn(3, 3, requires_grad=True), torch.randn(3, requires_grad=True), torch.randn(6, 3)
+    options = {} if policy is None else {"policy": policy}
+
+    def body(h, x):
+        h = torch.tanh(h @ w + x)
+        return h, h
+
+    def plain(h):
+        return scan_remat(body, h, xs, checkpoints=2)[1].pow(2).sum()
+
+    def ours(h):
+        if where == "outside":
+            return region(plain, **options)(h)
+        return scan_remat(region(body, **options), h, xs, checkpoints=2)[1].pow(2).sum()
+
+    torch.testing.assert_close(torch.autograd.grad(ours(h), (w, h)), torch.autograd.grad(plain(h), (w, h)))
+    torch.testing.assert_close(torch.func.grad(ours)(h), torch.func.grad(plain)(h))
+
+
+def test_auto_keeps_within_its_budget():
+    body = Counted()
+    scan_remat(body, torch.ones(100), length=50, checkpoints="auto", budget="4KiB")[0].sum().backward()
+    many = body.calls
+    body.calls = 0
+    scan_remat(body, torch.ones(100), length=50, checkpoints="auto", budget=10**6)[0].sum().backward()
+    assert body.calls == 1 + 2 * 50 < many  # one evaluation measures
+
+
+def test_progress():
+    events = []
+    h = torch.ones((), requires_grad=True)
+    end, _ = scan_remat(
+        lambda h, _: (h.sin(), None), h, length=4, checkpoints=1, on_step=lambda *event: events.append(event)
+    )
+    assert events == [("forward", k) for k in range(4)]
+    end.backward()
+    assert [k for phase, k in events if phase == "reverse"] == [3, 2, 1, 0]
+    assert len([1 for phase, _ in events if phase == "advance"]) == 3
+
+
+class Odd(Exception):
+    pass
+
+
+def fails_at(k):
+    def body(c, x):
+        if x == k:
+            raise Odd("boo")
+        return c, x
+
+    return body
+
+
+H, X = torch.ones(3), torch.arange(5.0)
+BAD = {
+    "shape": (lambda: scan_remat(lambda c, x: (c[:2], x), H, X), TypeError, r"float32\[3\].*float32\[2\]"),
+    "dtype": (
+        lambda: scan_remat(lambda c, x: (c.double(), x), H, X),
+        TypeError,
+        r"float32\[3\].*float64\[3\]",
+    ),
+    "path": (
+        lambda: scan_remat(lambda c, x: ({"a": 1.5}, x), {"a": 1}, X),
+        TypeError,
+        r"\['a'\].*int.*float",
+    ),
+    "structure": (lambda: scan_remat(lambda c, x: ((c, c), x), H, X), TypeError, "structure"),
+    "no pair": (lambda: scan_remat(lambda c, x: c, H, X), TypeError, r"pair \(carry, y\)"),  # type: ignore
+    "numbers as y": (lambda: scan_remat(lambda c, x: (c, {"n": 3}), H, X), TypeError, r"y\['n'\] is int"),
+    "y changes": (lambda: scan_remat(lambda c, x: (c, x[None][: int(x)]), H, X), TypeError, "first"),
+    "writes": (lambda: scan_remat(lambda c, x: (c.add_(1), x), torch.ones(3), X), RematError, "in place"),
+    "xs lengths": (lambda: scan_remat(lambda c, x: (c, None), H, {"a": X, "b": X[:3]}), ValueError, "5.*3"),
+    "length": (
+        lambda: scan_remat(lambda c, x: (c, None), H, X, length=3),
+        ValueError,
+        "xs has 5, length has 3",
+    ),
+    "no length": (lambda: scan_remat(lambda c, x: (c, None), H), ValueError, "length="),
+    "negative": (lambda: scan_remat(lambda c, x: (c, None), H, length=-1), ValueError, "-1"),
+    "xs of numbers": (lambda: scan_remat(lambda c, x: (c, None), H, [1, 2]), TypeError, r"xs\[0\]"),
+    "c < 1": (lambda: scan_remat(lambda c, x: (c, None), H, X, checkpoints=0), ValueError, "got 0"),
+    "auto": (lambda: scan_remat(lambda c, x: (c, None), H, X, checkpoints="auto"), ValueError, "budget"),
+    "budget": (lambda: scan_remat(lambda c, x: (c, None), H, X, budget=3), ValueError, "auto"),
+    "step": (lambda: scan_remat(fails_at(3), H, X), Odd, r"in step 3 of scan_remat\(fails_at"),
+    "loop": (lambda: while_remat(lambda c: True, lambda c: c, H), ValueError, "max_steps"),
+    "loop schedule": (
+        lambda: while_remat(lambda c: True, lambda c: c, H, checkpoints="sqrt"),  # type: ignore
+        ValueError,
+        "Online",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case):
+    call, kind, message = BAD[case]
+    with pytest.raises(kind, match=message):
+        call()
+
+
+def test_more_slots_than_steps_are_accepted():
+    body = Counted()
+    scan_remat(body, torch.ones(()), length=3, checkpoints=1000)[0].backward()
+    assert body.calls == 6
+
+
+class Holder:
+    w = torch.tensor(2.0, requires_grad=True)
+
+
+def test_a_captured_tensor_that_changes_is_found_out_under_functorch():
+    holder = Holder()
+
+    def f(w):
+        holder.w = w
+        out = scan_remat(lambda h, _: (h * holder.w, None), torch.ones(()), length=3, checkpoints=1)[0]
+        holder.w = Holder.w
+        return out
+
+    with pytest.raises(RematError, match="did not read in the forward"):
+        torch.func.grad(f)(torch.tensor(3.0))
+
+
+# -- loops and layers --------------------------------------------------------------------------------------
+
+
+def root(a):
+    return while_remat(lambda x: (x * x - a).abs() > 1e-9, lambda x: (x + a / x) / 2, a, checkpoints=2)
+
+
+def test_while():
+    a = torch.tensor([2.0, 100.0, 5.0], dtype=torch.float64)
+    torch.testing.assert_close(torch.func.vmap(root)(a), a.sqrt())
+    slope = torch.func.grad(root)
+    torch.testing.assert_close(slope(a[0]), 0.5 / a[0].sqrt())
+    torch.testing.assert_close(torch.func.vmap(slope)(a), 0.5 / a.sqrt())
+    torch.testing.assert_close(torch.func.grad(slope)(a[0]), -0.25 * a[0] ** -1.5)
+    torch.testing.assert_close(torch.func.jvp(root, (a[0],), (a[1],))[1], a[1] * 0.5 / a[0].sqrt())
+    capped = while_remat(lambda x: True, lambda x: x * 2, a, max_steps=3)
+    assert torch.equal(capped, 8 * a)
+    assert torch.equal(while_remat(lambda x: False, lambda x: x * 2, a, checkpoints=2), a)
+
+
+def test_default_slots_recompute_no_step_twice():
+    for n in range(1, 200):
+        c = default_slots(n)
+        assert (c + 1) * (c + 2) // 2 >= n and (c == 1 or c * (c + 1) // 2 < n)
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoints": 2}, {"policy": save_matmuls}], ids=str)
+def test_layers(options):
+    blocks = torch.nn.ModuleList(
+        torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(5)
+    )
+    x = torch.randn(2, 4, requires_grad=True)
+    expected = x
+    for block in blocks:
+        expected = block(expected)
+    ours = scan_layers(blocks[0], stack_params(blocks), x, **options)
+    torch.testing.assert_close(ours, expected)
+    targets = (x, *blocks.parameters())
+    found = torch.autograd.grad(ours.sum(), targets)
+    torch.testing.assert_close(found, torch.autograd.grad(expected.sum(), targets))
+
+
+def test_stacking_there_and_back():
+    blocks = torch.nn.ModuleList(torch.nn.BatchNorm1d(4) for _ in range(3))
+    others = torch.nn.ModuleList(torch.nn.BatchNorm1d(4) for _ in range(3))
+    for weight in blocks.parameters():
+        torch.nn.init.normal_(weight)
+    stacked = stack_params(blocks)
+    assert set(stacked) == set(blocks[0].state_dict())
+    unstack_params(stacked, others)
+    for a, b in zip(blocks.state_dict().values(), others.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(ValueError, match="module 1.*bias"):
+        stack_params([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False)])
+    with pytest.raises(ValueError, match=r"\(3, 2\).*module 1.*\(2, 2\)"):
+        stack_params([torch.nn.Linear(2, 2), torch.nn.Linear(2, 3)])
+    with pytest.raises(ValueError, match="3 layers of parameters and 2 modules"):
+        unstack_params(stacked, list(others)[:2])
+
+
+def test_documented_examples_run():
+    for module in (remat.scan, remat.loops, remat.layers):
+        result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
+        assert result.attempted and not result.failed
+
+
+# -- compilation -------------------------------------------------------------------------------------------
+
+
+def test_a_compiled_step_makes_two_graphs_whatever_the_length():
+    from torch._dynamo.utils import counters
+
+    w = torch.randn(8, 8, requires_grad=True)
+
+    def body(h, x):
+        h = torch.tanh(h @ w + x)
+        return h, h.sin()
+
+    def value(n, **options):
+        end, ys = scan_remat(body, torch.zeros(8), torch.linspace(0, 1, n), checkpoints=3, **options)
+        return end.sum() + ys.square().sum()
+
+    made = []
+    for n in (10, 200):
+        counters.clear()
+        found = torch.autograd.grad(value(n, compile="aot_eager"), w)
+        made.append(counters["stats"]["unique_graphs"])
+        torch.testing.assert_close(found, torch.autograd.grad(value(n), w))
+    assert made == [2, 0]
+    torch.testing.assert_close(
+        torch.func.grad(lambda s: scan_remat(body, s, torch.ones(5), compile="aot_eager")[0].sum())(
+            torch.zeros(8)
+        ),
+        torch.func.grad(lambda s: scan_remat(body, s, torch.ones(5))[0].sum())(torch.zeros(8)),
+    )
+
+
+# Dynamo looks at the .grad of what a graph break hands on, and torch warns of that.
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_inside_torch_compile_the_scan_is_right():
+    w = torch.randn(4, 4, requires_grad=True)
+
+    def f(h):
+        return scan_remat(lambda h, _: (torch.tanh(h @ w), None), h, length=6, checkpoints=2)[0].sum() * 2
+
+    h = torch.ones(4)
+    torch.testing.assert_close(
+        torch.autograd.grad(torch.compile(f, backend="aot_eager")(h), w), torch.autograd.grad(f(h), w)
+    )

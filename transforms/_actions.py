@@ -1,0 +1,85 @@
+"""The instruction set of a checkpointing schedule, and the one loop that executes it.
+
+A schedule reverses `n` steps `x[k+1] = step(x[k])` while keeping only some of the states `x[k]`. It is a
+sequence of the five actions below; nothing here or in a schedule touches a tensor, so that the counts a
+schedule promises can be tested as integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple, Protocol
+
+
+class Advance(NamedTuple):
+    """Evaluate steps `start .. stop - 1` from the state in hand, keeping nothing but `x[stop]`."""
+
+    start: int
+    stop: int
+
+
+class Store(NamedTuple):
+    """Copy the state in hand, `x[step]`, into `slot`."""
+
+    step: int
+    slot: int
+
+
+class Restore(NamedTuple):
+    """Take `x[step]` in hand from `slot`."""
+
+    step: int
+    slot: int
+
+
+class Free(NamedTuple):
+    """Empty `slot`: its state is not read again."""
+
+    slot: int
+
+
+class Reverse(NamedTuple):
+    """From `x[start]` in hand evaluate steps `start .. stop - 1` with their tape, then pull back through "
+    "them."""
+
+    start: int
+    stop: int
+
+
+Action = Advance | Store | Restore | Free | Reverse
+
+
+class Machine(Protocol):
+    """What executes actions: a scan over tensors, or a counter in a test."""
+
+    def advance(self, start: int, stop: int) -> None: ...
+    def store(self, step: int, slot: int) -> None: ...
+    def restore(self, step: int, slot: int) -> None: ...
+    def free(self, slot: int) -> None: ...
+    def reverse(self, start: int, stop: int) -> None: ...
+
+
+class Schedule(Protocol):
+    """What a scan asks of a schedule.
+
+    `place(n)` gives, for the primal sweep, the slot that the state before each step goes to (None: nowhere);
+    a slot given twice is overwritten. `hand(n)` is the step whose state stays in hand when the sweep is over.
+    `actions(n, stored)` reverses the chain, given which step lies in which slot.
+    """
+
+    def place(self, n: int | None) -> Callable[[int], int | None]: ...
+    def hand(self, n: int) -> int: ...
+    def actions(self, n: int, stored: dict[int, int], in_hand: bool = True) -> Iterator[Action]: ...
+
+
+def execute(actions: Iterable[Action], machine: Machine) -> None:
+    """Run `actions` on `machine`, in order."""
+    verbs = {
+        Advance: machine.advance,
+        Store: machine.store,
+        Restore: machine.restore,
+        Free: machine.free,
+        Reverse: machine.reverse,
+    }
+    for action in actions:
+        verbs[type(action)](*action)

@@ -1,0 +1,171 @@
+"""A scan's body between the user's pytrees and the flat lists that the machinery works on."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from remat.transforms import _tree
+from remat.transforms._capture import Swap
+from remat.transforms._errors import RematError
+
+Leaves = list[Any]
+Step = Callable[[Sequence[torch.Tensor], Leaves, Sequence[torch.Tensor]], tuple[Leaves, list[torch.Tensor]]]
+
+
+_AS_IT_IS = contextlib.nullcontext()
+
+
+class Body:
+    """`body(carry, x) -> (carry, y)` as a step over flat lists: `step(consts, carry, x) -> (carry, ys)`.
+
+    `consts` stand for the captured tensors. Where they are the captured tensors themselves the body runs as
+    it is; elsewhere (below functorch levels, in a pull-back that differentiates them) they are put in their
+    place.
+
+    Args:
+        function: the user's body.
+        init: the initial carry; its structure, shapes and dtypes hold for every step.
+        xs: the stacked inputs, whose leaves are tensors or None.
+        captured: the captured tensors that carry a derivative or a batch dimension.
+        name: how messages call the scan.
+        eager: what runs where captured tensors are swapped, by a mode that a compiled body would not see.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        init: Any,
+        xs: Any,
+        captured: list[torch.Tensor],
+        name: str,
+        eager: Callable[..., Any] | None = None,
+    ) -> None:
+        self.function, self.captured, self.name = function, captured, name
+        self.eager = eager or function
+        rows, self.x_spec = _tree.flatten(xs)
+        self.x_at = [i for i, row in enumerate(rows) if row is not None]
+        self.x_blank: Leaves = [None] * len(rows)
+        self.paths = _tree.paths(init)
+        leaves, self.carry_spec = _tree.flatten(init)
+        self.types = [_type(leaf) for leaf in leaves]
+        # The common shapes go without the pytree machinery, which costs more than a small op.
+        self.carry_is_leaf, self.x_is_leaf = self.carry_spec.is_leaf(), self.x_spec.is_leaf()
+        self.y_spec: _tree.Spec | None = None
+        self.y_types: list[Any] = []
+        self.y_is_leaf = False
+        self.trusted = False
+
+    def __call__(
+        self, consts: Sequence[torch.Tensor], carry: Leaves, x: Sequence[torch.Tensor]
+    ) -> tuple[Leaves, list[torch.Tensor]]:
+        versions = [_version(leaf) for leaf in carry]
+        if self.x_is_leaf:
+            row = x[0] if x else None
+        else:
+            row = _tree.unflatten(_tree.merge(self.x_blank, self.x_at, list(x)), self.x_spec)
+        state = carry[0] if self.carry_is_leaf else _tree.unflatten(carry, self.carry_spec)
+        if self.trusted and (not consts or all(map(operator.is_, consts, self.captured))):
+            out = self.function(state, row)
+        else:
+            with self.swapped(consts, [*carry, *x]):
+                out = self.eager(state, row)
+        self.trusted = True
+        return self._checked(out, carry, versions)
+
+    def swapped(self, consts: Sequence[torch.Tensor], operands: Leaves) -> Any:
+        """The context in which a function of the user's reads `consts` for what it captured."""
+        if self.trusted and all(map(operator.is_, consts, self.captured)):
+            return _AS_IT_IS
+        table = {id(old): new for old, new in zip(self.captured, consts, strict=True)}
+        tensors = [leaf for leaf in operands if isinstance(leaf, torch.Tensor)]
+        return Swap(table, tensors)
+
+    def _checked(self, out: Any, carry: Leaves, versions: list[int]) -> tuple[Leaves, list[torch.Tensor]]:
+        if not (isinstance(out, tuple) and len(out) == 2):
+            raise TypeError(
+                f"{self.name}: the body returned {_brief(out)}; it must return a pair (carry, y), y None "
+                f"where "
+                "nothing is to be stacked."
+            )
+        for path, leaf, before in zip(self.paths, carry, versions, strict=True):
+            if _version(leaf) != before:
+                raise RematError(
+                    f"{self.name}: the body wrote into its carry{path} in place. The recomputation would "
+                    f"start "
+                    "from what was written; make a new tensor (`carry = carry + ...`) and return it."
+                )
+        return self._carry(out[0]), self._ys(out[1])
+
+    def _carry(self, tree: Any) -> Leaves:
+        if self.carry_is_leaf and type(tree) is torch.Tensor and _type(tree) == self.types[0]:
+            return [tree]
+        leaves, spec = _tree.flatten(tree)
+        if spec != self.carry_spec:
+            raise TypeError(
+                f"{self.name}: the body returned a carry of structure {spec}, but the carry that came in has "
+                f"{self.carry_spec}; both must be the same at every step."
+            )
+        for path, leaf, kind in zip(self.paths, leaves, self.types, strict=True):
+            if _type(leaf) != kind:
+                raise TypeError(
+                    f"{self.name}: carry{path} came in as {_say(kind)} and was returned as "
+                    f"{_say(_type(leaf))}; "
+                    "shape, dtype and Python type of the carry must be the same at every step. Cast or "
+                    "reshape "
+                    "the initial value, or what the body returns."
+                )
+        return leaves
+
+    def _ys(self, tree: Any) -> list[torch.Tensor]:
+        if self.y_is_leaf and (tree is None or type(tree) is torch.Tensor) and _type(tree) == self.y_types[0]:
+            return [] if tree is None else [tree]
+        leaves, spec = _tree.flatten(tree)
+        if self.y_spec is None:
+            for path, leaf in zip(_tree.paths(tree), leaves, strict=True):
+                if not isinstance(leaf, torch.Tensor) and leaf is not None:
+                    raise TypeError(
+                        f"{self.name}: y{path} is {_say(_type(leaf))}; the ys are stacked, so they must be "
+                        f"tensors "
+                        "(or None for nothing): write torch.as_tensor(...)."
+                    )
+            self.y_spec, self.y_types = spec, [_type(leaf) for leaf in leaves]
+            self.y_is_leaf = spec.is_leaf()
+        if spec != self.y_spec or [_type(leaf) for leaf in leaves] != self.y_types:
+            raise TypeError(
+                f"{self.name}: y is {[_say(_type(leaf)) for leaf in leaves]} in this step and was "
+                f"{[_say(kind) for kind in self.y_types]} in the first; ys are stacked and must not change."
+            )
+        return [leaf for leaf in leaves if leaf is not None]
+
+    def stacked(self, ys: Sequence[torch.Tensor]) -> Any:
+        """The tree of ys, None where the body returned None."""
+        assert self.y_spec is not None
+        rest = iter(ys)
+        return _tree.unflatten(
+            [None if kind is type(None) else next(rest) for kind in self.y_types], self.y_spec
+        )
+
+
+def _version(leaf: Any) -> int:
+    return leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else 0
+
+
+def _type(leaf: Any) -> Any:
+    return (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf)
+
+
+def _say(kind: Any) -> str:
+    return (
+        kind.__name__ if isinstance(kind, type) else f"{str(kind[1]).removeprefix('torch.')}{list(kind[0])}"
+    )
+
+
+def _brief(value: Any) -> str:
+    return (
+        f"{type(value).__name__} of length {len(value)}" if isinstance(value, tuple) else type(value).__name__
+    )

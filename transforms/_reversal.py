@@ -1,0 +1,150 @@
+"""The pull-back of a scan: a schedule's actions, executed on tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from remat.transforms import _torch
+from remat.transforms._actions import execute
+from remat.transforms._body import Leaves
+from remat.transforms._capture import Missed
+from remat.transforms._errors import RematError
+from remat.transforms._pull import pull
+from remat.transforms._scan_state import Scan, State, Tensors, as_in_forward, compact, numbered
+
+
+class _Reversal:
+    """The machine that executes a schedule's actions on tensors."""
+
+    def __init__(
+        self, scan: Scan, flat: Tensors, states: dict[int | None, State], needs: Sequence[bool]
+    ) -> None:
+        self.scan, self.slots = scan, states
+        self.consts, _, self.xs = scan.split(flat)
+        a, b, _ = scan.sizes
+        self.needs = list(needs[:a]), list(needs[a : a + b]), list(needs[a + b :])
+        self.devices = scan.split(flat)[1]
+        self.hand = states.pop(None, State(0, [], None))
+        self.const_grads: list[torch.Tensor | None] = [None] * a
+        self.owned = [False] * a
+        self.x_grads: list[torch.Tensor | None] = [None] * len(self.xs)
+        self.x_rows: dict[int, dict[int, torch.Tensor]] = {}
+        self.carry_cts: list[torch.Tensor | None] = []
+        self.y_cts: list[torch.Tensor | None] = []
+
+    def _x(self, step: int) -> list[torch.Tensor]:
+        at = self.scan.at(step)
+        return [x.select(0, at) for x in self.xs]
+
+    def _seed(self) -> None:
+        if self.scan.record.random and self.hand.random is not None:
+            self.hand.random.restore()
+
+    def advance(self, start: int, stop: int) -> None:
+        self._seed()
+        carry = self.hand.carry
+        with torch.no_grad():
+            for k in range(start, stop):
+                carry, _ = numbered(self.scan, k, self.consts, carry, self._x(k))
+                if self.scan.on_step is not None:
+                    self.scan.on_step("advance", k)
+        drew = self.scan.record.random and self.hand.random is not None
+        self.hand = State(stop, carry, self.hand.random.again() if drew else None)  # type: ignore[union-attr]
+
+    def store(self, step: int, slot: int) -> None:
+        moved = self.scan.moved(compact(self.hand.carry), slot)
+        self.slots[slot] = State(step, moved, self.hand.random)
+
+    def restore(self, step: int, slot: int) -> None:
+        state = self.slots[slot]
+        self.hand = State(step, self.scan.moved(state.carry, slot, self.devices), state.random)
+
+    def free(self, slot: int) -> None:
+        del self.slots[slot]
+
+    def reverse(self, start: int, stop: int) -> None:
+        self._seed()
+        scan, carry, rows = self.scan, self.hand.carry, [self._x(k) for k in range(start, stop)]
+        cts = [
+            [None if ct is None else ct.select(0, scan.at(k)) for ct in self.y_cts]
+            for k in range(start, stop)
+        ]
+        self.hand = State(start, [], None)  # the tape holds what it needs of the carry
+
+        def steps(consts: Tensors, carry: Leaves, rows: list[list[torch.Tensor]]) -> tuple[Leaves, list[Any]]:
+            ys = []
+            for k, x in enumerate(rows, start):
+                carry, y = numbered(scan, k, consts, carry, x)
+                ys.append(y)
+            return carry, ys
+
+        grads = pull(steps, self.consts, carry, rows, self.carry_cts, cts, (self.needs[0], self.needs[2]))
+        self.carry_cts = grads[1]
+        self._add_consts(grads[0])
+        for k, row in zip(range(start, stop), grads[2], strict=True):
+            self._put(scan.at(k), row)
+        if scan.on_step is not None:
+            for k in range(stop - 1, start - 1, -1):
+                scan.on_step("reverse", k)
+
+    def _add_consts(self, grads: list[torch.Tensor | None]) -> None:
+        for i, grad in enumerate(grads):
+            if grad is None:
+                continue
+            total = self.const_grads[i]
+            if total is None:
+                self.const_grads[i] = grad
+            elif self.owned[i] and not _torch.is_batched_anyhow(grad):
+                total.add_(grad)
+            else:  # the first gradient may be an alias of a cotangent: not ours to write into
+                self.const_grads[i], self.owned[i] = total + grad, True
+
+    def _put(self, at: int, row: list[torch.Tensor | None]) -> None:
+        for i, grad in enumerate(row):
+            if grad is None:
+                continue
+            if _torch.is_batched_anyhow(
+                grad
+            ):  # batched cotangents: rows are kept apart and stacked at the end
+                self.x_rows.setdefault(i, {})[at] = grad
+                continue
+            if self.x_grads[i] is None:
+                self.x_grads[i] = torch.zeros_like(self.xs[i], memory_format=torch.contiguous_format)
+            self.x_grads[i].select(0, at).copy_(grad)  # type: ignore[union-attr]
+
+    def grads(self) -> list[torch.Tensor | None]:
+        for i, rows in self.x_rows.items():
+            zero = torch.zeros_like(self.xs[i].select(0, 0))
+            self.x_grads[i] = torch.stack([rows.get(at, zero) for at in range(self.scan.length)])
+        return [*self.const_grads, *self.carry_cts, *self.x_grads]
+
+
+def pull_back(
+    scan: Scan,
+    flat: Tensors,
+    states: dict[int | None, State],
+    needs: Sequence[bool],
+    cts: Sequence[torch.Tensor | None],
+) -> list[torch.Tensor | None]:
+    """Gradients of `flat` (None: zero or not needed) from the cotangents of the carry's tensors and the "
+    "ys."""
+    machine = _Reversal(scan, flat, states, needs)
+    count = len(scan.tensors)
+    machine.carry_cts, machine.y_cts = list(cts[:count]), list(cts[count:])
+    stored = {state.step: slot for slot, state in states.items() if slot is not None}
+    try:
+        with torch.no_grad(), as_in_forward(scan):
+            execute(scan.schedule.actions(scan.length, stored), machine)
+    except Missed as missed:
+        raise RematError(
+            f"{scan.name}: evaluated again, the body reads a tensor ({tuple(missed.tensor.shape)}) that it "
+            f"did not "
+            "read in the forward; its gradient would be lost. A global or attribute that changes between "
+            "forward "
+            "and backward must be an argument: put it in the carry or in xs."
+        ) from None
+    grads = machine.grads()
+    return [g if need else None for g, need in zip(grads, needs, strict=True)]

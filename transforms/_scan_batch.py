@@ -1,0 +1,99 @@
+"""The scan of a vmapped step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from remat.transforms._body import Leaves
+from remat.transforms._scan_state import Scan, Tensors
+
+
+def expand(tensor: torch.Tensor, dim: int | None, size: int, to: int = 0) -> torch.Tensor:
+    if dim is not None:
+        return tensor.movedim(dim, to)
+    shape = list(tensor.shape)
+    shape.insert(to, size)
+    return dense(tensor.unsqueeze(to).expand(shape))
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Forward-mode AD refuses tensors whose elements share memory, such as a sum's cotangent."""
+    shared = any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return tensor.contiguous() if shared else tensor
+
+
+def batch(
+    scan: Scan, info: Any, dims: Sequence[int | None], flat: Tensors, every: Sequence[bool]
+) -> tuple[Scan, list[torch.Tensor]]:
+    """The scan of the vmapped step, and its operands; `every` marks those that must be batched.
+
+    The carry is always batched: whether a step batches it is known only after the step.
+    """
+    a, b, _ = scan.sizes
+    moved: list[torch.Tensor] = []
+    inner: list[int | None] = []
+    for i, (tensor, dim) in enumerate(zip(flat, dims, strict=True)):
+        to = 1 if i >= a + b else 0
+        if dim is None and not every[i] and not a <= i < a + b:
+            moved.append(tensor)
+            inner.append(None)
+        else:
+            moved.append(expand(tensor, dim, info.batch_size, to))
+            inner.append(0)
+    const_dims, x_dims = inner[:a], inner[a + b :]
+
+    def step(consts: Tensors, carry: Leaves, x: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
+        static: Leaves = []
+
+        def one(
+            consts: Tensors, tensors: Tensors, x: Tensors
+        ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+            full = list(carry)
+            for i, tensor in zip(scan.tensors, tensors, strict=True):
+                full[i] = tensor
+            before = full
+            full, ys = scan.step(consts, full, x)
+            if scan.proceed is not None:  # an example that is done keeps its carry
+                more = torch.as_tensor(scan.proceed(consts, before))
+                full = [
+                    torch.where(more, b, a) if i in scan.tensors else b
+                    for i, (a, b) in enumerate(zip(before, full, strict=True))
+                ]
+            static[:] = [None if i in scan.tensors else leaf for i, leaf in enumerate(full)]
+            return [full[i] for i in scan.tensors], ys
+
+        over = (list(const_dims), [0] * b, list(x_dims))
+        tensors, ys = torch.vmap(one, in_dims=over, randomness=info.randomness)(
+            list(consts), [carry[i] for i in scan.tensors], list(x)
+        )
+        for i, tensor in zip(scan.tensors, tensors, strict=True):
+            static[i] = tensor
+        return static, ys
+
+    proceed = None if scan.proceed is None else _batch_condition(scan, const_dims)
+    return replace(scan, step=step, proceed=proceed), moved
+
+
+def _batch_condition(scan: Scan, const_dims: list[int | None]) -> Callable[[Tensors, Leaves], bool]:
+    """Go on while any example does."""
+
+    def proceed(consts: Tensors, carry: Leaves) -> Any:
+        return _conditions(scan, const_dims, consts, carry).any()
+
+    return proceed
+
+
+def _conditions(scan: Scan, const_dims: list[int | None], consts: Tensors, carry: Leaves) -> torch.Tensor:
+    def one(consts: Tensors, tensors: Tensors) -> torch.Tensor:
+        full = list(carry)
+        for i, tensor in zip(scan.tensors, tensors, strict=True):
+            full[i] = tensor
+        assert scan.proceed is not None
+        return torch.as_tensor(scan.proceed(consts, full))
+
+    over = (list(const_dims), [0] * len(scan.tensors))
+    return torch.vmap(one, in_dims=over)(list(consts), [carry[i] for i in scan.tensors])

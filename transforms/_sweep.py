@@ -1,0 +1,88 @@
+"""The forward of a scan: all steps once, the scheduled states kept."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from remat.transforms._body import Leaves
+from remat.transforms._scan_state import Scan, State, Tensors, compact, now, numbered, uncached_casts
+from remat.transforms._state import Ambient, RandomState, device_kinds
+
+
+def sweep(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
+    """Run all steps at the bottom of the functorch stack, leaving the scheduled states in `scan.record`."""
+    record = scan.record
+    record.states.clear()
+    record.ambient, record.start = Ambient(device_kinds(flat)), RandomState(flat)
+    with uncached_casts() if record.ambient.casts else contextlib.nullcontext():
+        forward = _sweep_known if scan.proceed is None else _sweep_open
+        carry, stacks = forward(scan, flat)
+        random = now(record.start) is not record.start
+        if random and not record.random:
+            # The first step drew nothing, so no generator states were noted, but a later one did: once more.
+            record.random = True
+            record.states.clear()
+            record.start.restore()
+            carry, stacks = forward(scan, flat)
+    return carry, stacks
+
+
+def _sweep_known(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
+    consts, carry, xs = scan.split(flat)
+    record = scan.record
+    n, states, moment = scan.length, record.states, record.start
+    place, hand = scan.schedule.place(n), scan.schedule.hand(n)
+    stacks: list[torch.Tensor] = []
+    rows: list[list[torch.Tensor]] = []
+    assert moment is not None
+    for k in range(n):
+        slot = place(k) if k < n - 1 else None
+        if record.random and (slot is not None or k == hand):
+            moment = now(moment)
+        if slot is not None:
+            states[slot] = State(k, scan.moved(compact(carry), slot), moment)
+        if k == hand:
+            states[None] = State(k, carry, moment)
+        at = scan.at(k)
+        carry, ys = numbered(scan, k, consts, carry, [x.select(0, at) for x in xs])
+        if not scan.plain:
+            rows.append(ys)
+        elif k == 0:
+            stacks = [y.new_empty((n, *y.shape)) for y in ys]
+        for stack, y in zip(stacks, ys, strict=scan.plain):
+            stack.select(0, at).copy_(y)
+        if k == 0:
+            record.random = record.random or now(moment) is not moment
+        if scan.on_step is not None:
+            scan.on_step("forward", k)
+    if not scan.plain:
+        # An enclosing region records ops and must not meet writes into parts of a tensor.
+        stacks = [torch.stack(column) for column in zip(*rows[:: -1 if scan.reverse else 1], strict=True)]
+    return carry, stacks
+
+
+def _sweep_open(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
+    """A loop: a state is placed only when another step follows, the newest one stays in hand."""
+    consts, carry, _ = scan.split(flat)
+    record = scan.record
+    states, moment, k = record.states, record.start, 0
+    place, hand = scan.schedule.place(None), None
+    assert moment is not None and scan.proceed is not None
+    while (scan.n is None or k < scan.n) and scan.proceed(consts, carry):
+        if hand is not None and (slot := place(k - 1)) is not None:
+            states[slot] = State(k - 1, scan.moved(compact(hand.carry), slot), hand.random)
+        if record.random:
+            moment = now(moment)
+        hand = State(k, carry, moment)
+        carry, _ = numbered(scan, k, consts, carry, [])
+        if k == 0:
+            record.random = record.random or now(moment) is not moment
+        if scan.on_step is not None:
+            scan.on_step("forward", k)
+        k += 1
+    scan.record.length = k
+    if hand is not None:
+        states[None] = hand
+    return carry, []
