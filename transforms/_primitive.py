@@ -71,6 +71,7 @@ class Prim:
         sinks: forward only: where the recorded run leaves its residuals.
         source: pull-back only: the residuals to use.
         own_level: pull-back only: the functorch level whose backward this is, or None.
+        dual: whether tangents are computed along; then op sequences cannot be compared (`Trace.loose`).
     """
 
     body: Body
@@ -80,6 +81,7 @@ class Prim:
     sinks: tuple[Residuals, ...] = ()
     source: Residuals | None = None
     own_level: int | None = None
+    dual: bool = False
 
 
 def call(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
@@ -162,7 +164,8 @@ def _jvp_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, 
         return tuple([_torch.wrap_for_grad(t, number) for t in outs])
     split: list[list[int]] = [[]]
     with level.lower():
-        outs = call(_mapped(prim, lambda body: _with_tangents(body, len(primals), at, split)), [*primals, *tangents])
+        dual = _mapped(prim, lambda body: _with_tangents(body, len(primals), at, split))
+        outs = call(replace(dual, dual=True), [*primals, *tangents])
     smooth = split[0]
     plain = len(outs) - len(smooth)
     made = [_torch.wrap_for_grad(t, number) for t in outs[:plain]]
@@ -525,6 +528,7 @@ def _execute(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
 def _execute_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
     region, family = prim.family.region, prim.family
     trace = _trace.Trace(region.name)
+    trace.loose = prim.dual
     selector = region.selector() if region.selector else None
     record = region.record(trace, selector, operands)
     random = RandomState(operands) if region.preserve_rng_state else None
