@@ -538,7 +538,7 @@ def _execute_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
     def watch(tensor: torch.Tensor) -> None:
         bottom = _torch.unwrapped(tensor)
         made = record.find(bottom)
-        if made is None:
+        if made is None or record.from_outside(made):
             outside.add(_trace.storage(bottom))
         wanted.update(() if made is None else (made,))
 
