@@ -106,9 +106,16 @@ def remat(
     "Training deep nets with sublinear memory cost" (https://arxiv.org/abs/1604.06174).
     """
     if determinism_check not in _CHECKS:
-        raise ArgumentError(f"remat(determinism_check={determinism_check!r}): expected one of {', '.join(map(repr, _CHECKS))}")
+        raise ArgumentError(
+            f"remat(determinism_check={determinism_check!r}): expected one of {', '.join(map(repr, _CHECKS))}"
+        )
     options = _Options(
-        as_policy(policy), name, _indices(static_argnums), _names(static_argnames), preserve_rng_state, determinism_check
+        as_policy(policy),
+        name,
+        _indices(static_argnums),
+        _names(static_argnames),
+        preserve_rng_state,
+        determinism_check,
     )
     if fn is None:
         return functools.partial(_wrap, options=options)
@@ -119,9 +126,22 @@ class _Options:
     """The arguments of `remat`, checked."""
 
     def __init__(
-        self, policy: Policy, name: str | None, numbers: tuple[int, ...], names: frozenset[str], random: bool, check: str
+        self,
+        policy: Policy,
+        name: str | None,
+        numbers: tuple[int, ...],
+        names: frozenset[str],
+        random: bool,
+        check: str,
     ) -> None:
-        self.policy, self.name, self.numbers, self.names, self.random, self.check = policy, name, numbers, names, random, check
+        self.policy, self.name, self.numbers, self.names, self.random, self.check = (
+            policy,
+            name,
+            numbers,
+            names,
+            random,
+            check,
+        )
 
     def region(self, fn: Callable[..., Any], policy: Policy) -> Region:
         label = self.name or getattr(fn, "__qualname__", None) or type(fn).__name__
@@ -133,11 +153,16 @@ class _Options:
 
 def _wrap(fn: Callable[..., Any], options: _Options) -> Callable[..., Any]:
     if not callable(fn):
-        raise FunctionError(f"remat(fn): fn must be callable, got {fn!r} of type {type(fn).__name__}; write remat(function) or @remat")
+        raise FunctionError(
+            f"remat(fn): fn must be callable, got {fn!r} of type {type(fn).__name__}; write remat(function) or @remat"
+        )
     region = options.region(fn, options.policy)
     static = bool(options.numbers or options.names)
     # Keeping everything is what autograd does by itself.
-    transparent = options.policy.quick(torch.ops.aten.mm.default) is Decision.SAVE and options.policy == as_policy_everything()
+    transparent = (
+        options.policy.quick(torch.ops.aten.mm.default) is Decision.SAVE
+        and options.policy == as_policy_everything()
+    )
 
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
         if transparent:
@@ -161,7 +186,9 @@ def as_policy_everything() -> Policy:
     return save_everything
 
 
-def _call_static(fn: Callable[..., Any], options: _Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_static(
+    fn: Callable[..., Any], options: _Options, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Call with the static arguments taken out of the pytrees and put back inside."""
     count = len(args)
     for i in options.numbers:
@@ -175,7 +202,9 @@ def _call_static(fn: Callable[..., Any], options: _Options, args: tuple[Any, ...
     settled = {k: v for k, v in kwargs.items() if k in options.names}
     for value in (*[args[i] for i in fixed], *settled.values()):
         if isinstance(value, torch.Tensor):
-            raise ArgumentError("remat: a static argument is a tensor; static arguments carry no derivative, pass it as an ordinary one")
+            raise ArgumentError(
+                "remat: a static argument is a tensor; static arguments carry no derivative, pass it as an ordinary one"
+            )
     call = _Static(fn, args, fixed, settled)
     bound = options.policy.bind(call, moving, {k: v for k, v in kwargs.items() if k not in settled})
     region = options.region(call, bound)
@@ -185,7 +214,9 @@ def _call_static(fn: Callable[..., Any], options: _Options, args: tuple[Any, ...
 class _Static:
     """`fn` with some arguments fixed."""
 
-    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], fixed: set[int], settled: dict[str, Any]) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], fixed: set[int], settled: dict[str, Any]
+    ) -> None:
         self.fn, self.settled = fn, settled
         self.fixed = {i: args[i] for i in fixed}
         self.count = len(args)

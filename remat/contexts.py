@@ -55,7 +55,9 @@ class PolicySelector:
     def _ask(self, at: int, node: Node, args: Any, kwargs: Any, out: Any) -> int:
         outs = out if isinstance(out, (tuple, list)) else (out,)
         call = self.calls.current() if self.calls else None
-        info = OpInfo(node.op, describe(args), describe(kwargs), describe(tuple(outs)), node.name, at, self.region, call)
+        info = OpInfo(
+            node.op, describe(args), describe(kwargs), describe(tuple(outs)), node.name, at, self.region, call
+        )
         return check_verdict(self.policy, info, self.policy(info)).value
 
     def name(self, record: _trace.Record, at: int, value: torch.Tensor, name: str) -> None:

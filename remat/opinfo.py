@@ -101,10 +101,14 @@ class OpInfo:
         formula = flop_registry.get(getattr(self.op, "overloadpacket", self.op))
         if formula is None:
             return 0
-        shapes = torch_pytree.tree_map_only(TensorMeta, lambda m: torch.Size(m.shape), (self.args, self.kwargs))
+        shapes = torch_pytree.tree_map_only(
+            TensorMeta, lambda m: torch.Size(m.shape), (self.args, self.kwargs)
+        )
         out = [torch.Size(m.shape) for m in self.outputs if isinstance(m, TensorMeta)]
         raw = getattr(formula, "_get_raw", False)
-        return int(0 if raw else formula(*shapes[0], **shapes[1], out_shape=out[0] if len(out) == 1 else tuple(out)))
+        return int(
+            0 if raw else formula(*shapes[0], **shapes[1], out_shape=out[0] if len(out) == 1 else tuple(out))
+        )
 
 
 def describe(tree: Any) -> Any:

@@ -193,7 +193,9 @@ def test_captured_tensors_that_depend_on_each_other(args):
         return torch.tanh(h @ twice + x @ w), h
 
     ours, expected = (
-        torch.autograd.grad(torch.cat([o.flatten() for o in scan(body, h, xs)]).sum(), (w, h, xs), retain_graph=True)
+        torch.autograd.grad(
+            torch.cat([o.flatten() for o in scan(body, h, xs)]).sum(), (w, h, xs), retain_graph=True
+        )
         for scan in (with_schedule(2), loop)
     )
     torch.testing.assert_close(ours, expected)

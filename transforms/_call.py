@@ -113,4 +113,6 @@ class _Again(BaseException):
 
 
 def _unread(_: Any) -> Any:
-    raise RematError("a value of a forward that only watches what is saved was asked for; please report this as a bug in remat")
+    raise RematError(
+        "a value of a forward that only watches what is saved was asked for; please report this as a bug in remat"
+    )

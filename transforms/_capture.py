@@ -22,7 +22,19 @@ from torch.overrides import TorchFunctionMode
 
 from remat.transforms import _torch
 
-_ATOMS = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, torch.dtype, torch.device)
+_ATOMS = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    bool,
+    type(None),
+    type,
+    types.ModuleType,
+    torch.dtype,
+    torch.device,
+)
 _MOST = 100_000
 _swaps = threading.local()
 
@@ -200,7 +212,9 @@ def innermost() -> Swap | None:
     return stack[-1] if stack else None
 
 
-_slots: weakref.WeakKeyDictionary[torch.nn.Module, list[tuple[dict[str, Any], str]]] = weakref.WeakKeyDictionary()
+_slots: weakref.WeakKeyDictionary[torch.nn.Module, list[tuple[dict[str, Any], str]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class Bindings:
@@ -223,7 +237,9 @@ class Bindings:
         return [
             (held, key, tensor)
             for held, key, tensor in self.bound
-            if held.get(key) is not tensor and not hasattr(tensor, "placements") and not hasattr(held.get(key), "placements")
+            if held.get(key) is not tensor
+            and not hasattr(tensor, "placements")
+            and not hasattr(held.get(key), "placements")
         ]
 
     @contextlib.contextmanager
@@ -242,7 +258,12 @@ class Bindings:
 def _slots_of(module: torch.nn.Module) -> list[tuple[dict[str, Any], str]]:
     slots = _slots.get(module)
     if slots is None:
-        slots = [(held, key) for part in module.modules() for held in (part._parameters, part._buffers) for key in held]
+        slots = [
+            (held, key)
+            for part in module.modules()
+            for held in (part._parameters, part._buffers)
+            for key in held
+        ]
         _slots[module] = slots
     return slots
 

@@ -115,7 +115,9 @@ class Frame:
         signature = self._signature()
         known = _plain.get(self.region.anchor)
         traced = known is None or signature not in known or self.region.selector is not None
-        traced = traced or self.region.determinism_check == "exact" or _observe.listening() or _enclosing_keeps()
+        traced = (
+            traced or self.region.determinism_check == "exact" or _observe.listening() or _enclosing_keeps()
+        )
         with _trace.inside() if _trace.enclosing() else _NOTHING:
             out = self._run_traced(args, kwargs) if traced else self._run_plain(args, kwargs)
         self.tensors = []
@@ -219,7 +221,11 @@ class Frame:
         # Without a trace the recomputation ends at the last value packed, whoever made it.
         stop = max(meta[4] for meta in self.metas)
         idle = trace.nodes[trace.end : stop]
-        return trace.dense and all(_ops.traits(n.op).view for n in idle) and all(isinstance(h, _Held) for h in self.held)
+        return (
+            trace.dense
+            and all(_ops.traits(n.op).view for n in idle)
+            and all(isinstance(h, _Held) for h in self.held)
+        )
 
     def _signature(self) -> Any:
         shapes = tuple([(t.shape, t.dtype, t.requires_grad) for t in self.tensors])
@@ -236,7 +242,16 @@ class Frame:
             node = None if made is None else trace.nodes[trace.nodes[made].root]
             why = "captured" if node is None else "policy" if node.kept is not None else "residual"
             if isinstance(held.packed, torch.Tensor):
-                _observe.report(_observe.Kept(why, held.packed, name, i if made is None else made, node and node.op, node and node.name))
+                _observe.report(
+                    _observe.Kept(
+                        why,
+                        held.packed,
+                        name,
+                        i if made is None else made,
+                        node and node.op,
+                        node and node.name,
+                    )
+                )
         for at, node in enumerate(trace.nodes):
             for tensor in _trace._tensors(node.kept if node.kept is not None else ()):
                 _observe.report(_observe.Kept("policy", tensor, name, at, node.op, node.name))
@@ -255,7 +270,11 @@ class Frame:
             with _torch.below_levels():
                 self._recompute(task)
         if at not in self.values:
-            raise RematError(self._differs(f"it packed {self.count} values for the backward where the forward packed {len(self.metas)}"))
+            raise RematError(
+                self._differs(
+                    f"it packed {self.count} values for the backward where the forward packed {len(self.metas)}"
+                )
+            )
         value = self.values.pop(at)
         if task == -1:
             self.values.clear()
@@ -298,7 +317,9 @@ class Frame:
                 stack.enter_context(self.ambient.restored())
             if self.trace is not None and self.settled and not self.trace.loose:
                 check = self.region.determinism_check
-                replay = _trace.Replay(self.trace, early_stop=True, check=check != "none", digest=self.region.digest)
+                replay = _trace.Replay(
+                    self.trace, early_stop=True, check=check != "none", digest=self.region.digest
+                )
                 if self.ambient.casts:
                     replay.uncached = self._uncached(_tree.split(_tree.flatten((args, kwargs))[0])[0])
                 stack.enter_context(replay)
@@ -310,7 +331,11 @@ class Frame:
         at = self.count
         self.count = at + 1
         if at >= len(self.metas):
-            raise RematError(self._differs(f"it packed more than the {len(self.metas)} values for the backward that the forward packed"))
+            raise RematError(
+                self._differs(
+                    f"it packed more than the {len(self.metas)} values for the backward that the forward packed"
+                )
+            )
         if at not in self.direct:
             self._check(at, tensor)
             self.values[at] = tensor.detach()
@@ -373,7 +398,13 @@ def _identity(tensor: torch.Tensor) -> torch.Tensor:
 def _stop_enclosing(hooks: tuple[Any, Any] | None) -> None:
     """End the recomputation of the enclosing region if this region was the last thing it needed."""
     frame = getattr(hooks[0], "__self__", None) if hooks else None
-    if isinstance(frame, Frame) and frame.trace is None and frame.count == len(frame.metas) and frame.settled and not frame.inner:
+    if (
+        isinstance(frame, Frame)
+        and frame.trace is None
+        and frame.count == len(frame.metas)
+        and frame.settled
+        and not frame.inner
+    ):
         raise _trace.Stop
 
 

@@ -26,21 +26,38 @@ _IGNORED = {
 _OUTSIDE = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor", "fsdp", "symm_mem", "inductor_debug")
 _ATEN_OUTSIDE = ("_assert", "sym_constrain", "_print", "_functional_assert")
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# Both spellings: the folder is reached through the link in a checkout.
-_HIDDEN = (os.path.dirname(torch.__file__), os.path.join(_PACKAGE, "transforms"), os.path.join(_PACKAGE, "remat"))
+# In a checkout transforms/ is reached through a link, so that it has two spellings.
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_HIDDEN = (os.path.dirname(torch.__file__), os.path.dirname(_HERE), os.path.realpath(_HERE))
+# Batch norm writes its running statistics without saying so in its schema: (positions, position of `training`).
+_HIDDEN_WRITES = {
+    _aten.native_batch_norm.default: ((3, 4), 5),
+    _aten.cudnn_batch_norm.default: ((3, 4), 5),
+    _aten.miopen_batch_norm.default: ((3, 4), 5),
+}
 
 
 class Traits:
     """Facts of one op, read once from its schema."""
 
-    __slots__ = ("ignored", "inplace", "outside", "random", "reshapes", "uninitialized", "view", "writes")
+    __slots__ = (
+        "conditional",
+        "ignored",
+        "inplace",
+        "outside",
+        "random",
+        "reshapes",
+        "uninitialized",
+        "view",
+        "writes",
+    )
 
     def __init__(self, op: Any) -> None:
         schema = getattr(op, "_schema", None)
         self.ignored = op in _IGNORED or getattr(op, "namespace", "") == "profiler"
         self.random = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
         self.writes: tuple[str | int, ...] = ()
+        self.conditional: int | None = None  # position of the flag on which the writes depend
         self.view = self.inplace = False
         self.reshapes = torch.Tag.inplace_view in getattr(op, "tags", ())
         self.uninitialized = _basename(op).startswith(("empty", "new_empty"))
@@ -52,6 +69,8 @@ class Traits:
             for i, arg in enumerate(schema.arguments)
             if arg.alias_info is not None and arg.alias_info.is_write
         )
+        if op in _HIDDEN_WRITES:
+            self.writes, self.conditional = _HIDDEN_WRITES[op]
         aliases = any(ret.alias_info is not None for ret in schema.returns)
         self.view = (aliases and not self.writes) or op is torch.ops.aten._unsafe_view.default
         self.inplace = aliases and bool(self.writes)

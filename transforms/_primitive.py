@@ -149,7 +149,9 @@ def _vmap_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor,
 
     with level.lower():
         outs = call(_mapped(prim, batched), lowered)
-    return tuple([t if d is None else _torch.add_batch_dim(t, d, number) for t, d in zip(outs, out_dims, strict=True)])
+    return tuple(
+        [t if d is None else _torch.add_batch_dim(t, d, number) for t, d in zip(outs, out_dims, strict=True)]
+    )
 
 
 def _jvp_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
@@ -183,7 +185,9 @@ def _with_tangents(body: Body, count: int, at: list[int], split: list[list[int]]
         def of(*moving: torch.Tensor) -> Any:
             return _smooth_first(body(*_merged(primals, at, moving)), split)
 
-        smooth, out_tangents, rest = torch.func.jvp(of, tuple(primals[i] for i in at), tuple(tangents), has_aux=True)
+        smooth, out_tangents, rest = torch.func.jvp(
+            of, tuple(primals[i] for i in at), tuple(tangents), has_aux=True
+        )
         return (*_reassemble(smooth, rest, split[0]), *out_tangents)
 
     return dual
@@ -258,7 +262,9 @@ def _saved(ctx: Any) -> Tensors:
         if "modified by an inplace operation" not in str(error):
             raise
         name = ctx.prim.family.region.name
-        raise RematError(f"region {name!r}: an argument or captured tensor was written in place: {error}") from error
+        raise RematError(
+            f"region {name!r}: an argument or captured tensor was written in place: {error}"
+        ) from error
 
 
 def _freed(*_: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -410,7 +416,9 @@ class _PullBack:
 
         def pull(*cotangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
             given = dict(zip(self.present, cotangents, strict=True))
-            full = [given[i] if i in given else torch.zeros_like(t) for i, t in zip(split[0], smooth, strict=True)]
+            full = [
+                given[i] if i in given else torch.zeros_like(t) for i, t in zip(split[0], smooth, strict=True)
+            ]
             return tuple(vjp(tuple(full)))
 
         return self._staged(pull)(*cotangents)
@@ -424,13 +432,19 @@ class _PullBack:
         _forward_done()
 
         def pull(*cotangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            pairs = [(outs[i], ct) for i, ct in zip(self.present, cotangents, strict=True) if outs[i].requires_grad]
+            pairs = [
+                (outs[i], ct) for i, ct in zip(self.present, cotangents, strict=True) if outs[i].requires_grad
+            ]
             if not pairs:
                 return tuple([torch.zeros_like(t) for t in leaves])
             ends, cts = [o for o, _ in pairs], [ct for _, ct in pairs]
-            grads = torch.autograd.grad(ends, leaves, cts, create_graph=again, retain_graph=again or None, allow_unused=True)
+            grads = torch.autograd.grad(
+                ends, leaves, cts, create_graph=again, retain_graph=again or None, allow_unused=True
+            )
             self.unused.update(i for i, g in enumerate(grads) if g is None)
-            return tuple([torch.zeros_like(t) if g is None else g for g, t in zip(grads, leaves, strict=True)])
+            return tuple(
+                [torch.zeros_like(t) if g is None else g for g, t in zip(grads, leaves, strict=True)]
+            )
 
         return self._staged(pull)(*cotangents)
 
@@ -498,7 +512,9 @@ def _smooth(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _smooth_first(outs: Tensors, split: list[list[int]]) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+def _smooth_first(
+    outs: Tensors, split: list[list[int]]
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     """Differentiable results and the others; torch.func takes only the former, the others go as auxiliary."""
     split[0] = [i for i, t in enumerate(outs) if _smooth(t)]
     return tuple([t for t in outs if _smooth(t)]), tuple([t for t in outs if not _smooth(t)])

@@ -96,7 +96,9 @@ def _checksum_tensor(tensor: torch.Tensor) -> int:
     # Integer arithmetic modulo 2**64: exact, and the same on every device and in every order of summation.
     octets = torch.view_as_real(tensor).contiguous() if tensor.is_complex() else tensor.contiguous()
     words = octets.view(torch.uint8).reshape(-1).to(torch.int64)
-    weights = torch.arange(1, words.numel() + 1, device=words.device, dtype=torch.int64) * 0x9E3779B97F4A7C1 | 1
+    weights = (
+        torch.arange(1, words.numel() + 1, device=words.device, dtype=torch.int64) * 0x9E3779B97F4A7C1 | 1
+    )
     return int((words * weights).sum().item())
 
 

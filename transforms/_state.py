@@ -32,7 +32,9 @@ class Ambient:
     def __init__(self, device_types: Sequence[str]) -> None:
         self.switches = tuple([read() for read in _READERS])
         self.device = _torch.default_device_in_context()
-        self.autocast = tuple([(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in device_types])
+        self.autocast = tuple(
+            [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in device_types]
+        )
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -50,7 +52,8 @@ class Ambient:
         if self.device is not None or tuple([read() for read in _READERS]) != self.switches:
             return True
         return any(
-            torch.is_autocast_enabled(kind) != enabled or (enabled and torch.get_autocast_dtype(kind) != dtype)
+            torch.is_autocast_enabled(kind) != enabled
+            or (enabled and torch.get_autocast_dtype(kind) != dtype)
             for kind, enabled, dtype in self.autocast
         )
 

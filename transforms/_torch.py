@@ -13,7 +13,10 @@ import torch
 from torch._C import _autograd as _autograd_c
 from torch._C import _functorch as _functorch_c
 from torch._C._functorch import TransformType
-from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter, temporarily_clear_interpreter_stack
+from torch._functorch.pyfunctorch import (
+    retrieve_current_functorch_interpreter,
+    temporarily_clear_interpreter_stack,
+)
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._functorch.vmap import restore_vmap
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
@@ -129,12 +132,21 @@ def is_hook_refusal(error: BaseException) -> bool:
 
 
 def engine_grad(
-    outputs: list[torch.Tensor], inputs: list[torch.Tensor], cotangents: list[torch.Tensor], create_graph: bool
+    outputs: list[torch.Tensor],
+    inputs: list[torch.Tensor],
+    cotangents: list[torch.Tensor],
+    create_graph: bool,
 ) -> tuple[torch.Tensor | None, ...]:
     """`torch.autograd.grad` with `allow_unused`, without its checks, which take a third of a small step's time."""
     engine: Any = torch.autograd.Variable._execution_engine
     return engine.run_backward(
-        tuple(outputs), tuple(cotangents), create_graph, create_graph, tuple(inputs), True, accumulate_grad=False
+        tuple(outputs),
+        tuple(cotangents),
+        create_graph,
+        create_graph,
+        tuple(inputs),
+        True,
+        accumulate_grad=False,
     )
 
 
@@ -239,4 +251,7 @@ def partitioner_choice(
         else:
             node.dist_from_bw = min([int(1e9), *(user.dist_from_bw + 1 for user in node.users)])
     with config.patch(activation_memory_budget_solver=solver):
-        return [node.name for node in partitioners.choose_saved_values_set(module.graph, info, memory_budget=budget)]
+        return [
+            node.name
+            for node in partitioners.choose_saved_values_set(module.graph, info, memory_budget=budget)
+        ]

@@ -33,7 +33,21 @@ class Stop(BaseException):
 class Node:
     """One op of a region: where its operands came from, what became of its results."""
 
-    __slots__ = ("action", "copied", "deps", "digest", "draws", "external", "kept", "name", "op", "outs", "root", "shared", "verdict")
+    __slots__ = (
+        "action",
+        "copied",
+        "deps",
+        "digest",
+        "draws",
+        "external",
+        "kept",
+        "name",
+        "op",
+        "outs",
+        "root",
+        "shared",
+        "verdict",
+    )
 
     op: Any
     deps: list[int]  # nodes whose values, or whose writes, this op reads
@@ -197,7 +211,9 @@ class Trace:
         return ref() is None and where not in self.arguments
 
     def _written_roots(self, live: dict[int, bool]) -> set[int]:
-        return {self.nodes[i].root for i, runs in live.items() if runs and _ops.traits(self.nodes[i].op).writes}
+        return {
+            self.nodes[i].root for i, runs in live.items() if runs and _ops.traits(self.nodes[i].op).writes
+        }
 
     def _release(self, node: Node) -> None:
         if not node.shared:
@@ -206,7 +222,9 @@ class Trace:
     @property
     def dense(self) -> bool:
         """Whether running the function up to its last needed op does nothing needless, and writes nothing."""
-        return not self.snapshots and all(n.action == RUN or _ops.traits(n.op).view for n in self.nodes[: self.end])
+        return not self.snapshots and all(
+            n.action == RUN or _ops.traits(n.op).view for n in self.nodes[: self.end]
+        )
 
     def reads(self, tensor: torch.Tensor) -> bool:
         """Whether the recomputation reads the storage of this outside tensor."""
@@ -252,6 +270,7 @@ class _Mode(TorchDispatchMode):
         if self.uncached is None or func is not torch.ops.aten._to_copy.default:
             return False
         return args[0].is_leaf and args[0].requires_grad and id(args[0]) not in self.uncached
+
     trace: Trace
 
     def __enter__(self) -> Any:
@@ -336,7 +355,9 @@ class Record(_Mode):
         self._writers: dict[int, list[int]] = {}
         self._outside_writers: dict[int, list[int]] = {}
         self._kept_roots: set[int] = set()
-        self._cast: dict[int, torch.Tensor] = {}  # outside tensors by the ids of their aliases and cached casts
+        self._cast: dict[
+            int, torch.Tensor
+        ] = {}  # outside tensors by the ids of their aliases and cached casts
         self._alive: list[torch.Tensor] = []
 
     @property
@@ -393,10 +414,10 @@ class Record(_Mode):
             self._made[id(tensor)] = at
             self._by_address[_address(tensor)] = at
             self._by_storage[storage(tensor)] = at
-        if self.digest is not None:
+        if self.digest is not None and not facts.uninitialized:
             node.digest = quiet(self.digest, out)
         # What an op wrote in place is handed to its caller by reference, so it cannot be kept in its stead.
-        if self.selector is not None and not facts.writes:
+        if self.selector is not None and (not facts.writes or facts.conditional is not None):
             self.judge(node, self.selector.decide(at, node, args, kwargs, out), out)
 
     def judge(self, node: Node, verdict: int, out: Any) -> None:
@@ -579,13 +600,20 @@ class Replay(_Mode):
     def forward_done(self) -> None:
         """What follows belongs to the backward."""
         if self.position_ < self.trace.end:
-            raise RematError(self._differs(self.position_, f"the recomputation ends where the forward ran {self.trace.nodes[self.position_].op}"))
+            raise RematError(
+                self._differs(
+                    self.position_,
+                    f"the recomputation ends where the forward ran {self.trace.nodes[self.position_].op}",
+                )
+            )
         self.position_ = len(self.trace.nodes)
 
     def _run(self, at: int, node: Node, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
         if self.check and not _alike(_metadata(out), node.outs):
-            raise RematError(self._differs(at, f"{func} made {node.outs} in the forward and now makes {_metadata(out)}"))
+            raise RematError(
+                self._differs(at, f"{func} made {node.outs} in the forward and now makes {_metadata(out)}")
+            )
         if node.digest is not None and quiet(self.digest, out) != node.digest:
             raise RematError(self._differs(at, f"{func} gave other numbers than in the forward, bit for bit"))
         return out
@@ -601,6 +629,8 @@ class Replay(_Mode):
 
 def _targets(facts: _ops.Traits, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
     """The tensors that a call writes to."""
+    if facts.conditional is not None and not args[facts.conditional]:
+        return
     for where in facts.writes:
         if isinstance(where, str):
             yield from _tensors(kwargs.get(where))
