@@ -199,9 +199,10 @@ def _with_tangents(body: Body, count: int, at: list[int], split: list[list[int]]
         def of(*moving: torch.Tensor) -> Any:
             return _smooth_first(body(*_merged(primals, at, moving)), split)
 
-        smooth, out_tangents, rest = torch.func.jvp(
-            of, tuple(primals[i] for i in at), tuple(tangents), has_aux=True
-        )
+        with _torch.hooks_aside():
+            smooth, out_tangents, rest = torch.func.jvp(
+                of, tuple(primals[i] for i in at), tuple(tangents), has_aux=True
+            )
         return (*_reassemble(smooth, rest, split[0]), *out_tangents)
 
     return dual
@@ -405,7 +406,8 @@ def _as_differentiated(body: Body, mask: list[int], family: Family) -> Body:
             note(outs)
             return _smooth_first(outs, split)
 
-        smooth, _, rest = torch.func.vjp(of, *[operands[i] for i in mask], has_aux=True)
+        with _torch.hooks_aside():
+            smooth, _, rest = torch.func.vjp(of, *[operands[i] for i in mask], has_aux=True)
         return tuple(_reassemble(smooth, rest, split[0]))
 
     return run
@@ -435,7 +437,8 @@ class _PullBack:
         def of(*moving: torch.Tensor) -> Any:
             return _smooth_first(self.body(*_merged(operands, self.mask, moving)), split)
 
-        smooth, vjp, _ = torch.func.vjp(of, *[operands[i] for i in self.mask], has_aux=True)
+        with _torch.hooks_aside():
+            smooth, vjp, _ = torch.func.vjp(of, *[operands[i] for i in self.mask], has_aux=True)
         _forward_done()
 
         def pull(*cotangents: torch.Tensor) -> tuple[torch.Tensor, ...]:

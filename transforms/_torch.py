@@ -106,6 +106,20 @@ def watched() -> bool:
     return top_hooks() is not None or torch._C._len_torch_dispatch_stack() > 0
 
 
+@contextlib.contextmanager
+def hooks_aside() -> Iterator[None]:
+    """Take all saved-tensor hooks off for a while: the engine's own use of torch.func would be refused under them."""
+    taken = []
+    while (pair := top_hooks()) is not None:
+        pop_hooks()
+        taken.append(pair)
+    try:
+        yield
+    finally:
+        for pair in reversed(taken):
+            push_hooks(*pair)
+
+
 def hooks_disabled() -> str | None:
     """The message with which saved-tensor hooks are refused at this point, or None where they work."""
     return _autograd_c._saved_tensors_hooks_get_disabled_error_message()

@@ -471,7 +471,9 @@ class Record(_Mode):
             return
         self.trace.nodes[at].name = name
         if self.selector is not None:
-            self.selector.name(self, at, tensor, name)
+            # The user's code runs above the levels, what is kept belongs below them.
+            with _torch.below_levels():
+                self.selector.name(self, at, tensor, name)
 
     def find(self, tensor: torch.Tensor) -> int | None:
         """The node that made `tensor` or an alias of it, None for one from outside."""
