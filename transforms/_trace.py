@@ -40,6 +40,7 @@ class Node:
         "digest",
         "draws",
         "external",
+        "graded",
         "kept",
         "name",
         "op",
@@ -54,6 +55,7 @@ class Node:
     external: tuple[int, ...]  # ids of tensors it reads that come from outside the region
     outs: Any  # results as placeholders can be made of them: metadata, or plain values
     root: int  # the node whose storage the result lives in, _OUTSIDE for a view of an outside tensor
+    graded: bool  # whether gradients were on
     draws: bool  # whether it advances a random number generator
     verdict: int  # RECOMPUTE, OFFLOAD or SAVE
     kept: Any  # what was saved of it, None when nothing
@@ -101,6 +103,9 @@ class Trace:
         # passes, so that op sequences cannot be compared. Such a region is recomputed whole.
         self.loose = False
         self.opaque = False  # whether something computed that torch's dispatcher did not see
+        # Sharded parameters are gathered inside, without gradients, and not in both passes (FSDP2's hooks see to it that
+        # they are there): what runs without gradients is then left out of the sequence, and nothing is skipped.
+        self.sharded = False
         self.generators: dict[torch.Generator, torch.Tensor] = {}  # explicit ones, with their state before
 
     def settle(self, wanted: Iterable[int] | None, end: int = 0) -> None:
@@ -113,11 +118,16 @@ class Trace:
             for node in self.nodes:
                 node.kept = None
             wanted, self.inner, self.parent, self.opaque = None, [], None, True
+        self.opaque = self.opaque or self.sharded
         live = self._reach(range(len(self.nodes)) if wanted is None else wanted)
         self._add_forced(live)
         if any(live.values()) and self._is_opaque(live):
             self.opaque = True
-            live = {i: node.draws or not self._saved(i) for i, node in enumerate(self.nodes)}
+            live = {
+                i: node.draws or not self._saved(i)
+                for i, node in enumerate(self.nodes)
+                if not self.passes(node)
+            }
         written = self._written_roots(live)
         for i, node in enumerate(self.nodes):
             if i not in live:
@@ -226,6 +236,10 @@ class Trace:
             self.nodes[i].root for i, runs in live.items() if runs and _ops.traits(self.nodes[i].op).writes
         }
 
+    def passes(self, node: Node) -> bool:
+        """Whether the op is left out of the sequence (see `sharded`)."""
+        return self.sharded and not node.graded
+
     def _release(self, node: Node) -> None:
         if not node.shared:
             node.kept = None
@@ -234,7 +248,7 @@ class Trace:
     def dense(self) -> bool:
         """Whether running the function up to its last needed op does nothing needless, and writes nothing."""
         return not self.snapshots and not self.generators and all(
-            n.action == RUN or _ops.traits(n.op).view for n in self.nodes[: self.end]
+            n.action == RUN or self.passes(n) or _ops.traits(n.op).view for n in self.nodes[: self.end]
         )
 
     def reads(self, tensor: torch.Tensor) -> bool:
@@ -434,6 +448,15 @@ class Record(_Mode):
         node.op, node.name, node.digest, node.kept = func, None, None, None
         node.verdict, node.action, node.shared, node.copied = RECOMPUTE, RUN, False, False
         self._link_operands(node, args, kwargs)
+        # A look at what was made without gradients belongs to it.
+        node.graded = torch.is_grad_enabled() and not (
+            facts.view
+            and node.deps
+            and not any([nodes[i].graded for i in node.deps])
+            and not any([t.requires_grad for t in _tensors(args)])
+        )
+        if facts.outside and not node.graded:
+            self.trace.sharded = True
         node.root = at
         if facts.view:
             node.root = self._root(args)
@@ -482,7 +505,8 @@ class Record(_Mode):
 
     def from_outside(self, at: int) -> bool:
         """Whether node `at` only looks at a tensor from outside."""
-        return self.trace.nodes[at].root == _OUTSIDE
+        node = self.trace.nodes[at]
+        return node.root == _OUTSIDE or self.trace.passes(node)
 
     def shares_kept(self, at: int) -> bool:
         """Whether node `at` only looks into a storage that is kept on this device and never written."""
@@ -542,6 +566,8 @@ class Record(_Mode):
         return root
 
     def _before_write(self, func: Any, facts: _ops.Traits, args: Any, kwargs: Any) -> None:
+        if self.trace.sharded and not torch.is_grad_enabled():
+            return
         for tensor in _targets(facts, args, kwargs):
             at = self._made.get(id(tensor))
             if at is None:
@@ -618,6 +644,10 @@ class Replay(_Mode):
             return func(*args, **kwargs)
         if self.uncached is not None and self._cached_cast(func, args):
             return func(*args, **kwargs)
+        if self.trace.sharded:
+            if not torch.is_grad_enabled():
+                return func(*args, **kwargs)
+            self._pass_by()
         at = self.position_
         if self.early_stop and at >= self.end:
             raise Stop
@@ -640,6 +670,11 @@ class Replay(_Mode):
         if facts.inplace:
             return next(iter(_targets(facts, args, kwargs)))
         return _placeholders(node.outs)
+
+    def _pass_by(self) -> None:
+        nodes = self.trace.nodes
+        while self.position_ < len(nodes) and self.trace.passes(nodes[self.position_]):
+            self.position_ += 1
 
     def forward_done(self) -> None:
         """What follows belongs to the backward."""
