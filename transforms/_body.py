@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms import _tree
+from remat.transforms import _torch, _tree
 from remat.transforms._capture import Swap
 from remat.transforms._errors import RematError
 
@@ -63,7 +63,7 @@ class Body:
     def __call__(
         self, consts: Sequence[torch.Tensor], carry: Leaves, x: Sequence[torch.Tensor]
     ) -> tuple[Leaves, list[torch.Tensor]]:
-        versions = [_version(leaf) for leaf in carry]
+        versions = [version(leaf) for leaf in carry]
         if self.x_is_leaf:
             row = x[0] if x else None
         else:
@@ -93,7 +93,7 @@ class Body:
                 "nothing is to be stacked."
             )
         for path, leaf, before in zip(self.paths, carry, versions, strict=True):
-            if _version(leaf) != before:
+            if version(leaf) != before:
                 raise RematError(
                     f"{self.name}: the body wrote into its carry{path} in place. The recomputation would "
                     f"start "
@@ -151,8 +151,13 @@ class Body:
         )
 
 
-def _version(leaf: Any) -> int:
-    return leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else 0
+def version(leaf: Any) -> int:
+    """The number of writes into a tensor so far; 0 for what does not count them."""
+    if not isinstance(leaf, torch.Tensor):
+        return 0
+    # The wrapper that vmap makes does not count.
+    plain = _torch.unwrapped(leaf) if _torch.is_wrapped(leaf) else leaf
+    return 0 if plain.is_inference() else plain._version
 
 
 def _type(leaf: Any) -> Any:

@@ -127,6 +127,8 @@ def _grad_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor,
         with level.lower():
             outs = call(prim, [_torch.unwrap_for_grad(t, number) for t in operands])
         return tuple([_torch.wrap_for_grad(t, number) for t in outs])
+    # A tensor of a jvp level below has its tangent on it, which autograd would want this node to transform.
+    operands = [_torch.wrap_for_grad(t, number) if 0 < _torch.level_of(t) < number else t for t in operands]
     node = _LevelPull if prim.own_level == number else _LevelNode
     with _torch.enable_single_level_autograd_function():
         return node.apply(prim, level, *operands)  # pyright: ignore[reportAttributeAccessIssue]

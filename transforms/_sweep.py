@@ -6,7 +6,8 @@ import contextlib
 
 import torch
 
-from remat.transforms._body import Leaves
+from remat.transforms._body import Leaves, version
+from remat.transforms._errors import RematError
 from remat.transforms._scan_state import Scan, State, Tensors, compact, now, numbered, uncached_casts
 from remat.transforms._state import Ambient, RandomState, device_kinds
 
@@ -16,6 +17,8 @@ def sweep(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     record = scan.record
     record.states.clear()
     record.ambient, record.start = Ambient(device_kinds(flat)), RandomState(flat)
+    xs = flat[len(flat) - scan.sizes[2] :]
+    before = [version(x) for x in xs]
     with uncached_casts() if record.ambient.casts else contextlib.nullcontext():
         forward = _sweep_known if scan.proceed is None else _sweep_open
         carry, stacks = forward(scan, flat)
@@ -26,6 +29,11 @@ def sweep(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
             record.states.clear()
             record.start.restore()
             carry, stacks = forward(scan, flat)
+    if before != [version(x) for x in xs]:
+        raise RematError(
+            f"{scan.name}: the body wrote into xs in place. The recomputation would read what was written; "
+            "make a new tensor (`x = x * 2`) instead."
+        )
     return carry, stacks
 
 
