@@ -77,6 +77,30 @@ class Body:
         self.trusted = True
         return self._checked(out, carry, versions)
 
+    # -- several steps at once: rows and ys are stacked ------------------------------------------------
+
+    def trees(self, carry: Leaves, xs: Sequence[torch.Tensor]) -> tuple[Any, Any]:
+        """Carry and xs as the body's trees."""
+        rows = _tree.unflatten(_tree.merge(self.x_blank, self.x_at, list(xs)), self.x_spec)
+        return _tree.unflatten(carry, self.carry_spec), rows
+
+    def ct_trees(self, cts: Sequence[Any], y_cts: Sequence[Any]) -> tuple[Any, Any]:
+        """Cotangents as trees of the carry and of the ys, None where there is none."""
+        assert self.y_spec is not None
+        rest = iter(y_cts)
+        ys = [None if kind is type(None) else next(rest) for kind in self.y_types]
+        return _tree.unflatten(list(cts), self.carry_spec), _tree.unflatten(ys, self.y_spec)
+
+    def checked_block(
+        self, out: Any, carry: Leaves, versions: list[int]
+    ) -> tuple[Leaves, list[torch.Tensor]]:
+        """The flat carry and stacked ys that a block returned."""
+        end, ys = out
+        leaves, spec = _tree.flatten(ys)
+        one = [y.select(0, 0) if isinstance(y, torch.Tensor) else y for y in leaves]
+        flat, _ = self._checked((end, _tree.unflatten(one, spec)), carry, versions)
+        return flat, [y for y in leaves if y is not None]
+
     def swapped(self, consts: Sequence[torch.Tensor], operands: Leaves) -> Any:
         """The context in which a function of the user's reads `consts` for what it captured."""
         if self.trusted and all(map(operator.is_, consts, self.captured)):

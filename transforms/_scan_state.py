@@ -68,6 +68,17 @@ class Scan:
     )
     levels: bool = False  # called under functorch: its backward may meet tensors of levels that are gone
     record: Record = field(default_factory=Record, compare=False)
+    blocks: Any = None  # compiled blocks of steps, for a schedule whose segments are whole blocks
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether blocks may be run: nobody watches, and no step draws random numbers."""
+        return self.blocks is not None and self.plain and not self.record.random
+
+    def block(self, xs: Tensors, start: int, count: int) -> list[torch.Tensor]:
+        """The rows of xs (or ys) that steps `start .. start + count - 1` work on, in the order of xs."""
+        low = self.length - start - count if self.reverse else start
+        return [x.narrow(0, low, count) for x in xs]
 
     def split(self, flat: Tensors) -> tuple[list[torch.Tensor], Leaves, list[torch.Tensor]]:
         a, b, c = self.sizes

@@ -281,6 +281,14 @@ def levels() -> list[tuple[int, Any, str]]:
     return found
 
 
+# -- compilers ----------------------------------------------------------------------------------------
+def backend(name: str) -> Callable[..., Any]:
+    """The compiler that torch.compile knows as `name`: (graph, inputs) -> callable. Tried with 2.13."""
+    from torch._dynamo import lookup_backend
+
+    return lookup_backend(name)
+
+
 # -- torch's own planner ------------------------------------------------------------------------------
 def partitioner_choice(
     module: torch.fx.GraphModule, results: int, held: list[int], budget: float, solver: str
