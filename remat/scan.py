@@ -308,14 +308,15 @@ def _taped(
     step = Body(_region(body, policy), init, xs, [], name)
     step.trusted = True
     carry, ys = _tree.flatten(init)[0], []
-    for k in range(n):
-        at = n - 1 - k if reverse else k
-        try:
+    k, last = 0, n - 1
+    try:
+        for k in range(n):
+            at = last - k if reverse else k
             carry, y = step([], carry, [row.select(0, at) for row in rows])
-        except Exception as error:
-            error.add_note(f"in step {k} of {name}")
-            raise
-        ys.append(y)
+            ys.append(y)
+    except Exception as error:
+        error.add_note(f"in step {k} of {name}")
+        raise
     ordered = ys[::-1] if reverse else ys
     stacked = [torch.stack(column) for column in zip(*ordered, strict=True)]
     return _tree.unflatten(carry, step.carry_spec), step.stacked(stacked)
