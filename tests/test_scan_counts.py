@@ -16,6 +16,8 @@ from remat.loops import while_remat
 from remat.policies import save_everything, save_matmuls
 from remat.scan import scan_remat
 from remat.schedules import Multilevel, Revolve, Sqrt
+from remat.transforms import _scan_state
+from remat.transforms._actions import Store
 
 STEPS = 4
 
@@ -176,3 +178,25 @@ def test_multilevel_counts_as_one_level(schedule):
         scan_remat(lambda h, _: (h.sin(), None), h, length=n, checkpoints=schedule)[0].sum(), h
     )
     assert ops["sin"] == schedule.stats(n).evaluations - n
+
+
+@pytest.mark.parametrize(
+    "options", [{"checkpoints": Multilevel(device=1, host=2)}, {"offload": True}], ids=str
+)
+def test_which_carries_go_to_the_host(options, monkeypatch):
+    sent = []
+    monkeypatch.setattr(_scan_state, "_to_host", lambda t: sent.append(t) or t.clone())
+    h, n = torch.ones(3, requires_grad=True), 20
+    schedule = options.get("checkpoints", Revolve(3))
+    end, _ = scan_remat(lambda h, _: (h.sin(), None), h, length=n, **{"checkpoints": 3, **options})
+    offloaded = getattr(schedule, "offloaded", lambda slot: True)
+    stored = schedule.forward(n)
+    # The first carry is an operand and stays where it is.
+    assert len(sent) == sum(offloaded(slot) for step, slot in stored.items() if step)
+    found = torch.autograd.grad(end.sum(), h)[0]
+    again = [a.slot for a in schedule.actions(n, stored) if isinstance(a, Store)]
+    assert len(sent) == sum(map(offloaded, [*(s for k, s in stored.items() if k), *again]))
+    expected = h
+    for _ in range(n):
+        expected = expected.sin()
+    torch.testing.assert_close(found, torch.autograd.grad(expected.sum(), h)[0])

@@ -106,10 +106,20 @@ class Scan:
         if self.offloaded is None or slot is None or not self.offloaded(slot):
             return tensors
         if back is None:
-            return [t.to("cpu") if isinstance(t, torch.Tensor) else t for t in tensors]
+            return [_to_host(t) if isinstance(t, torch.Tensor) else t for t in tensors]
         return [
-            t.to(b.device) if isinstance(t, torch.Tensor) else t for t, b in zip(tensors, back, strict=True)
+            t.to(b.device, non_blocking=True) if isinstance(t, torch.Tensor) else t
+            for t, b in zip(tensors, back, strict=True)
         ]
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in pinned host memory, made while the device goes on; on the CPU the tensor itself."""
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+    # Copies to and from the device go through its current stream, one after the other: no waiting here.
+    return host.copy_(tensor, non_blocking=tensor.is_cuda)
 
 
 def make(

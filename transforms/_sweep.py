@@ -51,7 +51,7 @@ def _sweep_known(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]
         if record.random and (slot is not None or k == hand):
             moment = now(moment)
         if slot is not None:
-            states[slot] = State(k, scan.moved(compact(carry), slot), moment)
+            states[slot] = State(k, scan.moved(compact(carry), slot) if k else carry, moment)
         if k == hand:
             states[None] = State(k, carry, moment)
         at = scan.at(k)
@@ -81,7 +81,7 @@ def _sweep_blocks(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]
     k = 0
     while k < n:
         if (slot := place(k) if k < n - 1 else None) is not None:
-            states[slot] = State(k, scan.moved(compact(carry), slot), scan.record.start)
+            states[slot] = State(k, scan.moved(compact(carry), slot) if k else carry, scan.record.start)
         if k == hand:
             states[None] = State(k, carry, scan.record.start)
         count = size if k + size <= n else 1
