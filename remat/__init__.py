@@ -10,6 +10,8 @@ from remat.loops import while_remat as while_remat
 from remat.names import checkpoint_name as checkpoint_name
 from remat.opinfo import Decision as Decision
 from remat.opinfo import OpInfo as OpInfo
+from remat.plan.model import plan_model as plan_model
+from remat.plan.pareto import pareto as pareto
 from remat.policies import checkpoint_policy as checkpoint_policy
 from remat.policies import offload_matmuls as offload_matmuls
 from remat.policies import offload_names as offload_names
