@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms import _observe, _ops, _torch, _trace, _tree
+from remat.transforms import _observe, _ops, _taps, _torch, _trace, _tree
 from remat.transforms._capture import Bindings, innermost
 from remat.transforms._errors import RematError
 from remat.transforms._region import Region, recomputing
@@ -83,7 +83,7 @@ class Frame:
 
     __slots__ = (
         "__weakref__", "ambient", "arguments", "bindings", "count", "direct", "fresh", "held", "hoard", "hooks", "inner", "leaves", "metas",
-        "packed_at", "random", "record", "region", "replays", "selector", "settled", "spec", "swap", "task", "tensors", "trace", "values",
+        "packed_at", "random", "record", "region", "replays", "selector", "settled", "spec", "swap", "taps", "task", "tensors", "trace", "values",
     )  # fmt: skip
 
     def __init__(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -97,6 +97,7 @@ class Frame:
         self.ambient = Ambient(device_kinds(self.tensors))
         self.bindings = Bindings(region.function)
         self.swap = innermost()
+        self.taps = _taps.marks()
         self.metas: list[Any] = []  # what the forward packed: shape, dtype, device, version
         self.packed_at: list[int | None] = []  # the op that made it, None for one from outside
         self.direct: dict[int, Any] = {}  # packed values that are kept as they are
@@ -308,6 +309,7 @@ class Frame:
     def _again(self, args: Any, kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
             stack.enter_context(recomputing())
+            stack.enter_context(_taps.again(self.taps))
             stack.enter_context(torch.enable_grad())
             if self.swap is not None:
                 stack.enter_context(self.swap.lenient())

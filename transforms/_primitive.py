@@ -114,6 +114,8 @@ def _grad_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor,
             outs = call(prim, [_torch.unwrap_for_grad(t, number) for t in operands])
         return tuple([_torch.wrap_for_grad(t, number) for t in outs])
     node = _LevelPull if prim.own_level == number else _LevelNode
+    # A dual number of a level below, if not wrapped, would be taken for one of this level's.
+    operands = [t if _torch.level_of(t) == number else _torch.wrap_for_grad(t, number) for t in operands]
     with _torch.enable_single_level_autograd_function():
         return node.apply(prim, level, *operands)
 

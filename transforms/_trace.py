@@ -440,7 +440,9 @@ class Record(_Mode):
             return
         self.trace.nodes[at].name = name
         if self.selector is not None:
-            self.selector.name(self, at, tensor, name)
+            # Names are given among the levels, but what is kept must be the plain tensor.
+            with _torch.below_levels():
+                self.selector.name(self, at, tensor, name)
 
     def find(self, tensor: torch.Tensor) -> int | None:
         """The node that made `tensor` or an alias of it, None for one from outside."""
