@@ -237,24 +237,9 @@ def _mirrored(session: Session, dry_run: Callable[[], Any]) -> Callable[[], Sess
     if not isinstance(session, Given):
         return functools.partial(Values, session.wanted)
     start = session.at
-    with _dry(), only([session]):
+    with only([session]):
         dry_run()
     return functools.partial(Given, session.wanted, session.offsets[start : session.at])
-
-
-def transparent() -> bool:
-    """Whether regions are to run as plain functions for now."""
-    return getattr(_local, "dry", False)
-
-
-@contextlib.contextmanager
-def _dry() -> Iterator[None]:
-    before, _local.dry = transparent(), True
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        _local.dry = before
 
 
 # -- levels -------------------------------------------------------------------------------------------
