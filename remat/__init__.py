@@ -24,5 +24,7 @@ from remat.policies import save_nothing as save_nothing
 from remat.policies import save_ops as save_ops
 from remat.policies import save_unbatched_matmuls as save_unbatched_matmuls
 from remat.scan import scan_remat as scan_remat
+from remat.taps import capture as capture
+from remat.taps import capture_grads as capture_grads
 from remat.transforms._errors import RematError as RematError
 from remat.transforms._region import is_recomputing as is_recomputing

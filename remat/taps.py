@@ -22,14 +22,14 @@ def capture(fn: Callable[..., Any], names: str | Iterable[str]) -> Callable[...,
         names: names that it gives by `checkpoint_name`.
 
     Returns:
-        A function of the same arguments that returns `(result, values)`. `values` maps each name to what was named
-        (a tensor or a pytree), or to a list of them, in order, where the name was given several times. They are
-        results like any other: differentiable, with the batch in front where `fn` named them inside a
-        `torch.func.vmap`. Nothing more is kept for the backward, and what is recomputed is not collected again.
+        A function of the same arguments that returns `(result, values)`. `values` maps each name to what was
+        named (a tensor or a pytree), or to a list of them, in order, where the name was given several times.
+        They are results like any other: differentiable, with the batch in front where `fn` named them inside
+        a `torch.func.vmap`. Nothing more is kept for the backward; what is recomputed is not collected again.
 
     Raises:
-        RematError: when called, if `fn` gives no such name, or gives it inside a `scan_remat` (return it among the
-            ys instead).
+        RematError: when called, if `fn` gives no such name, or gives it inside a `scan_remat` (return it
+            among the ys instead).
 
     Example:
         >>> import torch
@@ -54,27 +54,27 @@ def capture(fn: Callable[..., Any], names: str | Iterable[str]) -> Callable[...,
 def capture_grads(
     fn: Callable[..., Any], names: str | Iterable[str], argnums: int | tuple[int, ...] | None = None
 ) -> Callable[..., Any]:
-    """A scalar function with its gradients with respect to named intermediates: what backward hooks are used for.
+    """A scalar function with its gradients for named intermediates: what backward hooks are used for.
 
     Args:
         fn: a function or module that returns a tensor of shape `()`.
         names: names that it gives by `checkpoint_name`.
-        argnums: positional arguments (pytrees of tensors) whose gradients are wanted too, from the same backward.
+        argnums: positional arguments (pytrees of tensors) whose gradients the same backward is to give.
 
     Returns:
         A function of the same arguments that returns `(value, gradients)`, or with `argnums`
-        `(value, gradients of the arguments, gradients)`. `gradients` is shaped as the values of `capture`; it holds None
-        for integer tensors, and zeros for what the result does not depend on.
+        `(value, gradients of the arguments, gradients)`. `gradients` is shaped as the values of `capture`; it
+        holds None for integer tensors, and zeros for what the result does not depend on.
 
-        As with `remat.transforms.grad`, value and gradients can be differentiated in turn where a tensor takes part
-        that requires grad, and their graph is then kept: call it under `torch.no_grad()` to keep nothing.
+        As with `remat.transforms.grad`, value and gradients can be differentiated in turn where a tensor
+        takes part that requires grad, and their graph is then kept: under `torch.no_grad()` nothing is.
 
     Raises:
         RematError: when called, if `fn` gives no such name, or gives it inside a `scan_remat`.
         RuntimeError: when called, if `fn` returns no scalar.
 
-    Gradients are those of an offset that is added to each named tensor: a negative zero, which changes no bit. Under
-    `torch.func` a region's function runs once more, without gradients, for the shapes of the offsets in it.
+    Gradients are those of an offset that is added to each named tensor: a negative zero, which changes no
+    bit. Under `torch.func` a region's function runs once more, without gradients, for the offsets' shapes.
 
     Example:
         >>> import torch
@@ -176,4 +176,5 @@ def _unknown(name: str, seen: set[str]) -> str:
     near = difflib.get_close_matches(name, seen, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     gave = f"It gave {', '.join(map(repr, sorted(seen)))}{hint}" if seen else "It gave none at all"
-    return f"capture: the function gave nothing the name {name!r}. {gave}. Write x = checkpoint_name(x, {name!r})."
+    write = f"x = checkpoint_name(x, {name!r})"
+    return f"capture: the function gave nothing the name {name!r}. {gave}. Write {write}."

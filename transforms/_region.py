@@ -73,6 +73,10 @@ def recomputing() -> Iterator[None]:
 def is_recomputing() -> bool:
     """Whether the code that asks runs as part of a recomputation.
 
+    For counters, prints and logs. The same torch ops must run in both passes, and a tensor that code sets
+    aside in the recomputation holds no numbers where the backward does not read it: for intermediates there is
+    `remat.capture`.
+
     Example:
         >>> from remat import is_recomputing
         >>> is_recomputing()

@@ -1,8 +1,8 @@
 """Taps: what `capture` and `capture_grads` put where a value gets its name.
 
-`tap(name, tree)` hands a named tree to the sessions open on this thread and returns it, perhaps changed. A region
-under functorch levels runs below them, where a value can leave only as a result and enter only as an operand:
-there a session is replaced by its `mirror`, and the region passes on what that found.
+`tap(name, tree)` hands a named tree to the sessions open on this thread and returns it, perhaps changed. A
+region under functorch levels runs below them, where a value can leave only as a result and enter only as an
+operand: there each session is replaced by a mirror, and the region passes on what that found.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Refusal(Session):
 
     def take(self, name: str, tree: Any) -> Any:
         raise RematError(
-            f"capture: the name {name!r} is given inside {self.where}, whose steps cannot be looked into from outside. "
-            "Return the value among the ys of the body."
+            f"capture: the name {name!r} is given inside {self.where}, whose steps cannot be looked into "
+            "from outside. Return the value among the ys of the body."
         )
 
 
@@ -121,9 +121,9 @@ class Offsets(Given):
         self.found.append((name, _tree.unflatten([self._offset(leaf) for leaf in leaves], spec)))
         return super().take(name, tree)
 
-    def _offset(self, leaf: Any) -> torch.Tensor | None:
+    def _offset(self, leaf: Any) -> Any:
         if not smooth(leaf):
-            return None
+            return None if isinstance(leaf, torch.Tensor) else leaf
         own: list[torch.Tensor] = []
 
         def make(tensor: torch.Tensor) -> torch.Tensor:
@@ -165,8 +165,9 @@ def opened(session: Session) -> Iterator[None]:
 
 
 def tap(name: str, tree: Any) -> Any:
-    """Give a named tree to the open sessions, the innermost first."""
-    for session in reversed(current()):
+    """Give a named tree to the open sessions."""
+    # From the outermost: what an inner function collects is used outside of it, with the outer offset.
+    for session in current():
         tree = session.give(name, tree)
     return tree
 
@@ -196,7 +197,7 @@ class Mirrors:
     """The open sessions as a region below their levels can serve them.
 
     Args:
-        dry_run: runs the region's function at the present levels, to learn the shapes of the offsets it needs.
+        dry_run: runs the region's function at the present levels, for the shapes of the offsets it needs.
 
     Attributes:
         offsets: the region's further operands.
@@ -255,9 +256,7 @@ def lifted(tensor: torch.Tensor, depth: int) -> torch.Tensor:
         return lifted(_trace.quiet(_batch_first, inner, *batch), depth)
 
 
-def _seeded(
-    tensor: torch.Tensor, depth: int, make: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
+def _seeded(tensor: torch.Tensor, depth: int, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """What `make` makes at `depth` for the lifted tensor, brought back to the present levels."""
     level = _torch.interpreter()
     if level is None or level.level() <= depth:
