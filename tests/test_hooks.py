@@ -1,5 +1,7 @@
 """Hooks inside regions, and whether code that runs can tell that it runs again."""
 
+import os
+
 import pytest
 import torch
 from torch import nn
@@ -136,6 +138,49 @@ def test_is_recomputing(run):
     # The inner one runs once in the forward, once for the outer one and once for itself.
     run(remat(lambda x: remat(region)(x.cos())), X)
     assert told == [False, True, True] and not is_recomputing()
+
+
+@pytest.mark.parametrize("run", MODES.values(), ids=MODES)
+def test_the_backward_after_a_recomputation_is_none(run):
+    told = []
+
+    def region(x):
+        y = x.sin().exp()
+        if y.requires_grad:
+            y.register_hook(lambda g: told.append(is_recomputing()))
+        return y * 2
+
+    run(remat(region), X)
+    assert told and not any(told)
+
+
+def labels(run):
+    """The labels of regions in a profiler's trace, in order."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run()
+    events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    return [event.name.removeprefix("remat::") for event in events if event.name.startswith("remat::")]
+
+
+@pytest.mark.parametrize("run", MODES.values(), ids=MODES)
+def test_a_profiler_sees_labels(run):
+    first, second = (remat(lambda x: x.sin().exp(), name=name) for name in "ab")
+    fn = lambda x: second(first(x))  # noqa: E731
+    assert labels(lambda: run(fn, X)) == ["forward a", "forward b", "recompute b", "recompute a"]
+    with pytest.raises(ZeroDivisionError):
+        labels(lambda: run(remat(lambda x: x / (1 // 0)), X))
+    nested = remat(lambda x: first(x.cos()), name="outer")
+    assert labels(lambda: run(nested, X))[:3] == ["forward outer", "forward a", "recompute outer"]
+
+
+def test_labels_cost_nothing_without_a_profiler(monkeypatch):
+    def unwanted(name):
+        raise AssertionError
+
+    monkeypatch.setattr("remat.transforms._region.record_function", unwanted)
+    for run in MODES.values():
+        run(remat(lambda x: x.sin().exp()), X)
 
 
 @pytest.mark.parametrize("run", MODES.values(), ids=MODES)

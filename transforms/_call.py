@@ -11,7 +11,7 @@ import torch
 from remat.transforms import _capture, _frame, _taps, _torch, _trace, _tree
 from remat.transforms._errors import RematError
 from remat.transforms._primitive import Family, Prim, call
-from remat.transforms._region import Region
+from remat.transforms._region import Region, labelled
 from remat.transforms._state import Ambient, RandomState, device_kinds
 
 _MOST_TRIES = 50
@@ -38,7 +38,8 @@ def run_transparently(function: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def run(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `region`: through saved-tensor hooks in plain autograd, through the primitive under functorch levels."""
+    """Call `region`: through saved-tensor hooks in plain autograd, through the primitive under functorch "
+    "levels."""
     if getattr(_keeping, "everything", False):
         return region.function(*args, **kwargs)
     if _torch.in_transform():
@@ -71,7 +72,8 @@ def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]
         except _Again:
             continue
     raise RematError(
-        f"region {region.name!r} reads tensors that carry derivatives and that change from run to run, so they cannot be made "
+        f"region {region.name!r} reads tensors that carry derivatives and that change from run to run, so "
+        "they cannot be made "
         "operands. Pass them as arguments."
     )
 
@@ -102,7 +104,8 @@ class _Flat:
         self.out_spec: Any = None
 
     def __call__(self) -> Any:
-        outs = call(Prim(self.body, self.family), self.operands)
+        with labelled("forward", self.region.name):
+            outs = call(Prim(self.body, self.family), self.operands)
         _capture.made_inside(outs)
         out, named = _tree.unflatten(_tree.merge(self.out_leaves, self.out_at, list(outs)), self.out_spec)
         if self.taps is not None:
@@ -111,7 +114,7 @@ class _Flat:
 
     def body(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self.family.ambient.casts:
-            # Autocast caches the casts of leaves; below the levels every operand would be one, above them none is.
+            # Autocast caches casts of leaves; below the levels every operand would be one, above them none.
             operands = tuple([t.view_as(t) for t in operands])
         own, captured = operands[: self.count], operands[self.count :]
         args, kwargs = _tree.unflatten(_tree.merge(self.leaves, self.at, list(own)), self.spec)
@@ -157,5 +160,6 @@ class _Again(BaseException):
 
 def _unread(_: Any) -> Any:
     raise RematError(
-        "a value of a forward that only watches what is saved was asked for; please report this as a bug in remat"
+        "a value of a forward that only watches what is saved was asked for; please report this as a bug in "
+        "remat"
     )

@@ -1,16 +1,16 @@
 """Recomputation under functorch levels: a function as a primitive, with rules for grad, vmap and jvp.
 
-`call(prim, operands)` peels the levels off one by one, from the innermost, and runs the function below all of them:
+`call(prim, operands)` peels the levels off one by one, from the innermost, and runs the function below all:
 
 - vmap: the primitive of the batched function;
 - jvp: the primitive of the function that also makes the tangents (no second evaluation, as in JAX);
-- grad: a node that holds the operands; its backward calls another primitive, the pull-back, which recomputes. So any
-  nesting follows from three rules, and second order is as lean as first.
+- grad: a node that holds the operands; its backward calls another primitive, the pull-back, which recomputes.
+  So any nesting follows from three rules, and second order is as lean as first.
 
-`torch.autograd.Function` offers the same three rules, but its jvp rule evaluates the function a second time, and
-torch.func.grad always differentiates with create_graph=True: what an ordinary backward recomputes is recorded again at
-that level, and nothing is saved (FACTS section 2). Here the pull-back of a level leaves no record at its own level.
-Peeling by hand follows torch._functorch.autograd_function.
+`torch.autograd.Function` offers the same three rules, but its jvp rule evaluates the function a second time,
+and torch.func.grad always differentiates with create_graph=True: what an ordinary backward recomputes is
+recorded again at that level, and nothing is saved (FACTS section 2). Here the pull-back of a level leaves no
+record at its own level. Peeling by hand follows torch._functorch.autograd_function.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Family:
 
     region: Region
     ambient: Ambient
-    # Set while the recorded forward runs: the hook that watches what autograd would save, and what to do with the
-    # results.
+    # Set while the recorded forward runs: the hook that watches what autograd would save, and what to do with
+    # the results.
     watch: Callable[[torch.Tensor], Any] | None = None
     made: Callable[[Tensors], None] | None = None
 
@@ -77,7 +77,7 @@ class Prim:
 
     Attributes:
         body: the function.
-        recorded: the function as the nodes above want it recorded (see `_as_differentiated`), None when no node does.
+        recorded: the function as the nodes above want it recorded (see `_as_differentiated`), None when none.
         family: what it shares with its relatives.
         pulls: whether this is a pull-back, which recomputes.
         sinks: forward only: where the recorded run leaves its residuals.
@@ -131,7 +131,7 @@ def _grad_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor,
     # A dual number of a level below, if not wrapped, would be taken for one of this level's.
     operands = [t if _torch.level_of(t) == number else _torch.wrap_for_grad(t, number) for t in operands]
     with _torch.enable_single_level_autograd_function():
-        return node.apply(prim, level, *operands)
+        return node.apply(prim, level, *operands)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _tracked(tensor: torch.Tensor, level: int) -> bool:
@@ -175,7 +175,7 @@ def _jvp_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, 
     duals = [forward_ad.unpack_dual(t) if _torch.level_of(t) == number else (t, None) for t in operands]
     primals = [_torch.unwrap_for_grad(p, number) for p, _ in duals]
     at = [i for i, (_, t) in enumerate(duals) if t is not None]
-    tangents = [_torch.unwrap_for_grad(duals[i][1], number) for i in at]
+    tangents = [_torch.unwrap_for_grad(t, number) for _, t in duals if t is not None]
     if not at:
         with level.lower():
             outs = call(prim, primals)
@@ -202,9 +202,9 @@ def _with_tangents(body: Body, count: int, at: list[int], split: list[list[int]]
             return _smooth_first(body(*_merged(primals, at, moving)), split)
 
         with _torch.hooks_aside():
-            smooth, out_tangents, rest = torch.func.jvp(
-                of, tuple(primals[i] for i in at), tuple(tangents), has_aux=True
-            )
+            # torch's stub gives the result two possible lengths.
+            made: Any = torch.func.jvp(of, tuple(primals[i] for i in at), tuple(tangents), has_aux=True)
+        smooth, out_tangents, rest = made
         return (*_reassemble(smooth, rest, split[0]), *out_tangents)
 
     return dual
@@ -326,7 +326,8 @@ class _LevelNode(_torch.SingleLevelFunction):
 
 
 class _LevelPull(_torch.SingleLevelFunction):
-    """The pull-back at the level it belongs to: it keeps nothing, torch.func never differentiates it there."""
+    """The pull-back at the level it belongs to: it keeps nothing, torch.func never differentiates it "
+    "there."""
 
     @staticmethod
     def forward(ctx: Any, prim: Prim, level: Any, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -336,8 +337,10 @@ class _LevelPull(_torch.SingleLevelFunction):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise RematError(
-            f"region {ctx.name!r} is differentiated twice at one level of torch.func (torch.autograd.grad inside a "
-            "torch.func transform). Nest the transforms instead: torch.func.grad of a function that calls torch.func.grad."
+            f"region {ctx.name!r} is differentiated twice at one level of torch.func (torch.autograd.grad "
+            "inside a "
+            "torch.func transform). Nest the transforms instead: torch.func.grad of a function that calls "
+            "torch.func.grad."
         )
 
 
@@ -366,7 +369,8 @@ def _hollow(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _filled(operands: Tensors) -> Any:
-    """Give hollow operands memory (of any content) for as long as the function runs: it may look, it must not crash."""
+    """Give hollow operands memory (of any content) for as long as the function runs: it may look, it must "
+    "not crash."""
     hollow = [t for t in operands if t.numel() and _storage_bytes(t) == 0]
     for tensor in hollow:
         last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -409,7 +413,8 @@ def _as_differentiated(body: Body, mask: list[int], family: Family) -> Body:
             return _smooth_first(outs, split)
 
         with _torch.hooks_aside():
-            smooth, _, rest = torch.func.vjp(of, *[operands[i] for i in mask], has_aux=True)
+            made: Any = torch.func.vjp(of, *[operands[i] for i in mask], has_aux=True)
+        smooth, _, rest = made
         return tuple(_reassemble(smooth, rest, split[0]))
 
     return run
@@ -419,8 +424,8 @@ def _as_differentiated(body: Body, mask: list[int], family: Family) -> Body:
 class _PullBack:
     """(operands, cotangents of the outs at `present`) -> gradients of the operands at `mask`.
 
-    `over` holds the vmaps that see cotangents only, from the innermost: there the function is recomputed once, outside,
-    and only the pulling is batched. (jacrev is such a vmap.)
+    `over` holds the vmaps that see cotangents only, from the innermost: there the function is recomputed
+    once, outside, and only the pulling is batched. (jacrev is such a vmap.)
     """
 
     body: Body
@@ -440,7 +445,8 @@ class _PullBack:
             return _smooth_first(self.body(*_merged(operands, self.mask, moving)), split)
 
         with _torch.hooks_aside():
-            smooth, vjp, _ = torch.func.vjp(of, *[operands[i] for i in self.mask], has_aux=True)
+            made: Any = torch.func.vjp(of, *[operands[i] for i in self.mask], has_aux=True)
+        smooth, vjp, _ = made
         _forward_done()
 
         def pull(*cotangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -494,17 +500,21 @@ _replays = threading.local()
 
 def _forward_done() -> None:
     """The function has been recomputed, the backward begins."""
-    replay = _replays.stack[-1] if getattr(_replays, "stack", None) else None
+    if not getattr(_replays, "stack", None):
+        return
+    replay, again = _replays.stack[-1]
+    again.end()
     if replay is not None:
         replay.forward_done()
 
 
 @contextlib.contextmanager
-def _replaying(replay: _trace.Replay | None) -> Iterator[None]:
+def _replaying(replay: _trace.Replay | None, region: str) -> Iterator[None]:
     stack = _replays.__dict__.setdefault("stack", [])
-    stack.append(replay)
+    again = recomputing(region)
+    stack.append((replay, again))
     try:
-        with replay if replay is not None else contextlib.nullcontext():
+        with again, replay if replay is not None else contextlib.nullcontext():
             yield
     finally:
         stack.pop()
@@ -623,7 +633,6 @@ def _report(name: str, trace: _trace.Trace, sink: Residuals, operands: Tensors) 
 def _execute_pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
     family, source = prim.family, prim.source
     with contextlib.ExitStack() as stack:
-        stack.enter_context(recomputing())
         stack.enter_context(_filled(operands))
         if family.ambient.differs() or family.ambient.casts:
             stack.enter_context(family.ambient.restored())
@@ -640,5 +649,5 @@ def _execute_pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
             part = source.part(prim.present)
             digest = family.region.digest
             replay = _trace.Replay(source.trace, early_stop=False, check=check, digest=digest, part=part)
-        stack.enter_context(_replaying(replay))
+        stack.enter_context(_replaying(replay, family.region.name))
         return tuple(prim.body(*operands))
