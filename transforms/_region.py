@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -46,6 +46,8 @@ class Region:
         preserve_rng_state: replay random numbers.
         determinism_check: "metadata", "exact" or "none".
         anchor: an object that lives as long as what was learnt about the function stays true.
+        key: what the selector's verdicts depend on besides the ops; None where one forward tells
+            nothing of the next.
     """
 
     function: Callable[..., Any]
@@ -54,6 +56,7 @@ class Region:
     preserve_rng_state: bool
     determinism_check: str
     anchor: Any
+    key: Hashable | None = None
 
     @property
     def digest(self) -> Callable[[Any], Any] | None:

@@ -182,7 +182,8 @@ def at_backward_end(callback: Callable[[], None]) -> None:
 class DispatchMode(TorchDispatchMode):
     """A dispatch mode without the switch that torch wraps around each of its calls.
 
-    The switch turns Dynamo off inside; it costs more than the rest of a call, and imports Dynamo at the first.
+    The switch turns Dynamo off inside; it costs more than the rest of a call, and imports Dynamo at the
+    first.
     """
 
     supports_higher_order_operators = True
@@ -190,6 +191,10 @@ class DispatchMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+# Ops in it reach no dispatch mode.
+no_dispatch: Callable[[], Any] = torch._C._DisableTorchDispatch
 
 
 # -- ambient state ------------------------------------------------------------------------------------

@@ -20,9 +20,12 @@ class Policy:
 
     `__call__` gives the verdict. `quick` gives the same verdict from the op alone where that is enough, so
     that the engine need not describe the op's operands. `needs_calls` says that `__call__` reads `info.call`.
+    `repeatable` says that the verdicts depend on the ops and their operands' shapes alone, so that one run of
+    a function tells what the next will keep; a policy that counts or looks elsewhere must leave it False.
     """
 
     needs_calls: bool = False
+    repeatable: bool = False
 
     def __call__(self, info: OpInfo) -> Decision | bool:
         raise NotImplementedError
@@ -56,6 +59,7 @@ class Named(Policy):
     """A policy that prints as the name it is imported by."""
 
     label: str
+    repeatable = True
 
     def __repr__(self) -> str:
         return self.label
@@ -97,6 +101,10 @@ class _Pair(Policy):
     @property
     def needs_calls(self) -> bool:  # type: ignore[override]
         return self.left.needs_calls or self.right.needs_calls
+
+    @property
+    def repeatable(self) -> bool:  # type: ignore[override]
+        return self.left.repeatable and self.right.repeatable
 
     def bind(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
         left, right = self.left.bind(fn, args, kwargs), self.right.bind(fn, args, kwargs)
@@ -152,6 +160,10 @@ class Not(Policy):
     @property
     def needs_calls(self) -> bool:  # type: ignore[override]
         return self.inner.needs_calls
+
+    @property
+    def repeatable(self) -> bool:  # type: ignore[override]
+        return self.inner.repeatable
 
     def __call__(self, info: OpInfo) -> Decision:
         return self._flip(check_verdict(self.inner, info, self.inner(info)))
