@@ -2,6 +2,8 @@
 
 from remat import transforms as transforms
 from remat.api import remat as remat
+from remat.explanation import compare as compare
+from remat.explanation import explain as explain
 from remat.inspection import Residual as Residual
 from remat.inspection import print_saved_residuals as print_saved_residuals
 from remat.inspection import saved_residuals as saved_residuals
