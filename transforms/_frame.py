@@ -190,6 +190,9 @@ class Frame:
         trace, record = self.trace, self.record
         assert trace is not None and record is not None
         self.record = None
+        for i, at in enumerate(self.packed_at if record.taken_back else ()):
+            if at is not None and trace.nodes[at].root in record.taken_back:
+                self.direct.pop(i, None)
         wanted = {at for i, at in enumerate(self.packed_at) if i not in self.direct and at is not None}
         seen = [self.metas[i][4] for i in range(len(self.metas)) if i not in self.direct]
         trace.settle(wanted, max(seen, default=0))

@@ -119,8 +119,13 @@ def user_line() -> str:
     """`file:line (function)` of the innermost frame that belongs to neither torch nor this library."""
     frame = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_HIDDEN) and not name.startswith("<"):
-            return f"{name}:{frame.f_lineno} ({frame.f_code.co_name})"
+        if is_user_frame(frame):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
         frame = frame.f_back
     return "an unknown line"
+
+
+def is_user_frame(frame: Any) -> bool:
+    """Whether a stack frame runs code of neither torch nor this library."""
+    name = frame.f_code.co_filename
+    return not name.startswith(_HIDDEN) and not name.startswith("<")
