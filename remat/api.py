@@ -11,9 +11,8 @@ from typing import Any, ParamSpec, TypeVar, overload
 import torch
 
 from remat.contexts import PolicySelector
-from remat.opinfo import Decision
-from remat.policies import Policy, as_policy, save_nothing
-from remat.transforms._call import run
+from remat.policies import Policy, as_policy, save_everything, save_nothing
+from remat.transforms._call import outermost, run, run_transparently
 from remat.transforms._errors import RematError
 from remat.transforms._region import Region
 
@@ -145,10 +144,8 @@ class _Options:
 
     def region(self, fn: Callable[..., Any], policy: Policy) -> Region:
         label = self.name or getattr(fn, "__qualname__", None) or type(fn).__name__
-        quick = policy.quick(torch.ops.aten.mm.default)
-        selector = functools.partial(PolicySelector, policy, label)
-        keeps_nothing = policy == save_nothing and quick is Decision.RECOMPUTE
-        return Region(fn, label, None if keeps_nothing else selector, self.random, self.check, anchor(fn))
+        selector = None if policy == save_nothing else functools.partial(PolicySelector, policy, label)
+        return Region(fn, label, selector, self.random, self.check, anchor(fn))
 
 
 def _wrap(fn: Callable[..., Any], options: _Options) -> Callable[..., Any]:
@@ -156,17 +153,14 @@ def _wrap(fn: Callable[..., Any], options: _Options) -> Callable[..., Any]:
         raise FunctionError(
             f"remat(fn): fn must be callable, got {fn!r} of type {type(fn).__name__}; write remat(function) or @remat"
         )
+    _check_static_names(fn, options.names)
     region = options.region(fn, options.policy)
     static = bool(options.numbers or options.names)
-    # Keeping everything is what autograd does by itself.
-    transparent = (
-        options.policy.quick(torch.ops.aten.mm.default) is Decision.SAVE
-        and options.policy == as_policy_everything()
-    )
+    keeps_everything = options.policy == save_everything
 
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
-        if transparent:
-            return fn(*args, **kwargs)
+        if keeps_everything and outermost():
+            return run_transparently(fn, args, kwargs)
         if static:
             return _call_static(fn, options, args, kwargs)
         bound = options.policy.bind(fn, args, kwargs)
@@ -180,10 +174,20 @@ def _wrap(fn: Callable[..., Any], options: _Options) -> Callable[..., Any]:
     return rematerialized
 
 
-def as_policy_everything() -> Policy:
-    from remat.policies import save_everything
-
-    return save_everything
+def _check_static_names(fn: Callable[..., Any], names: frozenset[str]) -> None:
+    """Raise for a static name that `fn` cannot be called with: it would silently do nothing."""
+    try:
+        parameters = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters
+    except (TypeError, ValueError):
+        return
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return
+    if unknown := sorted(names - set(parameters)):
+        label = getattr(fn, "__qualname__", type(fn).__name__)
+        raise ArgumentError(
+            f"remat(static_argnames={unknown[0]!r}): {label} takes no argument of that name; it takes "
+            f"{', '.join(parameters) or 'none'}"
+        )
 
 
 def _call_static(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any
 
 import torch
 
-from remat.transforms import _capture, _frame, _torch, _tree
+from remat.transforms import _capture, _frame, _torch, _trace, _tree
 from remat.transforms._errors import RematError
 from remat.transforms._primitive import Family, Prim, call
 from remat.transforms._region import Region
@@ -18,8 +19,28 @@ _MOST_TRIES = 50
 _uses_func: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
+_keeping = threading.local()
+
+
+def outermost() -> bool:
+    """Whether no other region is being recorded or recomputed around here."""
+    return _trace.enclosing() is None and not _frame.enclosed()
+
+
+def run_transparently(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `function` and keep what autograd keeps, regions inside it included."""
+    before = getattr(_keeping, "everything", False)
+    _keeping.everything = True
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _keeping.everything = before
+
+
 def run(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `region`: through saved-tensor hooks in plain autograd, through the primitive under functorch levels."""
+    if getattr(_keeping, "everything", False):
+        return region.function(*args, **kwargs)
     if _torch.in_transform():
         return _run_primitive(region, args, kwargs)
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():

@@ -135,7 +135,7 @@ class Swap(TorchFunctionMode):
         self.table = table
         self.inside: set[int] = set()
         self._note([*operands, *table.values()])
-        self.start = torch.autograd._get_sequence_nr()
+        self.start = _torch.next_node()
         self.strict = True
 
     def lenient(self) -> Swap:

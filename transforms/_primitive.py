@@ -25,6 +25,7 @@ import torch
 from torch.autograd import forward_ad
 
 from remat.transforms import _observe, _torch, _trace
+from remat.transforms._ends import Ends
 from remat.transforms._errors import RematError
 from remat.transforms._region import Region, recomputing
 from remat.transforms._state import Ambient, RandomState
@@ -40,6 +41,15 @@ class Residuals:
         self.trace: _trace.Trace | None = None
         self.random: RandomState | None = None
         self.outside: set[int] | None = None  # storages from outside that autograd itself reads
+        self.ends: Ends | None = None  # the results, where they do not all need the same values
+        self.packed: list[tuple[int, int]] = []  # (op that made a value, autograd node that saved it)
+
+    def part(self, present: Sequence[int] | None) -> tuple[set[int], int] | None:
+        """What of the trace a pull-back from the results at `present` needs; None for all of it."""
+        if self.ends is None or self.trace is None or present is None:
+            return None
+        idle = self.ends.idle_without(present)
+        return self.trace.part({made for made, owner in self.packed if owner not in idle}) if idle else None
 
     def needs(self, tensor: torch.Tensor) -> bool:
         """Whether the pull-back reads this operand."""
@@ -55,8 +65,10 @@ class Family:
 
     region: Region
     ambient: Ambient
-    # Set while the recorded forward runs: the hook that watches what autograd would save.
+    # Set while the recorded forward runs: the hook that watches what autograd would save, and what to do with the
+    # results.
     watch: Callable[[torch.Tensor], Any] | None = None
+    made: Callable[[Tensors], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +83,7 @@ class Prim:
         sinks: forward only: where the recorded run leaves its residuals.
         source: pull-back only: the residuals to use.
         own_level: pull-back only: the functorch level whose backward this is, or None.
+        present: pull-back only: the results of the region that have a cotangent, or None for all.
         dual: whether tangents are computed along; then op sequences cannot be compared (`Trace.loose`).
     """
 
@@ -81,6 +94,7 @@ class Prim:
     sinks: tuple[Residuals, ...] = ()
     source: Residuals | None = None
     own_level: int | None = None
+    present: tuple[int, ...] | None = None
     dual: bool = False
 
 
@@ -185,9 +199,10 @@ def _with_tangents(body: Body, count: int, at: list[int], split: list[list[int]]
         def of(*moving: torch.Tensor) -> Any:
             return _smooth_first(body(*_merged(primals, at, moving)), split)
 
-        smooth, out_tangents, rest = torch.func.jvp(
-            of, tuple(primals[i] for i in at), tuple(tangents), has_aux=True
-        )
+        with _torch.hooks_aside():
+            smooth, out_tangents, rest = torch.func.jvp(
+                of, tuple(primals[i] for i in at), tuple(tangents), has_aux=True
+            )
         return (*_reassemble(smooth, rest, split[0]), *out_tangents)
 
     return dual
@@ -227,7 +242,7 @@ def _recorded(prim: Prim, mask: list[int]) -> tuple[Prim, Residuals | None]:
     if prim.pulls:
         return prim, None
     residuals = Residuals()
-    recorded = _as_differentiated(prim.recorded or prim.body, mask)
+    recorded = _as_differentiated(prim.recorded or prim.body, mask, prim.family)
     return replace(prim, recorded=recorded, sinks=(*prim.sinks, residuals)), residuals
 
 
@@ -243,7 +258,10 @@ def _backward(ctx: Any, cotangents: tuple[Any, ...], level: int | None) -> list[
     dead = level is not None and any(_torch.is_dead(t) for t in saved)
     # A pull-back of a pull-back recomputes the same forward, so the same residuals serve.
     source = ctx.residuals or ctx.prim.source
-    pull = Prim(body, ctx.prim.family, pulls=True, source=source, own_level=None if dead else level)
+    # A second derivative still pulls back from the same results of the region.
+    ends = ctx.prim.present if ctx.prim.pulls else tuple(present)
+    own = None if dead else level
+    pull = Prim(body, ctx.prim.family, pulls=True, source=source, own_level=own, present=ends)
     made = call(pull, [*saved, *[cotangents[i] for i in present]])
     if ctx.residuals is not None and not _torch.graph_kept():
         # Freed as the backward goes, like autograd's own saved values.
@@ -368,20 +386,28 @@ def _storage_bytes(tensor: torch.Tensor) -> int:
 # -- bodies -------------------------------------------------------------------------------------------
 
 
-def _as_differentiated(body: Body, mask: list[int]) -> Body:
+def _as_differentiated(body: Body, mask: list[int], family: Family) -> Body:
     """`body`, run the way its pull-back will run it (torch picks other kernels where it differentiates)."""
+
+    def note(outs: Tensors) -> None:
+        if family.made is not None:
+            family.made(outs)
 
     def run(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         split: list[list[int]] = [[]]
         if not _torch.in_transform():
             with torch.enable_grad():
                 outs = body(*_merged(operands, mask, [_leaf(operands[i]) for i in mask]))
+            note(outs)
             return tuple([t.detach() for t in outs])
 
         def of(*moving: torch.Tensor) -> Any:
-            return _smooth_first(body(*_merged(operands, mask, moving)), split)
+            outs = body(*_merged(operands, mask, moving))
+            note(outs)
+            return _smooth_first(outs, split)
 
-        smooth, _, rest = torch.func.vjp(of, *[operands[i] for i in mask], has_aux=True)
+        with _torch.hooks_aside():
+            smooth, _, rest = torch.func.vjp(of, *[operands[i] for i in mask], has_aux=True)
         return tuple(_reassemble(smooth, rest, split[0]))
 
     return run
@@ -411,7 +437,8 @@ class _PullBack:
         def of(*moving: torch.Tensor) -> Any:
             return _smooth_first(self.body(*_merged(operands, self.mask, moving)), split)
 
-        smooth, vjp, _ = torch.func.vjp(of, *[operands[i] for i in self.mask], has_aux=True)
+        with _torch.hooks_aside():
+            smooth, vjp, _ = torch.func.vjp(of, *[operands[i] for i in self.mask], has_aux=True)
         _forward_done()
 
         def pull(*cotangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -548,25 +575,33 @@ def _execute_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
     selector = region.selector() if region.selector else None
     record = region.record(trace, selector, operands)
     random = RandomState(operands) if region.preserve_rng_state else None
-    wanted: set[int] = set()
     outside: set[int] = set()
+    packed: list[tuple[int, int]] = []
+    ends: list[Ends] = []
+    start = _torch.next_node()
 
     def watch(tensor: torch.Tensor) -> None:
         bottom = _torch.unwrapped(tensor)
         made = record.find(bottom)
         if made is None or record.from_outside(made):
             outside.add(_trace.storage(bottom))
-        wanted.update(() if made is None else (made,))
+        if made is not None:
+            packed.append((made, _torch.next_node() - 1))
 
-    family.watch = watch
+    family.watch, family.made = watch, lambda outs: ends.append(Ends(outs, start)) if len(outs) > 1 else None
     try:
         with selector.watching() if selector else contextlib.nullcontext(), record:
             outs = (prim.recorded or prim.body)(*operands)
     finally:
-        watched, family.watch = family.watch is not None, None
-    trace.settle(wanted if watched else None)
+        watched, family.watch, family.made = family.watch is not None, None, None
+    trace.settle({made for made, _ in packed} if watched else None)
+    if watched:
+        trace.also_reads(outside)
     for sink in prim.sinks:
         sink.trace, sink.random, sink.outside = trace, random, outside if watched else None
+        # Of several levels that differentiate, each has its own graph: then all is needed.
+        if watched and len(ends) == 1 and ends[0].differ:
+            sink.ends, sink.packed = ends[0], packed
     if selector:
         selector.finished(trace)
     if _observe.listening():
@@ -593,11 +628,15 @@ def _execute_pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
         if source is not None and source.random is not None:
             stack.callback(source.random.again().restore)
             source.random.restore()
+        if source is not None and source.trace is not None and source.trace.generators:
+            stack.enter_context(source.trace.generators_rewound())
         replay = None
         if source is not None and source.trace is not None:
-            source.trace.check_unwritten()
+            source.trace.check_unwritten(family.region.function)
         if source is not None and source.trace is not None and not source.trace.loose:
             check = family.region.determinism_check != "none"
-            replay = _trace.Replay(source.trace, early_stop=False, check=check, digest=family.region.digest)
+            part = source.part(prim.present)
+            digest = family.region.digest
+            replay = _trace.Replay(source.trace, early_stop=False, check=check, digest=digest, part=part)
         stack.enter_context(_replaying(replay))
         return tuple(prim.body(*operands))

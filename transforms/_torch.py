@@ -90,6 +90,9 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 push_hooks: Callable[[Any, Any], None] = _autograd_c._push_saved_tensors_default_hooks
 pop_hooks: Callable[[], None] = _autograd_c._pop_saved_tensors_default_hooks
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
+engine_runs: Callable[[Any], bool] = torch._C._will_engine_execute_node
+# The number that this thread's next autograd node gets.
+next_node: Callable[[], int] = torch.autograd._get_sequence_nr  # pyright: ignore[reportPrivateImportUsage]
 graph_kept: Callable[[], bool] = _autograd_c._get_current_graph_task_keep_graph
 
 
@@ -101,6 +104,20 @@ def top_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
 def watched() -> bool:
     """Whether saved-tensor hooks or a dispatch mode follow what runs here, as an enclosing region does."""
     return top_hooks() is not None or torch._C._len_torch_dispatch_stack() > 0
+
+
+@contextlib.contextmanager
+def hooks_aside() -> Iterator[None]:
+    """Take all saved-tensor hooks off for a while: the engine's own use of torch.func would be refused under them."""
+    taken = []
+    while (pair := top_hooks()) is not None:
+        pop_hooks()
+        taken.append(pair)
+    try:
+        yield
+    finally:
+        for pair in reversed(taken):
+            push_hooks(*pair)
 
 
 def hooks_disabled() -> str | None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat.transforms import _ops, _torch
+from remat.transforms import _ops, _paths, _torch
 from remat.transforms._errors import RematError
 
 RECOMPUTE, OFFLOAD, SAVE = 0, 1, 2
@@ -91,7 +91,7 @@ class Trace:
         self.arguments: set[int] = set()  # storages of the region's arguments
         self.inner: list[tuple[int, int]] = []  # the ops of regions inside this one
         self.parent: tuple[Trace, int] | None = None
-        self.kept_any = False
+        self.selective = False  # whether anything may be kept
         self.last = -1  # the last op of the recomputation that does anything
         self.end = 0  # how many ops must have passed before all that is wanted has been seen
         self.needed_externals: set[int] = set()
@@ -101,6 +101,7 @@ class Trace:
         # passes, so that op sequences cannot be compared. Such a region is recomputed whole.
         self.loose = False
         self.opaque = False  # whether something computed that torch's dispatcher did not see
+        self.generators: dict[torch.Generator, torch.Tensor] = {}  # explicit ones, with their state before
 
     def settle(self, wanted: Iterable[int] | None, end: int = 0) -> None:
         """Decide for every op whether it runs again, given the nodes whose values the backward reads.
@@ -134,6 +135,16 @@ class Trace:
         if not any(live.values()):
             self.last = -1
         self.end = max(end, self.last + 1)
+
+    def part(self, wanted: Iterable[int]) -> tuple[set[int], int] | None:
+        """The ops that a backward needs which reads only these values, and where they end; None for all of them."""
+        if self.loose or self.opaque:
+            return None
+        live = self._reach(wanted)
+        self._add_forced(live)
+        if any(live.values()) and self._is_opaque(live):
+            return None
+        return set(live), max(live, default=-1) + 1
 
     def _reach(self, wanted: Iterable[int]) -> dict[int, bool]:
         """Nodes the values in `wanted` depend on, up to kept ones: True runs, False is kept."""
@@ -222,7 +233,7 @@ class Trace:
     @property
     def dense(self) -> bool:
         """Whether running the function up to its last needed op does nothing needless, and writes nothing."""
-        return not self.snapshots and all(
+        return not self.snapshots and not self.generators and all(
             n.action == RUN or _ops.traits(n.op).view for n in self.nodes[: self.end]
         )
 
@@ -232,6 +243,18 @@ class Trace:
             self.needed_storages = {self.externals[key][2] for key in self.needed_externals}
         return storage(tensor) in self.needed_storages
 
+    @contextlib.contextmanager
+    def generators_rewound(self) -> Iterator[None]:
+        """Put the generators that the region was handed explicitly back to where its forward found them."""
+        now = [(generator, generator.get_state()) for generator in self.generators]
+        try:
+            for generator, state in self.generators.items():
+                generator.set_state(state)
+            yield
+        finally:
+            for generator, state in now:
+                generator.set_state(state)
+
     def kept_bytes(self) -> int:
         """Bytes of the values kept on their device, views of one storage counted once."""
         sizes: dict[int, int] = {}
@@ -240,21 +263,26 @@ class Trace:
                 sizes[_torch.storage_key(tensor)] = tensor.untyped_storage().nbytes()
         return sum(sizes.values())
 
-    def check_unwritten(self) -> None:
-        """Raise when an outside tensor that the recomputation reads was written to since the forward."""
+    def also_reads(self, storages: set[int]) -> None:
+        """Note that autograd itself reads outside tensors with these storages."""
+        self.needed_externals.update(key for key, (_, _, where) in self.externals.items() if where in storages)
+
+    def check_unwritten(self, function: Callable[..., Any]) -> None:
+        """Raise when an outside tensor that the recomputation of `function` reads was written to since the forward."""
         for key in self.needed_externals:
             ref, version, _ = self.externals[key]
             tensor = ref()
             if tensor is not None and key not in self.snapshots and _version(tensor) != version:
-                raise RematError(written(self.region, tensor))
+                raise RematError(written(self.region, tensor, _paths.of_captured(function, tensor)))
 
 
-def written(region: str, tensor: torch.Tensor) -> str:
-    """The message for a tensor written between forward and backward."""
+def written(region: str, tensor: torch.Tensor, path: str | None = None) -> str:
+    """The message for a tensor written between forward and backward; `path` is what the user calls it."""
+    what = f"`{path}`, a {tuple(tensor.shape)} {tensor.dtype} tensor" if path else f"a {tuple(tensor.shape)} {tensor.dtype} tensor"
     return (
-        f"region {region!r} reads a {tuple(tensor.shape)} {tensor.dtype} tensor that was written in place between its forward "
-        "and its backward, so the recomputation would see another value. Write out of place (`x = x + 1`), pass a "
-        "`.clone()` into the region, or run the backward first."
+        f"region {region!r} reads {what} that was written in place between its forward and its backward, so the "
+        "recomputation would see another value. Write out of place (`x = x + 1`), pass a `.clone()` into the region, or run "
+        "the backward first."
     )
 
 
@@ -345,6 +373,7 @@ class Record(_Mode):
         super().__init__()
         self.trace = trace
         self.selector = selector
+        trace.selective = selector is not None
         trace.arguments = {storage(t) for t in inputs}
         trace.meta = any(t.is_meta for t in inputs)
         self.digest = digest
@@ -376,6 +405,9 @@ class Record(_Mode):
             return self._pass(func, args, kwargs)
         if facts.writes:
             self._before_write(func, facts, args, kwargs)
+        if facts.random and (generator := kwargs.get("generator")) is not None:
+            if generator not in self.trace.generators:
+                self.trace.generators[generator] = generator.get_state()
         out = func(*args, **kwargs)
         self._add(func, facts, args, kwargs, out)
         return out
@@ -429,7 +461,6 @@ class Record(_Mode):
         elif node.kept is None:
             hold = Boxed if verdict == OFFLOAD else torch.Tensor.detach
             node.kept = quiet(_map_tensors, hold, out)
-            self.trace.kept_any = True
             if verdict == SAVE:
                 self._kept_roots.add(node.root)
             self.kept_bytes += sum(t.numel() * t.element_size() for t in _tensors(out))
@@ -467,7 +498,9 @@ class Record(_Mode):
         node = self.trace.nodes[at]
         node.name = name
         if self.selector is not None:
-            self.selector.name(self, at, tensor, name)
+            # The user's code runs above the levels, what is kept belongs below them.
+            with _torch.below_levels():
+                self.selector.name(self, at, tensor, name)
         elif (owner := self.owner(node, tensor)) is not None:
             # An enclosing region may keep it, and share it.
             self.trace.nodes[owner].name = name
@@ -581,11 +614,21 @@ class Replay(_Mode):
             pass through unseen (they belong to the backward).
         check: compare shape, dtype and device of what runs.
         digest: as for `Record`.
+        part: skip what is not in this part of the trace (see `Trace.part`).
     """
 
-    def __init__(self, trace: Trace, *, early_stop: bool, check: bool = True, digest: Any = None) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        *,
+        early_stop: bool,
+        check: bool = True,
+        digest: Any = None,
+        part: tuple[set[int], int] | None = None,
+    ) -> None:
         super().__init__()
         self.trace = trace
+        self.needed, self.end = part or (None, trace.end)
         self.early_stop = early_stop
         self.check = check
         self.digest = digest
@@ -606,7 +649,7 @@ class Replay(_Mode):
         if self.uncached is not None and self._cached_cast(func, args):
             return func(*args, **kwargs)
         at = self.position_
-        if self.early_stop and at >= self.trace.end:
+        if self.early_stop and at >= self.end:
             raise Stop
         if at >= len(self.trace.nodes):
             return func(*args, **kwargs)
@@ -616,10 +659,11 @@ class Replay(_Mode):
             raise RematError(self._differs(at, f"the forward ran {node.op}, the recomputation runs {func}"))
         if self._scratch:
             args, kwargs = _swap((args, kwargs), self._scratch)
-        if node.action == RUN:
-            return self._run(at, node, func, args, kwargs)
-        if node.action == KEPT:
-            return _hand_out(node)
+        if self.needed is None or at in self.needed:
+            if node.action == RUN:
+                return self._run(at, node, func, args, kwargs)
+            if node.action == KEPT:
+                return _hand_out(node)
         if facts.reshapes:
             # `squeeze_` and the like change the tensor object itself, which later ops look at: skipped or not.
             return func(*args, **kwargs)
@@ -629,7 +673,7 @@ class Replay(_Mode):
 
     def forward_done(self) -> None:
         """What follows belongs to the backward."""
-        if self.position_ < self.trace.end:
+        if self.position_ < self.end:
             raise RematError(
                 self._differs(
                     self.position_,
