@@ -14,6 +14,7 @@ from remat.policies import (
     as_policy,
     check_verdict,
     checkpoint_policy,
+    offload,
     offload_matmuls,
     offload_names,
     register_costly_op,
@@ -70,6 +71,8 @@ READY = {
     "save_every(3, save_matmuls | save_names('q'))": save_every(3, save_matmuls | save_names("q")),
     "save_larger_than(4096)": save_larger_than("4KiB"),
     "save_cheaper_than(0.5)": save_cheaper_than(0.5),
+    "offload(save_unbatched_matmuls)": offload(save_unbatched_matmuls),
+    "save_attention | offload(save_names('q'))": save_attention | offload(save_names("q")),
     "save_matmuls | save_names('q')": save_matmuls | save_names("q"),
     "save_matmuls | save_attention | save_names('q')": save_matmuls | save_attention | save_names("q"),
     "save_matmuls & (save_attention | ~save_names('q'))": save_matmuls & (save_attention | ~save_names("q")),
@@ -311,6 +314,11 @@ def test_by_size_and_by_cost():
         save_cheaper_than(49.9)(of_size(4, 4)) is SAVE and save_cheaper_than(50)(of_size(4, 4)) is RECOMPUTE
     )
     assert save_cheaper_than(0)(OpInfo(SIN, (meta(3),), {}, (meta(3),))) is RECOMPUTE
+
+
+def test_offload_keeps_elsewhere_what_the_policy_saves():
+    assert offload(save_matmuls)(info()) is OFFLOAD and offload(offload_matmuls)(info()) is OFFLOAD
+    assert offload(save_matmuls)(info(aten.sin.default)) is RECOMPUTE
 
 
 def test_bind_reaches_the_parts():

@@ -434,7 +434,7 @@ class Record(_Mode):
         node = Node()
         node.op, node.name, node.digest, node.kept = func, None, None, None
         node.verdict, node.action, node.shared, node.copied = RECOMPUTE, RUN, False, False
-        self._link_operands(node, args, kwargs)
+        self._link_operands(node, () if facts.shape_only else args, kwargs)
         node.root = at
         if facts.view:
             node.root = self._root(args)

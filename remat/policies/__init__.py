@@ -14,6 +14,7 @@ from remat.policies._ready import save_matmuls as save_matmuls
 from remat.policies._ready import save_names as save_names
 from remat.policies._ready import save_nothing as save_nothing
 from remat.policies._ready import save_ops as save_ops
+from remat.policies._selective import offload as offload
 from remat.policies._selective import save_cheaper_than as save_cheaper_than
 from remat.policies._selective import save_every as save_every
 from remat.policies._selective import save_larger_than as save_larger_than

@@ -199,3 +199,35 @@ def save_cheaper_than(flops_per_byte: float) -> SaveCheaper:
             f"save_cheaper_than(flops_per_byte): got {flops_per_byte!r}; write a number such as 256."
         )
     return SaveCheaper(float(flops_per_byte))
+
+
+@dataclass(frozen=True, repr=False)
+class Offload(Combined):
+    """Keeps in host memory what `policy` saves."""
+
+    policy: Policy
+
+    def __call__(self, info: OpInfo) -> Decision:
+        return check_verdict(self.policy, info, self.policy(info)) & Decision.OFFLOAD
+
+    def quick(self, op: Any) -> Decision | None:
+        verdict = self.policy.quick(op)
+        return None if verdict is None else verdict & Decision.OFFLOAD
+
+    def __repr__(self) -> str:
+        return f"offload({self.policy!r})"
+
+
+def offload(policy: Any) -> Offload:
+    """Keep in host memory, between forward and backward, what `policy` saves.
+
+    Args:
+        policy: anything that `remat(policy=...)` accepts.
+
+    Example:
+        >>> from remat import save_attention, save_unbatched_matmuls
+        >>> from remat.policies import offload
+        >>> save_attention | offload(save_unbatched_matmuls)
+        save_attention | offload(save_unbatched_matmuls)
+    """
+    return Offload(as_policy(policy))
