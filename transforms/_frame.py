@@ -248,6 +248,8 @@ class Frame:
         idle = trace.nodes[trace.end : stop]
         return (
             trace.dense
+            # With no dispatch mode around, torch.cond is compiled, and Dynamo refuses the hooks.
+            and not trace.higher_order
             and self.ends is None
             and all(_ops.traits(n.op).view for n in idle)
             and all(isinstance(h, _Held) for h in self.held)

@@ -113,6 +113,9 @@ class Trace:
             for node in self.nodes:
                 node.kept = None
             wanted, self.inner, self.parent, self.opaque = None, [], None, True
+        if self.higher_order:
+            # An operator such as torch.cond saves what no hook sees, its predicate for one.
+            wanted = None
         live = self._reach(range(len(self.nodes)) if wanted is None else wanted)
         self._add_forced(live)
         if any(live.values()) and self._is_opaque(live):
@@ -145,6 +148,11 @@ class Trace:
         if any(live.values()) and self._is_opaque(live):
             return None
         return set(live), max(live, default=-1) + 1
+
+    @property
+    def higher_order(self) -> bool:
+        """Whether an operator on functions (torch.cond, flex attention) is among the ops."""
+        return any(not hasattr(node.op, "_schema") for node in self.nodes)
 
     def _reach(self, wanted: Iterable[int]) -> dict[int, bool]:
         """Nodes the values in `wanted` depend on, up to kept ones: True runs, False is kept."""
