@@ -49,7 +49,7 @@ class UnsupportedModel(RematError, TypeError):
 
 
 def _switch_on(model: Any) -> None:
-    """Let transformers do what belongs to it: flags of layers, inputs of adapters that must require grad."""
+    """Let transformers set its flags."""
     # Named activation_... since 5.23, where the old name warns.
     for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
         method = getattr(model, name, None)
@@ -57,6 +57,9 @@ def _switch_on(model: Any) -> None:
             continue
         keyword = next(k for k in inspect.signature(method).parameters if k.endswith("checkpointing_kwargs"))
         method(**{keyword: {"use_reentrant": False}})
+        # It makes embeddings require grad for reentrant checkpointing, in a hook that torch.func refuses.
+        if getattr(model, "_require_grads_hooks", None) or getattr(model, "_require_grads_hook", None):
+            model.disable_input_require_grads()
         return
     raise UnsupportedModel(
         f"{type(model).__name__} is no transformers model that can checkpoint; use remat.nn.apply."
