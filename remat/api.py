@@ -66,28 +66,28 @@ def remat(
     preserve_rng_state: bool = True,
     determinism_check: str = "metadata",
 ) -> Any:
-    """A function with the same input/output behaviour as `fn` that, when differentiated, recomputes instead of storing.
+    """A function that does what `fn` does and that, when differentiated, recomputes instead of storing.
 
     Composes with plain autograd and with every `torch.func` transform, in any nesting. Between forward and
-    backward it keeps the inputs that the backward needs and the values that `policy` saves (of those, only what the
-    backward reads); the rest is computed again.
+    backward it keeps the inputs that the backward needs and the values that `policy` saves (of those, only
+    what the backward reads); the rest is computed again.
 
     Args:
-        fn: any callable: function, method, partial, `nn.Module`. Left out, `remat(policy=...)` is a decorator.
+        fn: any callable: function, method, partial, `nn.Module`. Left out, `remat(...)` decorates.
         policy: what to save; a `Policy`, a callable from `OpInfo` to `Decision`, or a list of ops.
         name: what messages and reports call the region; by default the function's own name.
         static_argnums: positions of arguments that are handed through as they are (no pytrees, no tensors).
         static_argnames: names of such keyword arguments.
         preserve_rng_state: draw the same random numbers in the recomputation.
-        determinism_check: "metadata" compares shape, dtype and device of what is recomputed; "exact" compares every op's
+        determinism_check: "metadata" compares shape, dtype and device of what is recomputed; "exact" all
             results bitwise (for debugging: slow, names the first op that differs); "none" does not look.
 
     Returns:
         A function with `fn`'s signature, name and docstring; `fn` itself is its `__wrapped__`.
 
     Raises:
-        RematError: (also a `TypeError` or `ValueError`) for arguments that cannot work; when called, if the region cannot
-            be recomputed truly: written arguments, other ops in the replay, other shapes.
+        RematError: (also a `TypeError` or `ValueError`) for arguments that cannot work; when called, if the
+            region cannot be recomputed truly: written arguments, other ops in the replay, other shapes.
 
     Example:
         >>> import torch
@@ -151,7 +151,8 @@ class _Options:
 def _wrap(fn: Callable[..., Any], options: _Options) -> Callable[..., Any]:
     if not callable(fn):
         raise FunctionError(
-            f"remat(fn): fn must be callable, got {fn!r} of type {type(fn).__name__}; write remat(function) or @remat"
+            f"remat(fn): fn must be callable, got {fn!r} of type {type(fn).__name__}; write remat(function) "
+            "or @remat"
         )
     _check_static_names(fn, options.names)
     region = options.region(fn, options.policy)
@@ -198,8 +199,10 @@ def _call_static(
     for i in options.numbers:
         if not -count <= i < count:
             raise ArgumentError(
-                f"remat(static_argnums={options.numbers}): {i} is no position among the {count} positional arguments of this call of "
-                f"{getattr(fn, '__qualname__', fn)}; use numbers from {-count} to {count - 1}, or static_argnames for keywords"
+                f"remat(static_argnums={options.numbers}): {i} is no position among the {count} positional "
+                "arguments of this call of "
+                f"{getattr(fn, '__qualname__', fn)}; use numbers from {-count} to {count - 1}, or "
+                "static_argnames for keywords"
             )
     fixed = {i % count for i in options.numbers}
     moving = tuple([a for i, a in enumerate(args) if i not in fixed])
@@ -207,7 +210,8 @@ def _call_static(
     for value in (*[args[i] for i in fixed], *settled.values()):
         if isinstance(value, torch.Tensor):
             raise ArgumentError(
-                "remat: a static argument is a tensor; static arguments carry no derivative, pass it as an ordinary one"
+                "remat: a static argument is a tensor; static arguments carry no derivative, pass it as an "
+                "ordinary one"
             )
     call = _Static(fn, args, fixed, settled)
     bound = options.policy.bind(call, moving, {k: v for k, v in kwargs.items() if k not in settled})

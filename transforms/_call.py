@@ -38,7 +38,8 @@ def run_transparently(function: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def run(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `region`: through saved-tensor hooks in plain autograd, through the primitive under functorch levels."""
+    """Call `region`: through saved-tensor hooks in plain autograd, through the primitive under functorch "
+    "levels."""
     if getattr(_keeping, "everything", False):
         return region.function(*args, **kwargs)
     if _torch.in_transform():
@@ -70,7 +71,8 @@ def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]
         except _Again:
             continue
     raise RematError(
-        f"region {region.name!r} reads tensors that carry derivatives and that change from run to run, so they cannot be made "
+        f"region {region.name!r} reads tensors that carry derivatives and that change from run to run, so "
+        "they cannot be made "
         "operands. Pass them as arguments."
     )
 
@@ -96,7 +98,7 @@ class _Flat:
 
     def body(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self.family.ambient.casts:
-            # Autocast caches the casts of leaves; below the levels every operand would be one, above them none is.
+            # Autocast caches casts of leaves; below the levels every operand would be one, above them none.
             operands = tuple([t.view_as(t) for t in operands])
         own, captured = operands[: self.count], operands[self.count :]
         args, kwargs = _tree.unflatten(_tree.merge(self.leaves, self.at, list(own)), self.spec)
@@ -135,5 +137,6 @@ class _Again(BaseException):
 
 def _unread(_: Any) -> Any:
     raise RematError(
-        "a value of a forward that only watches what is saved was asked for; please report this as a bug in remat"
+        "a value of a forward that only watches what is saved was asked for; please report this as a bug in "
+        "remat"
     )

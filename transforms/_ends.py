@@ -1,8 +1,8 @@
 """Which of a region's results needs which of the values that autograd saves.
 
-A backward may start from some results only; what only the others need is then not recomputed. Saved-tensor hooks do
-not tell for which autograd node a value is packed, but nodes are numbered in the order they are made, and a node packs
-right after it was made.
+A backward may start from some results only; what only the others need is then not recomputed. Saved-tensor
+hooks do not tell for which autograd node a value is packed, but nodes are numbered in the order they are
+made, and a node packs right after it was made.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Recomputation under plain autograd: one graph, kept through saved-tensor hooks.
 
-The forward runs as it is; what autograd would save is replaced by a number. When the backward asks for the first
-of them the function runs again, under hooks that collect the values in the same order. Hooks, FSDP, in-place ops
-on results and captured tensors behave as without remat, because the autograd graph is the one without remat.
-The idea is that of torch.utils.checkpoint (non-reentrant); bookkeeping, selection and checks are our own.
+The forward runs as it is; what autograd would save is replaced by a number. When the backward asks for the
+first of them the function runs again, under hooks that collect the values in the same order. Hooks, FSDP,
+in-place ops on results and captured tensors behave as without remat, because the autograd graph is the one
+without remat. The idea is that of torch.utils.checkpoint (non-reentrant); bookkeeping, selection and checks
+are our own.
 
-A region is traced (`_trace`) unless an earlier trace of the same function and shapes showed that there is nothing
-to gain from one: nothing kept, nothing dead, every argument needed.
+A region is traced (`_trace`) unless an earlier trace of the same function and shapes showed that there is
+nothing to gain from one: nothing kept, nothing dead, every argument needed.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class _Absent:
 
 
 def _pack_quietly(pack: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
-    # An enclosing region that is being recomputed must not stop here, in the middle of ours: k nested regions run
-    # the inner function 1 + k times, as in JAX.
+    # An enclosing region that is being recomputed must not stop here, in the middle of ours: k nested regions
+    # run the inner function 1 + k times, as in JAX.
     frame = getattr(pack, "__self__", None)
     if not isinstance(frame, Frame):
         return pack(tensor)
@@ -84,10 +85,36 @@ class Frame:
     """One forward of a region, and whatever it takes to run it again."""
 
     __slots__ = (
-        "__weakref__", "ambient", "arguments", "bindings", "count", "direct", "ends", "handles", "held", "hoard", "hooks", "inner",
-        "leaves", "metas", "owners", "packed_at", "part", "random", "record", "region", "selector", "settled", "spec", "start", "swap",
-        "task", "tensors", "trace", "values",
-    )  # fmt: skip
+        "__weakref__",
+        "ambient",
+        "arguments",
+        "bindings",
+        "count",
+        "direct",
+        "ends",
+        "handles",
+        "held",
+        "hoard",
+        "hooks",
+        "inner",
+        "leaves",
+        "metas",
+        "owners",
+        "packed_at",
+        "part",
+        "random",
+        "record",
+        "region",
+        "selector",
+        "settled",
+        "spec",
+        "start",
+        "swap",
+        "task",
+        "tensors",
+        "trace",
+        "values",
+    )
 
     def __init__(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.region = region
@@ -102,11 +129,11 @@ class Frame:
         self.swap = innermost()
         self.metas: list[Any] = []  # what the forward packed: shape, dtype, device, version
         self.packed_at: list[int | None] = []  # the op that made it, None for one from outside
-        self.owners: list[int | None] = []  # the autograd node it was packed for, None where that is not certain
+        self.owners: list[int | None] = []  # the autograd node it was packed for, None if not certain
         self.handles: list[weakref.ref[Handle]] = []
         self.start = _torch.next_node()
         self.ends: Ends | None = None
-        self.part: set[int] | None = None  # the packed values that the recomputation at hand makes, None for all
+        self.part: set[int] | None = None  # the packed values that the recomputation makes, None for all
         self.direct: dict[int, Any] = {}  # packed values that are kept as they are
         self.hoard: list[torch.Tensor] | None = []
         self.values: dict[int, torch.Tensor] = {}  # recomputed, waiting for the backward to ask
@@ -198,8 +225,8 @@ class Frame:
         if made is None:
             self.metas[at] += (_trace.storage(tensor),)
         if record.shares_kept(made) if made is not None else self.hooks is None:
-            # From outside, or a view of something kept: holding it costs nothing more. (What an enclosing region is to
-            # recompute is not held.)
+            # From outside, or a view of something kept: holding it costs nothing more. (What an enclosing
+            # region is to recompute is not held.)
             self.direct[at] = _Held(tensor, None)
         if self.hoard is not None:
             self.hoard.append(tensor)
@@ -229,8 +256,8 @@ class Frame:
             self._report(trace)
 
     def _prefer_residuals(self, trace: _trace.Trace) -> None:
-        # Promise 2: never keep more than no remat keeps. Where the inputs are larger than what autograd saves (a
-        # reduction, a cast down), the saved values themselves are the better thing to keep.
+        # Promise 2: never keep more than no remat keeps. Where the inputs are larger than what autograd saves
+        # (a reduction, a cast down), the saved values themselves are the better thing to keep.
         if self.hoard is not None and trace.last >= 0:
             needed = [t for t, held in zip(self.tensors, self.held, strict=True) if isinstance(held, _Held)]
             if _bytes(self.hoard) < _bytes(needed) + trace.kept_bytes():
@@ -305,7 +332,8 @@ class Frame:
         if at not in self.values:
             raise RematError(
                 self._differs(
-                    f"it packed {self.count} values for the backward where the forward packed {len(self.metas)}"
+                    f"it packed {self.count} values for the backward where the forward packed "
+                    f"{len(self.metas)}"
                 )
             )
         value = self.values.pop(at)
@@ -329,9 +357,9 @@ class Frame:
         if self.trace is not None and self.settled:
             self.trace.check_unwritten(self.region.function)
         if task != -1:
-            # What a partial backward leaves unread must not outlive it.
-            # By weak reference: what the region keeps goes when its own nodes are through, not with the pass.
-            frame = weakref.ref(self)
+            # What a partial backward leaves unread must not outlive it. By weak reference: what the region
+            # keeps goes when its own nodes are through, not with the pass.
+            frame: weakref.ref[Frame] = weakref.ref(self)
             _torch.at_backward_end(lambda: _forget(frame))
         now = self.random.again() if self.random else None
         inner, self.inner = self.inner, 0
@@ -393,7 +421,8 @@ class Frame:
         if at >= len(self.metas):
             raise RematError(
                 self._differs(
-                    f"it packed more than the {len(self.metas)} values for the backward that the forward packed"
+                    f"it packed more than the {len(self.metas)} values for the backward that the forward "
+                    "packed"
                 )
             )
         if at not in self.direct and (self.part is None or at in self.part):
@@ -401,7 +430,8 @@ class Frame:
             self.values[at] = tensor.detach()
         if at + 1 == len(self.metas) and not self.inner and self.trace is None:
             raise _trace.Stop
-        # An op's own result, packed as it is, would hold on to the op that holds it: nothing frees that cycle.
+        # An op's own result, packed as it is, would hold on to the op that holds it: nothing frees that
+        # cycle.
         return tensor.detach()
 
     def _check(self, at: int, tensor: torch.Tensor) -> None:
@@ -411,7 +441,8 @@ class Frame:
         if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
             raise RematError(
                 self._differs(
-                    f"value {at} that it packs for the backward is {tensor.dtype}{list(tensor.shape)} on {tensor.device}, "
+                    f"value {at} that it packs for the backward is {tensor.dtype}{list(tensor.shape)} on "
+                    f"{tensor.device}, "
                     f"in the forward it was {dtype}{list(shape)} on {device}"
                 )
             )
@@ -440,8 +471,10 @@ class Frame:
 
     def _differs(self, what: str) -> str:
         return (
-            f"the recomputation of region {self.region.name!r} does not repeat its forward: {what}, at {_ops.user_line()}. "
-            "(a) The function reads something that changed in between (a global, an attribute, a counter); (b) it is random in a "
+            f"the recomputation of region {self.region.name!r} does not repeat its forward: {what}, at "
+            f"{_ops.user_line()}. "
+            "(a) The function reads something that changed in between (a global, an attribute, a counter); "
+            "(b) it is random in a "
             "way torch does not restore; (c) an argument was changed. Make it depend on its arguments only."
         )
 

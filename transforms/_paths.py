@@ -1,4 +1,5 @@
-"""What the user calls a tensor that a function is given or closes over, such as `params['layers'][0]['w']`."""
+"""What the user calls a tensor that a function is given or closes over, such as "
+"`params['layers'][0]['w']`."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def _note(found: dict[int, tuple[str, str, int]], why: str, path: str, value: An
         prefix = f"{path}." if path else ""
         pairs = [(f"{prefix}{name}", tensor) for name, tensor in held.items()]
     else:
-        pairs = [(path + key, leaf) for key, leaf in zip(_tree.paths(value), _tree.flatten(value)[0], strict=True)]
+        pairs = [
+            (path + key, leaf) for key, leaf in zip(_tree.paths(value), _tree.flatten(value)[0], strict=True)
+        ]
     for at, leaf in pairs:
         if isinstance(leaf, torch.Tensor) and _has_storage(bottom := _torch.unwrapped(leaf)):
             found[_torch.storage_key(bottom)] = why, at, len(found)

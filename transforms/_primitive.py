@@ -1,16 +1,16 @@
 """Recomputation under functorch levels: a function as a primitive, with rules for grad, vmap and jvp.
 
-`call(prim, operands)` peels the levels off one by one, from the innermost, and runs the function below all of them:
+`call(prim, operands)` peels the levels off one by one, from the innermost, and runs the function below all:
 
 - vmap: the primitive of the batched function;
 - jvp: the primitive of the function that also makes the tangents (no second evaluation, as in JAX);
-- grad: a node that holds the operands; its backward calls another primitive, the pull-back, which recomputes. So any
-  nesting follows from three rules, and second order is as lean as first.
+- grad: a node that holds the operands; its backward calls another primitive, the pull-back, which recomputes.
+  So any nesting follows from three rules, and second order is as lean as first.
 
-`torch.autograd.Function` offers the same three rules, but its jvp rule evaluates the function a second time, and
-torch.func.grad always differentiates with create_graph=True: what an ordinary backward recomputes is recorded again at
-that level, and nothing is saved (FACTS section 2). Here the pull-back of a level leaves no record at its own level.
-Peeling by hand follows torch._functorch.autograd_function.
+`torch.autograd.Function` offers the same three rules, but its jvp rule evaluates the function a second time,
+and torch.func.grad always differentiates with create_graph=True: what an ordinary backward recomputes is
+recorded again at that level, and nothing is saved (FACTS section 2). Here the pull-back of a level leaves no
+record at its own level. Peeling by hand follows torch._functorch.autograd_function.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Family:
 
     region: Region
     ambient: Ambient
-    # Set while the recorded forward runs: the hook that watches what autograd would save, and what to do with the
-    # results.
+    # Set while the recorded forward runs: the hook that watches what autograd would save, and what to do with
+    # the results.
     watch: Callable[[torch.Tensor], Any] | None = None
     made: Callable[[Tensors], None] | None = None
 
@@ -77,7 +77,7 @@ class Prim:
 
     Attributes:
         body: the function.
-        recorded: the function as the nodes above want it recorded (see `_as_differentiated`), None when no node does.
+        recorded: the function as the nodes above want it recorded (see `_as_differentiated`), None when none.
         family: what it shares with its relatives.
         pulls: whether this is a pull-back, which recomputes.
         sinks: forward only: where the recorded run leaves its residuals.
@@ -129,7 +129,7 @@ def _grad_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor,
         return tuple([_torch.wrap_for_grad(t, number) for t in outs])
     node = _LevelPull if prim.own_level == number else _LevelNode
     with _torch.enable_single_level_autograd_function():
-        return node.apply(prim, level, *operands)
+        return node.apply(prim, level, *operands)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _tracked(tensor: torch.Tensor, level: int) -> bool:
@@ -173,7 +173,7 @@ def _jvp_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, 
     duals = [forward_ad.unpack_dual(t) if _torch.level_of(t) == number else (t, None) for t in operands]
     primals = [_torch.unwrap_for_grad(p, number) for p, _ in duals]
     at = [i for i, (_, t) in enumerate(duals) if t is not None]
-    tangents = [_torch.unwrap_for_grad(duals[i][1], number) for i in at]
+    tangents = [_torch.unwrap_for_grad(t, number) for _, t in duals if t is not None]
     if not at:
         with level.lower():
             outs = call(prim, primals)
@@ -200,9 +200,9 @@ def _with_tangents(body: Body, count: int, at: list[int], split: list[list[int]]
             return _smooth_first(body(*_merged(primals, at, moving)), split)
 
         with _torch.hooks_aside():
-            smooth, out_tangents, rest = torch.func.jvp(
-                of, tuple(primals[i] for i in at), tuple(tangents), has_aux=True
-            )
+            # torch's stub gives the result two possible lengths.
+            made: Any = torch.func.jvp(of, tuple(primals[i] for i in at), tuple(tangents), has_aux=True)
+        smooth, out_tangents, rest = made
         return (*_reassemble(smooth, rest, split[0]), *out_tangents)
 
     return dual
@@ -324,7 +324,8 @@ class _LevelNode(_torch.SingleLevelFunction):
 
 
 class _LevelPull(_torch.SingleLevelFunction):
-    """The pull-back at the level it belongs to: it keeps nothing, torch.func never differentiates it there."""
+    """The pull-back at the level it belongs to: it keeps nothing, torch.func never differentiates it "
+    "there."""
 
     @staticmethod
     def forward(ctx: Any, prim: Prim, level: Any, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -334,8 +335,10 @@ class _LevelPull(_torch.SingleLevelFunction):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise RematError(
-            f"region {ctx.name!r} is differentiated twice at one level of torch.func (torch.autograd.grad inside a "
-            "torch.func transform). Nest the transforms instead: torch.func.grad of a function that calls torch.func.grad."
+            f"region {ctx.name!r} is differentiated twice at one level of torch.func (torch.autograd.grad "
+            "inside a "
+            "torch.func transform). Nest the transforms instead: torch.func.grad of a function that calls "
+            "torch.func.grad."
         )
 
 
@@ -364,7 +367,8 @@ def _hollow(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _filled(operands: Tensors) -> Any:
-    """Give hollow operands memory (of any content) for as long as the function runs: it may look, it must not crash."""
+    """Give hollow operands memory (of any content) for as long as the function runs: it may look, it must "
+    "not crash."""
     hollow = [t for t in operands if t.numel() and _storage_bytes(t) == 0]
     for tensor in hollow:
         last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -407,7 +411,8 @@ def _as_differentiated(body: Body, mask: list[int], family: Family) -> Body:
             return _smooth_first(outs, split)
 
         with _torch.hooks_aside():
-            smooth, _, rest = torch.func.vjp(of, *[operands[i] for i in mask], has_aux=True)
+            made: Any = torch.func.vjp(of, *[operands[i] for i in mask], has_aux=True)
+        smooth, _, rest = made
         return tuple(_reassemble(smooth, rest, split[0]))
 
     return run
@@ -417,8 +422,8 @@ def _as_differentiated(body: Body, mask: list[int], family: Family) -> Body:
 class _PullBack:
     """(operands, cotangents of the outs at `present`) -> gradients of the operands at `mask`.
 
-    `over` holds the vmaps that see cotangents only, from the innermost: there the function is recomputed once, outside,
-    and only the pulling is batched. (jacrev is such a vmap.)
+    `over` holds the vmaps that see cotangents only, from the innermost: there the function is recomputed
+    once, outside, and only the pulling is batched. (jacrev is such a vmap.)
     """
 
     body: Body
@@ -438,7 +443,8 @@ class _PullBack:
             return _smooth_first(self.body(*_merged(operands, self.mask, moving)), split)
 
         with _torch.hooks_aside():
-            smooth, vjp, _ = torch.func.vjp(of, *[operands[i] for i in self.mask], has_aux=True)
+            made: Any = torch.func.vjp(of, *[operands[i] for i in self.mask], has_aux=True)
+        smooth, vjp, _ = made
         _forward_done()
 
         def pull(*cotangents: torch.Tensor) -> tuple[torch.Tensor, ...]:

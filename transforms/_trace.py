@@ -1,8 +1,8 @@
 """Watching a region's ops in its forward, and running again only those that the backward reads.
 
 `Record` and `Replay` are dispatch modes. They see aten ops below autograd and below functorch, so one pair
-serves plain autograd, `torch.func` at any depth, and graphs being traced. Which values are kept is a callback's
-matter (`decide`): nothing here knows of policies.
+serves plain autograd, `torch.func` at any depth, and graphs being traced. Which values are kept is a
+callback's matter (`decide`): nothing here knows of policies.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.transforms import _ops, _paths, _torch
 from remat.transforms._errors import RematError
@@ -40,6 +39,7 @@ class Node:
         "digest",
         "draws",
         "external",
+        "graded",
         "kept",
         "name",
         "op",
@@ -54,6 +54,7 @@ class Node:
     external: tuple[int, ...]  # ids of tensors it reads that come from outside the region
     outs: Any  # results as placeholders can be made of them: metadata, or plain values
     root: int  # the node whose storage the result lives in, _OUTSIDE for a view of an outside tensor
+    graded: bool  # whether gradients were on
     draws: bool  # whether it advances a random number generator
     verdict: int  # RECOMPUTE, OFFLOAD or SAVE
     kept: Any  # what was saved of it, None when nothing
@@ -97,22 +98,27 @@ class Trace:
         self.needed_externals: set[int] = set()
         self.needed_storages: set[int] | None = None
         self.written: dict[int, int] = {}  # nodes whose storage some op writes to, and the last that does
-        # Forward-mode derivatives inside: torch leaves out tangents known to be zero, by rules that differ between the
-        # passes, so that op sequences cannot be compared. Such a region is recomputed whole.
+        # Forward-mode derivatives inside: torch leaves out tangents known to be zero, by rules that differ
+        # between the passes, so that op sequences cannot be compared. Such a region is recomputed whole.
         self.loose = False
         self.opaque = False  # whether something computed that torch's dispatcher did not see
+        # Sharded parameters are gathered inside, without gradients, and not in both passes (FSDP2's hooks see
+        # to it that they are there): what runs without gradients is then left out of the sequence, and
+        # nothing is skipped.
+        self.sharded = False
         self.generators: dict[torch.Generator, torch.Tensor] = {}  # explicit ones, with their state before
 
     def settle(self, wanted: Iterable[int] | None, end: int = 0) -> None:
         """Decide for every op whether it runs again, given the nodes whose values the backward reads.
 
-        None means "not known": then all run. Afterwards only values that are read are held. Autograd saved the
-        last of those values when `end` ops had run.
+        None means "not known": then all run. Afterwards only values that are read are held. Autograd saved
+        the last of those values when `end` ops had run.
         """
         if self.loose:
             for node in self.nodes:
                 node.kept = None
             wanted, self.inner, self.parent, self.opaque = None, [], None, True
+        self.opaque = self.opaque or self.sharded
         if self.higher_order:
             # An operator such as torch.cond saves what no hook sees, its predicate for one.
             wanted = None
@@ -120,7 +126,11 @@ class Trace:
         self._add_forced(live)
         if any(live.values()) and self._is_opaque(live):
             self.opaque = True
-            live = {i: node.draws or not self._saved(i) for i, node in enumerate(self.nodes)}
+            live = {
+                i: node.draws or not self._saved(i)
+                for i, node in enumerate(self.nodes)
+                if not self.passes(node)
+            }
         written = self._written_roots(live)
         for i, node in enumerate(self.nodes):
             if i not in live:
@@ -140,7 +150,8 @@ class Trace:
         self.end = max(end, self.last + 1)
 
     def part(self, wanted: Iterable[int]) -> tuple[set[int], int] | None:
-        """The ops that a backward needs which reads only these values, and where they end; None for all of them."""
+        """The ops that a backward needs which reads only these values, and where they end; None for all of "
+        "them."""
         if self.loose or self.opaque:
             return None
         live = self._reach(wanted)
@@ -190,8 +201,8 @@ class Trace:
     def _add_forced(self, live: dict[int, bool]) -> None:
         """Ops that must run although nobody reads them.
 
-        Collectives; draws before a draw that runs; and regions inside this one, which in the recomputation run a
-        forward of their own (so that k nested regions run the inner function 1 + k times, as in JAX).
+        Collectives; draws before a draw that runs; and regions inside this one, which in the recomputation
+        run a forward of their own (so that k nested regions run the inner function 1 + k times, as in JAX).
         """
         for start, stop in self.inner:
             live.update((j, r) for j, r in self._reach(range(start, stop)).items() if j not in live)
@@ -211,9 +222,9 @@ class Trace:
     def _is_opaque(self, live: dict[int, bool]) -> bool:
         """Whether a needed value came about unseen: by a raw kernel, or through NumPy.
 
-        A raw kernel (Triton, a pybind extension) fills memory that an `empty` made; what it read is unknown. An outside
-        tensor that is gone by now was made inside the region, by something that is no torch op. In both cases
-        nothing may be skipped.
+        A raw kernel (Triton, a pybind extension) fills memory that an `empty` made; what it read is unknown.
+        An outside tensor that is gone by now was made inside the region, by something that is no torch op. In
+        both cases nothing may be skipped.
         """
         if self.opaque:
             return True
@@ -234,6 +245,10 @@ class Trace:
             self.nodes[i].root for i, runs in live.items() if runs and _ops.traits(self.nodes[i].op).writes
         }
 
+    def passes(self, node: Node) -> bool:
+        """Whether the op is left out of the sequence (see `sharded`)."""
+        return self.sharded and not node.graded
+
     def _release(self, node: Node) -> None:
         if not node.shared:
             node.kept = None
@@ -241,8 +256,12 @@ class Trace:
     @property
     def dense(self) -> bool:
         """Whether running the function up to its last needed op does nothing needless, and writes nothing."""
-        return not self.snapshots and not self.generators and all(
-            n.action == RUN or _ops.traits(n.op).view for n in self.nodes[: self.end]
+        return (
+            not self.snapshots
+            and not self.generators
+            and all(
+                n.action == RUN or self.passes(n) or _ops.traits(n.op).view for n in self.nodes[: self.end]
+            )
         )
 
     def reads(self, tensor: torch.Tensor) -> bool:
@@ -273,10 +292,13 @@ class Trace:
 
     def also_reads(self, storages: set[int]) -> None:
         """Note that autograd itself reads outside tensors with these storages."""
-        self.needed_externals.update(key for key, (_, _, where) in self.externals.items() if where in storages)
+        self.needed_externals.update(
+            key for key, (_, _, where) in self.externals.items() if where in storages
+        )
 
     def check_unwritten(self, function: Callable[..., Any]) -> None:
-        """Raise when an outside tensor that the recomputation of `function` reads was written to since the forward."""
+        """Raise when an outside tensor that the recomputation of `function` reads was written to since the "
+        "forward."""
         for key in self.needed_externals:
             ref, version, _ = self.externals[key]
             tensor = ref()
@@ -286,20 +308,26 @@ class Trace:
 
 def written(region: str, tensor: torch.Tensor, path: str | None = None) -> str:
     """The message for a tensor written between forward and backward; `path` is what the user calls it."""
-    what = f"`{path}`, a {tuple(tensor.shape)} {tensor.dtype} tensor" if path else f"a {tuple(tensor.shape)} {tensor.dtype} tensor"
+    what = (
+        f"`{path}`, a {tuple(tensor.shape)} {tensor.dtype} tensor"
+        if path
+        else f"a {tuple(tensor.shape)} {tensor.dtype} tensor"
+    )
     return (
-        f"region {region!r} reads {what} that was written in place between its forward and its backward, so the "
-        "recomputation would see another value. Write out of place (`x = x + 1`), pass a `.clone()` into the region, or run "
+        f"region {region!r} reads {what} that was written in place between its forward and its backward, so "
+        "the "
+        "recomputation would see another value. Write out of place (`x = x + 1`), pass a `.clone()` into the "
+        "region, or run "
         "the backward first."
     )
 
 
-class _Mode(TorchDispatchMode):
+class _Mode(_torch.DispatchMode):
     """Shared by recording and replaying: a stack of those active, and silence for the engine's own ops."""
 
-    supports_higher_order_operators = True
-    # Under autocast torch caches casts of leaves, across regions: whether such a cast happens in a forward and in
-    # its recomputation is chance. They are left out of the sequence. The ids of arguments that torch does not cache.
+    # Under autocast torch caches casts of leaves, across regions: whether such a cast happens in a forward
+    # and in its recomputation is chance. They are left out of the sequence. The ids of arguments that torch
+    # does not cache.
     uncached: set[int] | None = None
 
     def _cached_cast(self, func: Any, args: Any) -> bool:
@@ -366,7 +394,7 @@ class Record(_Mode):
 
     Args:
         trace: where to write.
-        selector: its `decide(node index, node, args, kwargs, outs)` says RECOMPUTE, OFFLOAD or SAVE; None keeps nothing.
+        selector: its `decide(index, node, args, kwargs, outs)` says RECOMPUTE, OFFLOAD or SAVE; or None.
         inputs: the region's argument tensors (which it must not write to).
         digest: a checksum of an op's results to compare bitwise later, or None.
     """
@@ -443,6 +471,15 @@ class Record(_Mode):
         node.op, node.name, node.digest, node.kept = func, None, None, None
         node.verdict, node.action, node.shared, node.copied = RECOMPUTE, RUN, False, False
         self._link_operands(node, () if facts.shape_only else args, kwargs)
+        # A look at what was made without gradients belongs to it.
+        node.graded = torch.is_grad_enabled() and not (
+            facts.view
+            and node.deps
+            and not any([nodes[i].graded for i in node.deps])
+            and not any([t.requires_grad for t in _tensors(args)])
+        )
+        if facts.outside and not node.graded:
+            self.trace.sharded = True
         node.root = at
         if facts.view:
             node.root = self._root(args)
@@ -520,7 +557,8 @@ class Record(_Mode):
 
     def from_outside(self, at: int) -> bool:
         """Whether node `at` only looks at a tensor from outside."""
-        return self.trace.nodes[at].root == _OUTSIDE
+        node = self.trace.nodes[at]
+        return node.root == _OUTSIDE or self.trace.passes(node)
 
     def shares_kept(self, at: int) -> bool:
         """Whether node `at` only looks into a storage that is kept on this device and never written."""
@@ -580,6 +618,8 @@ class Record(_Mode):
         return root
 
     def _before_write(self, func: Any, facts: _ops.Traits, args: Any, kwargs: Any) -> None:
+        if self.trace.sharded and not torch.is_grad_enabled():
+            return
         for tensor in _targets(facts, args, kwargs):
             at = self._made.get(id(tensor))
             if at is None:
@@ -607,8 +647,10 @@ class Record(_Mode):
 
     def _refuse_write(self, func: Any, tensor: torch.Tensor, how: str) -> str:
         return (
-            f"region {self.trace.region!r} writes with {func} at {_ops.user_line()} into a {tuple(tensor.shape)} "
-            f"{tensor.dtype} tensor from outside the region, {how}. A recomputation would write again. Write out of place, or "
+            f"region {self.trace.region!r} writes with {func} at {_ops.user_line()} into a "
+            f"{tuple(tensor.shape)} "
+            f"{tensor.dtype} tensor from outside the region, {how}. A recomputation would write again. Write "
+            "out of place, or "
             "into a `.clone()` made inside the region."
         )
 
@@ -618,7 +660,7 @@ class Replay(_Mode):
 
     Args:
         trace: a settled trace.
-        early_stop: raise `Stop` at the first op after the last needed one; otherwise ops beyond the trace's end
+        early_stop: raise `Stop` at the first op after the last needed one; otherwise ops beyond that end
             pass through unseen (they belong to the backward).
         check: compare shape, dtype and device of what runs.
         digest: as for `Record`.
@@ -656,6 +698,10 @@ class Replay(_Mode):
             return func(*args, **kwargs)
         if self.uncached is not None and self._cached_cast(func, args):
             return func(*args, **kwargs)
+        if self.trace.sharded:
+            if not torch.is_grad_enabled():
+                return func(*args, **kwargs)
+            self._pass_by()
         at = self.position_
         if self.early_stop and at >= self.end:
             raise Stop
@@ -673,11 +719,16 @@ class Replay(_Mode):
             if node.action == KEPT:
                 return _hand_out(node)
         if facts.reshapes:
-            # `squeeze_` and the like change the tensor object itself, which later ops look at: skipped or not.
+            # `squeeze_` and the like change the tensor object itself, which later ops look at.
             return func(*args, **kwargs)
         if facts.inplace:
             return next(iter(_targets(facts, args, kwargs)))
         return _placeholders(node.outs)
+
+    def _pass_by(self) -> None:
+        nodes = self.trace.nodes
+        while self.position_ < len(nodes) and self.trace.passes(nodes[self.position_]):
+            self.position_ += 1
 
     def forward_done(self) -> None:
         """What follows belongs to the backward."""
@@ -702,9 +753,12 @@ class Replay(_Mode):
 
     def _differs(self, at: int, what: str) -> str:
         return (
-            f"the recomputation of region {self.trace.region!r} does not repeat its forward: at op {at}, {what}, at "
-            f"{_ops.user_line()}. (a) The function reads something that changed in between (a global, an attribute, a counter); "
-            "(b) it is random in a way torch does not restore (Python's or NumPy's generator, an explicit torch.Generator); "
+            f"the recomputation of region {self.trace.region!r} does not repeat its forward: at op {at}, "
+            f"{what}, at "
+            f"{_ops.user_line()}. (a) The function reads something that changed in between (a global, an "
+            "attribute, a counter); "
+            "(b) it is random in a way torch does not restore (Python's or NumPy's generator, an explicit "
+            "torch.Generator); "
             "(c) an argument was changed. Make the function depend on its arguments only."
         )
 
@@ -733,7 +787,7 @@ def _tensors(values: Any) -> Iterable[torch.Tensor]:
         yield from _tensors(tuple(values.values()))
 
 
-def _map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+def _map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, (torch.Tensor, Boxed)):
         return function(value)
     if isinstance(value, (tuple, list)):
@@ -742,7 +796,8 @@ def _map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
 
 
 class Meta(tuple):
-    """(shape, stride, dtype, device) of a tensor; a class of its own, so that no plain value looks like one."""
+    """(shape, stride, dtype, device) of a tensor; a class of its own, so that no plain value looks like "
+    "one."""
 
     __slots__ = ()
 
