@@ -513,7 +513,7 @@ class Record(_Mode):
     def owner(self, node: Node, value: torch.Tensor) -> int | None:
         """The op whose whole result lies in the memory of `value`, the result of `node`, if there is one."""
         at = node.root
-        if at == _OUTSIDE or at in self._writers or value.storage_offset():
+        if at == _OUTSIDE or at in self._writers or self.trace.nodes[at] is node or value.storage_offset():
             return None
         outs = [m for m in _metas(self.trace.nodes[at].outs) if m[0].numel() == value.numel()]
         return at if any(m[2] is value.dtype for m in outs) else None
