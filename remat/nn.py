@@ -137,14 +137,14 @@ def _strip(module: torch.nn.Module) -> None:
                 f"{type(module).__name__} was made from a region's class (by fully_shard, say): call "
                 "remat.nn.apply before that, and once."
             )
-        module.__class__ = module._remat_class
+        module.__class__ = module._remat_class  # type: ignore[assignment]
         del module._remat_settings
 
 
 def _fits(layers: Layers, name: str, module: torch.nn.Module) -> bool:
     if isinstance(layers, (str, type)):
-        layers = (layers,)  # type: ignore[assignment]
-    elif callable(layers):
+        return _fits_one(layers, name, module)
+    if callable(layers):
         return bool(name) and layers(name, module)
     return any(_fits_one(one, name, module) for one in layers)
 

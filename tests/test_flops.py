@@ -81,7 +81,7 @@ def test_formulas_that_torch_lacks():
     assert counted(torch.mv, rand(3, 4), rand(4)) == counted(torch.mm, rand(3, 4), rand(4, 1)) == 24
     assert counted(torch.dot, rand(4), rand(4)) == 8
     small = torch.ones(32, 16, dtype=torch.int8)
-    assert counted(torch._int_mm, small, small.t().contiguous()) == 2 * 32 * 16 * 32
+    assert counted(aten._int_mm, small, small.t().contiguous()) == 2 * 32 * 16 * 32
 
 
 def meta(*shape):

@@ -5,6 +5,7 @@ import functools
 import io
 import pickle
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -241,6 +242,8 @@ def test_checkpoint_sequential_says_how_many_segments_there_may_be(segments):
 
 
 class Layer(nn.Module):
+    inner: Any
+
     def __init__(self):
         super().__init__()
         self.proj = nn.Linear(4, 4)
@@ -251,6 +254,8 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
+    layers: Any
+
     def __init__(self, depth=4):
         super().__init__()
         torch.manual_seed(0)
@@ -263,7 +268,7 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def model():
+def model() -> Any:
     return Model().double()
 
 
@@ -329,7 +334,7 @@ def test_applied_models_compute_the_same_and_keep_less(policy):
 
 
 def test_applied_models_stay_what_they_were():
-    m = remat_nn.apply(model(), policy=save_matmuls)
+    m: Any = remat_nn.apply(model(), policy=save_matmuls)
     assert list(m.state_dict()) == list(model().state_dict())
     assert isinstance(m.layers[0], Layer) and repr(m) == repr(model())
     m.load_state_dict(model().state_dict())
@@ -337,7 +342,7 @@ def test_applied_models_stay_what_they_were():
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
 def test_copies_run_their_own_forward(how):
-    m = remat_nn.apply(model(), policy=save_matmuls | save_names("q"))
+    m: Any = remat_nn.apply(model(), policy=save_matmuls | save_names("q"))
     if how == "deepcopy":
         again = copy.deepcopy(m)
     elif how == "pickle":
@@ -356,7 +361,7 @@ def test_copies_run_their_own_forward(how):
 
 
 def test_applying_again_replaces_and_remove_undoes():
-    m = remat_nn.apply(remat_nn.apply(model(), policy=save_nothing), policy=save_matmuls)
+    m: Any = remat_nn.apply(remat_nn.apply(model(), policy=save_nothing), policy=save_matmuls)
     assert recomputed_sines(m) == 4 and type(m.layers[0]).__mro__.count(remat_nn.Region) == 1
     remat_nn.remove(m)
     assert remat_nn.regions(m) == [] and type(m.layers[0]) is Layer
@@ -371,7 +376,8 @@ def recomputed_sines(m):
 
 
 def test_hooks_of_applied_layers_run_once():
-    m, seen = remat_nn.apply(model()), []
+    m: Any = remat_nn.apply(model())
+    seen: list[str] = []
     m.layers[1].register_forward_pre_hook(lambda *_: seen.append("pre"))
     m.layers[1].register_forward_hook(lambda *_: seen.append("post"))
     m.layers[1].register_full_backward_hook(lambda *_: seen.append("backward"))
@@ -395,7 +401,8 @@ def test_batch_norm_statistics_are_counted_once():
     norms = [nn.BatchNorm1d(4).double() for _ in range(2)]
     x = X.clone().requires_grad_()
     for norm, run in zip(norms, (lambda f, x: f(x), checkpoint), strict=True):
-        run(lambda x, norm=norm: F.relu(norm(x)), x).sum().backward()
+        region: Any = run
+        region(lambda x, norm=norm: F.relu(norm(x)), x).sum().backward()
     torch.testing.assert_close(norms[1].running_mean, norms[0].running_mean)
     torch.testing.assert_close(norms[1].running_var, norms[0].running_var)
     assert norms[1].num_batches_tracked == 1

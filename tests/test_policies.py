@@ -235,15 +235,15 @@ def test_makers_refuse_what_they_cannot_use():
 @pytest.mark.parametrize(
     ("make", "hint"),
     [
-        (lambda: where(save_matmuls), "combined with `&`"),
-        (lambda: where(3), "from OpInfo to bool"),
+        (lambda: where(save_matmuls), "combined with `&`"),  # type: ignore[arg-type]
+        (lambda: where(3), "from OpInfo to bool"),  # type: ignore[arg-type]
         (lambda: save_every(0, save_matmuls), "positive integer, got 0"),
         (lambda: save_every(True, save_matmuls), "positive integer"),
         (lambda: save_every(2, torch.mm), "policy got"),
         (lambda: save_larger_than("big"), "'512KiB'"),
         (lambda: save_larger_than(-1), "got -1"),
-        (lambda: save_cheaper_than("3"), "write a number"),
-        (lambda: where(lambda _: 1)(info()), "answered 1 of type int"),
+        (lambda: save_cheaper_than("3"), "write a number"),  # type: ignore[arg-type]
+        (lambda: where(lambda _: 1)(info()), "answered 1 of type int"),  # type: ignore[arg-type]
     ],
 )
 def test_narrowing_refuses_mistakes(make, hint):

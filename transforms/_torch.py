@@ -194,7 +194,7 @@ class DispatchMode(TorchDispatchMode):
         super().__init_subclass__(**kwargs)
         if "__torch_dispatch__" in cls.__dict__:
             # torch.cond compiles itself in eager code: Dynamo meets this frame below it, to be left alone.
-            frames = torch._C._dynamo.eval_frame
+            frames: Any = torch._C._dynamo.eval_frame  # type: ignore[reportAttributeAccessIssue]
             skip = frames._FrameAction.SKIP
             strategy = frames._FrameExecStrategy(skip, skip)
             frames.set_code_exec_strategy(cls.__dict__["__torch_dispatch__"].__code__, strategy)

@@ -50,7 +50,9 @@ class ContextPolicy(Policy):
     counts = True
 
     def fresh(self) -> Policy:
-        return TorchPolicy(policy_function(self.context_fn()))
+        found = policy_function(self.context_fn())
+        assert found is not None, "context_fn made contexts of another kind this time"
+        return TorchPolicy(found)
 
     def __call__(self, info: OpInfo) -> Decision | bool:
         return self.fresh()(info)

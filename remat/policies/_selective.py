@@ -20,7 +20,7 @@ class Where(Combined):
     predicate: Callable[[OpInfo], bool]
     policy: Policy
     # What the predicate reads cannot be known, so it is given all there is.
-    needs_calls = True
+    needs_calls = True  # type: ignore[assignment]
 
     def __call__(self, info: OpInfo) -> Decision:
         holds = self.predicate(info)
@@ -74,7 +74,7 @@ class SaveEvery(Combined):
     # The ops counted in this forward (one whose result is named later is judged twice). No part of the value:
     # `fresh` gives every forward its own.
     seen: dict[int, int] = dataclasses.field(default_factory=dict, compare=False)
-    counts = True
+    counts = True  # type: ignore[assignment]
 
     def __call__(self, info: OpInfo) -> Decision:
         verdict = check_verdict(self.policy, info, self.policy(info))

@@ -1,5 +1,7 @@
 """The rows of JAX's tests that speak of jit and caching: jit is torch.compile; see test_jax_remat.py."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.func import grad, vmap
@@ -46,7 +48,7 @@ class Graphs:
 
     @staticmethod
     def keep(graphs):
-        from functorch.compile import make_boxed_func
+        from functorch.compile import make_boxed_func  # type: ignore[reportPrivateImportUsage]
 
         def compiler(module, inputs):
             graphs.append(module)
@@ -60,7 +62,7 @@ class Graphs:
         return sum(getattr(node.target, "_opname", "") == name for node in nodes)
 
 
-def compiled(fn, backend="aot_eager"):
+def compiled(fn, backend: Any = "aot_eager"):
     return torch.compile(fn, backend=backend, fullgraph=True)
 
 

@@ -15,6 +15,7 @@ from remat import RematError, jax_names, print_saved_residuals, remat, save_matm
 from remat import save_unbatched_matmuls as save_unbatched
 from remat.inspection import saved_residuals
 from remat.jax_names import checkpoint_name, checkpoint_policies
+from remat.transforms import _torch
 from tests.conformance.counting import BACKWARDS, check_grads, residuals
 from tests.helpers import OpCounter, leaves_of, rand, vjp
 
@@ -713,3 +714,22 @@ def test_policy_sees_the_op_the_user_wrote():
     inside = dots(lambda f: vmap(grad(lambda x: f(x).sum()))(x))
     outside = dots(lambda f: grad(lambda x: vmap(f)(x).sum())(x))
     assert inside == outside == 2 + 4
+
+
+@pytest.mark.skipif(not hasattr(_torch, "profiling"), reason="this build labels nothing for profilers")
+def test_name_stack_annotation():
+    """The recomputation carries a label of its own, once, in a profile."""
+    region, leaf = remat(sin_sin, name="block"), X.clone().requires_grad_()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        region(leaf).sum().backward()
+    labels = [event.name for event in profile.events() or () if event.name.startswith("remat::")]
+    assert labels.count("remat::recompute block") == 1
+
+
+@pytest.mark.parametrize("prevent", [False, (False, True), ({"w": False, "x": True},)], ids=str)
+def test_prevent_cse(prevent):
+    """no_cse_widget_with_prevent_cse_false, partial_cse_prevention: taken, and of no effect."""
+    layer = jax_names.checkpoint(lambda w, x: torch.tanh(x @ w), prevent_cse=prevent)
+    w, x = rand(3, 3), rand(2, 3)
+    expected = grad(lambda w: torch.tanh(x @ w).sum())(w)
+    torch.testing.assert_close(grad(lambda w: layer(w, x).sum())(w), expected)
