@@ -145,7 +145,8 @@ class _Options:
     def region(self, fn: Callable[..., Any], policy: Policy) -> Region:
         label = self.name or getattr(fn, "__qualname__", None) or type(fn).__name__
         selector = None if policy == save_nothing else functools.partial(PolicySelector, policy, label)
-        return Region(fn, label, selector, self.random, self.check, anchor(fn))
+        key = policy if policy.repeatable else None
+        return Region(fn, label, selector, self.random, self.check, anchor(fn), key)
 
 
 def _wrap(fn: Callable[..., Any], options: _Options) -> Callable[..., Any]:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from typing import Any
 
 import torch
 
-from remat.transforms import _capture, _frame, _torch, _trace, _tree
+from remat.transforms import _capture, _learned, _observe, _torch, _trace, _tree
 from remat.transforms._errors import RematError
+from remat.transforms._following import Following
+from remat.transforms._frame import Plain, enclosed, stop_enclosing
+from remat.transforms._inputs import Inputs
 from remat.transforms._primitive import Family, Prim, call
 from remat.transforms._region import Region
 from remat.transforms._state import Ambient, device_kinds
+from remat.transforms._traced import Traced, may_keep_around
 
 _MOST_TRIES = 50
 # Functions that were seen to use torch.func inside: they cannot run under saved-tensor hooks.
@@ -24,7 +29,7 @@ _keeping = threading.local()
 
 def outermost() -> bool:
     """Whether no other region is being recorded or recomputed around here."""
-    return _trace.enclosing() is None and not _frame.enclosed()
+    return _trace.enclosing() is None and not enclosed()
 
 
 def run_transparently(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -49,12 +54,41 @@ def run(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if region.anchor in _uses_func or _torch.hooks_disabled() is not None:
         return _run_primitive(region, args, kwargs)
     try:
-        return _frame.call(region, args, kwargs)
+        return _run_frame(region, args, kwargs)
     except RuntimeError as error:
         if not _torch.is_hook_refusal(error):
             raise
     _uses_func.add(region.anchor)
     return _run_primitive(region, args, kwargs)
+
+
+def _run_frame(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    inputs = Inputs(region, args, kwargs)
+    key = None if region.key is None else inputs.signature()
+    plan = None if key is None else _known(inputs, key)
+    with _trace.inside() if _trace.enclosing() else contextlib.nullcontext():
+        if plan is None:
+            frame = Traced(inputs)
+        else:
+            frame = Plain(inputs, plan) if plan.plain else Following(inputs, plan)
+        out = frame.forward(args, kwargs)
+    if isinstance(frame, Traced) and key is not None and (lesson := frame.lesson()) is not None:
+        _learned.remember(region.anchor, key, lesson)
+    elif isinstance(frame, Following) and frame.lost:
+        _learned.forget(region.anchor, key)
+    inputs.tensors = []
+    stop_enclosing(inputs)
+    return out
+
+
+def _known(inputs: Inputs, key: Any) -> _learned.Plan | None:
+    """What an earlier trace taught, if it holds here."""
+    if inputs.region.determinism_check == "exact" or _observe.listening():
+        return None
+    plan = _learned.find(inputs.region.anchor, key)
+    if plan is None or plan.near != len(inputs.bindings.near) or may_keep_around():
+        return None
+    return plan if plan.plain or (inputs.hooks is None and _trace.enclosing() is None) else None
 
 
 def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

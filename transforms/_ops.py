@@ -81,15 +81,16 @@ class Traits:
         self.inplace = aliases and bool(self.writes)
 
 
-_TRAITS: dict[Any, Traits] = {}
+# By id, because an OpOverload computes its hash in Python; the op itself is held, so its id stays its own.
+_TRAITS: dict[int, tuple[Any, Traits]] = {}
 
 
 def traits(op: Any) -> Traits:
     """The traits of `op`, from a table filled as ops are met."""
-    found = _TRAITS.get(op)
+    found = _TRAITS.get(id(op))
     if found is None:
-        found = _TRAITS[op] = Traits(op)
-    return found
+        found = _TRAITS[id(op)] = op, Traits(op)
+    return found[1]
 
 
 def _acts_outside(op: Any) -> bool:

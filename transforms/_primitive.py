@@ -360,7 +360,7 @@ def _hollow(tensor: torch.Tensor) -> torch.Tensor:
             return _torch.add_batch_dim(_hollow(inner), dim, level)
         return _torch.wrap_for_grad(_hollow(_torch.unwrap_once(tensor)), level)
     # A factory's result is wrapped by the level at hand.
-    empty = _torch.unwrapped(_trace.quiet(_trace.hollow, _trace._metadata(tensor)))
+    empty = _torch.unwrapped(_trace.quiet(_trace.hollow, _trace.metadata(tensor)))
     empty.untyped_storage().resize_(0)
     return empty
 
@@ -620,7 +620,7 @@ def _report(name: str, trace: _trace.Trace, sink: Residuals, operands: Tensors) 
         if sink.needs(tensor):
             _observe.report(_observe.Kept("argument", tensor, name, i))
     for at, node in enumerate(trace.nodes):
-        for tensor in _trace._tensors(node.kept if node.kept is not None else ()):
+        for tensor in _trace.tensors_in(node.kept if node.kept is not None else ()):
             _observe.report(_observe.Kept("policy", tensor, name, at, node.op, node.name))
 
 

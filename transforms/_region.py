@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -43,6 +42,8 @@ class Region:
         preserve_rng_state: replay random numbers.
         determinism_check: "metadata", "exact" or "none".
         anchor: an object that lives as long as what was learnt about the function stays true.
+        key: what the selector's verdicts depend on besides the ops; None where one forward tells
+            nothing of the next.
     """
 
     function: Callable[..., Any]
@@ -51,6 +52,7 @@ class Region:
     preserve_rng_state: bool
     determinism_check: str
     anchor: Any
+    key: Hashable | None = None
 
     @property
     def digest(self) -> Callable[[Any], Any] | None:
@@ -60,13 +62,13 @@ class Region:
         return Record(trace, selector, inputs, self.digest)
 
 
-@contextlib.contextmanager
-def recomputing() -> Iterator[None]:
+class recomputing:  # noqa: N801 - reads like the function that it would be, were it not for speed
     """Mark this thread as running a region again."""
-    _local.depth = getattr(_local, "depth", 0) + 1
-    try:
-        yield
-    finally:
+
+    def __enter__(self) -> None:
+        _local.depth = getattr(_local, "depth", 0) + 1
+
+    def __exit__(self, *exc: Any) -> None:
         _local.depth -= 1
 
 

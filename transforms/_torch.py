@@ -181,7 +181,8 @@ def at_backward_end(callback: Callable[[], None]) -> None:
 class DispatchMode(TorchDispatchMode):
     """A dispatch mode without the switch that torch wraps around each of its calls.
 
-    The switch turns Dynamo off inside; it costs more than the rest of a call, and imports Dynamo at the first.
+    The switch turns Dynamo off inside; it costs more than the rest of a call, and imports Dynamo at the
+    first.
     """
 
     supports_higher_order_operators = True
@@ -198,6 +199,10 @@ class DispatchMode(TorchDispatchMode):
             skip = frames._FrameAction.SKIP
             strategy = frames._FrameExecStrategy(skip, skip)
             frames.set_code_exec_strategy(cls.__dict__["__torch_dispatch__"].__code__, strategy)
+
+
+# Ops in it reach no dispatch mode.
+no_dispatch: Callable[[], Any] = torch._C._DisableTorchDispatch
 
 
 # -- ambient state ------------------------------------------------------------------------------------

@@ -286,7 +286,7 @@ class Trace:
         """Bytes of the values kept on their device, views of one storage counted once."""
         sizes: dict[int, int] = {}
         for node in self.nodes:
-            for tensor in _tensors(node.kept if node.kept is not None else ()):
+            for tensor in tensors_in(node.kept if node.kept is not None else ()):
                 sizes[_torch.storage_key(tensor)] = tensor.untyped_storage().nbytes()
         return sum(sizes.values())
 
@@ -453,7 +453,7 @@ class Record(_Mode):
         out = func(*args, **kwargs)
         if func is torch.ops.aten._has_same_storage_numel.default:
             self.trace.loose = True
-        first = next(iter(_tensors(args)), None)
+        first = next(iter(tensors_in(args)), None)
         if isinstance(out, torch.Tensor) and first is not None and out is not first:
             at = self._made.get(id(first))
             if at is not None:
@@ -476,7 +476,7 @@ class Record(_Mode):
             facts.view
             and node.deps
             and not any([nodes[i].graded for i in node.deps])
-            and not any([t.requires_grad for t in _tensors(args)])
+            and not any([t.requires_grad for t in tensors_in(args)])
         )
         if facts.outside and not node.graded:
             self.trace.sharded = True
@@ -486,9 +486,9 @@ class Record(_Mode):
         elif facts.writes:
             node.root = self._note_writes(at, facts, args, kwargs)
         node.draws = facts.random and _ops.draws(func, args, kwargs)
-        node.outs = _metadata(out)
+        node.outs = metadata(out)
         nodes.append(node)
-        for tensor in _tensors(out):
+        for tensor in tensors_in(out):
             self._made[id(tensor)] = at
             self._by_address[_address(tensor)] = at
             self._by_storage[storage(tensor)] = at
@@ -505,10 +505,10 @@ class Record(_Mode):
             node.kept = None
         elif node.kept is None:
             hold = Boxed if verdict == OFFLOAD else torch.Tensor.detach
-            node.kept = quiet(_map_tensors, hold, out)
+            node.kept = quiet(map_tensors, hold, out)
             if verdict == SAVE:
                 self._kept_roots.add(node.root)
-            self.kept_bytes += sum(t.numel() * t.element_size() for t in _tensors(out))
+            self.kept_bytes += sum(t.numel() * t.element_size() for t in tensors_in(out))
 
     def owner(self, node: Node, value: torch.Tensor) -> int | None:
         """The op whose whole result lies in the memory of `value`, the result of `node`, if there is one."""
@@ -570,7 +570,7 @@ class Record(_Mode):
     def _link_operands(self, node: Node, args: Any, kwargs: Any) -> None:
         deps: list[int] = []
         external: list[int] = []
-        for tensor in _tensors((*args, *kwargs.values()) if kwargs else args):
+        for tensor in tensors_in((*args, *kwargs.values()) if kwargs else args):
             if self._cast:
                 tensor = self._cast.get(id(tensor), tensor)
             at = self._maker(tensor)
@@ -599,7 +599,7 @@ class Record(_Mode):
         return key
 
     def _root(self, values: Any) -> int:
-        first = next(iter(_tensors(values)), None)
+        first = next(iter(tensors_in(values)), None)
         at = None if first is None else self._made.get(id(first))
         return _OUTSIDE if at is None else self.trace.nodes[at].root
 
@@ -643,7 +643,7 @@ class Record(_Mode):
     def _copy_on_write(self, root: int) -> None:
         for node in self.trace.nodes[root:]:
             if node.root == root and node.kept is not None and node.verdict == SAVE:
-                node.kept = quiet(_map_tensors, torch.clone, node.kept)
+                node.kept = quiet(map_tensors, torch.clone, node.kept)
 
     def _refuse_write(self, func: Any, tensor: torch.Tensor, how: str) -> str:
         return (
@@ -723,7 +723,7 @@ class Replay(_Mode):
             return func(*args, **kwargs)
         if facts.inplace:
             return next(iter(_targets(facts, args, kwargs)))
-        return _placeholders(node.outs)
+        return placeholders(node.outs)
 
     def _pass_by(self) -> None:
         nodes = self.trace.nodes
@@ -743,9 +743,9 @@ class Replay(_Mode):
 
     def _run(self, at: int, node: Node, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
-        if self.check and not _alike(_metadata(out), node.outs):
+        if self.check and not alike(metadata(out), node.outs):
             raise RematError(
-                self._differs(at, f"{func} made {node.outs} in the forward and now makes {_metadata(out)}")
+                self._differs(at, f"{func} made {node.outs} in the forward and now makes {metadata(out)}")
             )
         if node.digest is not None and quiet(self.digest, out) != node.digest:
             raise RematError(self._differs(at, f"{func} gave other numbers than in the forward, bit for bit"))
@@ -769,12 +769,12 @@ def _targets(facts: _ops.Traits, args: Any, kwargs: Any) -> Iterable[torch.Tenso
         return
     for where in facts.writes:
         if isinstance(where, str):
-            yield from _tensors(kwargs.get(where))
+            yield from tensors_in(kwargs.get(where))
         elif where < len(args):
-            yield from _tensors(args[where])
+            yield from tensors_in(args[where])
 
 
-def _tensors(values: Any) -> Iterable[torch.Tensor]:
+def tensors_in(values: Any) -> Iterable[torch.Tensor]:
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, (tuple, list)):
@@ -782,16 +782,16 @@ def _tensors(values: Any) -> Iterable[torch.Tensor]:
             if isinstance(value, torch.Tensor):
                 yield value
             elif isinstance(value, (tuple, list)):
-                yield from _tensors(value)
+                yield from tensors_in(value)
     elif isinstance(values, dict):
-        yield from _tensors(tuple(values.values()))
+        yield from tensors_in(tuple(values.values()))
 
 
-def _map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
+def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, (torch.Tensor, Boxed)):
         return function(value)
     if isinstance(value, (tuple, list)):
-        return type(value)([_map_tensors(function, v) for v in value])
+        return type(value)([map_tensors(function, v) for v in value])
     return value
 
 
@@ -805,21 +805,21 @@ class Meta(tuple):
         return f"{str(self[2]).removeprefix('torch.')}{list(self[0])}"
 
 
-def _metadata(out: Any) -> Any:
+def metadata(out: Any) -> Any:
     if isinstance(out, torch.Tensor):
         stride = out.stride() if out.layout is torch.strided else None
         return Meta((out.shape, stride, out.dtype, out.device))
     if isinstance(out, (tuple, list)):
-        return type(out)([_metadata(v) for v in out])
+        return type(out)([metadata(v) for v in out])
     return out
 
 
-def _alike(new: Any, old: Any) -> bool:
+def alike(new: Any, old: Any) -> bool:
     """Whether shapes, dtypes, devices (not strides) and plain values are the same."""
     if isinstance(new, Meta) and isinstance(old, Meta):
         return new[0] == old[0] and new[2:] == old[2:]
     if isinstance(new, (tuple, list)) and isinstance(old, (tuple, list)):
-        return len(new) == len(old) and all(map(_alike, new, old))
+        return len(new) == len(old) and all(map(alike, new, old))
     return bool(new == old) or new != new
 
 
@@ -842,11 +842,11 @@ def hollow(meta: Any) -> torch.Tensor:
     return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
-def _placeholders(outs: Any) -> Any:
+def placeholders(outs: Any) -> Any:
     if isinstance(outs, Meta):
         return quiet(hollow, outs)
     if isinstance(outs, (tuple, list)):
-        return type(outs)([_placeholders(v) for v in outs])
+        return type(outs)([placeholders(v) for v in outs])
     return outs
 
 
@@ -857,7 +857,7 @@ def _hand_out(node: Node) -> Any:
         # A new tensor object each time: autograd writes its own record on it.
         return value.clone() if node.copied else value.detach()
 
-    return quiet(_map_tensors, fresh, node.kept)
+    return quiet(map_tensors, fresh, node.kept)
 
 
 def _swap(tree: Any, table: dict[int, torch.Tensor]) -> Any:

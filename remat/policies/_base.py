@@ -20,9 +20,12 @@ class Policy:
 
     `__call__` gives the verdict. `quick` gives the same verdict from the op alone where that is enough, so
     that the engine need not describe the op's operands. `needs_calls` says that `__call__` reads `info.call`.
+    `repeatable` says that the verdicts depend on the ops and their operands' shapes alone, so that one run of
+    a function tells what the next will keep; a policy that counts or looks elsewhere must leave it False.
     """
 
     needs_calls: bool = False
+    repeatable: bool = False
     # Whether the verdict depends on how many values were judged before, so that none may be passed over.
     counts: bool = False
 
@@ -66,6 +69,7 @@ class Named(Policy):
     """A policy that prints as the name it is imported by."""
 
     label: str
+    repeatable = True
 
     def __repr__(self) -> str:
         return self.label
@@ -115,6 +119,10 @@ class Combined(Policy):
     @property
     def counts(self) -> bool:  # type: ignore[override]
         return any(part.counts for part in self.parts().values())
+
+    @property
+    def repeatable(self) -> bool:  # type: ignore[override]
+        return all(part.repeatable for part in self.parts().values())
 
     def bind(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
         return self._with({name: part.bind(fn, args, kwargs) for name, part in self.parts().items()})

@@ -21,6 +21,7 @@ class Where(Combined):
     policy: Policy
     # What the predicate reads cannot be known, so it is given all there is.
     needs_calls = True  # type: ignore[assignment]
+    repeatable = False  # type: ignore[assignment]
 
     def __call__(self, info: OpInfo) -> Decision:
         holds = self.predicate(info)
@@ -75,6 +76,7 @@ class SaveEvery(Combined):
     # `fresh` gives every forward its own.
     seen: dict[int, int] = dataclasses.field(default_factory=dict, compare=False)
     counts = True  # type: ignore[assignment]
+    repeatable = False  # type: ignore[assignment]
 
     def __call__(self, info: OpInfo) -> Decision:
         verdict = check_verdict(self.policy, info, self.policy(info))
@@ -123,6 +125,7 @@ class SaveLarger(Policy):
     """Saves results of more than so many bytes."""
 
     bytes: int
+    repeatable = True
 
     def __call__(self, info: OpInfo) -> Decision:
         return Decision.SAVE if info.bytes > self.bytes else Decision.RECOMPUTE
@@ -164,6 +167,7 @@ class SaveCheaper(Policy):
     """Saves results that spare more than so many FLOPs for a byte kept."""
 
     flops_per_byte: float
+    repeatable = True
 
     def __call__(self, info: OpInfo) -> Decision:
         return Decision.SAVE if info.flops > self.flops_per_byte * info.bytes else Decision.RECOMPUTE
