@@ -60,6 +60,11 @@ def remember(anchor: Any, key: Hashable, plan: Plan) -> None:
         known[key] = plan
 
 
+def forget_all() -> None:
+    """Drop every plan: what policies say of ops has changed."""
+    _plans.clear()
+
+
 def forget(anchor: Any, key: Hashable) -> None:
     """Drop a plan that a run did not follow."""
     _plans.get(anchor, {}).pop(key, None)
