@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 
+from remat import compiled
 from remat.contexts import PolicySelector
 from remat.opinfo import Decision
 from remat.policies import Policy, as_policy, save_nothing
@@ -158,6 +159,7 @@ def _wrap(fn: Callable[..., Any], options: _Options) -> Callable[..., Any]:
         )
     region = options.region(fn, options.policy)
     static = bool(options.numbers or options.names)
+    label, number = f"region {region.name!r}", compiled.number(options)
     # Keeping everything is what autograd does by itself.
     transparent = (
         options.policy.quick(torch.ops.aten.mm.default) is Decision.SAVE
@@ -167,6 +169,8 @@ def _wrap(fn: Callable[..., Any], options: _Options) -> Callable[..., Any]:
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
         if transparent:
             return fn(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            return compiled.call(label, number, fn, args, kwargs)
         if static:
             return _call_static(fn, options, args, kwargs)
         bound = options.policy.bind(fn, args, kwargs)

@@ -19,7 +19,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd import forward_ad
@@ -40,6 +40,7 @@ class Residuals:
         self.trace: _trace.Trace | None = None
         self.random: RandomState | None = None
         self.outside: set[int] | None = None  # storages from outside that autograd itself reads
+        self.written: Any = None  # in a traced graph: what its `World` noted in the forward
 
     def needs(self, tensor: torch.Tensor) -> bool:
         """Whether the pull-back reads this operand."""
@@ -49,12 +50,25 @@ class Residuals:
         return self.trace.reads(bottom) or _trace.storage(bottom) in self.outside
 
 
+class World(Protocol):
+    """Where primitives run that do not run in eager."""
+
+    def forward(self, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+        """Run a region's function, below all levels."""
+        ...
+
+    def pull(self, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+        """Recompute and pull back, below all levels."""
+        ...
+
+
 @dataclass
 class Family:
     """What all primitives derived from one call of a region share."""
 
     region: Region
     ambient: Ambient
+    world: World | None = None  # None is eager
     # Set while the recorded forward runs: the hook that watches what autograd would save.
     watch: Callable[[torch.Tensor], Any] | None = None
 
@@ -71,6 +85,7 @@ class Prim:
         sinks: forward only: where the recorded run leaves its residuals.
         source: pull-back only: the residuals to use.
         own_level: pull-back only: the functorch level whose backward this is, or None.
+        cotangents: pull-back only: which of the operands are its cotangents.
         dual: whether tangents are computed along; then op sequences cannot be compared (`Trace.loose`).
     """
 
@@ -82,6 +97,7 @@ class Prim:
     source: Residuals | None = None
     own_level: int | None = None
     dual: bool = False
+    cotangents: tuple[int, int] = (0, 0)
 
 
 def call(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
@@ -210,6 +226,8 @@ def _keep(ctx: Any, prim: Prim, operands: Tensors, outs: Tensors, residuals: Res
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*[t for t in outs if not _smooth(t)])
     needed = [residuals is None or residuals.needs(t) or _tracked_below(t) for t in operands]
+    if prim.family.world is not None:
+        needed = [True] * len(operands)
     ctx.save_for_backward(*[t if keep else _hollow(t) for t, keep in zip(operands, needed, strict=True)])
 
 
@@ -244,6 +262,7 @@ def _backward(ctx: Any, cotangents: tuple[Any, ...], level: int | None) -> list[
     # A pull-back of a pull-back recomputes the same forward, so the same residuals serve.
     source = ctx.residuals or ctx.prim.source
     pull = Prim(body, ctx.prim.family, pulls=True, source=source, own_level=None if dead else level)
+    pull = replace(pull, cotangents=(len(saved), len(saved) + len(present)))
     made = call(pull, [*saved, *[cotangents[i] for i in present]])
     if ctx.residuals is not None and not _torch.graph_kept():
         # Freed as the backward goes, like autograd's own saved values.
@@ -471,7 +490,8 @@ def _forward_done() -> None:
 
 
 @contextlib.contextmanager
-def _replaying(replay: _trace.Replay | None) -> Iterator[None]:
+def replaying(replay: Any) -> Iterator[None]:
+    """Hand out a forward's values (`replay` is a mode, or None) until the backward begins."""
     stack = _replays.__dict__.setdefault("stack", [])
     stack.append(replay)
     try:
@@ -532,10 +552,14 @@ def _reassemble(smooth: Tensors, rest: Tensors, at: list[int]) -> list[torch.Ten
 
 def _execute(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
     """Run a primitive's body below every level."""
+    world = prim.family.world
     if prim.pulls:
-        return _execute_pull(prim, operands)
+        return _execute_pull(prim, operands) if world is None else world.pull(prim, operands)
     with _trace.inside():
-        outs = _execute_recorded(prim, operands) if prim.sinks else prim.body(*operands)
+        if world is not None:
+            outs = world.forward(prim, operands)
+        else:
+            outs = _execute_recorded(prim, operands) if prim.sinks else prim.body(*operands)
     # A result that is an operand itself would be taken for an in-place result by autograd.Function.
     taken = {id(t) for t in operands}
     return tuple([t.view_as(t) if id(t) in taken else t for t in outs])
@@ -599,5 +623,5 @@ def _execute_pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
         if source is not None and source.trace is not None and not source.trace.loose:
             check = family.region.determinism_check != "none"
             replay = _trace.Replay(source.trace, early_stop=False, check=check, digest=family.region.digest)
-        stack.enter_context(_replaying(replay))
+        stack.enter_context(replaying(replay))
         return tuple(prim.body(*operands))

@@ -228,6 +228,39 @@ def levels() -> list[tuple[int, Any, str]]:
     return found
 
 
+# -- torch.compile ------------------------------------------------------------------------------------
+def bypassing_wrapper() -> Callable[..., Any]:
+    """The operator that lets Dynamo trace a function while we decide, at AOT-trace time, how it runs.
+
+    Dynamo has no public way to call a function of ours on a graph it made. (2.11, 2.13, 2.14.1, 2.15)
+    """
+    from torch._higher_order_ops.wrap import dynamo_bypassing_wrapper
+
+    return dynamo_bypassing_wrapper
+
+
+def is_tracing() -> bool:
+    """Whether what runs now is being traced below autograd, functionalized, for a compiler."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None
+
+
+def unwind_levels() -> None:
+    """Leave every functorch level of this thread: a graph that fails halfway leaves those it entered behind.
+
+    With them goes their refusal of saved-tensor hooks. No level can be older than the graph: torch.compile does not
+    compile inside torch.func.
+    """
+    if in_transform():
+        _functorch_c.pop_dynamic_layer_stack_and_undo_to_depth(0)
+        _autograd_c._saved_tensors_hooks_enable()
+
+
+def graph_storage(tensor: torch.Tensor) -> int:
+    """What aliases of one memory have in common in a functionalized trace, whose tensors wrap others."""
+    inner = getattr(tensor, "elem", tensor)
+    return inner.untyped_storage()._cdata
+
+
 # -- torch's own planner ------------------------------------------------------------------------------
 def partitioner_choice(
     module: torch.fx.GraphModule, results: int, held: list[int], budget: float, solver: str
