@@ -13,7 +13,7 @@ import torch
 from remat import compiled
 from remat.contexts import PolicySelector
 from remat.opinfo import Decision
-from remat.policies import Policy, as_policy, save_nothing
+from remat.policies import Policy, as_policy, save_everything, save_nothing
 from remat.transforms._call import run
 from remat.transforms._errors import RematError
 from remat.transforms._region import Region
@@ -118,6 +118,8 @@ def remat(
         preserve_rng_state,
         determinism_check,
     )
+    if torch.compiler.is_dynamo_compiling() and not _transparent(options):
+        return functools.partial(compiled.wrap, options=options) if fn is None else compiled.wrap(fn, options)
     if fn is None:
         return functools.partial(_wrap, options=options)
     return _wrap(fn, options)
@@ -160,11 +162,7 @@ def _wrap(fn: Callable[..., Any], options: _Options) -> Callable[..., Any]:
     region = options.region(fn, options.policy)
     static = bool(options.numbers or options.names)
     label, number = f"region {region.name!r}", compiled.number(options)
-    # Keeping everything is what autograd does by itself.
-    transparent = (
-        options.policy.quick(torch.ops.aten.mm.default) is Decision.SAVE
-        and options.policy == as_policy_everything()
-    )
+    transparent = _transparent(options)
 
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
         if transparent:
@@ -184,10 +182,9 @@ def _wrap(fn: Callable[..., Any], options: _Options) -> Callable[..., Any]:
     return rematerialized
 
 
-def as_policy_everything() -> Policy:
-    from remat.policies import save_everything
-
-    return save_everything
+def _transparent(options: _Options) -> bool:
+    # Keeping everything is what autograd does by itself.
+    return options.policy == save_everything
 
 
 def _call_static(

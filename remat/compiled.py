@@ -1,4 +1,8 @@
-"""`remat` in code that `torch.compile` traces: what Dynamo sees of a region."""
+"""`remat` in code that `torch.compile` traces: what Dynamo sees of a region.
+
+Dynamo hands plain constants on to trace time, no objects. A region that was made before is known there by a number;
+one that is made inside the compiled function, by a description of its policy in plain values.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +16,32 @@ import torch
 
 from remat.policies import Policy
 from remat.transforms import _compile
-from remat.transforms._region import Region
 
-# Dynamo passes plain constants on, so a region made in eager is known in the graph by its number.
 _made: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def number(options: Any) -> int:
-    """A number by which `options` can be found for as long as they live."""
+def number(thing: Any) -> int:
+    """A number by which `thing` can be found for as long as it lives."""
     at = next(_numbers)
-    _made[at] = options
+    _made[at] = thing
     return at
 
 
 def call(label: str, at: int, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a region while Dynamo traces."""
+    """Call the region with the options numbered `at` while Dynamo traces."""
     return _compile.bypass(functools.partial(enter, label, at), fn, *args, **kwargs)
+
+
+def wrap(fn: Callable[..., Any], options: Any) -> Callable[..., Any]:
+    """`fn` as a region, while Dynamo traces the very call of `remat`."""
+    label = f"region {options.name or getattr(fn, '__name__', 'of a module')!r}"
+    spec = (describe(options.policy), label[8:-1], options.random, options.check)
+
+    def rematerialized(*args: Any, **kwargs: Any) -> Any:
+        return _compile.bypass(functools.partial(enter_described, label, spec), fn, *args, **kwargs)
+
+    return rematerialized
 
 
 def enter(label: str, at: int, graph: Any) -> Callable[..., Any]:
@@ -36,7 +49,36 @@ def enter(label: str, at: int, graph: Any) -> Callable[..., Any]:
     return functools.partial(_run, _made[at], graph)
 
 
+def enter_described(label: str, spec: Any, graph: Any) -> Callable[..., Any]:
+    """`enter` for a region that the compiled function itself made."""
+    from remat.api import _Options
+
+    policy, name, random, check = spec
+    return functools.partial(_run, _Options(rebuild(policy), name, (), frozenset(), random, check), graph)
+
+
 def _run(options: Any, graph: Any, *operands: Any) -> Any:
     body = torch.fx.Interpreter(graph).run
     policy: Policy = options.policy.bind(body, operands, {})
     return _compile.run(options.region(body, policy), operands)
+
+
+def describe(policy: Policy) -> Any:
+    """A policy in values that Dynamo takes for constants: its number if it has one, else its class and fields."""
+    at = getattr(policy, "number", None)
+    if at is not None:
+        return at
+    fields = tuple([(name, _plain(getattr(policy, name))) for name in type(policy).__match_args__])
+    return type(policy), fields
+
+
+def _plain(value: Any) -> Any:
+    return ("policy", describe(value)) if isinstance(value, Policy) else ("value", value)
+
+
+def rebuild(description: Any) -> Policy:
+    """The policy that `describe` described."""
+    if isinstance(description, int):
+        return _made[description]
+    kind, fields = description
+    return kind(**{n: rebuild(value) if is_ == "policy" else value for n, (is_, value) in fields})

@@ -11,6 +11,7 @@ Here, unlike in eager, nothing has to be skipped, freed or put back: what nobody
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -52,7 +53,14 @@ def run(region: Region, operands: tuple[Any, ...]) -> Any:
         _local.depth -= 1
 
 
+def _teach_inductor() -> None:
+    """Tell Inductor how to compile our ops, if Inductor is what will compile them."""
+    if "torch._inductor.compile_fx" in sys.modules:
+        from remat.transforms import _inductor  # noqa: F401
+
+
 def _run_traced(region: Region, operands: tuple[Any, ...]) -> Any:
+    _teach_inductor()
     if not torch.is_grad_enabled() and not _torch.in_transform():
         return region.function(*operands)
     return _TracedCall(region, operands)()

@@ -20,12 +20,15 @@ _library.define("fence(Tensor value, Tensor[] after) -> Tensor")
 
 
 def _copy(value: torch.Tensor, after: Sequence[torch.Tensor]) -> torch.Tensor:
-    # A result that aliased its operand would be taken for the operand itself by functionalization.
-    return value.clone()
+    copy = value.clone()
+    # Of an expanded tensor, or one with gaps, a copy has not the strides that were promised.
+    return copy if copy.stride() == value.stride() else value.view_as(value)
 
 
 def _like(value: torch.Tensor, after: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.empty_like(value)
+    # By its schema the op makes a new tensor, so functionalization tells the two apart; by its memory it is the same, so
+    # that no later pass writes into what it takes for a buffer of its own.
+    return value.view_as(value)
 
 
 _library.impl("fence", _copy, "CompositeExplicitAutograd")

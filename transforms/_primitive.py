@@ -214,7 +214,12 @@ def _mapped(prim: Prim, transform: Callable[[Body], Body]) -> Prim:
     return replace(prim, body=transform(prim.body), recorded=recorded)
 
 
-_RULES = {_torch.GRAD: _grad_rule, _torch.VMAP: _vmap_rule, _torch.JVP: _jvp_rule}
+def _known_jvp_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+    with _torch.dual_level_known():
+        return _jvp_rule(level, prim, operands)
+
+
+_RULES = {_torch.GRAD: _grad_rule, _torch.VMAP: _vmap_rule, _torch.JVP: _known_jvp_rule}
 
 
 # -- nodes --------------------------------------------------------------------------------------------

@@ -244,6 +244,26 @@ def is_tracing() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None
 
 
+@contextlib.contextmanager
+def dual_level_known() -> Iterator[None]:
+    """Tell Python of the forward-mode level that a traced graph has opened below Python's own count of them.
+
+    Without it make_dual and unpack_dual find no level, and torch.func.jvp tries to open a second one. (2.13)
+    """
+    from torch._functorch import eager_transforms
+
+    forward_ad = torch.autograd.forward_ad
+    if forward_ad._current_level >= 0:
+        yield
+        return
+    nesting = eager_transforms.JVP_NESTING
+    forward_ad._current_level, eager_transforms.JVP_NESTING = 0, max(nesting, 1)
+    try:
+        yield
+    finally:
+        forward_ad._current_level, eager_transforms.JVP_NESTING = -1, nesting
+
+
 def unwind_levels() -> None:
     """Leave every functorch level of this thread: a graph that fails halfway leaves those it entered behind.
 
@@ -251,6 +271,9 @@ def unwind_levels() -> None:
     compile inside torch.func.
     """
     if in_transform():
+        # All forward-mode derivatives live on one level below functorch's, which a graph's first jvp opens.
+        if any(kind == JVP for _, kind, _ in levels()) and torch.autograd.forward_ad._current_level < 0:
+            torch._C._exit_dual_level(level=0)
         _functorch_c.pop_dynamic_layer_stack_and_undo_to_depth(0)
         _autograd_c._saved_tensors_hooks_enable()
 
