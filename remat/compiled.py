@@ -12,8 +12,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from remat.policies import Policy
 from remat.transforms import _compile
 
@@ -30,7 +28,7 @@ def number(thing: Any) -> int:
 
 def call(label: str, at: int, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call the region with the options numbered `at` while Dynamo traces."""
-    return _compile.bypass(functools.partial(enter, label, at), fn, *args, **kwargs)
+    return _compile.bypass(functools.partial(enter, label, at), fn, args, kwargs)
 
 
 def wrap(fn: Callable[..., Any], options: Any) -> Callable[..., Any]:
@@ -39,7 +37,7 @@ def wrap(fn: Callable[..., Any], options: Any) -> Callable[..., Any]:
     spec = (describe(options.policy), label[8:-1], options.random, options.check)
 
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
-        return _compile.bypass(functools.partial(enter_described, label, spec), fn, *args, **kwargs)
+        return _compile.bypass(functools.partial(enter_described, label, spec), fn, args, kwargs)
 
     return rematerialized
 
@@ -58,7 +56,7 @@ def enter_described(label: str, spec: Any, graph: Any) -> Callable[..., Any]:
 
 
 def _run(options: Any, graph: Any, *operands: Any) -> Any:
-    body = torch.fx.Interpreter(graph).run
+    body = _compile.Graph(graph)
     policy: Policy = options.policy.bind(body, operands, {})
     return _compile.run(options.region(body, policy), operands)
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.utils._pytree as torch_pytree
 
 from remat.transforms import _call, _torch, _tree
 from remat.transforms._primitive import Family, Prim, call
@@ -27,12 +28,25 @@ from remat.transforms._written import Written
 _local = threading.local()
 
 
-def bypass(enter: Callable[..., Any], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view_as(tensor)
+
+
+def bypass(enter: Callable[..., Any], fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call `enter(graph module of fn)(*operands)` at trace time; Dynamo traces this call.
 
     `enter` must be a module-level function or a `functools.partial` of one with plain constants.
     """
-    return _torch.bypassing_wrapper()(enter, fn, *args, **kwargs)
+
+    def apart(*args: Any, **kwargs: Any) -> Any:
+        out = fn(*args, **kwargs)
+        given = [t for t in torch_pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        # Dynamo would take the argument itself for a result from then on, also where it is what one differentiates by.
+        if any([t is leaf for leaf in torch_pytree.tree_leaves(out) for t in given]):
+            return torch_pytree.tree_map_only(torch.Tensor, _alias, out)
+        return out
+
+    return _torch.bypassing_wrapper()(enter, apart, *args, **kwargs)
 
 
 def run(region: Region, operands: tuple[Any, ...]) -> Any:
@@ -64,6 +78,43 @@ def _run_traced(region: Region, operands: tuple[Any, ...]) -> Any:
     if not torch.is_grad_enabled() and not _torch.in_transform():
         return region.function(*operands)
     return _TracedCall(region, operands)()
+
+
+class Graph:
+    """A function that Dynamo traced, as a function of flat operands.
+
+    Where it uses torch.func inside, Dynamo has written down the numbers of the levels that were entered; the function
+    runs again below and above other levels, so the numbers are shifted.
+    """
+
+    def __init__(self, module: torch.fx.GraphModule) -> None:
+        self.module = module
+        # How deep the levels were where Dynamo traced the region's call.
+        self.depth = getattr(_local, "traced_depth", None)
+        if self.depth is None:
+            self.depth = _torch.depth()
+
+    def __call__(self, *operands: Any) -> Any:
+        return _Interpreter(self.module, self.depth).run(*operands)
+
+
+class _Interpreter(torch.fx.Interpreter):
+    def __init__(self, module: torch.fx.GraphModule, traced_depth: int) -> None:
+        super().__init__(module)
+        self.traced = traced_depth
+        self.shift = _torch.depth() - traced_depth
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        at = _torch.level_argument(target)
+        if at is not None and args[at] > self.traced:
+            args = (*args[:at], args[at] + self.shift, *args[at + 1 :])
+        before = getattr(_local, "traced_depth", None)
+        # For regions inside this one.
+        _local.traced_depth = _torch.depth() - self.shift
+        try:
+            return super().call_function(target, args, kwargs)
+        finally:
+            _local.traced_depth = before
 
 
 class _TracedCall:

@@ -244,6 +244,26 @@ def is_tracing() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None
 
 
+def depth() -> int:
+    """How many functorch levels are active; the innermost has this number."""
+    return len(_functorch_c.get_interpreter_stack() or ())
+
+
+# Functions of Dynamo's graphs that take the number of a functorch level, and at which position. (2.13)
+_LEVEL_ARGUMENTS = {
+    "_wrap_for_grad": 1,
+    "_unwrap_for_grad": 1,
+    "_add_batch_dim": 2,
+    "_remove_batch_dim": 1,
+    "_unwrap_batched": 1,
+}
+
+
+def level_argument(function: Any) -> int | None:
+    """Which argument of a function in Dynamo's graph is the number of a functorch level, None for none."""
+    return _LEVEL_ARGUMENTS.get(getattr(function, "__name__", ""))
+
+
 @contextlib.contextmanager
 def dual_level_known() -> Iterator[None]:
     """Tell Python of the forward-mode level that a traced graph has opened below Python's own count of them.
