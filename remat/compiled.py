@@ -15,18 +15,18 @@ from typing import Any
 from remat.policies import Policy
 from remat.transforms import _compile
 
-_made: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_made: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def number(thing: Any) -> int:
-    """A number by which `thing` can be found for as long as it lives."""
-    at = next(_numbers)
+def number(thing: Any) -> str:
+    """A number by which `thing` can be found for as long as it lives; a string, as Dynamo makes integers symbolic."""
+    at = str(next(_numbers))
     _made[at] = thing
     return at
 
 
-def call(label: str, at: int, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def call(label: str, at: str, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call the region with the options numbered `at` while Dynamo traces."""
     return _compile.bypass(functools.partial(enter, label, at), fn, args, kwargs)
 
@@ -42,7 +42,7 @@ def wrap(fn: Callable[..., Any], options: Any) -> Callable[..., Any]:
     return rematerialized
 
 
-def enter(label: str, at: int, graph: Any) -> Callable[..., Any]:
+def enter(label: str, at: str, graph: Any) -> Callable[..., Any]:
     """The function of flat operands that runs a region's graph. (`label` is for Dynamo's messages.)"""
     return functools.partial(_run, _made[at], graph)
 
@@ -76,7 +76,7 @@ def _plain(value: Any) -> Any:
 
 def rebuild(description: Any) -> Policy:
     """The policy that `describe` described."""
-    if isinstance(description, int):
+    if isinstance(description, str):
         return _made[description]
     kind, fields = description
     return kind(**{n: rebuild(value) if is_ == "policy" else value for n, (is_, value) in fields})
