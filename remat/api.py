@@ -146,8 +146,12 @@ class _Options:
             check,
         )
 
-    def region(self, fn: Callable[..., Any], policy: Policy) -> Region:
-        label = self.name or getattr(fn, "__qualname__", None) or type(fn).__name__
+    def label(self, fn: Callable[..., Any]) -> str:
+        """What messages call the region."""
+        return self.name or getattr(fn, "__qualname__", None) or type(fn).__name__
+
+    def region(self, fn: Callable[..., Any], policy: Policy, label: str | None = None) -> Region:
+        label = label or self.label(fn)
         quick = policy.quick(torch.ops.aten.mm.default)
         selector = functools.partial(PolicySelector, policy, label)
         keeps_nothing = policy == save_nothing and quick is Decision.RECOMPUTE
@@ -161,19 +165,22 @@ def _wrap(fn: Callable[..., Any], options: _Options) -> Callable[..., Any]:
         )
     region = options.region(fn, options.policy)
     static = bool(options.numbers or options.names)
-    label, number = f"region {region.name!r}", compiled.number(options)
+    number = compiled.number(options)
     transparent = _transparent(options)
 
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
         if transparent:
             return fn(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
-            return compiled.call(label, number, fn, args, kwargs)
+            return compiled.call(region.name, number, fn, args, kwargs)
         if static:
             return _call_static(fn, options, args, kwargs)
         bound = options.policy.bind(fn, args, kwargs)
         return run(region if bound is options.policy else options.region(fn, bound), args, kwargs)
 
+    # Tracebacks name the region, those of torch.compile too; and what Dynamo keeps for a region's code, and how often it
+    # compiles it, is then no other region's.
+    rematerialized.__code__ = rematerialized.__code__.replace(co_name=f"region {region.name!r}")
     functools.update_wrapper(rematerialized, fn, updated=())
     if isinstance(fn, torch.nn.Module):
         rematerialized.__signature__ = inspect.signature(fn.forward)  # type: ignore[attr-defined]

@@ -33,8 +33,8 @@ def call(label: str, at: str, fn: Callable[..., Any], args: Any, kwargs: Any) ->
 
 def wrap(fn: Callable[..., Any], options: Any) -> Callable[..., Any]:
     """`fn` as a region, while Dynamo traces the very call of `remat`."""
-    label = f"region {options.name or getattr(fn, '__name__', 'of a module')!r}"
-    spec = (describe(options.policy), label[8:-1], options.random, options.check)
+    label = options.name or getattr(fn, "__name__", "module")
+    spec = (describe(options.policy), options.random, options.check)
 
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
         return _compile.bypass(functools.partial(enter_described, label, spec), fn, args, kwargs)
@@ -43,22 +43,23 @@ def wrap(fn: Callable[..., Any], options: Any) -> Callable[..., Any]:
 
 
 def enter(label: str, at: str, graph: Any) -> Callable[..., Any]:
-    """The function of flat operands that runs a region's graph. (`label` is for Dynamo's messages.)"""
-    return functools.partial(_run, _made[at], graph)
+    """The function of flat operands that runs a region's graph."""
+    return functools.partial(_run, _made[at], label, graph)
 
 
 def enter_described(label: str, spec: Any, graph: Any) -> Callable[..., Any]:
     """`enter` for a region that the compiled function itself made."""
     from remat.api import _Options
 
-    policy, name, random, check = spec
-    return functools.partial(_run, _Options(rebuild(policy), name, (), frozenset(), random, check), graph)
+    policy, random, check = spec
+    options = _Options(rebuild(policy), label, (), frozenset(), random, check)
+    return functools.partial(_run, options, label, graph)
 
 
-def _run(options: Any, graph: Any, *operands: Any) -> Any:
+def _run(options: Any, label: str, graph: Any, *operands: Any) -> Any:
     body = _compile.Graph(graph)
     policy: Policy = options.policy.bind(body, operands, {})
-    return _compile.run(options.region(body, policy), operands)
+    return _compile.run(options.region(body, policy, label), operands)
 
 
 def describe(policy: Policy) -> Any:
