@@ -12,9 +12,8 @@ import torch
 
 from remat import compiled
 from remat.contexts import PolicySelector
-from remat.opinfo import Decision
 from remat.policies import Policy, as_policy, save_everything, save_nothing
-from remat.transforms._call import run
+from remat.transforms._call import outermost, run, run_transparently
 from remat.transforms._errors import RematError
 from remat.transforms._region import Region
 
@@ -68,28 +67,28 @@ def remat(
     preserve_rng_state: bool = True,
     determinism_check: str = "metadata",
 ) -> Any:
-    """A function with the same input/output behaviour as `fn` that, when differentiated, recomputes instead of storing.
+    """A function that does what `fn` does and that, when differentiated, recomputes instead of storing.
 
     Composes with plain autograd and with every `torch.func` transform, in any nesting. Between forward and
-    backward it keeps the inputs that the backward needs and the values that `policy` saves (of those, only what the
-    backward reads); the rest is computed again.
+    backward it keeps the inputs that the backward needs and the values that `policy` saves (of those, only
+    what the backward reads); the rest is computed again.
 
     Args:
-        fn: any callable: function, method, partial, `nn.Module`. Left out, `remat(policy=...)` is a decorator.
+        fn: any callable: function, method, partial, `nn.Module`. Left out, `remat(...)` decorates.
         policy: what to save; a `Policy`, a callable from `OpInfo` to `Decision`, or a list of ops.
         name: what messages and reports call the region; by default the function's own name.
         static_argnums: positions of arguments that are handed through as they are (no pytrees, no tensors).
         static_argnames: names of such keyword arguments.
         preserve_rng_state: draw the same random numbers in the recomputation.
-        determinism_check: "metadata" compares shape, dtype and device of what is recomputed; "exact" compares every op's
+        determinism_check: "metadata" compares shape, dtype and device of what is recomputed; "exact" all
             results bitwise (for debugging: slow, names the first op that differs); "none" does not look.
 
     Returns:
         A function with `fn`'s signature, name and docstring; `fn` itself is its `__wrapped__`.
 
     Raises:
-        RematError: (also a `TypeError` or `ValueError`) for arguments that cannot work; when called, if the region cannot
-            be recomputed truly: written arguments, other ops in the replay, other shapes.
+        RematError: (also a `TypeError` or `ValueError`) for arguments that cannot work; when called, if the
+            region cannot be recomputed truly: written arguments, other ops in the replay, other shapes.
 
     Example:
         >>> import torch
@@ -118,7 +117,7 @@ def remat(
         preserve_rng_state,
         determinism_check,
     )
-    if torch.compiler.is_dynamo_compiling() and not _transparent(options):
+    if torch.compiler.is_dynamo_compiling():
         return functools.partial(compiled.wrap, options=options) if fn is None else compiled.wrap(fn, options)
     if fn is None:
         return functools.partial(_wrap, options=options)
@@ -152,27 +151,27 @@ class _Options:
 
     def region(self, fn: Callable[..., Any], policy: Policy, label: str | None = None) -> Region:
         label = label or self.label(fn)
-        quick = policy.quick(torch.ops.aten.mm.default)
-        selector = functools.partial(PolicySelector, policy, label)
-        keeps_nothing = policy == save_nothing and quick is Decision.RECOMPUTE
-        return Region(fn, label, None if keeps_nothing else selector, self.random, self.check, anchor(fn))
+        selector = None if policy == save_nothing else functools.partial(PolicySelector, policy, label)
+        return Region(fn, label, selector, self.random, self.check, anchor(fn))
 
 
 def _wrap(fn: Callable[..., Any], options: _Options) -> Callable[..., Any]:
     if not callable(fn):
         raise FunctionError(
-            f"remat(fn): fn must be callable, got {fn!r} of type {type(fn).__name__}; write remat(function) or @remat"
+            f"remat(fn): fn must be callable, got {fn!r} of type {type(fn).__name__}; write remat(function) "
+            "or @remat"
         )
+    _check_static_names(fn, options.names)
     region = options.region(fn, options.policy)
     static = bool(options.numbers or options.names)
+    keeps_everything = options.policy == save_everything
     number = compiled.number(options)
-    transparent = _transparent(options)
 
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
-        if transparent:
-            return fn(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
             return compiled.call(region.name, number, fn, args, kwargs)
+        if keeps_everything and outermost():
+            return run_transparently(fn, args, kwargs)
         if static:
             return _call_static(fn, options, args, kwargs)
         bound = options.policy.bind(fn, args, kwargs)
@@ -189,9 +188,20 @@ def _wrap(fn: Callable[..., Any], options: _Options) -> Callable[..., Any]:
     return rematerialized
 
 
-def _transparent(options: _Options) -> bool:
-    # Keeping everything is what autograd does by itself.
-    return options.policy == save_everything
+def _check_static_names(fn: Callable[..., Any], names: frozenset[str]) -> None:
+    """Raise for a static name that `fn` cannot be called with: it would silently do nothing."""
+    try:
+        parameters = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters
+    except (TypeError, ValueError):
+        return
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return
+    if unknown := sorted(names - set(parameters)):
+        label = getattr(fn, "__qualname__", type(fn).__name__)
+        raise ArgumentError(
+            f"remat(static_argnames={unknown[0]!r}): {label} takes no argument of that name; it takes "
+            f"{', '.join(parameters) or 'none'}"
+        )
 
 
 def _call_static(
@@ -202,8 +212,10 @@ def _call_static(
     for i in options.numbers:
         if not -count <= i < count:
             raise ArgumentError(
-                f"remat(static_argnums={options.numbers}): {i} is no position among the {count} positional arguments of this call of "
-                f"{getattr(fn, '__qualname__', fn)}; use numbers from {-count} to {count - 1}, or static_argnames for keywords"
+                f"remat(static_argnums={options.numbers}): {i} is no position among the {count} positional "
+                "arguments of this call of "
+                f"{getattr(fn, '__qualname__', fn)}; use numbers from {-count} to {count - 1}, or "
+                "static_argnames for keywords"
             )
     fixed = {i % count for i in options.numbers}
     moving = tuple([a for i, a in enumerate(args) if i not in fixed])
@@ -211,7 +223,8 @@ def _call_static(
     for value in (*[args[i] for i in fixed], *settled.values()):
         if isinstance(value, torch.Tensor):
             raise ArgumentError(
-                "remat: a static argument is a tensor; static arguments carry no derivative, pass it as an ordinary one"
+                "remat: a static argument is a tensor; static arguments carry no derivative, pass it as an "
+                "ordinary one"
             )
     call = _Static(fn, args, fixed, settled)
     bound = options.policy.bind(call, moving, {k: v for k, v in kwargs.items() if k not in settled})

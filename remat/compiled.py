@@ -12,8 +12,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from remat.policies import Policy
+from remat.policies import Policy, save_everything
 from remat.transforms import _compile
+from remat.transforms._call import run_transparently
 
 _made: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -58,6 +59,8 @@ def enter_described(label: str, spec: Any, graph: Any) -> Callable[..., Any]:
 
 def _run(options: Any, label: str, graph: Any, *operands: Any) -> Any:
     body = _compile.Graph(graph)
+    if options.policy == save_everything and _compile.outermost():
+        return run_transparently(body, operands, {})
     policy: Policy = options.policy.bind(body, operands, {})
     return _compile.run(options.region(body, policy, label), operands)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import sys
 import weakref
@@ -17,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import names
-from remat.transforms import _observe, _torch, _tree
+from remat.transforms import _observe, _paths, _torch, _tree
 from remat.transforms._state import RandomState
 
 # The machinery is reached through a link in a checkout, so it may go by two names.
@@ -167,7 +166,7 @@ def _observed(
     roots = [t.grad_fn for t in _tree.flatten(out)[0] if isinstance(t, Tensor) and t.grad_fn is not None]
     if not any(node._sequence_nr() >= first for node in roots):
         return None
-    table = _Table(makers, _paths(fn, args, kwargs))
+    table = _Table(makers, _paths.by_storage(fn, args, kwargs))
     # Regions report what they keep; what is kept outside of them stands in autograd's graph. Policies go
     # first: a value that one saved is theirs, even if an op outside reads it too.
     for kept in sorted(heard, key=lambda k: k.why != "policy"):
@@ -338,59 +337,3 @@ def _look_into(slot: Any, found: list[Tensor]) -> None:
     except (RuntimeError, AttributeError):
         # Hooks are there already, or the slot is empty.
         return
-
-
-# -- argument paths -----------------------------------------------------------------------------------
-
-
-def _paths(fn: Callable[..., Any], args: Any, kwargs: Any) -> dict[int, tuple[str, str, int]]:
-    """Block of memory -> ("argument" or "captured", path in the user's words, place in their order)."""
-    found: dict[int, tuple[str, str, int]] = {}
-    for path, value in _captured_by_name(fn):
-        _note_paths(found, "captured", path, value)
-    for path, value in _arguments_by_name(fn, args, kwargs):
-        _note_paths(found, "argument", path, value)
-    return found
-
-
-def _note_paths(found: dict[int, tuple[str, str, int]], why: str, path: str, value: Any) -> None:
-    if isinstance(value, torch.nn.Module):
-        held = {**dict(value.named_parameters()), **dict(value.named_buffers())}
-        prefix = f"{path}." if path else ""
-        pairs = [(f"{prefix}{name}", tensor) for name, tensor in held.items()]
-    else:
-        pairs = [
-            (path + key, leaf) for key, leaf in zip(_tree.paths(value), _tree.flatten(value)[0], strict=True)
-        ]
-    for at, leaf in pairs:
-        if isinstance(leaf, Tensor) and _has_storage(bottom := _torch.unwrapped(leaf)):
-            found[_torch.storage_key(bottom)] = why, at, len(found)
-
-
-def _arguments_by_name(fn: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
-    try:
-        called = fn.forward if isinstance(fn, torch.nn.Module) else fn
-        bound = inspect.signature(called).bind(*args, **kwargs)
-    except (TypeError, ValueError):
-        # Builtins have no signature.
-        yield from (("args", args), *kwargs.items())
-        return
-    for name, value in bound.arguments.items():
-        if bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-            yield from value.items()
-        else:
-            yield name, value
-
-
-def _captured_by_name(fn: Any) -> Iterator[tuple[str, Any]]:
-    fn = inspect.unwrap(fn) if callable(fn) else fn
-    if isinstance(fn, torch.nn.Module):
-        yield "", fn
-        return
-    if inspect.ismethod(fn):
-        yield ("" if isinstance(fn.__self__, torch.nn.Module) else "self"), fn.__self__
-        fn = fn.__func__
-    code, cells = getattr(fn, "__code__", None), getattr(fn, "__closure__", None)
-    if code is not None:
-        for name, cell in zip(code.co_freevars, cells or (), strict=False):
-            yield name, cell.cell_contents

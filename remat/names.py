@@ -35,7 +35,8 @@ def checkpoint_name(tree: Tree, name: str) -> Tree:
     """
     if not isinstance(name, str):
         raise TypeError(
-            f"checkpoint_name(tree, name): the name must be a string, got {name!r}; write checkpoint_name(x, 'attn')"
+            f"checkpoint_name(tree, name): the name must be a string, got {name!r}; write checkpoint_name(x, "
+            "'attn')"
         )
     return torch_pytree.tree_map_only(torch.Tensor, lambda tensor: named(tensor, name), tree)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any
 
 import torch
 
-from remat.transforms import _capture, _frame, _torch, _tree
+from remat.transforms import _capture, _frame, _torch, _trace, _tree
 from remat.transforms._errors import RematError
 from remat.transforms._primitive import Family, Prim, call
 from remat.transforms._region import Region
@@ -18,8 +19,34 @@ _MOST_TRIES = 50
 _uses_func: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
+_keeping = threading.local()
+
+
+def outermost() -> bool:
+    """Whether no other region is being recorded or recomputed around here."""
+    return _trace.enclosing() is None and not _frame.enclosed()
+
+
+def run_transparently(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `function` and keep what autograd keeps, regions inside it included."""
+    before = getattr(_keeping, "everything", False)
+    _keeping.everything = True
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _keeping.everything = before
+
+
+def keeping_everything() -> bool:
+    """Whether `run_transparently` is at work around here."""
+    return getattr(_keeping, "everything", False)
+
+
 def run(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `region`: through saved-tensor hooks in plain autograd, through the primitive under functorch levels."""
+    """Call `region`: through saved-tensor hooks in plain autograd, through the primitive under functorch "
+    "levels."""
+    if keeping_everything():
+        return region.function(*args, **kwargs)
     if _torch.in_transform():
         return _run_primitive(region, args, kwargs)
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
@@ -49,7 +76,8 @@ def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]
         except _Again:
             continue
     raise RematError(
-        f"region {region.name!r} reads tensors that carry derivatives and that change from run to run, so they cannot be made "
+        f"region {region.name!r} reads tensors that carry derivatives and that change from run to run, so "
+        "they cannot be made "
         "operands. Pass them as arguments."
     )
 
@@ -75,7 +103,7 @@ class _Flat:
 
     def body(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self.family.ambient.casts:
-            # Autocast caches the casts of leaves; below the levels every operand would be one, above them none is.
+            # Autocast caches casts of leaves; below the levels every operand would be one, above them none.
             operands = tuple([t.view_as(t) for t in operands])
         own, captured = operands[: self.count], operands[self.count :]
         args, kwargs = _tree.unflatten(_tree.merge(self.leaves, self.at, list(own)), self.spec)
@@ -114,5 +142,6 @@ class _Again(BaseException):
 
 def _unread(_: Any) -> Any:
     raise RematError(
-        "a value of a forward that only watches what is saved was asked for; please report this as a bug in remat"
+        "a value of a forward that only watches what is saved was asked for; please report this as a bug in "
+        "remat"
     )

@@ -1,10 +1,11 @@
 """Tensors that a function closes over, made into operands.
 
-Under functorch a captured tensor belongs to the levels around the region; the region runs below them. Finding:
-a walk over cells, defaults, bound objects, modules, containers and the globals that the code names. Swapping: a
-TorchFunctionMode that puts the operand in the place of the captured tensor in every torch call, wherever it was
-read from. A tensor that the walk did not find is met there, reported by `Missed`, and the caller starts again
-with it added.
+Under functorch a captured tensor belongs to the levels around the region; the region runs below them.
+
+- Finding: a walk over cells, defaults, bound objects, modules, containers and the globals that code names.
+- Swapping: a TorchFunctionMode that puts the operand in the place of the captured tensor in every torch call,
+  wherever it was read from. A tensor that the walk did not find is met there, reported by `Missed`, and the
+  caller starts again with it added.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ class Swap(TorchFunctionMode):
         self.table = table
         self.inside: set[int] = set()
         self._note([*operands, *table.values()])
-        self.start = torch.autograd._get_sequence_nr()
+        self.start = _torch.next_node()
         self.strict = True
 
     def lenient(self) -> Swap:
@@ -220,8 +221,8 @@ _slots: weakref.WeakKeyDictionary[torch.nn.Module, list[tuple[dict[str, Any], st
 class Bindings:
     """Which tensors the modules in reach hold, so that a recomputation sees them again.
 
-    `torch.func.functional_call` puts other tensors into a module for the time of one call; the recomputation runs
-    after that.
+    `torch.func.functional_call` puts other tensors into a module for the time of one call; the recomputation
+    runs after that.
     """
 
     __slots__ = ("bound",)

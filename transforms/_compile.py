@@ -49,9 +49,14 @@ def bypass(enter: Callable[..., Any], fn: Callable[..., Any], args: Any, kwargs:
     return _torch.bypassing_wrapper()(enter, apart, *args, **kwargs)
 
 
+def outermost() -> bool:
+    """Whether no other region is being run around here."""
+    return not getattr(_local, "depth", 0) and _call.outermost()
+
+
 def run(region: Region, operands: tuple[Any, ...]) -> Any:
     """Call a region whose function is a graph module over flat operands."""
-    if not _torch.is_tracing():
+    if not _torch.is_tracing() or _call.keeping_everything():
         # A backend that executes Dynamo's graph as it is, such as "eager".
         return _call.run(region, operands, {})
     outermost = not getattr(_local, "depth", 0)

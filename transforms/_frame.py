@@ -1,12 +1,13 @@
 """Recomputation under plain autograd: one graph, kept through saved-tensor hooks.
 
-The forward runs as it is; what autograd would save is replaced by a number. When the backward asks for the first
-of them the function runs again, under hooks that collect the values in the same order. Hooks, FSDP, in-place ops
-on results and captured tensors behave as without remat, because the autograd graph is the one without remat.
-The idea is that of torch.utils.checkpoint (non-reentrant); bookkeeping, selection and checks are our own.
+The forward runs as it is; what autograd would save is replaced by a number. When the backward asks for the
+first of them the function runs again, under hooks that collect the values in the same order. Hooks, FSDP,
+in-place ops on results and captured tensors behave as without remat, because the autograd graph is the one
+without remat. The idea is that of torch.utils.checkpoint (non-reentrant); bookkeeping, selection and checks
+are our own.
 
-A region is traced (`_trace`) unless an earlier trace of the same function and shapes showed that there is nothing
-to gain from one: nothing kept, nothing dead, every argument needed.
+A region is traced (`_trace`) unless an earlier trace of the same function and shapes showed that there is
+nothing to gain from one: nothing kept, nothing dead, every argument needed.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from typing import Any
 
 import torch
 
-from remat.transforms import _observe, _ops, _torch, _trace, _tree
+from remat.transforms import _observe, _ops, _paths, _torch, _trace, _tree
 from remat.transforms._capture import Bindings, innermost
+from remat.transforms._ends import Ends
 from remat.transforms._errors import RematError
 from remat.transforms._region import Region, recomputing
 from remat.transforms._state import Ambient, RandomState, device_kinds
@@ -44,11 +46,12 @@ class _Held:
         if hooks is not None:
             self.packed, self.unpack = _pack_quietly(hooks[0], alias), hooks[1]
 
-    def get(self, region: str) -> torch.Tensor:
+    def get(self, frame: Frame, at: int | None = None) -> torch.Tensor:
+        """The tensor again; `at` is its place among the leaves of the frame's arguments."""
         if self.unpack is not None:
             return self.unpack(self.packed).detach()
         if not self.packed.is_inference() and self.packed._version != self.version:
-            raise RematError(_trace.written(region, self.packed))
+            raise RematError(_trace.written(frame.region.name, self.packed, frame.path(at, self.packed)))
         return self.packed.detach()
 
 
@@ -61,13 +64,13 @@ class _Absent:
         self.meta = _trace._metadata(tensor)
         self.requires_grad, self.leaf = tensor.requires_grad, tensor.is_leaf
 
-    def get(self, region: str) -> torch.Tensor:
+    def get(self, frame: Frame, at: int | None = None) -> torch.Tensor:
         return _trace.hollow(self.meta)
 
 
 def _pack_quietly(pack: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
-    # An enclosing region that is being recomputed must not stop here, in the middle of ours: k nested regions run
-    # the inner function 1 + k times, as in JAX.
+    # An enclosing region that is being recomputed must not stop here, in the middle of ours: k nested regions
+    # run the inner function 1 + k times, as in JAX.
     frame = getattr(pack, "__self__", None)
     if not isinstance(frame, Frame):
         return pack(tensor)
@@ -82,9 +85,36 @@ class Frame:
     """One forward of a region, and whatever it takes to run it again."""
 
     __slots__ = (
-        "__weakref__", "ambient", "arguments", "bindings", "count", "direct", "fresh", "held", "hoard", "hooks", "inner", "leaves", "metas",
-        "packed_at", "random", "record", "region", "replays", "selector", "settled", "spec", "swap", "task", "tensors", "trace", "values",
-    )  # fmt: skip
+        "__weakref__",
+        "ambient",
+        "arguments",
+        "bindings",
+        "count",
+        "direct",
+        "ends",
+        "handles",
+        "held",
+        "hoard",
+        "hooks",
+        "inner",
+        "leaves",
+        "metas",
+        "owners",
+        "packed_at",
+        "part",
+        "random",
+        "record",
+        "region",
+        "selector",
+        "settled",
+        "spec",
+        "start",
+        "swap",
+        "task",
+        "tensors",
+        "trace",
+        "values",
+    )
 
     def __init__(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.region = region
@@ -99,6 +129,11 @@ class Frame:
         self.swap = innermost()
         self.metas: list[Any] = []  # what the forward packed: shape, dtype, device, version
         self.packed_at: list[int | None] = []  # the op that made it, None for one from outside
+        self.owners: list[int | None] = []  # the autograd node it was packed for, None if not certain
+        self.handles: list[weakref.ref[Handle]] = []
+        self.start = _torch.next_node()
+        self.ends: Ends | None = None
+        self.part: set[int] | None = None  # the packed values that the recomputation makes, None for all
         self.direct: dict[int, Any] = {}  # packed values that are kept as they are
         self.hoard: list[torch.Tensor] | None = []
         self.values: dict[int, torch.Tensor] = {}  # recomputed, waiting for the backward to ask
@@ -144,6 +179,7 @@ class Frame:
         watching = self.selector.watching() if self.selector else _NOTHING
         with watching, self.record:
             out = self._run_plain_traced(args, kwargs)
+        self._find_ends(out)
         self._settle()
         if self.selector:
             self.selector.finished(trace)
@@ -159,26 +195,39 @@ class Frame:
         finally:
             _torch.pop_hooks()
 
-    def pack(self, tensor: torch.Tensor) -> tuple[Frame, int]:
+    def _find_ends(self, out: Any) -> None:
+        """Note which results need what, where they do not all need the same."""
+        tensors = [t for t in _tree.split(_tree.flatten(out)[0])[0] if t.grad_fn is not None]
+        if len(tensors) > 1:
+            ends = Ends(tensors, self.start)
+            self.ends = ends if ends.differ else None
+        if self.ends is None:
+            self.owners, self.handles = [], []
+
+    def pack(self, tensor: torch.Tensor) -> Handle:
         at = len(self.metas)
         self.metas.append((tensor.shape, tensor.dtype, tensor.device, tensor._version))
-        return self, at
+        return Handle(self, at)
 
-    def pack_traced(self, tensor: torch.Tensor) -> tuple[Frame, int]:
+    def pack_traced(self, tensor: torch.Tensor) -> Handle:
         handle = self.pack(tensor)
+        at = handle.at
+        # What a region inside this one keeps is no node's of this one.
+        self.owners.append(None if self.inner else _torch.next_node() - 1)
+        self.handles.append(weakref.ref(handle))
         record = self.record
         assert record is not None
         made = record.find(tensor)
         if made is not None and record.from_outside(made):
             made = None
         self.packed_at.append(made)
-        self.metas[handle[1]] += (record.position,)
+        self.metas[at] += (record.position,)
         if made is None:
-            self.metas[handle[1]] += (_trace.storage(tensor),)
+            self.metas[at] += (_trace.storage(tensor),)
         if record.shares_kept(made) if made is not None else self.hooks is None:
-            # From outside, or a view of something kept: holding it costs nothing more. (What an enclosing region is to
-            # recompute is not held.)
-            self.direct[handle[1]] = _Held(tensor, None)
+            # From outside, or a view of something kept: holding it costs nothing more. (What an enclosing
+            # region is to recompute is not held.)
+            self.direct[at] = _Held(tensor, None)
         if self.hoard is not None:
             self.hoard.append(tensor)
             if _bytes(self.hoard) > _bytes(self.tensors) + record.kept_bytes:
@@ -204,8 +253,8 @@ class Frame:
             self._report(trace)
 
     def _prefer_residuals(self, trace: _trace.Trace) -> None:
-        # Promise 2: never keep more than no remat keeps. Where the inputs are larger than what autograd saves (a
-        # reduction, a cast down), the saved values themselves are the better thing to keep.
+        # Promise 2: never keep more than no remat keeps. Where the inputs are larger than what autograd saves
+        # (a reduction, a cast down), the saved values themselves are the better thing to keep.
         if self.hoard is not None and trace.last >= 0:
             needed = [t for t, held in zip(self.tensors, self.held, strict=True) if isinstance(held, _Held)]
             if _bytes(self.hoard) < _bytes(needed) + trace.kept_bytes():
@@ -223,6 +272,7 @@ class Frame:
         idle = trace.nodes[trace.end : stop]
         return (
             trace.dense
+            and self.ends is None
             and all(_ops.traits(n.op).view for n in idle)
             and all(isinstance(h, _Held) for h in self.held)
         )
@@ -235,7 +285,8 @@ class Frame:
     def _report(self, trace: _trace.Trace) -> None:
         name = self.region.name
         for i, (tensor, held) in enumerate(zip(self.tensors, self.held, strict=True)):
-            if isinstance(held, _Held):
+            # What an enclosing region is to recompute stays alive no longer than that takes.
+            if isinstance(held, _Held) and held.unpack is not unpack:
                 _observe.report(_observe.Kept("argument", tensor, name, i))
         for i, held in self.direct.items():
             made = self.packed_at[i]
@@ -264,15 +315,20 @@ class Frame:
         """The value packed as number `at`, recomputed if need be."""
         held = self.direct.get(at)
         if held is not None:
-            return held.get(self.region.name)
+            return held.get(self)
         task = _torch.graph_task()
         if task != self.task or at not in self.values:
             with _torch.below_levels():
-                self._recompute(task)
+                self._recompute(task, self._needed())
+        if at not in self.values and self.part is not None:
+            # Something else was wanted after all.
+            with _torch.below_levels():
+                self._recompute(task, None)
         if at not in self.values:
             raise RematError(
                 self._differs(
-                    f"it packed {self.count} values for the backward where the forward packed {len(self.metas)}"
+                    f"it packed {self.count} values for the backward where the forward packed "
+                    f"{len(self.metas)}"
                 )
             )
         value = self.values.pop(at)
@@ -280,15 +336,25 @@ class Frame:
             self.values.clear()
         return value
 
-    def _recompute(self, task: int) -> None:
-        self.values, self.task, self.count = {}, task, 0
+    def _needed(self) -> set[int] | None:
+        """The packed values that the backward under way reads, None for all of them."""
+        if self.ends is None or self.trace is None or _torch.graph_task() == -1:
+            return None
+        idle = self.ends.idle_now()
+        gone = {i for i, handle in enumerate(self.handles) if handle() is None}
+        if not idle and not gone:
+            return None
+        return {i for i, owner in enumerate(self.owners) if i not in gone and owner not in idle}
+
+    def _recompute(self, task: int, part: set[int] | None) -> None:
+        self.values, self.task, self.count, self.part = {}, task, 0, part
         args, kwargs = self._rebuild()
         if self.trace is not None and self.settled:
-            self.trace.check_unwritten()
+            self.trace.check_unwritten(self.region.function)
         if task != -1:
-            # What a partial backward leaves unread must not outlive it.
-            # By weak reference: what the region keeps goes when its own nodes are through, not with the pass.
-            frame = weakref.ref(self)
+            # What a partial backward leaves unread must not outlive it. By weak reference: what the region
+            # keeps goes when its own nodes are through, not with the pass.
+            frame: weakref.ref[Frame] = weakref.ref(self)
             _torch.at_backward_end(lambda: _forget(frame))
         now = self.random.again() if self.random else None
         inner, self.inner = self.inner, 0
@@ -315,10 +381,15 @@ class Frame:
                 stack.enter_context(self.bindings.restored())
             if self.ambient.differs() or self.ambient.casts:
                 stack.enter_context(self.ambient.restored())
+            if self.trace is not None and self.trace.generators:
+                stack.enter_context(self.trace.generators_rewound())
             if self.trace is not None and self.settled and not self.trace.loose:
-                check = self.region.determinism_check
                 replay = _trace.Replay(
-                    self.trace, early_stop=True, check=check != "none", digest=self.region.digest
+                    self.trace,
+                    early_stop=True,
+                    check=self.region.determinism_check != "none",
+                    digest=self.region.digest,
+                    part=self._part_of(self.trace),
                 )
                 if self.ambient.casts:
                     replay.uncached = self._uncached(_tree.split(_tree.flatten((args, kwargs))[0])[0])
@@ -327,21 +398,35 @@ class Frame:
             stack.callback(_torch.pop_hooks)
             yield
 
+    def _part_of(self, trace: _trace.Trace) -> tuple[set[int], int] | None:
+        """What to run for the packed values in `self.part`."""
+        if self.part is None:
+            return None
+        packs = [i for i in self.part if i not in self.direct]
+        found = trace.part({at for i in packs if (at := self.packed_at[i]) is not None})
+        if found is None:
+            self.part = None
+            return None
+        ops, end = found
+        return ops, max([end, *(self.metas[i][4] for i in packs)])
+
     def repack(self, tensor: torch.Tensor) -> torch.Tensor:
         at = self.count
         self.count = at + 1
         if at >= len(self.metas):
             raise RematError(
                 self._differs(
-                    f"it packed more than the {len(self.metas)} values for the backward that the forward packed"
+                    f"it packed more than the {len(self.metas)} values for the backward that the forward "
+                    "packed"
                 )
             )
-        if at not in self.direct:
+        if at not in self.direct and (self.part is None or at in self.part):
             self._check(at, tensor)
             self.values[at] = tensor.detach()
         if at + 1 == len(self.metas) and not self.inner and self.trace is None:
             raise _trace.Stop
-        # An op's own result, packed as it is, would hold on to the op that holds it: nothing frees that cycle.
+        # An op's own result, packed as it is, would hold on to the op that holds it: nothing frees that
+        # cycle.
         return tensor.detach()
 
     def _check(self, at: int, tensor: torch.Tensor) -> None:
@@ -351,7 +436,8 @@ class Frame:
         if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
             raise RematError(
                 self._differs(
-                    f"value {at} that it packs for the backward is {tensor.dtype}{list(tensor.shape)} on {tensor.device}, "
+                    f"value {at} that it packs for the backward is {tensor.dtype}{list(tensor.shape)} on "
+                    f"{tensor.device}, "
                     f"in the forward it was {dtype}{list(shape)} on {device}"
                 )
             )
@@ -361,7 +447,7 @@ class Frame:
     def _rebuild(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         leaves = list(self.leaves)
         for i, held in zip(self.arguments, self.held, strict=True):
-            tensor = held.get(self.region.name)
+            tensor = held.get(self, i)
             leaves[i] = tensor.requires_grad_() if held.requires_grad else tensor
             if self.ambient.casts and not held.leaf and held.requires_grad:
                 # Autocast caches casts of leaves, and this one was none in the forward.
@@ -369,20 +455,36 @@ class Frame:
                     leaves[i] = tensor.view_as(tensor)
         return _tree.unflatten(leaves, self.spec)
 
+    def path(self, at: int | None, tensor: torch.Tensor) -> str | None:
+        """What the user calls the argument leaf number `at`, or a captured tensor."""
+        if at is None:
+            return _paths.of_captured(self.region.function, tensor)
+        return _paths.of_arguments(self.region.function, self.spec).get(at)
+
     def _forget(self) -> None:
         self.values = {}
 
     def _differs(self, what: str) -> str:
         return (
-            f"the recomputation of region {self.region.name!r} does not repeat its forward: {what}, at {_ops.user_line()}. "
-            "(a) The function reads something that changed in between (a global, an attribute, a counter); (b) it is random in a "
+            f"the recomputation of region {self.region.name!r} does not repeat its forward: {what}, at "
+            f"{_ops.user_line()}. "
+            "(a) The function reads something that changed in between (a global, an attribute, a counter); "
+            "(b) it is random in a "
             "way torch does not restore; (c) an argument was changed. Make it depend on its arguments only."
         )
 
 
-def unpack(handle: tuple[Frame, int]) -> torch.Tensor:
-    frame, at = handle
-    return frame.get(at)
+class Handle:
+    """What autograd holds in the place of a value."""
+
+    __slots__ = ("__weakref__", "at", "frame")
+
+    def __init__(self, frame: Frame, at: int) -> None:
+        self.frame, self.at = frame, at
+
+
+def unpack(handle: Handle) -> torch.Tensor:
+    return handle.frame.get(handle.at)
 
 
 def _forget(frame: weakref.ref[Frame]) -> None:
@@ -408,14 +510,20 @@ def _stop_enclosing(hooks: tuple[Any, Any] | None) -> None:
         raise _trace.Stop
 
 
+def enclosed() -> bool:
+    """Whether the saved-tensor hooks in force are those of a region."""
+    hooks = _torch.top_hooks()
+    return hooks is not None and isinstance(getattr(hooks[0], "__self__", None), Frame)
+
+
 def _enclosing_keeps() -> bool:
-    """Whether a region around this one keeps values, which this one must then not recompute."""
+    """Whether a region around this one may keep values, which this one must then not recompute."""
     mode = _trace.enclosing()
-    while mode is not None:
-        if mode.trace.kept_any:
+    trace = None if mode is None else mode.trace
+    while trace is not None:
+        if trace.selective:
             return True
-        parent = mode.trace.parent
-        return parent is not None and parent[0].kept_any
+        trace = None if trace.parent is None else trace.parent[0]
     return False
 
 

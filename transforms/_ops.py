@@ -29,7 +29,7 @@ _ATEN_OUTSIDE = ("_assert", "sym_constrain", "_print", "_functional_assert")
 # In a checkout transforms/ is reached through a link, so that it has two spellings.
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _HIDDEN = (os.path.dirname(torch.__file__), os.path.dirname(_HERE), os.path.realpath(_HERE))
-# Batch norm writes its running statistics without saying so in its schema: (positions, position of `training`).
+# Batch norm writes its running statistics without saying so in its schema: (where, where the flag is).
 _HIDDEN_WRITES = {
     _aten.native_batch_norm.default: ((3, 4), 5),
     _aten.cudnn_batch_norm.default: ((3, 4), 5),
@@ -99,7 +99,8 @@ def _basename(op: Any) -> str:
 
 
 def is_shape_arithmetic(args: tuple[Any, ...]) -> bool:
-    """Whether a call computes sizes only, on the meta device: torch does so for tangents known to be zero, or not."""
+    """Whether a call computes sizes only, on the meta device: torch does so for tangents known to be zero, "
+    "or not."""
     return bool(args) and isinstance(args[0], torch.Tensor) and args[0].is_meta
 
 

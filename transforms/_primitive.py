@@ -1,16 +1,16 @@
 """Recomputation under functorch levels: a function as a primitive, with rules for grad, vmap and jvp.
 
-`call(prim, operands)` peels the levels off one by one, from the innermost, and runs the function below all of them:
+`call(prim, operands)` peels the levels off one by one, from the innermost, and runs the function below all:
 
 - vmap: the primitive of the batched function;
 - jvp: the primitive of the function that also makes the tangents (no second evaluation, as in JAX);
-- grad: a node that holds the operands; its backward calls another primitive, the pull-back, which recomputes. So any
-  nesting follows from three rules, and second order is as lean as first.
+- grad: a node that holds the operands; its backward calls another primitive, the pull-back, which recomputes.
+  So any nesting follows from three rules, and second order is as lean as first.
 
-`torch.autograd.Function` offers the same three rules, but its jvp rule evaluates the function a second time, and
-torch.func.grad always differentiates with create_graph=True: what an ordinary backward recomputes is recorded again at
-that level, and nothing is saved (FACTS section 2). Here the pull-back of a level leaves no record at its own level.
-Peeling by hand follows torch._functorch.autograd_function.
+`torch.autograd.Function` offers the same three rules, but its jvp rule evaluates the function a second time,
+and torch.func.grad always differentiates with create_graph=True: what an ordinary backward recomputes is
+recorded again at that level, and nothing is saved (FACTS section 2). Here the pull-back of a level leaves no
+record at its own level. Peeling by hand follows torch._functorch.autograd_function.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 from torch.autograd import forward_ad
 
 from remat.transforms import _observe, _torch, _trace
+from remat.transforms._ends import Ends
 from remat.transforms._errors import RematError
 from remat.transforms._region import Region, recomputing
 from remat.transforms._state import Ambient, RandomState
@@ -41,6 +42,15 @@ class Residuals:
         self.random: RandomState | None = None
         self.outside: set[int] | None = None  # storages from outside that autograd itself reads
         self.written: Any = None  # in a traced graph: what its `World` noted in the forward
+        self.ends: Ends | None = None  # the results, where they do not all need the same values
+        self.packed: list[tuple[int, int]] = []  # (op that made a value, autograd node that saved it)
+
+    def part(self, present: Sequence[int] | None) -> tuple[set[int], int] | None:
+        """What of the trace a pull-back from the results at `present` needs; None for all of it."""
+        if self.ends is None or self.trace is None or present is None:
+            return None
+        idle = self.ends.idle_without(present)
+        return self.trace.part({made for made, owner in self.packed if owner not in idle}) if idle else None
 
     def needs(self, tensor: torch.Tensor) -> bool:
         """Whether the pull-back reads this operand."""
@@ -69,8 +79,10 @@ class Family:
     region: Region
     ambient: Ambient
     world: World | None = None  # None is eager
-    # Set while the recorded forward runs: the hook that watches what autograd would save.
+    # Set while the recorded forward runs: the hook that watches what autograd would save, and what to do with
+    # the results.
     watch: Callable[[torch.Tensor], Any] | None = None
+    made: Callable[[Tensors], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -79,12 +91,13 @@ class Prim:
 
     Attributes:
         body: the function.
-        recorded: the function as the nodes above want it recorded (see `_as_differentiated`), None when no node does.
+        recorded: the function as the nodes above want it recorded (see `_as_differentiated`), None when none.
         family: what it shares with its relatives.
         pulls: whether this is a pull-back, which recomputes.
         sinks: forward only: where the recorded run leaves its residuals.
         source: pull-back only: the residuals to use.
         own_level: pull-back only: the functorch level whose backward this is, or None.
+        present: pull-back only: the results of the region that have a cotangent, or None for all.
         cotangents: pull-back only: which of the operands are its cotangents.
         dual: whether tangents are computed along; then op sequences cannot be compared (`Trace.loose`).
     """
@@ -96,6 +109,7 @@ class Prim:
     sinks: tuple[Residuals, ...] = ()
     source: Residuals | None = None
     own_level: int | None = None
+    present: tuple[int, ...] | None = None
     dual: bool = False
     cotangents: tuple[int, int] = (0, 0)
 
@@ -131,7 +145,7 @@ def _grad_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor,
         return tuple([_torch.wrap_for_grad(t, number) for t in outs])
     node = _LevelPull if prim.own_level == number else _LevelNode
     with _torch.enable_single_level_autograd_function():
-        return node.apply(prim, level, *operands)
+        return node.apply(prim, level, *operands)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _tracked(tensor: torch.Tensor, level: int) -> bool:
@@ -175,7 +189,7 @@ def _jvp_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, 
     duals = [forward_ad.unpack_dual(t) if _torch.level_of(t) == number else (t, None) for t in operands]
     primals = [_torch.unwrap_for_grad(p, number) for p, _ in duals]
     at = [i for i, (_, t) in enumerate(duals) if t is not None]
-    tangents = [_torch.unwrap_for_grad(duals[i][1], number) for i in at]
+    tangents = [_torch.unwrap_for_grad(t, number) for _, t in duals if t is not None]
     if not at:
         with level.lower():
             outs = call(prim, primals)
@@ -201,9 +215,10 @@ def _with_tangents(body: Body, count: int, at: list[int], split: list[list[int]]
         def of(*moving: torch.Tensor) -> Any:
             return _smooth_first(body(*_merged(primals, at, moving)), split)
 
-        smooth, out_tangents, rest = torch.func.jvp(
-            of, tuple(primals[i] for i in at), tuple(tangents), has_aux=True
-        )
+        with _torch.hooks_aside():
+            # torch's stub gives the result two possible lengths.
+            made: Any = torch.func.jvp(of, tuple(primals[i] for i in at), tuple(tangents), has_aux=True)
+        smooth, out_tangents, rest = made
         return (*_reassemble(smooth, rest, split[0]), *out_tangents)
 
     return dual
@@ -250,7 +265,7 @@ def _recorded(prim: Prim, mask: list[int]) -> tuple[Prim, Residuals | None]:
     if prim.pulls:
         return prim, None
     residuals = Residuals()
-    recorded = _as_differentiated(prim.recorded or prim.body, mask)
+    recorded = _as_differentiated(prim.recorded or prim.body, mask, prim.family)
     return replace(prim, recorded=recorded, sinks=(*prim.sinks, residuals)), residuals
 
 
@@ -266,7 +281,10 @@ def _backward(ctx: Any, cotangents: tuple[Any, ...], level: int | None) -> list[
     dead = level is not None and any(_torch.is_dead(t) for t in saved)
     # A pull-back of a pull-back recomputes the same forward, so the same residuals serve.
     source = ctx.residuals or ctx.prim.source
-    pull = Prim(body, ctx.prim.family, pulls=True, source=source, own_level=None if dead else level)
+    # A second derivative still pulls back from the same results of the region.
+    ends = ctx.prim.present if ctx.prim.pulls else tuple(present)
+    own = None if dead else level
+    pull = Prim(body, ctx.prim.family, pulls=True, source=source, own_level=own, present=ends)
     pull = replace(pull, cotangents=(len(saved), len(saved) + len(present)))
     made = call(pull, [*saved, *[cotangents[i] for i in present]])
     if ctx.residuals is not None and not _torch.graph_kept():
@@ -330,7 +348,8 @@ class _LevelNode(_torch.SingleLevelFunction):
 
 
 class _LevelPull(_torch.SingleLevelFunction):
-    """The pull-back at the level it belongs to: it keeps nothing, torch.func never differentiates it there."""
+    """The pull-back at the level it belongs to: it keeps nothing, torch.func never differentiates it "
+    "there."""
 
     @staticmethod
     def forward(ctx: Any, prim: Prim, level: Any, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -340,8 +359,10 @@ class _LevelPull(_torch.SingleLevelFunction):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise RematError(
-            f"region {ctx.name!r} is differentiated twice at one level of torch.func (torch.autograd.grad inside a "
-            "torch.func transform). Nest the transforms instead: torch.func.grad of a function that calls torch.func.grad."
+            f"region {ctx.name!r} is differentiated twice at one level of torch.func (torch.autograd.grad "
+            "inside a "
+            "torch.func transform). Nest the transforms instead: torch.func.grad of a function that calls "
+            "torch.func.grad."
         )
 
 
@@ -370,7 +391,8 @@ def _hollow(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _filled(operands: Tensors) -> Any:
-    """Give hollow operands memory (of any content) for as long as the function runs: it may look, it must not crash."""
+    """Give hollow operands memory (of any content) for as long as the function runs: it may look, it must "
+    "not crash."""
     hollow = [t for t in operands if t.numel() and _storage_bytes(t) == 0]
     for tensor in hollow:
         last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -392,20 +414,29 @@ def _storage_bytes(tensor: torch.Tensor) -> int:
 # -- bodies -------------------------------------------------------------------------------------------
 
 
-def _as_differentiated(body: Body, mask: list[int]) -> Body:
+def _as_differentiated(body: Body, mask: list[int], family: Family) -> Body:
     """`body`, run the way its pull-back will run it (torch picks other kernels where it differentiates)."""
+
+    def note(outs: Tensors) -> None:
+        if family.made is not None:
+            family.made(outs)
 
     def run(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         split: list[list[int]] = [[]]
         if not _torch.in_transform():
             with torch.enable_grad():
                 outs = body(*_merged(operands, mask, [_leaf(operands[i]) for i in mask]))
+            note(outs)
             return tuple([t.detach() for t in outs])
 
         def of(*moving: torch.Tensor) -> Any:
-            return _smooth_first(body(*_merged(operands, mask, moving)), split)
+            outs = body(*_merged(operands, mask, moving))
+            note(outs)
+            return _smooth_first(outs, split)
 
-        smooth, _, rest = torch.func.vjp(of, *[operands[i] for i in mask], has_aux=True)
+        with _torch.hooks_aside():
+            made: Any = torch.func.vjp(of, *[operands[i] for i in mask], has_aux=True)
+        smooth, _, rest = made
         return tuple(_reassemble(smooth, rest, split[0]))
 
     return run
@@ -415,8 +446,8 @@ def _as_differentiated(body: Body, mask: list[int]) -> Body:
 class _PullBack:
     """(operands, cotangents of the outs at `present`) -> gradients of the operands at `mask`.
 
-    `over` holds the vmaps that see cotangents only, from the innermost: there the function is recomputed once, outside,
-    and only the pulling is batched. (jacrev is such a vmap.)
+    `over` holds the vmaps that see cotangents only, from the innermost: there the function is recomputed
+    once, outside, and only the pulling is batched. (jacrev is such a vmap.)
     """
 
     body: Body
@@ -435,7 +466,9 @@ class _PullBack:
         def of(*moving: torch.Tensor) -> Any:
             return _smooth_first(self.body(*_merged(operands, self.mask, moving)), split)
 
-        smooth, vjp, _ = torch.func.vjp(of, *[operands[i] for i in self.mask], has_aux=True)
+        with _torch.hooks_aside():
+            made: Any = torch.func.vjp(of, *[operands[i] for i in self.mask], has_aux=True)
+        smooth, vjp, _ = made
         _forward_done()
 
         def pull(*cotangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -577,25 +610,33 @@ def _execute_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
     selector = region.selector() if region.selector else None
     record = region.record(trace, selector, operands)
     random = RandomState(operands) if region.preserve_rng_state else None
-    wanted: set[int] = set()
     outside: set[int] = set()
+    packed: list[tuple[int, int]] = []
+    ends: list[Ends] = []
+    start = _torch.next_node()
 
     def watch(tensor: torch.Tensor) -> None:
         bottom = _torch.unwrapped(tensor)
         made = record.find(bottom)
         if made is None or record.from_outside(made):
             outside.add(_trace.storage(bottom))
-        wanted.update(() if made is None else (made,))
+        if made is not None:
+            packed.append((made, _torch.next_node() - 1))
 
-    family.watch = watch
+    family.watch, family.made = watch, lambda outs: ends.append(Ends(outs, start)) if len(outs) > 1 else None
     try:
         with selector.watching() if selector else contextlib.nullcontext(), record:
             outs = (prim.recorded or prim.body)(*operands)
     finally:
-        watched, family.watch = family.watch is not None, None
-    trace.settle(wanted if watched else None)
+        watched, family.watch, family.made = family.watch is not None, None, None
+    trace.settle({made for made, _ in packed} if watched else None)
+    if watched:
+        trace.also_reads(outside)
     for sink in prim.sinks:
         sink.trace, sink.random, sink.outside = trace, random, outside if watched else None
+        # Of several levels that differentiate, each has its own graph: then all is needed.
+        if watched and len(ends) == 1 and ends[0].differ:
+            sink.ends, sink.packed = ends[0], packed
     if selector:
         selector.finished(trace)
     if _observe.listening():
@@ -622,11 +663,15 @@ def _execute_pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
         if source is not None and source.random is not None:
             stack.callback(source.random.again().restore)
             source.random.restore()
+        if source is not None and source.trace is not None and source.trace.generators:
+            stack.enter_context(source.trace.generators_rewound())
         replay = None
         if source is not None and source.trace is not None:
-            source.trace.check_unwritten()
+            source.trace.check_unwritten(family.region.function)
         if source is not None and source.trace is not None and not source.trace.loose:
             check = family.region.determinism_check != "none"
-            replay = _trace.Replay(source.trace, early_stop=False, check=check, digest=family.region.digest)
+            part = source.part(prim.present)
+            digest = family.region.digest
+            replay = _trace.Replay(source.trace, early_stop=False, check=check, digest=digest, part=part)
         stack.enter_context(replaying(replay))
         return tuple(prim.body(*operands))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch._C import _autograd as _autograd_c
-from torch._C import _functorch as _functorch_c
+from torch._C import _functorch as _functorch_c  # pyright: ignore[reportAttributeAccessIssue]
 from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import (
     retrieve_current_functorch_interpreter,
@@ -20,6 +20,7 @@ from torch._functorch.pyfunctorch import (
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._functorch.vmap import restore_vmap
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "GRAD",
@@ -33,11 +34,12 @@ __all__ = [
 
 # -- functorch levels ---------------------------------------------------------------------------------
 # torch has no public way to write a rule for "a function under grad / vmap / jvp" other than
-# autograd.Function, whose jvp rule evaluates the function a second time. custom_function_call is built
-# from these same names.
+# autograd.Function, whose jvp rule evaluates the function a second time. custom_function_call is built from
+# these same names.
 GRAD, JVP, VMAP = TransformType.Grad, TransformType.Jvp, TransformType.Vmap
 SingleLevelFunction = torch.autograd.function._SingleLevelFunction
 forward_grad_enabled = _set_fwd_grad_enabled
+_unpack_dual: Callable[..., Any] = torch._unpack_dual  # pyright: ignore[reportPrivateImportUsage]
 
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 wrap_for_grad: Callable[[torch.Tensor, int], torch.Tensor] = _functorch_c._wrap_for_grad
@@ -48,7 +50,7 @@ is_wrapped: Callable[[torch.Tensor], bool] = _functorch_c.is_functorch_wrapped_t
 is_dead: Callable[[torch.Tensor], bool] = _functorch_c.is_dead_tensor_wrapper
 is_batched: Callable[[torch.Tensor], bool] = _functorch_c.is_batchedtensor
 level_of: Callable[[torch.Tensor], int] = _functorch_c.maybe_get_level
-add_batch_dim: Callable[[torch.Tensor, int, int], torch.Tensor] = _functorch_c._add_batch_dim
+add_batch_dim: Callable[[torch.Tensor, int | None, int], torch.Tensor] = _functorch_c._add_batch_dim
 unwrap_batched: Callable[[torch.Tensor, int], tuple[torch.Tensor, int | None]] = _functorch_c._unwrap_batched
 
 
@@ -85,11 +87,14 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 
 # -- saved-tensor hooks -------------------------------------------------------------------------------
-# The context manager of torch.autograd.graph costs a Python object and a generator a region; a region
-# may pass 24 times a step, so the frame pushes and pops by hand.
+# The context manager of torch.autograd.graph costs a Python object and a generator a region; a region may
+# pass 24 times a step, so the frame pushes and pops by hand.
 push_hooks: Callable[[Any, Any], None] = _autograd_c._push_saved_tensors_default_hooks
 pop_hooks: Callable[[], None] = _autograd_c._pop_saved_tensors_default_hooks
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
+engine_runs: Callable[[Any], bool] = torch._C._will_engine_execute_node
+# The number that this thread's next autograd node gets.
+next_node: Callable[[], int] = torch.autograd._get_sequence_nr  # pyright: ignore[reportPrivateImportUsage]
 graph_kept: Callable[[], bool] = _autograd_c._get_current_graph_task_keep_graph
 
 
@@ -101,6 +106,21 @@ def top_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
 def watched() -> bool:
     """Whether saved-tensor hooks or a dispatch mode follow what runs here, as an enclosing region does."""
     return top_hooks() is not None or torch._C._len_torch_dispatch_stack() > 0
+
+
+@contextlib.contextmanager
+def hooks_aside() -> Iterator[None]:
+    """Take all saved-tensor hooks off for a while: the engine's own use of torch.func would be refused "
+    "under them."""
+    taken = []
+    while (pair := top_hooks()) is not None:
+        pop_hooks()
+        taken.append(pair)
+    try:
+        yield
+    finally:
+        for pair in reversed(taken):
+            push_hooks(*pair)
 
 
 def hooks_disabled() -> str | None:
@@ -137,7 +157,8 @@ def engine_grad(
     cotangents: list[torch.Tensor],
     create_graph: bool,
 ) -> tuple[torch.Tensor | None, ...]:
-    """`torch.autograd.grad` with `allow_unused`, without its checks, which take a third of a small step's time."""
+    """`torch.autograd.grad` with `allow_unused`, without its checks, which take a third of a small step's "
+    "time."""
     engine: Any = torch.autograd.Variable._execution_engine
     return engine.run_backward(
         tuple(outputs),
@@ -154,6 +175,20 @@ def at_backward_end(callback: Callable[[], None]) -> None:
     """Run `callback` when the running backward pass ends."""
     # 2.15 has torch.autograd.graph.queue_callback; this spelling works on all.
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+# -- dispatch modes -----------------------------------------------------------------------------------
+class DispatchMode(TorchDispatchMode):
+    """A dispatch mode without the switch that torch wraps around each of its calls.
+
+    The switch turns Dynamo off inside; it costs more than the rest of a call, and imports Dynamo at the first.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 # -- ambient state ------------------------------------------------------------------------------------
@@ -181,7 +216,7 @@ def forward_ad_active(tensors: list[torch.Tensor]) -> bool:
     """Whether a plain `forward_ad.dual_level` is open and one of `tensors` has a tangent."""
     if torch.autograd.forward_ad._current_level < 0:
         return False
-    return any(torch._C._VariableFunctions._unpack_dual(t, level=0)[1] is not None for t in tensors)
+    return any(_unpack_dual(t, level=0)[1] is not None for t in tensors)
 
 
 # -- tracing without data -----------------------------------------------------------------------------
@@ -206,7 +241,8 @@ def is_fake(tensor: Any) -> bool:
 
 @contextlib.contextmanager
 def outside_all_modes() -> Iterator[None]:
-    """Step out of every dispatch mode and functorch level, so that a trace inside leaves no trace in theirs."""
+    """Step out of every dispatch mode and functorch level, so that a trace inside leaves no trace in "
+    "theirs."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
     from torch.utils._python_dispatch import _disable_current_modes
 
@@ -218,7 +254,8 @@ def outside_all_modes() -> Iterator[None]:
 
 
 def levels() -> list[tuple[int, Any, str]]:
-    """The active functorch levels from the outermost: number, kind (GRAD, VMAP, JVP, ...), vmap's randomness."""
+    """The active functorch levels from the outermost: number, kind (GRAD, VMAP, JVP, ...), vmap's "
+    "randomness."""
     stack = _functorch_c.get_interpreter_stack() or []
     found = []
     for level in stack:
@@ -310,8 +347,8 @@ def partitioner_choice(
 ) -> list[str]:
     """Names of the nodes that torch's min-cut partitioner would save, without extracting the two halves.
 
-    `min_cut_rematerialization_partition` up to the point where the choice is made; `results` counts the forward
-    outputs, `held` are positions of the placeholders that are parameters.
+    `min_cut_rematerialization_partition` up to the point where the choice is made; `results` counts the
+    forward outputs, `held` are positions of the placeholders that are parameters.
     """
     from torch._functorch import config, partitioners
     from torch._functorch.compile_utils import fx_graph_cse

@@ -1,8 +1,8 @@
 """Watching a region's ops in its forward, and running again only those that the backward reads.
 
 `Record` and `Replay` are dispatch modes. They see aten ops below autograd and below functorch, so one pair
-serves plain autograd, `torch.func` at any depth, and graphs being traced. Which values are kept is a callback's
-matter (`decide`): nothing here knows of policies.
+serves plain autograd, `torch.func` at any depth, and graphs being traced. Which values are kept is a
+callback's matter (`decide`): nothing here knows of policies.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat.transforms import _ops, _torch
+from remat.transforms import _ops, _paths, _torch
 from remat.transforms._errors import RematError
 
 RECOMPUTE, OFFLOAD, SAVE = 0, 1, 2
@@ -40,6 +39,7 @@ class Node:
         "digest",
         "draws",
         "external",
+        "graded",
         "kept",
         "name",
         "op",
@@ -54,6 +54,7 @@ class Node:
     external: tuple[int, ...]  # ids of tensors it reads that come from outside the region
     outs: Any  # results as placeholders can be made of them: metadata, or plain values
     root: int  # the node whose storage the result lives in, _OUTSIDE for a view of an outside tensor
+    graded: bool  # whether gradients were on
     draws: bool  # whether it advances a random number generator
     verdict: int  # RECOMPUTE, OFFLOAD or SAVE
     kept: Any  # what was saved of it, None when nothing
@@ -91,32 +92,42 @@ class Trace:
         self.arguments: set[int] = set()  # storages of the region's arguments
         self.inner: list[tuple[int, int]] = []  # the ops of regions inside this one
         self.parent: tuple[Trace, int] | None = None
-        self.kept_any = False
+        self.selective = False  # whether anything may be kept
         self.last = -1  # the last op of the recomputation that does anything
         self.end = 0  # how many ops must have passed before all that is wanted has been seen
         self.needed_externals: set[int] = set()
         self.needed_storages: set[int] | None = None
         self.written: set[int] = set()  # nodes whose storage some op writes to
-        # Forward-mode derivatives inside: torch leaves out tangents known to be zero, by rules that differ between the
-        # passes, so that op sequences cannot be compared. Such a region is recomputed whole.
+        # Forward-mode derivatives inside: torch leaves out tangents known to be zero, by rules that differ
+        # between the passes, so that op sequences cannot be compared. Such a region is recomputed whole.
         self.loose = False
         self.opaque = False  # whether something computed that torch's dispatcher did not see
+        # Sharded parameters are gathered inside, without gradients, and not in both passes (FSDP2's hooks see
+        # to it that they are there): what runs without gradients is then left out of the sequence, and
+        # nothing is skipped.
+        self.sharded = False
+        self.generators: dict[torch.Generator, torch.Tensor] = {}  # explicit ones, with their state before
 
     def settle(self, wanted: Iterable[int] | None, end: int = 0) -> None:
         """Decide for every op whether it runs again, given the nodes whose values the backward reads.
 
-        None means "not known": then all run. Afterwards only values that are read are held. Autograd saved the
-        last of those values when `end` ops had run.
+        None means "not known": then all run. Afterwards only values that are read are held. Autograd saved
+        the last of those values when `end` ops had run.
         """
         if self.loose:
             for node in self.nodes:
                 node.kept = None
             wanted, self.inner, self.parent, self.opaque = None, [], None, True
+        self.opaque = self.opaque or self.sharded
         live = self._reach(range(len(self.nodes)) if wanted is None else wanted)
         self._add_forced(live)
         if any(live.values()) and self._is_opaque(live):
             self.opaque = True
-            live = {i: node.draws or not self._saved(i) for i, node in enumerate(self.nodes)}
+            live = {
+                i: node.draws or not self._saved(i)
+                for i, node in enumerate(self.nodes)
+                if not self.passes(node)
+            }
         written = self._written_roots(live)
         for i, node in enumerate(self.nodes):
             if i not in live:
@@ -134,6 +145,17 @@ class Trace:
         if not any(live.values()):
             self.last = -1
         self.end = max(end, self.last + 1)
+
+    def part(self, wanted: Iterable[int]) -> tuple[set[int], int] | None:
+        """The ops that a backward needs which reads only these values, and where they end; None for all of "
+        "them."""
+        if self.loose or self.opaque:
+            return None
+        live = self._reach(wanted)
+        self._add_forced(live)
+        if any(live.values()) and self._is_opaque(live):
+            return None
+        return set(live), max(live, default=-1) + 1
 
     def _reach(self, wanted: Iterable[int]) -> dict[int, bool]:
         """Nodes the values in `wanted` depend on, up to kept ones: True runs, False is kept."""
@@ -171,8 +193,8 @@ class Trace:
     def _add_forced(self, live: dict[int, bool]) -> None:
         """Ops that must run although nobody reads them.
 
-        Collectives; draws before a draw that runs; and regions inside this one, which in the recomputation run a
-        forward of their own (so that k nested regions run the inner function 1 + k times, as in JAX).
+        Collectives; draws before a draw that runs; and regions inside this one, which in the recomputation
+        run a forward of their own (so that k nested regions run the inner function 1 + k times, as in JAX).
         """
         for start, stop in self.inner:
             live.update((j, r) for j, r in self._reach(range(start, stop)).items() if j not in live)
@@ -192,9 +214,9 @@ class Trace:
     def _is_opaque(self, live: dict[int, bool]) -> bool:
         """Whether a needed value came about unseen: by a raw kernel, or through NumPy.
 
-        A raw kernel (Triton, a pybind extension) fills memory that an `empty` made; what it read is unknown. An outside
-        tensor that is gone by now was made inside the region, by something that is no torch op. In both cases
-        nothing may be skipped.
+        A raw kernel (Triton, a pybind extension) fills memory that an `empty` made; what it read is unknown.
+        An outside tensor that is gone by now was made inside the region, by something that is no torch op. In
+        both cases nothing may be skipped.
         """
         if self.opaque:
             return True
@@ -215,6 +237,10 @@ class Trace:
             self.nodes[i].root for i, runs in live.items() if runs and _ops.traits(self.nodes[i].op).writes
         }
 
+    def passes(self, node: Node) -> bool:
+        """Whether the op is left out of the sequence (see `sharded`)."""
+        return self.sharded and not node.graded
+
     def _release(self, node: Node) -> None:
         if not node.shared:
             node.kept = None
@@ -222,8 +248,12 @@ class Trace:
     @property
     def dense(self) -> bool:
         """Whether running the function up to its last needed op does nothing needless, and writes nothing."""
-        return not self.snapshots and all(
-            n.action == RUN or _ops.traits(n.op).view for n in self.nodes[: self.end]
+        return (
+            not self.snapshots
+            and not self.generators
+            and all(
+                n.action == RUN or self.passes(n) or _ops.traits(n.op).view for n in self.nodes[: self.end]
+            )
         )
 
     def reads(self, tensor: torch.Tensor) -> bool:
@@ -231,6 +261,18 @@ class Trace:
         if self.needed_storages is None:
             self.needed_storages = {self.externals[key][2] for key in self.needed_externals}
         return storage(tensor) in self.needed_storages
+
+    @contextlib.contextmanager
+    def generators_rewound(self) -> Iterator[None]:
+        """Put the generators that the region was handed explicitly back to where its forward found them."""
+        now = [(generator, generator.get_state()) for generator in self.generators]
+        try:
+            for generator, state in self.generators.items():
+                generator.set_state(state)
+            yield
+        finally:
+            for generator, state in now:
+                generator.set_state(state)
 
     def kept_bytes(self) -> int:
         """Bytes of the values kept on their device, views of one storage counted once."""
@@ -240,30 +282,44 @@ class Trace:
                 sizes[_torch.storage_key(tensor)] = tensor.untyped_storage().nbytes()
         return sum(sizes.values())
 
-    def check_unwritten(self) -> None:
-        """Raise when an outside tensor that the recomputation reads was written to since the forward."""
+    def also_reads(self, storages: set[int]) -> None:
+        """Note that autograd itself reads outside tensors with these storages."""
+        self.needed_externals.update(
+            key for key, (_, _, where) in self.externals.items() if where in storages
+        )
+
+    def check_unwritten(self, function: Callable[..., Any]) -> None:
+        """Raise when an outside tensor that the recomputation of `function` reads was written to since the "
+        "forward."""
         for key in self.needed_externals:
             ref, version, _ = self.externals[key]
             tensor = ref()
             if tensor is not None and key not in self.snapshots and _version(tensor) != version:
-                raise RematError(written(self.region, tensor))
+                raise RematError(written(self.region, tensor, _paths.of_captured(function, tensor)))
 
 
-def written(region: str, tensor: torch.Tensor) -> str:
-    """The message for a tensor written between forward and backward."""
+def written(region: str, tensor: torch.Tensor, path: str | None = None) -> str:
+    """The message for a tensor written between forward and backward; `path` is what the user calls it."""
+    what = (
+        f"`{path}`, a {tuple(tensor.shape)} {tensor.dtype} tensor"
+        if path
+        else f"a {tuple(tensor.shape)} {tensor.dtype} tensor"
+    )
     return (
-        f"region {region!r} reads a {tuple(tensor.shape)} {tensor.dtype} tensor that was written in place between its forward "
-        "and its backward, so the recomputation would see another value. Write out of place (`x = x + 1`), pass a "
-        "`.clone()` into the region, or run the backward first."
+        f"region {region!r} reads {what} that was written in place between its forward and its backward, so "
+        "the "
+        "recomputation would see another value. Write out of place (`x = x + 1`), pass a `.clone()` into the "
+        "region, or run "
+        "the backward first."
     )
 
 
-class _Mode(TorchDispatchMode):
+class _Mode(_torch.DispatchMode):
     """Shared by recording and replaying: a stack of those active, and silence for the engine's own ops."""
 
-    supports_higher_order_operators = True
-    # Under autocast torch caches casts of leaves, across regions: whether such a cast happens in a forward and in
-    # its recomputation is chance. They are left out of the sequence. The ids of arguments that torch does not cache.
+    # Under autocast torch caches casts of leaves, across regions: whether such a cast happens in a forward
+    # and in its recomputation is chance. They are left out of the sequence. The ids of arguments that torch
+    # does not cache.
     uncached: set[int] | None = None
 
     def _cached_cast(self, func: Any, args: Any) -> bool:
@@ -342,7 +398,7 @@ class Record(_Mode):
 
     Args:
         trace: where to write.
-        selector: its `decide(node index, node, args, kwargs, outs)` says RECOMPUTE, OFFLOAD or SAVE; None keeps nothing.
+        selector: its `decide(index, node, args, kwargs, outs)` says RECOMPUTE, OFFLOAD or SAVE; or None.
         inputs: the region's argument tensors (which it must not write to).
         digest: a checksum of an op's results to compare bitwise later, or None.
     """
@@ -357,6 +413,7 @@ class Record(_Mode):
         super().__init__()
         self.trace = trace
         self.selector = selector
+        trace.selective = selector is not None
         trace.arguments = {storage(t) for t in inputs}
         trace.meta = any(t.is_meta for t in inputs)
         self.digest = digest
@@ -387,6 +444,9 @@ class Record(_Mode):
             return self._pass(func, args, kwargs)
         if facts.writes:
             self._before_write(func, facts, args, kwargs)
+        if facts.random and (generator := kwargs.get("generator")) is not None:
+            if generator not in self.trace.generators:
+                self.trace.generators[generator] = generator.get_state()
         out = func(*args, **kwargs)
         self._add(func, facts, args, kwargs, out)
         return out
@@ -414,6 +474,15 @@ class Record(_Mode):
         node.op, node.name, node.digest, node.kept = func, None, None, None
         node.verdict, node.action, node.shared, node.copied = RECOMPUTE, RUN, False, False
         self._link_operands(node, args, kwargs)
+        # A look at what was made without gradients belongs to it.
+        node.graded = torch.is_grad_enabled() and not (
+            facts.view
+            and node.deps
+            and not any([nodes[i].graded for i in node.deps])
+            and not any([t.requires_grad for t in _tensors(args)])
+        )
+        if facts.outside and not node.graded:
+            self.trace.sharded = True
         node.root = at
         if facts.view:
             node.root = self._root(args)
@@ -440,7 +509,6 @@ class Record(_Mode):
         elif node.kept is None:
             hold = Boxed if verdict == OFFLOAD else torch.Tensor.detach
             node.kept = quiet(_map_tensors, hold, out)
-            self.trace.kept_any = True
             if verdict == SAVE:
                 self._kept_roots.add(node.root)
             self.kept_bytes += sum(t.numel() * t.element_size() for t in _tensors(out))
@@ -452,7 +520,9 @@ class Record(_Mode):
             return
         self.trace.nodes[at].name = name
         if self.selector is not None:
-            self.selector.name(self, at, tensor, name)
+            # The user's code runs above the levels, what is kept belongs below them.
+            with _torch.below_levels():
+                self.selector.name(self, at, tensor, name)
 
     def find(self, tensor: torch.Tensor) -> int | None:
         """The node that made `tensor` or an alias of it, None for one from outside."""
@@ -461,7 +531,8 @@ class Record(_Mode):
 
     def from_outside(self, at: int) -> bool:
         """Whether node `at` only looks at a tensor from outside."""
-        return self.trace.nodes[at].root == _OUTSIDE
+        node = self.trace.nodes[at]
+        return node.root == _OUTSIDE or self.trace.passes(node)
 
     def shares_kept(self, at: int) -> bool:
         """Whether node `at` only looks into a storage that is kept on this device and never written."""
@@ -521,6 +592,8 @@ class Record(_Mode):
         return root
 
     def _before_write(self, func: Any, facts: _ops.Traits, args: Any, kwargs: Any) -> None:
+        if self.trace.sharded and not torch.is_grad_enabled():
+            return
         for tensor in _targets(facts, args, kwargs):
             at = self._made.get(id(tensor))
             if at is None:
@@ -548,8 +621,10 @@ class Record(_Mode):
 
     def _refuse_write(self, func: Any, tensor: torch.Tensor, how: str) -> str:
         return (
-            f"region {self.trace.region!r} writes with {func} at {_ops.user_line()} into a {tuple(tensor.shape)} "
-            f"{tensor.dtype} tensor from outside the region, {how}. A recomputation would write again. Write out of place, or "
+            f"region {self.trace.region!r} writes with {func} at {_ops.user_line()} into a "
+            f"{tuple(tensor.shape)} "
+            f"{tensor.dtype} tensor from outside the region, {how}. A recomputation would write again. Write "
+            "out of place, or "
             "into a `.clone()` made inside the region."
         )
 
@@ -559,15 +634,25 @@ class Replay(_Mode):
 
     Args:
         trace: a settled trace.
-        early_stop: raise `Stop` at the first op after the last needed one; otherwise ops beyond the trace's end
+        early_stop: raise `Stop` at the first op after the last needed one; otherwise ops beyond that end
             pass through unseen (they belong to the backward).
         check: compare shape, dtype and device of what runs.
         digest: as for `Record`.
+        part: skip what is not in this part of the trace (see `Trace.part`).
     """
 
-    def __init__(self, trace: Trace, *, early_stop: bool, check: bool = True, digest: Any = None) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        *,
+        early_stop: bool,
+        check: bool = True,
+        digest: Any = None,
+        part: tuple[set[int], int] | None = None,
+    ) -> None:
         super().__init__()
         self.trace = trace
+        self.needed, self.end = part or (None, trace.end)
         self.early_stop = early_stop
         self.check = check
         self.digest = digest
@@ -587,8 +672,12 @@ class Replay(_Mode):
             return func(*args, **kwargs)
         if self.uncached is not None and self._cached_cast(func, args):
             return func(*args, **kwargs)
+        if self.trace.sharded:
+            if not torch.is_grad_enabled():
+                return func(*args, **kwargs)
+            self._pass_by()
         at = self.position_
-        if self.early_stop and at >= self.trace.end:
+        if self.early_stop and at >= self.end:
             raise Stop
         if at >= len(self.trace.nodes):
             return func(*args, **kwargs)
@@ -598,20 +687,26 @@ class Replay(_Mode):
             raise RematError(self._differs(at, f"the forward ran {node.op}, the recomputation runs {func}"))
         if self._scratch:
             args, kwargs = _swap((args, kwargs), self._scratch)
-        if node.action == RUN:
-            return self._run(at, node, func, args, kwargs)
-        if node.action == KEPT:
-            return _hand_out(node)
+        if self.needed is None or at in self.needed:
+            if node.action == RUN:
+                return self._run(at, node, func, args, kwargs)
+            if node.action == KEPT:
+                return _hand_out(node)
         if facts.reshapes:
-            # `squeeze_` and the like change the tensor object itself, which later ops look at: skipped or not.
+            # `squeeze_` and the like change the tensor object itself, which later ops look at.
             return func(*args, **kwargs)
         if facts.inplace:
             return next(iter(_targets(facts, args, kwargs)))
         return _placeholders(node.outs)
 
+    def _pass_by(self) -> None:
+        nodes = self.trace.nodes
+        while self.position_ < len(nodes) and self.trace.passes(nodes[self.position_]):
+            self.position_ += 1
+
     def forward_done(self) -> None:
         """What follows belongs to the backward."""
-        if self.position_ < self.trace.end:
+        if self.position_ < self.end:
             raise RematError(
                 self._differs(
                     self.position_,
@@ -632,9 +727,12 @@ class Replay(_Mode):
 
     def _differs(self, at: int, what: str) -> str:
         return (
-            f"the recomputation of region {self.trace.region!r} does not repeat its forward: at op {at}, {what}, at "
-            f"{_ops.user_line()}. (a) The function reads something that changed in between (a global, an attribute, a counter); "
-            "(b) it is random in a way torch does not restore (Python's or NumPy's generator, an explicit torch.Generator); "
+            f"the recomputation of region {self.trace.region!r} does not repeat its forward: at op {at}, "
+            f"{what}, at "
+            f"{_ops.user_line()}. (a) The function reads something that changed in between (a global, an "
+            "attribute, a counter); "
+            "(b) it is random in a way torch does not restore (Python's or NumPy's generator, an explicit "
+            "torch.Generator); "
             "(c) an argument was changed. Make the function depend on its arguments only."
         )
 
@@ -663,7 +761,7 @@ def _tensors(values: Any) -> Iterable[torch.Tensor]:
         yield from _tensors(tuple(values.values()))
 
 
-def _map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+def _map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, (torch.Tensor, Boxed)):
         return function(value)
     if isinstance(value, (tuple, list)):
@@ -672,7 +770,8 @@ def _map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
 
 
 class Meta(tuple):
-    """(shape, stride, dtype, device) of a tensor; a class of its own, so that no plain value looks like one."""
+    """(shape, stride, dtype, device) of a tensor; a class of its own, so that no plain value looks like "
+    "one."""
 
     __slots__ = ()
 

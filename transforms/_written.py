@@ -76,6 +76,7 @@ class GraphRecord(_trace.Record):
         self.given = {_torch.graph_storage(t): i for i, t in enumerate(operands)}
         self.storages: dict[int, int] = {}  # node -> storage of its first result
         self.rewritten: set[int] = set()
+        self.keeps = False  # whether anything was kept but seeds
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -111,7 +112,7 @@ class GraphRecord(_trace.Record):
             # A draw that cannot be repeated from a seed is kept: right, if not small.
             self.judge(node, _trace.SAVE, out)
         elif (shared := _enclosing_value(self, func)) is not None:
-            node.kept, self.trace.kept_any = shared, True
+            node.kept, self.keeps = shared, True
         elif self.selector is not None and (not facts.writes or facts.conditional is not None):
             self.judge(node, self.selector.decide(at, node, args, kwargs, out), out)
 
@@ -122,7 +123,7 @@ class GraphRecord(_trace.Record):
             node.kept = None
         elif node.kept is None:
             node.kept = _trace.quiet(_trace._map_tensors, _put(verdict), out)
-            self.trace.kept_any = True
+            self.keeps = True
 
     def _before_writing(self, storage: int) -> None:
         """Copy what aliases a storage that is about to be written to; copies that nobody reads are dropped."""
@@ -174,7 +175,7 @@ class GraphReplay(_trace._Mode):
         at, self.at = self.at, self.at + 1
         if facts.random and _ops.draws(func, args, kwargs):
             return self._draw(func, args, kwargs)
-        if self.loose or not self.trace.kept_any:
+        if self.loose or not self.record.keeps:
             return func(*args, **kwargs)
         node = self._matching(at, func)
         if node.kept is None or (facts.view and self.record.storages.get(at) in self.record.rewritten):

@@ -1,0 +1,69 @@
+"""Which of a region's results needs which of the values that autograd saves.
+
+A backward may start from some results only; what only the others need is then not recomputed. Saved-tensor
+hooks do not tell for which autograd node a value is packed, but nodes are numbered in the order they are
+made, and a node packs right after it was made.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from remat.transforms import _torch
+
+
+class Ends:
+    """The results of one forward with the autograd nodes behind each.
+
+    Args:
+        outs: tensors among the results.
+        start: the number of the first node that the region made.
+    """
+
+    __slots__ = ("behind", "everything", "outs")
+
+    def __init__(self, outs: Sequence[torch.Tensor], start: int) -> None:
+        self.outs = [weakref.ref(t) for t in outs]
+        self.behind = [_behind(t.grad_fn, start) for t in outs]
+        self.everything: frozenset[int] = frozenset().union(*self.behind)
+
+    @property
+    def differ(self) -> bool:
+        """Whether some result needs less than all of them together."""
+        return sum(1 for nodes in self.behind if nodes) > 1 and any(
+            nodes and nodes != self.everything for nodes in self.behind
+        )
+
+    def idle_without(self, present: Sequence[int]) -> frozenset[int]:
+        """Nodes that no derivative of the results at `present` passes."""
+        return self.everything - frozenset().union(*[self.behind[i] for i in present])
+
+    def idle_now(self) -> frozenset[int]:
+        """Nodes that the backward pass under way does not reach from any result."""
+        present = []
+        for i, ref in enumerate(self.outs):
+            out = ref()
+            # Of a result that is gone nobody knows whether something was computed from it.
+            if out is None or out.grad_fn is None or _torch.engine_runs(out.grad_fn):
+                present.append(i)
+        return self.idle_without(present)
+
+
+def _behind(node: Any, start: int) -> frozenset[int]:
+    found: set[int] = set()
+    stack = [node]
+    while stack:
+        node = stack.pop()
+        if node is None:
+            continue
+        number = node._sequence_nr()
+        # Nodes that accumulate into leaves have the largest number there is.
+        if number < start or number in found:
+            continue
+        found.add(number)
+        stack.extend([following for following, _ in node.next_functions])
+    return frozenset(found)
