@@ -15,6 +15,7 @@ from remat.contexts import PolicySelector
 from remat.policies import Policy, as_policy, save_everything, save_nothing
 from remat.transforms._call import outermost, run, run_transparently
 from remat.transforms._errors import RematError
+from remat.transforms._numbers import register
 from remat.transforms._region import Region
 
 P = ParamSpec("P")
@@ -165,7 +166,7 @@ def _wrap(fn: Callable[..., Any], options: _Options) -> Callable[..., Any]:
     region = options.region(fn, options.policy)
     static = bool(options.numbers or options.names)
     keeps_everything = options.policy == save_everything
-    number = compiled.number(options)
+    number = register(options)
 
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
@@ -177,8 +178,8 @@ def _wrap(fn: Callable[..., Any], options: _Options) -> Callable[..., Any]:
         bound = options.policy.bind(fn, args, kwargs)
         return run(region if bound is options.policy else options.region(fn, bound), args, kwargs)
 
-    # Tracebacks name the region, those of torch.compile too; and what Dynamo keeps for a region's code, and how often it
-    # compiles it, is then no other region's.
+    # Tracebacks name the region, those of torch.compile too; and what Dynamo keeps for a region's code, and
+    # how often it compiles it, is then no other region's.
     rematerialized.__code__ = rematerialized.__code__.replace(co_name=f"region {region.name!r}")
     functools.update_wrapper(rematerialized, fn, updated=())
     if isinstance(fn, torch.nn.Module):

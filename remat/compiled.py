@@ -1,30 +1,21 @@
 """`remat` in code that `torch.compile` traces: what Dynamo sees of a region.
 
-Dynamo hands plain constants on to trace time, no objects. A region that was made before is known there by a number;
-one that is made inside the compiled function, by a description of its policy in plain values.
+Dynamo hands plain constants on to trace time, no objects. A region that was made before is known there by a
+number; one that is made inside the compiled function, by a description of its policy in plain values.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-import weakref
+import types
 from collections.abc import Callable
 from typing import Any
 
 from remat.policies import Policy, save_everything
 from remat.transforms import _compile
 from remat.transforms._call import run_transparently
-
-_made: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
-
-
-def number(thing: Any) -> str:
-    """A number by which `thing` can be found for as long as it lives; a string, as Dynamo makes integers symbolic."""
-    at = str(next(_numbers))
-    _made[at] = thing
-    return at
+from remat.transforms._errors import RematError
+from remat.transforms._numbers import numbered
 
 
 def call(label: str, at: str, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -45,7 +36,7 @@ def wrap(fn: Callable[..., Any], options: Any) -> Callable[..., Any]:
 
 def enter(label: str, at: str, graph: Any) -> Callable[..., Any]:
     """The function of flat operands that runs a region's graph."""
-    return functools.partial(_run, _made[at], label, graph)
+    return functools.partial(_run, numbered(at), label, graph)
 
 
 def enter_described(label: str, spec: Any, graph: Any) -> Callable[..., Any]:
@@ -66,21 +57,28 @@ def _run(options: Any, label: str, graph: Any, *operands: Any) -> Any:
 
 
 def describe(policy: Policy) -> Any:
-    """A policy in values that Dynamo takes for constants: its number if it has one, else its class and fields."""
+    """A policy in values that Dynamo takes for constants: its number if it has one, or class and fields."""
     at = getattr(policy, "number", None)
     if at is not None:
         return at
-    fields = tuple([(name, _plain(getattr(policy, name))) for name in type(policy).__match_args__])
-    return type(policy), fields
+    kind: Any = type(policy)
+    return kind, tuple([(name, _plain(getattr(policy, name))) for name in kind.__match_args__])
 
 
 def _plain(value: Any) -> Any:
-    return ("policy", describe(value)) if isinstance(value, Policy) else ("value", value)
+    if isinstance(value, Policy):
+        return "policy", describe(value)
+    if callable(value) and not isinstance(value, (types.FunctionType, functools.partial)):
+        raise RematError(
+            "remat(policy=...) inside a compiled function got a rule that is no function; make the "
+            "policy outside, policy = checkpoint_policy(rule), and write remat(fn, policy=policy)."
+        )
+    return "value", value
 
 
 def rebuild(description: Any) -> Policy:
     """The policy that `describe` described."""
     if isinstance(description, str):
-        return _made[description]
+        return numbered(description)
     kind, fields = description
     return kind(**{n: rebuild(value) if is_ == "policy" else value for n, (is_, value) in fields})

@@ -1,12 +1,14 @@
 """Regions inside graphs that are being traced for a compiler.
 
-Dynamo sees a region as one call of `torch`'s wrapper operator: it traces the user's function into a graph module, with
-captured tensors lifted to operands, and leaves what is done with it to us. When the graph is then traced below
-autograd, `enter` runs the region's primitive (`_primitive`) there and then, under whatever functorch levels are
+Dynamo sees a region as one call of `torch`'s wrapper operator: it traces the user's function into a graph
+module, with captured tensors lifted to operands, and leaves what is done with it to us. When the graph is
+then traced below autograd, `enter` runs the region's primitive (`_primitive`) there and then, under
+whatever functorch levels are
 active: the recomputation is written out in the graph. A fence on all that the recomputation reads keeps the
 compiler from undoing it.
 
-Here, unlike in eager, nothing has to be skipped, freed or put back: what nobody reads is dead code that the compiler drops.
+Here, unlike in eager, nothing has to be skipped, freed or put back: what nobody reads is dead code that the
+compiler drops.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ def bypass(enter: Callable[..., Any], fn: Callable[..., Any], args: Any, kwargs:
     def apart(*args: Any, **kwargs: Any) -> Any:
         out = fn(*args, **kwargs)
         given = [t for t in torch_pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        # Dynamo would take the argument itself for a result from then on, also where it is what one differentiates by.
+        # Dynamo would take the argument itself for a result from then on, also where it is what one
+        # differentiates by.
         if any([t is leaf for leaf in torch_pytree.tree_leaves(out) for t in given]):
             return torch_pytree.tree_map_only(torch.Tensor, _alias, out)
         return out
@@ -88,16 +91,15 @@ def _run_traced(region: Region, operands: tuple[Any, ...]) -> Any:
 class Graph:
     """A function that Dynamo traced, as a function of flat operands.
 
-    Where it uses torch.func inside, Dynamo has written down the numbers of the levels that were entered; the function
-    runs again below and above other levels, so the numbers are shifted.
+    Where it uses torch.func inside, Dynamo has written down the numbers of the levels that were entered;
+    the function runs again below and above other levels, so the numbers are shifted.
     """
 
     def __init__(self, module: torch.fx.GraphModule) -> None:
         self.module = module
         # How deep the levels were where Dynamo traced the region's call.
-        self.depth = getattr(_local, "traced_depth", None)
-        if self.depth is None:
-            self.depth = _torch.depth()
+        traced = getattr(_local, "traced_depth", None)
+        self.depth: int = _torch.depth() if traced is None else traced
 
     def __call__(self, *operands: Any) -> Any:
         return _Interpreter(self.module, self.depth).run(*operands)
@@ -108,6 +110,12 @@ class _Interpreter(torch.fx.Interpreter):
         super().__init__(module)
         self.traced = traced_depth
         self.shift = _torch.depth() - traced_depth
+        # Every node brings its own; what the nodes made here are tagged with comes on top.
+        self.tags = _torch.tags()
+
+    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
+        with _torch.tagged(self.tags):
+            return super().call_method(target, args, kwargs)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         at = _torch.level_argument(target)
@@ -117,7 +125,8 @@ class _Interpreter(torch.fx.Interpreter):
         # For regions inside this one.
         _local.traced_depth = _torch.depth() - self.shift
         try:
-            return super().call_function(target, args, kwargs)
+            with _torch.tagged(self.tags):
+                return super().call_function(target, args, kwargs)
         finally:
             _local.traced_depth = before
 

@@ -1,9 +1,9 @@
 """An optimization barrier: the identity on a value, ordered after other values.
 
-A recomputation that is written out in a graph repeats the forward op by op. Compilers undo that: common-subexpression
-elimination merges the two, and schedulers fuse or interleave them. A recomputation that starts from `fence(x, cotangents)`
-has other inputs than the forward, and cannot start before the backward has reached it. (JAX puts its
-`optimization_barrier` in the same place, `jax._src.ad_checkpoint`.)
+A recomputation that is written out in a graph repeats the forward op by op. Compilers undo that:
+common-subexpression elimination merges the two, and schedulers fuse or interleave them. A recomputation
+that starts from `fence(x, cotangents)` has other inputs than the forward, and cannot start before the
+backward has reached it. (JAX puts its `optimization_barrier` in the same place, `jax._src.ad_checkpoint`.)
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def _copy(value: torch.Tensor, after: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _like(value: torch.Tensor, after: Sequence[torch.Tensor]) -> torch.Tensor:
-    # By its schema the op makes a new tensor, so functionalization tells the two apart; by its memory it is the same, so
-    # that no later pass writes into what it takes for a buffer of its own.
+    # By its schema the op makes a new tensor, so functionalization tells the two apart; by its memory it is
+    # the same, so that no later pass writes into what it takes for a buffer of its own.
     return value.view_as(value)
 
 

@@ -1,7 +1,8 @@
 """How Inductor compiles the library's own ops: a fence costs nothing, a seeded draw fuses like torch's own.
 
-A second module of private torch names, beside `_torch`: its classes derive from Inductor's, which must not be imported
-until somebody compiles with it. Without it the ops run as they are, right but slower. Tried on 2.13.0 (CPU).
+A second module of private torch names, beside `_torch`: its classes derive from Inductor's, which must not
+be imported until somebody compiles with it. Without it the ops run as they are, right but slower. Tried on
+2.13.0 (CPU).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class _Fence(ir.FallbackKernel):
 
 
 def _lower_fence(value: Any, after: Any) -> Any:
-    # A result of the graph must not share memory with an input of it, and C++ has no second name for a tensor.
+    # A result of the graph must not share memory with an input of it, and C++ has no second name for a
+    # tensor.
     if V.graph.cpp_wrapper or _escapes(V.graph.current_node):
         return fallback_handler(_ops.fence.default, add_to_fallback_set=False)(value, after)
     out: Any = _Fence.create(_ops.fence.default, value, after)
@@ -36,9 +38,7 @@ def _lower_fence(value: Any, after: Any) -> Any:
 
 def _escapes(node: torch.fx.Node) -> bool:
     """Whether a value, or a view of it, is a result of the graph."""
-    return any(
-        user.op == "output" or (_may_alias(user) and _escapes(user)) for user in node.users
-    )
+    return any(user.op == "output" or (_may_alias(user) and _escapes(user)) for user in node.users)
 
 
 def _may_alias(node: torch.fx.Node) -> bool:

@@ -1,8 +1,9 @@
-"""Random numbers that a traced recomputation can draw again: from a seed that the graph keeps, not from a generator.
+"""Random numbers that a traced recomputation can draw again: from a seed that the graph keeps, not from a
+generator.
 
-A generator's state cannot be put back in a graph, and a kept mask costs as much as an activation. So a draw becomes
-a function of a seed, eight bytes that the forward draws from the default generator. Ops that are not in the table
-below have their results kept.
+A generator's state cannot be put back in a graph, and a kept mask costs as much as an activation. So a draw
+becomes a function of a seed, eight bytes that the forward draws from the default generator. Ops that are
+not in the table below have their results kept.
 """
 
 from __future__ import annotations
@@ -68,9 +69,9 @@ def refuse_generator(region: str, func: Any, args: Any, kwargs: Any) -> None:
     """Raise for a call that draws from a generator of the user's, whose state no graph can put back."""
     if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
         raise RematError(
-            f"region {region!r} draws with {func} from an explicit torch.Generator, at {_ops.user_line()}. In a compiled graph "
-            "its state cannot be put back for the recomputation. Draw outside the region and pass the numbers in, or leave "
-            "generator= out."
+            f"region {region!r} draws with {func} from an explicit torch.Generator, at {_ops.user_line()}. "
+            "In a compiled graph its state cannot be put back for the recomputation. Draw outside the region "
+            "and pass the numbers in, or leave generator= out."
         )
 
 
@@ -140,7 +141,9 @@ def _randn_like(source: _Source, x: torch.Tensor, *, dtype: Any = None, **_: Any
     return source.normal(x.shape, _dtype(dtype, x))
 
 
-def _uniform_(source: _Source, x: torch.Tensor, low: float = 0.0, high: float = 1.0, **_: Any) -> torch.Tensor:
+def _uniform_(
+    source: _Source, x: torch.Tensor, low: float = 0.0, high: float = 1.0, **_: Any
+) -> torch.Tensor:
     return x.copy_(source.uniform(x.shape, x.dtype) * (high - low) + low)
 
 

@@ -181,7 +181,8 @@ def at_backward_end(callback: Callable[[], None]) -> None:
 class DispatchMode(TorchDispatchMode):
     """A dispatch mode without the switch that torch wraps around each of its calls.
 
-    The switch turns Dynamo off inside; it costs more than the rest of a call, and imports Dynamo at the first.
+    The switch turns Dynamo off inside; it costs more than the rest of a call, and imports Dynamo at the
+    first.
     """
 
     supports_higher_order_operators = True
@@ -321,11 +322,25 @@ def dual_level_known() -> Iterator[None]:
         forward_ad._current_level, eager_transforms.JVP_NESTING = -1, nesting
 
 
+def tags() -> dict[str, Any]:
+    """What the nodes that a trace makes now bear in their `meta["custom"]`."""
+    from torch.fx import traceback
+
+    return dict(traceback.current_meta.get("custom", {}))
+
+
+def tagged(tags: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+    """Within, nodes also bear these in their `meta["custom"]`. (2.11 on)"""
+    from torch.fx.traceback import annotate
+
+    return annotate(tags) if tags else contextlib.nullcontext()
+
+
 def unwind_levels() -> None:
     """Leave every functorch level of this thread: a graph that fails halfway leaves those it entered behind.
 
-    With them goes their refusal of saved-tensor hooks. No level can be older than the graph: torch.compile does not
-    compile inside torch.func.
+    With them goes their refusal of saved-tensor hooks. No level can be older than the graph: torch.compile
+    does not compile inside torch.func.
     """
     if in_transform():
         # All forward-mode derivatives live on one level below functorch's, which a graph's first jvp opens.
@@ -339,6 +354,51 @@ def graph_storage(tensor: torch.Tensor) -> int:
     """What aliases of one memory have in common in a functionalized trace, whose tensors wrap others."""
     inner = getattr(tensor, "elem", tensor)
     return inner.untyped_storage()._cdata
+
+
+def example_of(size: Any) -> int:
+    """A size as a number: that of the example where it is symbolic."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def compiled_for_graphs(
+    fn: Callable[..., Any],
+    joint: Callable[[torch.fx.GraphModule], None],
+    final: Callable[[torch.fx.GraphModule], None],
+) -> Callable[..., Any]:
+    """`fn`, compiled as far as Inductor's partitioner and decompositions go; the graphs are shown and then
+    run as they are.
+
+    `joint` sees each graph of forward and backward before it is partitioned, `final` each one that would be
+    handed to code generation; what has no backward of its own is seen by both.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    def partition(module: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        module.graph.eliminate_dead_code()
+        joint(module)
+        return min_cut_rematerialization_partition(module, inputs, compiler="inductor", **options)
+
+    def show(module: torch.fx.GraphModule, _: Any) -> Any:
+        final(module)
+        return make_boxed_func(module.forward)
+
+    def show_whole(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        module.graph.eliminate_dead_code()
+        joint(module)
+        return show(module, inputs)
+
+    backend = aot_autograd(
+        fw_compiler=show,
+        bw_compiler=show,
+        inference_compiler=show_whole,
+        partition_fn=partition,
+        decompositions=select_decomp_table(),
+    )
+    return torch.compile(fn, backend=backend, fullgraph=True)
 
 
 # -- torch's own planner ------------------------------------------------------------------------------

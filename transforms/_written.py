@@ -1,14 +1,15 @@
 """How a region's primitives run when they are written out in a graph that is being traced.
 
-Recording and replaying are those of eager, made simple: what nobody reads is dead code that the compiler drops, so
-nothing is skipped or freed here. Values that the selector keeps stay values of the graph. Everything that a
-recomputation starts from passes a fence.
+Recording and replaying are those of eager, made simple: what nobody reads is dead code that the compiler
+drops, so nothing is skipped or freed here. Values that the selector keeps stay values of the graph.
+Everything that a recomputation starts from passes a fence.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,10 +21,16 @@ from remat.transforms._primitive import Prim, replaying
 from remat.transforms._region import Region, recomputing
 
 Tensors = Sequence[torch.Tensor]
+# The key under which a graph's nodes say which call of a region they recompute.
+RECOMPUTED = "remat_recomputed"
+_serials = itertools.count()
 
 
 class Written:
     """Runs primitives at the bottom of the functorch levels (a `_primitive.World`)."""
+
+    def __init__(self) -> None:
+        self.serial = next(_serials)
 
     def forward(self, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
         """Run a region; with a node above it that will pull back, note what its recomputation needs."""
@@ -44,12 +51,17 @@ class Written:
         """Recompute a region behind a fence, and pull its cotangents back."""
         first, last = prim.cotangents
         after = operands[first:last]
-        record = prim.source.written if prim.source is not None else None
-        before = record.before if record is not None else {}
-        fenced = [t if first <= i < last else fence(before.get(i, t), after) for i, t in enumerate(operands)]
-        replay = None if record is None else GraphReplay(record, after, loose=prim.dual)
-        ambient = prim.family.ambient
+        assert prim.source is not None
+        record: GraphRecord = prim.source.written
+        region, ambient = prim.family.region, prim.family.ambient
         with contextlib.ExitStack() as stack:
+            tag = stack.enter_context(contextlib.ExitStack())
+            tag.enter_context(_torch.tagged({RECOMPUTED: f"{self.serial} {region.name}"}))
+            fenced = [
+                t if first <= i < last else fence(record.before.get(i, t), after)
+                for i, t in enumerate(operands)
+            ]
+            replay = GraphReplay(record, after, prim.dual, tag.close)
             stack.enter_context(recomputing())
             if ambient.differs() or ambient.casts:
                 stack.enter_context(ambient.restored())
@@ -126,7 +138,7 @@ class GraphRecord(_trace.Record):
             self.keeps = True
 
     def _before_writing(self, storage: int) -> None:
-        """Copy what aliases a storage that is about to be written to; copies that nobody reads are dropped."""
+        """Copy what aliases a storage that is about to be written to; copies nobody reads are dropped."""
         if storage in self.rewritten:
             return
         self.rewritten.add(storage)
@@ -144,18 +156,20 @@ def _put(verdict: int) -> Any:
 
 
 class GraphReplay(_trace._Mode):
-    """Runs a region again: hands out kept values, draws from the same seeds, and checks that the ops are the same.
+    """Runs a region again: hands out kept values, draws from the same seeds, and checks that the ops are
+    the same.
 
     Args:
         record: the forward.
         after: the cotangents, which kept values and seeds are fenced with.
         loose: op sequences cannot be compared (forward-mode derivatives are computed along).
+        finish: called when the recomputation is over and the backward begins.
     """
 
-    def __init__(self, record: GraphRecord, after: Tensors, loose: bool) -> None:
+    def __init__(self, record: GraphRecord, after: Tensors, loose: bool, finish: Callable[[], None]) -> None:
         super().__init__()
-        self.trace, self.record, self.after = record.trace, record, after
-        self.loose = loose
+        self.trace, self.record = record.trace, record
+        self.after, self.loose, self.finish = after, loose, finish
         self.at = self.drawn = 0
         self.done = False
 
@@ -166,6 +180,7 @@ class GraphReplay(_trace._Mode):
     def forward_done(self) -> None:
         """What follows belongs to the backward."""
         self.done = True
+        self.finish()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -216,8 +231,8 @@ class GraphReplay(_trace._Mode):
 
     def _differs(self, what: str) -> str:
         return (
-            f"the recomputation of region {self.trace.region!r} does not repeat its forward in the traced graph: {what}. "
-            "Please report this as a bug in remat; policy=save_nothing compiles such a region."
+            f"the recomputation of region {self.trace.region!r} does not repeat its forward in the traced "
+            f"graph: {what}. Please report this as a bug in remat; policy=save_nothing compiles such regions."
         )
 
 
