@@ -166,11 +166,9 @@ def _wrap(fn: Callable[..., Any], options: _Options) -> Callable[..., Any]:
     region = options.region(fn, options.policy)
     static = bool(options.numbers or options.names)
     keeps_everything = options.policy == save_everything
-    number = register(options)
+    label, number = region.name, register(options)
 
-    def rematerialized(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return compiled.call(region.name, number, fn, args, kwargs)
+    def eager(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if keeps_everything and outermost():
             return run_transparently(fn, args, kwargs)
         if static:
@@ -178,9 +176,15 @@ def _wrap(fn: Callable[..., Any], options: _Options) -> Callable[..., Any]:
         bound = options.policy.bind(fn, args, kwargs)
         return run(region if bound is options.policy else options.region(fn, bound), args, kwargs)
 
+    # Dynamo looks into every cell, so this one closes over strings and functions alone.
+    def rematerialized(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return compiled.call(label, number, fn, args, kwargs)
+        return eager(args, kwargs)
+
     # Tracebacks name the region, those of torch.compile too; and what Dynamo keeps for a region's code, and
     # how often it compiles it, is then no other region's.
-    rematerialized.__code__ = rematerialized.__code__.replace(co_name=f"region {region.name!r}")
+    rematerialized.__code__ = rematerialized.__code__.replace(co_name=f"region {label!r}")
     functools.update_wrapper(rematerialized, fn, updated=())
     if isinstance(fn, torch.nn.Module):
         rematerialized.__signature__ = inspect.signature(fn.forward)  # type: ignore[attr-defined]

@@ -21,8 +21,12 @@ _library.define("fence(Tensor value, Tensor[] after) -> Tensor")
 
 def _copy(value: torch.Tensor, after: Sequence[torch.Tensor]) -> torch.Tensor:
     copy = value.clone()
-    # Of an expanded tensor, or one with gaps, a copy has not the strides that were promised.
-    return copy if copy.stride() == value.stride() else value.view_as(value)
+    if copy.stride() == value.stride():
+        return copy
+    # Expanded, or with gaps: the strides that were promised are those of a copy of the memory it spans.
+    last = sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
+    span = value.as_strided((last + 1,), (1,)) if value.numel() else value.flatten()
+    return span.clone().as_strided(value.shape, value.stride())
 
 
 def _like(value: torch.Tensor, after: Sequence[torch.Tensor]) -> torch.Tensor:

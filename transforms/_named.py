@@ -20,6 +20,8 @@ def _name(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 _library.impl("checkpoint_name", _name, "CompositeImplicitAutograd")
+# torch.vmap does not take the composite for a rule of its own.
+_library.impl("checkpoint_name", _name, "FuncTorchBatchedDecomposition")
 
 
 def named(tensor: torch.Tensor, name: str) -> torch.Tensor:
