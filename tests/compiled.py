@@ -18,7 +18,7 @@ def compiled(fn: Callable[..., Any], backend: Any = "aot_eager", **options: Any)
 
 
 class Graphs:
-    """`fn` compiled in one graph, by AOTAutograd and the partitioner that Inductor uses; counts what came out.
+    """`fn` compiled in one graph, by AOTAutograd and Inductor's partitioner; counts what came out.
 
     Attributes:
         frames: how often Dynamo compiled.
@@ -56,7 +56,9 @@ class Graphs:
 
     def _backward(self, module: torch.fx.GraphModule, _: Any) -> Any:
         self.backward = ops(module)
-        inputs = [n for n in module.graph.nodes if n.op == "placeholder" and not n.name.startswith("tangents")]
+        inputs = [
+            n for n in module.graph.nodes if n.op == "placeholder" and not n.name.startswith("tangents")
+        ]
         values = [n.meta["val"] for n in inputs]
         self.saved_bytes = sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
         return make_boxed_func(module.forward)

@@ -1,4 +1,4 @@
-"""What cannot be compiled says which region and which line; afterwards eager works as before, in the same thread."""
+"""What cannot be compiled says which region and line; afterwards eager works as before in the same thread."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 import torch
+from torch._dynamo import exc
 from torch.func import grad, jvp
 from torch.utils.checkpoint import checkpoint
 
@@ -72,7 +73,7 @@ def test_what_dynamo_refuses_names_region_and_line(function, transform):
     region = remat(function, name="my block")
     loss = lambda x: region(x).sum()  # noqa: E731
     x = rand(3)
-    with pytest.raises(torch._dynamo.exc.Unsupported) as refused:
+    with pytest.raises(exc.Unsupported) as refused:
         compiled(transform(loss) if transform else loss)(x if transform else x.requires_grad_())
     message = str(refused.value)
     assert "region 'my block'" in message
@@ -81,9 +82,12 @@ def test_what_dynamo_refuses_names_region_and_line(function, transform):
 
 def test_a_policy_that_answers_nonsense_names_itself_and_the_region():
     region = remat(lambda x: torch.sin(x).exp(), policy=checkpoint_policy(lambda info: "yes"), name="block")
-    for loss, x in ((lambda x: region(x).sum(), rand(3).requires_grad_()), (grad(lambda x: region(x).sum()), rand(3))):
+    for loss, x in (
+        (lambda x: region(x).sum(), rand(3).requires_grad_()),
+        (grad(lambda x: region(x).sum()), rand(3)),
+    ):
         torch._dynamo.reset()
-        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"answered 'yes' .* region 'block'"):
+        with pytest.raises(exc.BackendCompilerFailed, match=r"answered 'yes' .* region 'block'"):
             compiled(loss)(x)
 
 
@@ -93,7 +97,7 @@ def test_a_failure_under_forward_mode_leaves_no_level():
     def second(x, v):
         return jvp(grad(lambda x: region(x).sum()), (x,), (v,))
 
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="division by zero"):
+    with pytest.raises(exc.BackendCompilerFailed, match="division by zero"):
         compiled(second)(rand(3), rand(3))
     with torch.autograd.forward_ad.dual_level():
         pass
@@ -102,7 +106,7 @@ def test_a_failure_under_forward_mode_leaves_no_level():
 def test_a_failure_in_a_nested_region_leaves_no_level():
     inner = remat(lambda x: torch.sin(x).exp(), policy=checkpoint_policy(lambda info: 1 / 0))
     outer = remat(lambda x: inner(x).exp(), policy=save_matmuls)
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="division by zero"):
+    with pytest.raises(exc.BackendCompilerFailed, match="division by zero"):
         compiled(torch.vmap(grad(lambda x: outer(x).sum())))(rand(2, 3))
 
 
@@ -112,7 +116,7 @@ def test_a_rule_that_dynamo_cannot_pass_on_says_what_to_write():
             return True
 
     rule = Rule()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="policy = checkpoint_policy"):
+    with pytest.raises(exc.Unsupported, match="policy = checkpoint_policy"):
         compiled(lambda x: remat(torch.sin, policy=rule)(x))(rand(3))
 
 
@@ -133,10 +137,11 @@ def test_rules_of_every_kind(made):
     want = grad(lambda w: torch.tanh(x @ w).sin().sum())(w)
     for rule in (Rule("mm"), Rule("mm").method, lambda info: word in str(info.op)):
         policy = checkpoint_policy(rule)
-        region = remat(lambda w: torch.tanh(x @ w).sin(), policy=policy)
+        body = lambda w: torch.tanh(x @ w).sin()  # noqa: E731
+        region = remat(body, policy=policy)
+
+        def loss(w, body=body, policy=policy, region=region):
+            return (region if made == "outside" else remat(body, policy=policy))(w).sum()
+
         torch._dynamo.reset()
-        if made == "outside":
-            loss = lambda w, region=region: region(w).sum()  # noqa: E731
-        else:
-            loss = lambda w, p=policy: remat(lambda w: torch.tanh(x @ w).sin(), policy=p)(w).sum()  # noqa: E731
         same(compiled(grad(loss))(w), want)

@@ -1,4 +1,4 @@
-"""What is in the graphs that a compiler gets: which ops run again, what is kept, how often anything is compiled."""
+"""What is in the graphs that a compiler gets: which ops run again, what is kept, how often it compiles."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from remat import checkpoint_name, checkpoint_policy, remat, save_all_but_names, save_matmuls, save_names
-from remat.policies import save_everything, save_nothing, save_ops, save_unbatched_matmuls
+from remat.policies import Policy, save_everything, save_nothing, save_ops, save_unbatched_matmuls
 from remat.transforms import value_and_grad
 from tests.compiled import Graphs, compiled, dots
 from tests.helpers import OpCounter, rand, same
@@ -69,7 +69,7 @@ def test_vmap_of_grad_recomputes_what_it_recomputes_in_eager(policy):
         assert graphs.forward[op] == eager[op], op
 
 
-def chain(depth: int, policy=save_nothing):
+def chain(depth: int, policy: Policy = save_nothing):
     region = remat(lambda w, x: torch.tanh(x @ w).sin(), policy=policy)
 
     def loss(w: Tensor, x: Tensor) -> Tensor:
@@ -112,7 +112,8 @@ def test_nested_regions_run_the_inner_function_once_per_level():
     w, x = shared()
     graphs = Graphs(lambda w, x: outer(w, x).sum())
     graphs(w.requires_grad_(), x.requires_grad_()).backward()
-    # Two inner regions: again in the outer's recomputation, of which the last result is not needed, and each again in its own.
+    # Two inner regions: again in the outer's recomputation, of which the last result is not needed, and
+    # each again in its own.
     assert graphs.forward["mm"] == 2 and graphs.backward["mm"] - 2 * 2 in (3, 4)
 
 

@@ -12,7 +12,8 @@ from tests.compiled import Graphs, compiled
 from tests.helpers import same
 
 aten = torch.ops.aten
-# sin(x * r) for drawn numbers r: its derivative follows from its value, if the recomputation draws the same r.
+# sin(x * r) for drawn numbers r: its derivative follows from its value, if the recomputation draws the same
+# r.
 DRAWS = {
     "dropout": lambda x: F.dropout(x, 0.5) / 2,
     "rand_like": lambda x: x * torch.rand_like(x),
@@ -144,5 +145,7 @@ def test_moments():
 def test_a_generator_of_its_own_is_refused_with_a_way_out():
     from remat.transforms._seeded import refuse_generator
 
-    with pytest.raises(RematError, match=r"region 'noise' draws .* explicit torch.Generator.*pass the numbers in"):
+    with pytest.raises(
+        RematError, match=r"region 'noise' draws .* explicit torch.Generator.*pass the numbers in"
+    ):
         refuse_generator("noise", aten.rand.generator, ([3],), {"generator": torch.Generator()})

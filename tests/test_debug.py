@@ -104,7 +104,9 @@ def test_assert_recomputed():
 def test_a_region_that_lost_its_recomputation_warns_and_raises(monkeypatch):
     monkeypatch.setattr(_written, "fence", lambda value, after: value)
     w, x = shared()
-    with pytest.warns(UserWarning, match="region 'block' lost its recomputation to the compiler: the results of mm"):
+    with pytest.warns(
+        UserWarning, match="region 'block' lost its recomputation to the compiler: the results of mm"
+    ):
         first, _ = recomputed(loss_with(remat_nothing), w, x)
     assert not first.survived and first.lost["mm"] == 2 and "LOST" in str(first)
     torch._dynamo.reset()

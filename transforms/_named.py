@@ -11,7 +11,8 @@ _library = torch.library.Library("remat", "FRAGMENT")
 _library.define("checkpoint_name(Tensor(a) value, str name) -> Tensor(a)")
 
 
-def _name(tensor: torch.Tensor, name: str) -> torch.Tensor:
+def give_name(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """`named` outside of Dynamo."""
     # An op of its own: the value that is named may be one of several results of the op that made it.
     alias = tensor.view_as(tensor)
     for mode in _trace.recordings():
@@ -19,9 +20,9 @@ def _name(tensor: torch.Tensor, name: str) -> torch.Tensor:
     return alias
 
 
-_library.impl("checkpoint_name", _name, "CompositeImplicitAutograd")
+_library.impl("checkpoint_name", give_name, "CompositeImplicitAutograd")
 # torch.vmap does not take the composite for a rule of its own.
-_library.impl("checkpoint_name", _name, "FuncTorchBatchedDecomposition")
+_library.impl("checkpoint_name", give_name, "FuncTorchBatchedDecomposition")
 
 
 def named(tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -29,4 +30,4 @@ def named(tensor: torch.Tensor, name: str) -> torch.Tensor:
     if torch.compiler.is_dynamo_compiling():
         # Nothing is recorded yet: the op stands in the graph until it is traced.
         return torch.ops.remat.checkpoint_name.default(tensor, name)
-    return _name(tensor, name)
+    return give_name(tensor, name)
