@@ -39,9 +39,14 @@ def run_transparently(function: Any, args: tuple[Any, ...], kwargs: dict[str, An
         _keeping.everything = before
 
 
+def keeping_everything() -> bool:
+    """Whether `run_transparently` is at work around here."""
+    return getattr(_keeping, "everything", False)
+
+
 def run(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `region`: by a frame in plain autograd, by the primitive under functorch levels."""
-    if getattr(_keeping, "everything", False):
+    if keeping_everything():
         return region.function(*args, **kwargs)
     if _torch.in_transform():
         return _run_primitive(region, args, kwargs)

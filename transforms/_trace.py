@@ -379,6 +379,18 @@ def recordings() -> list[Record]:
     return [mode for mode in getattr(_active, "stack", ()) if isinstance(mode, Record)]
 
 
+def around(mode: _Mode) -> _Mode | None:
+    """What records or replays around `mode`."""
+    stack = getattr(_active, "stack", ())
+    at = next((i for i, other in enumerate(stack) if other is mode), 0)
+    return stack[at - 1] if at else None
+
+
+def is_quiet() -> bool:
+    """Whether an op of the engine's own runs."""
+    return getattr(_active, "quiet", False)
+
+
 def quiet(function: Callable[..., Any], *args: Any) -> Any:
     """Run an op of the engine's own, which no recording counts."""
     before = getattr(_active, "quiet", False)
