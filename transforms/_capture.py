@@ -130,7 +130,8 @@ class Swap(TorchFunctionMode):
     def __init__(self, table: dict[int, torch.Tensor], operands: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.table = table
-        self.inside: set[int] = set()
+        # An id is reused once its tensor is gone, so each entry knows its own.
+        self.inside: dict[int, weakref.ref[torch.Tensor]] = {}
         self._note([*operands, *table.values()])
         self.start = _torch.next_node()
         self.strict = True
@@ -171,7 +172,8 @@ class Swap(TorchFunctionMode):
 
     def _is_inside(self, tensor: torch.Tensor) -> bool:
         while True:
-            if id(tensor) in self.inside:
+            noted = self.inside.get(id(tensor))
+            if noted is not None and noted() is tensor:
                 return True
             if not _torch.is_wrapped(tensor):
                 # What an autograd.Function returned was never the result of a torch call.
@@ -180,11 +182,11 @@ class Swap(TorchFunctionMode):
 
     def _note(self, out: Any) -> None:
         if isinstance(out, torch.Tensor):
-            self.inside.add(id(out))
+            self.inside[id(out)] = weakref.ref(out)
             # Transforms inside the region hand out what their wrappers hold.
             while _torch.is_wrapped(out):
                 out = _torch.unwrap_once(out)
-                self.inside.add(id(out))
+                self.inside[id(out)] = weakref.ref(out)
         elif isinstance(out, (tuple, list)):
             for value in out:
                 self._note(value)
@@ -221,24 +223,18 @@ class Bindings:
     runs after that.
     """
 
-    __slots__ = ("bound", "function", "near_")
+    __slots__ = ("bound", "near")
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-        self.near_: list[torch.Tensor] | None = None
+        # Every tensor in near reach, in an order that is the same for every call; None in free slots.
+        self.near: list[torch.Tensor | None]
         if isinstance(function, torch.nn.Module):
             self.bound: list[tuple[dict[str, Any], str, Any]] = _bound(function)
+            self.near = [tensor for _, _, tensor in self.bound]
         else:
             self.bound = [slot for module in _modules(function) for slot in _bound(module)]
-
-    @property
-    def near(self) -> list[torch.Tensor]:
-        """Every tensor in near reach, in an order that is the same for every call of the function."""
-        if self.near_ is None:
-            self.near_ = [t for _, _, t in self.bound if t is not None]
-            if not isinstance(self.function, torch.nn.Module):
-                self.near_.extend(_loose_tensors(self.function))
-        return self.near_
+            self.near = [tensor for _, _, tensor in self.bound]
+            self.near.extend(_loose_tensors(function))
 
     def changed(self) -> list[tuple[dict[str, Any], str, Any]]:
         """The slots that hold another tensor now."""

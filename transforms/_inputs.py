@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms import _paths, _torch, _trace, _tree
+from remat.transforms import _paths, _taps, _torch, _trace, _tree
 from remat.transforms._capture import Bindings, innermost
 from remat.transforms._errors import RematError
 from remat.transforms._held import Absent, Held
@@ -30,6 +30,7 @@ class Inputs:
         "region",
         "spec",
         "swap",
+        "taps",
         "tensors",
     )
 
@@ -44,6 +45,7 @@ class Inputs:
         self.ambient = Ambient(device_kinds(self.tensors))
         self.bindings = Bindings(region.function)
         self.swap = innermost()
+        self.taps = _taps.marks()
 
     @property
     def label(self) -> str:
@@ -79,6 +81,8 @@ class Inputs:
     def contexts(self) -> list[AbstractContextManager[Any]]:
         """What has to be put back for the function to see what it saw."""
         needed: list[AbstractContextManager[Any]] = []
+        if self.taps or _taps.current():
+            needed.append(_taps.again(self.taps))
         if self.swap is not None:
             needed.append(self.swap.lenient())
         if self.bindings.changed():
@@ -95,13 +99,14 @@ class Inputs:
 
     def near_versions(self, places: list[int]) -> list[int]:
         """The versions of those tensors in the function's reach."""
-        return [self.bindings.near[i]._version for i in places]
+        near = self.bindings.near
+        return [0 if (tensor := near[i]) is None else tensor._version for i in places]
 
     def check_near(self, places: list[int], versions: list[int]) -> None:
         """Raise when one of these tensors was written since."""
         for i, version in zip(places, versions, strict=True):
             tensor = self.bindings.near[i]
-            if tensor._version != version:
+            if tensor is not None and tensor._version != version:
                 raise RematError(_trace.written(self.label, tensor, self.path(None, tensor)))
 
     def path(self, at: int | None, tensor: torch.Tensor) -> str | None:

@@ -92,6 +92,7 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 push_hooks: Callable[[Any, Any], None] = _autograd_c._push_saved_tensors_default_hooks
 pop_hooks: Callable[[], None] = _autograd_c._pop_saved_tensors_default_hooks
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
+profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # pyright: ignore[reportPrivateImportUsage]
 engine_runs: Callable[[Any], bool] = torch._C._will_engine_execute_node
 # The number that this thread's next autograd node gets.
 next_node: Callable[[], int] = torch.autograd._get_sequence_nr  # pyright: ignore[reportPrivateImportUsage]
@@ -206,6 +207,17 @@ no_dispatch: Callable[[], Any] = torch._C._DisableTorchDispatch
 
 
 # -- ambient state ------------------------------------------------------------------------------------
+# What torch.set_grad_enabled calls, without an object for the way back.
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+# What the public readers read; they are called for every region, and are Python functions.
+read_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
+read_matmul_precision: Callable[[], str] = torch._C._get_float32_matmul_precision
+read_flash_sdp: Callable[[], bool] = torch._C._get_flash_sdp_enabled
+read_efficient_sdp: Callable[[], bool] = torch._C._get_mem_efficient_sdp_enabled
+read_math_sdp: Callable[[], bool] = torch._C._get_math_sdp_enabled
+read_cudnn_sdp: Callable[[], bool] = torch._C._get_cudnn_sdp_enabled
+
+
 def default_device_in_context() -> torch.device | None:
     """The device of an enclosing `with torch.device(...)` or `set_default_device`, None without one."""
     if torch._C._len_torch_function_stack() == 0:
