@@ -12,7 +12,7 @@ from remat import remat, save_everything, save_matmuls, save_nothing, save_ops, 
 from remat.jax_names import checkpoint_name, checkpoint_policies
 from remat.policies import offload_names, save_names
 from tests.conformance.counting import BACKWARDS, check_grads
-from tests.conformance.test_jax_remat import Sine, Sum
+from tests.conformance.test_jax_policies import Sine, Sum
 from tests.helpers import LiveBytes, OpCounter, rand, vjp
 
 aten = torch.ops.aten
