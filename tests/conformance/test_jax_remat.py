@@ -1,7 +1,7 @@
 """JAX's own tests of jax.checkpoint (tests/api_test.py, RematTest), by their names and with their numbers.
 
-Policies and names are in test_jax_policies.py, loops and branches in test_jax_control_flow.py, compiled code in
-test_jax_compiled.py. docs/jax.md has the table of all 80, with what was adapted and why.
+Policies and names are in test_jax_policies.py, loops and branches in test_jax_control_flow.py, compiled code
+in test_jax_compiled.py. docs/jax.md has the table of all 80, with what was adapted and why.
 """
 
 import traceback
