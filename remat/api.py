@@ -222,6 +222,9 @@ def _wrap(fn: Callable[..., Any], options: _Options) -> Callable[..., Any]:
 
 def _check_static_names(fn: Callable[..., Any], names: frozenset[str]) -> None:
     """Raise for a static name that `fn` cannot be called with: it would silently do nothing."""
+    if not names:
+        # Reading a signature takes longer than the rest, and layers of models make a region in each call.
+        return
     try:
         parameters = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters
     except (TypeError, ValueError):

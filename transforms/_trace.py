@@ -544,9 +544,9 @@ class Record(_Mode):
             shape, stride = node.outs[:2]
             same = value.shape == shape and value.stride() == stride
             self.judge(node, verdict, value if same else quiet(torch.as_strided, value, shape, stride, 0))
-        elif verdict != RECOMPUTE:
+        elif verdict != RECOMPUTE and (made := self._made.get(value)) is not None:
             # The op's other results are gone: what the name speaks of is kept alone.
-            self.judge(self.trace.nodes[self._made[id(value)]], verdict, value)
+            self.judge(self.trace.nodes[made], verdict, value)
 
     def name(self, tensor: torch.Tensor, name: str) -> None:
         """Name the value `tensor`, which an op of its own made."""
