@@ -16,6 +16,7 @@ from remat.contexts import PolicySelector
 from remat.policies import Policy, as_policy, save_everything, save_nothing
 from remat.transforms._call import outermost, run, run_transparently
 from remat.transforms._errors import RematError
+from remat.transforms._learned import memory_of
 from remat.transforms._region import Region
 
 P = ParamSpec("P")
@@ -148,8 +149,7 @@ class _Options:
         label = self.name or getattr(fn, "__qualname__", None) or type(fn).__name__
         selector = None if policy == save_nothing else functools.partial(PolicySelector, policy, label)
         key = policy if policy.repeatable else None
-        return Region(fn, label, selector, self.random, self.check, anchor(fn), key)
-
+        return Region(fn, label, selector, self.random, self.check, memory_of(anchor(fn)), key)
 
     def under(self, policy: Policy) -> _Options:
         """The same with another policy."""
@@ -180,6 +180,8 @@ def _wrap(fn: Callable[..., Any], options: _Options) -> Callable[..., Any]:
     region = options.region(fn, options.policy)
     static = bool(options.numbers or options.names)
     keeps_everything = options.policy == save_everything
+    # Most policies are the same for every call; asking them takes longer than a small op.
+    binds = type(options.policy).bind is not Policy.bind
 
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
         forced = getattr(_forced, "policy", None)
@@ -189,7 +191,7 @@ def _wrap(fn: Callable[..., Any], options: _Options) -> Callable[..., Any]:
             return run_transparently(fn, args, kwargs)
         if static:
             return _call_static(fn, options, args, kwargs)
-        bound = options.policy.bind(fn, args, kwargs)
+        bound = options.policy.bind(fn, args, kwargs) if binds else options.policy
         return run(region if bound is options.policy else options.region(fn, bound), args, kwargs)
 
     functools.update_wrapper(rematerialized, fn, updated=())

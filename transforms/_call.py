@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from typing import Any
 
 import torch
 
-from remat.transforms import _capture, _learned, _observe, _taps, _torch, _trace, _tree
+from remat.transforms import _capture, _observe, _taps, _torch, _trace, _tree
 from remat.transforms._errors import RematError
 from remat.transforms._following import Following
 from remat.transforms._frame import Plain, enclosed, stop_enclosing
 from remat.transforms._inputs import Inputs
+from remat.transforms._learned import Plan
 from remat.transforms._primitive import Family, Prim, call
 from remat.transforms._region import Region, labelled
 from remat.transforms._state import Ambient, RandomState, device_kinds
 from remat.transforms._traced import Traced, may_keep_around
 
 _MOST_TRIES = 50
-# Functions that were seen to use torch.func inside: they cannot run under saved-tensor hooks.
-_uses_func: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
+_NOTHING = contextlib.nullcontext()
 _keeping = threading.local()
 
 
@@ -43,22 +40,21 @@ def run_transparently(function: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def run(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `region`: through saved-tensor hooks in plain autograd, through the primitive under functorch "
-    "levels."""
+    """Call `region`: by a frame in plain autograd, by the primitive under functorch levels."""
     if getattr(_keeping, "everything", False):
         return region.function(*args, **kwargs)
     if _torch.in_transform():
         return _run_primitive(region, args, kwargs)
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return region.function(*args, **kwargs)
-    if region.anchor in _uses_func or _torch.hooks_disabled() is not None:
+    if region.memory.uses_func or _torch.hooks_disabled() is not None:
         return _run_primitive(region, args, kwargs)
     try:
         return _run_frame(region, args, kwargs)
     except RuntimeError as error:
         if not _torch.is_hook_refusal(error):
             raise
-    _uses_func.add(region.anchor)
+    region.memory.uses_func = True
     return _run_primitive(region, args, kwargs)
 
 
@@ -68,26 +64,26 @@ def _run_frame(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     key = None if region.key is None or inputs.taps else inputs.signature()
     plan = None if key is None else _known(inputs, key)
     label = labelled("forward", region.name)
-    with label, _trace.inside() if _trace.enclosing() else contextlib.nullcontext():
+    with label, _trace.inside() if _trace.enclosing() else _NOTHING:
         if plan is None:
             frame = Traced(inputs)
         else:
             frame = Plain(inputs, plan) if plan.plain else Following(inputs, plan)
         out = frame.forward(args, kwargs)
     if isinstance(frame, Traced) and key is not None and (lesson := frame.lesson()) is not None:
-        _learned.remember(region.anchor, key, lesson)
+        region.memory.remember(key, lesson)
     elif isinstance(frame, Following) and frame.lost:
-        _learned.forget(region.anchor, key)
+        region.memory.plans.pop(key, None)
     inputs.tensors = []
     stop_enclosing(inputs)
     return out
 
 
-def _known(inputs: Inputs, key: Any) -> _learned.Plan | None:
+def _known(inputs: Inputs, key: Any) -> Plan | None:
     """What an earlier trace taught, if it holds here."""
     if inputs.region.determinism_check == "exact" or _observe.listening():
         return None
-    plan = _learned.find(inputs.region.anchor, key)
+    plan = inputs.region.memory.plans.get(key)
     if plan is None or plan.near != len(inputs.bindings.near) or may_keep_around():
         return None
     return plan if plan.plain or (inputs.hooks is None and _trace.enclosing() is None) else None
@@ -173,7 +169,7 @@ class _Flat:
 
     def _watched(self, args: Any, kwargs: Any) -> Any:
         watch = self.family.watch
-        if watch is None or self.region.anchor in _uses_func:
+        if watch is None or self.region.memory.uses_func:
             self.family.watch = None
             return self.region.function(*args, **kwargs)
         with _torch.hooks_allowed():
@@ -186,7 +182,7 @@ class _Flat:
             finally:
                 _torch.pop_hooks()
         # The function uses torch.func itself; what the backward reads stays unknown, so all of it runs again.
-        _uses_func.add(self.region.anchor)
+        self.region.memory.uses_func = True
         raise _Again
 
 

@@ -223,24 +223,18 @@ class Bindings:
     runs after that.
     """
 
-    __slots__ = ("bound", "function", "near_")
+    __slots__ = ("bound", "near")
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-        self.near_: list[torch.Tensor] | None = None
+        # Every tensor in near reach, in an order that is the same for every call; None in free slots.
+        self.near: list[torch.Tensor | None]
         if isinstance(function, torch.nn.Module):
             self.bound: list[tuple[dict[str, Any], str, Any]] = _bound(function)
+            self.near = [tensor for _, _, tensor in self.bound]
         else:
             self.bound = [slot for module in _modules(function) for slot in _bound(module)]
-
-    @property
-    def near(self) -> list[torch.Tensor]:
-        """Every tensor in near reach, in an order that is the same for every call of the function."""
-        if self.near_ is None:
-            self.near_ = [t for _, _, t in self.bound if t is not None]
-            if not isinstance(self.function, torch.nn.Module):
-                self.near_.extend(_loose_tensors(self.function))
-        return self.near_
+            self.near = [tensor for _, _, tensor in self.bound]
+            self.near.extend(_loose_tensors(function))
 
     def changed(self) -> list[tuple[dict[str, Any], str, Any]]:
         """The slots that hold another tensor now."""

@@ -91,8 +91,7 @@ class Following(Frame):
                 return tensor.detach()
         if (tensor.shape, tensor.dtype, tensor.device, tensor._version) != self.metas[at]:
             self.check(at, tensor)
-        # An op's own result, packed as it is, would hold on to the op that holds it: nothing frees that
-        # cycle.
+        # An op's own result, packed as it is, would hold on to the op: nothing frees that cycle.
         with _torch.no_dispatch():
             self.values[at] = alias = tensor.detach()
         if at + 1 == len(self.metas) and not self.inner:

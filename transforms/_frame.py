@@ -75,7 +75,9 @@ class Frame(Packer):
 
     def recompute(self, task: int) -> None:
         """Run the function again and collect what it packs."""
-        with _torch.below_levels() if _torch.in_transform() else _NOTHING:
+        if not _torch.in_transform():
+            return self._recompute(task)
+        with _torch.below_levels():
             self._recompute(task)
 
     def _recompute(self, task: int) -> None:
@@ -105,12 +107,15 @@ class Frame(Packer):
                 now.restore()
 
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        with recomputing(self.region.name), torch.enable_grad():
-            _torch.push_hooks(self.repack, _identity)
-            try:
+        graded = torch.is_grad_enabled()
+        _torch.set_grad_enabled(True)
+        _torch.push_hooks(self.repack, _identity)
+        try:
+            with recomputing(self.region.name):
                 self.region.function(*args, **kwargs)
-            finally:
-                _torch.pop_hooks()
+        finally:
+            _torch.pop_hooks()
+            _torch.set_grad_enabled(graded)
 
     def check(self, at: int, tensor: torch.Tensor) -> None:
         """Compare what is packed as number `at` now with what was."""
@@ -137,9 +142,7 @@ class Frame(Packer):
 
     def too_few(self) -> RematError:
         return RematError(
-            self.differs(
-                f"it packed {self.count} values for the backward where the forward packed {len(self.metas)}"
-            )
+            self.differs(f"it packed fewer values for the backward than the {len(self.metas)} of the forward")
         )
 
     def differs(self, what: str) -> str:
@@ -177,11 +180,17 @@ class Plain(Frame):
             self.settled = True
 
     def get(self, at: int) -> torch.Tensor:
+        fresh = self.fresh
+        if _torch.graph_task() == self.task and at < len(fresh) and (value := fresh[at]) is not None:
+            fresh[at] = None
+            return value
+        return self._get_again(at)
+
+    def _get_again(self, at: int) -> torch.Tensor:
         task = _torch.graph_task()
-        if task != self.task or at >= len(self.fresh) or self.fresh[at] is None:
-            self.recompute(task)
-            if at >= len(self.fresh):
-                raise self.too_few()
+        self.recompute(task)
+        if at >= len(self.fresh):
+            raise self.too_few()
         value, self.fresh[at] = self.fresh[at], None
         if task == -1:
             self.fresh = []
@@ -189,17 +198,16 @@ class Plain(Frame):
         return value
 
     def repack(self, tensor: torch.Tensor) -> torch.Tensor:
-        # An op's own result, packed as it is, would hold on to the op that holds it: nothing frees that
-        # cycle.
+        # An op's own result, packed as it is, would hold on to the op: nothing frees that cycle.
         alias = tensor.detach()
-        at = self.count
-        self.count = at + 1
-        if at >= len(self.metas):
+        fresh, metas = self.fresh, self.metas
+        at = len(fresh)
+        if at >= len(metas):
             raise self.too_many()
-        if (tensor.shape, tensor.dtype, tensor.device, tensor._version) != self.metas[at]:
+        if (tensor.shape, tensor.dtype, tensor.device, tensor._version) != metas[at]:
             self.check(at, tensor)
-        self.fresh.append(alias)
-        if self.complete:
+        fresh.append(alias)
+        if at + 1 == len(metas) and self.complete:
             raise _trace.Stop
         return alias
 
@@ -211,7 +219,7 @@ class Plain(Frame):
 
     @property
     def complete(self) -> bool:
-        return self.count == len(self.metas) and self.settled and not self.inner
+        return len(self.fresh) == len(self.metas) and self.settled and not self.inner
 
 
 _NOTHING = contextlib.nullcontext()

@@ -99,13 +99,14 @@ class Inputs:
 
     def near_versions(self, places: list[int]) -> list[int]:
         """The versions of those tensors in the function's reach."""
-        return [self.bindings.near[i]._version for i in places]
+        near = self.bindings.near
+        return [0 if (tensor := near[i]) is None else tensor._version for i in places]
 
     def check_near(self, places: list[int], versions: list[int]) -> None:
         """Raise when one of these tensors was written since."""
         for i, version in zip(places, versions, strict=True):
             tensor = self.bindings.near[i]
-            if tensor._version != version:
+            if tensor is not None and tensor._version != version:
                 raise RematError(_trace.written(self.label, tensor, self.path(None, tensor)))
 
     def path(self, at: int | None, tensor: torch.Tensor) -> str | None:

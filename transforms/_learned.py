@@ -18,7 +18,7 @@ from remat.transforms import _ops, _trace
 from remat.transforms._trace import KEPT, Trace
 
 _MOST = 256
-_plans: weakref.WeakKeyDictionary[Any, dict[Hashable, Plan]] = weakref.WeakKeyDictionary()
+_memories: weakref.WeakKeyDictionary[Any, Memory] = weakref.WeakKeyDictionary()
 
 
 @dataclass(eq=False)
@@ -47,25 +47,34 @@ class Plan:
     absent: frozenset[int]
 
 
-def find(anchor: Any, key: Hashable) -> Plan | None:
-    """What is known of this function on these shapes."""
-    known = _plans.get(anchor)
-    return None if known is None else known.get(key)
+class Memory:
+    """What is known of one function.
+
+    Attributes:
+        plans: by the signatures of calls.
+        uses_func: whether it was seen to use torch.func inside; then it cannot run under saved-tensor hooks.
+    """
+
+    __slots__ = ("plans", "uses_func")
+
+    def __init__(self) -> None:
+        self.plans: dict[Hashable, Plan] = {}
+        self.uses_func = False
+
+    def remember(self, key: Hashable, plan: Plan) -> None:
+        if len(self.plans) < _MOST:
+            self.plans[key] = plan
 
 
-def remember(anchor: Any, key: Hashable, plan: Plan) -> None:
-    """Keep a plan for later runs, as long as `anchor` lives."""
-    known = _plans.setdefault(anchor, {})
-    if len(known) < _MOST:
-        known[key] = plan
+def memory_of(anchor: Any) -> Memory:
+    """The memory that all regions around one function share, for as long as `anchor` lives."""
+    found = _memories.get(anchor)
+    if found is None:
+        found = _memories[anchor] = Memory()
+    return found
 
 
-def forget(anchor: Any, key: Hashable) -> None:
-    """Drop a plan that a run did not follow."""
-    _plans.get(anchor, {}).pop(key, None)
-
-
-def reach(trace: Trace, near: Sequence[torch.Tensor], checked: set[int]) -> list[int] | None:
+def reach(trace: Trace, near: Sequence[torch.Tensor | None], checked: set[int]) -> list[int] | None:
     """Positions in `near` of the outside tensors that the recomputation reads, but for storages in `checked`.
 
     None when one of them is out of reach: then only a trace can tell whether it was written meanwhile.

@@ -13,6 +13,7 @@ import torch
 from torch.autograd.profiler import record_function
 
 from remat.transforms import _torch
+from remat.transforms._learned import Memory
 from remat.transforms._trace import Node, Record, Trace, quiet
 
 _local = threading.local()
@@ -45,7 +46,7 @@ class Region:
         selector: makes the `Selector` of one forward; None keeps nothing (cheaper than one that says so).
         preserve_rng_state: replay random numbers.
         determinism_check: "metadata", "exact" or "none".
-        anchor: an object that lives as long as what was learnt about the function stays true.
+        memory: what earlier calls taught about the function.
         key: what the selector's verdicts depend on besides the ops; None where one forward tells
             nothing of the next.
     """
@@ -55,7 +56,7 @@ class Region:
     selector: Callable[[], Selector] | None
     preserve_rng_state: bool
     determinism_check: str
-    anchor: Any
+    memory: Memory
     key: Hashable | None = None
 
     @property

@@ -198,6 +198,17 @@ no_dispatch: Callable[[], Any] = torch._C._DisableTorchDispatch
 
 
 # -- ambient state ------------------------------------------------------------------------------------
+# What torch.set_grad_enabled calls, without an object for the way back.
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+# What the public readers read; they are called for every region, and are Python functions.
+read_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
+read_matmul_precision: Callable[[], str] = torch._C._get_float32_matmul_precision
+read_flash_sdp: Callable[[], bool] = torch._C._get_flash_sdp_enabled
+read_efficient_sdp: Callable[[], bool] = torch._C._get_mem_efficient_sdp_enabled
+read_math_sdp: Callable[[], bool] = torch._C._get_math_sdp_enabled
+read_cudnn_sdp: Callable[[], bool] = torch._C._get_cudnn_sdp_enabled
+
+
 def default_device_in_context() -> torch.device | None:
     """The device of an enclosing `with torch.device(...)` or `set_default_device`, None without one."""
     if torch._C._len_torch_function_stack() == 0:

@@ -273,8 +273,7 @@ class Traced(Frame):
         self.count = at + 1
         if at >= len(self.metas):
             raise self.too_many()
-        # An op's own result, packed as it is, would hold on to the op that holds it: nothing frees that
-        # cycle.
+        # An op's own result, packed as it is, would hold on to the op: nothing frees that cycle.
         with _torch.no_dispatch():
             alias = tensor.detach()
         if at not in self.direct and (self.part is None or at in self.part):
