@@ -113,6 +113,8 @@ def test_derivatives_inside_the_function():
         return grad(lambda w: remat(lambda w: torch.tanh(x @ w))(w).sum())(w)
 
     found = explain(step, W1, X)
+    # The gradient that the function takes is a backward already.
+    assert work(found.now, "forward", "matmul")[0] == 1
     assert work(found.now, "recompute", "matmul")[0] >= 1
     assert work(found.now, "backward", "matmul")[0] >= 2
     per_example = explain(vmap(remat(block), (0, None, None)), X, W1, W2)
