@@ -49,11 +49,8 @@ def known_flops(op: Any, args: Any, kwargs: Any, outputs: Any, is_meta: Callable
         outputs: its results, likewise, as a tuple.
         is_meta: tells those replacements from other operands.
     """
-    shapes, keywords, out = torch_pytree.tree_map_only(
-        object,
-        lambda x: torch.Size(x.shape) if is_meta(x) else x,
-        (tuple(args), dict(kwargs), tuple(outputs)),
-    )
+    call = (tuple(args), dict(kwargs), tuple(outputs))
+    shapes, keywords, out = _replaced(call, is_meta, torch.Size)
     name = op_name(op)
     formula = _REGISTERED.get(name) or _OURS.get(name.removeprefix("aten::")) or _attention(name)
     if formula is not None:
@@ -66,13 +63,17 @@ def known_flops(op: Any, args: Any, kwargs: Any, outputs: Any, is_meta: Callable
     if not hasattr(formula, "__wrapped__"):
         # Registered with get_raw=True: it reads `.shape` itself, and the lengths of packed sequences, which
         # it takes to be the longest wherever the operands say that they have no data.
-        hollow = torch_pytree.tree_map_only(
-            object,
-            lambda x: _Hollow(x.shape) if is_meta(x) else x,
-            (tuple(args), dict(kwargs), tuple(outputs)),
-        )
-        shapes, keywords, out = hollow
+        shapes, keywords, out = _replaced(call, is_meta, _Hollow)
     return int(formula(*shapes, **keywords, out_val=out[0] if len(out) == 1 else out))
+
+
+def _replaced(tree: Any, is_meta: Callable[[Any], bool], made: Callable[[Any], Any]) -> Any:
+    """`tree` with `made(shape)` in place of what stands for a tensor."""
+
+    def replace(leaf: Any) -> Any:
+        return made(leaf.shape) if is_meta(leaf) else leaf
+
+    return torch_pytree.tree_map(replace, tree)
 
 
 class _Hollow:
