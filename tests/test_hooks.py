@@ -159,7 +159,7 @@ def labels(run):
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         run()
-    events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    events = sorted(profile.events() or (), key=lambda event: event.time_range.start)
     return [event.name.removeprefix("remat::") for event in events if event.name.startswith("remat::")]
 
 

@@ -677,7 +677,7 @@ class Record(_Mode):
 
 
 class _Makers:
-    """Which node made a tensor object. An id is reused once its tensor is gone, so each entry knows its own."""
+    """Which node made a tensor. An id is reused once its tensor is gone, so each entry knows its own."""
 
     __slots__ = ("_at",)
 

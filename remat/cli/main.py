@@ -20,6 +20,11 @@ COMMANDS = {
         "Sweep",
         "train a transformer under each policy: what it saves and costs",
     ),
+    "explain": (
+        "remat.cli.explain",
+        "Explain",
+        "what a function keeps and recomputes, and what that costs; or several policies side by side",
+    ),
     "plan": ("remat.cli.plan", "Plan", "the best a function can keep within a budget, or at every budget"),
     "schedule": ("remat.cli.schedule", "Draw", "draw which carries a scan keeps"),
     "env": ("remat.cli.env", "Env", "what this machine can do"),

@@ -50,7 +50,7 @@ class Comparison(Shown):
         return dict(self.rows)[as_policy(policy)]
 
     def page(self) -> Page:
-        columns = ("policy", ">kept", ">of no remat", ">peak", ">ops again", ">FLOPs again", ">more FLOPs")
+        columns = ("policy", ">kept", ">share", ">peak", ">ops again", ">FLOPs again", ">more")
         first = ("no remat", _human(self.plain.kept.bytes), "", _human(self.plain.peak), "", "", "")
         table = Table("policies", columns, (first, *self._rows()))
         return Page((f"{self.name} under {len(self.rows)} policies",), (table,))
@@ -91,7 +91,8 @@ def compare(
     Example:
         >>> import torch
         >>> from remat import compare, save_everything, save_nothing
-        >>> found = compare(lambda x: x.sin().exp().sin(), torch.ones(8), policies=[save_nothing, save_everything])
+        >>> fn = lambda x: x.sin().exp().sin()
+        >>> found = compare(fn, torch.ones(8), policies=[save_nothing, save_everything])
         >>> [(policy, each.kept_bytes, each.recomputed.ops) for policy, each in found.rows]
         [(save_nothing, 32, 2), (save_everything, 64, 0)]
     """

@@ -73,9 +73,9 @@ class Explanation(Shown):
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """What `fn(*args, **kwargs)` keeps for its backward, what it recomputes, and what that costs.
 
-    Runs `fn` forward and backward, once as it is and once without remat, and forward once more each to see what
-    is kept. Generators, buffers and gradients are afterwards as they were. If nothing that requires grad takes
-    part, every floating point argument is differentiated.
+    Runs `fn` forward and backward, once as it is and once without remat, and forward once more each to see
+    what is kept. Generators, buffers and gradients are afterwards as they were. If nothing that requires grad
+    takes part, every floating point argument is differentiated.
 
     Args:
         fn: a function or module, with or without regions and `torch.func` transforms inside.
@@ -87,7 +87,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         does not help. `print` it, show it in a notebook, or `.save("report.html")`.
 
     Raises:
-        RematError: under a transform of `torch.func` (it may be inside), or if there is nothing to differentiate.
+        RematError: under a transform of `torch.func` (it may be inside), or with nothing to differentiate.
 
     Bytes moved are those of each op's operands and results, as if nothing were fused. The peak is of what ops
     make, by storages alive after each op; it leaves out what lives before, and an op's inner workspace.
@@ -130,8 +130,9 @@ def _region_notes(region: RegionUse, now: Measured, plain: Measured) -> Iterator
     if region.calls == 1 and region.share >= _WHOLE and not region.holds_regions and region.recomputed.ops:
         yield (
             f"region {region.name!r} is the whole differentiated function: its recomputation brings back "
-            f"everything at once, so the peak is {_human(now.peak)} against {_human(plain.peak)} without remat. "
-            "Wrap its parts, such as each block (as one of several regions of something larger it helps)"
+            f"everything at once, so the peak is {_human(now.peak)} against {_human(plain.peak)} without "
+            "remat. Wrap its parts, such as each block (as one of several regions of something larger it "
+            "helps)"
         )
 
 
@@ -181,7 +182,7 @@ def _work_table(now: Measured) -> Table:
     kinds = [kind for kind in KINDS if any((when, kind) in now.work for when in PASSES)]
     rows = [(kind, *_cells([now.work.get((when, kind), Work()) for when in PASSES])) for kind in kinds]
     total = ("all", *_cells([now.total(when) for when in PASSES]))
-    return Table("FLOPs and bytes moved in the forward, again, and in the backward", columns, (*rows, total))
+    return Table("FLOPs and bytes moved: forward, again, backward", columns, (*rows, total))
 
 
 def _cells(works: list[Work]) -> Iterator[str]:

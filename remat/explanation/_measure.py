@@ -108,9 +108,7 @@ def measure(fn: Callable[..., Any], args: Any, kwargs: Any, *, regions: bool = T
         RematError: under a transform of `torch.func`, or when nothing can be differentiated.
     """
     if _torch.in_transform():
-        raise RematError(
-            "explain: call it outside of torch.func transforms; they may be inside the function."
-        )
+        raise RematError("call explain outside of torch.func transforms; they may be inside the function.")
     random = RandomState([t for t in _tree.flatten((args, kwargs))[0] if isinstance(t, Tensor)])
 
     def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -137,8 +135,8 @@ def _watched(fn: Callable[..., Any], called: Callable[..., Any], args: Any, kwar
     watch = Watch()
     if not _step(fn, called, args, kwargs, watch):
         raise RematError(
-            "explain: the result depends on nothing that requires grad and on no floating point argument, so "
-            "there is no backward to look at. Pass what is to be differentiated as an argument."
+            "the result depends on nothing that requires grad and on no floating point argument, so there is "
+            "no backward to look at. Pass what is to be differentiated as an argument."
         )
     return watch
 
@@ -206,7 +204,7 @@ def _regions(watch: Watch) -> Iterable[RegionUse]:
     sizes: dict[Any, int] = defaultdict(int)
     for ran in forward:
         sizes[ran.call] += 1
-    holders = {owner.get(ran.call) for ran in forward if ran.inner}
+    holders = {owner.get(ran.call) for ran in forward if ran.call is not None and ran.inner}
     for name in dict.fromkeys(ran.region for ran in watch.ran if ran.region is not None):
         calls = [call for call, region in owner.items() if region == name]
         yield RegionUse(

@@ -13,10 +13,13 @@ _STYLE = """
 body { font: 14px/1.5 system-ui, sans-serif; margin: 2em; color: #1c1c1c; background: #fff }
 .remat table { border-collapse: collapse; margin: .3em 0 1.5em }
 .remat caption { text-align: left; font-weight: 600; padding: .2em 0 }
-.remat th, .remat td { padding: .15em .7em; border-bottom: 1px solid #ddd; text-align: left; white-space: pre }
+.remat th, .remat td { padding: .15em .7em; border-bottom: 1px solid #ddd }
+.remat th, .remat td { text-align: left; white-space: pre }
 .remat .r { text-align: right; font-variant-numeric: tabular-nums }
 .remat .note { border-left: 3px solid #c60; padding-left: .6em; margin: .3em 0 }
 """
+
+_SHORT = 14
 
 
 @dataclass(frozen=True)
@@ -87,9 +90,11 @@ def as_rich(page: Page, most: int = 40) -> Any:
     for table in page.tables:
         shown = _cut(table.rows, most)
         grid = Grid(title=table.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        for i, (heading, right) in enumerate(zip(table.headings, table.right, strict=True)):
-            last = i == len(table.columns) - 1
-            grid.add_column(heading, justify="right" if right else "left", no_wrap=not last, overflow="fold")
+        for heading, right, *cells in zip(table.headings, table.right, *shown, strict=True):
+            # Figures stay whole; what is long may be folded.
+            least = min(max(map(len, (heading, *cells))), _SHORT)
+            side = "right" if right else "left"
+            grid.add_column(heading, justify=side, no_wrap=right, min_width=least, overflow="fold")
         for row in shown:
             grid.add_row(*map(Text, row))
         if len(shown) < len(table.rows):
