@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms import _torch, _tree
+from remat.transforms import _taps, _torch, _tree
 from remat.transforms._capture import Swap
 from remat.transforms._errors import RematError
 
@@ -63,6 +63,14 @@ class Body:
     def __call__(
         self, consts: Sequence[torch.Tensor], carry: Leaves, x: Sequence[torch.Tensor]
     ) -> tuple[Leaves, list[torch.Tensor]]:
+        if _taps.current():
+            with self._closed():
+                return self._step(consts, carry, x)
+        return self._step(consts, carry, x)
+
+    def _step(
+        self, consts: Sequence[torch.Tensor], carry: Leaves, x: Sequence[torch.Tensor]
+    ) -> tuple[Leaves, list[torch.Tensor]]:
         row = self._row(x)
         if self.trusted and (not consts or all(map(operator.is_, consts, self.captured))):
             if self.carry_is_leaf and self.y_is_leaf:
@@ -98,6 +106,9 @@ class Body:
                 if type(y) is torch.Tensor and (y.shape, y.dtype) == self.y_types[0]:
                     return [new], [y]
         return self._checked(out, carry, [before])
+
+    def _closed(self) -> Any:
+        return _taps.only([_taps.Refusal(session.wanted, self.name) for session in _taps.current()])
 
     # -- several steps at once: rows and ys are stacked ------------------------------------------------
 
