@@ -125,8 +125,8 @@ def _torch_scan(cell: Cell, n: int) -> Run:
 
 
 def _on_jax(cell: Cell, n: int, scan: Callable[..., Any]) -> Run:
-    import jax
-    import jax.numpy as jnp
+    import jax  # pyright: ignore[reportMissingImports]
+    import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
 
     class Ops:
         tanh, sigmoid = jnp.tanh, jax.nn.sigmoid
@@ -142,7 +142,7 @@ def _on_jax(cell: Cell, n: int, scan: Callable[..., Any]) -> Run:
 
 
 def _jax(cell: Cell, n: int) -> Run:
-    import jax
+    import jax  # pyright: ignore[reportMissingImports]
 
     def scan(step: Any, h: Any, n: int) -> Any:
         return jax.lax.scan(jax.checkpoint(lambda h, _: (step(h), None)), h, None, length=n)[0]
@@ -152,7 +152,7 @@ def _jax(cell: Cell, n: int) -> Run:
 
 def _equinox(slots: int) -> Callable[[Cell, int], Run]:
     def way(cell: Cell, n: int) -> Run:
-        import equinox.internal as eqxi
+        import equinox.internal as eqxi  # pyright: ignore[reportMissingImports]
 
         def scan(step: Any, h: Any, n: int) -> Any:
             body = lambda h, _: (step(h), None)  # noqa: E731

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.utils._pytree import tree_leaves
 
 from remat.scan import scan_remat
 from remat.schedules import All, Revolve, Segmented
@@ -33,8 +34,9 @@ def rnn(w):
 
 def gradients(body: Any, h: Any, xs: Any, targets: Any, **options: Any) -> Any:
     end, ys = scan_remat(body, h, xs, **options)
-    leaves = [t for t in torch.utils._pytree.tree_leaves((end, ys)) if isinstance(t, torch.Tensor)]
-    return torch.autograd.grad(sum(t.pow(3).sum() for t in leaves if t.is_floating_point()), targets)
+    leaves = [t for t in tree_leaves((end, ys)) if isinstance(t, torch.Tensor)]
+    total = torch.stack([t.pow(3).sum() for t in leaves if t.is_floating_point()]).sum()
+    return torch.autograd.grad(total, targets)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -144,7 +146,7 @@ def test_second_order_of_a_compiled_scan(args):
     def second(**options):
         end, ys = scan_remat(rnn(w), h, xs, checkpoints="all", **options)
         first = torch.autograd.grad(end.sum() + ys.sum(), args, create_graph=True)
-        return torch.autograd.grad(sum(g.pow(2).sum() for g in first), args)
+        return torch.autograd.grad(torch.stack([g.pow(2).sum() for g in first]).sum(), args)
 
     torch.testing.assert_close(second(compile="aot_eager"), second())
 

@@ -256,8 +256,8 @@ def test_an_exception_in_the_forward_says_the_step(under):
 
 @pytest.mark.parametrize("times, step", [(5, 3), (6, 1), (7, 2), (8, 1), (9, 0)])
 def test_an_exception_in_the_recomputation_says_the_step(times, step):
-    # Four evaluations forward. The states before steps 0 and 1 are kept, that before step 3 is in hand: step 3
-    # is reversed, then 2 from 1, and 1 and 0 from their own states.
+    # Four evaluations forward. The states before steps 0 and 1 are kept, that before step 3 is in hand: step
+    # 3 is reversed, then 2 from 1, and 1 and 0 from their own states.
     h = H.clone().requires_grad_()
     end, _ = scan_remat(fails(times), h, XS, checkpoints=2)
     with pytest.raises(ArithmeticError) as caught:
@@ -265,61 +265,62 @@ def test_an_exception_in_the_recomputation_says_the_step(times, step):
     assert [note for note in caught.value.__notes__ if f"in step {step} of" in note]
 
 
+wrong: Any = scan_remat  # called with what its types forbid
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "path and both types": (
-        lambda: scan_remat(lambda c, x: ({"a": [c["a"][0], c["a"][1].float()]}, x), {"a": [H, H]}, XS),
+        lambda: wrong(lambda c, x: ({"a": [c["a"][0], c["a"][1].float()]}, x), {"a": [H, H]}, XS),
         TypeError,
         r"carry\['a'\]\[1\] came in as float64\[3\] and was returned as float32\[3\]",
     ),
     "structure": (
-        lambda: scan_remat(lambda c, x: ({"b": c["a"]}, x), {"a": H}, XS),
+        lambda: wrong(lambda c, x: ({"b": c["a"]}, x), {"a": H}, XS),
         TypeError,
         "structure.*'b'.*'a'",
     ),
-    "None for a tensor": (lambda: scan_remat(lambda c, x: (None, x), H, XS), TypeError, "float64.3.*None"),
+    "None for a tensor": (lambda: wrong(lambda c, x: (None, x), H, XS), TypeError, "float64.3.*None"),
     "the shape of a later step": (
-        lambda: scan_remat(lambda c, x: (c if x[0] < 0 else c[:1], x), H, XS),
+        lambda: wrong(lambda c, x: (c if x[0] < 0 else c[:1], x), H, XS),
         TypeError,
         r"float64\[3\].*float64\[1\]",
     ),
-    "no pair": (lambda: scan_remat(lambda c, x: (c, x, x), H, XS), TypeError, "tuple of length 3"),
+    "no pair": (lambda: wrong(lambda c, x: (c, x, x), H, XS), TypeError, "tuple of length 3"),
     "xs of unequal lengths": (
-        lambda: scan_remat(lambda c, x: (c, None), H, {"a": XS, "b": [XS[:2]]}),
+        lambda: wrong(lambda c, x: (c, None), H, {"a": XS, "b": [XS[:2]]}),
         ValueError,
         r"xs\['a'\] has 4, xs\['b'\]\[0\] has 2",
     ),
     "length that is no number": (
-        lambda: scan_remat(lambda c, x: (c, None), H, length="3"),
+        lambda: wrong(lambda c, x: (c, None), H, length="3"),
         ValueError,
         "'3'",
     ),
     "xs without dimensions": (
-        lambda: scan_remat(lambda c, x: (c, None), H, torch.tensor(1.0)),
+        lambda: wrong(lambda c, x: (c, None), H, torch.tensor(1.0)),
         TypeError,
         "without dimensions",
     ),
     "a number of carries that is no int": (
-        lambda: scan_remat(lambda c, x: (c, None), H, XS, checkpoints=2.5),
+        lambda: wrong(lambda c, x: (c, None), H, XS, checkpoints=2.5),
         TypeError,
         "2.5",
     ),
     "an unknown schedule": (
-        lambda: scan_remat(lambda c, x: (c, None), H, XS, checkpoints="log"),
+        lambda: wrong(lambda c, x: (c, None), H, XS, checkpoints="log"),
         ValueError,
         "'log'.*'sqrt'",
     ),
     "a view of the carry written": (
-        lambda: scan_remat(lambda c, x: (c, c[:2].mul_(2)), H.clone(), XS),
+        lambda: wrong(lambda c, x: (c, c[:2].mul_(2)), H.clone(), XS),
         RematError,
         "in place",
     ),
     "one leaf of the carry written": (
-        lambda: scan_remat(lambda c, x: ({"a": c["a"].add_(x), "b": c["b"]}, None), {"a": H + 0, "b": H}, XS),
+        lambda: wrong(lambda c, x: ({"a": c["a"].add_(x), "b": c["b"]}, None), {"a": H + 0, "b": H}, XS),
         RematError,
         r"carry\['a'\] in place",
     ),
     "xs written": (
-        lambda: scan_remat(lambda c, x: (c + x.mul_(2), None), H, XS.clone()),
+        lambda: wrong(lambda c, x: (c + x.mul_(2), None), H, XS.clone()),
         RematError,
         r"into xs in place",
     ),

@@ -54,10 +54,10 @@ def test_the_carry_saves_a_sine_a_step(where):
     # jax: test_checkpoint_dots_inside_scan. Matmuls are saved, sines are not; but the last sine of a step is
     # the next carry, so two of three run again; three cosines and six matmuls make the derivative.
     w = torch.eye(5).requires_grad_()
-    body, options = three_sines(w), {"policy": save_matmuls}
+    body, policy = three_sines(w), save_matmuls
     if where == "remat inside":
-        body, options = remat(body, policy=save_matmuls), {"policy": save_everything}
-    end, _ = scan_remat(body, torch.ones(1, 5), length=STEPS, checkpoints="all", **options)
+        body, policy = remat(body, policy=save_matmuls), save_everything
+    end, _ = scan_remat(body, torch.ones(1, 5), length=STEPS, checkpoints="all", policy=policy)
     ops = backward_ops(end.sum(), w)
     assert (ops["sin"], ops["cos"], ops["mm"]) == (2 * STEPS, 3 * STEPS, 6 * STEPS - 1)
 
