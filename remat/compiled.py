@@ -16,11 +16,16 @@ from remat.transforms import _compile
 from remat.transforms._call import run_transparently
 from remat.transforms._errors import RematError
 from remat.transforms._numbers import numbered
+from remat.transforms._torch import bypassing_wrapper
+
+# `bypass(enter, fn, *args)` calls `enter(graph of fn)(*operands)` at trace time. Dynamo takes for `enter` a
+# module-level function, or a partial of one with plain constants.
+bypass = bypassing_wrapper()
 
 
 def call(label: str, at: str, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call the region with the options numbered `at` while Dynamo traces."""
-    return _compile.bypass(functools.partial(enter, label, at), fn, args, kwargs)
+    return bypass(functools.partial(enter, label, at), fn, *args, **kwargs)
 
 
 def wrap(fn: Callable[..., Any], options: Any) -> Callable[..., Any]:
@@ -29,7 +34,7 @@ def wrap(fn: Callable[..., Any], options: Any) -> Callable[..., Any]:
     spec = (describe(options.policy), options.random, options.check)
 
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
-        return _compile.bypass(functools.partial(enter_described, label, spec), fn, args, kwargs)
+        return bypass(functools.partial(enter_described, label, spec), fn, *args, **kwargs)
 
     return rematerialized
 
@@ -53,7 +58,7 @@ def _run(options: Any, label: str, graph: Any, *operands: Any) -> Any:
     if options.policy == save_everything and _compile.outermost():
         return run_transparently(body, operands, {})
     policy: Policy = options.policy.bind(body, operands, {})
-    return _compile.run(options.region(body, policy, label), operands)
+    return _compile.run(options.region(body, policy, label), body, operands)
 
 
 def describe(policy: Policy) -> Any:

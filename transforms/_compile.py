@@ -2,10 +2,9 @@
 
 Dynamo sees a region as one call of `torch`'s wrapper operator: it traces the user's function into a graph
 module, with captured tensors lifted to operands, and leaves what is done with it to us. When the graph is
-then traced below autograd, `enter` runs the region's primitive (`_primitive`) there and then, under
-whatever functorch levels are
-active: the recomputation is written out in the graph. A fence on all that the recomputation reads keeps the
-compiler from undoing it.
+then traced below autograd, `run` calls the region's primitive (`_primitive`) there and then, under whatever
+functorch levels are active: the recomputation is written out in the graph. A fence on all that the
+recomputation reads keeps the compiler from undoing it.
 
 Here, unlike in eager, nothing has to be skipped, freed or put back: what nobody reads is dead code that the
 compiler drops.
@@ -15,11 +14,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.utils._pytree as torch_pytree
 
 from remat.transforms import _call, _torch, _tree
 from remat.transforms._primitive import Family, Prim, call
@@ -30,35 +27,20 @@ from remat.transforms._written import Written
 _local = threading.local()
 
 
-def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view_as(tensor)
-
-
-def bypass(enter: Callable[..., Any], fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call `enter(graph module of fn)(*operands)` at trace time; Dynamo traces this call.
-
-    `enter` must be a module-level function or a `functools.partial` of one with plain constants.
-    """
-
-    def apart(*args: Any, **kwargs: Any) -> Any:
-        out = fn(*args, **kwargs)
-        given = [t for t in torch_pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        # Dynamo would take the argument itself for a result from then on, also where it is what one
-        # differentiates by.
-        if any([t is leaf for leaf in torch_pytree.tree_leaves(out) for t in given]):
-            return torch_pytree.tree_map_only(torch.Tensor, _alias, out)
-        return out
-
-    return _torch.bypassing_wrapper()(enter, apart, *args, **kwargs)
-
-
 def outermost() -> bool:
     """Whether no other region is being run around here."""
     return not getattr(_local, "depth", 0) and _call.outermost()
 
 
-def run(region: Region, operands: tuple[Any, ...]) -> Any:
-    """Call a region whose function is a graph module over flat operands."""
+def run(region: Region, graph: Graph, operands: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Call a region whose function is `graph`."""
+    outs = _run(region, operands)
+    # Dynamo takes a result that is an argument for the argument itself from then on, also where that is what
+    # one differentiates by.
+    return tuple([out if i is None else operands[i] for out, i in zip(outs, graph.returned, strict=True)])
+
+
+def _run(region: Region, operands: tuple[Any, ...]) -> tuple[Any, ...]:
     if not _torch.is_tracing() or _call.keeping_everything():
         # A backend that executes Dynamo's graph as it is, such as "eager".
         return _call.run(region, operands, {})
@@ -81,7 +63,7 @@ def _teach_inductor() -> None:
         from remat.transforms import _inductor  # noqa: F401
 
 
-def _run_traced(region: Region, operands: tuple[Any, ...]) -> Any:
+def _run_traced(region: Region, operands: tuple[Any, ...]) -> tuple[Any, ...]:
     _teach_inductor()
     if not torch.is_grad_enabled() and not _torch.in_transform():
         return region.function(*operands)
@@ -100,6 +82,9 @@ class Graph:
         # How deep the levels were where Dynamo traced the region's call.
         traced = getattr(_local, "traced_depth", None)
         self.depth: int = _torch.depth() if traced is None else traced
+        inputs = {node: i for i, node in enumerate(module.graph.find_nodes(op="placeholder"))}
+        results: Any = module.graph.output_node().args[0]
+        self.returned: list[int | None] = [inputs.get(node) for node in results]
 
     def __call__(self, *operands: Any) -> Any:
         return _Interpreter(self.module, self.depth).run(*operands)
@@ -136,21 +121,19 @@ class _TracedCall:
 
     def __init__(self, region: Region, operands: tuple[Any, ...]) -> None:
         self.region = region
-        self.leaves = list(operands)
-        self.tensors, self.at = _tree.split(self.leaves)
-        self.out_leaves: list[Any] = []
-        self.out_at: list[int] = []
-        self.out_spec: Any = None
-        ambient = Ambient(device_kinds(self.tensors))
-        self.family = Family(region, ambient, world=Written())
+        self.operands = list(operands)
+        self.tensors, self.at = _tree.split(self.operands)
+        self.outs: list[Any] = []
+        self.family = Family(region, Ambient(device_kinds(self.tensors)), world=Written())
 
-    def __call__(self) -> Any:
-        outs = call(Prim(self.body, self.family), self.tensors)
-        return _tree.unflatten(_tree.merge(self.out_leaves, self.out_at, list(outs)), self.out_spec)
+    def __call__(self) -> tuple[Any, ...]:
+        made = iter(call(Prim(self.body, self.family), self.tensors))
+        return tuple([next(made) if out is _TENSOR else out for out in self.outs])
 
     def body(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        out = self.region.function(*_tree.merge(self.leaves, self.at, list(tensors)))
-        leaves, self.out_spec = _tree.flatten(out)
-        tensors_, self.out_at = _tree.split(leaves)
-        self.out_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        return tuple(tensors_)
+        outs = self.region.function(*_tree.merge(self.operands, self.at, list(tensors)))
+        self.outs = [_TENSOR if isinstance(out, torch.Tensor) else out for out in outs]
+        return tuple([out for out in outs if isinstance(out, torch.Tensor)])
+
+
+_TENSOR = object()

@@ -824,6 +824,17 @@ def tensors_in(values: Any) -> Iterable[torch.Tensor]:
         yield from tensors_in(tuple(values.values()))
 
 
+def held_tensors(kept: Any) -> Iterable[torch.Tensor]:
+    """The tensors that are held for a kept value, where they are: an offloaded one on its host."""
+    if isinstance(kept, Boxed):
+        yield kept.value
+    elif isinstance(kept, torch.Tensor):
+        yield kept
+    elif isinstance(kept, (tuple, list)):
+        for part in kept:
+            yield from held_tensors(part)
+
+
 def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, (torch.Tensor, Boxed)):
         return function(value)

@@ -155,7 +155,7 @@ class Traced(Frame):
             if isinstance(held, Held) and not held.enclosed:
                 _observe.report(_observe.Kept("argument", tensor, name, i))
         for at, node in enumerate(nodes):
-            for tensor in _trace.tensors_in(node.kept if node.kept is not None else ()):
+            for tensor in _trace.held_tensors(node.kept):
                 _observe.report(_observe.Kept("policy", tensor, name, at, node.op, node.name))
         for i, held in self.direct.items():
             made = self.packed[i].made
