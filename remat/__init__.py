@@ -1,5 +1,7 @@
 """JAX-style functional rematerialization for PyTorch."""
 
+from remat import interop as interop
+from remat import nn as nn
 from remat import transforms as transforms
 from remat.api import remat as remat
 from remat.inspection import Residual as Residual

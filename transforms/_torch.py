@@ -191,6 +191,15 @@ class DispatchMode(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__torch_dispatch__" in cls.__dict__:
+            # torch.cond compiles itself in eager code: Dynamo meets this frame below it, to be left alone.
+            frames: Any = torch._C._dynamo.eval_frame  # type: ignore[reportAttributeAccessIssue]
+            skip = frames._FrameAction.SKIP
+            strategy = frames._FrameExecStrategy(skip, skip)
+            frames.set_code_exec_strategy(cls.__dict__["__torch_dispatch__"].__code__, strategy)
+
 
 # Ops in it reach no dispatch mode.
 no_dispatch: Callable[[], Any] = torch._C._DisableTorchDispatch

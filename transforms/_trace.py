@@ -97,7 +97,7 @@ class Trace:
         self.end = 0  # how many ops must have passed before all that is wanted has been seen
         self.needed_externals: set[int] = set()
         self.needed_storages: set[int] | None = None
-        self.written: set[int] = set()  # nodes whose storage some op writes to
+        self.written: dict[int, int] = {}  # nodes whose storage some op writes to, and the last that does
         # Forward-mode derivatives inside: torch leaves out tangents known to be zero, by rules that differ
         # between the passes, so that op sequences cannot be compared. Such a region is recomputed whole.
         self.loose = False
@@ -119,6 +119,9 @@ class Trace:
                 node.kept = None
             wanted, self.inner, self.parent, self.opaque = None, [], None, True
         self.opaque = self.opaque or self.sharded
+        if self.higher_order:
+            # An operator such as torch.cond saves what no hook sees, its predicate for one.
+            wanted = None
         live = self._reach(range(len(self.nodes)) if wanted is None else wanted)
         self._add_forced(live)
         if any(live.values()) and self._is_opaque(live):
@@ -157,6 +160,11 @@ class Trace:
             return None
         return set(live), max(live, default=-1) + 1
 
+    @property
+    def higher_order(self) -> bool:
+        """Whether an operator on functions (torch.cond, flex attention) is among the ops."""
+        return any(not hasattr(node.op, "_schema") for node in self.nodes)
+
     def _reach(self, wanted: Iterable[int]) -> dict[int, bool]:
         """Nodes the values in `wanted` depend on, up to kept ones: True runs, False is kept."""
         live: dict[int, bool] = {}
@@ -174,7 +182,7 @@ class Trace:
 
     def _saved(self, i: int) -> bool:
         node = self.nodes[i]
-        if node.root != i and node.root in self.written:
+        if node.root != i and self.written.get(node.root, -1) > i:
             # A view that is handed out would no longer alias what is written through others.
             return False
         if node.kept is not None:
@@ -412,6 +420,7 @@ class Record(_Mode):
         self._writers: dict[int, list[int]] = {}
         self._outside_writers: dict[int, list[int]] = {}
         self._kept_roots: set[int] = set()
+        self.taken_back: set[int] = set()  # roots of values that were kept until they had a name
         self._cast: dict[
             int, torch.Tensor
         ] = {}  # outside tensors by the ids of their aliases and cached casts
@@ -461,7 +470,7 @@ class Record(_Mode):
         node = Node()
         node.op, node.name, node.digest, node.kept = func, None, None, None
         node.verdict, node.action, node.shared, node.copied = RECOMPUTE, RUN, False, False
-        self._link_operands(node, args, kwargs)
+        self._link_operands(node, () if facts.shape_only else args, kwargs)
         # A look at what was made without gradients belongs to it.
         node.graded = torch.is_grad_enabled() and not (
             facts.view
@@ -501,16 +510,45 @@ class Record(_Mode):
                 self._kept_roots.add(node.root)
             self.kept_bytes += sum(t.numel() * t.element_size() for t in tensors_in(out))
 
+    def owner(self, node: Node, value: torch.Tensor) -> int | None:
+        """The op whose whole result lies in the memory of `value`, the result of `node`, if there is one."""
+        at = node.root
+        if at == _OUTSIDE or at in self._writers or self.trace.nodes[at] is node or value.storage_offset():
+            return None
+        outs = [m for m in _metas(self.trace.nodes[at].outs) if m[0].numel() == value.numel()]
+        return at if any(m[2] is value.dtype for m in outs) else None
+
+    def judge_again(self, at: int, verdict: int, value: torch.Tensor) -> None:
+        """Change what is kept of op `at` and of the views of its result, all of which `value` is."""
+        node = self.trace.nodes[at]
+        for other in self.trace.nodes[at:]:
+            if other.root == at and (verdict != SAVE or other is node):
+                other.kept, other.verdict = None, RECOMPUTE
+        self._kept_roots.discard(at)
+        # Autograd may have packed it in the meantime, as something that is kept anyway.
+        self.taken_back.add(at)
+        if verdict != RECOMPUTE and isinstance(node.outs, Meta):
+            shape, stride = node.outs[:2]
+            same = value.shape == shape and value.stride() == stride
+            self.judge(node, verdict, value if same else quiet(torch.as_strided, value, shape, stride, 0))
+        elif verdict != RECOMPUTE:
+            # The op's other results are gone: what the name speaks of is kept alone.
+            self.judge(self.trace.nodes[self._made[id(value)]], verdict, value)
+
     def name(self, tensor: torch.Tensor, name: str) -> None:
         """Name the value `tensor`, which an op of its own made."""
         at = self._made.get(id(tensor))
         if at is None:
             return
-        self.trace.nodes[at].name = name
+        node = self.trace.nodes[at]
+        node.name = name
         if self.selector is not None:
             # The user's code runs above the levels, what is kept belongs below them.
             with _torch.below_levels():
                 self.selector.name(self, at, tensor, name)
+        elif (owner := self.owner(node, tensor)) is not None:
+            # An enclosing region may keep it, and share it.
+            self.trace.nodes[owner].name = name
 
     def find(self, tensor: torch.Tensor) -> int | None:
         """The node that made `tensor` or an alias of it, None for one from outside."""
@@ -574,7 +612,7 @@ class Record(_Mode):
             else:
                 written = self.trace.nodes[made].root
                 self._writers.setdefault(written, []).append(at)
-                self.trace.written.add(written)
+                self.trace.written[written] = at
             if facts.inplace:
                 root = self._root(tensor)
         return root
@@ -783,6 +821,12 @@ def alike(new: Any, old: Any) -> bool:
     if isinstance(new, (tuple, list)) and isinstance(old, (tuple, list)):
         return len(new) == len(old) and all(map(alike, new, old))
     return bool(new == old) or new != new
+
+
+def _metas(outs: Any) -> list[Meta]:
+    if isinstance(outs, Meta):
+        return [outs]
+    return [m for m in outs if isinstance(m, Meta)] if isinstance(outs, (tuple, list)) else []
 
 
 def _numel(outs: Any) -> int:

@@ -114,6 +114,9 @@ class Traced(Frame):
     def _settle(self, record: _trace.Record) -> None:
         """Keep what is needed of arguments and values, now that all is known that the backward may read."""
         trace, inputs = self.trace, self.inputs
+        for i, packed in enumerate(self.packed if record.taken_back else ()):
+            if packed.made is not None and trace.nodes[packed.made].root in record.taken_back:
+                self.direct.pop(i, None)
         waiting = [p for i, p in enumerate(self.packed) if i not in self.direct]
         wanted = {p.made for p in waiting if p.made is not None}
         trace.settle(wanted, max([p.seen for p in waiting], default=0))
@@ -135,7 +138,7 @@ class Traced(Frame):
         # Promise 2: never keep more than no remat keeps. Where the inputs are larger than what autograd saves
         # (a reduction, a cast down), the saved values themselves are the better thing to keep.
         inputs = self.inputs
-        if self.hoard is not None and self.trace.last >= 0:
+        if self.hoard is not None and self.trace.last >= 0 and not self.trace.higher_order:
             needed = [
                 t for t, held in zip(inputs.tensors, inputs.held, strict=True) if isinstance(held, Held)
             ]
@@ -169,7 +172,8 @@ class Traced(Frame):
     def lesson(self) -> _learned.Plan | None:
         """What this trace tells of the next call with the same signature."""
         trace, inputs = self.trace, self.inputs
-        if self.ends is not None or not self.metas:
+        # With no dispatch mode around, torch.cond compiles itself, and Dynamo refuses the hooks.
+        if self.ends is not None or not self.metas or trace.higher_order:
             return None
         plain = self._is_plain()
         if not plain and (inputs.hooks is not None or inputs.ambient.casts or not _learned.repeats(trace)):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from typing import Any
 
+from remat import sizes
 from remat.plan.graph import Graph
 from remat.plan.problem import Problem, keep_all
 from remat.plan.solve import least
 from remat.transforms._errors import RematError
-
-_UNITS = {"": 1} | {f"{p}{i}": (1024 if i else 1000) ** n for n, p in enumerate("kmgt", 1) for i in ("", "i")}
 
 
 def check_budget(budget: Any) -> float | int | str:
@@ -52,10 +50,9 @@ def parse_bytes(text: str) -> int:
     Raises:
         RematError: where the text is no amount of bytes.
     """
-    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?i?)b?\s*", text.lower())
     try:
-        return int(float(match[1]) * _UNITS[match[2]])  # type: ignore[index]
-    except (TypeError, ValueError, KeyError):
+        return sizes.parse_bytes(text)
+    except ValueError:
         raise RematError(f"{text!r} is no budget. {_WRITE}") from None
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from remat.policies._base import FromCallable, Policy, PolicyError
 from remat.policies._ready import is_op, offload_names, save_all_but_names, save_names, save_ops
+from remat.policies._selective import offload, save_cheaper_than, save_every, save_larger_than, where
 from remat.transforms._errors import RematError
 
 
@@ -105,4 +106,7 @@ def _way_out(value: Any) -> str:
     )
 
 
-_MAKERS = (checkpoint_policy, save_ops, save_names, save_all_but_names, offload_names)
+_MAKERS = (
+    *(checkpoint_policy, save_ops, save_names, save_all_but_names, offload_names),
+    *(where, offload, save_every, save_larger_than, save_cheaper_than),
+)
