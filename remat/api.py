@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import threading
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
@@ -150,6 +152,25 @@ class _Options:
         return Region(fn, label, selector, self.random, self.check, memory_of(anchor(fn)), key)
 
 
+    def under(self, policy: Policy) -> _Options:
+        """The same with another policy."""
+        return _Options(policy, self.name, self.numbers, self.names, self.random, self.check)
+
+
+_forced = threading.local()
+
+
+@contextlib.contextmanager
+def under_policy(policy: Policy) -> Iterator[None]:
+    """Let every region that this thread calls meanwhile have this policy, to compare it with its own."""
+    before = getattr(_forced, "policy", None)
+    _forced.policy = policy
+    try:
+        yield
+    finally:
+        _forced.policy = before
+
+
 def _wrap(fn: Callable[..., Any], options: _Options) -> Callable[..., Any]:
     if not callable(fn):
         raise FunctionError(
@@ -164,6 +185,9 @@ def _wrap(fn: Callable[..., Any], options: _Options) -> Callable[..., Any]:
     binds = type(options.policy).bind is not Policy.bind
 
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
+        forced = getattr(_forced, "policy", None)
+        if forced is not None and options.policy is not forced:
+            return _wrap(fn, options.under(forced))(*args, **kwargs)
         if keeps_everything and outermost():
             return run_transparently(fn, args, kwargs)
         if static:

@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 import torch.utils._pytree as torch_pytree
 
-from remat.transforms import _torch, _trace
+from remat.transforms import _taps, _torch, _trace
 
 Tree = TypeVar("Tree")
 
@@ -38,7 +38,8 @@ def checkpoint_name(tree: Tree, name: str) -> Tree:
             f"checkpoint_name(tree, name): the name must be a string, got {name!r}; write checkpoint_name(x, "
             "'attn')"
         )
-    return torch_pytree.tree_map_only(torch.Tensor, lambda tensor: _name(tensor, name), tree)
+    named = torch_pytree.tree_map_only(torch.Tensor, lambda tensor: _name(tensor, name), tree)
+    return _taps.tap(name, named)
 
 
 def _name(tensor: torch.Tensor, name: str) -> torch.Tensor:

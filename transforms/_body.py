@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms import _tree
+from remat.transforms import _taps, _tree
 from remat.transforms._capture import Swap
 from remat.transforms._errors import RematError
 
@@ -69,13 +69,20 @@ class Body:
         else:
             row = _tree.unflatten(_tree.merge(self.x_blank, self.x_at, list(x)), self.x_spec)
         state = carry[0] if self.carry_is_leaf else _tree.unflatten(carry, self.carry_spec)
-        if self.trusted and (not consts or all(map(operator.is_, consts, self.captured))):
-            out = self.function(state, row)
-        else:
-            with self.swapped(consts, [*carry, *x]):
-                out = self.eager(state, row)
+        with self._closed():
+            if self.trusted and (not consts or all(map(operator.is_, consts, self.captured))):
+                out = self.function(state, row)
+            else:
+                with self.swapped(consts, [*carry, *x]):
+                    out = self.eager(state, row)
         self.trusted = True
         return self._checked(out, carry, versions)
+
+    def _closed(self) -> Any:
+        sessions = _taps.current()
+        if not sessions:
+            return _AS_IT_IS
+        return _taps.only([_taps.Refusal(session.wanted, self.name) for session in sessions])
 
     def swapped(self, consts: Sequence[torch.Tensor], operands: Leaves) -> Any:
         """The context in which a function of the user's reads `consts` for what it captured."""

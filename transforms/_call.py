@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from remat.transforms import _capture, _observe, _torch, _trace, _tree
+from remat.transforms import _capture, _observe, _taps, _torch, _trace, _tree
 from remat.transforms._errors import RematError
 from remat.transforms._following import Following
 from remat.transforms._frame import Plain, enclosed, stop_enclosing
 from remat.transforms._inputs import Inputs
 from remat.transforms._learned import Plan
 from remat.transforms._primitive import Family, Prim, call
-from remat.transforms._region import Region
-from remat.transforms._state import Ambient, device_kinds
+from remat.transforms._region import Region, labelled
+from remat.transforms._state import Ambient, RandomState, device_kinds
 from remat.transforms._traced import Traced, may_keep_around
 
 _MOST_TRIES = 50
@@ -60,9 +60,10 @@ def run(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _run_frame(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     inputs = Inputs(region, args, kwargs)
-    key = None if region.key is None else inputs.signature()
+    # Offsets add ops to those that earlier calls ran.
+    key = None if region.key is None or inputs.taps else inputs.signature()
     plan = None if key is None else _known(inputs, key)
-    with _trace.inside() if _trace.enclosing() else _NOTHING:
+    with labelled("forward", region.name), _trace.inside() if _trace.enclosing() else _NOTHING:
         if plan is None:
             frame = Traced(inputs)
         else:
@@ -90,10 +91,11 @@ def _known(inputs: Inputs, key: Any) -> Plan | None:
 def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     leaves, spec = _tree.flatten((args, kwargs))
     tensors, at = _tree.split(leaves)
-    found = _capture.captured(region.function)
+    taps = _taps.Mirrors(lambda: _dry_run(region, args, kwargs, tensors)) if _taps.current() else None
+    found = [*_capture.captured(region.function), *(taps.offsets if taps else ())]
     for _ in range(_MOST_TRIES):
         try:
-            return _Flat(region, leaves, spec, at, tensors, found)()
+            return _Flat(region, leaves, spec, at, tensors, found, taps)()
         except _capture.Missed as missed:
             if any(t is missed.tensor for t in (*tensors, *found)):
                 raise
@@ -107,11 +109,22 @@ def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]
     )
 
 
+def _dry_run(region: Region, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
+    random = RandomState(tensors)
+    try:
+        with torch.no_grad():
+            run_transparently(region.function, args, kwargs)
+    finally:
+        random.restore()
+
+
 class _Flat:
     """A region's call with every tensor it depends on as a flat operand."""
 
-    def __init__(self, region: Region, leaves: Any, spec: Any, at: Any, tensors: Any, captured: Any) -> None:
-        self.region, self.leaves, self.spec, self.at = region, leaves, spec, at
+    def __init__(
+        self, region: Region, leaves: Any, spec: Any, at: Any, tensors: Any, captured: Any, taps: Any
+    ) -> None:
+        self.region, self.leaves, self.spec, self.at, self.taps = region, leaves, spec, at, taps
         self.count = len(tensors)
         self.captured = captured
         self.operands = [_capture.as_operand(t) for t in (*tensors, *captured)]
@@ -122,9 +135,13 @@ class _Flat:
         self.out_spec: Any = None
 
     def __call__(self) -> Any:
-        outs = call(Prim(self.body, self.family), self.operands)
+        with labelled("forward", self.region.name):
+            outs = call(Prim(self.body, self.family), self.operands)
         _capture.made_inside(outs)
-        return _tree.unflatten(_tree.merge(self.out_leaves, self.out_at, list(outs)), self.out_spec)
+        out, named = _tree.unflatten(_tree.merge(self.out_leaves, self.out_at, list(outs)), self.out_spec)
+        if self.taps is not None:
+            self.taps.pass_on(named)
+        return out
 
     def body(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self.family.ambient.casts:
@@ -134,13 +151,20 @@ class _Flat:
         args, kwargs = _tree.unflatten(_tree.merge(self.leaves, self.at, list(own)), self.spec)
         table = {id(t): operand for t, operand in zip(self.captured, captured, strict=True)}
         with self.bindings.restored(), _capture.Swap(table, own):
-            out = self._watched(args, kwargs)
+            out, named = self._tapped(args, kwargs) if self.taps else (self._watched(args, kwargs), ())
         _tree.check_results(out, self.region.name)
-        self.out_leaves, self.out_spec = _tree.flatten(out)
+        self.out_leaves, self.out_spec = _tree.flatten((out, named))
         tensors, self.out_at = _tree.split(self.out_leaves)
         self.out_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in self.out_leaves]
         # A captured tensor may be returned as it is, without any torch call that would have met it.
         return tuple([table.get(id(t), t) for t in tensors])
+
+    def _tapped(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        # Named values leave as results like any other: every run of the body has the same ones.
+        context, mirrors = self.taps.opened()
+        with context:
+            out = self._watched(args, kwargs)
+        return out, self.taps.found(mirrors)
 
     def _watched(self, args: Any, kwargs: Any) -> Any:
         watch = self.family.watch

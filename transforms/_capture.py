@@ -130,7 +130,8 @@ class Swap(TorchFunctionMode):
     def __init__(self, table: dict[int, torch.Tensor], operands: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.table = table
-        self.inside: set[int] = set()
+        # An id is reused once its tensor is gone, so each entry knows its own.
+        self.inside: dict[int, weakref.ref[torch.Tensor]] = {}
         self._note([*operands, *table.values()])
         self.start = _torch.next_node()
         self.strict = True
@@ -171,7 +172,8 @@ class Swap(TorchFunctionMode):
 
     def _is_inside(self, tensor: torch.Tensor) -> bool:
         while True:
-            if id(tensor) in self.inside:
+            noted = self.inside.get(id(tensor))
+            if noted is not None and noted() is tensor:
                 return True
             if not _torch.is_wrapped(tensor):
                 # What an autograd.Function returned was never the result of a torch call.
@@ -180,11 +182,11 @@ class Swap(TorchFunctionMode):
 
     def _note(self, out: Any) -> None:
         if isinstance(out, torch.Tensor):
-            self.inside.add(id(out))
+            self.inside[id(out)] = weakref.ref(out)
             # Transforms inside the region hand out what their wrappers hold.
             while _torch.is_wrapped(out):
                 out = _torch.unwrap_once(out)
-                self.inside.add(id(out))
+                self.inside[id(out)] = weakref.ref(out)
         elif isinstance(out, (tuple, list)):
             for value in out:
                 self._note(value)

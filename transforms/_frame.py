@@ -111,7 +111,7 @@ class Frame(Packer):
         _torch.set_grad_enabled(True)
         _torch.push_hooks(self.repack, _identity)
         try:
-            with recomputing():
+            with recomputing(self.region.name):
                 self.region.function(*args, **kwargs)
         finally:
             _torch.pop_hooks()

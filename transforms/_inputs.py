@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms import _paths, _torch, _trace, _tree
+from remat.transforms import _paths, _taps, _torch, _trace, _tree
 from remat.transforms._capture import Bindings, innermost
 from remat.transforms._errors import RematError
 from remat.transforms._held import Absent, Held
@@ -30,6 +30,7 @@ class Inputs:
         "region",
         "spec",
         "swap",
+        "taps",
         "tensors",
     )
 
@@ -44,6 +45,7 @@ class Inputs:
         self.ambient = Ambient(device_kinds(self.tensors))
         self.bindings = Bindings(region.function)
         self.swap = innermost()
+        self.taps = _taps.marks()
 
     @property
     def label(self) -> str:
@@ -79,6 +81,8 @@ class Inputs:
     def contexts(self) -> list[AbstractContextManager[Any]]:
         """What has to be put back for the function to see what it saw."""
         needed: list[AbstractContextManager[Any]] = []
+        if self.taps or _taps.current():
+            needed.append(_taps.again(self.taps))
         if self.swap is not None:
             needed.append(self.swap.lenient())
         if self.bindings.changed():

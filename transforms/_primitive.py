@@ -128,6 +128,8 @@ def _grad_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor,
             outs = call(prim, [_torch.unwrap_for_grad(t, number) for t in operands])
         return tuple([_torch.wrap_for_grad(t, number) for t in outs])
     node = _LevelPull if prim.own_level == number else _LevelNode
+    # A dual number of a level below, if not wrapped, would be taken for one of this level's.
+    operands = [t if _torch.level_of(t) == number else _torch.wrap_for_grad(t, number) for t in operands]
     with _torch.enable_single_level_autograd_function():
         return node.apply(prim, level, *operands)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -498,17 +500,21 @@ _replays = threading.local()
 
 def _forward_done() -> None:
     """The function has been recomputed, the backward begins."""
-    replay = _replays.stack[-1] if getattr(_replays, "stack", None) else None
+    if not getattr(_replays, "stack", None):
+        return
+    replay, again = _replays.stack[-1]
+    again.end()
     if replay is not None:
         replay.forward_done()
 
 
 @contextlib.contextmanager
-def _replaying(replay: _trace.Replay | None) -> Iterator[None]:
+def _replaying(replay: _trace.Replay | None, region: str) -> Iterator[None]:
     stack = _replays.__dict__.setdefault("stack", [])
-    stack.append(replay)
+    again = recomputing(region)
+    stack.append((replay, again))
     try:
-        with replay if replay is not None else contextlib.nullcontext():
+        with again, replay if replay is not None else contextlib.nullcontext():
             yield
     finally:
         stack.pop()
@@ -627,7 +633,6 @@ def _report(name: str, trace: _trace.Trace, sink: Residuals, operands: Tensors) 
 def _execute_pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
     family, source = prim.family, prim.source
     with contextlib.ExitStack() as stack:
-        stack.enter_context(recomputing())
         stack.enter_context(_filled(operands))
         if family.ambient.differs() or family.ambient.casts:
             stack.enter_context(family.ambient.restored())
@@ -644,5 +649,5 @@ def _execute_pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
             part = source.part(prim.present)
             digest = family.region.digest
             replay = _trace.Replay(source.trace, early_stop=False, check=check, digest=digest, part=part)
-        stack.enter_context(_replaying(replay))
+        stack.enter_context(_replaying(replay, family.region.name))
         return tuple(prim.body(*operands))

@@ -414,7 +414,8 @@ class Record(_Mode):
         trace.meta = any(t.is_meta for t in inputs)
         self.digest = digest
         self.kept_bytes = 0
-        self._made: dict[int, int] = {}
+        self._made = _Makers()
+        self._keys: dict[int, int] = {}  # outside tensors whose id another one had before
         self._by_address: dict[int, int] = {}
         self._by_storage: dict[int, int] = {}
         self._writers: dict[int, list[int]] = {}
@@ -455,9 +456,9 @@ class Record(_Mode):
             self.trace.loose = True
         first = next(iter(tensors_in(args)), None)
         if isinstance(out, torch.Tensor) and first is not None and out is not first:
-            at = self._made.get(id(first))
+            at = self._made.get(first)
             if at is not None:
-                self._made[id(out)] = at
+                self._made.set(out, at)
             else:
                 self._external(first)
                 self._cast[id(out)] = self._cast.get(id(first), first)
@@ -489,7 +490,7 @@ class Record(_Mode):
         node.outs = metadata(out)
         nodes.append(node)
         for tensor in tensors_in(out):
-            self._made[id(tensor)] = at
+            self._made.set(tensor, at)
             self._by_address[_address(tensor)] = at
             self._by_storage[storage(tensor)] = at
         if self.digest is not None and not facts.uninitialized:
@@ -537,7 +538,7 @@ class Record(_Mode):
 
     def name(self, tensor: torch.Tensor, name: str) -> None:
         """Name the value `tensor`, which an op of its own made."""
-        at = self._made.get(id(tensor))
+        at = self._made.get(tensor)
         if at is None:
             return
         node = self.trace.nodes[at]
@@ -552,7 +553,7 @@ class Record(_Mode):
 
     def find(self, tensor: torch.Tensor) -> int | None:
         """The node that made `tensor` or an alias of it, None for one from outside."""
-        at = self._made.get(id(tensor))
+        at = self._made.get(tensor)
         return self._by_address.get(_address(tensor)) if at is None else at
 
     def from_outside(self, at: int) -> bool:
@@ -586,27 +587,35 @@ class Record(_Mode):
 
     def _maker(self, tensor: torch.Tensor) -> int | None:
         """The node that made this tensor object, or at least its storage."""
-        at = self._made.get(id(tensor))
-        if at is None and id(tensor) not in self.trace.externals:
+        at = self._made.get(tensor)
+        if at is None and not self._is_external(tensor):
             # Autograd makes aliases that no dispatch mode sees. An address used twice only adds a dependency.
             at = self._by_storage.get(storage(tensor))
         return at
 
     def _external(self, tensor: torch.Tensor) -> int:
-        key = id(tensor)
-        if key not in self.trace.externals:
+        key = self._keys.get(id(tensor), id(tensor))
+        known = self.trace.externals.get(key)
+        if known is not None and known[0]() is not tensor and known[2] != storage(tensor):
+            key = self._keys[id(tensor)] = -1 - len(self.trace.externals)
+            known = None
+        if known is None:
             self.trace.externals[key] = (weakref.ref(tensor), _version(tensor), storage(tensor))
         return key
 
+    def _is_external(self, tensor: torch.Tensor) -> bool:
+        known = self.trace.externals.get(self._keys.get(id(tensor), id(tensor)))
+        return known is not None and (known[0]() is tensor or known[2] == storage(tensor))
+
     def _root(self, values: Any) -> int:
         first = next(iter(tensors_in(values)), None)
-        at = None if first is None else self._made.get(id(first))
+        at = None if first is None else self._made.get(first)
         return _OUTSIDE if at is None else self.trace.nodes[at].root
 
     def _note_writes(self, at: int, facts: _ops.Traits, args: Any, kwargs: Any) -> int:
         root = at
         for tensor in _targets(facts, args, kwargs):
-            made = self._made.get(id(tensor))
+            made = self._made.get(tensor)
             if made is None:
                 self._outside_writers.setdefault(id(tensor), []).append(at)
             else:
@@ -621,7 +630,7 @@ class Record(_Mode):
         if self.trace.sharded and not torch.is_grad_enabled():
             return
         for tensor in _targets(facts, args, kwargs):
-            at = self._made.get(id(tensor))
+            at = self._made.get(tensor)
             if at is None:
                 self._write_outside(func, tensor)
             elif self.trace.nodes[at].root != _OUTSIDE:
@@ -653,6 +662,22 @@ class Record(_Mode):
             "out of place, or "
             "into a `.clone()` made inside the region."
         )
+
+
+class _Makers:
+    """Which node made a tensor object. An id is reused once its tensor is gone, so each entry knows its own."""
+
+    __slots__ = ("_at",)
+
+    def __init__(self) -> None:
+        self._at: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+
+    def get(self, tensor: torch.Tensor) -> int | None:
+        found = self._at.get(id(tensor))
+        return found[1] if found is not None and found[0]() is tensor else None
+
+    def set(self, tensor: torch.Tensor, at: int) -> None:
+        self._at[id(tensor)] = weakref.ref(tensor), at
 
 
 class Replay(_Mode):

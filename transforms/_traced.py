@@ -154,16 +154,18 @@ class Traced(Frame):
             # What an enclosing region is to recompute stays alive no longer than that takes.
             if isinstance(held, Held) and not held.enclosed:
                 _observe.report(_observe.Kept("argument", tensor, name, i))
-        for i, held in self.direct.items():
-            made = self.packed[i].made
-            node = None if made is None else nodes[nodes[made].root]
-            why = "captured" if node is None else "policy" if node.kept is not None else "residual"
-            place = i if made is None else made
-            kept = _observe.Kept(why, held.packed, name, place, node and node.op, node and node.name)
-            _observe.report(kept)
         for at, node in enumerate(nodes):
             for tensor in _trace.tensors_in(node.kept if node.kept is not None else ()):
                 _observe.report(_observe.Kept("policy", tensor, name, at, node.op, node.name))
+        for i, held in self.direct.items():
+            made = self.packed[i].made
+            node = None if made is None else nodes[nodes[made].root]
+            # What the recomputation does not read is no longer the node's, and held here alone.
+            saved = made is not None and _trace.SAVE in (nodes[made].verdict, nodes[nodes[made].root].verdict)
+            why = "captured" if node is None else "policy" if saved else "residual"
+            place = i if made is None else made
+            kept = _observe.Kept(why, held.packed, name, place, node and node.op, node and node.name)
+            _observe.report(kept)
         for tensor in self.trace.snapshots.values():
             _observe.report(_observe.Kept("captured", tensor, name, -1))
 
