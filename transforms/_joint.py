@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.transforms import _ops
 from remat.transforms._errors import RematError
-from remat.transforms._torch import fake_mode, is_fake, outside_all_modes, storage_key
+from remat.transforms._torch import fake_mode, is_fake, outside_all_modes, storage_key, without_module_trackers
 
 
 @dataclass(frozen=True)
@@ -284,7 +284,7 @@ def record(
             kernel; names the op and the user's line.
     """
     recorder = Recorder()
-    with outside_all_modes():
+    with outside_all_modes(), without_module_trackers():
         results = _trace(fn, args, kwargs or {}, recorder, _run_functional if functional else _run)
     return Joint(
         ops=tuple(recorder.ops),
