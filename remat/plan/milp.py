@@ -126,34 +126,41 @@ class _Search:
         Source: S. Baum and L. E. Trotter, "Integer rounding and polyhedral decomposition for totally
         unimodular systems", 1978.
         """
-        loose = _solve(self.problem, self.budget, ceiling, time_limit / 2, self.gap / 10, self.tie_break, self.run)
+        # No tie-break here: equal prices are what lets HiGHS close the gap.
+        problem, gap = self.problem, self.gap / 10
+        loose = _solve(problem, self.budget, ceiling, time_limit / 2, gap, 0.0, self.run)
         if self.proved(loose) or loose.lower_bound == INF:
             return loose
-        tight = _solve(
-            self.problem, self.budget, ceiling, time_limit / 2, self.gap / 10, self.tie_break, self.run, tight=True
-        )
-        return _better(loose, Exact(tight.solution, 0.0))
+        tight = _solve(problem, self.budget, ceiling, time_limit / 4, gap, 0.0, self.run, tight=True)
+        best = _better(loose, Exact(tight.solution, 0.0))
+        return best if self.proved(best) else _better(best, self._coarse(ceiling, time_limit / 4))
+
+    def _coarse(self, ceiling: float, time_limit: float) -> Exact:
+        """With prices rounded down to whole numbers: such a bound holds too, and is often found sooner."""
+        dearest = max((c for c in self.problem.cost if c <= ceiling and c < INF), default=0.0)
+        unit = dearest * _ROUNDING or 1.0
+        prices = tuple(c if c == INF else float(c // unit) for c in self.problem.cost)
+        barred = ceiling / unit if ceiling < INF else INF
+        rounded = replace(self.problem, cost=prices, keep=tuple(p / unit for p in self.problem.keep))
+        found = _solve(rounded, self.budget, barred, time_limit, self.gap, 0.0, self.run)
+        real = None if found.solution is None else complete(self.problem, found.solution.saved)
+        return Exact(real, found.lower_bound * unit)
 
     def _whole(self, ceiling: float, time_limit: float) -> Exact:
         """The problem as it is.
 
         The tie-break hides from HiGHS that layers are alike, so where the proof is not found in a third of
-        the time, prices are rounded down to whole numbers and left alike: those bounds hold too.
+        the time, prices are rounded and left alike.
         """
-        problem = self.problem
-        first = _solve(problem, self.budget, ceiling, time_limit / 3, self.gap, self.tie_break)
+        first = _solve(self.problem, self.budget, ceiling, time_limit / 3, self.gap, self.tie_break)
         if self.proved(first):
             return first
-        dearest = max((c for c in problem.cost if c <= ceiling and c < INF), default=0.0)
-        unit = dearest * _ROUNDING or 1.0
-        coarse = replace(problem, cost=tuple(c if c == INF else float(c // unit) for c in problem.cost))
-        barred = ceiling / unit if ceiling < INF else INF
-        second = _solve(coarse, self.budget, barred, 2 * time_limit / 3, self.gap, 0.0)
-        found = None if second.solution is None else complete(problem, second.solution.saved)
-        floor = max(first.lower_bound, second.lower_bound * unit)
-        if first.solution is not None and found is not None:
-            found = first.solution if first.solution.cost <= found.cost * (1 + self.tie_break) else found
-        return Exact(found or first.solution, floor)
+        second = self._coarse(ceiling, 2 * time_limit / 3)
+        best = _better(first, second)
+        if first.solution is not None and best.solution is not None:
+            tied = first.solution.cost <= best.solution.cost * (1 + self.tie_break)
+            return Exact(first.solution if tied else best.solution, best.lower_bound)
+        return best
 
 
 def _solve(
@@ -268,7 +275,8 @@ class Table:
     def _chain(self, op: int, value: int, run: Repeats) -> list[tuple[tuple[str, int], float]]:
         """What all layers together have of what each reads: its own, or that of a layer before.
 
-        In the latter case the layer behind the run reads of the run too, and the first ones of what is before.
+        In the latter case the layer behind the run reads of the run too, and the first ones of what is
+        before it.
         """
         terms, layer = [], 0
         before, behind = value, ("op", op + run.count * run.period)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from remat.plan.problem import INF, Problem
+from remat.plan.problem import Problem
 
 # A read of a layer: the reader's op and the producer as positions in the layer, the value among that op's
 # results, and how many layers back it was made.
@@ -79,35 +79,41 @@ class Repeats:
 def repeats(problem: Problem) -> Repeats | None:
     """The longest run of identical layers, or None where there are fewer than three in a row.
 
+    The problem is one made by `reduce`: nothing in it is free, and an op's values are numbered together.
     Layers need not begin where the user's do: they are found by their period.
     """
-    best = None
-    for period in _periods(problem):
-        for start, length in _runs(problem, period):
+    best, kinds = None, _kinds(problem)
+    for period in _periods(kinds):
+        for start, length in _runs(problem, kinds, period):
             run = Repeats(problem, start, period, length // period)
             if run.count >= 2 and (best is None or run.count * period > best.count * best.period):
                 best = run if run.holds() else best
     return best
 
 
-def _kinds(problem: Problem) -> list[tuple[object, ...]]:
+def _kinds(problem: Problem) -> list[Hashable]:
+    """What an op looks like on its own."""
     return [
         (cost, *((problem.size[v], problem.price(v), v in problem.need) for v in outputs), len(reads))
         for cost, outputs, reads in zip(problem.cost, problem.outputs, problem.reads, strict=True)
     ]
 
 
-def _periods(problem: Problem) -> list[int]:
-    """Distances at which the dearest op comes again, shortest first."""
-    dearest = max((c for c in problem.cost if c < INF), default=0.0)
-    places = [op for op, cost in enumerate(problem.cost) if cost == dearest]
-    near = Counter(b - a for hop in range(1, 9) for a, b in zip(places, places[hop:], strict=False))
-    return sorted(period for period, times in near.most_common(12) if times > 1)
+def _periods(kinds: Sequence[Hashable]) -> list[int]:
+    """The commonest distances between ops that look alike, shortest first."""
+    places: dict[Hashable, list[int]] = {}
+    for op, kind in enumerate(kinds):
+        places.setdefault(kind, []).append(op)
+    # An op may look like a few others of its own layer: the next ones are looked at too.
+    near = Counter(
+        b - a for ops in places.values() for hop in range(1, 9) for a, b in zip(ops, ops[hop:], strict=False)
+    )
+    return sorted(period for period, times in near.most_common(8) if times > 1)
 
 
-def _runs(problem: Problem, period: int) -> Iterator[tuple[int, int]]:
+def _runs(problem: Problem, kinds: Sequence[Hashable], period: int) -> Iterator[tuple[int, int]]:
     """Stretches `(start, length)` of ops that are like the op one period on."""
-    kinds, outputs, count = _kinds(problem), problem.outputs, len(problem.cost)
+    outputs, count = problem.outputs, len(problem.cost)
 
     def alike(op: int) -> bool:
         if kinds[op] != kinds[op + period]:
