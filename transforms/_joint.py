@@ -18,7 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.transforms import _ops
 from remat.transforms._errors import RematError
-from remat.transforms._torch import fake_mode, is_fake, outside_all_modes, storage_key, without_module_trackers
+from remat.transforms._torch import (
+    fake_mode,
+    is_fake,
+    outside_all_modes,
+    storage_key,
+    without_module_trackers,
+)
 
 
 @dataclass(frozen=True)
