@@ -12,11 +12,13 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 
+from remat import compiled
 from remat.contexts import PolicySelector
 from remat.policies import Policy, as_policy, save_everything, save_nothing
 from remat.transforms._call import outermost, run, run_transparently
 from remat.transforms._errors import RematError
 from remat.transforms._learned import memory_of
+from remat.transforms._numbers import register
 from remat.transforms._region import Region
 
 P = ParamSpec("P")
@@ -119,6 +121,8 @@ def remat(
         preserve_rng_state,
         determinism_check,
     )
+    if torch.compiler.is_dynamo_compiling():
+        return functools.partial(compiled.wrap, options=options) if fn is None else compiled.wrap(fn, options)
     if fn is None:
         return functools.partial(_wrap, options=options)
     return _wrap(fn, options)
@@ -145,12 +149,15 @@ class _Options:
             check,
         )
 
-    def region(self, fn: Callable[..., Any], policy: Policy) -> Region:
-        label = self.name or getattr(fn, "__qualname__", None) or type(fn).__name__
+    def label(self, fn: Callable[..., Any]) -> str:
+        """What messages call the region."""
+        return self.name or getattr(fn, "__qualname__", None) or type(fn).__name__
+
+    def region(self, fn: Callable[..., Any], policy: Policy, label: str | None = None) -> Region:
+        label = label or self.label(fn)
         selector = None if policy == save_nothing else functools.partial(PolicySelector, policy, label)
         key = policy if policy.repeatable else None
         return Region(fn, label, selector, self.random, self.check, memory_of(anchor(fn)), key)
-
 
     def under(self, policy: Policy) -> _Options:
         """The same with another policy."""
@@ -181,10 +188,11 @@ def _wrap(fn: Callable[..., Any], options: _Options) -> Callable[..., Any]:
     region = options.region(fn, options.policy)
     static = bool(options.numbers or options.names)
     keeps_everything = options.policy == save_everything
+    label, number = region.name, register(options)
     # Most policies are the same for every call; asking them takes longer than a small op.
     binds = type(options.policy).bind is not Policy.bind
 
-    def rematerialized(*args: Any, **kwargs: Any) -> Any:
+    def eager(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         forced = getattr(_forced, "policy", None)
         if forced is not None and options.policy is not forced:
             return _wrap(fn, options.under(forced))(*args, **kwargs)
@@ -195,6 +203,15 @@ def _wrap(fn: Callable[..., Any], options: _Options) -> Callable[..., Any]:
         bound = options.policy.bind(fn, args, kwargs) if binds else options.policy
         return run(region if bound is options.policy else options.region(fn, bound), args, kwargs)
 
+    # Dynamo looks into every cell, so this one closes over strings and functions alone.
+    def rematerialized(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return compiled.call(label, number, fn, args, kwargs)
+        return eager(args, kwargs)
+
+    # Tracebacks name the region, those of torch.compile too; and what Dynamo keeps for a region's code, and
+    # how often it compiles it, is then no other region's.
+    rematerialized.__code__ = rematerialized.__code__.replace(co_name=f"region {label!r}")
     functools.update_wrapper(rematerialized, fn, updated=())
     if isinstance(fn, torch.nn.Module):
         rematerialized.__signature__ = inspect.signature(fn.forward)  # type: ignore[attr-defined]
@@ -205,6 +222,9 @@ def _wrap(fn: Callable[..., Any], options: _Options) -> Callable[..., Any]:
 
 def _check_static_names(fn: Callable[..., Any], names: frozenset[str]) -> None:
     """Raise for a static name that `fn` cannot be called with: it would silently do nothing."""
+    if not names:
+        # Reading a signature takes longer than the rest, and layers of models make a region in each call.
+        return
     try:
         parameters = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters
     except (TypeError, ValueError):

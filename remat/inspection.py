@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat import names
-from remat.transforms import _observe, _paths, _torch, _tree
+from remat.transforms import _named, _observe, _paths, _torch, _tree
 from remat.transforms._state import RandomState
 
 # The machinery is reached through a link in a checkout, so it may go by two names.
@@ -240,7 +239,7 @@ def _name_being_given() -> str | None:
     for _ in range(4):
         if frame is None:
             return None
-        if frame.f_code is names._name.__code__:
+        if frame.f_code is _named.give_name.__code__:
             return frame.f_locals["name"]
         frame = frame.f_back
     return None

@@ -7,7 +7,8 @@ from typing import TypeVar
 import torch
 import torch.utils._pytree as torch_pytree
 
-from remat.transforms import _taps, _torch, _trace
+from remat.transforms import _taps
+from remat.transforms._named import named
 
 Tree = TypeVar("Tree")
 
@@ -38,13 +39,5 @@ def checkpoint_name(tree: Tree, name: str) -> Tree:
             f"checkpoint_name(tree, name): the name must be a string, got {name!r}; write checkpoint_name(x, "
             "'attn')"
         )
-    named = torch_pytree.tree_map_only(torch.Tensor, lambda tensor: _name(tensor, name), tree)
-    return _taps.tap(name, named)
-
-
-def _name(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    # An op of its own: the value that is named may be one of several results of the op that made it.
-    alias = tensor.view_as(tensor)
-    for mode in _trace.recordings():
-        mode.name(_torch.unwrapped(alias), name)
-    return alias
+    marked = torch_pytree.tree_map_only(torch.Tensor, lambda tensor: named(tensor, name), tree)
+    return marked if torch.compiler.is_dynamo_compiling() else _taps.tap(name, marked)

@@ -73,9 +73,11 @@ def case(*, lacks: str = "") -> Callable[[Build], Build]:
     return add
 
 
-def matrix(*compositions: str, policies: tuple[str, ...] = tuple(POLICIES)) -> Callable[..., Any]:
+def matrix(
+    *compositions: str, policies: tuple[str, ...] = tuple(POLICIES), without: tuple[str, ...] = ()
+) -> Callable[..., Any]:
     """Run a test for every function that torch can put through `compositions`, times `policies`."""
-    names = [name for name, c in CASES.items() if not c.lacks.intersection(compositions)]
+    names = [n for n, c in CASES.items() if not c.lacks.intersection(compositions) and n not in without]
     return pytest.mark.parametrize(
         ("name", "policy"), [pytest.param(n, p, id=f"{n}-{p}") for n in names for p in policies]
     )

@@ -400,9 +400,9 @@ def test_batch_norm_statistics_are_counted_once():
     """torch's checkpoint updates them twice."""
     norms = [nn.BatchNorm1d(4).double() for _ in range(2)]
     x = X.clone().requires_grad_()
-    for norm, run in zip(norms, (lambda f, x: f(x), checkpoint), strict=True):
-        region: Any = run
-        region(lambda x, norm=norm: F.relu(norm(x)), x).sum().backward()
+    runs: list[Any] = [lambda f, x: f(x), checkpoint]
+    for norm, run in zip(norms, runs, strict=True):
+        run(lambda x, norm=norm: F.relu(norm(x)), x).sum().backward()
     torch.testing.assert_close(norms[1].running_mean, norms[0].running_mean)
     torch.testing.assert_close(norms[1].running_var, norms[0].running_var)
     assert norms[1].num_batches_tracked == 1

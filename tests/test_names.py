@@ -230,3 +230,49 @@ def test_a_barred_value_under_torch_func():
     assert exps(save_all_but_names("barred")) == (2, 1)
     # Under save_everything there is no region at all.
     assert exps(save_everything) == (1, 1)
+
+
+# -- named values that were written in place ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("named_before", [False, True])
+@pytest.mark.parametrize("mode", ["backward", "grad"])
+def test_a_name_given_after_a_write_keeps_what_was_written(named_before, mode):
+    def fn(x):
+        h = torch.sin(x)
+        if named_before:
+            h = checkpoint_name(h, "h")
+        h.mul_(2)
+        if not named_before:
+            h = checkpoint_name(h, "h")
+        return torch.cos(h).sum()
+
+    region = remat(fn, policy=save_names("h"))
+    expected = torch.cos(X) * -torch.sin(2 * torch.sin(X)) * 2
+    with OpCounter() as ops:
+        got = (
+            grad(region)(X) if mode == "grad" else torch.autograd.grad(region(x := leaves_of((X,))[0]), x)[0]
+        )
+    torch.testing.assert_close(got, expected)
+    # The forward's sine and the derivative's; none again where the name came after the write.
+    assert ops["sin"] == 2 or named_before
+
+
+# -- one of several results of an op ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["backward", "grad"])
+@pytest.mark.parametrize("bars", [False, True])
+def test_a_name_for_one_of_several_results(mode, bars):
+    """The value is kept, or barred; the op's other results are not the name's matter."""
+
+    def fn(x):
+        values, _ = torch.max(torch.sin(x), -1)
+        return torch.cos(checkpoint_name(values, "largest")).sum()
+
+    region = remat(fn, policy=save_all_but_names("largest") if bars else save_names("largest"))
+    expected = torch.autograd.grad(fn(x := leaves_of((X,))[0]), x)[0]
+    got = grad(region)(X) if mode == "grad" else torch.autograd.grad(region(x), x)[0]
+    torch.testing.assert_close(got, expected)
+    shapes = [r.shape for r in saved_residuals(region, X) if r.why == "policy"]
+    assert ((3,) in shapes) is not bars

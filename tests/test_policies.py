@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from remat import remat
 from remat.opinfo import Call, Decision, OpInfo, TensorMeta
 from remat.policies import (
     Policy,
@@ -32,6 +34,7 @@ from remat.policies import (
     where,
 )
 from remat.policies import _catalogue as catalogue
+from remat.transforms import _learned
 from remat.transforms._errors import RematError
 
 aten = torch.ops.aten
@@ -446,6 +449,54 @@ def test_registered_ops_join_their_class():
     finally:
         catalogue._COSTLY.pop("remat_tests::gemm", None)
         catalogue._KIND_OF.clear()
+
+
+@pytest.mark.parametrize("how", ["custom_op", "triton_op"])
+def test_a_registered_attention_op_is_kept_in_a_region(how):
+    """A fused linear attention, as libraries register theirs."""
+    name = f"remat_tests::linear_attention_{how}"
+
+    def kernel(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return q @ (k.mT @ k)
+
+    if how == "triton_op":
+        if not hasattr(torch.library, "triton_op"):
+            pytest.skip("this torch has no triton_op")
+        op: Any = torch.library.triton_op(name, mutates_args=())(kernel)
+    else:
+        op = torch.library.custom_op(name, mutates_args=())(kernel)
+    op.register_autograd(
+        lambda ctx, g: (g @ (ctx.k.mT @ ctx.k), None),
+        setup_context=lambda ctx, inputs, output: setattr(ctx, "k", inputs[1]),
+    )
+    x, k = torch.rand(3, 4, requires_grad=True), torch.rand(3, 4)
+
+    def region(x):
+        return torch.sin(op(torch.sin(x), k)).sum()
+
+    class Seen(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            Seen.count += func._schema.name == name
+            return func(*args, **(kwargs or {}))
+
+    def again(policy):
+        out = remat(region, policy=policy)(x)
+        Seen.count = 0
+        with Seen():
+            out.backward()
+        return Seen.count
+
+    try:
+        assert again(save_attention) == 1
+        register_costly_op(op, kind="attention")
+        # What was learnt of the region before does not hold any more.
+        assert again(save_attention) == 0
+    finally:
+        catalogue._COSTLY.pop(name, None)
+        catalogue._KIND_OF.clear()
+        _learned.forget_all()
 
 
 def test_registering_refuses_mistakes():

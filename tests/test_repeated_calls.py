@@ -162,5 +162,3 @@ def test_policies_that_may_answer_otherwise_are_asked_again():
     for _ in range(3):
         step(fn, rand(3))
     assert len(asked) == 6
-
-

@@ -39,9 +39,14 @@ def run_transparently(function: Any, args: tuple[Any, ...], kwargs: dict[str, An
         _keeping.everything = before
 
 
+def keeping_everything() -> bool:
+    """Whether `run_transparently` is at work around here."""
+    return getattr(_keeping, "everything", False)
+
+
 def run(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `region`: by a frame in plain autograd, by the primitive under functorch levels."""
-    if getattr(_keeping, "everything", False):
+    if keeping_everything():
         return region.function(*args, **kwargs)
     if _torch.in_transform():
         return _run_primitive(region, args, kwargs)
@@ -63,7 +68,8 @@ def _run_frame(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     # Offsets add ops to those that earlier calls ran.
     key = None if region.key is None or inputs.taps else inputs.signature()
     plan = None if key is None else _known(inputs, key)
-    with labelled("forward", region.name), _trace.inside() if _trace.enclosing() else _NOTHING:
+    label = labelled("forward", region.name)
+    with label, _trace.inside() if _trace.enclosing() else _NOTHING:
         if plan is None:
             frame = Traced(inputs)
         else:

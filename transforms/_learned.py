@@ -74,6 +74,12 @@ def memory_of(anchor: Any) -> Memory:
     return found
 
 
+def forget_all() -> None:
+    """Drop every plan: what policies say of ops has changed."""
+    for memory in list(_memories.values()):
+        memory.plans.clear()
+
+
 def reach(trace: Trace, near: Sequence[torch.Tensor | None], checked: set[int]) -> list[int] | None:
     """Positions in `near` of the outside tensors that the recomputation reads, but for storages in `checked`.
 

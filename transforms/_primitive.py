@@ -19,7 +19,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd import forward_ad
@@ -41,6 +41,7 @@ class Residuals:
         self.trace: _trace.Trace | None = None
         self.random: RandomState | None = None
         self.outside: set[int] | None = None  # storages from outside that autograd itself reads
+        self.written: Any = None  # in a traced graph: what its `World` noted in the forward
         self.ends: Ends | None = None  # the results, where they do not all need the same values
         self.packed: list[tuple[int, int]] = []  # (op that made a value, autograd node that saved it)
 
@@ -59,12 +60,25 @@ class Residuals:
         return self.trace.reads(bottom) or _trace.storage(bottom) in self.outside
 
 
+class World(Protocol):
+    """Where primitives run that do not run in eager."""
+
+    def forward(self, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+        """Run a region's function, below all levels."""
+        ...
+
+    def pull(self, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+        """Recompute and pull back, below all levels."""
+        ...
+
+
 @dataclass
 class Family:
     """What all primitives derived from one call of a region share."""
 
     region: Region
     ambient: Ambient
+    world: World | None = None  # None is eager
     # Set while the recorded forward runs: the hook that watches what autograd would save, and what to do with
     # the results.
     watch: Callable[[torch.Tensor], Any] | None = None
@@ -84,6 +98,7 @@ class Prim:
         source: pull-back only: the residuals to use.
         own_level: pull-back only: the functorch level whose backward this is, or None.
         present: pull-back only: the results of the region that have a cotangent, or None for all.
+        cotangents: pull-back only: which of the operands are its cotangents.
         dual: whether tangents are computed along; then op sequences cannot be compared (`Trace.loose`).
     """
 
@@ -96,6 +111,7 @@ class Prim:
     own_level: int | None = None
     present: tuple[int, ...] | None = None
     dual: bool = False
+    cotangents: tuple[int, int] = (0, 0)
 
 
 def call(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
@@ -215,7 +231,12 @@ def _mapped(prim: Prim, transform: Callable[[Body], Body]) -> Prim:
     return replace(prim, body=transform(prim.body), recorded=recorded)
 
 
-_RULES = {_torch.GRAD: _grad_rule, _torch.VMAP: _vmap_rule, _torch.JVP: _jvp_rule}
+def _known_jvp_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+    with _torch.dual_level_known():
+        return _jvp_rule(level, prim, operands)
+
+
+_RULES = {_torch.GRAD: _grad_rule, _torch.VMAP: _vmap_rule, _torch.JVP: _known_jvp_rule}
 
 
 # -- nodes --------------------------------------------------------------------------------------------
@@ -227,6 +248,8 @@ def _keep(ctx: Any, prim: Prim, operands: Tensors, outs: Tensors, residuals: Res
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*[t for t in outs if not _smooth(t)])
     needed = [residuals is None or residuals.needs(t) or _tracked_below(t) for t in operands]
+    if prim.family.world is not None:
+        needed = [True] * len(operands)
     ctx.save_for_backward(*[t if keep else _hollow(t) for t, keep in zip(operands, needed, strict=True)])
 
 
@@ -264,6 +287,7 @@ def _backward(ctx: Any, cotangents: tuple[Any, ...], level: int | None) -> list[
     ends = ctx.prim.present if ctx.prim.pulls else tuple(present)
     own = None if dead else level
     pull = Prim(body, ctx.prim.family, pulls=True, source=source, own_level=own, present=ends)
+    pull = replace(pull, cotangents=(len(saved), len(saved) + len(present)))
     made = call(pull, [*saved, *[cotangents[i] for i in present]])
     if ctx.residuals is not None and not _torch.graph_kept():
         # Freed as the backward goes, like autograd's own saved values.
@@ -509,7 +533,8 @@ def _forward_done() -> None:
 
 
 @contextlib.contextmanager
-def _replaying(replay: _trace.Replay | None, region: str) -> Iterator[None]:
+def replaying(replay: Any, region: str) -> Iterator[None]:
+    """Hand out a forward's values (`replay` is a mode, or None) until the backward begins."""
     stack = _replays.__dict__.setdefault("stack", [])
     again = recomputing(region)
     stack.append((replay, again))
@@ -571,10 +596,14 @@ def _reassemble(smooth: Tensors, rest: Tensors, at: list[int]) -> list[torch.Ten
 
 def _execute(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
     """Run a primitive's body below every level."""
+    world = prim.family.world
     if prim.pulls:
-        return _execute_pull(prim, operands)
+        return _execute_pull(prim, operands) if world is None else world.pull(prim, operands)
     with _trace.inside():
-        outs = _execute_recorded(prim, operands) if prim.sinks else prim.body(*operands)
+        if world is not None:
+            outs = world.forward(prim, operands)
+        else:
+            outs = _execute_recorded(prim, operands) if prim.sinks else prim.body(*operands)
     # A result that is an operand itself would be taken for an in-place result by autograd.Function.
     taken = {id(t) for t in operands}
     return tuple([t.view_as(t) if id(t) in taken else t for t in outs])
@@ -649,5 +678,5 @@ def _execute_pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
             part = source.part(prim.present)
             digest = family.region.digest
             replay = _trace.Replay(source.trace, early_stop=False, check=check, digest=digest, part=part)
-        stack.enter_context(_replaying(replay, family.region.name))
+        stack.enter_context(replaying(replay, family.region.name))
         return tuple(prim.body(*operands))

@@ -379,6 +379,18 @@ def recordings() -> list[Record]:
     return [mode for mode in getattr(_active, "stack", ()) if isinstance(mode, Record)]
 
 
+def around(mode: _Mode) -> _Mode | None:
+    """What records or replays around `mode`."""
+    stack = getattr(_active, "stack", ())
+    at = next((i for i, other in enumerate(stack) if other is mode), 0)
+    return stack[at - 1] if at else None
+
+
+def is_quiet() -> bool:
+    """Whether an op of the engine's own runs."""
+    return getattr(_active, "quiet", False)
+
+
 def quiet(function: Callable[..., Any], *args: Any) -> Any:
     """Run an op of the engine's own, which no recording counts."""
     before = getattr(_active, "quiet", False)
@@ -532,9 +544,9 @@ class Record(_Mode):
             shape, stride = node.outs[:2]
             same = value.shape == shape and value.stride() == stride
             self.judge(node, verdict, value if same else quiet(torch.as_strided, value, shape, stride, 0))
-        elif verdict != RECOMPUTE:
+        elif verdict != RECOMPUTE and (made := self._made.get(value)) is not None:
             # The op's other results are gone: what the name speaks of is kept alone.
-            self.judge(self.trace.nodes[self._made[id(value)]], verdict, value)
+            self.judge(self.trace.nodes[made], verdict, value)
 
     def name(self, tensor: torch.Tensor, name: str) -> None:
         """Name the value `tensor`, which an op of its own made."""

@@ -108,7 +108,9 @@ def measure(fn: Callable[..., Any], args: Any, kwargs: Any, *, regions: bool = T
         RematError: under a transform of `torch.func`, or when nothing can be differentiated.
     """
     if _torch.in_transform():
-        raise RematError("explain: call it outside of torch.func transforms; they may be inside the function.")
+        raise RematError(
+            "explain: call it outside of torch.func transforms; they may be inside the function."
+        )
     random = RandomState([t for t in _tree.flatten((args, kwargs))[0] if isinstance(t, Tensor)])
 
     def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from remat.opinfo import Decision, OpInfo
 from remat.transforms._errors import RematError
+from remat.transforms._numbers import register
 
 
 class PolicyError(RematError, TypeError):
@@ -95,6 +98,14 @@ class FromCallable(Policy):
     rule: Callable[[OpInfo], Decision | bool]
     # What the function reads cannot be known, so it is given all there is.
     needs_calls = True
+
+    def __post_init__(self) -> None:
+        # For code that torch.compile traces; what is made there has no number.
+        if not torch.compiler.is_dynamo_compiling():
+            object.__setattr__(self, "number", register(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.rule,)
 
     def __call__(self, info: OpInfo) -> Decision:
         return check_verdict(self, info, self.rule(info))

@@ -30,8 +30,8 @@ def checkpoint_policy(
         peak: instead of a rule, also beside `budget`: the most bytes that may be live at once in forward and
             backward of the region, simulated; an int or a string such as `"20GiB"`. Recomputes the least
             for it. For a model of many regions see `remat.plan_model(..., peak=...)`.
-        cost: with these two, the model of what recomputation costs: `"roofline"`, or another that `remat.plan`
-            knows.
+        cost: with these two, the model of what recomputation costs: `"roofline"`, or another that
+            `remat.plan` knows.
         device: with these two, the device whose speed is meant; None means the one the tensors are on.
 
     Raises:

@@ -12,11 +12,12 @@ from remat import remat, save_everything, save_matmuls, save_nothing, save_ops, 
 from remat.jax_names import checkpoint_name, checkpoint_policies
 from remat.policies import offload_names, save_names
 from tests.conformance.counting import BACKWARDS, check_grads
-from tests.conformance.test_jax_remat import Sine, Sum
+from tests.conformance.test_jax_policies import Sine, Sum
 from tests.helpers import LiveBytes, OpCounter, rand, vjp
 
 aten = torch.ops.aten
 save_sin = save_ops(aten.sin)
+NOT_PUSHED = pytest.mark.xfail(strict=True, reason="a policy around scan_remat does not reach its steps")
 X, W, ROW = rand(3), rand(5, 5) * 0.3, rand(5)
 POSITIVE = X.abs()
 
@@ -169,7 +170,7 @@ def test_remat_of_scan_unused_extensive_output_grad():
 
 
 @BACKWARDS
-@pytest.mark.parametrize("around", [False, pytest.param(True, marks=pytest.mark.xfail(strict=True))])
+@pytest.mark.parametrize("around", [False, pytest.param(True, marks=NOT_PUSHED)])
 def test_remat_of_scan_policy(ops_of, around):
     """JAX saves cos; torch's forward has none, so the sin stands for it: none is computed again."""
     if around:

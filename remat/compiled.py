@@ -1,0 +1,84 @@
+"""`remat` in code that `torch.compile` traces: what Dynamo sees of a region.
+
+Dynamo hands plain constants on to trace time, no objects. A region that was made before is known there by a
+number; one that is made inside the compiled function, by a description of its policy in plain values.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+from remat.policies import Policy, save_everything
+from remat.transforms import _compile
+from remat.transforms._call import run_transparently
+from remat.transforms._errors import RematError
+from remat.transforms._numbers import numbered
+
+
+def call(label: str, at: str, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call the region with the options numbered `at` while Dynamo traces."""
+    return _compile.bypass(functools.partial(enter, label, at), fn, args, kwargs)
+
+
+def wrap(fn: Callable[..., Any], options: Any) -> Callable[..., Any]:
+    """`fn` as a region, while Dynamo traces the very call of `remat`."""
+    label = options.name or getattr(fn, "__name__", "module")
+    spec = (describe(options.policy), options.random, options.check)
+
+    def rematerialized(*args: Any, **kwargs: Any) -> Any:
+        return _compile.bypass(functools.partial(enter_described, label, spec), fn, args, kwargs)
+
+    return rematerialized
+
+
+def enter(label: str, at: str, graph: Any) -> Callable[..., Any]:
+    """The function of flat operands that runs a region's graph."""
+    return functools.partial(_run, numbered(at), label, graph)
+
+
+def enter_described(label: str, spec: Any, graph: Any) -> Callable[..., Any]:
+    """`enter` for a region that the compiled function itself made."""
+    from remat.api import _Options
+
+    policy, random, check = spec
+    options = _Options(rebuild(policy), label, (), frozenset(), random, check)
+    return functools.partial(_run, options, label, graph)
+
+
+def _run(options: Any, label: str, graph: Any, *operands: Any) -> Any:
+    body = _compile.Graph(graph)
+    if options.policy == save_everything and _compile.outermost():
+        return run_transparently(body, operands, {})
+    policy: Policy = options.policy.bind(body, operands, {})
+    return _compile.run(options.region(body, policy, label), operands)
+
+
+def describe(policy: Policy) -> Any:
+    """A policy in values that Dynamo takes for constants: its number if it has one, or class and fields."""
+    at = getattr(policy, "number", None)
+    if at is not None:
+        return at
+    kind: Any = type(policy)
+    return kind, tuple([(name, _plain(getattr(policy, name))) for name in kind.__match_args__])
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Policy):
+        return "policy", describe(value)
+    if callable(value) and not isinstance(value, (types.FunctionType, functools.partial)):
+        raise RematError(
+            "remat(policy=...) inside a compiled function got a rule that is no function; make the "
+            "policy outside, policy = checkpoint_policy(rule), and write remat(fn, policy=policy)."
+        )
+    return "value", value
+
+
+def rebuild(description: Any) -> Policy:
+    """The policy that `describe` described."""
+    if isinstance(description, str):
+        return numbered(description)
+    kind, fields = description
+    return kind(**{n: rebuild(value) if is_ == "policy" else value for n, (is_, value) in fields})

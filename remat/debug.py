@@ -1,0 +1,256 @@
+"""Did the recomputation survive the compiler? Reading the graphs that `torch.compile` ends up with."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as torch_pytree
+
+from remat.transforms import _torch
+from remat.transforms._errors import RematError
+from remat.transforms._written import RECOMPUTED
+
+__all__ = ["Recomputed", "Taken", "assert_recomputed", "recomputed"]
+
+Nodes = Iterable[torch.fx.Node]
+
+
+class LostRecomputation(RematError, AssertionError):
+    """A region's recomputation is not in the compiled graph."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A value that a recomputation starts from, kept since the forward or an input of the graph.
+
+    Attributes:
+        shape: sizes; symbolic ones where shapes are dynamic.
+        dtype: element type.
+        bytes: its size in bytes, that of the example where shapes are dynamic.
+        op: the op that made it, or None for an input of the compiled function.
+    """
+
+    shape: tuple[Any, ...]
+    dtype: torch.dtype
+    bytes: int
+    op: str | None
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """One call of a region in a compiled function.
+
+    Attributes:
+        region: the region's name.
+        kept: what its recomputation starts from, inputs of the compiled function included.
+        ops: how often each op is recomputed in the compiled graphs (views aside).
+        lost: ops that were to be recomputed and are not: the compiler takes their results from the forward
+            instead.
+    """
+
+    region: str
+    kept: tuple[Taken, ...]
+    ops: Counter[str]
+    lost: Counter[str]
+
+    @property
+    def survived(self) -> bool:
+        """Whether all that was to be recomputed is."""
+        return not self.lost
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all that is kept."""
+        return sum(taken.bytes for taken in self.kept)
+
+    def __str__(self) -> str:
+        ops = ", ".join(f"{n} {op}" for op, n in sorted(self.ops.items())) or "nothing"
+        lost = f"; LOST: {', '.join(sorted(self.lost))}" if self.lost else ""
+        return f"{self.region}: keeps {self.bytes} bytes in {len(self.kept)} values, recomputes {ops}{lost}"
+
+
+def recomputed(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Recomputed]:
+    """What each region of `fn` keeps and recomputes once `torch.compile` is through with it.
+
+    Compiles `fn` on its own as far as Inductor's partitioner and decompositions go, generates no code, and
+    runs it once, backward included where a result requires grad. Nothing that was compiled before is touched.
+
+    Args:
+        fn: a function that `torch.compile` can compile, or the result of `torch.compile`; with `remat`
+            regions inside, and torch.func transforms around them if any.
+        args, kwargs: example arguments, as for a call.
+
+    Returns:
+        One entry for each call of a region that is differentiated, in the order in which they are recomputed.
+
+    A region that lost its recomputation warns.
+
+    Example:
+        >>> import torch
+        >>> from remat import remat
+        >>> from remat.debug import recomputed
+        >>> block = remat(lambda x, w: torch.tanh(x @ w).sin(), name="block")
+        >>> x, w = torch.ones(2, 3), torch.ones(3, 3, requires_grad=True)
+        >>> [region] = recomputed(lambda x, w: block(x, w).sum(), x, w)
+        >>> region.survived, dict(region.ops)
+        (True, {'mm': 1, 'tanh': 1})
+    """
+    wanted, found = _Graphs(), _Graphs()
+    _compile_and_run(fn, args, kwargs, wanted, found)
+    regions = [_read(key, wanted.nodes[key], found) for key in wanted.nodes]
+    for region in regions:
+        if not region.survived:
+            warnings.warn(_lost(region), stacklevel=2)
+    return [region for region in regions if region.kept or region.lost]
+
+
+def assert_recomputed(
+    fn: Callable[..., Any], *args: Any, ops: Iterable[str] = (), **kwargs: Any
+) -> list[Recomputed]:
+    """Raise unless every region of `fn` is recomputed when compiled; for your own tests.
+
+    Args:
+        fn, args, kwargs: as for `recomputed`, whose result is returned.
+        ops: names of ops, such as `"mm"`, that must be among those recomputed.
+
+    Raises:
+        RematError: (also an `AssertionError`) a region lost its recomputation, none is recomputed at all,
+            or an op of `ops` is not.
+
+    Example:
+        >>> import torch
+        >>> from remat import remat
+        >>> from remat.debug import assert_recomputed
+        >>> f = torch.func.grad(lambda x: remat(torch.sin, name="sine")(x).sum())
+        >>> print(*assert_recomputed(f, torch.ones(3)))
+        sine: keeps 12 bytes in 1 values, recomputes nothing
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        regions = recomputed(fn, *args, **kwargs)
+    for region in regions:
+        if not region.survived:
+            raise LostRecomputation(_lost(region))
+    done = sum((region.ops for region in regions), Counter())
+    if not regions or not set(ops) <= set(done):
+        raise LostRecomputation(
+            f"expected {', '.join(ops) or 'some op'} to be recomputed; recomputed are "
+            f"{', '.join(sorted(done)) or 'no ops'}. Is the function differentiated, and does the region "
+            "hold ops whose results the backward reads?"
+        )
+    return regions
+
+
+def _lost(region: Recomputed) -> str:
+    return (
+        f"region {region.region!r} lost its recomputation to the compiler: the results of "
+        f"{', '.join(sorted(region.lost))} are kept from the forward until the backward. A custom graph pass "
+        "that removes `torch.ops.remat.fence` does this; otherwise please report it, with the versions of "
+        "torch and remat."
+    )
+
+
+class _Graphs:
+    """Nodes of graphs by the call of a region that they recompute."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[str, list[torch.fx.Node]] = {}
+        self.makers: dict[
+            str, str
+        ] = {}  # what computes the value of a name: a backward gets values under these names
+
+    def add(self, module: torch.fx.GraphModule) -> None:
+        for node in module.graph.nodes:
+            if node.op == "call_function":
+                self._note_maker(node)
+            key = node.meta.get("custom", {}).get(RECOMPUTED)
+            if key is not None and node.op == "call_function":
+                self.nodes.setdefault(key, []).append(node)
+
+    def _note_maker(self, node: torch.fx.Node) -> None:
+        if node.target in _FREE:
+            source = node.all_input_nodes[0].name
+            if source in self.makers:
+                self.makers[node.name] = self.makers[source]
+        else:
+            self.makers[node.name] = str(node.target)
+
+
+def _compile_and_run(fn: Any, args: Any, kwargs: Any, wanted: _Graphs, found: _Graphs) -> None:
+    fn = getattr(fn, "_torchdynamo_orig_callable", getattr(fn, "_orig_mod", fn))
+    out = _torch.compiled_for_graphs(fn, wanted.add, found.add)(*args, **kwargs)
+    ends = [t for t in torch_pytree.tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad]
+    if ends:
+        torch.autograd.grad(ends, _leaves(ends), [torch.ones_like(t) for t in ends], allow_unused=True)
+
+
+def _leaves(ends: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors by which `ends` can be differentiated, wherever the function found them."""
+    stack: list[Any] = [t.grad_fn for t in ends]
+    seen = set(stack)
+    while stack:
+        following = {fn for fn, _ in stack.pop().next_functions if fn is not None} - seen
+        stack.extend(following)
+        seen |= following
+    return [node.variable for node in seen if hasattr(node, "variable")]
+
+
+def _read(key: str, wanted: Nodes, graphs: _Graphs) -> Recomputed:
+    found = graphs.nodes.get(key, [])
+    kept = tuple(_taken(n, graphs.makers) for n in found if n.target is torch.ops.remat.fence.default)
+    ops = _ops(found)
+    return Recomputed(key.partition(" ")[2], kept, ops, _distinct(wanted) - ops)
+
+
+def _ops(nodes: Nodes) -> Counter[str]:
+    return Counter(name for node in nodes if (name := _name(node)))
+
+
+def _name(node: torch.fx.Node) -> str:
+    """The op that a node computes, empty for views, fences and the like."""
+    op = node.target
+    if not isinstance(op, torch._ops.OpOverload) or op.namespace == "remat" or op.is_view:
+        return ""
+    return "" if op in _FREE else op._schema.name.rpartition("::")[2]
+
+
+_FREE = {
+    torch.ops.aten.alias.default,
+    torch.ops.aten.detach.default,
+    torch.ops.aten.clone.default,
+    torch.ops.aten._unsafe_view.default,
+}
+
+
+def _distinct(nodes: Nodes) -> Counter[str]:
+    """The ops among `nodes` that differ in op or operands and that read an input of the graph: a compiler
+    may compute the others once."""
+    seen: dict[Any, torch.fx.Node] = {}
+    same: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in nodes:
+        given = torch.fx.map_arg((node.args, node.kwargs), lambda n: same.get(n, n))
+        same[node] = seen.setdefault((node.target, repr(given)), node)
+    return _ops(node for node in seen.values() if _reads_input(node))
+
+
+def _reads_input(node: torch.fx.Node) -> bool:
+    stack, seen = [node], {node}
+    while stack:
+        at = stack.pop()
+        if at.op == "placeholder":
+            return True
+        stack.extend(n for n in at.all_input_nodes if n not in seen)
+        seen.update(at.all_input_nodes)
+    return False
+
+
+def _taken(fence: torch.fx.Node, makers: dict[str, str]) -> Taken:
+    source: Any = fence.args[0]
+    value = fence.meta["val"]
+    size = _torch.example_of(value.untyped_storage().nbytes())
+    return Taken(tuple(value.shape), value.dtype, size, makers.get(source.name))

@@ -1,0 +1,147 @@
+"""What cannot be compiled says which region and line; afterwards eager works as before in the same thread."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch._dynamo import exc
+from torch.func import grad, jvp
+from torch.utils.checkpoint import checkpoint
+
+from remat import checkpoint_policy, remat, save_matmuls
+from tests.compiled import compiled
+from tests.helpers import rand, same
+
+seen: list[torch.Tensor] = []
+generator = torch.Generator()
+
+
+def graph_break(x):
+    torch._dynamo.graph_break()  # the line to be named
+    return x.sin()
+
+
+def data_dependent(x):
+    if x.sum() > 0:  # the line to be named
+        return x.sin()
+    return x.cos()
+
+
+def outside_mutation(x):
+    seen.append(x)  # the line to be named
+    return x.sin()
+
+
+def own_generator(x):
+    return x * torch.rand(3, generator=generator)  # the line to be named
+
+
+def printing(x):
+    print("value", x)  # the line to be named
+    return x.sin()
+
+
+REFUSED = (graph_break, data_dependent, outside_mutation, own_generator, printing)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    yield
+    eager_still_works()
+
+
+def eager_still_works():
+    x = rand(3).requires_grad_()
+    remat(torch.sin)(x).sum().backward()
+    checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
+    same(x.grad, 2 * x.detach().cos())
+    loss = lambda x: remat(torch.sin)(x).sum()  # noqa: E731
+    same(jvp(grad(loss), (x.detach(),), (torch.ones(3, dtype=x.dtype),))[1], -x.detach().sin())
+
+
+def line_to_be_named(function) -> int:
+    lines, start = inspect.getsourcelines(function)
+    return start + next(i for i, line in enumerate(lines) if "the line to be named" in line)
+
+
+@pytest.mark.parametrize("transform", [None, grad], ids=["plain", "grad"])
+@pytest.mark.parametrize("function", REFUSED, ids=lambda f: f.__name__)
+def test_what_dynamo_refuses_names_region_and_line(function, transform):
+    region = remat(function, name="my block")
+    loss = lambda x: region(x).sum()  # noqa: E731
+    x = rand(3)
+    with pytest.raises(exc.Unsupported) as refused:
+        compiled(transform(loss) if transform else loss)(x if transform else x.requires_grad_())
+    message = str(refused.value)
+    assert "region 'my block'" in message
+    assert f'{__file__}", line {line_to_be_named(function)}, in {function.__name__}' in message
+
+
+def test_a_policy_that_answers_nonsense_names_itself_and_the_region():
+    region = remat(lambda x: torch.sin(x).exp(), policy=checkpoint_policy(lambda info: "yes"), name="block")
+    for loss, x in (
+        (lambda x: region(x).sum(), rand(3).requires_grad_()),
+        (grad(lambda x: region(x).sum()), rand(3)),
+    ):
+        torch._dynamo.reset()
+        with pytest.raises(exc.BackendCompilerFailed, match=r"answered 'yes' .* region 'block'"):
+            compiled(loss)(x)
+
+
+def test_a_failure_under_forward_mode_leaves_no_level():
+    region = remat(lambda x: torch.sin(x).exp(), policy=checkpoint_policy(lambda info: 1 / 0), name="block")
+
+    def second(x, v):
+        return jvp(grad(lambda x: region(x).sum()), (x,), (v,))
+
+    with pytest.raises(exc.BackendCompilerFailed, match="division by zero"):
+        compiled(second)(rand(3), rand(3))
+    with torch.autograd.forward_ad.dual_level():
+        pass
+
+
+def test_a_failure_in_a_nested_region_leaves_no_level():
+    inner = remat(lambda x: torch.sin(x).exp(), policy=checkpoint_policy(lambda info: 1 / 0))
+    outer = remat(lambda x: inner(x).exp(), policy=save_matmuls)
+    with pytest.raises(exc.BackendCompilerFailed, match="division by zero"):
+        compiled(torch.vmap(grad(lambda x: outer(x).sum())))(rand(2, 3))
+
+
+def test_a_rule_that_dynamo_cannot_pass_on_says_what_to_write():
+    class Rule:
+        def __call__(self, info):
+            return True
+
+    rule = Rule()
+    with pytest.raises(exc.Unsupported, match="policy = checkpoint_policy"):
+        compiled(lambda x: remat(torch.sin, policy=rule)(x))(rand(3))
+
+
+@pytest.mark.parametrize("made", ["outside", "inside"])
+def test_rules_of_every_kind(made):
+    class Rule:
+        def __init__(self, word):
+            self.word = word
+
+        def __call__(self, info):
+            return self.word in str(info.op)
+
+        def method(self, info):
+            return self(info)
+
+    word = "mm"
+    x, w = rand(2, 3), rand(3, 3)
+    want = grad(lambda w: torch.tanh(x @ w).sin().sum())(w)
+    for rule in (Rule("mm"), Rule("mm").method, lambda info: word in str(info.op)):
+        policy = checkpoint_policy(rule)
+        body = lambda w: torch.tanh(x @ w).sin()  # noqa: E731
+        region = remat(body, policy=policy)
+
+        def loss(w, body=body, policy=policy, region=region):
+            return (region if made == "outside" else remat(body, policy=policy))(w).sum()
+
+        torch._dynamo.reset()
+        same(compiled(grad(loss))(w), want)

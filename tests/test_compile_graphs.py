@@ -1,0 +1,338 @@
+"""What is in the graphs that a compiler gets: which ops run again, what is kept, how often it compiles."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from remat import checkpoint_name, checkpoint_policy, remat, save_all_but_names, save_matmuls, save_names
+from remat.policies import Policy, save_everything, save_nothing, save_ops, save_unbatched_matmuls
+from remat.transforms import value_and_grad
+from tests.compiled import Graphs, compiled, dots
+from tests.helpers import OpCounter, rand, same
+
+aten = torch.ops.aten
+POLICIES = {
+    "nothing": save_nothing,
+    "matmuls": save_matmuls,
+    "unbatched": save_unbatched_matmuls,
+    "names": save_names("h"),
+    "others": save_all_but_names("h"),
+    "ops": save_ops(aten.tanh),
+    "budget": checkpoint_policy(budget=0.5),
+    "rule": checkpoint_policy(lambda info: info.index % 2 == 0),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+
+
+def block(w: Tensor, x: Tensor) -> Tensor:
+    h = checkpoint_name(torch.tanh(x @ w), "h")
+    return torch.sin(h @ w) + torch.sigmoid(h)
+
+
+def shared() -> tuple[Tensor, Tensor]:
+    return rand(4, 4), rand(2, 4)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_backward_recomputes_what_it_recomputes_in_eager(policy):
+    region = remat(block, policy=POLICIES[policy])
+    w, x = shared()
+    w.requires_grad_()
+    graphs = Graphs(lambda w, x: region(w, x).sum())
+    graphs(w, x).backward()
+    loss = region(w, x).sum()
+    with OpCounter() as eager:
+        loss.backward()
+    for op in ("mm", "tanh", "sigmoid", "sin", "cos"):
+        assert graphs.backward[op] == eager[op], op
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_vmap_of_grad_recomputes_what_it_recomputes_in_eager(policy):
+    region = remat(block, policy=POLICIES[policy])
+    w, x = shared()
+    per_sample = vmap(grad(lambda w, x: region(w, x).sum()), (None, 0))
+    graphs = Graphs(per_sample)
+    graphs(w, x[:, None])
+    with OpCounter() as eager:
+        per_sample(w, x[:, None])
+    assert dots(graphs.forward) == eager.dots
+    for op in ("tanh", "sigmoid", "sin", "cos"):
+        assert graphs.forward[op] == eager[op], op
+
+
+def chain(depth: int, policy: Policy = save_nothing):
+    region = remat(lambda w, x: torch.tanh(x @ w).sin(), policy=policy)
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        for _ in range(depth):
+            x = region(w, x)
+        return x.sum()
+
+    return loss
+
+
+def test_one_forward_and_one_recomputation():
+    w, x = shared()
+    graphs = Graphs(chain(5))
+    graphs(w.requires_grad_(), x.requires_grad_()).backward()
+    assert graphs.forward["mm"] == 5 and graphs.backward["mm"] == 5 + 2 * 5
+    assert graphs.frames == 1
+
+
+def test_one_forward_and_one_recomputation_in_one_graph():
+    w, x = shared()
+    graphs = Graphs(grad(chain(5), (0, 1)))
+    graphs(w, x)
+    assert graphs.forward["mm"] == 5 + 5 + 2 * 5 and not graphs.backward
+
+
+def test_a_second_order_gradient_recomputes_the_first_one_once():
+    w, x = shared()
+    first = grad(chain(3))
+    graphs = Graphs(grad(lambda w, x: first(w, x).square().sum()))
+    graphs(w, x)
+    plain = Graphs(grad(lambda w, x: grad(chain(3, save_everything))(w, x).square().sum()))
+    plain(w, x)
+    # Forward and first backward run once more, no op more often than that.
+    assert plain.forward["mm"] < graphs.forward["mm"] <= 3 * plain.forward["mm"]
+
+
+def test_nested_regions_run_the_inner_function_once_per_level():
+    inner = remat(lambda w, x: torch.tanh(x @ w).sin())
+    outer = remat(lambda w, x: inner(w, inner(w, x).exp()))
+    w, x = shared()
+    graphs = Graphs(lambda w, x: outer(w, x).sum())
+    graphs(w.requires_grad_(), x.requires_grad_()).backward()
+    # Two inner regions: again in the outer's recomputation, of which the last result is not needed, and
+    # each again in its own.
+    assert graphs.forward["mm"] == 2 and graphs.backward["mm"] - 2 * 2 in (3, 4)
+
+
+def test_an_outer_region_that_saves_spares_the_inner_one():
+    inner = remat(lambda w, x: torch.tanh(x @ w).sin())
+    outer = remat(lambda w, x: inner(w, x.exp()).exp(), policy=save_matmuls)
+    w, x = shared()
+    graphs = Graphs(lambda w, x: outer(w, x).sum())
+    graphs(w.requires_grad_(), x.requires_grad_()).backward()
+    assert graphs.backward["mm"] == 2
+
+
+def test_what_is_kept_is_the_inputs_of_the_regions():
+    w, x = shared()
+    depth, row = 4, 8 * x.numel()
+    graphs = Graphs(chain(depth))
+    graphs(w.requires_grad_(), x.requires_grad_()).backward()
+    assert graphs.saved_bytes == depth * row + 8 * w.numel()
+    plain = Graphs(chain(depth, save_everything))
+    plain(w, x).backward()
+    assert plain.saved_bytes > graphs.saved_bytes
+
+
+def test_save_everything_adds_nothing_to_the_graph():
+    w, x = shared()
+    graphs = Graphs(chain(2, save_everything))
+    graphs(w.requires_grad_(), x).backward()
+    assert graphs.backward["fence"] == 0 and graphs.backward["mm"] == 3
+
+
+def test_the_second_call_compiles_nothing():
+    w, x = shared()
+    graphs = Graphs(chain(3, save_matmuls))
+    for seed in range(3):
+        graphs(w.requires_grad_(), rand(2, 4, seed=seed)).backward()
+    assert graphs.frames == 1
+
+
+@pytest.mark.parametrize("how", ["dynamic", "marked"])
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=repr)
+def test_dynamic_shapes_compile_once(how, policy):
+    loss = chain(2, policy)
+    w, _ = shared()
+    w.requires_grad_()
+    graphs = Graphs(loss, dynamic=True if how == "dynamic" else None)
+    for rows in (3, 5, 7):
+        x = rand(rows, 4)
+        if how == "marked":
+            torch._dynamo.mark_dynamic(x, 0)
+        same(torch.autograd.grad(graphs(w, x), w), torch.autograd.grad(chain(2, save_everything)(w, x), w))
+    assert graphs.frames == 1
+
+
+def test_dynamic_batch_of_per_sample_gradients_compiles_once():
+    w, _ = shared()
+    per_sample = vmap(grad(chain(2)), (None, 0))
+    graphs = Graphs(per_sample, dynamic=True)
+    for rows in (3, 5):
+        x = rand(rows, 1, 4)
+        same(graphs(w, x), per_sample(w, x))
+    assert graphs.frames == 1
+
+
+def test_every_wrapped_function_has_a_compilation_of_its_own():
+    w, x = shared()
+    # One code object for all would run into Dynamo's limit of recompilations.
+    for i in range(torch._dynamo.config.recompile_limit + 2):
+        region = remat(lambda w, x, i=i: torch.tanh(x @ w) * i, name=f"block{i}")
+        same(compiled(region)(w, x), torch.tanh(x @ w) * i)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        return x + F.gelu(self.linear(self.norm(x))) * scale
+
+
+class Network(nn.Module):
+    def __init__(self, wrap) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.wrapped = [wrap(block) for block in self.blocks]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for region in self.wrapped:
+            x = region(x, scale=0.5)
+        return x.square().sum()
+
+
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=repr)
+def test_modules(policy):
+    network = Network(lambda block: remat(block, policy=policy)).double()
+    plain = Network(lambda block: block).double()
+    graphs = Graphs(network)
+    for seed in range(2):
+        for model, run in ((network, graphs), (plain, plain)):
+            model.zero_grad()
+            run(rand(2, 4, seed=seed)).backward()
+        same([p.grad for p in network.parameters()], [p.grad for p in plain.parameters()])
+    assert graphs.frames == 1
+
+
+def test_a_training_step_in_one_graph():
+    network = Network(remat).double()
+
+    def step(params, x):
+        loss, gradient = value_and_grad(lambda p: functional_call(network, p, (x,)))(params)
+        return loss, {name: p - 0.1 * gradient[name] for name, p in params.items()}
+
+    params = {name: p.detach() for name, p in network.named_parameters()}
+    graphs = Graphs(step)
+    same(graphs(params, rand(2, 4)), step(params, rand(2, 4)))
+    assert graphs.frames == 1 and graphs.forward["fence"] > 0
+
+
+def test_methods_and_static_arguments():
+    class Scaled:
+        @remat(static_argnums=2, static_argnames="flag")
+        def run(self, x, mode, *, flag):
+            return torch.tanh(x).sin() * (2 if mode == "double" else 1) * (3 if flag else 1)
+
+    x = rand(3).requires_grad_()
+    for mode, flag in (("double", True), ("single", False)):
+        torch._dynamo.reset()
+        got = compiled(lambda x, mode=mode, flag=flag: Scaled().run(x, mode, flag=flag).sum())(x)
+        want = (torch.tanh(x).sin() * (2 if mode == "double" else 1) * (3 if flag else 1)).sum()
+        same(torch.autograd.grad(got, x), torch.autograd.grad(want, x))
+
+
+def test_batch_norm_in_training_updates_its_statistics_once():
+    def make(wrap):
+        torch.manual_seed(0)
+        inner = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Tanh()).double()
+        return inner, wrap(inner)
+
+    (inner, region), (plain, _) = make(remat), make(lambda module: module)
+    run = compiled(lambda x: region(x).sum())
+    for seed in range(2):
+        x = rand(2, 2, 4, 4, seed=seed)
+        run(x).backward()
+        plain(x).sum().backward()
+    same([p.grad for p in inner.parameters()], [p.grad for p in plain.parameters()])
+    same(list(inner.buffers()), list(plain.buffers()))
+
+
+def test_a_tensor_that_the_region_writes_to_is_recomputed_from_what_it_was():
+    def counted(x, counter):
+        y = torch.sin(x + counter)
+        counter.add_(1)
+        return y * counter
+
+    x = rand(3).requires_grad_()
+    outcomes = []
+    for run in (compiled(remat(counted)), counted):
+        counter = torch.ones((), dtype=torch.float64)
+        outcomes.append((torch.autograd.grad(run(x, counter).sum(), x), counter))
+    same(*outcomes)
+
+
+def test_custom_ops_and_old_style_functions():
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx, cotangent):
+            return 2 * cotangent * ctx.saved_tensors[0].cos()
+
+    def region(x):
+        return torch.ops.remat_tests.square(Doubled.apply(x.tanh()))
+
+    x = rand(3).requires_grad_()
+    got = torch.autograd.grad(compiled(lambda x: remat(region)(x).sum())(x), x)
+    same(got, torch.autograd.grad(region(x).sum(), x))
+
+
+@torch.library.custom_op("remat_tests::square", mutates_args=())
+def square(x: Tensor) -> Tensor:
+    return x * x
+
+
+square.register_fake(torch.empty_like)
+square.register_autograd(
+    lambda ctx, g: g * 2 * ctx.saved_tensors[0],
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+)
+
+
+def test_without_gradients_the_function_runs_as_it_is():
+    w, x = shared()
+    graphs = Graphs(chain(2))
+    with torch.no_grad():
+        same(graphs(w.requires_grad_(), x), chain(2, save_everything)(w, x))
+    assert graphs.forward["mm"] == 2 and graphs.forward["fence"] == 0
+
+
+def test_the_backend_that_runs_the_graph_as_it_is():
+    w, x = shared()
+    loss = chain(2)
+    same(compiled(grad(loss), "eager")(w, x), grad(loss)(w, x))
+    w.requires_grad_()
+    same(torch.autograd.grad(compiled(loss, "eager")(w, x), w), torch.autograd.grad(loss(w, x), w))
+
+
+def test_the_fence_is_the_identity_for_every_derivative():
+    from remat.transforms._fence import fence
+
+    x, other = rand(3), rand(3, seed=1)
+    fenced = lambda x: (fence(x.sin(), [other, x]) ** 3).sum()  # noqa: E731
+    plain = lambda x: (x.sin() ** 3).sum()  # noqa: E731
+    for transform in (grad, torch.func.hessian, lambda f: lambda x: torch.func.jvp(grad(f), (x,), (other,))):
+        same(transform(fenced)(x), transform(plain)(x))
+    batch = torch.stack([x, other])
+    same(vmap(grad(fenced))(batch), vmap(grad(plain))(batch))
+    same(fence(x, []), x)
+    torch.library.opcheck(torch.ops.remat.fence.default, (x, [other]), test_utils="test_schema")

@@ -1,0 +1,146 @@
+"""Through Inductor: right gradients, the memory saved, and a fence that costs nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._inductor import config
+from torch._inductor.utils import run_and_get_code
+from torch.func import grad, vmap
+
+from remat import remat, save_matmuls, save_nothing
+from remat.cli.measure import trace_memory
+from remat.transforms import _inductor as _taught  # noqa: F401
+from tests.compiled import compiled
+from tests.helpers import rand, same
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    # Code from before a change of the lowerings would be found under the same graph.
+    with config.patch(fx_graph_cache=False):
+        yield
+
+
+def block(up: Tensor, down: Tensor, x: Tensor) -> Tensor:
+    return x + F.gelu(F.layer_norm(x, x.shape[-1:]) @ up) @ down
+
+
+def network(wrap, depth: int = 8):
+    # One wrapper for all blocks: their graphs are alike, so Inductor compiles the kernels once.
+    region = wrap(block)
+
+    def loss(weights, x: Tensor) -> Tensor:
+        for up, down in weights:
+            x = region(up, down, x)
+        return (x**2).sum()
+
+    return loss
+
+
+def inputs(width: int = 32, rows: int = 1024, depth: int = 8):
+    weights = [
+        (rand(width, 4 * width, dtype=torch.float32) / 8, rand(4 * width, width, dtype=torch.float32) / 16)
+        for _ in range(depth)
+    ]
+    return weights, rand(rows, width, dtype=torch.float32)
+
+
+def leaves(weights):
+    return [tuple(w.detach().requires_grad_() for w in pair) for pair in weights]
+
+
+def by_backward(loss, weights, x):
+    pairs = leaves(weights)
+    run = compiled(loss, "inductor")
+    flat = [w for pair in pairs for w in pair]
+    return lambda: torch.autograd.grad(run(pairs, x), flat)
+
+
+def by_grad(loss, weights, x):
+    run = compiled(grad(loss), "inductor")
+    return lambda: [g for pair in run(weights, x) for g in pair]
+
+
+def plain(fn):
+    return fn
+
+
+@pytest.mark.parametrize("by", [by_backward, by_grad], ids=lambda by: by.__name__)
+def test_memory_is_saved_and_gradients_are_right(by):
+    weights, x = inputs()
+    peaks, gradients = [], []
+    for wrap in (plain, remat):
+        torch._dynamo.reset()
+        step = by(network(wrap), weights, x)
+        gradients.append(step())
+        peaks.append(trace_memory(lambda mark, step=step: step()).peak)
+    want = grad(network(plain))(weights, x)
+    same(list(gradients[1]), [g for pair in want for g in pair], 1e-4)
+    assert peaks[1] <= 0.32 * peaks[0]
+
+
+def test_per_sample_gradients_under_a_policy():
+    weights, x = inputs(width=8, rows=4, depth=2)
+    per_sample = lambda wrap: vmap(grad(network(wrap)), (None, 0))  # noqa: E731
+    got = compiled(per_sample(lambda fn: remat(fn, policy=save_matmuls)), "inductor")(weights, x[:, None])
+    same(got, per_sample(plain)(weights, x[:, None]), 1e-4)
+
+
+def test_a_fence_leaves_nothing_in_the_code():
+    weights, x = inputs(width=8, rows=16, depth=2)
+    run = compiled(grad(network(remat, 2)), "inductor")
+    got, [code] = run_and_get_code(run, weights, x)
+    same(got, grad(network(plain, 2))(weights, x), 1e-4)
+    assert "ops.remat.fence.default(" not in code and "aten.clone" not in code
+    # Another name for the block's input: no kernel makes one.
+    assert "torch.ops.remat.fence.default" in code
+
+
+@pytest.mark.parametrize("view", [lambda x: x, lambda x: x.view(-1), lambda x: x.t()[1:]])
+def test_a_fenced_argument_that_is_returned_is_a_copy(view):
+    x, other = rand(2, 3, dtype=torch.float32), rand(2)
+    run = compiled(lambda x, other: view(torch.ops.remat.fence.default(x, [other])), "inductor")
+    before = x.clone()
+    out = run(x, other)
+    same(out, view(x), 0.0)
+    out.zero_()
+    same(x, before, 0.0)
+
+
+def test_a_fenced_value_is_not_overwritten():
+    x, at = rand(64, dtype=torch.float32), torch.tensor([1, 3])
+
+    def write(x, at):
+        # Nobody reads the fenced value after this: a buffer of its own could be written in place.
+        return torch.index_put(torch.ops.remat.fence.default(x, [at]), (at,), torch.zeros(2))
+
+    before = x.clone()
+    same(compiled(write, "inductor")(x, at), write(x, at), 0.0)
+    same(x, before, 0.0)
+
+
+def test_a_value_is_read_before_and_after_its_fence():
+    region = remat(lambda x: torch.sin(x) * x.flip(0))
+    # The recomputation reads exp(x), and so does what comes after it.
+    loss = lambda wrap: lambda x: (wrap(torch.exp(x)) * torch.exp(x)).sum()  # noqa: E731
+    x = rand(64, dtype=torch.float32) / 4
+    want = grad(loss(lambda x: torch.sin(x) * x.flip(0)))(x)
+    same(compiled(grad(loss(region)), "inductor")(x), want, 1e-5)
+
+
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=repr)
+def test_dropout(policy):
+    region = remat(lambda x, w: torch.sin(F.dropout(x @ w, 0.5)), policy=policy)
+    x, w = torch.eye(16) * 0.4, torch.eye(16) + 0.5
+    run = compiled(region, "inductor")
+    leaf = x.clone().requires_grad_()
+    y = run(leaf, w)
+    (gradient,) = torch.autograd.grad(y.sum(), leaf)
+    # sin(2 m h) with the mask m: its derivative by h is 2 m cos.
+    kept = (y != 0).float()
+    assert 0 < kept.mean() < 1
+    same(gradient, (2 * kept * (1 - y.detach() ** 2).sqrt()) @ w.T, 1e-3)

@@ -1,0 +1,33 @@
+"""Naming a value, so that a compiler's graph keeps the name."""
+
+from __future__ import annotations
+
+import torch
+
+from remat.transforms import _torch, _trace
+
+# Composite: below autograd and functorch only the alias is left, which has all their rules.
+_library = torch.library.Library("remat", "FRAGMENT")
+_library.define("checkpoint_name(Tensor(a) value, str name) -> Tensor(a)")
+
+
+def give_name(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """`named` outside of Dynamo."""
+    # An op of its own: the value that is named may be one of several results of the op that made it.
+    alias = tensor.view_as(tensor)
+    for mode in _trace.recordings():
+        mode.name(_torch.unwrapped(alias), name)
+    return alias
+
+
+_library.impl("checkpoint_name", give_name, "CompositeImplicitAutograd")
+# torch.vmap does not take the composite for a rule of its own.
+_library.impl("checkpoint_name", give_name, "FuncTorchBatchedDecomposition")
+
+
+def named(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """An alias of `tensor` that every recording in progress knows by `name`."""
+    if torch.compiler.is_dynamo_compiling():
+        # Nothing is recorded yet: the op stands in the graph until it is traced.
+        return torch.ops.remat.checkpoint_name.default(tensor, name)
+    return give_name(tensor, name)

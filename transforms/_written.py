@@ -1,0 +1,247 @@
+"""How a region's primitives run when they are written out in a graph that is being traced.
+
+Recording and replaying are those of eager, made simple: what nobody reads is dead code that the compiler
+drops, so nothing is skipped or freed here. Values that the selector keeps stay values of the graph.
+Everything that a recomputation starts from passes a fence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from remat.transforms import _ops, _seeded, _torch, _trace
+from remat.transforms._errors import RematError
+from remat.transforms._fence import fence
+from remat.transforms._primitive import Prim, replaying
+from remat.transforms._region import Region
+
+Tensors = Sequence[torch.Tensor]
+# The key under which a graph's nodes say which call of a region they recompute.
+RECOMPUTED = "remat_recomputed"
+_serials = itertools.count()
+
+
+class Written:
+    """Runs primitives at the bottom of the functorch levels (a `_primitive.World`)."""
+
+    def __init__(self) -> None:
+        self.serial = next(_serials)
+
+    def forward(self, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+        """Run a region; with a node above it that will pull back, note what its recomputation needs."""
+        if not prim.sinks:
+            return tuple(prim.body(*operands))
+        region = prim.family.region
+        selector = region.selector() if region.selector else None
+        record = GraphRecord(region, selector, operands)
+        with selector.watching() if selector else contextlib.nullcontext(), record:
+            outs = (prim.recorded or prim.body)(*operands)
+        for sink in prim.sinks:
+            sink.written = record
+        if selector:
+            selector.finished(record.trace)
+        return tuple(outs)
+
+    def pull(self, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+        """Recompute a region behind a fence, and pull its cotangents back."""
+        first, last = prim.cotangents
+        after = operands[first:last]
+        assert prim.source is not None
+        record: GraphRecord = prim.source.written
+        region, ambient = prim.family.region, prim.family.ambient
+        with contextlib.ExitStack() as stack:
+            tag = stack.enter_context(contextlib.ExitStack())
+            tag.enter_context(_torch.tagged({RECOMPUTED: f"{self.serial} {region.name}"}))
+            fenced = [
+                t if first <= i < last else fence(record.before.get(i, t), after)
+                for i, t in enumerate(operands)
+            ]
+            replay = GraphReplay(record, after, prim.dual, tag.close)
+            if ambient.differs() or ambient.casts:
+                stack.enter_context(ambient.restored())
+            stack.enter_context(replaying(replay, region.name))
+            return tuple(prim.body(*fenced))
+
+
+class GraphRecord(_trace.Record):
+    """Writes down a region's ops, and what of their results the recomputation takes from the forward.
+
+    Attributes:
+        seeds: the seed of every op that draws, by its position.
+        draws: positions of the ops that draw.
+        before: operands as they were before the region wrote to them, by their position.
+    """
+
+    def __init__(self, region: Region, selector: Any, operands: Tensors) -> None:
+        super().__init__(_trace.Trace(region.name), selector)
+        self.region = region
+        self.seeds: dict[int, torch.Tensor] = {}
+        self.draws: list[int] = []
+        self.before: dict[int, torch.Tensor] = {}
+        self.operands = list(operands)
+        self.given = {_torch.graph_storage(t): i for i, t in enumerate(operands)}
+        self.storages: dict[int, int] = {}  # node -> storage of its first result
+        self.rewritten: set[int] = set()
+        self.keeps = False  # whether anything was kept but seeds
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        facts = _ops.traits(func)
+        if _trace.is_quiet() or facts.ignored or _ops.is_shape_arithmetic(args):
+            return func(*args, **kwargs)
+        for tensor in _trace._targets(facts, args, kwargs):
+            self._before_writing(_torch.graph_storage(tensor))
+        at = len(self.trace.nodes)
+        if facts.random and _ops.draws(func, args, kwargs):
+            self.draws.append(at)
+            out = self._draw(at, func, args, kwargs)
+        else:
+            out = func(*args, **kwargs)
+        self._note(at, func, facts, args, kwargs, out)
+        return out
+
+    def _draw(self, at: int, func: Any, args: Any, kwargs: Any) -> Any:
+        _seeded.refuse_generator(self.region.name, func, args, kwargs)
+        if _seeded.seeding() or not _seeded.can_seed(func, args, kwargs):
+            return func(*args, **kwargs)
+        self.seeds[at] = seed = _seeded.new_seed(func, args, kwargs)
+        return _seeded.draw(seed, func, args, kwargs)
+
+    def _note(self, at: int, func: Any, facts: _ops.Traits, args: Any, kwargs: Any, out: Any) -> None:
+        node = _trace.Node()
+        node.op, node.name, node.kept, node.verdict, node.root = func, None, None, _trace.RECOMPUTE, at
+        node.outs = _trace.metadata(out)
+        if facts.view and (root := self._root(args)) >= 0:
+            node.root = root
+        self.trace.nodes.append(node)
+        for tensor in _trace.tensors_in(out):
+            self._made.set(tensor, at)
+            self.storages.setdefault(at, _torch.graph_storage(tensor))
+        if at in self.draws and at not in self.seeds:
+            # A draw that cannot be repeated from a seed is kept: right, if not small.
+            self.judge(node, _trace.SAVE, out)
+        elif (shared := _enclosing_value(self, func)) is not None:
+            node.kept, self.keeps = shared, True
+        elif self.selector is not None and (not facts.writes or facts.conditional is not None):
+            self.judge(node, self.selector.decide(at, node, args, kwargs, out), out)
+
+    def judge(self, node: _trace.Node, verdict: int, out: Any) -> None:
+        """Keep `out` for `node`, or forget it, as the verdict says."""
+        node.verdict = verdict
+        if verdict == _trace.RECOMPUTE:
+            node.kept = None
+        elif node.kept is None:
+            node.kept = _trace.quiet(_trace.map_tensors, _put(verdict), out)
+            self.keeps = True
+
+    def _before_writing(self, storage: int) -> None:
+        """Copy what aliases a storage that is about to be written to; copies nobody reads are dropped."""
+        if storage in self.rewritten:
+            return
+        self.rewritten.add(storage)
+        at = self.given.get(storage)
+        if at is not None:
+            self.before[at] = _trace.quiet(torch.clone, self.operands[at])
+        for node, where in self.storages.items():
+            made = self.trace.nodes[node]
+            if where == storage and made.kept is not None and made.verdict == _trace.SAVE:
+                made.kept = _trace.quiet(_trace.map_tensors, torch.clone, made.kept)
+
+
+def _put(verdict: int) -> Any:
+    return torch.Tensor.detach if verdict == _trace.SAVE else _trace.Boxed
+
+
+class GraphReplay(_trace._Mode):
+    """Runs a region again: hands out kept values, draws from the same seeds, and checks that the ops are
+    the same.
+
+    Args:
+        record: the forward.
+        after: the cotangents, which kept values and seeds are fenced with.
+        loose: op sequences cannot be compared (forward-mode derivatives are computed along).
+        finish: called when the recomputation is over and the backward begins.
+    """
+
+    def __init__(self, record: GraphRecord, after: Tensors, loose: bool, finish: Callable[[], None]) -> None:
+        super().__init__()
+        self.trace, self.record = record.trace, record
+        self.after, self.loose, self.finish = after, loose, finish
+        self.at = self.drawn = 0
+        self.done = False
+
+    @property
+    def position(self) -> int:
+        return self.at
+
+    def forward_done(self) -> None:
+        """What follows belongs to the backward."""
+        self.done = True
+        self.finish()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        facts = _ops.traits(func)
+        if self.done or _trace.is_quiet() or facts.ignored or _ops.is_shape_arithmetic(args):
+            return func(*args, **kwargs)
+        at, self.at = self.at, self.at + 1
+        if facts.random and _ops.draws(func, args, kwargs):
+            return self._draw(func, args, kwargs)
+        if self.loose or not self.record.keeps:
+            return func(*args, **kwargs)
+        node = self._matching(at, func)
+        if node.kept is None or (facts.view and self.record.storages.get(at) in self.record.rewritten):
+            return func(*args, **kwargs)
+        return self._hand_out(node)
+
+    def _hand_out(self, node: _trace.Node) -> Any:
+        return _trace.quiet(_trace.map_tensors, self._fenced, node.kept)
+
+    def _fenced(self, value: Any) -> torch.Tensor:
+        if isinstance(value, _trace.Boxed):
+            return fence(value.value, self.after).to(value.device)
+        return fence(value, self.after)
+
+    def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
+        turn, self.drawn = self.drawn, self.drawn + 1
+        if turn >= len(self.record.draws):
+            raise RematError(self._differs(f"it draws more often, with {func}"))
+        at = self.record.draws[turn]
+        node = self._matching(at, func)
+        seed = self.record.seeds.get(at)
+        if seed is None:
+            return self._write(func, args, kwargs, self._hand_out(node))
+        return _seeded.draw(_trace.quiet(fence, seed, self.after), func, args, kwargs)
+
+    @staticmethod
+    def _write(func: Any, args: Any, kwargs: Any, value: Any) -> Any:
+        for target in _trace._targets(_ops.traits(func), args, kwargs):
+            return target.copy_(value)
+        return value
+
+    def _matching(self, at: int, func: Any) -> _trace.Node:
+        nodes = self.trace.nodes
+        if at >= len(nodes) or nodes[at].op is not func:
+            was = "ended" if at >= len(nodes) else f"ran {nodes[at].op}"
+            raise RematError(self._differs(f"at op {at} the forward {was}, the recomputation runs {func}"))
+        return nodes[at]
+
+    def _differs(self, what: str) -> str:
+        return (
+            f"the recomputation of region {self.trace.region!r} does not repeat its forward in the traced "
+            f"graph: {what}. Please report this as a bug in remat; policy=save_nothing compiles such regions."
+        )
+
+
+def _enclosing_value(record: GraphRecord, func: Any) -> Any:
+    """What the region around this one has kept of the op that just ran, None for nothing."""
+    around = _trace.around(record)
+    if around is None or not 0 < around.position <= len(around.trace.nodes):
+        return None
+    node = around.trace.nodes[around.position - 1]
+    return node.kept if node.op is func and not isinstance(node.kept, _trace.Boxed) else None
