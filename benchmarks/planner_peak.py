@@ -2,18 +2,20 @@
 
     python benchmarks/planner_peak.py --out benchmarks/results/planner_peak.csv
 
-Both choose what a compiled forward hands to a compiled backward, from the same joint graph, at the same
-number of budgets. The backward runs as torch lays it out (`reordering_to_mimic_autograd_engine`): what runs
-again does so right before its first reader. Live bytes are counted storage by storage, no fusion, gradients
-included; a saved storage goes after its last reader. One row per plan; the last row of a model gives, over
-all peaks that torch reaches, the geometric mean of (fewest FLOPs of torch's plans within that peak) /
-(fewest of ours), and the lowest peaks of both.
+Both choose what a compiled forward hands to a compiled backward, from the same joint graph. Torch is asked at
+evenly spaced budgets; at every peak that it reaches, its best plan within that peak is compared with the one
+that `highest_within` finds, the search behind `checkpoint_policy(peak=...)`. The backward runs as torch lays
+it out (`reordering_to_mimic_autograd_engine`): what runs again does so right before its first reader. Live
+bytes are counted storage by storage, no fusion, gradients included; a saved storage goes after its last
+reader. `asked` is a share for torch and a peak in bytes for us. The last row of a model has the geometric
+mean of torch's FLOPs over ours, and the lowest peaks of both.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,10 +27,10 @@ from planner_models import MODELS, GPTBlock, Stack, joint
 from remat.plan import Flops
 from remat.plan.costs import flops_of
 from remat.plan.hull import hull
-from remat.plan.peak import live_bytes
+from remat.plan.peak import highest_within, live_bytes
 from remat.plan.problem import Solution, complete
 from remat.plan.solve import solve
-from remat.plan.torch_plans import Compiled, compiled_problem, torch_plan
+from remat.plan.torch_plans import compiled_problem, torch_plan
 from remat.transforms._joint import Joint, Op
 
 MODELS["GPT 16"] = lambda: (Stack(lambda: GPTBlock(1024, 16), 16), [(4, 2048, 1024)], [])
@@ -57,69 +59,81 @@ def backward(graph: Joint, saved: frozenset[int], late: frozenset[int]) -> list[
     return order
 
 
-def measure(graph: Joint, compiled: Compiled, late: frozenset[int], found: Solution) -> tuple[float, int]:
-    """FLOPs run again, and the most bytes live in the backward."""
-    ops = backward(graph, found.saved, late)
-    again = [op for op in ops if op.forward]
-    kept = {graph.values[v].storage for v in found.saved if graph.values[v].producer >= 0}
-    results = {graph.values[v].storage for v in graph.gradients}
-    return sum(flops_of(graph, op) for op in again), live_bytes(graph, ops, start=kept, forever=results)
+class Search:
+    """Both planners on one model."""
 
+    def __init__(self, name: str) -> None:
+        self.name, self.graph = name, joint(name)
+        self.compiled = compiled_problem(self.graph, Flops())
+        corners = hull(self.compiled.problem)
+        self.low, self.high = corners[0].bytes, corners[-1].bytes
+        self.ours = functools.cache(self._ours)
 
-def plans(name: str, count: int) -> Iterator[dict[str, Any]]:
-    """All plans of a model."""
-    graph = joint(name)
-    compiled = compiled_problem(graph, Flops())
-    problem, late = compiled.problem, compiled.late
-    corners = hull(problem)
-    low, high = corners[0].bytes, corners[-1].bytes
-    for k in range(count + 1):
-        share = k / count
-        theirs = complete(problem, compiled.saved(set(torch_plan(graph, share).values)))
-        ours = solve(problem, int(low + share * (high - low)), time_limit=1.0).solution
-        for planner, found in (("torch dp", theirs), ("remat", ours)):
+    def row(self, planner: str, asked: float, found: Solution) -> dict[str, Any]:
+        """One plan: FLOPs run again, and the most bytes live in the backward."""
+        ops = backward(self.graph, found.saved, self.compiled.late)
+        values = self.graph.values
+        kept = {values[v].storage for v in found.saved if values[v].producer >= 0}
+        results = {values[v].storage for v in self.graph.gradients}
+        return {
+            "model": self.name,
+            "planner": planner,
+            "asked": asked,
+            "kept_bytes": found.bytes,
+            "peak_bytes": live_bytes(self.graph, ops, start=kept, forever=results),
+            "flops": sum(flops_of(self.graph, op) for op in ops if op.forward),
+        }
+
+    def _ours(self, budget: int) -> dict[str, Any]:
+        return self.row("remat", budget, solve(self.compiled.problem, budget, time_limit=0.5).solution)
+
+    def theirs(self, count: int) -> Iterator[dict[str, Any]]:
+        """Torch's plans at evenly spaced budgets."""
+        for k in range(count + 1):
+            saved = self.compiled.saved(set(torch_plan(self.graph, k / count).values))
+            found = complete(self.compiled.problem, saved)
             if found is not None:
-                flops, peak = measure(graph, compiled, late, found)
-                yield {
-                    "model": name,
-                    "planner": planner,
-                    "budget": round(share, 4),
-                    "kept_bytes": found.bytes,
-                    "peak_bytes": peak,
-                    "flops": flops,
-                }
+                yield self.row("torch dp", round(k / count, 4), found)
+
+    def within(self, limit: int) -> dict[str, Any]:
+        """Our plan for a peak, as `checkpoint_policy(peak=...)` looks for it."""
+        return highest_within(limit, self.low, self.high, self.ours, lambda row: row["peak_bytes"])
+
+    def lowest(self) -> int:
+        """The lowest peak of ours on the grid of that search."""
+        grid = (self.low + (self.high - self.low) * k // 64 for k in range(65))
+        return min(self.ours(budget)["peak_bytes"] for budget in grid)
 
 
-def compare(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The summary row."""
-    at = {
-        p: [(r["peak_bytes"], r["flops"]) for r in rows if r["planner"] == p] for p in ("torch dp", "remat")
-    }
-    least = {p: min(peak for peak, _ in points) for p, points in at.items()}
-    ratios, free = [], 0
-    for limit in sorted({peak for peak, _ in at["torch dp"]}):
-        best = {p: min((f for peak, f in points if peak <= limit), default=None) for p, points in at.items()}
-        if best["remat"] is not None and best["torch dp"]:
-            if best["remat"] == 0:
-                free += 1
-            else:
-                ratios.append(best["torch dp"] / best["remat"])
+def compare(search: Search, count: int) -> list[dict[str, Any]]:
+    """All plans, and the summary."""
+    torchs = list(search.theirs(count))
+    ratios, free, rows = [], 0, list(torchs)
+    for limit in sorted({row["peak_bytes"] for row in torchs}):
+        theirs = min(row["flops"] for row in torchs if row["peak_bytes"] <= limit)
+        ours = search.within(limit)
+        rows.append(ours | {"asked": limit, "planner": "remat within that peak"})
+        if theirs and not ours["flops"]:
+            free += 1
+        elif theirs:
+            ratios.append(theirs / ours["flops"])
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else float("nan")
-    return {
-        "model": rows[0]["model"],
+    summary = {
+        "model": search.name,
         "planner": "ratio",
         "ratio_geomean": round(mean, 4),
         "ratio_min": round(min(ratios), 4) if ratios else "",
         "ratio_max": round(max(ratios), 4) if ratios else "",
         "peaks": len(ratios),
         "peaks_where_ours_runs_nothing_again": free,
-        "torch_lowest_peak": least["torch dp"],
-        "remat_lowest_peak": least["remat"],
+        "torch_lowest_peak": min(row["peak_bytes"] for row in torchs),
+        "remat_lowest_peak": search.lowest(),
     }
+    return [*rows, summary]
 
 
-COLUMNS = (
-    "model planner budget kept_bytes peak_bytes flops ratio_geomean ratio_min ratio_max peaks "
+COLUMNS: list[str] = (
+    "model planner asked kept_bytes peak_bytes flops ratio_geomean ratio_min ratio_max peaks "
     "peaks_where_ours_runs_nothing_again torch_lowest_peak remat_lowest_peak torch"
 ).split()
 
@@ -137,11 +151,10 @@ def main() -> None:
         writer = csv.DictWriter(file, COLUMNS, restval="")
         writer.writeheader()
         for name in options.models:
-            rows = list(plans(name, options.budgets))
-            summary = compare(rows)
-            writer.writerows(row | {"torch": torch.__version__} for row in (*rows, summary))
+            rows = compare(Search(name), options.budgets)
+            writer.writerows(row | {"torch": torch.__version__} for row in rows)
             file.flush()
-            print(summary, flush=True)
+            print(rows[-1], flush=True)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from remat.transforms._errors import RematError
 from remat.transforms._joint import Joint, Op
 
 T = TypeVar("T")
-_CELLS, _HALVINGS = 16, 4
+_CELLS, _HALVINGS = 16, 5
 
 
 @dataclass(frozen=True)
