@@ -292,6 +292,7 @@ def record(
     recorder = Recorder()
     with outside_all_modes(), without_module_trackers():
         results = _trace(fn, args, kwargs or {}, recorder, _run_functional if functional else _run)
+        kept = tuple(t.detach() for t in recorder.tensors) if tensors else ()
     return Joint(
         ops=tuple(recorder.ops),
         values=tuple(recorder.values),
@@ -299,7 +300,7 @@ def record(
         saved=tuple(recorder.saved),
         results=results,
         gradients=recorder.gradients,
-        tensors=tuple(t.detach() for t in recorder.tensors) if tensors else (),
+        tensors=kept,
     )
 
 
