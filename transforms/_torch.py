@@ -273,10 +273,15 @@ def outside_all_modes() -> Iterator[None]:
     from torch.utils._python_dispatch import _disable_current_modes
 
     message = hooks_disabled()
-    with temporarily_clear_interpreter_stack(), _disable_current_modes():
-        # The refusal of hooks belongs to the levels that were left.
-        with hooks_allowed() if message is not None else contextlib.nullcontext():
-            yield
+    # While AOTAutograd traces, hooks are not called at all: that too belongs to what is left (2.11 to 2.15).
+    tracing = torch._C._autograd._saved_tensors_hooks_set_tracing(False)
+    try:
+        with temporarily_clear_interpreter_stack(), _disable_current_modes():
+            # The refusal of hooks belongs to the levels that were left.
+            with hooks_allowed() if message is not None else contextlib.nullcontext():
+                yield
+    finally:
+        torch._C._autograd._saved_tensors_hooks_set_tracing(tracing)
 
 
 def modules_watched() -> bool:
