@@ -97,6 +97,9 @@ class Frame(Packer):
             if inputs.random is not None:
                 inputs.random.restore()
             contexts = [*inputs.contexts(), *self.modes(args, kwargs)]
+            if _torch.modules_watched():
+                # They would add ops of their own to the replay: inputs are leaves there, not in the forward.
+                contexts.append(_torch.without_module_trackers())
             with _entered(contexts) if contexts else _NOTHING:
                 self._run_again(args, kwargs)
         except _trace.Stop:

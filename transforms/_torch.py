@@ -273,10 +273,51 @@ def outside_all_modes() -> Iterator[None]:
     from torch.utils._python_dispatch import _disable_current_modes
 
     message = hooks_disabled()
-    with temporarily_clear_interpreter_stack(), _disable_current_modes():
-        # The refusal of hooks belongs to the levels that were left.
-        with hooks_allowed() if message is not None else contextlib.nullcontext():
-            yield
+    # While AOTAutograd traces, hooks are not called at all: that too belongs to what is left (2.11 to 2.15).
+    tracing = torch._C._autograd._saved_tensors_hooks_set_tracing(False)
+    try:
+        with temporarily_clear_interpreter_stack(), _disable_current_modes():
+            # The refusal of hooks belongs to the levels that were left.
+            with hooks_allowed() if message is not None else contextlib.nullcontext():
+                yield
+    finally:
+        torch._C._autograd._saved_tensors_hooks_set_tracing(tracing)
+
+
+def modules_watched() -> bool:
+    """Whether any global module hook is set: cheap enough to ask at every recomputation."""
+    from torch.nn.modules import module
+
+    return bool(module._global_forward_pre_hooks or module._global_forward_hooks)
+
+
+@contextlib.contextmanager
+def without_module_trackers() -> Iterator[None]:
+    """Take the global module hooks of torch's own observers away for a while.
+
+    `FlopCounterMode` and the memory tools follow modules by hooks on gradients, which `torch.autograd.grad`
+    refuses for leaves; nor should a trace be counted. Users' global hooks stay: they may run ops. The tables
+    of hooks have no public access (looked at in 2.11 to 2.15).
+    """
+    from torch.nn.modules import module
+
+    tables: list[Any] = [
+        module._global_forward_pre_hooks,
+        module._global_forward_hooks,
+        module._global_backward_pre_hooks,
+        module._global_backward_hooks,
+    ]
+    before = [list(table.items()) for table in tables]
+    for table, hooks in zip(tables, before, strict=True):
+        for key, hook in hooks:
+            if type(getattr(hook, "__self__", None)).__module__.startswith("torch."):
+                del table[key]
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, before, strict=True):
+            table.clear()
+            table.update(hooks)
 
 
 def levels() -> list[tuple[int, Any, str]]:

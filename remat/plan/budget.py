@@ -38,13 +38,27 @@ def check_budget(budget: Any) -> float | int | str:
     return budget
 
 
+def check_peak(peak: Any) -> int:
+    """A peak in bytes.
+
+    Raises:
+        RematError: anything but a positive int or a text such as "20GiB".
+    """
+    if isinstance(peak, str):
+        peak = parse_bytes(peak, _WRITE_PEAK)
+    if isinstance(peak, bool) or not isinstance(peak, int) or peak <= 0:
+        raise RematError(f"A peak is a positive number of bytes, got {peak!r}. {_WRITE_PEAK}")
+    return peak
+
+
+_WRITE_PEAK = 'Write peak="20GiB" or peak=20 * 2**30: the most bytes live at once in forward and backward.'
 _WRITE = (
     'Write budget=0.4 (a share of what no remat keeps), budget=2 * 2**30 or "2GiB" (bytes), or budget="free" '
     "(the least memory at which no matmul, convolution or attention runs again)."
 )
 
 
-def parse_bytes(text: str) -> int:
+def parse_bytes(text: str, advice: str = "") -> int:
     """Bytes from "2GiB", "512 MB", "1e9".
 
     Raises:
@@ -53,7 +67,7 @@ def parse_bytes(text: str) -> int:
     try:
         return sizes.parse_bytes(text)
     except ValueError:
-        raise RematError(f"{text!r} is no budget. {_WRITE}") from None
+        raise RematError(f"{text!r} is no {'peak' if advice else 'budget'}. {advice or _WRITE}") from None
 
 
 def resolve(budget: float | int | str, graph: Graph, problem: Problem) -> int:
