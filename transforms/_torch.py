@@ -111,8 +111,8 @@ def watched() -> bool:
 
 @contextlib.contextmanager
 def hooks_aside() -> Iterator[None]:
-    """Take all saved-tensor hooks off for a while: the engine's own use of torch.func would be refused "
-    "under them."""
+    """Take all saved-tensor hooks off for a while: the engine's own use of torch.func would be refused under
+    them."""
     taken = []
     while (pair := top_hooks()) is not None:
         pop_hooks()
@@ -158,8 +158,8 @@ def engine_grad(
     cotangents: list[torch.Tensor],
     create_graph: bool,
 ) -> tuple[torch.Tensor | None, ...]:
-    """`torch.autograd.grad` with `allow_unused`, without its checks, which take a third of a small step's "
-    "time."""
+    """`torch.autograd.grad` with `allow_unused`, without its checks, which take a third of a small step's
+    time."""
     engine: Any = torch.autograd.Variable._execution_engine
     return engine.run_backward(
         tuple(outputs),
@@ -267,21 +267,20 @@ def is_fake(tensor: Any) -> bool:
 
 @contextlib.contextmanager
 def outside_all_modes() -> Iterator[None]:
-    """Step out of every dispatch mode and functorch level, so that a trace inside leaves no trace in "
-    "theirs."""
+    """Step out of every dispatch mode and functorch level, so that a trace inside leaves none in theirs."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
     from torch.utils._python_dispatch import _disable_current_modes
 
     message = hooks_disabled()
     # While AOTAutograd traces, hooks are not called at all: that too belongs to what is left (2.11 to 2.15).
-    tracing = torch._C._autograd._saved_tensors_hooks_set_tracing(False)
+    tracing = _autograd_c._saved_tensors_hooks_set_tracing(False)
     try:
         with temporarily_clear_interpreter_stack(), _disable_current_modes():
             # The refusal of hooks belongs to the levels that were left.
             with hooks_allowed() if message is not None else contextlib.nullcontext():
                 yield
     finally:
-        torch._C._autograd._saved_tensors_hooks_set_tracing(tracing)
+        _autograd_c._saved_tensors_hooks_set_tracing(tracing)
 
 
 def modules_watched() -> bool:
@@ -321,8 +320,8 @@ def without_module_trackers() -> Iterator[None]:
 
 
 def levels() -> list[tuple[int, Any, str]]:
-    """The active functorch levels from the outermost: number, kind (GRAD, VMAP, JVP, ...), vmap's "
-    "randomness."""
+    """The active functorch levels from the outermost: number, kind (GRAD, VMAP, JVP, ...), vmap's
+    randomness."""
     stack = _functorch_c.get_interpreter_stack() or []
     found = []
     for level in stack:
