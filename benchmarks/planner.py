@@ -7,6 +7,7 @@ seconds of the solvers are measured. One row per model, cost model, budget and p
 
 - `equal`: the other planner's cost over ours at the bytes that it keeps (its name is in `planner`).
 - `requested`: the same at the bytes that were asked for: what it left unused counts against it.
+- planner "remat": the problem that the eager engine carries out, with no other planner beside it.
 - "invalid": torch's plan draws random numbers anew, so its gradients would be wrong.
 """
 
@@ -14,8 +15,10 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import platform
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +26,17 @@ import torch
 from planner_models import MODELS, joint
 
 from remat.plan import Flops, Roofline, register_cost
-from remat.plan.problem import complete, keep_all
-from remat.plan.solve import least, solve
-from remat.plan.torch_plans import SOLVERS, compiled_problem, torch_plan
+from remat.plan.graph import Graph
+from remat.plan.problem import Problem, complete, keep_all
+from remat.plan.solve import Solved, least, solve
+from remat.plan.torch_plans import SOLVERS, TorchPlan, compiled_problem, torch_plan
+from remat.transforms._joint import Joint
 
+Offer = Sequence[tuple[str, Iterable[int]]]
+COLUMNS: list[str] = (
+    "model nodes cost unit planner budget asked_bytes gap trace_s build_s ours_s ours_cpu_s torch_s "
+    "ours_bytes ours_cost torch_bytes torch_cost equal requested torch machine"
+).split()
 BUDGETS = (0.1, 0.3, 0.5, 0.7, 0.9)
 COSTS = {"flops": Flops(), "time": Roofline("h100", fused=True)}
 register_cost("remat_bench::attention", lambda q, k, v: 4 * q[0] * q[1] * q[2] * k[2] * q[3])
@@ -43,45 +53,74 @@ def ratio(theirs: float, ours: float) -> float:
 def rows(name: str, time_limit: float) -> list[dict[str, Any]]:
     """All measurements of one model."""
     start = time.perf_counter()
-    graph = joint(name)
+    joint_graph = joint(name)
     traced = time.perf_counter() - start
-    plans = [torch_plan(graph, b, solver) for solver in SOLVERS for b in BUDGETS]
+    plans = [torch_plan(joint_graph, b, solver) for solver in SOLVERS for b in BUDGETS]
     found = []
     for cost, model in COSTS.items():
-        compiled = compiled_problem(graph, model)
-        problem = compiled.problem
-        everything, floor = keep_all(problem), least(problem)
-        # Torch's share counts from the region's inputs to what its own default keeps.
-        default = complete(problem, compiled.saved(set(torch_plan(graph, 1.0).values)))
-        assert everything is not None and default is not None
-        base = {"model": name, "nodes": len(graph.ops), "cost": cost, "trace_s": round(traced, 3)}
-        for plan in plans:
-            theirs = complete(problem, compiled.saved(set(plan.values)))
-            asked = floor.bytes + int(plan.budget * (default.bytes - floor.bytes))
-            offer = [("torch", compiled.saved(set(plan.values)))]
-            row = base | {"planner": plan.solver, "budget": plan.budget, "asked_bytes": asked}
-            solved = solve(problem, asked, time_limit=time_limit, candidates=offer)
-            row |= {"gap": solved.gap, "ours_s": round(solved.seconds, 4), "torch_s": round(plan.seconds, 4)}
-            row |= {
-                "ours_bytes": solved.solution.bytes,
-                "ours_cost": solved.solution.cost,
-                "unit": model.unit,
-            }
-            if theirs is None:
-                found.append(row | {"torch_bytes": "", "torch_cost": "invalid", "equal": "", "requested": ""})
-                continue
-            equal = solve(problem, theirs.bytes, time_limit=time_limit, candidates=offer).solution
-            row |= {"torch_bytes": theirs.bytes, "torch_cost": theirs.cost}
-            found.append(
-                row
-                | {
-                    "equal": round(ratio(theirs.cost, equal.cost), 4),
-                    "requested": round(ratio(theirs.cost, solved.solution.cost), 4)
-                    if theirs.bytes <= asked
-                    else "over",
-                }
-            )
+        base = {"model": name, "nodes": len(joint_graph.ops), "cost": cost, "unit": model.unit}
+        base["trace_s"] = round(traced, 3)
+        found += [base | row for row in alone(joint_graph, model, time_limit)]
+        found += [base | row for row in against(joint_graph, model, plans, time_limit)]
     return found
+
+
+def solved_row(
+    problem: Problem, asked: int, time_limit: float, offer: Offer
+) -> tuple[dict[str, Any], Solved]:
+    """Our plan at one budget, in wall-clock and processor seconds."""
+    before = time.process_time()
+    solved = solve(problem, asked, time_limit=time_limit, candidates=offer)
+    return {
+        "asked_bytes": asked,
+        "gap": f"{solved.gap:.2e}",
+        "ours_s": round(solved.seconds, 4),
+        "ours_cpu_s": round(time.process_time() - before, 4),
+        "ours_bytes": solved.solution.bytes,
+        "ours_cost": solved.solution.cost,
+    }, solved
+
+
+def alone(joint_graph: Joint, model: Any, time_limit: float) -> Iterator[dict[str, Any]]:
+    """What the eager engine carries out: gap and seconds only."""
+    start = time.perf_counter()
+    problem = Graph(joint_graph).problem(model)
+    built = time.perf_counter() - start
+    everything, floor = keep_all(problem), least(problem)
+    assert everything is not None
+    for budget in BUDGETS:
+        asked = floor.bytes + int(budget * (everything.bytes - floor.bytes))
+        row, _ = solved_row(problem, asked, time_limit, ())
+        yield {"planner": "remat", "budget": budget, "build_s": round(built, 4)} | row
+
+
+def against(
+    joint_graph: Joint, model: Any, plans: Sequence[TorchPlan], time_limit: float
+) -> Iterator[dict[str, Any]]:
+    """Torch's plans, and ours at the bytes they keep and at those that were asked for."""
+    compiled = compiled_problem(joint_graph, model)
+    problem, floor = compiled.problem, least(compiled.problem)
+    # Torch's share counts from the region's inputs to what its own default keeps.
+    default = complete(problem, compiled.saved(set(torch_plan(joint_graph, 1.0).values)))
+    assert default is not None
+    offer = [(f"torch {p.solver}", compiled.saved(set(p.values))) for p in plans]
+    at = functools.cache(lambda asked: solved_row(problem, asked, time_limit, offer))
+    for plan in plans:
+        theirs = complete(problem, compiled.saved(set(plan.values)))
+        asked = floor.bytes + int(plan.budget * (default.bytes - floor.bytes))
+        row, solved = at(asked)
+        row = {"planner": plan.solver, "budget": plan.budget, "torch_s": round(plan.seconds, 4)} | row
+        if theirs is None:
+            yield row | {"torch_cost": "invalid"}
+            continue
+        equal = at(theirs.bytes)[1].solution
+        within = theirs.bytes <= asked
+        yield row | {
+            "torch_bytes": theirs.bytes,
+            "torch_cost": theirs.cost,
+            "equal": round(ratio(theirs.cost, equal.cost), 4),
+            "requested": round(ratio(theirs.cost, solved.solution.cost), 4) if within else "over",
+        }
 
 
 def main() -> None:
@@ -95,14 +134,10 @@ def main() -> None:
     setting = {"torch": torch.__version__, "machine": platform.machine()}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with options.out.open("w", newline="") as file:
-        writer = None
+        writer = csv.DictWriter(file, COLUMNS, restval="")
+        writer.writeheader()
         for name in options.models:
-            for row in rows(name, options.time_limit):
-                row |= setting
-                writer = writer or csv.DictWriter(file, list(row))
-                if not file.tell():
-                    writer.writeheader()
-                writer.writerow(row)
+            writer.writerows(row | setting for row in rows(name, options.time_limit))
             file.flush()
             print(f"{name}: done", flush=True)
 

@@ -1,15 +1,18 @@
-"""Peak memory and time of the gradient of a long scan, for each schedule and next to what torch has.
+"""Peak memory and time of the gradient of a long scan, for each schedule and next to what others have.
 
-    python -m benchmarks.scan_memory                # an RNN of 10 to 10^5 steps, and 64 GPT blocks
+    python -m benchmarks.scan_memory                # cells of 10 to 10^5 steps, and 64 GPT blocks
     python -m benchmarks.scan_memory --million      # also 10^6 steps in 32 slots (minutes)
 
-Each RNN row runs in a process of its own; its peak is the growth of the resident set over that of a ten-step
-run, Python objects included. GPT blocks are measured by torch's memory events.
+Each row of a cell runs in a process of its own, after a run of ten steps; its peak is the growth of the
+resident set, Python objects included. Time a step is that of the second run where there are two (up to 10^4
+steps): compilation is measured apart, as the first run of a fresh process. GPT blocks are measured by torch's
+memory events.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
 import subprocess
 import sys
@@ -26,38 +29,48 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.records import Record, Target, save, show
+from benchmarks.scan_ways import SLOTS, cell, ways
 from remat.cli.measure import trace_memory
 from remat.layers import scan_layers, stack_params
 from remat.scan import scan_remat
 
 MIB = 1 << 20
-WIDTH, BATCH = 64, 4
-SLOTS: dict[str, Any] = {"all": "all", "sqrt": "sqrt", "8 carries": 8, "32 carries": 32}
 LENGTHS = (10, 100, 1_000, 10_000, 100_000)
-Body = Callable[[Tensor, Any], tuple[Tensor, None]]
+TWICE = 10_000
 
 
 @dataclass
 class ScanMemory:
-    """Peak against length."""
+    """Peak and time against length."""
 
     lengths: tuple[int, ...] = LENGTHS
-    """Steps of the RNN (width 64, batch 4)."""
+    """Steps of the tanh RNN (width 64, batch 4)."""
+    gated: int = 1000
+    """Steps of the gated cell (width 16, batch 4); 0: none."""
     blocks: int = 64
     """GPT blocks (width 128, 4 heads, 4 x 64 tokens); 0: none."""
-    hop: bool = True
-    """Also torch's scan operator under torch.compile, up to 1000 steps."""
+    hop: int = 1000
+    """Also torch's scan operator under torch.compile, up to so many steps."""
+    first: bool = True
+    """Also the first, compiling run at 10 and 10^4 steps."""
     million: bool = False
     """Also 10^6 steps of a cheap body in 32 slots."""
     save: bool = True
     """Write results/scan_memory.csv."""
 
     def __call__(self) -> int:
-        records = [record for n in self.lengths for record in rnn_rows(n, self.hop and n <= 1000)]
+        records: list[Record] = []
+        for n in self.lengths:
+            records += rows("rnn", n, self.hop)
+        if self.gated:
+            records += rows("gru", self.gated, self.hop)
+        if self.first:
+            for n in (10, 10_000):
+                records += measured(f"gru, {n} steps", "all, compiled", "first", "gru", n)
         if self.blocks:
             records += gpt_rows(self.blocks)
         if self.million:
-            records += measured("cheap, 10^6 steps", "32 carries", "million", 1_000_000)
+            records += measured("cheap, 10^6 steps", "32 carries", "million", "rnn", 1_000_000)
         met = targets(records, max(self.lengths))
         show("Gradient of a scan", records, met)
         if self.save:
@@ -65,17 +78,22 @@ class ScanMemory:
         return int(not all(target.met for target in met))
 
 
-def rnn_rows(n: int, hop: bool) -> list[Record]:
-    """Peak and time of every way to run the RNN for `n` steps."""
-    names = ["loop", "torch checkpoint", *SLOTS, *(["torch scan, compiled"] if hop else [])]
-    return [record for name in names for record in measured(f"rnn, {n} steps", name, name, n)]
+def rows(model: str, n: int, hop: int) -> list[Record]:
+    """Peak and time of every way to run `n` steps of a cell."""
+    names = [name for name in ways() if installed(name) and not (name.startswith("torch scan") and n > hop)]
+    return [record for name in names for record in measured(f"{model}, {n} steps", name, name, model, n)]
 
 
-def measured(mode: str, policy: str, name: str, n: int) -> list[Record]:
+def installed(name: str) -> bool:
+    """Whether what a way needs is there: JAX and equinox come with the extra `jax`."""
+    module = name.split(",")[0].split()[0]
+    return module not in ("jax", "equinox") or importlib.util.find_spec(module) is not None
+
+
+def measured(mode: str, policy: str, name: str, model: str, n: int) -> list[Record]:
     """Run `name` in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.scan_memory", "--one", name, str(n)]
+    command = [sys.executable, "-m", "benchmarks.scan_memory", "--one", name, model, str(n)]
     peak = Record("scan_memory", mode, policy, "peak", "MiB")
-    seconds = replace(peak, metric="time a step", unit="us")
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     except subprocess.TimeoutExpired:
@@ -85,19 +103,37 @@ def measured(mode: str, policy: str, name: str, n: int) -> list[Record]:
         told = next((line for line in lines if line.startswith("RuntimeError")), lines[-1])
         return [replace(peak, error=told[:120])]
     found = json.loads(done.stdout.splitlines()[-1])
-    return [replace(peak, value=found["peak"] / MIB), replace(seconds, value=found["seconds"] / n * 1e6)]
+    if name == "first":
+        return [replace(peak, metric="first run", unit="s", value=found["seconds"])]
+    each = replace(peak, metric="time a step", unit="us", value=found["seconds"] / n * 1e6)
+    return [replace(peak, value=found["peak"] / MIB), each]
 
 
-def one(name: str, n: int) -> None:
+def one(name: str, model: str, n: int) -> None:
     """Measure in this process, and print."""
-    step = million if name == "million" else lambda n: rnn(name, n)
+    if name == "first":
+        # What a first run shares with all that compile is not counted.
+        torch.compile(lambda x: x.sin() * 2)(torch.ones(3))
+        print(json.dumps(timed(ways()["all, compiled"](cell(model), n), 1)))
+        return
+    way = (lambda _, n: lambda: million(n)) if name == "million" else ways()[name]
     # Short, but long enough to pay for whatever is set up once.
-    step(10)
+    way(cell(model), 10)()
     gc.collect()
-    before, start = resident("VmRSS", reset=True), time.perf_counter()
-    step(n)
-    seconds = time.perf_counter() - start
-    print(json.dumps({"peak": resident("VmHWM") - before, "seconds": seconds}))
+    before, run = resident("VmRSS", reset=True), way(cell(model), n)
+    found = timed(run, 2 if n <= TWICE else 1)
+    print(json.dumps({**found, "peak": resident("VmHWM") - before}))
+
+
+def timed(run: Callable[[], Any], times: int) -> dict[str, float]:
+    seconds = 0.0
+    gc.disable()
+    for _ in range(times):
+        start = time.perf_counter()
+        run()
+        seconds = time.perf_counter() - start
+    gc.enable()
+    return {"seconds": seconds}
 
 
 def resident(field: str, *, reset: bool = False) -> int:
@@ -107,54 +143,6 @@ def resident(field: str, *, reset: bool = False) -> int:
         Path("/proc/self/clear_refs").write_text("5")
     status = Path("/proc/self/status").read_text()
     return int(status.split(f"{field}:")[1].split()[0]) * 1024
-
-
-def weights() -> tuple[Tensor, Tensor]:
-    draw = torch.Generator().manual_seed(0)
-    w = (torch.randn(WIDTH, WIDTH, generator=draw) / WIDTH**0.5).requires_grad_()
-    return w, torch.randn(BATCH, WIDTH, generator=draw)
-
-
-def rnn(name: str, n: int) -> None:
-    """The gradient of n steps `h = tanh(h w + b)` with respect to w."""
-    w, h = weights()
-    shift = h[0].clone()
-
-    def body(h: Tensor, _: Any) -> tuple[Tensor, None]:
-        return torch.tanh(h @ w + shift), None
-
-    with without_recursion():
-        run(name, body, h, n).sum().backward()
-    assert w.grad is not None
-
-
-def run(name: str, body: Body, h: Tensor, n: int) -> Tensor:
-    if name == "torch scan, compiled":
-        return compiled_scan(body, h, n)
-    if name in SLOTS:
-        return scan_remat(body, h, length=n, checkpoints=SLOTS[name])[0]
-    for _ in range(n):
-        h = body(h, None)[0] if name == "loop" else checkpoint(body, h, None, use_reentrant=False)[0]
-    return h
-
-
-def compiled_scan(body: Body, h: Tensor, n: int) -> Tensor:
-    from torch._higher_order_ops.scan import scan
-
-    def whole(h: Tensor, xs: Tensor) -> Tensor:
-        return scan(lambda c, x: (body(c, x)[0], x.clone()), h, xs)[0]
-
-    return torch.compile(whole, fullgraph=True)(h, torch.zeros(n, 1))
-
-
-class without_recursion:
-    """Freeing a graph of 10^5 nodes is done by torch iteratively; Python's own limit is not in play."""
-
-    def __enter__(self) -> None:
-        gc.disable()
-
-    def __exit__(self, *exc: Any) -> None:
-        gc.enable()
 
 
 def million(n: int) -> None:
@@ -234,6 +222,6 @@ def targets(records: list[Record], n: int) -> list[Target]:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--one"]:
-        one(sys.argv[2], int(sys.argv[3]))
+        one(sys.argv[2], sys.argv[3], int(sys.argv[4]))
     else:
         raise SystemExit(tyro.cli(ScanMemory)())

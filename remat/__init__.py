@@ -1,7 +1,11 @@
 """JAX-style functional rematerialization for PyTorch."""
 
+from remat import interop as interop
+from remat import nn as nn
 from remat import transforms as transforms
 from remat.api import remat as remat
+from remat.explanation import compare as compare
+from remat.explanation import explain as explain
 from remat.inspection import Residual as Residual
 from remat.inspection import print_saved_residuals as print_saved_residuals
 from remat.inspection import saved_residuals as saved_residuals
@@ -10,6 +14,8 @@ from remat.loops import while_remat as while_remat
 from remat.names import checkpoint_name as checkpoint_name
 from remat.opinfo import Decision as Decision
 from remat.opinfo import OpInfo as OpInfo
+from remat.plan.model import plan_model as plan_model
+from remat.plan.pareto import pareto as pareto
 from remat.policies import checkpoint_policy as checkpoint_policy
 from remat.policies import offload_matmuls as offload_matmuls
 from remat.policies import offload_names as offload_names
@@ -22,5 +28,7 @@ from remat.policies import save_nothing as save_nothing
 from remat.policies import save_ops as save_ops
 from remat.policies import save_unbatched_matmuls as save_unbatched_matmuls
 from remat.scan import scan_remat as scan_remat
+from remat.taps import capture as capture
+from remat.taps import capture_grads as capture_grads
 from remat.transforms._errors import RematError as RematError
 from remat.transforms._region import is_recomputing as is_recomputing

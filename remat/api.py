@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import threading
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
@@ -15,6 +17,7 @@ from remat.contexts import PolicySelector
 from remat.policies import Policy, as_policy, save_everything, save_nothing
 from remat.transforms._call import outermost, run, run_transparently
 from remat.transforms._errors import RematError
+from remat.transforms._learned import memory_of
 from remat.transforms._numbers import register
 from remat.transforms._region import Region
 
@@ -153,7 +156,26 @@ class _Options:
     def region(self, fn: Callable[..., Any], policy: Policy, label: str | None = None) -> Region:
         label = label or self.label(fn)
         selector = None if policy == save_nothing else functools.partial(PolicySelector, policy, label)
-        return Region(fn, label, selector, self.random, self.check, anchor(fn))
+        key = policy if policy.repeatable else None
+        return Region(fn, label, selector, self.random, self.check, memory_of(anchor(fn)), key)
+
+    def under(self, policy: Policy) -> _Options:
+        """The same with another policy."""
+        return _Options(policy, self.name, self.numbers, self.names, self.random, self.check)
+
+
+_forced = threading.local()
+
+
+@contextlib.contextmanager
+def under_policy(policy: Policy) -> Iterator[None]:
+    """Let every region that this thread calls meanwhile have this policy, to compare it with its own."""
+    before = getattr(_forced, "policy", None)
+    _forced.policy = policy
+    try:
+        yield
+    finally:
+        _forced.policy = before
 
 
 def _wrap(fn: Callable[..., Any], options: _Options) -> Callable[..., Any]:
@@ -167,13 +189,18 @@ def _wrap(fn: Callable[..., Any], options: _Options) -> Callable[..., Any]:
     static = bool(options.numbers or options.names)
     keeps_everything = options.policy == save_everything
     label, number = region.name, register(options)
+    # Most policies are the same for every call; asking them takes longer than a small op.
+    binds = type(options.policy).bind is not Policy.bind
 
     def eager(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        forced = getattr(_forced, "policy", None)
+        if forced is not None and options.policy is not forced:
+            return _wrap(fn, options.under(forced))(*args, **kwargs)
         if keeps_everything and outermost():
             return run_transparently(fn, args, kwargs)
         if static:
             return _call_static(fn, options, args, kwargs)
-        bound = options.policy.bind(fn, args, kwargs)
+        bound = options.policy.bind(fn, args, kwargs) if binds else options.policy
         return run(region if bound is options.policy else options.region(fn, bound), args, kwargs)
 
     # Dynamo looks into every cell, so this one closes over strings and functions alone.
@@ -195,6 +222,9 @@ def _wrap(fn: Callable[..., Any], options: _Options) -> Callable[..., Any]:
 
 def _check_static_names(fn: Callable[..., Any], names: frozenset[str]) -> None:
     """Raise for a static name that `fn` cannot be called with: it would silently do nothing."""
+    if not names:
+        # Reading a signature takes longer than the rest, and layers of models make a region in each call.
+        return
     try:
         parameters = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters
     except (TypeError, ValueError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from remat.opinfo import Call, Decision, OpInfo, describe
 from remat.policies import Policy, check_verdict
+from remat.policies._unmatched import report_unmatched
 from remat.transforms import _trace
 from remat.transforms._trace import Node, Trace
 
@@ -42,10 +44,13 @@ class PolicySelector:
     """Puts a policy's verdicts before the engine; one for every forward of a region."""
 
     def __init__(self, policy: Policy, region: str) -> None:
-        self.policy = policy
+        # One that counts starts afresh: a region's forward may be run more than once before it counts.
+        self.policy = policy.fresh()
         self.region = region
         self.calls = Calls() if policy.needs_calls else None
         self.named: dict[str, bool] = {}
+        # What was said of unnamed ops, which a name given to their result later may change.
+        self.said: dict[int, tuple[OpInfo, Decision]] = {}
 
     def decide(self, at: int, node: Node, args: Any, kwargs: Any, out: Any) -> int:
         quick = self.policy.quick(node.op)
@@ -59,18 +64,40 @@ class PolicySelector:
         info = OpInfo(
             node.op, describe(args), describe(kwargs), describe(tuple(outs)), node.name, at, self.region, call
         )
-        return check_verdict(self.policy, info, self.policy(info)).value
+        verdict = check_verdict(self.policy, info, self.policy(info))
+        if node.name is None:
+            self.said[at] = info, verdict
+        return verdict.value
 
     def name(self, record: _trace.Record, at: int, value: torch.Tensor, name: str) -> None:
         """Judge a value once more, now that it has a name."""
         node = record.trace.nodes[at]
-        node.name = name
-        verdict = self._ask(at, node, (value,), {}, value)
+        owner = record.owner(node, value)
+        if owner is None:
+            verdict = self._ask(at, node, (value,), {}, value)
+            record.judge(node, verdict, value)
+        else:
+            verdict = self._name_owner(record, owner, value, name)
         self.named[name] = self.named.get(name, False) or verdict != Decision.RECOMPUTE.value
-        record.judge(node, verdict, value)
+
+    def _name_owner(self, record: _trace.Record, owner: int, value: torch.Tensor, name: str) -> int:
+        """Judge the op that made a value: what autograd reads there, and what others read, is one memory."""
+        node = record.trace.nodes[owner]
+        if owner not in self.said:
+            # The policy needs no more than the op: a name changes nothing.
+            return node.verdict
+        info, before = self.said[owner]
+        info = dataclasses.replace(info, name=name)
+        verdict = check_verdict(self.policy, info, self.policy(info))
+        # Of several names of one value, the one counts that makes a difference.
+        if verdict is not before:
+            record.judge_again(owner, verdict.value, value)
+            node.name = name
+        return verdict.value
 
     def watching(self) -> AbstractContextManager[Any]:
         return self.calls if self.calls is not None else contextlib.nullcontext()
 
     def finished(self, trace: Trace) -> None:
         """The forward is over."""
+        report_unmatched(self.policy, self.region, self.named)

@@ -264,7 +264,7 @@ class _Table:
         name = self.makers.named.get(key)
         if kept is not None:
             name = kept.name or name
-            op = op or kept.op
+            op = kept.op or op
         if op is not None and why == "captured":
             why = "output"
         if kept is not None and kept.why in ("policy", "random"):

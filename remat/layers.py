@@ -121,7 +121,7 @@ def unstack_params(
         modules: L modules to load into, in order.
 
     Raises:
-        ValueError: tensors of different L, or another number of modules.
+        ValueError: tensors of different L, another number of modules, other names or shapes.
 
     Example:
         >>> blocks = torch.nn.ModuleList(torch.nn.Linear(4, 2) for _ in range(3))
@@ -137,5 +137,22 @@ def unstack_params(
         if len(modules) != count:
             raise ValueError(f"unstack_params: got {count} layers of parameters and {len(modules)} modules.")
         for module, state in zip(modules, layers, strict=True):
-            module.load_state_dict({k: v.detach() for k, v in state.items()})
+            _load(module, state)
     return layers
+
+
+def _load(module: torch.nn.Module, state: Params) -> None:
+    # Not load_state_dict: it knows no buffers that are not persistent, and wants tied parameters twice.
+    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    odd = [
+        k
+        for k in own.keys() | state.keys()
+        if k not in own or k not in state or own[k].shape != state[k].shape
+    ]
+    if odd:
+        raise ValueError(
+            f"unstack_params: names or shapes differ from the module's: {', '.join(sorted(odd))}."
+        )
+    with torch.no_grad():
+        for name, value in state.items():
+            own[name].copy_(value)

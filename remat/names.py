@@ -7,6 +7,7 @@ from typing import TypeVar
 import torch
 import torch.utils._pytree as torch_pytree
 
+from remat.transforms import _taps
 from remat.transforms._named import named
 
 Tree = TypeVar("Tree")
@@ -38,5 +39,5 @@ def checkpoint_name(tree: Tree, name: str) -> Tree:
             f"checkpoint_name(tree, name): the name must be a string, got {name!r}; write checkpoint_name(x, "
             "'attn')"
         )
-    return torch_pytree.tree_map_only(torch.Tensor, lambda tensor: named(tensor, name), tree)
-
+    marked = torch_pytree.tree_map_only(torch.Tensor, lambda tensor: named(tensor, name), tree)
+    return marked if torch.compiler.is_dynamo_compiling() else _taps.tap(name, marked)

@@ -95,20 +95,16 @@ class OpInfo:
 
     @property
     def flops(self) -> int:
-        """Floating point operations by torch's own formulas (0 for ops that have none)."""
-        from torch.utils.flop_counter import flop_registry
+        """Floating point operations of the op, by torch's formulas and those of `remat.plan.register_cost`.
 
-        formula = flop_registry.get(getattr(self.op, "overloadpacket", self.op))
-        if formula is None:
-            return 0
-        shapes = torch_pytree.tree_map_only(
-            TensorMeta, lambda m: torch.Size(m.shape), (self.args, self.kwargs)
+        0 for ops that have none, which are pointwise ops, reductions and views.
+        """
+        from remat.flops import known_flops
+
+        found = known_flops(
+            self.op, self.args, self.kwargs, self.outputs, lambda x: isinstance(x, TensorMeta)
         )
-        out = [torch.Size(m.shape) for m in self.outputs if isinstance(m, TensorMeta)]
-        raw = getattr(formula, "_get_raw", False)
-        return int(
-            0 if raw else formula(*shapes[0], **shapes[1], out_shape=out[0] if len(out) == 1 else tuple(out))
-        )
+        return found or 0
 
 
 def describe(tree: Any) -> Any:

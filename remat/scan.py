@@ -12,6 +12,7 @@ import torch
 from remat.policies import Policy, as_policy, save_everything, save_nothing
 from remat.schedules import All, Schedule, Segmented, Sqrt, as_schedule, auto
 from remat.transforms import _torch, _tree
+from remat.transforms._blocks import SIZE, Blocks
 from remat.transforms._body import Body
 from remat.transforms._capture import Bindings, Missed, captured
 from remat.transforms._pull import is_float
@@ -99,9 +100,16 @@ def scan_remat(
             schedule = Segmented(schedule.stride(n))
         if isinstance(schedule, Segmented):
             body = _region(body, policy)
-    compiled = _compiled(body, compile) if compile else None
+    backend = None
+    compiled = None
+    if compile:
+        backend = compile if isinstance(compile, str) else "inductor"
+        if isinstance(schedule, All | Sqrt):
+            schedule = Segmented(SIZE, schedule)
+        elif not (isinstance(schedule, Segmented) and schedule.length % SIZE == 0):
+            compiled, backend = torch.compile(body, backend=backend), None
     return _with_captured(
-        body, body, init, xs, rows, n, schedule, name, reverse, offload, on_step, compiled=compiled
+        body, body, init, xs, rows, n, schedule, name, reverse, offload, on_step, None, compiled, backend
     )
 
 
@@ -119,6 +127,7 @@ def _with_captured(
     on_step: Callable[[str, int], None] | None = None,
     condition: Callable[[Any], Any] | None = None,
     compiled: Callable[..., Any] | None = None,
+    backend: str | None = None,
 ) -> tuple[Any, Any]:
     """Run with the captured tensors as operands; one that the search missed is added and the scan starts "
     "again."""
@@ -126,7 +135,20 @@ def _with_captured(
         # Opaque to an enclosing torch.compile: traced, the loop would be unrolled and its graph grow with n.
         apart: Any = torch.compiler.disable(_with_captured)
         return apart(
-            body, roots, init, xs, rows, n, schedule, name, reverse, offload, on_step, condition, compiled
+            body,
+            roots,
+            init,
+            xs,
+            rows,
+            n,
+            schedule,
+            name,
+            reverse,
+            offload,
+            on_step,
+            condition,
+            compiled,
+            backend,
         )
     found = captured(roots)
     while True:
@@ -136,6 +158,8 @@ def _with_captured(
         if condition is not None:
             options["proceed"] = functools.partial(_proceed, step, condition)
         options["offloaded"] = (lambda slot: True) if offload else getattr(schedule, "offloaded", None)
+        if backend is not None and Blocks.fits(_tree.flatten(init)[0]):
+            options["blocks"] = Blocks(step, body, backend)
         scan, operands = make(step, found, _tree.flatten(init)[0], rows, n, schedule, **options)
         try:
             end, ys = run(scan, operands)
@@ -284,19 +308,15 @@ def _taped(
     step = Body(_region(body, policy), init, xs, [], name)
     step.trusted = True
     carry, ys = _tree.flatten(init)[0], []
-    for k in range(n):
-        at = n - 1 - k if reverse else k
-        try:
+    k, last = 0, n - 1
+    try:
+        for k in range(n):
+            at = last - k if reverse else k
             carry, y = step([], carry, [row.select(0, at) for row in rows])
-        except Exception as error:
-            error.add_note(f"in step {k} of {name}")
-            raise
-        ys.append(y)
+            ys.append(y)
+    except Exception as error:
+        error.add_note(f"in step {k} of {name}")
+        raise
     ordered = ys[::-1] if reverse else ys
     stacked = [torch.stack(column) for column in zip(*ordered, strict=True)]
     return _tree.unflatten(carry, step.carry_spec), step.stacked(stacked)
-
-
-def _compiled(body: Callable[..., Any], backend: bool | str) -> Callable[..., Any]:
-    """The body compiled: once for the steps without tape, once for those with it."""
-    return torch.compile(body, backend=backend if isinstance(backend, str) else "inductor")

@@ -173,6 +173,25 @@ def test_main_lists_commands_and_names_the_nearest(capsys: pytest.CaptureFixture
     assert "did you mean 'sweep'?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([name, "--help"])
+    assert left.value.code == 0
+    assert f"usage: remat {name}" in capsys.readouterr().out
+
+
+def test_schedule_draws_what_a_scan_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("schedule --length 4 --slots 2".split()) == 0
+    # Two carries at most, from the forward down to the first step's reversal.
+    drawn = capsys.readouterr().out.splitlines()
+    assert drawn[-6:] == ["oo>>  forward", "oo <", "oo", "oo<", "o<", "<"]
+    assert main("schedule --kind revolv".split()) == 2
+    assert "'revolv' is none of revolve, online" in capsys.readouterr().err
+    assert main("schedule --slots 0".split()) == 2
+    assert "at least one carry" in capsys.readouterr().err
+
+
 def test_env_says_what_the_machine_can_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)

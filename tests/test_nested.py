@@ -42,6 +42,16 @@ def test_two_policies(run, outer, inner):
     same(RUNS[run](region, x, w), RUNS[run](plain, x, w))
 
 
+def test_many_calls_in_a_row():
+    """Python gives a new tensor the address of one that is gone: it must not be taken for that one."""
+    x, w = rand(2, 3).requires_grad_(), rand(3, 3).requires_grad_()
+    inside = remat(stack(0, None), policy=save_everything)
+    region = remat(lambda x, w: inside(x.sin(), w).exp(), policy=POLICIES["unbatched"])
+    expected = RUNS["grad"](lambda x, w: stack(0, None)(x.sin(), w).exp(), x, w)
+    for _ in range(100):
+        same(RUNS["grad"](region, *[rand(*t.shape).requires_grad_() for t in (x, w)]), expected)
+
+
 @pytest.mark.parametrize("run", RUNS)
 def test_four_deep(run):
     x, w = rand(2, 3).requires_grad_(), rand(3, 3).requires_grad_()

@@ -95,6 +95,19 @@ def test_import_brings_nothing_heavy_beyond_torch() -> None:
     assert brought("import remat") <= brought("import torch")
 
 
+def test_the_face_is_short_and_imports_everything_by_name() -> None:
+    import remat
+
+    lines = (ROOT / "remat" / "__init__.py").read_text().splitlines()
+    assert len(lines) <= 40
+    names = {line.split(" as ")[1] for line in lines if " as " in line}
+    assert names and all(hasattr(remat, name) for name in names)
+    assert {"remat", "scan_remat", "checkpoint_policy", "plan_model", "pareto", "is_recomputing"} <= names
+    # A submodule of the same name would take a function's place once it is imported.
+    modules = {path.stem for path in (ROOT / "remat").iterdir()}
+    assert not names & modules - {"interop", "nn", "transforms"}
+
+
 def test_the_probe_can_fail() -> None:
     assert brought("import remat, rich, torch._dynamo") >= {"rich", "torch._dynamo"}
 

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
+from remat.cli.main import main
 from remat.plan import Plan, pareto
-from remat.plan.cli import main_plan
 from remat.plan.costs import Flops
 from remat.plan.problem import complete
 from remat.plan.solve import solve
@@ -87,7 +87,7 @@ def case():
 
 def test_plan_command_prints_a_plan_and_writes_it(tmp_path, capsys):
     out = tmp_path / "plan.json"
-    assert main_plan([f"{__name__}:case", "--budget", "free", "--json", str(out)]) == 0
+    assert main(["plan", f"{__name__}:case", "--budget", "free", "--json", str(out)]) == 0
     assert "Plan for GPTBlock: keeps" in capsys.readouterr().out
     assert Plan.from_json(out.read_text()).recomputed_flops == 0
     assert json.loads(out.read_text())["region"] == "GPTBlock"
@@ -95,11 +95,11 @@ def test_plan_command_prints_a_plan_and_writes_it(tmp_path, capsys):
 
 def test_plan_command_draws_the_frontier(tmp_path, capsys):
     args = [f"{__name__}:block", "--input", "8x8", "--input", "4x8", "--points", "3"]
-    assert main_plan([*args, "--csv", str(tmp_path / "f.csv")]) == 0
+    assert main(["plan", *args, "--csv", str(tmp_path / "f.csv")]) == 0
     assert "save_everything" in capsys.readouterr().out
     assert (tmp_path / "f.csv").read_text().startswith("planner,")
     pytest.importorskip("matplotlib")
-    assert main_plan([*args, "--png", str(tmp_path / "f.png")]) == 0
+    assert main(["plan", *args, "--png", str(tmp_path / "f.png")]) == 0
     assert (tmp_path / "f.png").stat().st_size > 1000
 
 
@@ -114,5 +114,5 @@ def test_plan_command_draws_the_frontier(tmp_path, capsys):
     ],
 )
 def test_plan_command_errors(args, message, capsys):
-    assert main_plan(args) == 2
+    assert main(["plan", *args]) == 2
     assert message in capsys.readouterr().err

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from remat.plan import milp
 from remat.plan.hull import bound, hull
 from remat.plan.problem import INF, Problem, complete, keep_all
+from remat.plan.reduce import reduce
+from remat.plan.repeats import repeats
 from remat.plan.solve import least, solve
 from remat.transforms._errors import RematError
 
@@ -127,3 +129,82 @@ def test_least_bytes_are_named_when_the_budget_is_below():
     assert solve(problem, 8).solution.replayed == {1}
     everything = keep_all(problem)
     assert everything is not None and everything.bytes == 12
+
+
+@settings(max_examples=500, deadline=None)
+@given(problems())
+def test_without_views_the_choices_are_the_same(problem):
+    """The frontier of the reduced problem, choice by choice, is that of the whole."""
+    smaller = reduce(problem)
+
+    def outline(points):
+        return {(p.bytes, round(p.cost, 6)) for p in points if not any(_beats(q, p) for q in points)}
+
+    mapped = [complete(problem, smaller.original(p.saved)) for p in frontier(smaller.problem)]
+    assert all(p is not None for p in mapped)
+    assert outline(mapped) == outline(frontier(problem))
+
+
+def _beats(one, other):
+    return (
+        one.bytes <= other.bytes
+        and one.cost <= other.cost
+        and (one.bytes, one.cost) != (other.bytes, other.cost)
+    )
+
+
+@st.composite
+def layered(draw):
+    """Equal layers that read of the layer before, of themselves, and of one shared input."""
+    width, count = draw(st.sampled_from([(2, 5), (2, 4), (3, 3), (3, 4)]))
+    cost, reads, producer, size, need = [INF], [()], [0], [float(draw(st.integers(0, 3)))], set()
+    template = []
+    for op in range(width):
+        sources = draw(st.sets(st.integers(-width, op - 1), min_size=1, max_size=2))
+        template.append(
+            (sources, draw(st.booleans()), float(draw(st.integers(1, 9))), float(draw(st.integers(1, 5))))
+        )
+    needed = draw(st.sets(st.integers(0, width - 1), min_size=1))
+    for layer in range(count):
+        for op, (sources, shared, price, bytes_) in enumerate(template):
+            made = [1 + layer * width + s for s in sources]
+            reads.append(tuple(sorted({max(v, 0) for v in made} | ({0} if shared else set()))))
+            need |= {len(producer)} if op in needed else set()
+            producer.append(len(cost))
+            cost.append(price)
+            size.append(bytes_)
+    return Problem(tuple(cost), tuple(reads), tuple(producer), tuple(size), need=frozenset(need))
+
+
+@pytest.mark.skipif(not milp.available(), reason="needs SciPy")
+@settings(max_examples=120, deadline=None)
+@given(layered(), st.floats(0, 1))
+def test_equal_layers_solved_as_one_agree_with_brute_force(problem, share):
+    smaller = reduce(problem).problem
+    run, low, everything = repeats(smaller), least(problem).bytes, keep_all(problem)
+    assert everything is not None
+    budget = int(low + share * (everything.bytes - low))
+    optimum = min(p.cost for p in frontier(problem) if p.bytes <= budget)
+    if run is not None:
+        found = milp.solve_exactly(smaller, budget, run=run, gap=0.0, time_limit=10)
+        assert found.lower_bound <= optimum + 1e-6
+        if found.solution is not None:
+            check(smaller, found.solution)
+            assert found.solution.bytes <= budget and found.solution.cost >= optimum - 1e-6
+    solved = solve(problem, budget, gap=0.0, time_limit=10)
+    assert math.isclose(solved.solution.cost, optimum, rel_tol=1e-3, abs_tol=1e-9)
+
+
+def test_layers_are_found_whatever_comes_around_them():
+    """Six layers of two ops behind an odd one: the first reads other things."""
+    reads = [(), (0,), *((k - 1,) for k in range(2, 15))]
+    cost = [INF, 9.0, *[3.0, 1.0] * 6, 2.0]
+    size = [4.0, 7.0, *[5.0, 2.0] * 6, 1.0]
+    need = frozenset(range(1, 15))
+    problem = Problem(tuple(cost), tuple(reads), tuple(range(15)), tuple(size), need=need)
+    run = repeats(problem)
+    assert run is not None and run.period == 2 and run.count == 5
+    assert run.holds() and run.shifted(run.start, 2) == run.start + 4
+    odd = Problem(tuple(cost), (*reads[:8], (0,), *reads[9:]), tuple(range(15)), tuple(size), need=need)
+    other = repeats(odd)
+    assert other is None or other.count < 5

@@ -7,26 +7,34 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from remat import checkpoint_name, remat
 from remat.opinfo import Call, Decision, OpInfo, TensorMeta
 from remat.policies import (
     Policy,
     as_policy,
     check_verdict,
     checkpoint_policy,
+    offload,
     offload_matmuls,
     offload_names,
     register_costly_op,
     save_all_but_names,
     save_attention,
+    save_cheaper_than,
+    save_every,
     save_everything,
+    save_larger_than,
     save_matmuls,
     save_names,
     save_nothing,
     save_ops,
     save_unbatched_matmuls,
+    where,
 )
 from remat.policies import _catalogue as catalogue
+from remat.transforms import _learned
 from remat.transforms._errors import RematError
 
 aten = torch.ops.aten
@@ -60,6 +68,14 @@ READY = {
     "save_all_but_names('q')": save_all_but_names("q"),
     "offload_names('q')": offload_names("q"),
     "checkpoint_policy(rule)": checkpoint_policy(rule),
+    "where(rule)": where(rule),
+    "where(rule, save_matmuls)": where(rule, save_matmuls),
+    "save_every(2, save_matmuls)": save_every(2, save_matmuls),
+    "save_every(3, save_matmuls | save_names('q'))": save_every(3, save_matmuls | save_names("q")),
+    "save_larger_than(4096)": save_larger_than("4KiB"),
+    "save_cheaper_than(0.5)": save_cheaper_than(0.5),
+    "offload(save_unbatched_matmuls)": offload(save_unbatched_matmuls),
+    "save_attention | offload(save_names('q'))": save_attention | offload(save_names("q")),
     "save_matmuls | save_names('q')": save_matmuls | save_names("q"),
     "save_matmuls | save_attention | save_names('q')": save_matmuls | save_attention | save_names("q"),
     "save_matmuls & (save_attention | ~save_names('q'))": save_matmuls & (save_attention | ~save_names("q")),
@@ -82,16 +98,23 @@ def test_is_a_value(text):
         policy.needs_calls = True
 
 
-OPS = [aten.mm.default, aten.bmm.default, aten.sin.default, aten.convolution.default, aten.mm.out]
+SQUARE, STACK, IMAGE = meta(2, 2), meta(2, 2, 2), meta(1, 1, 3, 3)
+OPS = {
+    aten.mm.default: (SQUARE, SQUARE),
+    aten.bmm.default: (STACK, STACK),
+    aten.sin.default: (SQUARE,),
+    aten.convolution.default: (IMAGE, IMAGE, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1),
+    aten.mm.out: (SQUARE, SQUARE),
+}
 
 
 @pytest.mark.parametrize("text", READY)
 def test_quick_agrees_with_the_full_verdict(text):
     policy = READY[text]
-    for op in OPS:
+    for op, args in OPS.items():
         for name in (None, "q"):
             for index in (0, 1):
-                op_info = info(op, name=name, index=index)
+                op_info = OpInfo(op, args, {}, (IMAGE,), name=name, index=index)
                 full = check_verdict(policy, op_info, policy(op_info))
                 assert policy.quick(op) in (None, full), op
 
@@ -210,6 +233,95 @@ def test_makers_refuse_what_they_cannot_use():
         save_names()
     with pytest.raises(RematError, match="of type int"):
         offload_names("q", 3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("make", "hint"),
+    [
+        (lambda: where(save_matmuls), "combined with `&`"),  # type: ignore[arg-type]
+        (lambda: where(3), "from OpInfo to bool"),  # type: ignore[arg-type]
+        (lambda: save_every(0, save_matmuls), "positive integer, got 0"),
+        (lambda: save_every(True, save_matmuls), "positive integer"),
+        (lambda: save_every(2, torch.mm), "policy got"),
+        (lambda: save_larger_than("big"), "'512KiB'"),
+        (lambda: save_larger_than(-1), "got -1"),
+        (lambda: save_cheaper_than("3"), "write a number"),  # type: ignore[arg-type]
+        (lambda: where(lambda _: 1)(info()), "answered 1 of type int"),  # type: ignore[arg-type]
+    ],
+)
+def test_narrowing_refuses_mistakes(make, hint):
+    with pytest.raises(RematError, match=re.escape(hint)) as caught:
+        make()
+    assert isinstance(caught.value, TypeError)
+
+
+def test_where_asks_the_policy_only_where_the_predicate_holds():
+    policy = where(rule, save_matmuls | save_names("q"))
+    assert policy(info(index=0)) is SAVE and policy(info(index=1)) is RECOMPUTE
+    assert policy(info(aten.sin.default, index=0)) is RECOMPUTE
+    assert where(rule, offload_matmuls)(info(index=0)) is OFFLOAD
+    assert where(rule)(info(aten.sin.default, index=0)) is SAVE
+
+
+def verdicts(policy, *ops):
+    """What a region says of these ops in order: quickly where it can, as the engine does."""
+    policy = policy.fresh()
+    answers = []
+    for index, op in enumerate(ops):
+        quick = policy.quick(op)
+        op_info = info(op, index=index)
+        answers.append(check_verdict(policy, op_info, policy(op_info)) if quick is None else quick)
+    return "".join(answer.name[0] for answer in answers)
+
+
+MM, SIN, BMM, COS = aten.mm.default, aten.sin.default, aten.bmm.default, aten.cos.default
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (save_every(1, save_matmuls), "SSRSRS"),
+        (save_every(2, save_matmuls), "SRRSRR"),
+        (save_every(3, save_matmuls), "SRRRRS"),
+        (save_every(2, offload_matmuls), "ORRORR"),
+        (save_every(2, save_every(2, save_matmuls)), "SRRRRR"),
+        (save_every(2, save_matmuls) | save_ops(SIN), "SRSSRR"),
+        # Combining it does not change which values it counts.
+        (save_every(2, save_everything) & save_ops(MM, BMM), "SRRRRR"),
+        (save_every(2, save_everything) | save_ops(MM), "SSSRSS"),
+        (~save_every(2, save_matmuls), "RSSRSS"),
+        (where(lambda info: info.index > 0, save_every(2, save_matmuls)), "RSRRRS"),
+    ],
+)
+def test_save_every_counts_what_the_policy_keeps(policy, expected):
+    ops = (MM, MM, SIN, BMM, COS, MM)
+    assert verdicts(policy, *ops) == expected
+    # The next forward counts from the start.
+    assert verdicts(policy, *ops) == expected
+
+
+def test_a_value_named_after_it_was_made_counts_once():
+    policy = save_every(2, save_everything).fresh()
+    answers = [policy(info(index=i)) for i in (0, 0, 1, 1, 2, 2)]
+    assert answers == [SAVE, SAVE, RECOMPUTE, RECOMPUTE, SAVE, SAVE]
+
+
+def of_size(*shape):
+    return OpInfo(aten.mm.default, (meta(shape[0], 100), meta(100, shape[1])), {}, (meta(*shape),))
+
+
+def test_by_size_and_by_cost():
+    assert save_larger_than(63)(of_size(4, 4)) is SAVE and save_larger_than(64)(of_size(4, 4)) is RECOMPUTE
+    # 2 * 100 FLOPs for every float32: 50 for a byte.
+    assert (
+        save_cheaper_than(49.9)(of_size(4, 4)) is SAVE and save_cheaper_than(50)(of_size(4, 4)) is RECOMPUTE
+    )
+    assert save_cheaper_than(0)(OpInfo(SIN, (meta(3),), {}, (meta(3),))) is RECOMPUTE
+
+
+def test_offload_keeps_elsewhere_what_the_policy_saves():
+    assert offload(save_matmuls)(info()) is OFFLOAD and offload(offload_matmuls)(info()) is OFFLOAD
+    assert offload(save_matmuls)(info(aten.sin.default)) is RECOMPUTE
 
 
 def test_bind_reaches_the_parts():
@@ -339,6 +451,54 @@ def test_registered_ops_join_their_class():
         catalogue._KIND_OF.clear()
 
 
+@pytest.mark.parametrize("how", ["custom_op", "triton_op"])
+def test_a_registered_attention_op_is_kept_in_a_region(how):
+    """A fused linear attention, as libraries register theirs."""
+    name = f"remat_tests::linear_attention_{how}"
+
+    def kernel(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return q @ (k.mT @ k)
+
+    if how == "triton_op":
+        if not hasattr(torch.library, "triton_op"):
+            pytest.skip("this torch has no triton_op")
+        op: Any = torch.library.triton_op(name, mutates_args=())(kernel)
+    else:
+        op = torch.library.custom_op(name, mutates_args=())(kernel)
+    op.register_autograd(
+        lambda ctx, g: (g @ (ctx.k.mT @ ctx.k), None),
+        setup_context=lambda ctx, inputs, output: setattr(ctx, "k", inputs[1]),
+    )
+    x, k = torch.rand(3, 4, requires_grad=True), torch.rand(3, 4)
+
+    def region(x):
+        return torch.sin(op(torch.sin(x), k)).sum()
+
+    class Seen(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            Seen.count += func._schema.name == name
+            return func(*args, **(kwargs or {}))
+
+    def again(policy):
+        out = remat(region, policy=policy)(x)
+        Seen.count = 0
+        with Seen():
+            out.backward()
+        return Seen.count
+
+    try:
+        assert again(save_attention) == 1
+        register_costly_op(op, kind="attention")
+        # What was learnt of the region before does not hold any more.
+        assert again(save_attention) == 0
+    finally:
+        catalogue._COSTLY.pop(name, None)
+        catalogue._KIND_OF.clear()
+        _learned.forget_all()
+
+
 def test_registering_refuses_mistakes():
     with pytest.raises(RematError, match="Unknown kind 'dot'"):
         register_costly_op(aten.sin, kind="dot")  # type: ignore[arg-type]
@@ -346,3 +506,14 @@ def test_registering_refuses_mistakes():
         register_costly_op("gemm")
     with pytest.raises(RematError, match="torch.ops.aten.mm"):
         register_costly_op(torch.mm)
+
+
+def test_a_name_for_one_of_several_results():
+    def f(x):
+        return checkpoint_name(x.max(1)[0], "h").sin()
+
+    x = torch.randn(4, 5, requires_grad=True)
+    expected = torch.autograd.grad(f(x).sum(), x)
+    found = remat(f, policy=save_names("h"))
+    torch.testing.assert_close(torch.autograd.grad(found(x).sum(), x), expected)
+    torch.testing.assert_close(torch.func.grad(lambda x: found(x).sum())(x.detach()), expected[0])

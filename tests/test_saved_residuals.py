@@ -7,7 +7,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch.func import grad, vmap
 
-from remat import checkpoint_name, remat
+from remat import checkpoint_name, offload_names, remat
 from remat.inspection import Residual, print_saved_residuals, saved_residuals
 from remat.policies import save_everything, save_matmuls, save_names, save_nothing
 from tests.helpers import CASES, POLICIES, LiveBytes, OpCounter, leaves_of, rand
@@ -222,3 +222,15 @@ def test_line_of_every_maker_is_in_this_file():
     for residual in saved_residuals(mlp, PARAMS, X):
         if residual.op is not None:
             assert re.fullmatch(re.escape(__file__) + r":\d+ \(mlp\)", residual.location or "")
+
+
+@pytest.mark.parametrize("under", ["backward", "grad"])
+def test_what_is_offloaded_is_listed(under):
+    x = rand(3)
+
+    def fn(x):
+        return checkpoint_name(x.sin(), "z").sin().sum()
+
+    region = remat(fn, policy=offload_names("z"))
+    found = saved_residuals(region if under == "backward" else torch.func.grad(region), x)
+    assert [(r.op, r.name, r.bytes) for r in found if r.why == "policy"] == [(aten.sin.default, "z", 24)]

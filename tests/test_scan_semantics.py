@@ -422,6 +422,30 @@ def test_stacking_there_and_back():
         unstack_params(stacked, list(others)[:2])
 
 
+class Tied(torch.nn.Module):
+    """A parameter under two names, and a buffer that its state dict does not hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+        self.b.weight = self.a.weight
+        self.register_buffer("scale", torch.rand(3), persistent=False)
+
+    def forward(self, x):
+        return torch.tanh(self.b(self.a(x))) * self.scale
+
+
+def test_stacking_tied_parameters_and_unsaved_buffers():
+    blocks, others = ([Tied() for _ in range(2)] for _ in range(2))
+    stacked, x = stack_params(blocks), torch.randn(2, 3)
+    expected = blocks[1](blocks[0](x))
+    torch.testing.assert_close(scan_layers(blocks[0], stacked, x), expected)
+    unstack_params(stacked, others)
+    torch.testing.assert_close(others[1](others[0](x)), expected)
+    with pytest.raises(ValueError, match="shapes differ.*weight"):
+        unstack_params(stacked, [torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)])
+
+
 def test_documented_examples_run():
     for module in (remat.scan, remat.loops, remat.layers):
         result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms import _tree
+from remat.transforms import _taps, _torch, _tree
 from remat.transforms._capture import Swap
 from remat.transforms._errors import RematError
 
@@ -63,19 +63,76 @@ class Body:
     def __call__(
         self, consts: Sequence[torch.Tensor], carry: Leaves, x: Sequence[torch.Tensor]
     ) -> tuple[Leaves, list[torch.Tensor]]:
-        versions = [_version(leaf) for leaf in carry]
-        if self.x_is_leaf:
-            row = x[0] if x else None
-        else:
-            row = _tree.unflatten(_tree.merge(self.x_blank, self.x_at, list(x)), self.x_spec)
-        state = carry[0] if self.carry_is_leaf else _tree.unflatten(carry, self.carry_spec)
+        if _taps.current():
+            with self._closed():
+                return self._step(consts, carry, x)
+        return self._step(consts, carry, x)
+
+    def _step(
+        self, consts: Sequence[torch.Tensor], carry: Leaves, x: Sequence[torch.Tensor]
+    ) -> tuple[Leaves, list[torch.Tensor]]:
+        row = self._row(x)
         if self.trusted and (not consts or all(map(operator.is_, consts, self.captured))):
-            out = self.function(state, row)
+            if self.carry_is_leaf and self.y_is_leaf:
+                return self._lean(carry, row)
+            versions, out = self._evaluated(self.function, carry, row)
         else:
             with self.swapped(consts, [*carry, *x]):
-                out = self.eager(state, row)
+                versions, out = self._evaluated(self.eager, carry, row)
         self.trusted = True
         return self._checked(out, carry, versions)
+
+    def _row(self, x: Sequence[torch.Tensor]) -> Any:
+        if self.x_is_leaf:
+            return x[0] if x else None
+        return _tree.unflatten(_tree.merge(self.x_blank, self.x_at, list(x)), self.x_spec)
+
+    def _evaluated(self, function: Callable[..., Any], carry: Leaves, row: Any) -> tuple[list[int], Any]:
+        versions = [version(leaf) for leaf in carry]
+        state = carry[0] if self.carry_is_leaf else _tree.unflatten(carry, self.carry_spec)
+        return versions, function(state, row)
+
+    def _lean(self, carry: Leaves, row: Any) -> tuple[Leaves, list[torch.Tensor]]:
+        """A later step whose carry and y are single leaves: checked by hand, as small steps take longer to
+        check than to run."""
+        (state,) = carry
+        before = version(state)
+        out = self.function(state, row)
+        if type(out) is tuple and len(out) == 2 and version(state) == before:
+            new, y = out
+            if type(new) is torch.Tensor and (new.shape, new.dtype) == self.types[0]:
+                if y is None and self.y_types[0] is type(None):
+                    return [new], []
+                if type(y) is torch.Tensor and (y.shape, y.dtype) == self.y_types[0]:
+                    return [new], [y]
+        return self._checked(out, carry, [before])
+
+    def _closed(self) -> Any:
+        return _taps.only([_taps.Refusal(session.wanted, self.name) for session in _taps.current()])
+
+    # -- several steps at once: rows and ys are stacked ------------------------------------------------
+
+    def trees(self, carry: Leaves, xs: Sequence[torch.Tensor]) -> tuple[Any, Any]:
+        """Carry and xs as the body's trees."""
+        rows = _tree.unflatten(_tree.merge(self.x_blank, self.x_at, list(xs)), self.x_spec)
+        return _tree.unflatten(carry, self.carry_spec), rows
+
+    def ct_trees(self, cts: Sequence[Any], y_cts: Sequence[Any]) -> tuple[Any, Any]:
+        """Cotangents as trees of the carry and of the ys, None where there is none."""
+        assert self.y_spec is not None
+        rest = iter(y_cts)
+        ys = [None if kind is type(None) else next(rest) for kind in self.y_types]
+        return _tree.unflatten(list(cts), self.carry_spec), _tree.unflatten(ys, self.y_spec)
+
+    def checked_block(
+        self, out: Any, carry: Leaves, versions: list[int]
+    ) -> tuple[Leaves, list[torch.Tensor]]:
+        """The flat carry and stacked ys that a block returned."""
+        end, ys = out
+        leaves, spec = _tree.flatten(ys)
+        one = [y.select(0, 0) if isinstance(y, torch.Tensor) else y for y in leaves]
+        flat, _ = self._checked((end, _tree.unflatten(one, spec)), carry, versions)
+        return flat, [y for y in leaves if y is not None]
 
     def swapped(self, consts: Sequence[torch.Tensor], operands: Leaves) -> Any:
         """The context in which a function of the user's reads `consts` for what it captured."""
@@ -93,7 +150,7 @@ class Body:
                 "nothing is to be stacked."
             )
         for path, leaf, before in zip(self.paths, carry, versions, strict=True):
-            if _version(leaf) != before:
+            if version(leaf) != before:
                 raise RematError(
                     f"{self.name}: the body wrote into its carry{path} in place. The recomputation would "
                     f"start "
@@ -102,8 +159,6 @@ class Body:
         return self._carry(out[0]), self._ys(out[1])
 
     def _carry(self, tree: Any) -> Leaves:
-        if self.carry_is_leaf and type(tree) is torch.Tensor and _type(tree) == self.types[0]:
-            return [tree]
         leaves, spec = _tree.flatten(tree)
         if spec != self.carry_spec:
             raise TypeError(
@@ -122,8 +177,6 @@ class Body:
         return leaves
 
     def _ys(self, tree: Any) -> list[torch.Tensor]:
-        if self.y_is_leaf and (tree is None or type(tree) is torch.Tensor) and _type(tree) == self.y_types[0]:
-            return [] if tree is None else [tree]
         leaves, spec = _tree.flatten(tree)
         if self.y_spec is None:
             for path, leaf in zip(_tree.paths(tree), leaves, strict=True):
@@ -151,8 +204,13 @@ class Body:
         )
 
 
-def _version(leaf: Any) -> int:
-    return leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else 0
+def version(leaf: Any) -> int:
+    """The number of writes into a tensor so far; 0 for what does not count them."""
+    if not isinstance(leaf, torch.Tensor):
+        return 0
+    # The wrapper that vmap makes does not count.
+    plain = _torch.unwrapped(leaf) if _torch.is_wrapped(leaf) else leaf
+    return 0 if plain.is_inference() else plain._version
 
 
 def _type(leaf: Any) -> Any:

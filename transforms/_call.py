@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-import weakref
 from typing import Any
 
 import torch
 
-from remat.transforms import _capture, _frame, _torch, _trace, _tree
+from remat.transforms import _capture, _observe, _taps, _torch, _trace, _tree
 from remat.transforms._errors import RematError
+from remat.transforms._following import Following
+from remat.transforms._frame import Plain, enclosed, stop_enclosing
+from remat.transforms._inputs import Inputs
+from remat.transforms._learned import Plan
 from remat.transforms._primitive import Family, Prim, call
-from remat.transforms._region import Region
-from remat.transforms._state import Ambient, device_kinds
+from remat.transforms._region import Region, labelled
+from remat.transforms._state import Ambient, RandomState, device_kinds
+from remat.transforms._traced import Traced, may_keep_around
 
 _MOST_TRIES = 50
-# Functions that were seen to use torch.func inside: they cannot run under saved-tensor hooks.
-_uses_func: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
+_NOTHING = contextlib.nullcontext()
 _keeping = threading.local()
 
 
 def outermost() -> bool:
     """Whether no other region is being recorded or recomputed around here."""
-    return _trace.enclosing() is None and not _frame.enclosed()
+    return _trace.enclosing() is None and not enclosed()
 
 
 def run_transparently(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -43,32 +45,63 @@ def keeping_everything() -> bool:
 
 
 def run(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `region`: through saved-tensor hooks in plain autograd, through the primitive under functorch "
-    "levels."""
+    """Call `region`: by a frame in plain autograd, by the primitive under functorch levels."""
     if keeping_everything():
         return region.function(*args, **kwargs)
     if _torch.in_transform():
         return _run_primitive(region, args, kwargs)
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return region.function(*args, **kwargs)
-    if region.anchor in _uses_func or _torch.hooks_disabled() is not None:
+    if region.memory.uses_func or _torch.hooks_disabled() is not None:
         return _run_primitive(region, args, kwargs)
     try:
-        return _frame.call(region, args, kwargs)
+        return _run_frame(region, args, kwargs)
     except RuntimeError as error:
         if not _torch.is_hook_refusal(error):
             raise
-    _uses_func.add(region.anchor)
+    region.memory.uses_func = True
     return _run_primitive(region, args, kwargs)
+
+
+def _run_frame(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    inputs = Inputs(region, args, kwargs)
+    # Offsets add ops to those that earlier calls ran.
+    key = None if region.key is None or inputs.taps else inputs.signature()
+    plan = None if key is None else _known(inputs, key)
+    label = labelled("forward", region.name)
+    with label, _trace.inside() if _trace.enclosing() else _NOTHING:
+        if plan is None:
+            frame = Traced(inputs)
+        else:
+            frame = Plain(inputs, plan) if plan.plain else Following(inputs, plan)
+        out = frame.forward(args, kwargs)
+    if isinstance(frame, Traced) and key is not None and (lesson := frame.lesson()) is not None:
+        region.memory.remember(key, lesson)
+    elif isinstance(frame, Following) and frame.lost:
+        region.memory.plans.pop(key, None)
+    inputs.tensors = []
+    stop_enclosing(inputs)
+    return out
+
+
+def _known(inputs: Inputs, key: Any) -> Plan | None:
+    """What an earlier trace taught, if it holds here."""
+    if inputs.region.determinism_check == "exact" or _observe.listening():
+        return None
+    plan = inputs.region.memory.plans.get(key)
+    if plan is None or plan.near != len(inputs.bindings.near) or may_keep_around():
+        return None
+    return plan if plan.plain or (inputs.hooks is None and _trace.enclosing() is None) else None
 
 
 def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     leaves, spec = _tree.flatten((args, kwargs))
     tensors, at = _tree.split(leaves)
-    found = _capture.captured(region.function)
+    taps = _taps.Mirrors(lambda: _dry_run(region, args, kwargs, tensors)) if _taps.current() else None
+    found = [*_capture.captured(region.function), *(taps.offsets if taps else ())]
     for _ in range(_MOST_TRIES):
         try:
-            return _Flat(region, leaves, spec, at, tensors, found)()
+            return _Flat(region, leaves, spec, at, tensors, found, taps)()
         except _capture.Missed as missed:
             if any(t is missed.tensor for t in (*tensors, *found)):
                 raise
@@ -82,11 +115,22 @@ def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]
     )
 
 
+def _dry_run(region: Region, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
+    random = RandomState(tensors)
+    try:
+        with torch.no_grad():
+            run_transparently(region.function, args, kwargs)
+    finally:
+        random.restore()
+
+
 class _Flat:
     """A region's call with every tensor it depends on as a flat operand."""
 
-    def __init__(self, region: Region, leaves: Any, spec: Any, at: Any, tensors: Any, captured: Any) -> None:
-        self.region, self.leaves, self.spec, self.at = region, leaves, spec, at
+    def __init__(
+        self, region: Region, leaves: Any, spec: Any, at: Any, tensors: Any, captured: Any, taps: Any
+    ) -> None:
+        self.region, self.leaves, self.spec, self.at, self.taps = region, leaves, spec, at, taps
         self.count = len(tensors)
         self.captured = captured
         self.operands = [_capture.as_operand(t) for t in (*tensors, *captured)]
@@ -97,9 +141,13 @@ class _Flat:
         self.out_spec: Any = None
 
     def __call__(self) -> Any:
-        outs = call(Prim(self.body, self.family), self.operands)
+        with labelled("forward", self.region.name):
+            outs = call(Prim(self.body, self.family), self.operands)
         _capture.made_inside(outs)
-        return _tree.unflatten(_tree.merge(self.out_leaves, self.out_at, list(outs)), self.out_spec)
+        out, named = _tree.unflatten(_tree.merge(self.out_leaves, self.out_at, list(outs)), self.out_spec)
+        if self.taps is not None:
+            self.taps.pass_on(named)
+        return out
 
     def body(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self.family.ambient.casts:
@@ -109,17 +157,24 @@ class _Flat:
         args, kwargs = _tree.unflatten(_tree.merge(self.leaves, self.at, list(own)), self.spec)
         table = {id(t): operand for t, operand in zip(self.captured, captured, strict=True)}
         with self.bindings.restored(), _capture.Swap(table, own):
-            out = self._watched(args, kwargs)
+            out, named = self._tapped(args, kwargs) if self.taps else (self._watched(args, kwargs), ())
         _tree.check_results(out, self.region.name)
-        self.out_leaves, self.out_spec = _tree.flatten(out)
+        self.out_leaves, self.out_spec = _tree.flatten((out, named))
         tensors, self.out_at = _tree.split(self.out_leaves)
         self.out_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in self.out_leaves]
         # A captured tensor may be returned as it is, without any torch call that would have met it.
         return tuple([table.get(id(t), t) for t in tensors])
 
+    def _tapped(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        # Named values leave as results like any other: every run of the body has the same ones.
+        context, mirrors = self.taps.opened()
+        with context:
+            out = self._watched(args, kwargs)
+        return out, self.taps.found(mirrors)
+
     def _watched(self, args: Any, kwargs: Any) -> Any:
         watch = self.family.watch
-        if watch is None or self.region.anchor in _uses_func:
+        if watch is None or self.region.memory.uses_func:
             self.family.watch = None
             return self.region.function(*args, **kwargs)
         with _torch.hooks_allowed():
@@ -132,7 +187,7 @@ class _Flat:
             finally:
                 _torch.pop_hooks()
         # The function uses torch.func itself; what the backward reads stays unknown, so all of it runs again.
-        _uses_func.add(self.region.anchor)
+        self.region.memory.uses_func = True
         raise _Again
 
 

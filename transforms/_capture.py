@@ -101,11 +101,7 @@ def _inside_module(module: torch.nn.Module) -> Iterator[Any]:
 
 
 def _inside_function(function: types.FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:
-            continue  # a cell not filled yet
+    yield from _cells(function)
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
     yield from function.__dict__.values()
@@ -134,7 +130,8 @@ class Swap(TorchFunctionMode):
     def __init__(self, table: dict[int, torch.Tensor], operands: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.table = table
-        self.inside: set[int] = set()
+        # An id is reused once its tensor is gone, so each entry knows its own.
+        self.inside: dict[int, weakref.ref[torch.Tensor]] = {}
         self._note([*operands, *table.values()])
         self.start = _torch.next_node()
         self.strict = True
@@ -175,7 +172,8 @@ class Swap(TorchFunctionMode):
 
     def _is_inside(self, tensor: torch.Tensor) -> bool:
         while True:
-            if id(tensor) in self.inside:
+            noted = self.inside.get(id(tensor))
+            if noted is not None and noted() is tensor:
                 return True
             if not _torch.is_wrapped(tensor):
                 # What an autograd.Function returned was never the result of a torch call.
@@ -184,11 +182,11 @@ class Swap(TorchFunctionMode):
 
     def _note(self, out: Any) -> None:
         if isinstance(out, torch.Tensor):
-            self.inside.add(id(out))
+            self.inside[id(out)] = weakref.ref(out)
             # Transforms inside the region hand out what their wrappers hold.
             while _torch.is_wrapped(out):
                 out = _torch.unwrap_once(out)
-                self.inside.add(id(out))
+                self.inside[id(out)] = weakref.ref(out)
         elif isinstance(out, (tuple, list)):
             for value in out:
                 self._note(value)
@@ -225,12 +223,18 @@ class Bindings:
     runs after that.
     """
 
-    __slots__ = ("bound",)
+    __slots__ = ("bound", "near")
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.bound: list[tuple[dict[str, Any], str, Any]] = []
-        for module in _modules(function):
-            self.bound.extend([(held, key, held[key]) for held, key in _slots_of(module) if key in held])
+        # Every tensor in near reach, in an order that is the same for every call; None in free slots.
+        self.near: list[torch.Tensor | None]
+        if isinstance(function, torch.nn.Module):
+            self.bound: list[tuple[dict[str, Any], str, Any]] = _bound(function)
+            self.near = [tensor for _, _, tensor in self.bound]
+        else:
+            self.bound = [slot for module in _modules(function) for slot in _bound(module)]
+            self.near = [tensor for _, _, tensor in self.bound]
+            self.near.extend(_loose_tensors(function))
 
     def changed(self) -> list[tuple[dict[str, Any], str, Any]]:
         """The slots that hold another tensor now."""
@@ -256,6 +260,10 @@ class Bindings:
                 held[key] = tensor
 
 
+def _bound(module: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
+    return [(held, key, held[key]) for held, key in _slots_of(module) if key in held]
+
+
 def _slots_of(module: torch.nn.Module) -> list[tuple[dict[str, Any], str]]:
     slots = _slots.get(module)
     if slots is None:
@@ -269,6 +277,31 @@ def _slots_of(module: torch.nn.Module) -> list[tuple[dict[str, Any], str]]:
     return slots
 
 
+def _loose_tensors(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
+    """Tensors that a callable holds outside of modules: in cells, in what a partial binds, in containers."""
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    parts: Iterable[Any] = ()
+    if isinstance(value, functools.partial):
+        parts = (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, types.FunctionType):
+        parts = _cells(value)
+    elif type(value) in (list, tuple):
+        parts = value
+    elif type(value) is dict:
+        parts = value.values()
+    if depth:
+        for part in parts:
+            yield from _loose_tensors(part, depth - 1)
+
+
+def _cells(function: types.FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):
+            yield cell.cell_contents
+
+
 def _modules(function: Any) -> Iterator[torch.nn.Module]:
     """Modules in the near reach of a callable: itself, its self, its cells, what a partial binds."""
     if isinstance(function, torch.nn.Module):
@@ -278,8 +311,7 @@ def _modules(function: Any) -> Iterator[torch.nn.Module]:
     elif isinstance(function, functools.partial):
         for value in (function.func, *function.args, *function.keywords.values()):
             yield from _modules(value)
-    elif isinstance(function, types.FunctionType) and function.__closure__:
-        for cell in function.__closure__:
-            with contextlib.suppress(ValueError):
-                if isinstance(cell.cell_contents, (torch.nn.Module, functools.partial, types.MethodType)):
-                    yield from _modules(cell.cell_contents)
+    elif isinstance(function, types.FunctionType):
+        for held in _cells(function):
+            if isinstance(held, (torch.nn.Module, functools.partial, types.MethodType)):
+                yield from _modules(held)

@@ -18,7 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.transforms import _ops
 from remat.transforms._errors import RematError
-from remat.transforms._torch import fake_mode, is_fake, outside_all_modes, storage_key
+from remat.transforms._torch import (
+    fake_mode,
+    is_fake,
+    outside_all_modes,
+    storage_key,
+    without_module_trackers,
+)
 
 
 @dataclass(frozen=True)
@@ -284,8 +290,9 @@ def record(
             kernel; names the op and the user's line.
     """
     recorder = Recorder()
-    with outside_all_modes():
+    with outside_all_modes(), without_module_trackers():
         results = _trace(fn, args, kwargs or {}, recorder, _run_functional if functional else _run)
+        kept = tuple(t.detach() for t in recorder.tensors) if tensors else ()
     return Joint(
         ops=tuple(recorder.ops),
         values=tuple(recorder.values),
@@ -293,7 +300,7 @@ def record(
         saved=tuple(recorder.saved),
         results=results,
         gradients=recorder.gradients,
-        tensors=tuple(t.detach() for t in recorder.tensors) if tensors else (),
+        tensors=kept,
     )
 
 

@@ -48,9 +48,9 @@ def report(kept: Kept) -> None:
 
 
 @contextlib.contextmanager
-def listen() -> Iterator[list[Kept]]:
-    """Collect what the regions called inside keep."""
-    heard: list[Kept] = []
+def listen(heard: Any = None) -> Iterator[Any]:
+    """Collect what the regions called inside keep, in a new list or whatever else has `append`."""
+    heard = [] if heard is None else heard
     stack = _local.__dict__.setdefault("listeners", [])
     stack.append(heard)
     try:

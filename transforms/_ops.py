@@ -38,7 +38,10 @@ _HIDDEN_WRITES = {
 
 
 class Traits:
-    """Facts of one op, read once from its schema."""
+    """Facts of one op, read once from its schema.
+
+    `shape_only`: it makes a new tensor like its operand, whose numbers it does not read.
+    """
 
     __slots__ = (
         "conditional",
@@ -47,6 +50,7 @@ class Traits:
         "outside",
         "random",
         "reshapes",
+        "shape_only",
         "uninitialized",
         "view",
         "writes",
@@ -60,6 +64,7 @@ class Traits:
         self.conditional: int | None = None  # position of the flag on which the writes depend
         self.view = self.inplace = False
         self.reshapes = torch.Tag.inplace_view in getattr(op, "tags", ())
+        self.shape_only = _basename(op).endswith("_like") or _basename(op).startswith("new_")
         self.uninitialized = _basename(op).startswith(("empty", "new_empty"))
         self.outside = _acts_outside(op)
         if schema is None:
@@ -76,15 +81,16 @@ class Traits:
         self.inplace = aliases and bool(self.writes)
 
 
-_TRAITS: dict[Any, Traits] = {}
+# By id, because an OpOverload computes its hash in Python; the op itself is held, so its id stays its own.
+_TRAITS: dict[int, tuple[Any, Traits]] = {}
 
 
 def traits(op: Any) -> Traits:
     """The traits of `op`, from a table filled as ops are met."""
-    found = _TRAITS.get(op)
+    found = _TRAITS.get(id(op))
     if found is None:
-        found = _TRAITS[op] = Traits(op)
-    return found
+        found = _TRAITS[id(op)] = op, Traits(op)
+    return found[1]
 
 
 def _acts_outside(op: Any) -> bool:
@@ -120,8 +126,13 @@ def user_line() -> str:
     """`file:line (function)` of the innermost frame that belongs to neither torch nor this library."""
     frame = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_HIDDEN) and not name.startswith("<"):
-            return f"{name}:{frame.f_lineno} ({frame.f_code.co_name})"
+        if is_user_frame(frame):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
         frame = frame.f_back
     return "an unknown line"
+
+
+def is_user_frame(frame: Any) -> bool:
+    """Whether a stack frame runs code of neither torch nor this library."""
+    name = frame.f_code.co_filename
+    return not name.startswith(_HIDDEN) and not name.startswith("<")

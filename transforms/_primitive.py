@@ -144,6 +144,8 @@ def _grad_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor,
             outs = call(prim, [_torch.unwrap_for_grad(t, number) for t in operands])
         return tuple([_torch.wrap_for_grad(t, number) for t in outs])
     node = _LevelPull if prim.own_level == number else _LevelNode
+    # A dual number of a level below, if not wrapped, would be taken for one of this level's.
+    operands = [t if _torch.level_of(t) == number else _torch.wrap_for_grad(t, number) for t in operands]
     with _torch.enable_single_level_autograd_function():
         return node.apply(prim, level, *operands)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -384,7 +386,7 @@ def _hollow(tensor: torch.Tensor) -> torch.Tensor:
             return _torch.add_batch_dim(_hollow(inner), dim, level)
         return _torch.wrap_for_grad(_hollow(_torch.unwrap_once(tensor)), level)
     # A factory's result is wrapped by the level at hand.
-    empty = _torch.unwrapped(_trace.quiet(_trace.hollow, _trace._metadata(tensor)))
+    empty = _torch.unwrapped(_trace.quiet(_trace.hollow, _trace.metadata(tensor)))
     empty.untyped_storage().resize_(0)
     return empty
 
@@ -522,18 +524,22 @@ _replays = threading.local()
 
 def _forward_done() -> None:
     """The function has been recomputed, the backward begins."""
-    replay = _replays.stack[-1] if getattr(_replays, "stack", None) else None
+    if not getattr(_replays, "stack", None):
+        return
+    replay, again = _replays.stack[-1]
+    again.end()
     if replay is not None:
         replay.forward_done()
 
 
 @contextlib.contextmanager
-def replaying(replay: Any) -> Iterator[None]:
+def replaying(replay: Any, region: str) -> Iterator[None]:
     """Hand out a forward's values (`replay` is a mode, or None) until the backward begins."""
     stack = _replays.__dict__.setdefault("stack", [])
-    stack.append(replay)
+    again = recomputing(region)
+    stack.append((replay, again))
     try:
-        with replay if replay is not None else contextlib.nullcontext():
+        with again, replay if replay is not None else contextlib.nullcontext():
             yield
     finally:
         stack.pop()
@@ -649,14 +655,13 @@ def _report(name: str, trace: _trace.Trace, sink: Residuals, operands: Tensors) 
         if sink.needs(tensor):
             _observe.report(_observe.Kept("argument", tensor, name, i))
     for at, node in enumerate(trace.nodes):
-        for tensor in _trace._tensors(node.kept if node.kept is not None else ()):
+        for tensor in _trace.held_tensors(node.kept):
             _observe.report(_observe.Kept("policy", tensor, name, at, node.op, node.name))
 
 
 def _execute_pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
     family, source = prim.family, prim.source
     with contextlib.ExitStack() as stack:
-        stack.enter_context(recomputing())
         stack.enter_context(_filled(operands))
         if family.ambient.differs() or family.ambient.casts:
             stack.enter_context(family.ambient.restored())
@@ -673,5 +678,5 @@ def _execute_pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
             part = source.part(prim.present)
             digest = family.region.digest
             replay = _trace.Replay(source.trace, early_stop=False, check=check, digest=digest, part=part)
-        stack.enter_context(replaying(replay))
+        stack.enter_context(replaying(replay, family.region.name))
         return tuple(prim.body(*operands))

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.profiler import record_function
 
+from remat.transforms import _torch
+from remat.transforms._learned import Memory
 from remat.transforms._trace import Node, Record, Trace, quiet
 
 _local = threading.local()
+_NOTHING = contextlib.nullcontext()
 
 
 class Selector(Protocol):
@@ -42,7 +46,9 @@ class Region:
         selector: makes the `Selector` of one forward; None keeps nothing (cheaper than one that says so).
         preserve_rng_state: replay random numbers.
         determinism_check: "metadata", "exact" or "none".
-        anchor: an object that lives as long as what was learnt about the function stays true.
+        memory: what earlier calls taught about the function.
+        key: what the selector's verdicts depend on besides the ops; None where one forward tells
+            nothing of the next.
     """
 
     function: Callable[..., Any]
@@ -50,7 +56,8 @@ class Region:
     selector: Callable[[], Selector] | None
     preserve_rng_state: bool
     determinism_check: str
-    anchor: Any
+    memory: Memory
+    key: Hashable | None = None
 
     @property
     def digest(self) -> Callable[[Any], Any] | None:
@@ -60,25 +67,53 @@ class Region:
         return Record(trace, selector, inputs, self.digest)
 
 
-@contextlib.contextmanager
-def recomputing() -> Iterator[None]:
-    """Mark this thread as running a region again."""
-    _local.depth = getattr(_local, "depth", 0) + 1
-    try:
-        yield
-    finally:
-        _local.depth -= 1
+class recomputing:  # noqa: N801
+    """A context in which this thread runs the region `name` again; `end` closes it before its time."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.open = name, False
+        self.label = labelled("recompute", name)
+
+    def __enter__(self) -> recomputing:
+        _local.__dict__.setdefault("names", []).append(self.name)
+        self.label.__enter__()
+        self.open = True
+        return self
+
+    def end(self) -> None:
+        if self.open:
+            self.open = False
+            self.label.__exit__(None, None, None)
+            _local.names.pop()
+
+    def __exit__(self, *exc: Any) -> None:
+        self.end()
+
+
+def labelled(phase: str, name: str) -> AbstractContextManager[Any]:
+    """A label for the profiler's trace, such as `remat::recompute block`, if a profiler is on."""
+    return record_function(f"remat::{phase} {name}") if _torch.profiling() else _NOTHING
+
+
+def recomputed_region() -> str | None:
+    """The name of the region that this thread is running again, None if it is running none."""
+    names = getattr(_local, "names", None)
+    return names[-1] if names else None
 
 
 def is_recomputing() -> bool:
     """Whether the code that asks runs as part of a recomputation.
+
+    For counters, prints and logs. The same torch ops must run in both passes, and a tensor that code sets
+    aside in the recomputation holds no numbers where the backward does not read it: for intermediates there
+    is `remat.capture`.
 
     Example:
         >>> from remat import is_recomputing
         >>> is_recomputing()
         False
     """
-    return getattr(_local, "depth", 0) > 0
+    return bool(getattr(_local, "names", None))
 
 
 def _checksum(out: Any) -> Any:
@@ -102,4 +137,12 @@ def _checksum_tensor(tensor: torch.Tensor) -> int:
     return int((words * weights).sum().item())
 
 
-__all__ = ["Region", "Selector", "is_recomputing", "quiet", "recomputing"]
+__all__ = [
+    "Region",
+    "Selector",
+    "is_recomputing",
+    "labelled",
+    "quiet",
+    "recomputed_region",
+    "recomputing",
+]

@@ -46,7 +46,16 @@ class _Reversal:
     def advance(self, start: int, stop: int) -> None:
         self._seed()
         carry = self.hand.carry
+        size = self.scan.blocks.size if self.scan.in_blocks else 0
         with torch.no_grad():
+            while size and start + size <= stop:
+                carry, _ = self.scan.blocks.run(
+                    carry, self.scan.block(self.xs, start, size), self.scan.reverse
+                )
+                if self.scan.on_step is not None:
+                    for k in range(start, start + size):
+                        self.scan.on_step("advance", k)
+                start += size
             for k in range(start, stop):
                 carry, _ = numbered(self.scan, k, self.consts, carry, self._x(k))
                 if self.scan.on_step is not None:
@@ -66,6 +75,8 @@ class _Reversal:
         del self.slots[slot]
 
     def reverse(self, start: int, stop: int) -> None:
+        if self.scan.in_blocks and stop - start == self.scan.blocks.size:
+            return self._reverse_block(start, stop)
         self._seed()
         scan, carry, rows = self.scan, self.hand.carry, [self._x(k) for k in range(start, stop)]
         cts = [
@@ -86,9 +97,34 @@ class _Reversal:
         self._add_consts(grads[0])
         for k, row in zip(range(start, stop), grads[2], strict=True):
             self._put(scan.at(k), row)
-        if scan.on_step is not None:
+        self._say_reversed(start, stop)
+
+    def _reverse_block(self, start: int, stop: int) -> None:
+        scan, count = self.scan, stop - start
+        y_cts = [None if ct is None else scan.block([ct], start, count)[0] for ct in self.y_cts]
+        needs = self.needs[0], self.needs[2]
+        rows = scan.block(self.xs, start, count)
+        cts = self.carry_cts, y_cts
+        grads = scan.blocks.pull(self.consts, self.hand.carry, rows, scan.reverse, cts, needs)
+        self.hand = State(start, [], None)
+        self.carry_cts = grads[1]
+        self._add_consts(grads[0])
+        for i, grad in enumerate(grads[2]):
+            if grad is not None:
+                scan.block([self._x_grad(i)], start, count)[0].copy_(grad)
+        self._say_reversed(start, stop)
+
+    def _say_reversed(self, start: int, stop: int) -> None:
+        if self.scan.on_step is not None:
             for k in range(stop - 1, start - 1, -1):
-                scan.on_step("reverse", k)
+                self.scan.on_step("reverse", k)
+
+    def _x_grad(self, i: int) -> torch.Tensor:
+        found = self.x_grads[i]
+        if found is None:
+            found = torch.zeros_like(self.xs[i], memory_format=torch.contiguous_format)
+            self.x_grads[i] = found
+        return found
 
     def _add_consts(self, grads: list[torch.Tensor | None]) -> None:
         for i, grad in enumerate(grads):
@@ -111,9 +147,7 @@ class _Reversal:
             ):  # batched cotangents: rows are kept apart and stacked at the end
                 self.x_rows.setdefault(i, {})[at] = grad
                 continue
-            if self.x_grads[i] is None:
-                self.x_grads[i] = torch.zeros_like(self.xs[i], memory_format=torch.contiguous_format)
-            self.x_grads[i].select(0, at).copy_(grad)  # type: ignore[union-attr]
+            self._x_grad(i).select(0, at).copy_(grad)
 
     def grads(self) -> list[torch.Tensor | None]:
         for i, rows in self.x_rows.items():

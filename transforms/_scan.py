@@ -14,8 +14,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
-from remat.transforms import _torch
+from remat.transforms import _observe, _torch
 from remat.transforms._body import Leaves
 from remat.transforms._pull import is_float
 from remat.transforms._reversal import pull_back
@@ -33,11 +34,22 @@ def run(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     levels = _torch.in_transform()
     scan = replace(scan, plain=not (levels or _torch.watched()), levels=levels, record=Record())
     out = _Scan.apply(scan, *flat)
+    if _observe.listening() and torch.is_grad_enabled() and any(map(_torch_differentiable, flat)):
+        _report(scan, flat, out)
     carry = list(scan.record.final)
     for i, tensor in zip(scan.tensors, out, strict=False):
         carry[i] = tensor
     count = len(scan.tensors)
     return carry, list(out[count : len(out) - scan.extra])
+
+
+def _report(scan: Scan, flat: Tensors, out: tuple[torch.Tensor, ...]) -> None:
+    consts = scan.sizes[0]
+    for i, tensor in enumerate(flat):
+        why = "captured" if i < consts else "argument"
+        _observe.report(_observe.Kept(why, _torch.unwrapped(tensor), scan.name, i))
+    for i, tensor in enumerate(scan.record.kept if scan.plain else out[len(out) - scan.extra :]):
+        _observe.report(_observe.Kept("policy", _torch.unwrapped(tensor), scan.name, i))
 
 
 def _torch_differentiable(tensor: torch.Tensor) -> bool:
@@ -79,7 +91,8 @@ class _Scan(torch.autograd.Function):
     def backward(ctx: Any, *cts: torch.Tensor | None) -> tuple[Any, ...]:
         scan: Scan = ctx.scan
         total, needs = sum(scan.sizes), tuple(ctx.needs_input_grad[1:])
-        flat, kept = ctx.saved_tensors[:total], list(ctx.saved_tensors[total:])
+        saved = ctx.saved_tensors  # once: every look unpacks anew, and may recompute
+        flat, kept = saved[:total], list(saved[total:])
         cts = cts[: ctx.outputs]
         if scan.plain:
             kept = scan.record.kept
@@ -107,7 +120,7 @@ class _Scan(torch.autograd.Function):
         from remat.transforms._scan_rules import tangents_of
 
         scan: Scan = ctx.scan
-        flat = ctx.saved_tensors[: sum(scan.sizes)]
+        flat = [_primal(t) for t in ctx.saved_tensors[: sum(scan.sizes)]]
         outs = tangents_of(scan, flat, tangents[1:])
         return (*outs, *([None] * scan.extra))
 
@@ -172,7 +185,7 @@ class _PullBack(torch.autograd.Function):
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> Any:
         from remat.transforms._scan_rules import pull_back_of
 
-        tensors, given = ctx.saved_tensors, tangents[3:]
+        tensors, given = [_primal(t) for t in ctx.saved_tensors], tangents[3:]
         skip = _kept_range(ctx, tensors)
         at = [i for i, t in enumerate(given) if t is not None and i not in skip]
 
@@ -185,6 +198,11 @@ class _PullBack(torch.autograd.Function):
         with as_in_forward(ctx.scan, seeded=True):
             primals, duals = tuple(dense(tensors[i]) for i in at), tuple(given[i] for i in at)
             return torch.func.jvp(differentiable, primals, duals)[1]
+
+
+def _primal(tensor: torch.Tensor) -> torch.Tensor:
+    # What a jvp rule finds saved still has its tangent, and the levels that run inside would see it.
+    return forward_ad.unpack_dual(tensor).primal
 
 
 def _kept_range(ctx: Any, tensors: Tensors) -> range:

@@ -75,7 +75,7 @@ def batch(
         return static, ys
 
     proceed = None if scan.proceed is None else _batch_condition(scan, const_dims)
-    return replace(scan, step=step, proceed=proceed), moved
+    return replace(scan, step=step, proceed=proceed, blocks=None), moved
 
 
 def _batch_condition(scan: Scan, const_dims: list[int | None]) -> Callable[[Tensors, Leaves], bool]:

@@ -68,6 +68,17 @@ class Scan:
     )
     levels: bool = False  # called under functorch: its backward may meet tensors of levels that are gone
     record: Record = field(default_factory=Record, compare=False)
+    blocks: Any = None  # compiled blocks of steps, for a schedule whose segments are whole blocks
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether blocks may be run: nobody watches, and no step draws random numbers."""
+        return self.blocks is not None and self.plain and not self.record.random
+
+    def block(self, xs: Tensors, start: int, count: int) -> list[torch.Tensor]:
+        """The rows of xs (or ys) that steps `start .. start + count - 1` work on, in the order of xs."""
+        low = self.length - start - count if self.reverse else start
+        return [x.narrow(0, low, count) for x in xs]
 
     def split(self, flat: Tensors) -> tuple[list[torch.Tensor], Leaves, list[torch.Tensor]]:
         a, b, c = self.sizes
@@ -95,10 +106,20 @@ class Scan:
         if self.offloaded is None or slot is None or not self.offloaded(slot):
             return tensors
         if back is None:
-            return [t.to("cpu") if isinstance(t, torch.Tensor) else t for t in tensors]
+            return [_to_host(t) if isinstance(t, torch.Tensor) else t for t in tensors]
         return [
-            t.to(b.device) if isinstance(t, torch.Tensor) else t for t, b in zip(tensors, back, strict=True)
+            t.to(b.device, non_blocking=True) if isinstance(t, torch.Tensor) else t
+            for t, b in zip(tensors, back, strict=True)
         ]
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in pinned host memory, made while the device goes on; on the CPU the tensor itself."""
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+    # Copies to and from the device go through its current stream, one after the other: no waiting here.
+    return host.copy_(tensor, non_blocking=tensor.is_cuda)
 
 
 def make(

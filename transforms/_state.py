@@ -14,12 +14,12 @@ from remat.transforms import _torch
 # saw another value in its forward would otherwise replay other ops, or other numbers.
 _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
-    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
-    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
-    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    (_torch.read_deterministic, torch.use_deterministic_algorithms),
+    (_torch.read_matmul_precision, torch.set_float32_matmul_precision),
+    (_torch.read_flash_sdp, torch.backends.cuda.enable_flash_sdp),
+    (_torch.read_efficient_sdp, torch.backends.cuda.enable_mem_efficient_sdp),
+    (_torch.read_math_sdp, torch.backends.cuda.enable_math_sdp),
+    (_torch.read_cudnn_sdp, torch.backends.cuda.enable_cudnn_sdp),
 )
 _READERS = tuple(read for read, _ in _SWITCHES)
 
@@ -32,17 +32,15 @@ class Ambient:
     def __init__(self, device_types: Sequence[str]) -> None:
         self.switches = tuple([read() for read in _READERS])
         self.device = _torch.default_device_in_context()
-        self.autocast = tuple(
-            [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in device_types]
-        )
+        self.autocast = tuple([(d, _autocast_dtype(d)) for d in device_types])
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             stack.callback(_write_switches, tuple([read() for read in _READERS]))
             _write_switches(self.switches)
-            for kind, enabled, dtype in self.autocast:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+            for kind, dtype in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None))
             if self.device is not None:
                 stack.enter_context(self.device)
             yield
@@ -51,16 +49,17 @@ class Ambient:
         """Whether the present state is another than the snapshot."""
         if self.device is not None or tuple([read() for read in _READERS]) != self.switches:
             return True
-        return any(
-            torch.is_autocast_enabled(kind) != enabled
-            or (enabled and torch.get_autocast_dtype(kind) != dtype)
-            for kind, enabled, dtype in self.autocast
-        )
+        return any([_autocast_dtype(kind) is not dtype for kind, dtype in self.autocast])
 
     @property
     def casts(self) -> bool:
         """Whether autocast was on for any of the devices."""
-        return any(enabled for _, enabled, _ in self.autocast)
+        return any([dtype is not None for _, dtype in self.autocast])
+
+
+def _autocast_dtype(kind: str) -> torch.dtype | None:
+    """What autocast casts to on such devices, None where it is off."""
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def _write_switches(values: tuple[Any, ...]) -> None:
@@ -71,6 +70,8 @@ def _write_switches(values: tuple[Any, ...]) -> None:
 
 def device_kinds(tensors: Sequence[torch.Tensor]) -> tuple[str, ...]:
     """The kinds of device among `tensors`, the CPU always first."""
+    if all([t.is_cpu for t in tensors]):
+        return ("cpu",)
     kinds = {t.device.type for t in tensors}
     return ("cpu", *sorted(kinds - {"cpu", "meta"}))
 

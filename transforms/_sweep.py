@@ -6,7 +6,8 @@ import contextlib
 
 import torch
 
-from remat.transforms._body import Leaves
+from remat.transforms._body import Leaves, version
+from remat.transforms._errors import RematError
 from remat.transforms._scan_state import Scan, State, Tensors, compact, now, numbered, uncached_casts
 from remat.transforms._state import Ambient, RandomState, device_kinds
 
@@ -16,16 +17,24 @@ def sweep(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     record = scan.record
     record.states.clear()
     record.ambient, record.start = Ambient(device_kinds(flat)), RandomState(flat)
+    xs = flat[len(flat) - scan.sizes[2] :]
+    before = [version(x) for x in xs]
     with uncached_casts() if record.ambient.casts else contextlib.nullcontext():
         forward = _sweep_known if scan.proceed is None else _sweep_open
-        carry, stacks = forward(scan, flat)
+        carry, stacks = (_sweep_blocks if scan.in_blocks else forward)(scan, flat)
         random = now(record.start) is not record.start
         if random and not record.random:
-            # The first step drew nothing, so no generator states were noted, but a later one did: once more.
+            # The first step drew nothing, so no generator states were noted, but a later one did; or compiled
+            # steps did, which do not draw the same numbers again: once more.
             record.random = True
             record.states.clear()
             record.start.restore()
             carry, stacks = forward(scan, flat)
+    if before != [version(x) for x in xs]:
+        raise RematError(
+            f"{scan.name}: the body wrote into xs in place. The recomputation would read what was written; "
+            "make a new tensor (`x = x * 2`) instead."
+        )
     return carry, stacks
 
 
@@ -42,7 +51,7 @@ def _sweep_known(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]
         if record.random and (slot is not None or k == hand):
             moment = now(moment)
         if slot is not None:
-            states[slot] = State(k, scan.moved(compact(carry), slot), moment)
+            states[slot] = State(k, scan.moved(compact(carry), slot) if k else carry, moment)
         if k == hand:
             states[None] = State(k, carry, moment)
         at = scan.at(k)
@@ -60,6 +69,35 @@ def _sweep_known(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]
     if not scan.plain:
         # An enclosing region records ops and must not meet writes into parts of a tensor.
         stacks = [torch.stack(column) for column in zip(*rows[:: -1 if scan.reverse else 1], strict=True)]
+    return carry, stacks
+
+
+def _sweep_blocks(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
+    """Compiled blocks of steps, the schedule's states lying between them; what is left over runs as it is."""
+    consts, carry, xs = scan.split(flat)
+    n, size, states = scan.length, scan.blocks.size, scan.record.states
+    place, hand = scan.schedule.place(n), scan.schedule.hand(n)
+    stacks: list[torch.Tensor] = []
+    k = 0
+    while k < n:
+        if (slot := place(k) if k < n - 1 else None) is not None:
+            states[slot] = State(k, scan.moved(compact(carry), slot) if k else carry, scan.record.start)
+        if k == hand:
+            states[None] = State(k, carry, scan.record.start)
+        count = size if k + size <= n else 1
+        rows = scan.block(xs, k, count)
+        if count == size:
+            carry, ys = scan.blocks.run(carry, rows, scan.reverse)
+        else:
+            carry, ys = numbered(scan, k, consts, carry, [row[0] for row in rows])
+            ys = [y.unsqueeze(0) for y in ys]
+        stacks = stacks or [y.new_empty((n, *y.shape[1:])) for y in ys]
+        for stack, y in zip(scan.block(stacks, k, count), ys, strict=True):
+            stack.copy_(y)
+        if scan.on_step is not None:
+            for step in range(k, k + count):
+                scan.on_step("forward", step)
+        k += count
     return carry, stacks
 
 

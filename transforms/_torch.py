@@ -92,6 +92,7 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 push_hooks: Callable[[Any, Any], None] = _autograd_c._push_saved_tensors_default_hooks
 pop_hooks: Callable[[], None] = _autograd_c._pop_saved_tensors_default_hooks
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
+profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # pyright: ignore[reportPrivateImportUsage]
 engine_runs: Callable[[Any], bool] = torch._C._will_engine_execute_node
 # The number that this thread's next autograd node gets.
 next_node: Callable[[], int] = torch.autograd._get_sequence_nr  # pyright: ignore[reportPrivateImportUsage]
@@ -194,8 +195,32 @@ class DispatchMode(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__torch_dispatch__" in cls.__dict__:
+            # torch.cond compiles itself in eager code: Dynamo meets this frame below it, to be left alone.
+            frames: Any = torch._C._dynamo.eval_frame  # type: ignore[reportAttributeAccessIssue]
+            skip = frames._FrameAction.SKIP
+            strategy = frames._FrameExecStrategy(skip, skip)
+            frames.set_code_exec_strategy(cls.__dict__["__torch_dispatch__"].__code__, strategy)
+
+
+# Ops in it reach no dispatch mode.
+no_dispatch: Callable[[], Any] = torch._C._DisableTorchDispatch
+
 
 # -- ambient state ------------------------------------------------------------------------------------
+# What torch.set_grad_enabled calls, without an object for the way back.
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+# What the public readers read; they are called for every region, and are Python functions.
+read_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
+read_matmul_precision: Callable[[], str] = torch._C._get_float32_matmul_precision
+read_flash_sdp: Callable[[], bool] = torch._C._get_flash_sdp_enabled
+read_efficient_sdp: Callable[[], bool] = torch._C._get_mem_efficient_sdp_enabled
+read_math_sdp: Callable[[], bool] = torch._C._get_math_sdp_enabled
+read_cudnn_sdp: Callable[[], bool] = torch._C._get_cudnn_sdp_enabled
+
+
 def default_device_in_context() -> torch.device | None:
     """The device of an enclosing `with torch.device(...)` or `set_default_device`, None without one."""
     if torch._C._len_torch_function_stack() == 0:
@@ -251,10 +276,51 @@ def outside_all_modes() -> Iterator[None]:
     from torch.utils._python_dispatch import _disable_current_modes
 
     message = hooks_disabled()
-    with temporarily_clear_interpreter_stack(), _disable_current_modes():
-        # The refusal of hooks belongs to the levels that were left.
-        with hooks_allowed() if message is not None else contextlib.nullcontext():
-            yield
+    # While AOTAutograd traces, hooks are not called at all: that too belongs to what is left (2.11 to 2.15).
+    tracing = torch._C._autograd._saved_tensors_hooks_set_tracing(False)
+    try:
+        with temporarily_clear_interpreter_stack(), _disable_current_modes():
+            # The refusal of hooks belongs to the levels that were left.
+            with hooks_allowed() if message is not None else contextlib.nullcontext():
+                yield
+    finally:
+        torch._C._autograd._saved_tensors_hooks_set_tracing(tracing)
+
+
+def modules_watched() -> bool:
+    """Whether any global module hook is set: cheap enough to ask at every recomputation."""
+    from torch.nn.modules import module
+
+    return bool(module._global_forward_pre_hooks or module._global_forward_hooks)
+
+
+@contextlib.contextmanager
+def without_module_trackers() -> Iterator[None]:
+    """Take the global module hooks of torch's own observers away for a while.
+
+    `FlopCounterMode` and the memory tools follow modules by hooks on gradients, which `torch.autograd.grad`
+    refuses for leaves; nor should a trace be counted. Users' global hooks stay: they may run ops. The tables
+    of hooks have no public access (looked at in 2.11 to 2.15).
+    """
+    from torch.nn.modules import module
+
+    tables: list[Any] = [
+        module._global_forward_pre_hooks,
+        module._global_forward_hooks,
+        module._global_backward_pre_hooks,
+        module._global_backward_hooks,
+    ]
+    before = [list(table.items()) for table in tables]
+    for table, hooks in zip(tables, before, strict=True):
+        for key, hook in hooks:
+            if type(getattr(hook, "__self__", None)).__module__.startswith("torch."):
+                del table[key]
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, before, strict=True):
+            table.clear()
+            table.update(hooks)
 
 
 def levels() -> list[tuple[int, Any, str]]:
@@ -270,6 +336,13 @@ def levels() -> list[tuple[int, Any, str]]:
 
 
 # -- torch.compile ------------------------------------------------------------------------------------
+def backend(name: str) -> Callable[..., Any]:
+    """The compiler that torch.compile knows as `name`: (graph, inputs) -> callable. Tried with 2.13."""
+    from torch._dynamo import lookup_backend
+
+    return lookup_backend(name)
+
+
 def bypassing_wrapper() -> Callable[..., Any]:
     """The operator that lets Dynamo trace a function while we decide, at AOT-trace time, how it runs.
 

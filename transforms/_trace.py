@@ -97,7 +97,7 @@ class Trace:
         self.end = 0  # how many ops must have passed before all that is wanted has been seen
         self.needed_externals: set[int] = set()
         self.needed_storages: set[int] | None = None
-        self.written: set[int] = set()  # nodes whose storage some op writes to
+        self.written: dict[int, int] = {}  # nodes whose storage some op writes to, and the last that does
         # Forward-mode derivatives inside: torch leaves out tangents known to be zero, by rules that differ
         # between the passes, so that op sequences cannot be compared. Such a region is recomputed whole.
         self.loose = False
@@ -119,6 +119,9 @@ class Trace:
                 node.kept = None
             wanted, self.inner, self.parent, self.opaque = None, [], None, True
         self.opaque = self.opaque or self.sharded
+        if self.higher_order:
+            # An operator such as torch.cond saves what no hook sees, its predicate for one.
+            wanted = None
         live = self._reach(range(len(self.nodes)) if wanted is None else wanted)
         self._add_forced(live)
         if any(live.values()) and self._is_opaque(live):
@@ -157,6 +160,11 @@ class Trace:
             return None
         return set(live), max(live, default=-1) + 1
 
+    @property
+    def higher_order(self) -> bool:
+        """Whether an operator on functions (torch.cond, flex attention) is among the ops."""
+        return any(not hasattr(node.op, "_schema") for node in self.nodes)
+
     def _reach(self, wanted: Iterable[int]) -> dict[int, bool]:
         """Nodes the values in `wanted` depend on, up to kept ones: True runs, False is kept."""
         live: dict[int, bool] = {}
@@ -174,7 +182,7 @@ class Trace:
 
     def _saved(self, i: int) -> bool:
         node = self.nodes[i]
-        if node.root != i and node.root in self.written:
+        if node.root != i and self.written.get(node.root, -1) > i:
             # A view that is handed out would no longer alias what is written through others.
             return False
         if node.kept is not None:
@@ -278,7 +286,7 @@ class Trace:
         """Bytes of the values kept on their device, views of one storage counted once."""
         sizes: dict[int, int] = {}
         for node in self.nodes:
-            for tensor in _tensors(node.kept if node.kept is not None else ()):
+            for tensor in tensors_in(node.kept if node.kept is not None else ()):
                 sizes[_torch.storage_key(tensor)] = tensor.untyped_storage().nbytes()
         return sum(sizes.values())
 
@@ -418,12 +426,14 @@ class Record(_Mode):
         trace.meta = any(t.is_meta for t in inputs)
         self.digest = digest
         self.kept_bytes = 0
-        self._made: dict[int, int] = {}
+        self._made = _Makers()
+        self._keys: dict[int, int] = {}  # outside tensors whose id another one had before
         self._by_address: dict[int, int] = {}
         self._by_storage: dict[int, int] = {}
         self._writers: dict[int, list[int]] = {}
         self._outside_writers: dict[int, list[int]] = {}
         self._kept_roots: set[int] = set()
+        self.taken_back: set[int] = set()  # roots of values that were kept until they had a name
         self._cast: dict[
             int, torch.Tensor
         ] = {}  # outside tensors by the ids of their aliases and cached casts
@@ -456,11 +466,11 @@ class Record(_Mode):
         out = func(*args, **kwargs)
         if func is torch.ops.aten._has_same_storage_numel.default:
             self.trace.loose = True
-        first = next(iter(_tensors(args)), None)
+        first = next(iter(tensors_in(args)), None)
         if isinstance(out, torch.Tensor) and first is not None and out is not first:
-            at = self._made.get(id(first))
+            at = self._made.get(first)
             if at is not None:
-                self._made[id(out)] = at
+                self._made.set(out, at)
             else:
                 self._external(first)
                 self._cast[id(out)] = self._cast.get(id(first), first)
@@ -473,13 +483,13 @@ class Record(_Mode):
         node = Node()
         node.op, node.name, node.digest, node.kept = func, None, None, None
         node.verdict, node.action, node.shared, node.copied = RECOMPUTE, RUN, False, False
-        self._link_operands(node, args, kwargs)
+        self._link_operands(node, () if facts.shape_only else args, kwargs)
         # A look at what was made without gradients belongs to it.
         node.graded = torch.is_grad_enabled() and not (
             facts.view
             and node.deps
             and not any([nodes[i].graded for i in node.deps])
-            and not any([t.requires_grad for t in _tensors(args)])
+            and not any([t.requires_grad for t in tensors_in(args)])
         )
         if facts.outside and not node.graded:
             self.trace.sharded = True
@@ -489,10 +499,10 @@ class Record(_Mode):
         elif facts.writes:
             node.root = self._note_writes(at, facts, args, kwargs)
         node.draws = facts.random and _ops.draws(func, args, kwargs)
-        node.outs = _metadata(out)
+        node.outs = metadata(out)
         nodes.append(node)
-        for tensor in _tensors(out):
-            self._made[id(tensor)] = at
+        for tensor in tensors_in(out):
+            self._made.set(tensor, at)
             self._by_address[_address(tensor)] = at
             self._by_storage[storage(tensor)] = at
         if self.digest is not None and not facts.uninitialized:
@@ -508,25 +518,54 @@ class Record(_Mode):
             node.kept = None
         elif node.kept is None:
             hold = Boxed if verdict == OFFLOAD else torch.Tensor.detach
-            node.kept = quiet(_map_tensors, hold, out)
+            node.kept = quiet(map_tensors, hold, out)
             if verdict == SAVE:
                 self._kept_roots.add(node.root)
-            self.kept_bytes += sum(t.numel() * t.element_size() for t in _tensors(out))
+            self.kept_bytes += sum(t.numel() * t.element_size() for t in tensors_in(out))
+
+    def owner(self, node: Node, value: torch.Tensor) -> int | None:
+        """The op whose whole result lies in the memory of `value`, the result of `node`, if there is one."""
+        at = node.root
+        if at == _OUTSIDE or at in self._writers or self.trace.nodes[at] is node or value.storage_offset():
+            return None
+        outs = [m for m in _metas(self.trace.nodes[at].outs) if m[0].numel() == value.numel()]
+        return at if any(m[2] is value.dtype for m in outs) else None
+
+    def judge_again(self, at: int, verdict: int, value: torch.Tensor) -> None:
+        """Change what is kept of op `at` and of the views of its result, all of which `value` is."""
+        node = self.trace.nodes[at]
+        for other in self.trace.nodes[at:]:
+            if other.root == at and (verdict != SAVE or other is node):
+                other.kept, other.verdict = None, RECOMPUTE
+        self._kept_roots.discard(at)
+        # Autograd may have packed it in the meantime, as something that is kept anyway.
+        self.taken_back.add(at)
+        if verdict != RECOMPUTE and isinstance(node.outs, Meta):
+            shape, stride = node.outs[:2]
+            same = value.shape == shape and value.stride() == stride
+            self.judge(node, verdict, value if same else quiet(torch.as_strided, value, shape, stride, 0))
+        elif verdict != RECOMPUTE and (made := self._made.get(value)) is not None:
+            # The op's other results are gone: what the name speaks of is kept alone.
+            self.judge(self.trace.nodes[made], verdict, value)
 
     def name(self, tensor: torch.Tensor, name: str) -> None:
         """Name the value `tensor`, which an op of its own made."""
-        at = self._made.get(id(tensor))
+        at = self._made.get(tensor)
         if at is None:
             return
-        self.trace.nodes[at].name = name
+        node = self.trace.nodes[at]
+        node.name = name
         if self.selector is not None:
             # The user's code runs above the levels, what is kept belongs below them.
             with _torch.below_levels():
                 self.selector.name(self, at, tensor, name)
+        elif (owner := self.owner(node, tensor)) is not None:
+            # An enclosing region may keep it, and share it.
+            self.trace.nodes[owner].name = name
 
     def find(self, tensor: torch.Tensor) -> int | None:
         """The node that made `tensor` or an alias of it, None for one from outside."""
-        at = self._made.get(id(tensor))
+        at = self._made.get(tensor)
         return self._by_address.get(_address(tensor)) if at is None else at
 
     def from_outside(self, at: int) -> bool:
@@ -544,7 +583,7 @@ class Record(_Mode):
     def _link_operands(self, node: Node, args: Any, kwargs: Any) -> None:
         deps: list[int] = []
         external: list[int] = []
-        for tensor in _tensors((*args, *kwargs.values()) if kwargs else args):
+        for tensor in tensors_in((*args, *kwargs.values()) if kwargs else args):
             if self._cast:
                 tensor = self._cast.get(id(tensor), tensor)
             at = self._maker(tensor)
@@ -560,33 +599,41 @@ class Record(_Mode):
 
     def _maker(self, tensor: torch.Tensor) -> int | None:
         """The node that made this tensor object, or at least its storage."""
-        at = self._made.get(id(tensor))
-        if at is None and id(tensor) not in self.trace.externals:
+        at = self._made.get(tensor)
+        if at is None and not self._is_external(tensor):
             # Autograd makes aliases that no dispatch mode sees. An address used twice only adds a dependency.
             at = self._by_storage.get(storage(tensor))
         return at
 
     def _external(self, tensor: torch.Tensor) -> int:
-        key = id(tensor)
-        if key not in self.trace.externals:
+        key = self._keys.get(id(tensor), id(tensor))
+        known = self.trace.externals.get(key)
+        if known is not None and known[0]() is not tensor and known[2] != storage(tensor):
+            key = self._keys[id(tensor)] = -1 - len(self.trace.externals)
+            known = None
+        if known is None:
             self.trace.externals[key] = (weakref.ref(tensor), _version(tensor), storage(tensor))
         return key
 
+    def _is_external(self, tensor: torch.Tensor) -> bool:
+        known = self.trace.externals.get(self._keys.get(id(tensor), id(tensor)))
+        return known is not None and (known[0]() is tensor or known[2] == storage(tensor))
+
     def _root(self, values: Any) -> int:
-        first = next(iter(_tensors(values)), None)
-        at = None if first is None else self._made.get(id(first))
+        first = next(iter(tensors_in(values)), None)
+        at = None if first is None else self._made.get(first)
         return _OUTSIDE if at is None else self.trace.nodes[at].root
 
     def _note_writes(self, at: int, facts: _ops.Traits, args: Any, kwargs: Any) -> int:
         root = at
         for tensor in _targets(facts, args, kwargs):
-            made = self._made.get(id(tensor))
+            made = self._made.get(tensor)
             if made is None:
                 self._outside_writers.setdefault(id(tensor), []).append(at)
             else:
                 written = self.trace.nodes[made].root
                 self._writers.setdefault(written, []).append(at)
-                self.trace.written.add(written)
+                self.trace.written[written] = at
             if facts.inplace:
                 root = self._root(tensor)
         return root
@@ -595,7 +642,7 @@ class Record(_Mode):
         if self.trace.sharded and not torch.is_grad_enabled():
             return
         for tensor in _targets(facts, args, kwargs):
-            at = self._made.get(id(tensor))
+            at = self._made.get(tensor)
             if at is None:
                 self._write_outside(func, tensor)
             elif self.trace.nodes[at].root != _OUTSIDE:
@@ -617,7 +664,7 @@ class Record(_Mode):
     def _copy_on_write(self, root: int) -> None:
         for node in self.trace.nodes[root:]:
             if node.root == root and node.kept is not None and node.verdict == SAVE:
-                node.kept = quiet(_map_tensors, torch.clone, node.kept)
+                node.kept = quiet(map_tensors, torch.clone, node.kept)
 
     def _refuse_write(self, func: Any, tensor: torch.Tensor, how: str) -> str:
         return (
@@ -627,6 +674,22 @@ class Record(_Mode):
             "out of place, or "
             "into a `.clone()` made inside the region."
         )
+
+
+class _Makers:
+    """Which node made a tensor. An id is reused once its tensor is gone, so each entry knows its own."""
+
+    __slots__ = ("_at",)
+
+    def __init__(self) -> None:
+        self._at: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+
+    def get(self, tensor: torch.Tensor) -> int | None:
+        found = self._at.get(id(tensor))
+        return found[1] if found is not None and found[0]() is tensor else None
+
+    def set(self, tensor: torch.Tensor, at: int) -> None:
+        self._at[id(tensor)] = weakref.ref(tensor), at
 
 
 class Replay(_Mode):
@@ -697,7 +760,7 @@ class Replay(_Mode):
             return func(*args, **kwargs)
         if facts.inplace:
             return next(iter(_targets(facts, args, kwargs)))
-        return _placeholders(node.outs)
+        return placeholders(node.outs)
 
     def _pass_by(self) -> None:
         nodes = self.trace.nodes
@@ -717,9 +780,9 @@ class Replay(_Mode):
 
     def _run(self, at: int, node: Node, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
-        if self.check and not _alike(_metadata(out), node.outs):
+        if self.check and not alike(metadata(out), node.outs):
             raise RematError(
-                self._differs(at, f"{func} made {node.outs} in the forward and now makes {_metadata(out)}")
+                self._differs(at, f"{func} made {node.outs} in the forward and now makes {metadata(out)}")
             )
         if node.digest is not None and quiet(self.digest, out) != node.digest:
             raise RematError(self._differs(at, f"{func} gave other numbers than in the forward, bit for bit"))
@@ -743,12 +806,12 @@ def _targets(facts: _ops.Traits, args: Any, kwargs: Any) -> Iterable[torch.Tenso
         return
     for where in facts.writes:
         if isinstance(where, str):
-            yield from _tensors(kwargs.get(where))
+            yield from tensors_in(kwargs.get(where))
         elif where < len(args):
-            yield from _tensors(args[where])
+            yield from tensors_in(args[where])
 
 
-def _tensors(values: Any) -> Iterable[torch.Tensor]:
+def tensors_in(values: Any) -> Iterable[torch.Tensor]:
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, (tuple, list)):
@@ -756,16 +819,27 @@ def _tensors(values: Any) -> Iterable[torch.Tensor]:
             if isinstance(value, torch.Tensor):
                 yield value
             elif isinstance(value, (tuple, list)):
-                yield from _tensors(value)
+                yield from tensors_in(value)
     elif isinstance(values, dict):
-        yield from _tensors(tuple(values.values()))
+        yield from tensors_in(tuple(values.values()))
 
 
-def _map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
+def held_tensors(kept: Any) -> Iterable[torch.Tensor]:
+    """The tensors that are held for a kept value, where they are: an offloaded one on its host."""
+    if isinstance(kept, Boxed):
+        yield kept.value
+    elif isinstance(kept, torch.Tensor):
+        yield kept
+    elif isinstance(kept, (tuple, list)):
+        for part in kept:
+            yield from held_tensors(part)
+
+
+def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, (torch.Tensor, Boxed)):
         return function(value)
     if isinstance(value, (tuple, list)):
-        return type(value)([_map_tensors(function, v) for v in value])
+        return type(value)([map_tensors(function, v) for v in value])
     return value
 
 
@@ -779,22 +853,28 @@ class Meta(tuple):
         return f"{str(self[2]).removeprefix('torch.')}{list(self[0])}"
 
 
-def _metadata(out: Any) -> Any:
+def metadata(out: Any) -> Any:
     if isinstance(out, torch.Tensor):
         stride = out.stride() if out.layout is torch.strided else None
         return Meta((out.shape, stride, out.dtype, out.device))
     if isinstance(out, (tuple, list)):
-        return type(out)([_metadata(v) for v in out])
+        return type(out)([metadata(v) for v in out])
     return out
 
 
-def _alike(new: Any, old: Any) -> bool:
+def alike(new: Any, old: Any) -> bool:
     """Whether shapes, dtypes, devices (not strides) and plain values are the same."""
     if isinstance(new, Meta) and isinstance(old, Meta):
         return new[0] == old[0] and new[2:] == old[2:]
     if isinstance(new, (tuple, list)) and isinstance(old, (tuple, list)):
-        return len(new) == len(old) and all(map(_alike, new, old))
+        return len(new) == len(old) and all(map(alike, new, old))
     return bool(new == old) or new != new
+
+
+def _metas(outs: Any) -> list[Meta]:
+    if isinstance(outs, Meta):
+        return [outs]
+    return [m for m in outs if isinstance(m, Meta)] if isinstance(outs, (tuple, list)) else []
 
 
 def _numel(outs: Any) -> int:
@@ -810,11 +890,11 @@ def hollow(meta: Any) -> torch.Tensor:
     return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
-def _placeholders(outs: Any) -> Any:
+def placeholders(outs: Any) -> Any:
     if isinstance(outs, Meta):
         return quiet(hollow, outs)
     if isinstance(outs, (tuple, list)):
-        return type(outs)([_placeholders(v) for v in outs])
+        return type(outs)([placeholders(v) for v in outs])
     return outs
 
 
@@ -825,7 +905,7 @@ def _hand_out(node: Node) -> Any:
         # A new tensor object each time: autograd writes its own record on it.
         return value.clone() if node.copied else value.detach()
 
-    return quiet(_map_tensors, fresh, node.kept)
+    return quiet(map_tensors, fresh, node.kept)
 
 
 def _swap(tree: Any, table: dict[int, torch.Tensor]) -> Any:

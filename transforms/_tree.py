@@ -17,6 +17,18 @@ from remat.transforms._errors import RematError
 Spec = torch_pytree.TreeSpec
 
 
+def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Spec | None]:
+    """Leaves and structure of a call; the structure is None where there are tensors only, as is common."""
+    if not kwargs and all([isinstance(arg, torch.Tensor) for arg in args]):
+        return list(args), None
+    return flatten((args, kwargs))
+
+
+def unflatten_call(leaves: list[Any], spec: Spec | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments again."""
+    return (tuple(leaves), {}) if spec is None else unflatten(leaves, spec)
+
+
 def flatten(tree: Any) -> tuple[list[Any], Spec]:
     """Leaves and structure of `tree` by torch's registry."""
     return torch_pytree.tree_flatten(tree)

@@ -18,7 +18,7 @@ from remat.transforms import _ops, _seeded, _torch, _trace
 from remat.transforms._errors import RematError
 from remat.transforms._fence import fence
 from remat.transforms._primitive import Prim, replaying
-from remat.transforms._region import Region, recomputing
+from remat.transforms._region import Region
 
 Tensors = Sequence[torch.Tensor]
 # The key under which a graph's nodes say which call of a region they recompute.
@@ -62,10 +62,9 @@ class Written:
                 for i, t in enumerate(operands)
             ]
             replay = GraphReplay(record, after, prim.dual, tag.close)
-            stack.enter_context(recomputing())
             if ambient.differs() or ambient.casts:
                 stack.enter_context(ambient.restored())
-            stack.enter_context(replaying(replay))
+            stack.enter_context(replaying(replay, region.name))
             return tuple(prim.body(*fenced))
 
 
@@ -116,9 +115,12 @@ class GraphRecord(_trace.Record):
     def _note(self, at: int, func: Any, facts: _ops.Traits, args: Any, kwargs: Any, out: Any) -> None:
         node = _trace.Node()
         node.op, node.name, node.kept, node.verdict, node.root = func, None, None, _trace.RECOMPUTE, at
+        node.outs = _trace.metadata(out)
+        if facts.view and (root := self._root(args)) >= 0:
+            node.root = root
         self.trace.nodes.append(node)
-        for tensor in _trace._tensors(out):
-            self._made[id(tensor)] = at
+        for tensor in _trace.tensors_in(out):
+            self._made.set(tensor, at)
             self.storages.setdefault(at, _torch.graph_storage(tensor))
         if at in self.draws and at not in self.seeds:
             # A draw that cannot be repeated from a seed is kept: right, if not small.
@@ -134,7 +136,7 @@ class GraphRecord(_trace.Record):
         if verdict == _trace.RECOMPUTE:
             node.kept = None
         elif node.kept is None:
-            node.kept = _trace.quiet(_trace._map_tensors, _put(verdict), out)
+            node.kept = _trace.quiet(_trace.map_tensors, _put(verdict), out)
             self.keeps = True
 
     def _before_writing(self, storage: int) -> None:
@@ -148,7 +150,7 @@ class GraphRecord(_trace.Record):
         for node, where in self.storages.items():
             made = self.trace.nodes[node]
             if where == storage and made.kept is not None and made.verdict == _trace.SAVE:
-                made.kept = _trace.quiet(_trace._map_tensors, torch.clone, made.kept)
+                made.kept = _trace.quiet(_trace.map_tensors, torch.clone, made.kept)
 
 
 def _put(verdict: int) -> Any:
@@ -198,7 +200,7 @@ class GraphReplay(_trace._Mode):
         return self._hand_out(node)
 
     def _hand_out(self, node: _trace.Node) -> Any:
-        return _trace.quiet(_trace._map_tensors, self._fenced, node.kept)
+        return _trace.quiet(_trace.map_tensors, self._fenced, node.kept)
 
     def _fenced(self, value: Any) -> torch.Tensor:
         if isinstance(value, _trace.Boxed):

@@ -9,15 +9,24 @@ from collections.abc import Sequence
 from typing import Any
 
 from remat.cli.errors import UsageError
+from remat.transforms._errors import RematError
 
 # Name -> (module, attribute, one line). The attribute is for tyro: a dataclass, whose instance is called,
-# or a function; either returns the exit code or raises a UsageError. Only the module named is imported.
+# or a function; either returns the exit code or raises a UsageError or RematError. Only the module named is
+# imported.
 COMMANDS = {
     "sweep": (
         "remat.cli.sweep",
         "Sweep",
         "train a transformer under each policy: what it saves and costs",
     ),
+    "explain": (
+        "remat.cli.explain",
+        "Explain",
+        "what a function keeps and recomputes, and what that costs; or several policies side by side",
+    ),
+    "plan": ("remat.cli.plan", "Plan", "the best a function can keep within a budget, or at every budget"),
+    "schedule": ("remat.cli.schedule", "Draw", "draw which carries a scan keeps"),
     "env": ("remat.cli.env", "Env", "what this machine can do"),
 }
 
@@ -45,7 +54,7 @@ def run(name: str, args: list[str]) -> Any:
     command: Any = tyro.cli(target, prog=f"remat {name}", args=args)
     try:
         return command() if callable(command) else command
-    except UsageError as error:
+    except (UsageError, RematError) as error:
         print(f"remat {name}: {error}", file=sys.stderr)
         return 2
 

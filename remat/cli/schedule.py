@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from remat.cli.errors import UsageError
 from remat.schedules import Multilevel, Online, Revolve, Schedule, Sqrt
 from remat.transforms._actions import Advance, Restore, Reverse, Store
 
@@ -40,15 +40,11 @@ class Draw:
             "multilevel": lambda: Multilevel(device=self.slots - host, host=host),
         }
         if self.kind not in kinds:
-            raise SystemExit(f"remat schedule: kind {self.kind!r} is none of {', '.join(kinds)}")
-        return kinds[self.kind]()
-
-
-def main_schedule(argv: Sequence[str] | None = None) -> int:
-    """Entry of `python -m remat schedule`."""
-    import tyro
-
-    return tyro.cli(Draw, args=argv)()
+            raise UsageError(f"kind {self.kind!r} is none of {', '.join(kinds)}")
+        try:
+            return kinds[self.kind]()
+        except ValueError as error:
+            raise UsageError(str(error)) from error
 
 
 def timeline(schedule: Schedule, n: int) -> list[tuple[Advance | Reverse, set[int]]]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from typing import Any
 
+from remat import sizes
 from remat.plan.graph import Graph
 from remat.plan.problem import Problem, keep_all
 from remat.plan.solve import least
 from remat.transforms._errors import RematError
-
-_UNITS = {"": 1} | {f"{p}{i}": (1024 if i else 1000) ** n for n, p in enumerate("kmgt", 1) for i in ("", "i")}
 
 
 def check_budget(budget: Any) -> float | int | str:
@@ -40,23 +38,36 @@ def check_budget(budget: Any) -> float | int | str:
     return budget
 
 
+def check_peak(peak: Any) -> int:
+    """A peak in bytes.
+
+    Raises:
+        RematError: anything but a positive int or a text such as "20GiB".
+    """
+    if isinstance(peak, str):
+        peak = parse_bytes(peak, _WRITE_PEAK)
+    if isinstance(peak, bool) or not isinstance(peak, int) or peak <= 0:
+        raise RematError(f"A peak is a positive number of bytes, got {peak!r}. {_WRITE_PEAK}")
+    return peak
+
+
+_WRITE_PEAK = 'Write peak="20GiB" or peak=20 * 2**30: the most bytes live at once in forward and backward.'
 _WRITE = (
     'Write budget=0.4 (a share of what no remat keeps), budget=2 * 2**30 or "2GiB" (bytes), or budget="free" '
     "(the least memory at which no matmul, convolution or attention runs again)."
 )
 
 
-def parse_bytes(text: str) -> int:
+def parse_bytes(text: str, advice: str = "") -> int:
     """Bytes from "2GiB", "512 MB", "1e9".
 
     Raises:
         RematError: where the text is no amount of bytes.
     """
-    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?i?)b?\s*", text.lower())
     try:
-        return int(float(match[1]) * _UNITS[match[2]])  # type: ignore[index]
-    except (TypeError, ValueError, KeyError):
-        raise RematError(f"{text!r} is no budget. {_WRITE}") from None
+        return sizes.parse_bytes(text)
+    except ValueError:
+        raise RematError(f"{text!r} is no {'peak' if advice else 'budget'}. {advice or _WRITE}") from None
 
 
 def resolve(budget: float | int | str, graph: Graph, problem: Problem) -> int:

@@ -31,7 +31,8 @@ def graph_of(
     key = call_key(fn, args, kwargs or {}) if call is None else _peeled_key(fn, call)
     hit = _GRAPHS.get(key)
     if hit is None:
-        joint = record(fn, args, kwargs) if call is None else record_peeled(fn, call)
+        # With tensors, so that torch's planner can be asked about the same graph.
+        joint = record(fn, args, kwargs, tensors=True) if call is None else record_peeled(fn, call)
         hit = _GRAPHS[key] = (fn, Graph(joint))
         while len(_GRAPHS) > _ROOM:
             _GRAPHS.popitem(last=False)

@@ -12,69 +12,33 @@ Views and in-place metadata cost nothing in any of them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 import torch.utils._pytree as pytree
 
-from remat.policies._catalogue import kind_of, qualified_name
+from remat.flops import known_flops, op_name
+from remat.policies._catalogue import kind_of
 from remat.transforms._errors import RematError
-from remat.transforms._joint import Joint, Op, Ref
+from remat.transforms._joint import Joint, Op, Ref, Value
 
 # A custom op of unknown cost counts as a matmul with this contraction: dear enough not to be rerun blindly.
 UNKNOWN_FLOPS_PER_BYTE = 1024
 # Below any matmul's price, above nothing: among plans of equal FLOPs the one that moves fewer bytes.
 _FLOPS_PER_BYTE_MOVED = 1e-3
 
-_REGISTERED: dict[str, Callable[..., float]] = {}
 _UNKNOWN: set[str] = set()
-
-
-def register_cost(op: Any, flops: Callable[..., float]) -> None:
-    """Tell the planner what a custom op costs.
-
-    Args:
-        op: a `torch.ops` overload or packet, a `torch.library.custom_op`, or a name: `"lib::attention"`.
-        flops: called with the op's arguments, each tensor replaced by its shape (a tuple of ints); returns
-            the FLOPs of one call.
-
-    Example:
-        >>> from remat.plan import register_cost
-        >>> register_cost("lib::attention", lambda q, k, v: 4 * q[0] * q[1] * q[2] * k[2] * q[3])
-    """
-    name = op if isinstance(op, str) else getattr(op, "_qualname", None) or qualified_name(op)
-    _REGISTERED[name] = flops
-
-
-def _sdpa(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], *_: Any, **__: Any) -> float:
-    """Both products, not halved for causal masks (as torch counts); heads of `query`, shared keys or not."""
-    *batch, rows, width = query
-    count = 1
-    for size in batch:
-        count *= size
-    return 2.0 * count * rows * key[-2] * (width + value[-1])
 
 
 def flops_of(joint: Joint, op: Op) -> float:
     """FLOPs of one op; 0 for pointwise ops, reductions and views. Unknown custom ops are priced by size."""
-    shapes = pytree.tree_map_only(Ref, lambda r: torch.Size(joint.values[r.id].shape), (op.args, op.kwargs))
-    name = qualified_name(op.target)
-    if name in _REGISTERED:
-        return float(_REGISTERED[name](*shapes[0], **shapes[1]))
-    if kind_of(op.target) == "attention" and "scaled_dot_product" in name and "backward" not in name:
-        return _sdpa(*shapes[0])
-    if kind_of(op.target) == "attention" and name.startswith("aten::_scaled_dot_product"):
-        # Five products in place of two; the gradient comes first in the argument list.
-        queries = [s for s in shapes[0] if isinstance(s, torch.Size) and len(s) >= 3]
-        return 2.5 * _sdpa(*queries[1:4])
-    from torch.utils.flop_counter import flop_registry
-
-    formula = flop_registry.get(getattr(op.target, "overloadpacket", op.target))
-    if formula is not None and not getattr(formula, "_get_raw", False):
-        out = [torch.Size(joint.values[o].shape) for o in op.outputs]
-        return float(formula(*shapes[0], **shapes[1], out_val=out[0] if len(out) == 1 else tuple(out)))
+    args, kwargs = pytree.tree_map_only(Ref, lambda r: joint.values[r.id], (op.args, op.kwargs))
+    outputs = tuple([joint.values[o] for o in op.outputs])
+    known = known_flops(op.target, args, kwargs, outputs, lambda x: isinstance(x, Value))
+    if known is not None:
+        return float(known)
+    name = op_name(op.target)
     if name.split("::")[0] not in ("aten", "prims", "prim", "higher_order") and op.outputs and op.forward:
         _warn_unknown(name)
         return float(UNKNOWN_FLOPS_PER_BYTE * sum(joint.values[o].bytes for o in op.outputs))

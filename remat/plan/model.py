@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from remat.plan.budget import check_budget, parse_bytes
+from remat.plan.budget import check_budget, check_peak
 from remat.plan.cache import graph_of
 from remat.plan.costs import CostModel, cost_model
 from remat.plan.graph import Graph
-from remat.plan.peak import profile, step_peak
+from remat.plan.peak import highest_within, profile, step_peak
 from remat.plan.plan import Plan, size_text
 from remat.plan.problem import INF, Problem, Solution, keep_all
 from remat.plan.solve import Solved, least, solve
@@ -159,7 +159,7 @@ def plan_model(
     model = cost_model(cost, device)
     task = _Task(fn, graphs, model, budget == "free", time_limit)
     if peak is not None:
-        return task.within_peak(parse_bytes(peak) if isinstance(peak, str) else int(peak))
+        return task.within_peak(check_peak(peak))
     return task.plan(_bytes(check_budget(budget), task.whole, task.default))
 
 
@@ -206,23 +206,9 @@ class _Task:
             yield Plan.of(graph, part, share, region=name, budget=piece.bytes, unit=self.unit)
 
     def within_peak(self, limit: int) -> ModelPlan:
-        """The cheapest of the plans on a bisection over kept bytes whose simulated peak is within `limit`.
-
-        The search always starts from the same two ends, and a lower price never comes with a tighter limit.
-        """
-        low, high = least(self.whole).bytes, max(self.default, least(self.whole).bytes)
-        tried = [self.plan(low), self.plan(high)]
-        if tried[0].peak_bytes > limit:
-            raise RematError(
-                f"A peak of {limit:,} bytes cannot be met by choosing what to keep: with the least kept it "
-                f"is {tried[0].peak_bytes:,} bytes, which is what one region needs in its backward. Make the "
-                "regions smaller (one block each), or the batch."
-            )
-        while high - low > max(self.default // 200, 1) and tried[1].peak_bytes > limit:
-            middle = self.plan((low + high) // 2)
-            tried.append(middle)
-            low, high = (middle.budget, high) if middle.peak_bytes <= limit else (low, middle.budget)
-        return min((p for p in tried if p.peak_bytes <= limit), key=lambda p: p.cost)
+        """The cheapest plan found whose simulated peak is within `limit`."""
+        low = least(self.whole).bytes
+        return highest_within(limit, low, max(self.default, low), self.plan, lambda plan: plan.peak_bytes)
 
 
 def _bytes(budget: float | int | str, problem: Problem, default: int) -> int:

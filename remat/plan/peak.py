@@ -8,12 +8,17 @@ kernels are not counted, nor what lives before the step (parameters, inputs).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from remat.plan.graph import Graph
 from remat.plan.problem import Solution
+from remat.transforms._errors import RematError
 from remat.transforms._joint import Joint, Op
+
+T = TypeVar("T")
+_CELLS, _HALVINGS = 16, 5
 
 
 @dataclass(frozen=True)
@@ -43,8 +48,8 @@ def profile(graph: Graph, solution: Solution) -> Profile:
     again = graph.ops[: last + 1]
     results = {joint.values[v].storage for v in joint.results}
     gradients = {joint.values[v].storage for v in joint.gradients}
-    forward = _most(joint, graph.ops, start=set(), forever=kept | results)
-    backward = _most(joint, [*again, *joint.backward], start=set(kept), forever=kept | gradients)
+    forward = live_bytes(joint, graph.ops, start=set(), forever=kept | results)
+    backward = live_bytes(joint, [*again, *joint.backward], start=set(kept), forever=kept | gradients)
     owned = sum(joint.storages[s] for s in gradients)
     inputs = solution.bytes - sum(joint.storages[s] for s in kept)
     return Profile(solution.bytes, forward + inputs, backward + inputs, owned)
@@ -54,7 +59,7 @@ def _fresh(joint: Joint, op: Op, position: int) -> set[int]:
     return {s for o in op.outputs if joint.owner[s := joint.values[o].storage] == position}
 
 
-def _most(joint: Joint, ops: Sequence[Op], start: set[int], forever: set[int]) -> int:
+def live_bytes(joint: Joint, ops: Sequence[Op], start: set[int], forever: set[int]) -> int:
     """The most bytes live at once while `ops` run, storages being freed after their last use."""
     last: dict[int, int] = {}
     for step, op in enumerate(ops):
@@ -92,3 +97,45 @@ def step_peak(profiles: Sequence[Profile]) -> int:
         peak = max(peak, held + made + region.backward)
         made += region.gradients
     return peak
+
+
+def highest_within(limit: int, low: int, high: int, plan: Callable[[int], T], peak: Callable[[T], int]) -> T:
+    """The plan of the highest byte budget found whose simulated peak is at most `limit`.
+
+    Peaks need not rise with what is kept (a plan that keeps little may replay much at once), so budgets are
+    tried from the top of an even grid down, then by halving between the first that fits and the one above.
+    A wider limit finds no lower budget: the grid is the same for all, and the halving takes the upper half
+    wherever it did under a tighter limit. So what is recomputed never grows with the limit.
+
+    Args:
+        limit: bytes.
+        low, high: the least and the most bytes worth keeping.
+        plan: the plan of a byte budget.
+        peak: its simulated peak.
+
+    Raises:
+        RematError: no budget fits; the message gives the lowest peak found.
+    """
+    grid = [low + (high - low) * k // _CELLS for k in range(_CELLS + 1)]
+    lowest = None
+    for cell in reversed(range(_CELLS + 1)):
+        found = plan(grid[cell])
+        lowest = peak(found) if lowest is None else min(lowest, peak(found))
+        if peak(found) <= limit:
+            return found if cell == _CELLS else _halve(limit, grid[cell], grid[cell + 1], found, plan, peak)
+    raise RematError(
+        f"A peak of {limit:,} bytes cannot be met by choosing what to keep: the lowest that was found is "
+        f"{lowest:,} bytes, what one region needs in its backward. Write peak={lowest} or more, or make the "
+        "regions (one block each) or the batch smaller."
+    )
+
+
+def _halve(
+    limit: int, low: int, high: int, found: T, plan: Callable[[int], T], peak: Callable[[T], int]
+) -> T:
+    for _ in range(_HALVINGS):
+        middle = (low + high) // 2
+        tried = plan(middle)
+        fits = peak(tried) <= limit
+        low, high, found = (middle, high, tried) if fits else (low, middle, found)
+    return found

@@ -59,6 +59,7 @@ class Plan(Policy):
         lower_bound: no plan within the budget has a lower `cost`.
         solver: what found it.
         seconds: time the search took (not part of the comparison of plans).
+        peak_bytes: the most that is live at once in the region's forward and backward, simulated.
     """
 
     region: str
@@ -75,10 +76,19 @@ class Plan(Policy):
     lower_bound: float
     solver: str
     seconds: float = field(default=0.0, compare=False, repr=False)
+    peak_bytes: int = field(default=0, compare=False)
 
     @classmethod
     def of(
-        cls, graph: Graph, problem: Problem, solved: Solved, *, region: str, budget: float, unit: str
+        cls,
+        graph: Graph,
+        problem: Problem,
+        solved: Solved,
+        *,
+        region: str,
+        budget: float,
+        unit: str,
+        peak: int = 0,
     ) -> Plan:
         """The plan that a solution of `graph.problem(...)` stands for."""
         count, solution = len(graph.ops), solved.solution
@@ -99,6 +109,7 @@ class Plan(Policy):
             lower_bound=solved.lower_bound,
             solver=solved.solver,
             seconds=solved.seconds,
+            peak_bytes=peak,
         )
 
     @property

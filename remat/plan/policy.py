@@ -7,17 +7,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from remat.opinfo import Decision, OpInfo
-from remat.plan.budget import check_budget, resolve
+from remat.plan.budget import check_budget, check_peak, resolve
 from remat.plan.cache import graph_of
 from remat.plan.costs import CostModel, cost_model
 from remat.plan.graph import Graph
 from remat.plan.model import meet
+from remat.plan.peak import highest_within, profile, step_peak
 from remat.plan.plan import Plan
-from remat.plan.solve import solve
+from remat.plan.problem import Problem
+from remat.plan.solve import Solved, least, solve
+from remat.plan.torch_plans import candidates
 from remat.policies import Policy, save_everything
 from remat.transforms import _torch
 from remat.transforms._errors import RematError
 
+# Torch's planner takes seconds to import and to run: not asked where it could not do better than this.
+_PROVEN = 1e-3
 _PLANS: dict[Any, tuple[Graph, Plan]] = {}
 
 
@@ -30,15 +35,20 @@ class BudgetPolicy(Policy):
         cost: the cost model, or its name.
         device: what `cost="roofline"` or "measured" is meant for; None means this machine's accelerator.
         time_limit: seconds for the exact solver; the plan's gap says what was proven by then.
+        peak: the most bytes that may be live at once in the region's forward and backward, by simulation
+            (see `remat.plan.peak`), beside the budget; None means any.
     """
 
     budget: float | int | str
     cost: str | CostModel = "roofline"
     device: Any = None
-    time_limit: float = 0.5
+    time_limit: float = 1.0
+    peak: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "budget", check_budget(self.budget))
+        if self.peak is not None:
+            object.__setattr__(self, "peak", check_peak(self.peak))
         cost_model(self.cost, self.device)
 
     def plan(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
@@ -113,12 +123,36 @@ def plan_graph(graph: Graph, policy: BudgetPolicy, region: str) -> Plan:
     model = cost_model(policy.cost, policy.device)
     problem = graph.problem(model, keep_heavy=policy.budget == "free")
     budget = resolve(policy.budget, graph, problem)
-    solved = solve(problem, budget, time_limit=policy.time_limit)
-    return Plan.of(graph, problem, solved, region=region, budget=budget, unit=model.unit)
+
+    def at(budget: int) -> Plan:
+        solved = _solved(graph, problem, budget, policy.time_limit)
+        peak = step_peak([profile(graph, solved.solution)])
+        return Plan.of(graph, problem, solved, region=region, budget=budget, unit=model.unit, peak=peak)
+
+    if policy.peak is None:
+        return at(budget)
+    low = min(least(problem).bytes, budget)
+    return highest_within(policy.peak, low, budget, at, lambda plan: plan.peak_bytes)
+
+
+def _solved(graph: Graph, problem: Problem, budget: int, time_limit: float) -> Solved:
+    """Our best plan; where it is not proven to be within a thousandth, torch's plans compete too."""
+    solved = solve(problem, budget, time_limit=time_limit)
+    if solved.gap <= _PROVEN:
+        return solved
+    again = solve(problem, budget, exact=False, candidates=candidates(graph, budget))
+    if again.solution.cost >= solved.solution.cost:
+        return solved
+    return Solved(again.solution, solved.lower_bound, again.solver, solved.seconds + again.seconds)
 
 
 def budget_policy(
-    budget: float | int | str, cost: str | CostModel = "roofline", device: Any = None
+    budget: float | int | str | None = None,
+    cost: str | CostModel = "roofline",
+    device: Any = None,
+    peak: int | str | None = None,
 ) -> BudgetPolicy:
-    """What `checkpoint_policy(budget=...)` returns."""
-    return BudgetPolicy(budget, cost, device)
+    """What `checkpoint_policy(budget=...)` and `checkpoint_policy(peak=...)` return."""
+    return BudgetPolicy(
+        1.0 if budget is None else budget, cost, device, peak=check_peak(peak) if peak is not None else None
+    )

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from remat.plan import milp
 from remat.plan.hull import bound, hull
-from remat.plan.problem import Problem, Solution, complete, keep_all
+from remat.plan.problem import INF, Problem, Solution, complete, keep_all
+from remat.plan.reduce import reduce
+from remat.plan.repeats import Repeats, repeats
 from remat.transforms._errors import RematError
 
 
@@ -68,21 +70,55 @@ def solve(
     ]
     floor = 0.0
     if not found or found[0][1].cost > 0:
-        corners = hull(problem, around=budget)
-        check_feasible(corners, budget)
-        floor = bound(corners, budget)
-        found.append(("hull", max((c for c in corners if c.bytes <= budget), key=lambda c: c.bytes)))
-        cost = min(s.cost for _, s in found)
-        if cost > floor and (milp.available() if exact is None else exact):
-            # Ops that alone cost more than a plan in hand need not be looked at.
-            result = milp.solve_exactly(problem, budget, time_limit=time_limit, gap=gap, ceiling=cost)
-            floor = max(floor, result.lower_bound)
-            if result.solution is not None:
-                found.append(("exact", result.solution))
-        if min(s.cost for _, s in found) > floor and not any(name == "exact" for name, _ in found):
-            found.append(("fill", fill(problem, corners, budget)))
+        use = milp.available() if exact is None else exact
+        smaller = reduce(problem)
+        search = _Search(smaller.problem, budget, start + time_limit, gap)
+        ceiling = min((s.cost for _, s in found), default=INF)
+        for name, solution in search.run(use, ceiling):
+            whole = complete(problem, smaller.original(solution.saved))
+            assert whole is not None
+            found.append((name, whole))
+        floor = search.floor
     name, best = min(found, key=lambda pair: (pair[1].cost, pair[1].bytes))
     return Solved(best, min(floor, best.cost), name, time.perf_counter() - start)
+
+
+class _Search:
+    """Hull, layers as one, the whole program: in that order, until the proof is there."""
+
+    def __init__(self, problem: Problem, budget: float, end: float, gap: float) -> None:
+        self.problem, self.budget, self.end, self.gap = problem, budget, end, gap
+        self.floor = 0.0
+        self.found: list[tuple[str, Solution]] = []
+
+    def run(self, exact: bool, ceiling: float) -> list[tuple[str, Solution]]:
+        """All solutions found, by the name of what found them; `floor` is the bound.
+
+        `ceiling` is the price of a plan in hand: ops that alone cost more need not be looked at.
+        """
+        corners = hull(self.problem, around=self.budget)
+        check_feasible(corners, self.budget)
+        self.floor = bound(corners, self.budget)
+        inside = max((c for c in corners if c.bytes <= self.budget), key=lambda c: c.bytes)
+        self.found.append(("hull", inside))
+        ceiling = min(ceiling, inside.cost)
+        layers = repeats(self.problem) if exact and ceiling > self.floor else None
+        for run in (layers, None) if layers else (None,) if exact else ():
+            ceiling = min(ceiling, *(s.cost for _, s in self.found))
+            if self.floor < ceiling * (1 - self.gap):
+                self._exactly(run, ceiling)
+        if min(ceiling, *(s.cost for _, s in self.found)) > self.floor and len(self.found) == 1:
+            self.found.append(("fill", fill(self.problem, corners, self.budget)))
+        return self.found
+
+    def _exactly(self, run: Repeats | None, ceiling: float) -> None:
+        left = max(self.end - time.perf_counter(), 0.02)
+        result = milp.solve_exactly(
+            self.problem, self.budget, run=run, time_limit=left, gap=self.gap, ceiling=ceiling
+        )
+        self.floor = max(self.floor, min(result.lower_bound, ceiling))
+        if result.solution is not None:
+            self.found.append(("exact", result.solution))
 
 
 def check_feasible(corners: list[Solution], budget: float) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -30,10 +29,12 @@ class Compiled:
     Attributes:
         problem: numbers values as the joint graph does.
         base: for each value the one to keep in its place (of a view, the value that owns the storage).
+        late: positions of the ops that depend on a cotangent.
     """
 
     problem: Problem
     base: tuple[int, ...]
+    late: frozenset[int]
 
     def saved(self, values: set[int]) -> frozenset[int]:
         """The values to keep so that all of `values` are there."""
@@ -59,7 +60,9 @@ def compiled_problem(joint: Joint, model: CostModel) -> Compiled:
     need = {v for v in need if joint.values[v].producer not in late and joint.values[v].origin != "tangent"}
     base = tuple(joint.family[value.storage][0] for value in joint.values)
     return Compiled(
-        Problem((*cost, INF), (*reads, ()), tuple(producer), tuple(size), need=frozenset(need)), base
+        Problem((*cost, INF), (*reads, ()), tuple(producer), tuple(size), need=frozenset(need)),
+        base,
+        frozenset(late),
     )
 
 
@@ -159,15 +162,19 @@ def torch_plan(joint: Joint, budget: float, solver: str = "dp") -> TorchPlan:
     return TorchPlan(solver, budget, values, seconds)
 
 
-def candidates(
-    graph: Graph, budgets: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
-) -> list[tuple[str, set[Any]]]:
-    """Torch's plans as saved sets of `graph.problem`, for `solve(candidates=...)`; none for in-place code."""
-    if not graph.joint.tensors:
+def candidates(graph: Graph, budget: int) -> list[tuple[str, set[int]]]:
+    """Torch's plans within `budget` bytes as saved sets of `graph.problem`, for `solve(candidates=...)`.
+
+    None for in-place code, which torch's partitioner does not take. Torch counts its budget as a share of
+    what its own default keeps, and may keep more than asked, so a smaller share is asked for too.
+    """
+    joint = graph.joint
+    if not joint.tensors or any(op.mutates for op in joint.ops):
         return []
+    share = min(budget / max(graph.kept_by_default, 1), 1.0)
     found = []
-    for budget in budgets:
-        plan = torch_plan(graph.joint, budget)
-        bases = {graph.joint.family[graph.joint.values[v].storage][0] for v in plan.values}
-        found.append((f"torch (budget {budget})", set(graph.places(bases))))
+    for asked in dict.fromkeys((share, 0.9 * share)):
+        plan = torch_plan(joint, asked)
+        bases = {joint.family[joint.values[v].storage][0] for v in plan.values}
+        found.append((f"torch (budget {asked:.2f})", set(graph.places(bases))))
     return found

@@ -14,4 +14,9 @@ from remat.policies._ready import save_matmuls as save_matmuls
 from remat.policies._ready import save_names as save_names
 from remat.policies._ready import save_nothing as save_nothing
 from remat.policies._ready import save_ops as save_ops
+from remat.policies._selective import offload as offload
+from remat.policies._selective import save_cheaper_than as save_cheaper_than
+from remat.policies._selective import save_every as save_every
+from remat.policies._selective import save_larger_than as save_larger_than
+from remat.policies._selective import where as where
 from remat.policies._unbatched import save_unbatched_matmuls as save_unbatched_matmuls

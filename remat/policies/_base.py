@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +23,14 @@ class Policy:
 
     `__call__` gives the verdict. `quick` gives the same verdict from the op alone where that is enough, so
     that the engine need not describe the op's operands. `needs_calls` says that `__call__` reads `info.call`.
+    `repeatable` says that the verdicts depend on the ops and their operands' shapes alone, so that one run of
+    a function tells what the next will keep; a policy that counts or looks elsewhere must leave it False.
     """
 
     needs_calls: bool = False
+    repeatable: bool = False
+    # Whether the verdict depends on how many values were judged before, so that none may be passed over.
+    counts: bool = False
 
     def __call__(self, info: OpInfo) -> Decision | bool:
         raise NotImplementedError
@@ -37,6 +42,14 @@ class Policy:
     def bind(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
         """The policy for one call `fn(*args, **kwargs)` of a region; asked before its forward."""
         return self
+
+    def fresh(self) -> Policy:
+        """The policy for one run of a forward: one that counts answers with a copy whose count is zero."""
+        return self
+
+    def names(self) -> Iterator[tuple[str, bool]]:
+        """The `checkpoint_name`s that it asks for, and whether one that never occurs is an error."""
+        return iter(())
 
     def __or__(self, other: Any) -> Policy:
         return Either(self, as_policy(other))
@@ -59,6 +72,7 @@ class Named(Policy):
     """A policy that prints as the name it is imported by."""
 
     label: str
+    repeatable = True
 
     def __repr__(self) -> str:
         return self.label
@@ -100,22 +114,54 @@ class FromCallable(Policy):
         return f"checkpoint_policy({getattr(self.rule, '__qualname__', None) or repr(self.rule)})"
 
 
-@dataclass(frozen=True, repr=False)
-class _Pair(Policy):
-    left: Policy
-    right: Policy
+class Combined(Policy):
+    """Made of other policies, which are its fields of that type; what concerns all policies reaches them."""
+
+    def parts(self) -> dict[str, Policy]:
+        """The policies it is made of, by field."""
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        values = {field.name: getattr(self, field.name) for field in fields}
+        return {name: value for name, value in values.items() if isinstance(value, Policy)}
 
     @property
     def needs_calls(self) -> bool:  # type: ignore[override]
-        return self.left.needs_calls or self.right.needs_calls
+        return any(part.needs_calls for part in self.parts().values())
+
+    @property
+    def counts(self) -> bool:  # type: ignore[override]
+        return any(part.counts for part in self.parts().values())
+
+    @property
+    def repeatable(self) -> bool:  # type: ignore[override]
+        return all(part.repeatable for part in self.parts().values())
 
     def bind(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
-        left, right = self.left.bind(fn, args, kwargs), self.right.bind(fn, args, kwargs)
-        unchanged = left is self.left and right is self.right
-        return self if unchanged else dataclasses.replace(self, left=left, right=right)
+        return self._with({name: part.bind(fn, args, kwargs) for name, part in self.parts().items()})
+
+    def fresh(self) -> Policy:
+        return (
+            self._with({name: part.fresh() for name, part in self.parts().items()}) if self.counts else self
+        )
+
+    def names(self) -> Iterator[tuple[str, bool]]:
+        for part in self.parts().values():
+            yield from part.names()
+
+    def _with(self, new: dict[str, Policy]) -> Policy:
+        same = all(new[name] is part for name, part in self.parts().items())
+        return self if same else dataclasses.replace(self, **new)  # type: ignore[type-var]
+
+
+@dataclass(frozen=True, repr=False)
+class _Pair(Combined):
+    left: Policy
+    right: Policy
 
     def _verdicts(self, info: OpInfo) -> tuple[Decision, Decision]:
         return tuple(check_verdict(p, info, p(info)) for p in (self.left, self.right))  # type: ignore[return-value]
+
+    def _passes_over(self, left: Decision | None, right: Decision | None) -> bool:
+        return (left is None and self.left.counts) or (right is None and self.right.counts)
 
 
 @dataclass(frozen=True, repr=False)
@@ -128,7 +174,7 @@ class Either(_Pair):
 
     def quick(self, op: Any) -> Decision | None:
         left, right = self.left.quick(op), self.right.quick(op)
-        if Decision.SAVE in (left, right):
+        if Decision.SAVE in (left, right) and not self._passes_over(left, right):
             return Decision.SAVE
         return None if left is None or right is None else left | right
 
@@ -146,7 +192,7 @@ class Both(_Pair):
 
     def quick(self, op: Any) -> Decision | None:
         left, right = self.left.quick(op), self.right.quick(op)
-        if Decision.RECOMPUTE in (left, right):
+        if Decision.RECOMPUTE in (left, right) and not self._passes_over(left, right):
             return Decision.RECOMPUTE
         return None if left is None or right is None else left & right
 
@@ -155,14 +201,10 @@ class Both(_Pair):
 
 
 @dataclass(frozen=True, repr=False)
-class Not(Policy):
+class Not(Combined):
     """`~a`: save what `a` recomputes, recompute what it saves or offloads."""
 
     inner: Policy
-
-    @property
-    def needs_calls(self) -> bool:  # type: ignore[override]
-        return self.inner.needs_calls
 
     def __call__(self, info: OpInfo) -> Decision:
         return self._flip(check_verdict(self.inner, info, self.inner(info)))
@@ -170,10 +212,6 @@ class Not(Policy):
     def quick(self, op: Any) -> Decision | None:
         verdict = self.inner.quick(op)
         return None if verdict is None else self._flip(verdict)
-
-    def bind(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
-        inner = self.inner.bind(fn, args, kwargs)
-        return self if inner is self.inner else Not(inner)
 
     @staticmethod
     def _flip(decision: Decision) -> Decision:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
+from remat.transforms import _learned
 from remat.transforms._errors import RematError
 
 # What `torch.library.custom_op` returns; public in torch.library's namespace though not in its __all__.
@@ -142,3 +143,4 @@ def register_costly_op(op: Any, kind: Kind = "matmul") -> None:
         raise RematError(f"The op name {name!r} has no namespace: write 'namespace::name', as in 'aten::mm'.")
     _COSTLY[name] = kind
     _KIND_OF.clear()
+    _learned.forget_all()

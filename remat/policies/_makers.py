@@ -8,6 +8,7 @@ from typing import Any
 
 from remat.policies._base import FromCallable, Policy, PolicyError
 from remat.policies._ready import is_op, offload_names, save_all_but_names, save_names, save_ops
+from remat.policies._selective import offload, save_cheaper_than, save_every, save_larger_than, where
 from remat.transforms._errors import RematError
 
 
@@ -15,6 +16,7 @@ def checkpoint_policy(
     rule: Any = None,
     *,
     budget: float | int | str | None = None,
+    peak: int | str | None = None,
     cost: str = "roofline",
     device: Any = None,
 ) -> Policy:
@@ -25,12 +27,15 @@ def checkpoint_policy(
             of ops, which are saved; or a `checkpoint_name` or a collection of them, likewise; or a policy.
         budget: instead of a rule. A float from 0 to 1 is the share of the bytes that no remat would keep for
             the region, an int or a string such as `"2GiB"` is bytes. What to keep is solved to optimality.
-        cost: with `budget`, the model of what recomputation costs: `"roofline"`, or another that `remat.plan`
-            knows.
-        device: with `budget`, the device whose speed is meant; None means the one the tensors are on.
+        peak: instead of a rule, also beside `budget`: the most bytes that may be live at once in forward and
+            backward of the region, simulated; an int or a string such as `"20GiB"`. Recomputes the least
+            for it. For a model of many regions see `remat.plan_model(..., peak=...)`.
+        cost: with these two, the model of what recomputation costs: `"roofline"`, or another that
+            `remat.plan` knows.
+        device: with these two, the device whose speed is meant; None means the one the tensors are on.
 
     Raises:
-        RematError: neither or both of `rule` and `budget`, or a rule that is none of the above.
+        RematError: neither or both of `rule` and `budget` or `peak`, or a rule that is none of the above.
 
     Example:
         >>> from remat import Decision, checkpoint_policy
@@ -40,18 +45,18 @@ def checkpoint_policy(
         >>> small_ones
         checkpoint_policy(small_ones)
     """
-    if (rule is None) == (budget is None):
+    if (rule is None) == (budget is None and peak is None):
         got = "neither" if rule is None else "both"
         raise PolicyError(
             f"checkpoint_policy takes a rule or a budget, got {got}: write checkpoint_policy(my_rule), "
             f"checkpoint_policy([torch.ops.aten.mm]) or checkpoint_policy(budget=0.4)."
         )
-    if budget is not None:
-        return _from_budget(budget, cost, device)
+    if rule is None:
+        return _from_budget(budget, peak, cost, device)
     return save_names(rule) if isinstance(rule, str) else policy_from(rule)
 
 
-def _from_budget(budget: float | int | str, cost: str, device: Any) -> Policy:
+def _from_budget(budget: float | int | str | None, peak: int | str | None, cost: str, device: Any) -> Policy:
     try:
         from remat.plan import budget_policy  # type: ignore[reportMissingImports]
     except ImportError as error:
@@ -59,7 +64,7 @@ def _from_budget(budget: float | int | str, cost: str, device: Any) -> Policy:
             "checkpoint_policy(budget=...) needs the planner and its solver: pip install 'remat[plan]'. "
             f"Importing remat.plan failed with: {error}"
         ) from error
-    return budget_policy(budget, cost=cost, device=device)
+    return budget_policy(budget, cost=cost, device=device, peak=peak)
 
 
 def policy_from(value: Any) -> Policy:
@@ -105,4 +110,7 @@ def _way_out(value: Any) -> str:
     )
 
 
-_MAKERS = (checkpoint_policy, save_ops, save_names, save_all_but_names, offload_names)
+_MAKERS = (
+    *(checkpoint_policy, save_ops, save_names, save_all_but_names, offload_names),
+    *(where, offload, save_every, save_larger_than, save_cheaper_than),
+)

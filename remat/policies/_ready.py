@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,7 @@ class SaveOps(Policy):
     """Saves the outputs of the listed overloads and higher-order operators."""
 
     ops: frozenset[Any]
+    repeatable = True
 
     def __call__(self, info: OpInfo) -> Decision:
         return self.quick(info.op)
@@ -107,23 +109,26 @@ class ByName(Policy):
     """A verdict for values that `checkpoint_name` marked, another for the rest.
 
     Attributes:
-        names: the names listed.
+        listed_names: the names listed.
         listed, others: verdicts for values whose name is in the list, and for all other values.
         strict: a listed name that no value of a region bears raises instead of warning.
         maker: the function that made it, for `repr`.
     """
 
-    names: frozenset[str]
+    listed_names: frozenset[str]
     listed: Decision
     others: Decision
     strict: bool
     maker: str
 
     def __call__(self, info: OpInfo) -> Decision:
-        return self.listed if info.name in self.names else self.others
+        return self.listed if info.name in self.listed_names else self.others
+
+    def names(self) -> Iterator[tuple[str, bool]]:
+        return iter([(name, self.strict) for name in sorted(self.listed_names)])
 
     def __repr__(self) -> str:
-        names = ", ".join(map(repr, sorted(self.names)))
+        names = ", ".join(map(repr, sorted(self.listed_names)))
         return f"{self.maker}({names}{', strict=True' if self.strict else ''})"
 
 

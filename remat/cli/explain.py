@@ -1,0 +1,47 @@
+"""`python -m remat explain MODULE:FN`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from remat.cli.rows import parse
+from remat.cli.target import load
+from remat.explanation import compare, explain
+
+
+@dataclass
+class Explain:
+    """Say what a function keeps for its backward, what it recomputes, and what that costs.
+
+    The function is run forward and backward, on random inputs where sizes are given.
+    """
+
+    target: Annotated[str, tyro.conf.Positional]
+    """MODULE:FN, FN a function or module of tensors, or one of no arguments that returns (fn, *args)."""
+    input: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """A tensor argument, as 4x128x256; once for each."""
+    dtype: str = "float32"
+    """Of the inputs."""
+    device: str = "cpu"
+    """Where the inputs are made."""
+    policy: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Compare policies: 'save_matmuls | save_attention'; once for each."""
+    html: Path | None = None
+    """Also write the report there, with all rows."""
+
+    def __call__(self) -> int:
+        from rich.console import Console
+
+        fn, args = load(self.target, self.input, self.dtype, self.device)
+        if self.policy:
+            found = compare(fn, *args, policies=[parse(text) for text in self.policy])
+        else:
+            found = explain(fn, *args)
+        Console(highlight=False).print(found)
+        if self.html:
+            found.save(self.html)
+        return 0

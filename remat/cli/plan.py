@@ -1,0 +1,78 @@
+"""`python -m remat plan MODULE:FN --budget ...`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from remat.cli.target import load
+from remat.plan.pareto import pareto
+from remat.plan.policy import BudgetPolicy
+
+
+@dataclass
+class Plan:
+    """Plan what a function keeps for its backward. Without --budget: the whole frontier.
+
+    Nothing is computed: any size can be planned on any machine.
+    """
+
+    target: Annotated[str, tyro.conf.Positional]
+    """MODULE:FN, FN a function or module of tensors, or one of no arguments that returns (fn, *args)."""
+    input: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """A tensor argument, as 4x128x256; once for each."""
+    dtype: str = "float32"
+    """Of the inputs."""
+    budget: str = ""
+    """0.4 (a share), 2GiB or 1000000 (bytes), or "free"."""
+    cost: Literal["flops", "roofline", "measured"] = "roofline"
+    """What recomputation is counted in."""
+    device: str = ""
+    """What the cost model is of, such as h100 or cpu; left out, this machine's accelerator."""
+    points: int = 10
+    """Budgets on the frontier."""
+    json: Path | None = None
+    """Write the plan there."""
+    csv: Path | None = None
+    """Write the frontier there."""
+    png: Path | None = None
+    """Draw the frontier there."""
+
+    def __call__(self) -> int:
+        fn, args = load(self.target, self.input, self.dtype)
+        if self.budget:
+            self._one(fn, args)
+        else:
+            self._frontier(fn, args)
+        return 0
+
+    def _one(self, fn: Any, args: Any) -> None:
+        plan = BudgetPolicy(amount(self.budget), self.cost, self.device or None).plan(fn, *args)
+        print(plan)
+        if self.json:
+            self.json.write_text(plan.to_json())
+
+    def _frontier(self, fn: Any, args: Any) -> None:
+        frontier = pareto(fn, *args, cost=self.cost, device=self.device or None, points=self.points)
+        print(frontier)
+        if self.csv:
+            frontier.to_csv(self.csv)
+        if self.png:
+            frontier.plot(self.png)
+
+
+def amount(text: str) -> float | int | str:
+    """A number with a point is a share, one without is bytes.
+
+    Example:
+        >>> from remat.cli.plan import amount
+        >>> amount("0.4"), amount("1000"), amount("2GiB")
+        (0.4, 1000, '2GiB')
+    """
+    try:
+        return int(text) if text.isdigit() else float(text)
+    except ValueError:
+        return text

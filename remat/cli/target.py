@@ -1,0 +1,87 @@
+"""`MODULE:FN` on a command line, and the tensors it is called with."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from remat.cli.errors import UsageError
+
+
+def load(
+    target: str, shapes: Sequence[str] = (), dtype: str = "float32", device: str = "meta"
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The function that `MODULE:FN` names, and its arguments.
+
+    Args:
+        target: FN is a function or module of tensors, or without `shapes` a function of none that returns
+            `(fn, *args)`.
+        shapes: sizes of tensor arguments, such as `4x128x256`.
+        dtype, device: of those tensors. On "meta" they have no data, which is enough to plan.
+
+    Raises:
+        UsageError: there is no such module, function, or shape.
+
+    Example:
+        >>> from remat.cli.target import load
+        >>> fn, args = load("torch:sin", ["2x3"])
+        >>> fn(*args).shape
+        torch.Size([2, 3])
+    """
+    fn = named(target)
+    if shapes:
+        return fn, tuple(tensor(shape, dtype, device) for shape in shapes)
+    if isinstance(fn, torch.nn.Module) or takes_arguments(fn):
+        raise UsageError(
+            f"{target} takes arguments: give each as --input 4x128x256, or name a function of none "
+            "that returns (fn, *args)."
+        )
+    made = fn()
+    if not isinstance(made, tuple) or not callable(made[0]):
+        raise UsageError(f"{target} must return (fn, *args), got {type(made).__name__}.")
+    return made[0], made[1:]
+
+
+def named(target: str) -> Any:
+    module, _, name = target.partition(":")
+    if not name:
+        raise UsageError(f"{target!r} names no function: write MODULE:FN, as in mypackage.model:block.")
+    # As `python -m` does: modules beside the user are found without being installed.
+    sys.path.insert(0, "")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"{target!r} cannot be loaded: {error}.") from error
+    finally:
+        sys.path.remove("")
+    return found
+
+
+def takes_arguments(fn: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except ValueError:
+        # A builtin without a signature: what makes arguments for others is written in Python.
+        return True
+    return any(p.default is p.empty and p.kind < p.VAR_POSITIONAL for p in parameters)
+
+
+def tensor(shape: str, dtype: str, device: str = "meta") -> torch.Tensor:
+    """A tensor that requires grad where it can: normal numbers, or zeros for integer types."""
+    try:
+        sizes = [int(size) for size in shape.lower().split("x")]
+        kind = getattr(torch, dtype)
+        if not kind.is_floating_point:
+            return torch.zeros(sizes, dtype=kind, device=device)
+        return torch.randn(sizes, dtype=kind, device=device).requires_grad_()
+    except (ValueError, AttributeError, RuntimeError) as error:
+        raise UsageError(
+            f"--input {shape} --dtype {dtype} is no tensor: {error}. Write sizes as 4x128x256."
+        ) from error

@@ -1,0 +1,66 @@
+"""Hugging Face transformers: its gradient checkpointing with this library's regions and policies."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from remat.interop._checkpoint import CheckpointFunction
+from remat.policies import as_policy, save_nothing
+from remat.transforms._errors import RematError
+
+
+def enable(model: Any, policy: Any = save_nothing, **options: Any) -> Any:
+    """Turn on a `PreTrainedModel`'s gradient checkpointing, with this library behind it.
+
+    Works under `torch.func` too. Where `Trainer` is used leave its argument `gradient_checkpointing` False:
+    True would put torch's function back.
+
+    Args:
+        model: a transformers model; adapters (PEFT) on it are fine.
+        policy: what every layer keeps; anything that `remat(policy=...)` accepts.
+        options: other arguments of `remat.remat`.
+
+    Returns:
+        `model`.
+
+    Raises:
+        RematError: the model's classes know no gradient checkpointing (also a TypeError).
+
+    Example:
+        >>> from remat import save_matmuls
+        >>> from remat.interop import huggingface
+        >>> # model = huggingface.enable(AutoModelForCausalLM.from_config(config), policy=save_matmuls)
+    """
+    run = CheckpointFunction(as_policy(policy), options)
+    _switch_on(model)
+    layers = [module for module in model.modules() if hasattr(module, "_gradient_checkpointing_func")]
+    if not layers:
+        raise UnsupportedModel(
+            f"{type(model).__name__} has no layers that can checkpoint; use remat.nn.apply(model, ...)."
+        )
+    for layer in layers:
+        layer._gradient_checkpointing_func = run
+    return model
+
+
+class UnsupportedModel(RematError, TypeError):
+    """A model without the hook that is asked for."""
+
+
+def _switch_on(model: Any) -> None:
+    """Let transformers set its flags."""
+    # Named activation_... since 5.23, where the old name warns.
+    for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
+        method = getattr(model, name, None)
+        if method is None:
+            continue
+        keyword = next(k for k in inspect.signature(method).parameters if k.endswith("checkpointing_kwargs"))
+        method(**{keyword: {"use_reentrant": False}})
+        # It makes embeddings require grad for reentrant checkpointing, in a hook that torch.func refuses.
+        if getattr(model, "_require_grads_hooks", None) or getattr(model, "_require_grads_hook", None):
+            model.disable_input_require_grads()
+        return
+    raise UnsupportedModel(
+        f"{type(model).__name__} is no transformers model that can checkpoint; use remat.nn.apply."
+    )

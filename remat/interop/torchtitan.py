@@ -1,0 +1,60 @@
+"""torchtitan: activation checkpointing by a policy of this library, as one of its config classes.
+
+In a config function: `activation_checkpoint=PolicyAC.Config(policy="save_unbatched_matmuls")`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torchtitan.distributed.activation_checkpoint import (  # type: ignore[reportMissingImports]
+    ActivationCheckpointing,
+)
+
+from remat import nn, policies
+from remat.policies import Policy, checkpoint_policy
+from remat.transforms._errors import RematError
+
+_CHECKS = {"default": "metadata"}
+
+
+class PolicyAC(ActivationCheckpointing):
+    """Every transformer block is a region; what it keeps is the config's `policy`, or a budget."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ActivationCheckpointing.Config):
+        policy: str = "save_unbatched_matmuls"
+        """Name of a ready policy of `remat.policies`; several, joined by `|`, keep what either keeps."""
+
+        budget: float | None = None
+        """Instead of a policy: the share of the activation bytes that a block may keep, from 0 to 1."""
+
+    def policy(self) -> Policy:
+        """What blocks keep. Override it for policies that no config can spell."""
+        if self.config.budget is not None:
+            return checkpoint_policy(budget=self.config.budget)
+        first, *others = [_ready(name.strip()) for name in self.config.policy.split("|")]
+        for other in others:
+            first = first | other
+        return first
+
+    def _wrap_block(self, module: torch.nn.Module, *, base_fqn: str | None = None) -> torch.nn.Module:
+        check = self.config.determinism_check
+        # In place, so that parameters keep their names for FSDP and checkpoints on disk.
+        return nn.apply_to(
+            module,
+            policy=self.policy(),
+            preserve_rng_state=self.config.preserve_rng_state,
+            determinism_check=_CHECKS.get(check, check),
+        )
+
+
+def _ready(name: str) -> Policy:
+    found = getattr(policies, name, None)
+    if isinstance(found, Policy):
+        return found
+    ready = [key for key, value in vars(policies).items() if isinstance(value, Policy)]
+    raise RematError(
+        f"PolicyAC.Config(policy={name!r}): no such policy; there are {', '.join(sorted(ready))}."
+    )

@@ -1,0 +1,178 @@
+"""Regions for the layers of a model that is there already."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from remat.api import remat
+from remat.policies import as_policy, save_nothing
+from remat.transforms._errors import RematError
+
+Layers = str | Iterable[str] | type | tuple[type, ...] | Callable[[str, torch.nn.Module], bool]
+
+
+class LayerError(RematError, ValueError):
+    """A description of layers that fits no module of the model."""
+
+
+def apply(
+    model: torch.nn.Module,
+    *,
+    policy: Any = save_nothing,
+    layers: Layers = "*.layers.*",
+    every: int = 1,
+    **options: Any,
+) -> torch.nn.Module:
+    """Make every layer's `forward` a region, in place.
+
+    Parameter names, state dicts, hooks, `isinstance`, `copy.deepcopy` and pickling stay as they are; hooks
+    run outside of the region, once each. Applying again replaces what was applied before. Apply it before
+    `fully_shard` and `torch.compile`.
+
+    Args:
+        model: any module.
+        policy: what the regions keep; anything that `remat(policy=...)` accepts.
+        layers: which submodules. A pattern (or several) for their qualified names, in which `*` stands for
+            anything; of a module and its parent that both fit, the parent is taken. Or a class or classes of
+            modules. Or a function of the qualified name and the module.
+        every: take the first of every so many of them.
+        options: other arguments of `remat.remat`, such as `determinism_check`.
+
+    Returns:
+        `model`.
+
+    Raises:
+        RematError: no submodule fits (also a ValueError); the message lists those there are.
+
+    Example:
+        >>> import torch
+        >>> from remat import save_matmuls
+        >>> from remat.nn import apply, regions
+        >>> model = torch.nn.Module()
+        >>> model.layers = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(3))
+        >>> regions(apply(model, policy=save_matmuls))
+        ['layers.0', 'layers.1', 'layers.2']
+    """
+    chosen = _outermost(
+        {name: module for name, module in model.named_modules() if _fits(layers, name, module)}
+    )
+    if not chosen:
+        raise LayerError(_no_layer(model, layers))
+    for module in list(chosen.values())[::every]:
+        apply_to(module, policy=policy, **options)
+    return model
+
+
+def apply_to(module: torch.nn.Module, *, policy: Any = save_nothing, **options: Any) -> torch.nn.Module:
+    """Make the `forward` of `module` itself a region, in place; `apply` does so for layers.
+
+    Example:
+        >>> import torch
+        >>> from remat.nn import apply_to, regions
+        >>> regions(apply_to(torch.nn.Linear(2, 2)))
+        ['']
+    """
+    settings = {"policy": as_policy(policy), **options}
+    # Wrong options are told here, not in the first forward.
+    remat(torch.sin, **settings)  # type: ignore[call-overload]
+    _strip(module)
+    module._remat_settings = settings  # type: ignore[assignment]
+    module.__class__ = _region_class(type(module))
+    return module
+
+
+def remove(model: torch.nn.Module) -> torch.nn.Module:
+    """Undo `apply`, in place."""
+    for module in model.modules():
+        _strip(module)
+    return model
+
+
+def regions(model: torch.nn.Module) -> list[str]:
+    """Qualified names of the submodules that `apply` made regions of."""
+    return [name for name, module in model.named_modules() if isinstance(module, Region)]
+
+
+class Region(torch.nn.Module):
+    """Mixed into the class of a module whose forward is a region."""
+
+    _remat_class: type[torch.nn.Module]
+    _remat_settings: dict[str, Any]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class was made here and cannot be found by name.
+        return _blank, (self._remat_class,), self.__dict__
+
+
+@functools.cache
+def _region_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    # A subclass, not a wrapper, as FSDP2 does: the names of parameters stay. And not an attribute of the
+    # instance: a copy of the module would go on calling the forward of the one it was copied from.
+    @functools.wraps(cls.forward)
+    def forward(self: Region, *args: Any, **kwargs: Any) -> Any:
+        bound = types.MethodType(cls.forward, self)
+        return remat(bound, **self._remat_settings)(*args, **kwargs)  # type: ignore[call-overload]
+
+    about = {"forward": forward, "_remat_class": cls, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    made = type(cls.__name__, (Region, cls), about)
+    made.__qualname__ = cls.__qualname__
+    return made
+
+
+def _blank(cls: type[torch.nn.Module]) -> torch.nn.Module:
+    region = _region_class(cls)
+    return region.__new__(region)
+
+
+def _strip(module: torch.nn.Module) -> None:
+    if isinstance(module, Region):
+        if type(module) is not _region_class(module._remat_class):
+            raise LayerError(
+                f"{type(module).__name__} was made from a region's class (by fully_shard, say): call "
+                "remat.nn.apply before that, and once."
+            )
+        module.__class__ = module._remat_class  # type: ignore[assignment]
+        del module._remat_settings
+
+
+def _fits(layers: Layers, name: str, module: torch.nn.Module) -> bool:
+    if isinstance(layers, (str, type)):
+        return _fits_one(layers, name, module)
+    if callable(layers):
+        return bool(name) and layers(name, module)
+    return any(_fits_one(one, name, module) for one in layers)
+
+
+def _fits_one(one: Any, name: str, module: torch.nn.Module) -> bool:
+    if isinstance(one, type):
+        return isinstance(module, one)
+    # With a dot in front "*.layers.*" fits the layers of a model that is not inside another.
+    return bool(name) and (fnmatch.fnmatchcase(name, one) or fnmatch.fnmatchcase(f".{name}", one))
+
+
+def _outermost(modules: dict[str, torch.nn.Module]) -> dict[str, torch.nn.Module]:
+    def inside(name: str) -> bool:
+        parts = name.split(".")
+        return any(".".join(parts[:i]) in modules for i in range(1, len(parts)))
+
+    return {name: module for name, module in modules.items() if not inside(name)}
+
+
+def _no_layer(model: torch.nn.Module, layers: Layers) -> str:
+    lists = (torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ModuleDict)
+    found = [
+        f"{name}.*" if name else "*" for name, module in model.named_modules() if isinstance(module, lists)
+    ]
+    hint = (
+        f"lists of modules in it: {', '.join(map(repr, found[:8]))}" if found else "it has no list of modules"
+    )
+    return (
+        f"remat.nn.apply(layers={layers!r}): no submodule of {type(model).__name__} fits; {hint}. Write a "
+        "pattern for qualified names, a class of modules, or a function of name and module."
+    )

@@ -1,0 +1,180 @@
+"""Named intermediates, and their gradients, as results of a function."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remat.transforms import _grad, _taps, _torch, _tree
+from remat.transforms._errors import RematError
+
+
+def capture(fn: Callable[..., Any], names: str | Iterable[str]) -> Callable[..., tuple[Any, dict[str, Any]]]:
+    """`fn` with named intermediates beside its result: what forward hooks are used for, as a function.
+
+    Args:
+        fn: any function or module, with or without regions in it.
+        names: names that it gives by `checkpoint_name`.
+
+    Returns:
+        A function of the same arguments that returns `(result, values)`. `values` maps each name to what was
+        named (a tensor or a pytree), or to a list of them, in order, where the name was given several times.
+        They are results like any other: differentiable, with the batch in front where `fn` named them inside
+        a `torch.func.vmap`. Nothing more is kept for the backward; what is recomputed is not collected again.
+
+    Raises:
+        RematError: when called, if `fn` gives no such name, or gives it inside a `scan_remat` (return it
+            among the ys instead).
+
+    Example:
+        >>> import torch
+        >>> from remat import capture, checkpoint_name, remat
+        >>> block = remat(lambda x: checkpoint_name(x * 2, "h").exp())
+        >>> result, values = capture(block, "h")(torch.ones(2))
+        >>> values
+        {'h': tensor([2., 2.])}
+    """
+    wanted = _wanted(names)
+
+    @functools.wraps(fn, updated=())
+    def captured(*args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        session = _taps.Values(wanted)
+        with _taps.opened(session):
+            result = fn(*args, **kwargs)
+        return result, _by_name(session, session.found)
+
+    return captured
+
+
+def capture_grads(
+    fn: Callable[..., Any], names: str | Iterable[str], argnums: int | tuple[int, ...] | None = None
+) -> Callable[..., Any]:
+    """A scalar function with its gradients for named intermediates: what backward hooks are used for.
+
+    Args:
+        fn: a function or module that returns a tensor of shape `()`.
+        names: names that it gives by `checkpoint_name`.
+        argnums: positional arguments (pytrees of tensors) whose gradients the same backward is to give.
+
+    Returns:
+        A function of the same arguments that returns `(value, gradients)`, or with `argnums`
+        `(value, gradients of the arguments, gradients)`. `gradients` is shaped as the values of `capture`; it
+        holds None for integer tensors, and zeros for what the result does not depend on.
+
+        As with `remat.transforms.grad`, value and gradients can be differentiated in turn where a tensor
+        takes part that requires grad, and their graph is then kept: under `torch.no_grad()` nothing is.
+
+    Raises:
+        RematError: when called, if `fn` gives no such name, or gives it inside a `scan_remat`.
+        RuntimeError: when called, if `fn` returns no scalar.
+
+    Gradients are those of an offset that is added to each named tensor: a negative zero, which changes no
+    bit. Under `torch.func` a region's function runs once more, without gradients, for the offsets' shapes.
+
+    Example:
+        >>> import torch
+        >>> from remat import capture_grads, checkpoint_name, remat
+        >>> loss = remat(lambda x: checkpoint_name(x * 2, "h").exp().sum())
+        >>> capture_grads(loss, "h", argnums=0)(torch.zeros(2))
+        (tensor(2.), tensor([2., 2.]), {'h': tensor([1., 1.])})
+    """
+    wanted = _wanted(names)
+
+    @functools.wraps(fn, updated=())
+    def captured(*args: Any, **kwargs: Any) -> Any:
+        positions = () if argnums is None else _grad._positions(argnums, len(args))
+        chosen = args[positions] if isinstance(positions, int) else tuple(args[i] for i in positions)
+        flat, spec = _tree.flatten(chosen)
+
+        def run(leaves: list[Tensor]) -> tuple[Tensor, _taps.Offsets]:
+            session = _taps.Offsets(wanted, functools.partial(_offset, leaves[0]))
+            with _taps.opened(session):
+                moved = _tree.unflatten(leaves[1:], spec)
+                value = fn(*_grad._replace(args, positions, moved), **kwargs)
+            _grad._check_scalar(value)
+            return value, session
+
+        # Every offset is made of this one, so that it carries a derivative wherever it is made.
+        leaves = [torch.full((), -0.0), *flat]
+        levels = _torch.in_transform() or torch.is_inference_mode_enabled()
+        value, grads, session, found = (_at_a_level if levels else _plainly)(run, leaves)
+        named = _by_name(session, found)
+        return (value, named) if argnums is None else (value, _tree.unflatten(grads, spec), named)
+
+    return captured
+
+
+def _wanted(names: str | Iterable[str]) -> frozenset[str]:
+    wanted = frozenset([names] if isinstance(names, str) else names)
+    if not all(isinstance(name, str) for name in wanted):
+        raise TypeError(f"capture(fn, names): names must be strings, got {sorted(map(repr, wanted))}")
+    return wanted
+
+
+def _offset(zero: Tensor, tensor: Tensor) -> Tensor:
+    with torch.enable_grad():
+        return zero.to(tensor.device, tensor.dtype).expand(tensor.shape)
+
+
+def _plainly(run: Callable[..., Any], leaves: list[Tensor]) -> tuple[Any, ...]:
+    outer = torch.is_grad_enabled()
+    with torch.enable_grad():
+        own = [x if outer and x.requires_grad else _grad._leaf(x) for x in leaves]
+        value, session = run(own)
+        fresh = [mine for mine, given in zip(own, leaves, strict=True) if mine is not given]
+        attached = outer and _grad._reaches_other_leaves([value], fresh)
+        grads, found = _gradients(value, own[1:], session, create_graph=attached)
+    return value if attached else value.detach(), grads, session, found
+
+
+def _at_a_level(run: Callable[..., Any], leaves: list[Tensor]) -> tuple[Any, ...]:
+    rest: list[Any] = []
+
+    def of(*leaves: Tensor) -> tuple[Tensor, list[Tensor]]:
+        value, session = run(list(leaves))
+        grads, found = _gradients(value, list(leaves[1:]), session, create_graph=True)
+        flat, spec = _tree.flatten(found)
+        tensors, at = _tree.split(flat)
+        # Only tensors leave a transform, and the offsets must not.
+        session.found, session.offsets = [], []
+        rest[:] = [session, spec, [None if isinstance(x, Tensor) else x for x in flat], at]
+        return value, [value, *grads, *tensors]
+
+    # The function is differentiated inside, at the level that this opens: the offsets are made there.
+    _, _, (value, *made) = torch.func.vjp(of, *leaves, has_aux=True)  # type: ignore[misc]
+    session, spec, blank, at = rest
+    grads, tensors = made[: len(leaves) - 1], made[len(leaves) - 1 :]
+    return value, grads, session, _tree.unflatten(_tree.merge(blank, at, tensors), spec)
+
+
+def _gradients(
+    value: Tensor, leaves: list[Tensor], session: _taps.Offsets, create_graph: bool
+) -> tuple[list[Tensor], list[tuple[str, Any]]]:
+    """Gradients of the leaves, and the session's named trees with gradients in place of offsets."""
+    flat, spec = _tree.flatten(session.found)
+    offsets, at = _tree.split(flat)
+    wanted = [*leaves, *offsets]
+    grads = _grad._gradients(value, wanted, create_graph) if wanted else []
+    return grads[: len(leaves)], _tree.unflatten(_tree.merge(flat, at, grads[len(leaves) :]), spec)
+
+
+def _by_name(session: _taps.Session, found: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, list[Any]] = {}
+    for name, tree in found:
+        values.setdefault(name, []).append(tree)
+    if missing := sorted(session.wanted - values.keys()):
+        raise RematError(_unknown(missing[0], session.seen))
+    return {name: trees[0] if len(trees) == 1 else trees for name, trees in sorted(values.items())}
+
+
+def _unknown(name: str, seen: set[str]) -> str:
+    near = difflib.get_close_matches(name, seen, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    gave = f"It gave {', '.join(map(repr, sorted(seen)))}{hint}" if seen else "It gave none at all"
+    write = f"x = checkpoint_name(x, {name!r})"
+    return f"capture: the function gave nothing the name {name!r}. {gave}. Write {write}."

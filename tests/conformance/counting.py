@@ -1,0 +1,60 @@
+"""How JAX's tests look at a region: what runs in its backward, and whether derivatives are right."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from remat.inspection import saved_residuals
+from tests.helpers import OpCounter, scalar, vjp
+
+
+def backward_ops(fn: Callable[..., Any], *args: Tensor) -> OpCounter:
+    """The ops of the backward pass of plain autograd."""
+    out = fn(*[a.detach().clone().requires_grad_() for a in args])
+    loss = scalar(out)
+    with OpCounter() as ops:
+        loss.backward()
+    return ops
+
+
+def pullback_ops(fn: Callable[..., Any], *args: Tensor) -> OpCounter:
+    """The ops of the function that torch.func.vjp returns."""
+    out, pullback = vjp(fn, *args)
+    cotangents = pytree.tree_map(torch.ones_like, out)
+    with OpCounter() as ops:
+        pullback(cotangents)
+    return ops
+
+
+# JAX looks at the linearized function, whose counts are those of either backward.
+BACKWARDS = pytest.mark.parametrize("ops_of", [backward_ops, pullback_ops])
+
+COMPILES = pytest.mark.skipif(
+    importlib.util.find_spec("remat.compiled") is None, reason="this build has no torch.compile support"
+)
+
+
+def check_grads(fn: Callable[..., Any], *args: Tensor, forward: bool = True) -> None:
+    """JAX's jtu.check_grads of order 2: numerical derivatives, backward and forward mode."""
+    leaves = [a.detach().double().requires_grad_() for a in args]
+    torch.autograd.gradcheck(fn, leaves)
+    torch.autograd.gradgradcheck(fn, leaves)
+    if forward:
+        tangents = tuple(torch.ones_like(a) for a in leaves)
+        inputs = tuple(a.detach() for a in leaves)
+        _, forwards = torch.func.jvp(fn, inputs, tangents)  # type: ignore[misc]
+        _, pull = vjp(fn, *inputs)
+        gradients = pull(torch.ones_like(forwards))
+        torch.testing.assert_close(forwards.sum(), sum(g.sum() for g in gradients))
+
+
+def residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[str]:
+    """What is kept, as text."""
+    return [str(r) for r in saved_residuals(fn, *args, **kwargs)]

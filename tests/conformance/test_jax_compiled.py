@@ -1,0 +1,179 @@
+"""The rows of JAX's tests that speak of jit and caching: jit is torch.compile; see test_jax_remat.py."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.func import grad, vmap
+
+from remat import checkpoint_name, jax_names, remat, save_matmuls, save_nothing, save_ops
+from remat import save_unbatched_matmuls as save_unbatched
+from remat.jax_names import checkpoint_policies
+from remat.policies import save_all_but_names, save_names
+from tests.conformance.counting import COMPILES
+from tests.helpers import OpCounter, rand
+
+pytestmark = [
+    COMPILES,
+    # Of Dynamo, about code of torch's own.
+    pytest.mark.filterwarnings("ignore::UserWarning:torch._dynamo.*"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+aten = torch.ops.aten
+X, W = rand(3), rand(2, 2)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Graphs:
+    """A backend that keeps the graphs after AOT autograd, forward and backward."""
+
+    def __init__(self):
+        self.forward, self.backward = [], []
+
+    def __call__(self, module, inputs):
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+        return aot_autograd(
+            fw_compiler=self.keep(self.forward),
+            bw_compiler=self.keep(self.backward),
+            partition_fn=min_cut_rematerialization_partition,
+        )(module, inputs)
+
+    @staticmethod
+    def keep(graphs):
+        from functorch.compile import make_boxed_func  # type: ignore[reportPrivateImportUsage]
+
+        def compiler(module, inputs):
+            graphs.append(module)
+            return make_boxed_func(module.forward)
+
+        return compiler
+
+    def count(self, name, which="backward"):
+        graphs = getattr(self, which)
+        nodes = [node for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
+        return sum(getattr(node.target, "_opname", "") == name for node in nodes)
+
+
+def compiled(fn, backend: Any = "aot_eager"):
+    return torch.compile(fn, backend=backend, fullgraph=True)
+
+
+def sin_sin(x):
+    return torch.sin(torch.sin(x))
+
+
+@pytest.mark.parametrize("wrap", [remat, lambda f: remat(f, policy=lambda info: False), jax_names.checkpoint])
+def test_remat_jit(wrap):
+    g = wrap(sin_sin)
+    torch.testing.assert_close(compiled(g)(X), sin_sin(X))
+    expected = torch.cos(torch.sin(X)) * torch.cos(X)
+    torch.testing.assert_close(compiled(grad(lambda x: g(x).sum()))(X), expected)
+    leaf = X.clone().requires_grad_()
+    compiled(g)(leaf).sum().backward()
+    torch.testing.assert_close(leaf.grad, expected)
+
+
+def test_remat_jit2():
+    """A region without arguments that closes over a value of the compiled function."""
+
+    def f(x):
+        y = 2 * x
+        return remat(lambda: y * 1)()
+
+    leaf = X.clone().requires_grad_()
+    out = compiled(f)(leaf)
+    out.sum().backward()
+    torch.testing.assert_close((out.detach(), leaf.grad), (2 * X, torch.full_like(X, 2)))
+
+
+def three_dots(x):
+    for _ in range(3):
+        x = torch.sin((x @ x) * 1e-3)
+    return x
+
+
+def test_remat_checkpoint_dots_jit():
+    """2 sin and 6 dots in the backward, as in eager code."""
+    graphs = Graphs()
+    f = compiled(remat(three_dots, policy=checkpoint_policies.checkpoint_dots), graphs)
+    leaf = W.clone().requires_grad_()
+    f(leaf).sum().backward()
+    assert (graphs.count("sin"), graphs.count("cos"), graphs.count("mm")) == (2, 3, 6)
+    torch.testing.assert_close(leaf.grad, grad(lambda x: three_dots(x).sum())(W))
+
+
+def test_no_cse_widget():
+    """Recomputation survives the pass that merges equal ops; where there is none, there is no fence."""
+    graphs = Graphs()
+    f = compiled(remat(sin_sin), graphs)
+    f(X.clone().requires_grad_()).sum().backward()
+    assert (graphs.count("sin"), graphs.count("cos")) == (1, 2)
+    graphs, plain = Graphs(), Graphs()
+    with torch.no_grad():
+        compiled(remat(sin_sin), graphs)(X)
+        compiled(lambda x: sin_sin(x), plain)(X)
+    targets = [[n.target for g in each.forward for n in g.graph.nodes] for each in (graphs, plain)]
+    assert targets[0] == targets[1]
+
+
+@pytest.mark.parametrize("static", [(), (1,)])
+def test_caching(static):
+    """JAX's linearize, vjp and fwd caching, and retracing: twenty calls compile once."""
+    graphs = Graphs()
+    region = remat(lambda x, double: torch.sin(2 * x if double else x), static_argnums=static)
+    step = compiled(lambda x: region(x, True), graphs)
+    for _ in range(20):
+        step(X.clone().requires_grad_()).sum().backward()
+    assert (len(graphs.forward), len(graphs.backward)) == (1, 1)
+
+
+def attention(x, w):
+    q = checkpoint_name(x @ w, "q")
+    return torch.sin(torch.einsum("td,sd->ts", q, x).softmax(-1) @ torch.tanh(q))
+
+
+VERDICTS = {
+    "nothing": save_nothing,
+    "matmuls": save_matmuls,
+    "unbatched": save_unbatched,
+    "ops": save_ops(aten.tanh, aten._softmax),
+    "names": save_names("q"),
+    "all but names": save_all_but_names("q"),
+    "rule": lambda info: info.index % 2 == 0,
+}
+COSTLY = ("mm", "bmm", "tanh", "_softmax", "sin")
+
+
+@pytest.mark.parametrize("policy", VERDICTS)
+def test_verdicts_are_the_same_compiled_and_under_vmap(policy):
+    """What runs in forward and backward together, eager, compiled, and vmapped over examples."""
+
+    def counted(run):
+        return tuple(run(name) for name in COSTLY)
+
+    region = remat(attention, policy=VERDICTS[policy])
+    x, w = rand(3, 4), rand(4, 4)
+
+    def loss(x, w):
+        return region(x, w).sum()
+
+    with OpCounter() as eager:
+        expected = grad(loss, (0, 1))(x, w)
+    graphs = Graphs()
+    torch.testing.assert_close(compiled(grad(loss, (0, 1)), graphs)(x, w), expected)
+    assert counted(lambda n: graphs.count(n, "forward")) == counted(lambda n: eager[n])
+    with OpCounter() as batched:
+        per_example = vmap(grad(loss, (0, 1)), (0, None))(torch.stack([x, 2 * x]), w)
+    torch.testing.assert_close(per_example[0][0], expected[0])
+    if policy != "rule":
+        # One matmul of the user's is one op, whatever its kind.
+        assert batched.dots == eager.dots
+        assert [batched[n] for n in COSTLY[2:]] == [eager[n] for n in COSTLY[2:]]

@@ -1,0 +1,393 @@
+"""JAX's own tests of jax.checkpoint with scan, cond and while_loop; see test_jax_remat.py.
+
+lax.scan is `scan_remat`, or a Python loop; lax.cond is a Python `if`, or torch.cond; lax.while_loop is
+`while_remat`.
+"""
+
+import pytest
+import torch
+from torch.func import grad
+
+from remat import remat, save_everything, save_matmuls, save_nothing, save_ops, scan_remat, while_remat
+from remat.jax_names import checkpoint_name, checkpoint_policies
+from remat.policies import offload_names, save_names
+from tests.conformance.counting import BACKWARDS, check_grads
+from tests.conformance.test_jax_policies import Sine, Sum
+from tests.helpers import LiveBytes, OpCounter, rand, vjp
+
+aten = torch.ops.aten
+save_sin = save_ops(aten.sin)
+NOT_PUSHED = pytest.mark.xfail(strict=True, reason="a policy around scan_remat does not reach its steps")
+X, W, ROW = rand(3), rand(5, 5) * 0.3, rand(5)
+POSITIVE = X.abs()
+
+
+def scan(body, init, xs=None, **options):
+    options.setdefault("checkpoints", "all")
+    return scan_remat(body, init, xs, **options)
+
+
+def three_dots(x, w):
+    for _ in range(3):
+        x = torch.sin(x @ w)
+    return x
+
+
+# -- scan ---------------------------------------------------------------------------------------------
+
+
+@BACKWARDS
+@pytest.mark.parametrize("checkpoints", ["all", "sqrt", 2])
+def test_remat_scan(ops_of, checkpoints):
+    def to_scan(c, x):
+        return torch.sin(c), None
+
+    def f(x):
+        return scan(remat(to_scan), x, torch.arange(3.0), checkpoints=checkpoints)[0]
+
+    def plain(x):
+        return torch.sin(torch.sin(torch.sin(x)))
+
+    torch.testing.assert_close(f(X), plain(X), rtol=0, atol=0)
+    torch.testing.assert_close(grad(lambda x: f(x).sum())(X), grad(lambda x: plain(x).sum())(X))
+    assert ops_of(f, X)["cos"] == 3
+
+
+def test_remat_symbolic_zeros():
+    """A step whose y has no derivative."""
+
+    def f(d):
+        start = rand(5, 3)
+        move = remat(lambda r, i: (r + 0.001 * (d * r), torch.zeros(1)))
+        return scan(move, start, torch.arange(2))[0][0, 0]
+
+    d = torch.tensor(5.0, dtype=torch.float64)
+    torch.testing.assert_close(grad(f)(d), rand(5, 3)[0, 0] * 0.002 * (1 + 0.001 * d))
+
+
+def test_remat_nontrivial_env():
+    """Default arguments, and captured settings, of a region inside a loop."""
+
+    @remat
+    def foo(state, dt=0.5, c=1):
+        u, u_t = state
+        u_t = u_t + c**2 * u * dt
+        return u, u_t
+
+    def loss(u0, target, steps, dt, c=1):
+        (u, _), _ = scan(lambda s, _: (foo(s, dt, c), None), (u0, torch.zeros_like(u0)), length=steps)
+        return ((u - target) ** 2).mean()
+
+    u0 = torch.ones(8, 8, dtype=torch.float64)
+    dt = 1 / torch.sqrt(torch.tensor(2.0, dtype=torch.float64))
+    assert loss(u0, torch.zeros_like(u0), 10, dt) == 1
+    torch.testing.assert_close(grad(loss)(u0, torch.zeros_like(u0), 10, dt), 2 * u0 / u0.numel())
+
+
+def test_remat_scan2():
+    def scanned(x, _):
+        return scan(lambda x, _: (x + 1, None), x, length=1)[0], None
+
+    one = torch.tensor(1.0, dtype=torch.float64)
+    torch.testing.assert_close(grad(lambda x: remat(scanned)(x, None)[0])(one), one)
+
+
+@BACKWARDS
+@pytest.mark.parametrize("form", ["policy of the scan", "loop of regions"])
+def test_remat_checkpoint_dots_inside_scan(ops_of, form):
+    """2 sin, 3 cos and 6 dots a step: the carry is kept, which saves a sine; the first is a constant."""
+
+    def of_scan(w):
+        return scan(lambda x, _: (three_dots(x, w), None), ROW, length=2, policy=save_matmuls)[0]
+
+    def of_loop(w):
+        x = ROW
+        for _ in range(2):
+            x = remat(three_dots, policy=save_matmuls)(x, w)
+        return x
+
+    f = of_scan if form == "policy of the scan" else of_loop
+    ops = ops_of(f, W)
+    assert (ops["sin"], ops["cos"], ops.dots) == (2 * 2, 2 * 3, 2 * 6 - 1)
+    check_grads(f, W)
+
+
+def looped(w):
+    x = ROW
+    for _ in range(2):
+        x = three_dots(x, w)
+    return x
+
+
+@BACKWARDS
+@pytest.mark.parametrize(
+    "loop",
+    [
+        looped,
+        pytest.param(
+            lambda w: scan(lambda x, _: (three_dots(x, w), None), ROW, length=2)[0],
+            marks=pytest.mark.xfail(
+                strict=True, reason="a policy around scan_remat does not reach its steps"
+            ),
+        ),
+    ],
+    ids=["python", "scan_remat"],
+)
+def test_remat_checkpoint_dots_outside_scan(ops_of, loop):
+    """3 sin, 3 cos and 6 dots a step in JAX. Written out, the last sine of all is dead."""
+    ops = ops_of(remat(loop, policy=save_matmuls), W)
+    assert (ops["sin"], ops["cos"], ops.dots) == (2 * 3 - 1, 2 * 3, 2 * 6 - 1)
+    check_grads(remat(loop, policy=save_matmuls), W)
+
+
+def two_sines(c, _):
+    return torch.sin(c), torch.sin(c)
+
+
+@BACKWARDS
+@pytest.mark.parametrize("checkpoints", ["all", "sqrt", 2])
+def test_remat_of_scan(ops_of, checkpoints):
+    f = remat(lambda x: scan(two_sines, x, length=3, checkpoints=checkpoints))
+    ops = ops_of(f, X)
+    assert ops["sin"] > 0 and ops["cos"] == 6
+    check_grads(lambda x: torch.stack([t for out in f(x) for t in out.reshape(-1, 3)]), X)
+
+
+def test_remat_of_scan_unused_extensive_output_grad():
+    def step(c, a):
+        b = torch.sin(a).sum() + torch.sin(c).sum()
+        return torch.sin(c * b), b
+
+    def plain(c, rows):
+        for a in rows:
+            c, _ = step(c, a)
+        return c.sum()
+
+    region = remat(lambda c, rows: scan(step, c, rows), policy=checkpoint_policies.nothing_saveable)
+    c, rows = torch.arange(4.0).double() / 4, torch.arange(15.0).double().reshape(5, 3) / 15
+    got = grad(lambda c, rows: region(c, rows)[0].sum(), (0, 1))(c, rows)
+    torch.testing.assert_close(got, grad(plain, (0, 1))(c, rows))
+
+
+@BACKWARDS
+@pytest.mark.parametrize("around", [False, pytest.param(True, marks=NOT_PUSHED)])
+def test_remat_of_scan_policy(ops_of, around):
+    """JAX saves cos; torch's forward has none, so the sin stands for it: none is computed again."""
+    if around:
+        f = remat(lambda x: scan(two_sines, x, length=3), policy=save_sin)
+    else:
+        f = lambda x: scan(two_sines, x, length=3, policy=save_sin)  # noqa: E731
+    ops = ops_of(f, X)
+    assert (ops["sin"], ops["cos"]) == (0, 6)
+
+
+def test_remat_offload_names_of_scan_jaxpr():
+    """What the steps offload is as much, and of the same numbers, as what they would keep."""
+
+    def f(x, policy):
+        def step(y, _):
+            y = checkpoint_name(torch.sin(y), "y")
+            z = checkpoint_name(torch.sin(y), "z")
+            w = checkpoint_name(torch.sin(z), "w")
+            return w, (w * z).sum()
+
+        return scan(step, x, length=3, policy=policy)[1].sum()
+
+    x = rand(16)
+    policy = save_names("y") | offload_names("z", "w")
+    torch.testing.assert_close(grad(f)(x, policy), grad(f)(x, save_everything))
+
+    def copies(policy):
+        leaf = x.clone().requires_grad_()
+        with OpCounter() as forward:
+            out = f(leaf, policy)
+        with OpCounter() as backward:
+            out.backward()
+        return forward["copy_"], backward["sin"]
+
+    (kept, _), (moved, again) = copies(save_names("y", "z", "w")), copies(policy)
+    assert (moved - kept, again) == (3 * 2, 0)
+
+
+class Scaled(torch.autograd.Function):
+    """A rule that makes a constant."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x * torch.arange(3.0, dtype=x.dtype)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[override]
+        return g * torch.arange(3.0, dtype=g.dtype)
+
+
+def test_const_in_jvp_scan():
+    region = remat(lambda x: scan(lambda c, _: (Scaled.apply(c), None), x, length=1)[0].sum())
+    torch.testing.assert_close(grad(region)(X), torch.arange(3.0).double())
+
+
+@pytest.mark.parametrize("order", ["scan of regions", "region of scan"])
+def test_remat_custom_rules_in_scan(order):
+    """The second halves of JAX's custom_jvp_policy, custom_vjp_policy and custom_jvp_linear_policy."""
+
+    def f(x):
+        return Sine.apply(x @ x * 1e-3) * 3
+
+    def of(step, x):
+        if order == "region of scan":
+            return remat(lambda x: scan(step, x, length=2)[0], policy=save_matmuls)(x)
+        return scan(remat(step, policy=save_matmuls), x, length=2)[0]
+
+    check_grads(lambda x: of(lambda c, _: (f(c), None), x), rand(2, 2), forward=False)
+    sums = grad(lambda x: scan(remat(lambda _, row: (None, Sum.apply(row))), None, x)[1].sum())(rand(2, 3))
+    torch.testing.assert_close(sums, torch.ones(2, 3).double())
+
+
+# -- functions with rules of their own, in loops and branches ----------------------------------------
+
+
+def once(f, x):
+    return scan(lambda c, _: (f(c), None), x, length=1)[0]
+
+
+def branch(f, x):
+    return f(x) if x.sum() > -torch.inf else x
+
+
+FUNKY = pytest.mark.parametrize(
+    ("policy", "sines"),
+    [(save_sin, 0), (save_everything, 0), (save_nothing, 0)],
+    ids=["save_sin", "everything", "nothing"],
+)
+
+
+@FUNKY
+@pytest.mark.parametrize("inside", [Sine.apply, lambda x: branch(Sine.apply, x)], ids=["rule", "nested"])
+def test_remat_of_cond_funky_custom_jvp(policy, sines, inside):
+    """One sin, whose value nobody reads in the backward; two of them, of which the first is read."""
+    f = remat(lambda x: branch(inside, x), policy=policy)
+    g = remat(lambda x: branch(inside, branch(inside, x)), policy=policy)
+    assert (sine_counts(f), sine_counts(g)) == ((sines, 1), (1 if policy == save_nothing else 0, 2))
+    check_grads(g, POSITIVE, forward=False)
+
+
+@FUNKY
+def test_remat_of_scan_funky_custom_jvp(policy, sines):
+    """As above through loops of one step, whose carries are kept."""
+    f = lambda x: scan(lambda c, _: (Sine.apply(c), None), x, length=1, policy=policy)[0]  # noqa: E731
+    assert sine_counts(f)[1] == 1 and sine_counts(f)[0] <= 1 + sines
+    check_grads(remat(lambda x: once(Sine.apply, once(Sine.apply, x)), policy=policy), X, forward=False)
+
+
+def sine_counts(fn):
+    out, pull = vjp(fn, POSITIVE)
+    with OpCounter() as ops:
+        pull(torch.ones_like(out))
+    return ops["sin"], ops["cos"]
+
+
+# -- cond ---------------------------------------------------------------------------------------------
+
+
+@BACKWARDS
+def test_remat_of_cond(ops_of):
+    def both(x):
+        return two_sines(x, None) if x.sum() > 0 else (x, x)
+
+    def deep(x):
+        return torch.sin(torch.sin(x)) if x.sum() > 0 else x
+
+    # No sine is read where it is the result; the inner one of two is.
+    ops = ops_of(remat(both), POSITIVE)
+    assert (ops["sin"], ops["cos"]) == (0, 2)
+    ops = ops_of(remat(deep), POSITIVE)
+    assert (ops["sin"], ops["cos"]) == (1, 2)
+    check_grads(remat(deep), POSITIVE)
+    assert ops_of(remat(deep), -POSITIVE)["sin"] == 0
+
+
+@pytest.mark.parametrize("transform", ["backward", "grad"])
+def test_remat_of_torch_cond(transform):
+    def f(x):
+        return torch.cond(x.sum() > 0, lambda x: (torch.sin(x),), lambda x: (torch.cos(x),), (x,))[0]
+
+    for x, expected in ((POSITIVE, torch.cos(POSITIVE)), (-POSITIVE, torch.sin(POSITIVE))):
+        if transform == "grad":
+            got = grad(lambda x: remat(f)(x).sum())(x)
+        else:
+            leaf = x.clone().requires_grad_()
+            (got,) = torch.autograd.grad(remat(f)(leaf).sum(), leaf)
+        torch.testing.assert_close(got, expected)
+
+
+def test_const_in_jvp_cond():
+    region = remat(lambda x: (Scaled.apply(x) if x.sum() > 0 else x).sum())
+    torch.testing.assert_close(grad(region)(POSITIVE), torch.arange(3.0).double())
+
+
+@BACKWARDS
+@pytest.mark.parametrize("inside", [True, False])
+def test_remat_checkpoint_dots_cond(ops_of, inside):
+    """Inside and outside of the branch alike; five dots, since the first one's operand is a constant."""
+
+    def chosen(w):
+        run = (
+            remat(lambda w: three_dots(ROW, w), policy=save_matmuls)
+            if inside
+            else lambda w: three_dots(ROW, w)
+        )
+        return run(w) if ROW.sum() > -torch.inf else ROW
+
+    f = chosen if inside else remat(chosen, policy=save_matmuls)
+    ops = ops_of(f, W)
+    assert (ops["sin"], ops["cos"], ops.dots) == (2, 3, 5)
+    check_grads(f, W)
+
+
+@BACKWARDS
+def test_remat_of_cond_policy(ops_of):
+    f = remat(lambda x: torch.sin(torch.sin(x)) if x.sum() > 0 else x, policy=save_sin)
+    ops = ops_of(f, POSITIVE)
+    assert (ops["sin"], ops["cos"]) == (0, 2)
+
+
+# -- while --------------------------------------------------------------------------------------------
+
+
+def thrice(x, checkpoints=3):
+    return while_remat(
+        lambda c: c[0] < 3, lambda c: (c[0] + 1, torch.sin(c[1])), (0, x), checkpoints=checkpoints
+    )[1]
+
+
+@BACKWARDS
+def test_remat_of_while_loop(ops_of):
+    """lax.while_loop has no reverse derivative; while_remat has."""
+    plain = grad(lambda x: torch.sin(torch.sin(torch.sin(x))).sum())(X)
+    for fn in (thrice, remat(thrice)):
+        torch.testing.assert_close(grad(lambda x, fn=fn: fn(x).sum())(X), plain)
+        assert ops_of(fn, X)["cos"] == 3
+
+
+def test_remat_of_while_loop_policy():
+    """JAX cannot keep anything of a while loop. Here it keeps so many carries, however long the loop is."""
+
+    def kept(steps, checkpoints):
+        def f(x):
+            return while_remat(
+                lambda c: c[0] < steps, lambda c: (c[0] + 1, torch.sin(c[1])), (0, x), checkpoints=checkpoints
+            )[1]
+
+        with LiveBytes() as live:
+            out = f(X.clone().requires_grad_())
+            return live.bytes - out.nbytes
+
+    # The carries, and the first one once more, as the operand that it is.
+    assert kept(20, 4) == kept(10, 4) <= 5 * X.nbytes
+    assert kept(20, 6) > kept(20, 4)

@@ -1,0 +1,350 @@
+"""JAX's own tests of jax.checkpoint, continued: policies, names, what is kept; see test_jax_remat.py."""
+
+import re
+
+import pytest
+import torch
+from torch.func import grad, vmap
+
+from remat import jax_names, print_saved_residuals, remat, save_matmuls, save_nothing, save_ops
+from remat import save_unbatched_matmuls as save_unbatched
+from remat.inspection import saved_residuals
+from remat.jax_names import checkpoint_name, checkpoint_policies
+from tests.conformance.counting import BACKWARDS, check_grads, residuals
+from tests.helpers import OpCounter, leaves_of, rand
+
+aten = torch.ops.aten
+
+
+X, SCALAR = rand(3), torch.tensor(1.5, dtype=torch.float64)
+
+
+def sin_sin(x):
+    return torch.sin(torch.sin(x))
+
+
+NAMED_SIN = lambda x: checkpoint_name(torch.sin(x), "sin")  # noqa: E731
+
+
+@BACKWARDS
+@pytest.mark.parametrize(
+    ("policy", "sines"),
+    [
+        (checkpoint_policies.everything_saveable, 0),
+        (None, 1),
+        (checkpoint_policies.save_only_these_names("sin"), 0),
+    ],
+    ids=["save_anything", "save_nothing", "save_sin"],
+)
+def test_remat_custom_policy(ops_of, policy, sines):
+    """torch computes the cosines of a derivative in the backward, under every policy."""
+    f = jax_names.checkpoint(lambda x: NAMED_SIN(NAMED_SIN(x) ** 2), policy=policy)
+    ops = ops_of(f, X)
+    assert (ops["sin"], ops["cos"]) == (sines, 2)
+    check_grads(f, X)
+
+
+@BACKWARDS
+def test_remat_custom_policy_save_cos(ops_of):
+    """A policy that goes by the op's name; torch has no cos in this forward, so it saves the sin."""
+    f = remat(sin_sin, policy=lambda info: str(info.op) == "aten.sin.default")
+    ops = ops_of(f, X)
+    assert (ops["sin"], ops["cos"]) == (0, 2)
+    check_grads(f, X)
+
+
+def three_dots(dot):
+    def f(x):
+        for _ in range(3):
+            x = torch.sin(dot(x, x) * 1e-3)
+        return x
+
+    return f
+
+
+@BACKWARDS
+@pytest.mark.parametrize(
+    ("policy", "equation", "shape", "sines", "dots"),
+    [
+        (checkpoint_policies.checkpoint_dots, "ij,jk->ik", (2, 2), 2, 6),
+        (checkpoint_policies.checkpoint_dots, "nij,njk->nik", (3, 2, 2), 2, 6),
+        (checkpoint_policies.checkpoint_dots_with_no_batch_dims, "ij,jk->ik", (2, 2), 2, 6),
+        (checkpoint_policies.checkpoint_dots_with_no_batch_dims, "nij,njk->nik", (3, 2, 2), 2, 9),
+    ],
+    ids=["dots", "dots_batched", "dots_with_no_batch_dims", "dots_with_no_batch_dims2"],
+)
+def test_remat_checkpoint_dots(ops_of, policy, equation, shape, sines, dots):
+    f = remat(three_dots(lambda a, b: torch.einsum(equation, a, b)), policy=policy)
+    ops = ops_of(f, rand(*shape))
+    assert (ops["sin"], ops["cos"], ops.dots) == (sines, 3, dots)
+    check_grads(f, rand(*shape))
+
+
+class Sine(torch.autograd.Function):
+    """jax.custom_jvp and jax.custom_vjp in one: rules for both, and for vmap."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return torch.sin(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[0])
+        ctx.save_for_forward(inputs[0])
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[override]
+        return g * torch.cos(ctx.saved_tensors[0])
+
+    @staticmethod
+    def jvp(ctx, t):  # type: ignore[override]
+        return t * torch.cos(ctx.saved_tensors[0])
+
+
+@BACKWARDS
+def test_remat_custom_jvp_policy(ops_of):
+    def f(x):
+        for _ in range(3):
+            x = Sine.apply(x @ x * 1e-3)
+        return x
+
+    region = remat(f, policy=save_matmuls)
+    ops = ops_of(region, rand(2, 2))
+    assert (ops["sin"], ops["cos"], ops.dots) == (2, 3, 6)
+    check_grads(region, rand(2, 2))
+
+
+@BACKWARDS
+def test_remat_custom_vjp_policy(ops_of):
+    """The rule's own residual is its argument; the policy sees the ops inside the rule."""
+
+    def f(x):
+        for _ in range(3):
+            x = Sine.apply(x @ (x @ x) * 1e-3)
+        return x
+
+    ops = ops_of(remat(f, policy=save_matmuls), rand(2, 2))
+    assert (ops["sin"], ops.dots) == (2, 12)
+    check_grads(remat(f, policy=save_matmuls), rand(2, 2), forward=False)
+
+
+@pytest.mark.parametrize("policy", [save_matmuls, save_nothing])
+def test_remat_dropvar_policy(policy):
+    """grad inside a region, of a function one of whose results is not used."""
+    region = remat(lambda x: grad(lambda x: ((x * x).sum(), x)[0])(x), policy=policy)
+    torch.testing.assert_close(grad(lambda x: region(x).sum())(X), torch.full_like(X, 2))
+
+
+class Sum(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x.sum(0)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.rows = len(inputs[0])
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[override]
+        return g.expand(ctx.rows, *g.shape)
+
+    @staticmethod
+    def jvp(ctx, t):  # type: ignore[override]
+        return t.sum(0)
+
+
+def test_remat_custom_jvp_linear_policy():
+    region = remat(lambda x: Sum.apply(x), policy=save_matmuls)
+    check_grads(region, X)
+    assert residuals(region, X) == []
+
+
+@pytest.mark.parametrize(
+    ("fn", "count"),
+    [
+        (lambda x: torch.einsum("ii->i", x), 0),
+        (lambda x: torch.zeros_like(x) * x, 0),
+        (lambda x: torch.zeros_like(x) * torch.sin(x), 1),
+    ],
+    ids=["einsum", "zeros", "zeros_times_sin"],
+)
+def test_constants_not_hoisted(fn, count):
+    found = saved_residuals(remat(fn), rand(2, 2))
+    assert [r.path for r in found] == ["x"] * count
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["input", "pytree"])
+def test_name_saveable(tree):
+    def f(x):
+        x = checkpoint_name({"a": x @ x}, "foo")["a"] if tree else checkpoint_name(x @ x, "foo")
+        return x @ x
+
+    found = residuals(remat(f, policy=checkpoint_policies.save_only_these_names("foo")), rand(3, 3))
+    assert len(found) == 2 and "from the argument x" in found[0] and "named 'foo'" in found[1]
+
+
+def constants(x):
+    two = torch.full((), 2.0, dtype=torch.float64)
+    y, z, w = (checkpoint_name(torch.mul(two, 2.0), name) for name in "yzw")
+    return (((x * y) * z) * w) * torch.mul(two, 2.0)
+
+
+@pytest.mark.parametrize("names", ["", "w", "zw", "yzw"])
+def test_name_denylist(names):
+    policy = checkpoint_policies.save_any_names_but_these(*names)
+    assert len(saved_residuals(remat(constants, policy=policy), SCALAR)) == 3 - len(names)
+
+
+@pytest.mark.parametrize("names", ["", "w", "zw", "yzw"])
+def test_name_allowlist(names):
+    policy = checkpoint_policies.save_only_these_names(*names)
+    assert len(saved_residuals(remat(constants, policy=policy), SCALAR)) == len(names)
+
+
+def test_checkpoint_name_vmap():
+    def f(x):
+        return checkpoint_name(x * 2.0, "y") + 1.0
+
+    x = rand(2, 3)
+    batched = vmap(remat(f, policy=checkpoint_policies.save_only_these_names("y")))
+    torch.testing.assert_close(batched(x), f(x), rtol=0, atol=0)
+    torch.testing.assert_close(grad(lambda a: batched(a).sum())(x), torch.full_like(x, 2.0))
+
+
+def test_saved_residuals_utility():
+    three, weights = torch.tensor(3.0), torch.tensor([3.0])
+
+    def f(x, y):
+        x1, x2 = x
+        z = checkpoint_name(torch.sin(three), "z")
+        return z * ((x1 * x2) * y) * weights
+
+    scalars = [torch.tensor(v) for v in (2.0, 3.0, 4.0)]
+    found = saved_residuals(f, tuple(scalars[:2]), y=scalars[2])
+    texts = [re.sub(r"^\S+ \d+ B |from \S+:\d+ \(f\)", "", str(r)) for r in found]
+    assert texts == [
+        "from the argument x[0]",
+        "from the argument x[1]",
+        "from the argument y",
+        "from the captured weights",
+        "named 'z', output of aten.sin ",
+        "output of aten.mul ",
+    ]
+    assert found[3].shape == (1,) and all(found[i].shape == () for i in (0, 1, 2, 4, 5))
+
+
+def test_remat_of_jit_residual_forwarding():
+    """A value that two inner functions read is kept once."""
+
+    def f(x):
+        y = checkpoint_name(torch.sin(torch.ones(2, dtype=torch.float64)), "y")
+        x = (lambda: x * y)()
+        return (lambda: x * y)()
+
+    region = remat(f, policy=checkpoint_policies.save_only_these_names("y"))
+    assert len(saved_residuals(region, SCALAR)) == 1
+    expected = 2 * torch.sin(torch.ones((), dtype=torch.float64)) ** 2
+    torch.testing.assert_close(grad(lambda x: region(x).sum())(SCALAR), expected)
+
+
+OFFLOAD = dict(offload_src="device", offload_dst="pinned_host")
+
+
+def test_remat_offload_names_jaxpr():
+    policy = checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=["y"], names_which_can_be_offloaded=["z", "w"], **OFFLOAD
+    )
+
+    def f(x):
+        y = checkpoint_name(torch.sin(x), "y")
+        z = checkpoint_name(torch.sin(y), "z")
+        w = checkpoint_name(torch.sin(z), "w")
+        return (w * z).sum()
+
+    x = rand(16)
+    torch.testing.assert_close(grad(remat(f, policy=policy))(x), grad(f)(x))
+    leaf = x.clone().requires_grad_()
+    with OpCounter() as to_host:
+        out = remat(f, policy=policy)(leaf)
+    with OpCounter() as to_device:
+        out.backward()
+    assert (to_host["copy_"], to_device["to"] + to_device["copy_"], to_device["sin"]) == (2, 2, 0)
+    with pytest.raises(ValueError, match="The names should be exclusive and should not intersect"):
+        checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=["y"], names_which_can_be_offloaded=["y"], **OFFLOAD
+        )
+
+
+def test_remat_offload_dot_with_no_batch_dims_jaxpr():
+    policy = checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+
+    def f(x, b):
+        x = torch.einsum("ij,jk->ik", x, x)
+        b = torch.einsum("bij,bjk->bik", b, b)
+        return torch.sin(x).sum() + torch.sin(b).sum()
+
+    args = rand(4, 4), rand(2, 4, 4)
+    leaves = leaves_of(args)
+    with OpCounter() as to_host:
+        out = remat(f, policy=policy)(*leaves)
+    with OpCounter() as to_device:
+        out.backward()
+    assert (to_host["copy_"], to_device["to"] + to_device["copy_"]) == (1, 1)
+    # Two for each derivative, and the batched one computed again.
+    assert to_device.dots == 2 + 2 + 1
+    torch.testing.assert_close(grad(remat(f, policy=policy))(*args), grad(f)(*args))
+    with pytest.raises(ValueError, match="pinned host memory"):
+        checkpoint_policies.offload_dot_with_no_batch_dims("device", "disk")
+
+
+def test_remat_residual_logging(capsys):
+    """What JAX logs is printed on demand: inputs, intermediates, or both."""
+
+    def f(x):
+        return torch.cos(torch.sin(x).sum())
+
+    def printed(policy):
+        print_saved_residuals(remat(f, policy=policy), X)
+        return capsys.readouterr().out
+
+    inputs, everything, some = printed(save_nothing), printed(lambda info: True), printed(save_ops(aten.sum))
+    assert "from the argument x" in inputs and "output of" not in inputs
+    assert "output of aten.sum" in everything
+    assert "from the argument x" in some and "output of aten.sum" in some and "aten.sin" not in some
+
+
+def test_outer_policy_wins():
+    """JAX's rule is the outermost policy. Here a value that any enclosing region saves is not recomputed."""
+
+    def sines(outer, inner):
+        region = remat(remat(lambda x: sin_sin(sin_sin(x)), policy=inner), policy=outer)
+        leaf = X.clone().requires_grad_()
+        loss = region(leaf).sum()
+        with OpCounter() as ops:
+            loss.backward()
+        return ops["sin"]
+
+    keep = save_ops(aten.sin)
+    assert sines(keep, save_nothing) == sines(save_nothing, keep) == 0
+    assert sines(save_nothing, save_nothing) >= 3
+
+
+def test_policy_sees_the_op_the_user_wrote():
+    """In JAX vmap turns a dot into a batched dot before the policy runs (maxtext issue 971). Not here."""
+
+    def f(x):
+        return torch.sin(x @ x) @ x
+
+    def dots(transform):
+        with OpCounter() as ops:
+            transform(remat(f, policy=save_unbatched))
+        return ops.dots
+
+    x = rand(2, 3, 3)
+    inside = dots(lambda f: vmap(grad(lambda x: f(x).sum()))(x))
+    outside = dots(lambda f: grad(lambda x: vmap(f)(x).sum())(x))
+    assert inside == outside == 2 + 4

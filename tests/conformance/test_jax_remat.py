@@ -1,0 +1,404 @@
+"""JAX's own tests of jax.checkpoint (tests/api_test.py, RematTest), by their names and with their numbers.
+
+Policies and names are in test_jax_policies.py, loops and branches in test_jax_control_flow.py, compiled code
+in test_jax_compiled.py. docs/jax.md has the table of all 80, with what was adapted and why.
+"""
+
+import traceback
+
+import pytest
+import torch
+from torch.func import grad, jacfwd, jacrev, vmap
+
+from remat import RematError, jax_names, remat, save_matmuls, save_nothing
+from remat.transforms import _torch
+from tests.conformance.counting import BACKWARDS, check_grads
+from tests.helpers import OpCounter, leaves_of, rand, vjp
+
+aten = torch.ops.aten
+
+
+def nothing(info):
+    return False
+
+
+# As in JAX: without a policy, with a callable that saves nothing, by the other name.
+REMATS = pytest.mark.parametrize(
+    "remat",
+    [remat, lambda f: remat(f, policy=nothing), jax_names.checkpoint],
+    ids=["remat", "policy", "jax_names"],
+)
+X = rand(3)
+
+
+def sin_sin(x):
+    return torch.sin(torch.sin(x))
+
+
+@REMATS
+@BACKWARDS
+def test_remat_basic(remat, ops_of):
+    region = remat(lambda x: (sin_sin(x), 3.0))
+
+    def f(x):
+        out, number = region(x)
+        assert number == 3.0
+        return out
+
+    torch.testing.assert_close(f(X), sin_sin(X), rtol=0, atol=0)
+    gradient = grad(lambda x: f(x).sum())(X)
+    torch.testing.assert_close(gradient, torch.cos(torch.sin(X)) * torch.cos(X))
+    ops = ops_of(f, X)
+    assert (ops["sin"], ops["cos"]) == (1, 2)
+
+
+@REMATS
+def test_remat_freevars(remat):
+    def plain(x):
+        y = 2 * torch.sin(x)
+        return torch.cos(x) * torch.sin(y)
+
+    def f(x):
+        y = 2 * torch.sin(x)
+        return remat(lambda x: torch.cos(x) * torch.sin(y))(x)
+
+    check_grads(f, X)
+    torch.testing.assert_close(grad(lambda x: f(x).sum())(X), grad(lambda x: plain(x).sum())(X))
+
+
+@pytest.mark.parametrize("static", [True, False])
+def test_remat_grad_python_control_flow_static_argnums(static):
+    """In eager mode Python may branch on a tensor, too."""
+
+    def branch(flag, x):
+        return torch.sin(x) if (flag if static else x.sum() > 0) else torch.cos(x)
+
+    region = remat(branch, static_argnums=(0,) if static else ())
+    for flag, x in ((True, X.abs()), (False, -X.abs())):
+        expected = torch.cos(x) if flag else -torch.sin(x)
+        leaf = x.clone().requires_grad_()
+        region(flag, leaf).sum().backward()
+        torch.testing.assert_close(leaf.grad, expected)
+
+
+def test_remat_grad_python_control_flow_unhashable_static_argnums():
+    class Unhashable:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __init__(self, positive):
+            self.positive = positive
+
+    region = remat(lambda a, x: torch.sin(x) if a.positive else torch.cos(x), static_argnums=0)
+    for positive, expected in ((True, torch.cos(X)), (False, -torch.sin(X))):
+        torch.testing.assert_close(
+            grad(lambda x, positive=positive: region(Unhashable(positive), x).sum())(X), expected
+        )
+
+
+@pytest.mark.parametrize("static", [(), (1,)])
+def test_remat_retracing(static):
+    """Nothing is traced ahead: a call without derivatives is one call, with derivatives two."""
+    calls = []
+
+    def g(x, flag=True):
+        calls.append(1)
+        return torch.sin(x) if flag else torch.cos(x)
+
+    region = remat(g, static_argnums=static)
+    for _ in range(10):
+        region(X, True)
+    assert len(calls) == 10
+    for _ in range(10):
+        grad(lambda x: region(x, True).sum())(X)
+    assert len(calls) == 30
+
+
+@REMATS
+def test_remat_vmap(remat):
+    g = remat(sin_sin)
+    torch.testing.assert_close(vmap(g)(X), sin_sin(X), rtol=0, atol=0)
+    derivative = torch.diag(torch.cos(torch.sin(X)) * torch.cos(X))
+    torch.testing.assert_close(jacfwd(g)(X), derivative)
+    torch.testing.assert_close(jacrev(g)(X), derivative)
+
+
+def test_remat_vmap_of_an_op_whose_batching_rule_makes_a_constant():
+    @torch.library.custom_op("remat_tests::introduce_constant", mutates_args=())
+    def introduce(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @introduce.register_vmap
+    def _(info, in_dims, x):
+        return x + torch.arange(x.numel(), dtype=x.dtype).reshape(x.shape), in_dims[0]
+
+    ones = torch.ones(20, dtype=torch.float64)
+    torch.testing.assert_close(vmap(remat(lambda x: introduce(x)))(ones), ones + torch.arange(20))
+
+
+@REMATS
+def test_remat_vmap_not_leading_dim(remat):
+    x = rand(3, 5)
+    torch.testing.assert_close(vmap(remat(sin_sin), 1, 0)(x), sin_sin(x).T, rtol=0, atol=0)
+
+
+@REMATS
+def test_remat_higher_order_autodiff(remat):
+    def f(x):
+        return torch.cos(torch.sin(x))
+
+    x = torch.tensor(3.0, dtype=torch.float64)
+    torch.testing.assert_close(grad(grad(remat(f)))(x), grad(grad(f))(x))
+
+
+def test_remat_higher_order_ad_preserves_remat_primitive():
+    """At second order a region recomputes, too: what its first backward made is not kept."""
+    x = torch.tensor(0.3, dtype=torch.float64)
+
+    def sines(fn):
+        with OpCounter() as ops:
+            derivative = grad(grad(fn))(x)
+        return ops["sin"], derivative
+
+    (plain, expected), (again, got) = sines(sin_sin), sines(remat(sin_sin))
+    torch.testing.assert_close(got, expected)
+    assert again > plain
+
+
+@BACKWARDS
+@REMATS
+def test_remat_no_redundant_flops(remat, ops_of):
+    """JAX drops the forward of a gradient; torch runs it: so the backward alone is looked at."""
+    region = remat(lambda x, y: torch.sin(x) * y)
+    two = torch.tensor(2.0, dtype=torch.float64)
+    assert ops_of(lambda y: region(two, y), X)["sin"] <= 1
+
+
+@REMATS
+def test_remat_binomial_checkpointing(remat):
+    def binomial(functions):
+        if len(functions) == 1:
+            return functions[0]
+        half = len(functions) // 2
+        first, second = binomial(functions[:half]), binomial(functions[half:])
+        return remat(lambda x: first(second(x)))
+
+    f1, x = binomial([torch.sin] * 4), torch.tensor(4.0, dtype=torch.float64)
+    torch.testing.assert_close(f1(x), sin_sin(sin_sin(x)))
+    torch.testing.assert_close(grad(f1)(x), grad(lambda x: sin_sin(sin_sin(x)))(x))
+
+
+@REMATS
+def test_remat_jit2(remat):
+    """A region without arguments that closes over a value."""
+
+    def f(x):
+        y = 2 * x
+        return remat(lambda: y)()
+
+    torch.testing.assert_close(f(X), 2 * X)
+    torch.testing.assert_close(grad(lambda x: f(x).sum())(X), torch.full_like(X, 2))
+    torch.testing.assert_close(
+        torch.autograd.grad(f(leaf := X.clone().requires_grad_()).sum(), leaf)[0], X * 0 + 2
+    )
+
+
+@REMATS
+def test_remat_jit3(remat):
+    def f(w, x):
+        a = x @ w
+        b = torch.einsum("btd,bTd->btT", a, a)
+        return torch.einsum("btT,btd->btd", b, a).sum()
+
+    def squared(w, x):
+        a = w * x
+        return (a * a).sum()
+
+    w, x = rand(1, 1), rand(1, 1, 1)
+    for fn in (f, squared):
+        torch.testing.assert_close(grad(remat(fn))(w, x), grad(fn)(w, x))
+
+
+@BACKWARDS
+def test_remat_eval_counter(ops_of):
+    """JAX's add_one, whose derivative reads its result, is exp here."""
+    inner = remat(torch.exp)
+    with OpCounter() as ops:
+        remat(lambda x: torch.exp(inner(x)))(X)
+    assert ops["exp"] == 2
+    assert ops_of(remat(lambda x: torch.exp(inner(x))), X)["exp"] == 3
+    assert ops_of(remat(lambda x: torch.exp(torch.exp(x))), X)["exp"] == 2
+
+
+@BACKWARDS
+@pytest.mark.parametrize(("n", "evaluations"), [(4, 2), (8, 8), (16, 24)])
+def test_remat_recursive_checkpoint_recompute_counts(ops_of, n, evaluations):
+    def recursive(functions):
+        if len(functions) <= 2:
+            return lambda x: functions[0](functions[1](x)) if len(functions) == 2 else functions[0](x)
+        half = len(functions) // 2
+        outer, inner = recursive(functions[:half]), remat(recursive(functions[half:]))
+        return lambda x: outer(inner(x))
+
+    small = rand(3) * 1e-3
+    f = recursive([lambda x: torch.exp(x) - 1] * n)
+    with OpCounter() as ops:
+        f(small)
+    assert ops["exp"] == n
+    assert ops_of(f, small)["exp"] == evaluations
+
+
+@REMATS
+def test_escaped_tracer_remat(remat):
+    """A side effect on a captured tensor happens once, not again in the recomputation."""
+    state = [torch.zeros((), dtype=torch.float64)]
+
+    def g(x):
+        state[0].add_(1)
+        return torch.sin(x) * state[0]
+
+    leaf = X.clone().requires_grad_()
+    remat(g)(leaf).sum().backward()
+    assert state[0] == 1
+    torch.testing.assert_close(leaf.grad, torch.cos(X))
+
+
+def test_no_cse_widget_on_primals():
+    """Where nothing is differentiated a region costs no op of its own."""
+    region = remat(lambda x: (sin_sin(x), 3.0))
+    with torch.no_grad(), OpCounter() as ops:
+        region(X.clone().requires_grad_())
+    assert (
+        dict(ops.counts) == {"sin": 2, "clone": 1} or ops.counts.total() == 2 + ops["clone"] + ops["detach"]
+    )
+
+
+@REMATS
+def test_checkpoint_dropvars(remat):
+    def f(x):
+        _, x = (lambda: (x, x))()
+        return x
+
+    torch.testing.assert_close(grad(lambda x: remat(f)(x).sum())(X), torch.ones_like(X))
+
+
+def test_dce_keeps_eqns_with_used_outputs_but_no_used_inputs():
+    region = remat(lambda x: torch.full((3,), 3.0, dtype=torch.float64) * x)
+    torch.testing.assert_close(grad(lambda x: region(x).sum())(X), torch.full_like(X, 3))
+
+
+@pytest.mark.parametrize("static", [(), (1,)])
+def test_vjp_caching(static):
+    """One forward, and for each of 20 pulls one recomputation: nothing is built again, nothing piles up."""
+    calls = []
+
+    def f(x, double):
+        calls.append(1)
+        return torch.exp(2 * x if double else x)
+
+    region = remat(f, static_argnums=static)
+    out, pull = vjp(lambda x: region(x, True), X)
+    results = [pull(torch.ones_like(out))[0] for _ in range(20)]
+    assert len(calls) == 21
+    assert all(torch.equal(r, results[0]) for r in results)
+
+
+@pytest.mark.parametrize("static", [(), (1,)])
+def test_fwd_caching(static):
+    calls = []
+
+    def f(x, double):
+        calls.append(1)
+        return 2 * x if double else x
+
+    region = remat(f, static_argnums=static)
+    for _ in range(20):
+        vjp(lambda x: region(x, True), X)
+    assert len(calls) == 20
+
+
+class Rebuilt(torch.autograd.Function):
+    """Answers as its gradient what its argument is worth in the backward."""
+
+    @staticmethod
+    def forward(x):
+        return x.float() * 1.0
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[0])
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[override]
+        return ctx.saved_tensors[0].float() * 1.0
+
+
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls])
+@pytest.mark.parametrize("mode", ["backward", "vjp"])
+def test_excess_precision_hell(policy, mode):
+    """In bfloat16 the value that the backward rebuilds is the forward's, bit for bit."""
+    rebuilt = []
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(x):
+            return x @ x
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, g):  # type: ignore[override]
+            rebuilt.append(g)
+            return g
+
+    x = (1 + torch.finfo(torch.bfloat16).eps) * torch.eye(2, dtype=torch.bfloat16)
+    region = remat(lambda x: Rebuilt.apply(Probe.apply(x)), policy=policy)
+    if mode == "vjp":
+        out, pull = vjp(region, x)
+        pull(torch.ones_like(out))
+    else:
+        (out := region(x.requires_grad_())).backward(torch.ones_like(out))
+    torch.testing.assert_close(rebuilt[0].float(), out, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("static", [(), (1,)])
+def test_concreteness_error_includes_user_code(static):
+    """vmap cannot branch on data; its error leads to the user's line."""
+
+    def f(x, _):
+        if x > 0:
+            return x
+        return torch.sin(x)
+
+    with pytest.raises(RuntimeError) as caught:
+        vmap(grad(lambda x: remat(f, static_argnums=static)(x, 1.0)))(X)
+    assert not isinstance(caught.value, RematError)
+    assert "if x > 0" in "".join(traceback.format_exception(caught.value))
+
+
+def test_remat_grad_accum_refs():
+    """The backward adds into .grad."""
+    region, leaf = remat(torch.sin), leaves_of((X,))[0]
+    for _ in range(2):
+        region(leaf).sum().backward()
+    torch.testing.assert_close(leaf.grad, 2 * grad(lambda x: region(x).sum())(X))
+
+
+@pytest.mark.skipif(not hasattr(_torch, "profiling"), reason="this build labels nothing for profilers")
+def test_name_stack_annotation():
+    """The recomputation carries a label of its own, once, in a profile."""
+    region, leaf = remat(sin_sin, name="block"), X.clone().requires_grad_()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        region(leaf).sum().backward()
+    labels = [event.name for event in profile.events() or () if event.name.startswith("remat::")]
+    assert labels.count("remat::recompute block") == 1
+
+
+@pytest.mark.parametrize("prevent", [False, (False, True), ({"w": False, "x": True},)], ids=str)
+def test_prevent_cse(prevent):
+    """no_cse_widget_with_prevent_cse_false, partial_cse_prevention: taken, and of no effect."""
+    layer = jax_names.checkpoint(lambda w, x: torch.tanh(x @ w), prevent_cse=prevent)
+    w, x = rand(3, 3), rand(2, 3)
+    expected = grad(lambda w: torch.tanh(x @ w).sum())(w)
+    torch.testing.assert_close(grad(lambda w: layer(w, x).sum())(w), expected)

@@ -1,0 +1,207 @@
+"""Hooks inside regions, and whether code that runs can tell that it runs again."""
+
+import os
+
+import pytest
+import torch
+from torch import nn
+from torch.func import grad, vmap
+
+from remat import RematError, is_recomputing, remat, save_everything, save_matmuls, save_nothing
+from tests.helpers import rand, same
+
+POLICIES = pytest.mark.parametrize("policy", [save_nothing, save_matmuls, save_everything], ids=repr)
+X = rand(5, 3)
+
+
+def observed(wrap, passes=1):
+    """What the hooks of every layer see: {(pass, recomputing, layer, hook): [values]}, and the gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1)
+    ).double()
+    seen = {}
+
+    def note(hook, i, tensor):
+        # A number is read at once; a tensor would be that of ops which nothing in the backward reads.
+        key = (step, is_recomputing(), i, hook)
+        seen.setdefault(key, []).append(None if tensor is None else tensor.detach().norm().item())
+
+    for i, layer in enumerate(model):
+        layer.register_forward_pre_hook(lambda m, args, i=i: note("pre", i, args[0]))
+        layer.register_forward_hook(lambda m, args, out, i=i: note("forward", i, out))
+        layer.register_full_backward_pre_hook(lambda m, gout, i=i: note("backward pre", i, gout[0]))
+        layer.register_full_backward_hook(lambda m, gin, gout, i=i: note("backward", i, gin[0]))
+    for step in range(passes):  # noqa: B007
+        wrap(model)(X.clone().requires_grad_()).square().sum().backward()
+    return seen, [p.grad for p in model.parameters()]
+
+
+@POLICIES
+@pytest.mark.parametrize("passes", [1, 3])
+def test_module_hooks_see_right_values_once_per_pass(policy, passes):
+    expected, gradients = observed(lambda m: m, passes)
+    seen, got = observed(lambda m: remat(m, policy=policy), passes)
+    same(got, gradients)
+    forward = {key: values for key, values in seen.items() if not key[1]}
+    assert forward == expected and all(len(values) == 1 for values in expected.values())
+    again = {(at, False, i, hook): v for (at, twice, i, hook), v in seen.items() if twice}
+    # What runs again runs once, before the backward of its layers, and sees the same numbers.
+    assert all(expected[key] == values for key, values in again.items())
+    assert not any(hook.startswith("backward") for _, _, _, hook in again)
+    assert bool(again) == (policy is not save_everything)
+
+
+@POLICIES
+def test_hooks_that_change_values_change_them_in_both_passes(policy):
+    def gradients(wrap):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+        model[0].register_forward_pre_hook(lambda m, args: (args[0] * 2,))
+        model[1].register_forward_hook(lambda m, args, out: torch.add(out, 1))  # type: ignore[arg-type]
+        model[1].register_full_backward_hook(lambda m, gin, gout: (gin[0] * 3,))
+        model[2].register_full_backward_pre_hook(lambda m, gout: (gout[0] * 5,))
+        x = X.clone().requires_grad_()
+        wrap(model)(x).square().sum().backward()
+        return x.grad, [p.grad for p in model.parameters()]
+
+    same(gradients(lambda m: remat(m, policy=policy)), gradients(lambda m: m))
+
+
+def test_forward_hooks_under_torch_func():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    calls = []
+    model[1].register_forward_hook(lambda m, args, out: calls.append(is_recomputing()))
+    params = {k: p.detach() for k, p in model.named_parameters()}
+
+    def loss(wrap):
+        return lambda p, x: torch.func.functional_call(Outer(wrap), p, (x,)).square().sum()
+
+    class Outer(nn.Module):
+        def __init__(self, wrap):
+            super().__init__()
+            self.wrap, self.model = wrap, model
+
+        def forward(self, x):
+            return self.wrap(self.model)(x)
+
+    params = {"model." + k: p for k, p in params.items()}
+    expected = vmap(grad(loss(lambda m: m)), (None, 0))(params, X)
+    calls.clear()
+    same(vmap(grad(loss(remat)), (None, 0))(params, X), expected)
+    assert calls == [False, True]
+
+
+@POLICIES
+def test_tensor_hooks_inside_a_region_run_once_per_backward(policy):
+    def run(wrap):
+        seen = []
+
+        def region(x, w):
+            h = torch.tanh(x @ w)
+            if h.requires_grad:
+                h.register_hook(lambda g: seen.append((is_recomputing(), g.norm().item())))
+                h.register_hook(lambda g: g * 2)
+            return h @ w
+
+        x, w = X.clone().requires_grad_(), rand(3, 3).requires_grad_()
+        out = wrap(region)(x, w).sum()
+        out.backward(retain_graph=True)
+        out.backward()
+        return seen, x.grad, w.grad
+
+    expected = run(lambda f: f)
+    got = run(lambda f: remat(f, policy=policy))
+    assert got[0] == expected[0] and len(got[0]) == 2
+    same(got[1:], expected[1:])
+
+
+MODES = {
+    "backward": lambda f, x: f(x.clone().requires_grad_()).sum().backward(),
+    "grad": lambda f, x: grad(lambda x: f(x).sum())(x),
+    "vmap grad": lambda f, x: vmap(grad(lambda x: f(x).sum()))(x),
+}
+
+
+@pytest.mark.parametrize("run", MODES.values(), ids=MODES)
+def test_is_recomputing(run):
+    told = []
+
+    def region(x):
+        told.append(is_recomputing())
+        return x.sin().exp()
+
+    assert not is_recomputing()
+    run(remat(region), X)
+    assert told == [False, True] and not is_recomputing()
+    told.clear()
+    # The inner one runs once in the forward, once for the outer one and once for itself.
+    run(remat(lambda x: remat(region)(x.cos())), X)
+    assert told == [False, True, True] and not is_recomputing()
+
+
+@pytest.mark.parametrize("run", MODES.values(), ids=MODES)
+def test_the_backward_after_a_recomputation_is_none(run):
+    told = []
+
+    def region(x):
+        y = x.sin().exp()
+        if y.requires_grad:
+            y.register_hook(lambda g: told.append(is_recomputing()))
+        return y * 2
+
+    run(remat(region), X)
+    assert told and not any(told)
+
+
+def labels(run):
+    """The labels of regions in a profiler's trace, in order."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run()
+    events = sorted(profile.events() or (), key=lambda event: event.time_range.start)
+    return [event.name.removeprefix("remat::") for event in events if event.name.startswith("remat::")]
+
+
+@pytest.mark.parametrize("run", MODES.values(), ids=MODES)
+def test_a_profiler_sees_labels(run):
+    first, second = (remat(lambda x: x.sin().exp(), name=name) for name in "ab")
+    fn = lambda x: second(first(x))  # noqa: E731
+    assert labels(lambda: run(fn, X)) == ["forward a", "forward b", "recompute b", "recompute a"]
+    with pytest.raises(ZeroDivisionError):
+        labels(lambda: run(remat(lambda x: x / (1 // 0)), X))
+    nested = remat(lambda x: first(x.cos()), name="outer")
+    assert labels(lambda: run(nested, X))[:3] == ["forward outer", "forward a", "recompute outer"]
+
+
+def test_labels_cost_nothing_without_a_profiler(monkeypatch):
+    def unwanted(name):
+        raise AssertionError
+
+    monkeypatch.setattr("remat.transforms._region.record_function", unwanted)
+    for run in MODES.values():
+        run(remat(lambda x: x.sin().exp()), X)
+
+
+@pytest.mark.parametrize("run", MODES.values(), ids=MODES)
+def test_a_failing_recomputation_is_over(run):
+    def region(x):
+        if is_recomputing():
+            raise ZeroDivisionError
+        return x.sin().exp()
+
+    with pytest.raises(ZeroDivisionError):
+        run(remat(region), X)
+    assert not is_recomputing()
+
+
+@pytest.mark.parametrize("run", MODES.values(), ids=MODES)
+def test_other_ops_in_the_recomputation_are_told(run):
+    """What runs no op may depend on `is_recomputing`; other ops there would make another function."""
+
+    def region(x):
+        h = x.exp()
+        return (h if is_recomputing() else h.clone()).sin()
+
+    with pytest.raises(RematError, match="does not repeat its forward"):
+        run(remat(region), X)

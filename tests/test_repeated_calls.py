@@ -1,0 +1,164 @@
+"""A region's second and third call: what the first taught saves time and changes nothing else."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from remat import RematError, remat, save_matmuls, save_nothing, save_ops
+from remat.transforms import _call
+from tests.helpers import OpCounter, check, gradients, leaves_of, matrix, rand, same, scalar
+
+aten = torch.ops.aten
+
+
+@matrix("backward", policies=("nothing", "matmuls", "ops", "rule", "names"))
+def test_every_call_gives_the_same(name, policy):
+    def run(fn, args):
+        found = []
+        for _ in range(3):
+            torch.manual_seed(1)
+            leaves = leaves_of(args)
+            outputs = fn(*leaves)
+            found.append((outputs, [g for g in gradients(outputs, leaves) if g is not None]))
+        return [values for values, _ in found], [grads for _, grads in found]
+
+    check(name, policy, run)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(4, 8), nn.Linear(8, 4), nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+@pytest.fixture
+def frames(monkeypatch):
+    """The kinds of frame that calls get, in order."""
+    seen = []
+    for kind in ("Traced", "Plain", "Following"):
+        made = getattr(_call, kind)
+        # A subclass, for `isinstance`; empty slots keep it as it is.
+        body = {"__slots__": (), "__init__": _noting(seen, kind, made)}
+        monkeypatch.setattr(_call, kind, type(kind, (made,), body))
+    return seen
+
+
+def _noting(seen, kind, made):
+    def init(self, *args):
+        seen.append(kind)
+        made.__init__(self, *args)
+
+    return init
+
+
+def step(fn, x):
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(scalar(fn(x)), x)[0]
+
+
+@pytest.mark.parametrize(
+    ("policy", "kind"),
+    [(save_nothing, "Plain"), (save_matmuls, "Following"), (save_ops(aten.gelu), "Following")],
+)
+def test_only_the_first_call_is_traced(frames, policy, kind):
+    block, x = Block(), torch.randn(2, 4)
+    fn = remat(block, policy=policy)
+    expected = step(block, x)
+    counts = []
+    for _ in range(3):
+        with OpCounter() as ops:
+            same(step(fn, x), expected, 1e-6)
+        counts.append((ops["addmm"], ops["gelu"], ops["native_layer_norm"]))
+    assert frames == ["Traced", kind, kind]
+    assert counts[0] == counts[1] == counts[2]
+
+
+def test_other_shapes_are_traced_anew(frames):
+    fn = remat(Block(), policy=save_matmuls)
+    for rows in (2, 3, 2, 3):
+        step(fn, torch.randn(rows, 4))
+    assert frames == ["Traced", "Traced", "Following", "Following"]
+
+
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls])
+def test_a_call_that_takes_another_path(policy):
+    """Hidden state steers the function: within one call both passes agree, and that is all that counts."""
+    state = {"deep": False}
+
+    def fn(x, w):
+        x = torch.tanh(x @ w)
+        return torch.exp((x * 2) @ w) if state["deep"] else torch.sin(x @ w)
+
+    region = remat(fn, policy=policy)
+    for deep in (False, False, True, False, True, True, False):
+        state["deep"] = deep
+        args = leaves_of((rand(3, 3), rand(3, 3, seed=1)))
+        same(gradients(region(*args), args), gradients(fn(*args), args))
+
+
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls])
+def test_another_tensor_in_the_same_closure(policy):
+    """Functions made by one `def` share their code, and so what was learnt; here also shapes differ."""
+
+    def make(w):
+        return lambda x: torch.tanh(x @ w).exp()
+
+    for i, columns in enumerate((3, 3, 5, 4, 3)):
+        w, x = rand(3, columns, seed=i), rand(2, 3).requires_grad_()
+        fn = make(w)
+        same(gradients(remat(fn, policy=policy)(x), [x]), gradients(fn(x), [x]))
+
+
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls])
+@pytest.mark.parametrize("calls", [1, 2, 3])
+def test_a_captured_tensor_that_autograd_does_not_check(policy, calls):
+    """Nothing saves a bias, so that only remat can notice that it was written."""
+    w, b, x = rand(3, 3), rand(3), rand(2, 3)
+    fn = remat(lambda x: torch.exp(torch.exp(x @ w) + b), policy=policy, name="my_block")
+    for _ in range(calls):
+        leaf = x.clone().requires_grad_()
+        out = fn(leaf)
+        b.add_(0.0) if _ == calls - 1 else None
+        if _ == calls - 1:
+            with pytest.raises(RematError, match="(?s)my_block.*`b`"):
+                out.sum().backward()
+        else:
+            out.sum().backward()
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+def test_random_numbers_of_later_calls(calls):
+    fn = remat(lambda x, w: F.dropout((x @ w).exp(), 0.5, True).sin(), policy=save_matmuls)
+    plain = lambda x, w: F.dropout((x @ w).exp(), 0.5, True).sin()  # noqa: E731
+    for i in range(calls):
+        args = leaves_of((rand(4, 4), rand(4, 4, seed=1)))
+        torch.manual_seed(i)
+        got = gradients(fn(*args), args)
+        torch.manual_seed(i)
+        same(got, gradients(plain(*args), args))
+
+
+def test_second_derivatives_of_later_calls():
+    fn = remat(lambda x, w: torch.tanh(x @ w).exp(), policy=save_matmuls)
+    for _ in range(3):
+        x, w = leaves_of((rand(3, 3), rand(3, 3, seed=1)))
+        (got,) = torch.autograd.grad(fn(x, w).sum(), x, create_graph=True)
+        (expected,) = torch.autograd.grad(torch.tanh(x @ w).exp().sum(), x, create_graph=True)
+        same(torch.autograd.grad(got.square().sum(), w), torch.autograd.grad(expected.square().sum(), w))
+
+
+def test_policies_that_may_answer_otherwise_are_asked_again():
+    asked = []
+
+    def policy(info):
+        asked.append(info.op)
+        return False
+
+    fn = remat(lambda x: x.sin().exp(), policy=policy)
+    for _ in range(3):
+        step(fn, rand(3))
+    assert len(asked) == 6

@@ -1,0 +1,358 @@
+"""Scans together with remat, policies, random numbers, odd operands and errors, under every transform."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+from remat import checkpoint_name, remat
+from remat.loops import while_remat
+from remat.policies import save_matmuls, save_names
+from remat.scan import scan_remat
+from remat.schedules import Multilevel
+from remat.transforms._errors import RematError
+
+W = torch.randn(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+H, XS = (
+    torch.linspace(-1, 1, 3, dtype=torch.float64),
+    torch.linspace(-2, 2, 12, dtype=torch.float64).view(4, 3),
+)
+BATCH = torch.stack([H, 2 * H])
+
+TRANSFORMS: dict[str, Any] = {
+    "grad": lambda f: grad(f)(H),
+    "vjp": lambda f: vjp(f, H)[1](torch.tensor(2.0, dtype=torch.float64)),
+    "jvp": lambda f: jvp(f, (H,), (H,)),
+    "vmap": lambda f: vmap(f)(BATCH),
+    "vmap grad": lambda f: vmap(grad(f))(BATCH),
+    "grad vmap": lambda f: grad(lambda b: vmap(f)(b).sum())(BATCH),
+    "jacrev": lambda f: jacrev(grad(f))(H),
+    "jacfwd": lambda f: jacfwd(grad(f))(H),
+    "hessian": lambda f: hessian(f)(H),
+    "vmap hessian": lambda f: vmap(hessian(f))(BATCH),
+    "third": lambda f: grad(lambda h: grad(lambda h: grad(f)(h).pow(2).sum())(h).pow(2).sum())(H),
+}
+
+
+def step(h, x):
+    h = torch.tanh(checkpoint_name(h @ W, "product") + x)
+    return h, h.sin()
+
+
+def value(scan: Any, body: Any = step) -> Any:
+    def f(h):
+        end, ys = scan(body, h, XS)
+        return end.pow(2).sum() + ys.pow(3).sum()
+
+    return f
+
+
+def unrolled(body, h, xs):
+    ys = []
+    for x in xs:
+        h, y = body(h, x)
+        ys.append(y)
+    return h, torch.stack(ys)
+
+
+def scanned(**options: Any) -> Any:
+    return lambda body, h, xs: scan_remat(body, h, xs, **options)
+
+
+FORMS: dict[str, Any] = {
+    "remat outside": remat(value(scanned(checkpoints=2))),
+    "remat outside with a policy": remat(value(scanned(checkpoints="sqrt")), policy=save_matmuls),
+    "remat inside": value(scanned(checkpoints=2), remat(step)),
+    "remat inside with names": value(scanned(checkpoints=2), remat(step, policy=save_names("product"))),
+    "names in all": value(scanned(checkpoints="all", policy=save_names("product"))),
+    "names in segments": value(scanned(checkpoints="sqrt", policy=save_names("product"))),
+    "all": value(scanned(checkpoints="all")),
+    "offloaded": value(scanned(checkpoints=2, offload=True)),
+    "two levels of memory": value(scanned(checkpoints=Multilevel(device=1, host=2))),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_under_transforms(form, transform):
+    apply = TRANSFORMS[transform]
+    torch.testing.assert_close(apply(FORMS[form]), apply(value(unrolled)))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_under_plain_autograd(form):
+    h = H.clone().requires_grad_()
+    ours = torch.autograd.grad(FORMS[form](h), h, create_graph=True)[0]
+    expected = torch.autograd.grad(value(unrolled)(h), h, create_graph=True)[0]
+    torch.testing.assert_close(ours, expected)
+    ours, expected = (torch.autograd.grad(g.pow(2).sum(), h)[0] for g in (ours, expected))
+    torch.testing.assert_close(ours, expected)
+
+
+def test_three_scans_in_each_other():
+    def outermost(scan):
+        def middle(h, x):
+            return scan(lambda h, x: scan(step, h, x.expand(2, 3)), h, x.expand(2, 3))
+
+        def f(h):
+            end, ys = scan(middle, h, XS)
+            return end.sum() + ys.pow(2).sum()
+
+        return f
+
+    for transform in ("grad", "vmap grad", "jvp"):
+        apply = TRANSFORMS[transform]
+        torch.testing.assert_close(apply(outermost(scanned(checkpoints=2))), apply(outermost(unrolled)))
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap grad", "jvp", "hessian"])
+def test_a_loop_inside_a_scan_and_a_scan_inside_a_loop(transform):
+    def halve(h, x):
+        # Three steps, whatever the values: a loop whose length is not known in advance.
+        end = while_remat(lambda c: c[0] < 3, lambda c: (c[0] + 1, step(c[1], x)[0]), (0, h), checkpoints=2)
+        return end[1], end[1]
+
+    def three(h, x):
+        for _ in range(3):
+            h = step(h, x)[0]
+        return h, h
+
+    apply = TRANSFORMS[transform]
+    expected = apply(value(unrolled, three))
+    torch.testing.assert_close(apply(value(scanned(checkpoints=2), halve)), expected)
+
+    def loop(h):
+        end = while_remat(
+            lambda c: c[0] < 2,
+            lambda c: (c[0] + 1, scan_remat(step, c[1], XS, checkpoints=2)[0]),
+            (0, h),
+            checkpoints=1,
+        )
+        return end[1].pow(2).sum()
+
+    def twice(h):
+        return unrolled(step, unrolled(step, h, XS)[0], XS)[0].pow(2).sum()
+
+    torch.testing.assert_close(apply(loop), apply(twice))
+
+
+@pytest.mark.parametrize("checkpoints", ["all", "sqrt", 2])
+def test_dropout_in_a_region_in_a_scan(checkpoints):
+    h = H.clone().requires_grad_()
+
+    def noisy(h, x):
+        return torch.nn.functional.dropout(torch.tanh(h + x), 0.2), None
+
+    def run(body, scan):
+        torch.manual_seed(5)
+        end = scan(body)
+        return torch.autograd.grad(end.sum(), h)[0]
+
+    def plain(body):
+        end = h
+        for x in XS:
+            end, _ = body(end, x)
+        return end
+
+    expected = run(noisy, plain)
+    assert expected.count_nonzero()
+    for body in (noisy, remat(noisy)):
+        ours = run(body, lambda body: scan_remat(body, h, XS, checkpoints=checkpoints)[0])
+        torch.testing.assert_close(ours, expected)
+        outside = run(body, remat(lambda body: scan_remat(body, h, XS, checkpoints=checkpoints)[0]))
+        torch.testing.assert_close(outside, expected)
+
+
+def test_a_carry_of_mixed_dtypes_and_complex_numbers():
+    def body(carry, x):
+        z, small, count = carry
+        z = z * torch.exp(1j * x.sum()) + small.double().sum()
+        return (z, torch.tanh(small * z.real.mean().float()), count + 1), z.abs()
+
+    def f(scan, h):
+        start = torch.complex(h, h), torch.ones(2, dtype=torch.float32), torch.tensor(0)
+        (z, small, count), ys = scan(body, start, XS)
+        return z.abs().sum() + small.sum() + ys.sum() + count
+
+    for transform in ("grad", "jvp", "vmap grad"):
+        apply = TRANSFORMS[transform]
+        found = apply(lambda h: f(scanned(checkpoints=2), h))
+        torch.testing.assert_close(found, apply(lambda h: f(unrolled, h)))
+
+
+def test_a_region_of_two_arguments_one_with_a_tangent_and_one_differentiated():
+    def f(h, x):
+        return torch.tanh(h @ W + x).sum()
+
+    def mixed(f):
+        return jacfwd(grad(f), argnums=1)(H, XS[1])
+
+    torch.testing.assert_close(mixed(remat(f)), mixed(f))
+
+
+def test_the_derivative_of_a_scan_that_does_not_depend_on_the_input_is_zero():
+    # jax #1907: a step whose output has no tangent.
+    def f(h):
+        return scan_remat(lambda c, x: (torch.ones(3, dtype=torch.float64), c), h, XS)[0].sum()
+
+    assert torch.equal(grad(f)(H), torch.zeros_like(H))
+    assert torch.equal(jvp(f, (H,), (H,))[1], torch.zeros((), dtype=torch.float64))
+
+
+def test_ys_that_nobody_reads():
+    # jax: test_remat_of_scan_unused_extensive_output_grad.
+    def f(scan, h):
+        return scan(step, h, XS)[0].sum()
+
+    found = grad(lambda h: f(remat(scanned(checkpoints=2)), h))(H)
+    torch.testing.assert_close(found, grad(lambda h: f(unrolled, h))(H))
+
+
+# -- bad input ---------------------------------------------------------------------------------------------
+
+
+def fails(times):
+    """A body that raises at its `times`-th evaluation."""
+    count = 0
+
+    def body(h, x):
+        nonlocal count
+        count += 1
+        if count == times:
+            raise ArithmeticError("boo")
+        return torch.tanh(h + x), None
+
+    return body
+
+
+@pytest.mark.parametrize("under", ["plain", "grad", "vmap", "all with a policy", "while"])
+def test_an_exception_in_the_forward_says_the_step(under):
+    def f(h, **options):
+        return scan_remat(fails(3), h, XS, **options)[0].sum()
+
+    calls = {
+        "plain": lambda: f(H),
+        "grad": lambda: grad(f)(H),
+        "vmap": lambda: vmap(f)(BATCH),
+        "all with a policy": lambda: f(H, policy=save_matmuls, checkpoints="all"),
+        "while": lambda: while_remat(
+            lambda h: True, lambda h: fails_once(h), torch.zeros(()), checkpoints=2, max_steps=9
+        ),
+    }
+    inner = fails(3)
+
+    def fails_once(h):
+        return inner(h, 1.0)[0]
+
+    with pytest.raises(ArithmeticError) as caught:
+        calls[under]()
+    assert any("in step 2 of" in note for note in caught.value.__notes__)
+    # A failure leaves no trace: the next call works.
+    torch.testing.assert_close(grad(value(scanned()))(H), grad(value(unrolled))(H))
+
+
+@pytest.mark.parametrize("times, step", [(5, 3), (6, 1), (7, 2), (8, 1), (9, 0)])
+def test_an_exception_in_the_recomputation_says_the_step(times, step):
+    # Four evaluations forward. The states before steps 0 and 1 are kept, that before step 3 is in hand: step
+    # 3 is reversed, then 2 from 1, and 1 and 0 from their own states.
+    h = H.clone().requires_grad_()
+    end, _ = scan_remat(fails(times), h, XS, checkpoints=2)
+    with pytest.raises(ArithmeticError) as caught:
+        end.sum().backward()
+    assert [note for note in caught.value.__notes__ if f"in step {step} of" in note]
+
+
+wrong: Any = scan_remat  # called with what its types forbid
+BAD: dict[str, tuple[Any, type[Exception], str]] = {
+    "path and both types": (
+        lambda: wrong(lambda c, x: ({"a": [c["a"][0], c["a"][1].float()]}, x), {"a": [H, H]}, XS),
+        TypeError,
+        r"carry\['a'\]\[1\] came in as float64\[3\] and was returned as float32\[3\]",
+    ),
+    "structure": (
+        lambda: wrong(lambda c, x: ({"b": c["a"]}, x), {"a": H}, XS),
+        TypeError,
+        "structure.*'b'.*'a'",
+    ),
+    "None for a tensor": (lambda: wrong(lambda c, x: (None, x), H, XS), TypeError, "float64.3.*None"),
+    "the shape of a later step": (
+        lambda: wrong(lambda c, x: (c if x[0] < 0 else c[:1], x), H, XS),
+        TypeError,
+        r"float64\[3\].*float64\[1\]",
+    ),
+    "no pair": (lambda: wrong(lambda c, x: (c, x, x), H, XS), TypeError, "tuple of length 3"),
+    "xs of unequal lengths": (
+        lambda: wrong(lambda c, x: (c, None), H, {"a": XS, "b": [XS[:2]]}),
+        ValueError,
+        r"xs\['a'\] has 4, xs\['b'\]\[0\] has 2",
+    ),
+    "length that is no number": (
+        lambda: wrong(lambda c, x: (c, None), H, length="3"),
+        ValueError,
+        "'3'",
+    ),
+    "xs without dimensions": (
+        lambda: wrong(lambda c, x: (c, None), H, torch.tensor(1.0)),
+        TypeError,
+        "without dimensions",
+    ),
+    "a number of carries that is no int": (
+        lambda: wrong(lambda c, x: (c, None), H, XS, checkpoints=2.5),
+        TypeError,
+        "2.5",
+    ),
+    "an unknown schedule": (
+        lambda: wrong(lambda c, x: (c, None), H, XS, checkpoints="log"),
+        ValueError,
+        "'log'.*'sqrt'",
+    ),
+    "a view of the carry written": (
+        lambda: wrong(lambda c, x: (c, c[:2].mul_(2)), H.clone(), XS),
+        RematError,
+        "in place",
+    ),
+    "one leaf of the carry written": (
+        lambda: wrong(lambda c, x: ({"a": c["a"].add_(x), "b": c["b"]}, None), {"a": H + 0, "b": H}, XS),
+        RematError,
+        r"carry\['a'\] in place",
+    ),
+    "xs written": (
+        lambda: wrong(lambda c, x: (c + x.mul_(2), None), H, XS.clone()),
+        RematError,
+        r"into xs in place",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case):
+    call, kind, message = BAD[case]
+    with pytest.raises(kind, match=message):
+        call()
+
+
+@pytest.mark.parametrize("under", ["grad", "vmap", "grad vmap"])
+def test_writing_into_the_carry_is_refused_under_transforms(under):
+    def f(h):
+        return scan_remat(lambda c, x: (c.add_(x), None), h.clone(), XS)[0].sum()
+
+    with pytest.raises(RematError, match="in place"):
+        TRANSFORMS[under](f)
+
+
+def test_a_container_in_the_carry_may_be_written():
+    # The body gets a fresh dict each time; only tensors are shared.
+    def body(carry, x):
+        carry["h"] = torch.tanh(carry["h"] + x)
+        return carry, None
+
+    start = {"h": H}
+    end, _ = scan_remat(body, start, XS, checkpoints=1)
+    assert start["h"] is H and not torch.equal(end["h"], H)
+    torch.testing.assert_close(
+        grad(lambda h: scan_remat(body, {"h": h}, XS, checkpoints=1)[0]["h"].sum())(H),
+        grad(lambda h: unrolled(lambda h, x: (torch.tanh(h + x), h), h, XS)[0].sum())(H),
+    )

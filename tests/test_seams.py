@@ -1,0 +1,136 @@
+"""Where torch.utils.checkpoint is known to go wrong beside other parts of torch; here it is right."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import HashStore  # type: ignore[reportPrivateImportUsage]
+from torch.func import grad
+
+from remat import RematError, remat, save_matmuls, save_nothing
+from remat.interop import checkpoint
+from tests.helpers import leaves_of, rand
+
+POLICIES = pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=repr)
+
+
+# -- meta device --------------------------------------------------------------------------------------
+
+
+@POLICIES
+@pytest.mark.parametrize("inside", [True, False], ids=["context", "tensors"])
+def test_meta_device(policy, inside):
+    """torch's checkpoint looks for a module torch.meta that would hold generator states."""
+
+    def step():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh(), nn.Linear(4, 2)).to("meta")
+        x = torch.empty(3, 4, device="meta", requires_grad=True)
+        remat(model, policy=policy)(x).sum().backward()
+        return [t.grad for t in (x, *model.parameters()) if t.grad is not None]
+
+    if inside:
+        with torch.device("meta"):
+            gradients = step()
+    else:
+        gradients = step()
+    assert [tuple(g.shape) for g in gradients] == [(3, 4), (4, 4), (4,), (2, 4), (2,)]
+    assert all(g.is_meta for g in gradients)
+
+
+@POLICIES
+def test_device_context_holds_in_the_recomputation(policy):
+    """What a function makes without naming a device comes to lie where it did in the forward."""
+    x = torch.empty(3, device="meta", requires_grad=True)
+    with torch.device("meta"):
+        out = remat(lambda x: torch.exp(x * torch.ones(3)).sin(), policy=policy)(x)
+    out.sum().backward()
+    assert x.grad is not None and x.grad.is_meta
+
+
+# -- tensors in keyword arguments ---------------------------------------------------------------------
+
+
+def scaled(x, *, scale, rest=()):
+    return torch.exp(x * scale) * (rest[0] if rest else 1)
+
+
+@POLICIES
+@pytest.mark.parametrize(
+    "run", [remat, lambda f, **_: lambda *a, **k: checkpoint(f, *a, **k)], ids=["remat", "checkpoint"]
+)
+def test_tensors_in_keyword_arguments_are_differentiated(policy, run):
+    region = run(scaled, policy=policy)
+    x, scale, more = leaves_of((rand(3), rand(3, seed=1), rand(3, seed=2)))
+    got = torch.autograd.grad(region(x, scale=scale, rest=[more]).sum(), (x, scale, more))
+    torch.testing.assert_close(
+        got, torch.autograd.grad(scaled(x, scale=scale, rest=[more]).sum(), (x, scale, more))
+    )
+    values = [t.detach() for t in (x, scale, more)]
+    by_func = grad(lambda x, s, m: region(x, scale=s, rest=[m]).sum(), (0, 1, 2))(*values)
+    torch.testing.assert_close(by_func, got)
+
+
+@pytest.mark.parametrize("where", ["scale", "rest"])
+def test_tensors_in_keyword_arguments_that_are_written_to_raise(where):
+    """torch's checkpoint guards positional arguments alone, and gives wrong gradients otherwise."""
+    x, scale, more = rand(3).requires_grad_(), rand(3, seed=1), rand(3, seed=2)
+    out = remat(scaled)(x, scale=scale, rest=[more])
+    (scale if where == "scale" else more).mul_(2)
+    with pytest.raises((RematError, RuntimeError), match="in.?place"):
+        out.sum().backward()
+
+
+# -- one parameter in several regions, under DistributedDataParallel --------------------------------------
+
+
+class Shared(nn.Module):
+    """A layer that is called three times, as in ALBERT or with tied embeddings."""
+
+    def __init__(self, run):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.unused, self.run = nn.Linear(4, 4), nn.Linear(4, 4), run
+
+    def forward(self, x):
+        for _ in range(3):
+            x = self.run(lambda x: torch.tanh(self.layer(x)), x)
+        return x
+
+
+@pytest.fixture
+def one_process():
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@POLICIES
+@pytest.mark.parametrize("unused", [True, False])
+def test_parameters_reused_under_ddp(one_process, policy, unused):
+    """The reentrant checkpoint says that a parameter was marked ready twice."""
+    runs = [lambda f, x: f(x), lambda f, x: remat(f, policy=policy)(x)]
+    x, gradients = rand(2, 4, dtype=torch.float32), []
+    for run in runs:
+        model = Shared(run)
+        if not unused:
+            del model.unused
+        ddp = nn.parallel.DistributedDataParallel(model, find_unused_parameters=unused)
+        for _ in range(2):
+            ddp(x).sum().backward()
+        gradients.append([p.grad for p in model.layer.parameters()])
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
+# -- modules with state -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@POLICIES
+def test_batch_norm_statistics_are_counted_once(policy, momentum):
+    plain, norm = (nn.BatchNorm1d(4, momentum=momentum).double() for _ in range(2))
+    region = remat(lambda x: torch.relu(norm(x)), policy=policy)
+    for seed in range(3):
+        x = rand(5, 4, seed=seed)
+        region(x.clone().requires_grad_()).sum().backward()
+        torch.relu(plain(x))
+    torch.testing.assert_close(norm.state_dict(), plain.state_dict())

@@ -1,0 +1,179 @@
+"""The frame of a call that is expected to run the ops of an earlier, traced one."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from remat.transforms import _ops, _torch, _trace
+from remat.transforms._errors import RematError
+from remat.transforms._frame import Frame
+from remat.transforms._held import Held
+from remat.transforms._inputs import Inputs
+from remat.transforms._learned import Plan
+from remat.transforms._trace import KEPT, RUN, Stop
+
+
+class Following(Frame):
+    """Compares each op with the one expected and keeps what the plan keeps.
+
+    A forward that leaves the known path is recomputed whole, and the path is forgotten.
+    """
+
+    __slots__ = ("direct", "kept", "lost", "plan", "values", "versions")
+
+    def __init__(self, inputs: Inputs, plan: Plan) -> None:
+        super().__init__(inputs)
+        self.plan = plan
+        self.versions = inputs.near_versions(plan.read)
+        self.direct: dict[int, Held] = {}
+        self.values: dict[int, torch.Tensor] = {}
+        self.kept: dict[int, Any] = {}
+        self.lost = False
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        follow = Follow(self.plan)
+        _torch.push_hooks(self.pack_following, self.get)
+        try:
+            with follow:
+                out = self.region.function(*args, **kwargs)
+        finally:
+            _torch.pop_hooks()
+            self.settled = True
+        self.lost = not follow.followed or len(self.metas) != self.plan.packs
+        if not self.lost:
+            self.kept = follow.kept
+            for i in self.plan.absent:
+                self.inputs.drop(i)
+        return out
+
+    def pack_following(self, tensor: torch.Tensor) -> int:
+        at = self.pack(tensor)
+        if at in self.plan.direct:
+            with _torch.no_dispatch():
+                self.direct[at] = Held(tensor, None)
+        return at
+
+    def get(self, at: int) -> torch.Tensor:
+        held = self.direct.get(at)
+        if held is not None:
+            return held.get(self.inputs)
+        task = _torch.graph_task()
+        if task != self.task or at not in self.values:
+            self.recompute(task)
+            if at not in self.values:
+                raise self.too_few()
+        value = self.values.pop(at)
+        if task == -1:
+            self.values = {}
+        return value
+
+    def forget(self) -> None:
+        self.values = {}
+
+    def check_unwritten(self) -> None:
+        self.inputs.check_near(self.plan.read, self.versions)
+
+    def modes(self, args: Any, kwargs: Any) -> list[AbstractContextManager[Any]]:
+        if self.lost:
+            return []
+        return [Retrace(self.plan, self.kept, self.differs, self.region.determinism_check != "none")]
+
+    def repack(self, tensor: torch.Tensor) -> torch.Tensor:
+        at = self.count
+        self.count = at + 1
+        if at >= len(self.metas):
+            raise self.too_many()
+        if at in self.direct:
+            with _torch.no_dispatch():
+                return tensor.detach()
+        if (tensor.shape, tensor.dtype, tensor.device, tensor._version) != self.metas[at]:
+            self.check(at, tensor)
+        # An op's own result, packed as it is, would hold on to the op: nothing frees that cycle.
+        with _torch.no_dispatch():
+            self.values[at] = alias = tensor.detach()
+        if at + 1 == len(self.metas) and not self.inner:
+            raise Stop
+        return alias
+
+
+class Follow(_torch.DispatchMode):
+    """Watches a forward that is expected to be the one of `plan`, and keeps what the plan keeps."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.ops, self.outs, self.actions = plan.ops, plan.outs, plan.actions
+        self.count = len(plan.ops)
+        self.at = 0
+        self.kept: dict[int, Any] = {}
+        self.lost = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        at = self.at
+        if at < self.count and self.ops[at] is func:
+            self.at = at + 1
+            expected = self.outs[at]
+            if type(expected) is _trace.Meta:
+                if out.shape != expected[0] or out.dtype != expected[2]:
+                    self.lost = True
+                elif self.actions[at] == KEPT:
+                    self.kept[at] = out.detach()
+            elif self.actions[at] == KEPT:
+                self.kept[at] = _trace.map_tensors(torch.Tensor.detach, out)
+        elif not (_ops.traits(func).ignored or _ops.is_shape_arithmetic(args)):
+            self.lost = True
+        return out
+
+    @property
+    def followed(self) -> bool:
+        return not self.lost and self.at == self.count
+
+
+class Retrace(_torch.DispatchMode):
+    """The recomputation of a forward that followed `plan`: like `Replay`, and leaner."""
+
+    def __init__(self, plan: Plan, kept: dict[int, Any], differs: Any, check: bool) -> None:
+        super().__init__()
+        self.plan, self.kept, self.differs, self.check = plan, kept, differs, check
+        self.ops, self.outs, self.actions, self.end = plan.ops, plan.outs, plan.actions, plan.end
+        self.at = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        at = self.at
+        if at < self.end and self.ops[at] is func:
+            self.at = at + 1
+            action = self.actions[at]
+            if action == KEPT:
+                kept = self.kept[at]
+                return kept.detach() if isinstance(kept, torch.Tensor) else _trace.map_tensors(_again, kept)
+            if action != RUN:
+                return _trace.placeholders(self.outs[at])
+            out = func(*args, **kwargs) if kwargs else func(*args)
+            if self.check:
+                self._check(at, func, out)
+            return out
+        if _ops.traits(func).ignored or _ops.is_shape_arithmetic(args):
+            return func(*args, **(kwargs or {}))
+        if at >= self.end:
+            raise Stop
+        raise RematError(
+            self.differs(f"at op {at}, the forward ran {self.ops[at]}, the recomputation runs {func}")
+        )
+
+    def _check(self, at: int, func: Any, out: Any) -> None:
+        expected = self.outs[at]
+        if type(expected) is _trace.Meta:
+            if out.shape == expected[0] and out.dtype is expected[2] and out.device == expected[3]:
+                return
+        elif _trace.alike(_trace.metadata(out), expected):
+            return
+        raise RematError(
+            self.differs(f"at op {at}, {func} made {expected} in the forward and now {_trace.metadata(out)}")
+        )
+
+
+def _again(kept: torch.Tensor) -> torch.Tensor:
+    return kept.detach()

@@ -1,0 +1,89 @@
+"""How a frame of plain autograd holds what it was given until the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from remat.transforms import _trace
+from remat.transforms._errors import RematError
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+class Owner(Protocol):
+    """Who holds: names the region and the tensor in messages."""
+
+    def path(self, at: int | None, tensor: torch.Tensor) -> str | None: ...
+
+    @property
+    def label(self) -> str: ...
+
+
+class Packer:
+    """Base of what stands behind saved-tensor hooks."""
+
+    __slots__ = ("inner",)
+
+    inner: int  # how many regions inside this one are handing their arguments over right now
+
+
+class Held:
+    """A tensor kept across, through the hooks of whoever encloses the region."""
+
+    __slots__ = ("leaf", "packed", "requires_grad", "unpack", "version")
+
+    def __init__(self, tensor: torch.Tensor, hooks: Hooks | None) -> None:
+        alias = tensor.detach()
+        self.version = 0 if alias.is_inference() else alias._version
+        self.requires_grad, self.leaf = tensor.requires_grad, tensor.is_leaf
+        self.unpack = None
+        self.packed: Any = alias
+        if hooks is not None:
+            self.packed, self.unpack = _pack(hooks[0], alias), hooks[1]
+
+    def get(self, owner: Owner, at: int | None = None) -> torch.Tensor:
+        """The tensor again; `at` is its place among the leaves of the arguments."""
+        if self.unpack is not None:
+            return self.unpack(self.packed).detach()
+        if not self.packed.is_inference() and self.packed._version != self.version:
+            raise RematError(_trace.written(owner.label, self.packed, owner.path(at, self.packed)))
+        return self.packed.detach()
+
+    @property
+    def enclosed(self) -> bool:
+        """Whether an enclosing region is to recompute it."""
+        return belongs_to_region(self.unpack)
+
+
+class Absent:
+    """Stands for an argument that nothing in the backward reads."""
+
+    __slots__ = ("leaf", "meta", "requires_grad")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.meta = _trace.metadata(tensor)
+        self.requires_grad, self.leaf = tensor.requires_grad, tensor.is_leaf
+
+    def get(self, owner: Owner, at: int | None = None) -> torch.Tensor:
+        return _trace.hollow(self.meta)
+
+
+def belongs_to_region(hook: Any) -> bool:
+    """Whether a saved-tensor hook is that of a region."""
+    return isinstance(getattr(hook, "__self__", None), Packer)
+
+
+def _pack(pack: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
+    # An enclosing region that is being recomputed must not stop here, in the middle of ours: k nested regions
+    # run the inner function 1 + k times, as in JAX.
+    frame = getattr(pack, "__self__", None)
+    if not isinstance(frame, Packer):
+        return pack(tensor)
+    frame.inner += 1
+    try:
+        return pack(tensor)
+    finally:
+        frame.inner -= 1

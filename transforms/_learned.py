@@ -1,0 +1,113 @@
+"""What one traced run of a region teaches about later runs of the same function on the same shapes.
+
+A trace costs several microseconds an op. Where its outcome cannot differ the next time (the policy is a
+function of the ops; nothing is written, nested, or drawn from generators of the user's), the next run need
+not be traced: it runs as it is (`_frame.Plain`) or follows the known path (`_following.Following`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from remat.transforms import _ops, _trace
+from remat.transforms._trace import KEPT, Trace
+
+_MOST = 256
+_memories: weakref.WeakKeyDictionary[Any, Memory] = weakref.WeakKeyDictionary()
+
+
+@dataclass(eq=False)
+class Plan:
+    """A settled trace without its values.
+
+    Attributes:
+        plain: whether running the function again as it is, up to the last value packed, is the least work.
+        near: how many tensors the function had in its near reach (see `Bindings`).
+        read: which of those the recomputation reads although autograd does not check them.
+        ops, outs, actions: for every op what it is, the metadata of its results, and RUN, KEPT or SKIP.
+        end: how many ops have passed once all that is wanted has been seen.
+        packs: how many values autograd saves; `direct` are those that stay as they are.
+        absent: the argument tensors that nothing in the backward reads.
+    """
+
+    plain: bool
+    near: int
+    read: list[int]
+    ops: list[Any]
+    outs: list[Any]
+    actions: list[int]
+    end: int
+    packs: int
+    direct: frozenset[int]
+    absent: frozenset[int]
+
+
+class Memory:
+    """What is known of one function.
+
+    Attributes:
+        plans: by the signatures of calls.
+        uses_func: whether it was seen to use torch.func inside; then it cannot run under saved-tensor hooks.
+    """
+
+    __slots__ = ("plans", "uses_func")
+
+    def __init__(self) -> None:
+        self.plans: dict[Hashable, Plan] = {}
+        self.uses_func = False
+
+    def remember(self, key: Hashable, plan: Plan) -> None:
+        if len(self.plans) < _MOST:
+            self.plans[key] = plan
+
+
+def memory_of(anchor: Any) -> Memory:
+    """The memory that all regions around one function share, for as long as `anchor` lives."""
+    found = _memories.get(anchor)
+    if found is None:
+        found = _memories[anchor] = Memory()
+    return found
+
+
+def forget_all() -> None:
+    """Drop every plan: what policies say of ops has changed."""
+    for memory in list(_memories.values()):
+        memory.plans.clear()
+
+
+def reach(trace: Trace, near: Sequence[torch.Tensor | None], checked: set[int]) -> list[int] | None:
+    """Positions in `near` of the outside tensors that the recomputation reads, but for storages in `checked`.
+
+    None when one of them is out of reach: then only a trace can tell whether it was written meanwhile.
+    """
+    places = {id(tensor): i for i, tensor in enumerate(near)}
+    found: list[int] = []
+    for key in trace.needed_externals:
+        ref, _, where = trace.externals[key]
+        if where in checked:
+            continue
+        tensor = ref()
+        if tensor is None or key not in places:
+            return None
+        found.append(places[key])
+    return found
+
+
+def repeats(trace: Trace) -> bool:
+    """Whether another run of the same ops would be treated the same."""
+    if trace.loose or trace.opaque or trace.sharded or trace.snapshots or trace.generators:
+        return False
+    if trace.written or trace.inner or trace.parent is not None:
+        return False
+    for node in trace.nodes:
+        facts = _ops.traits(node.op)
+        if facts.writes and facts.conditional is None:
+            return False
+        if node.action == KEPT and (node.copied or isinstance(node.kept, _trace.Boxed)):
+            return False
+    return True

@@ -1,0 +1,313 @@
+"""The frame that watches every op of its forward, and so recomputes no more than the backward reads."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from remat.transforms import _learned, _observe, _ops, _torch, _trace, _tree
+from remat.transforms._ends import Ends
+from remat.transforms._frame import Frame
+from remat.transforms._held import Absent, Held
+from remat.transforms._inputs import Inputs
+
+
+class Handle:
+    """What autograd holds in the place of a value: it is gone when no backward can want the value."""
+
+    __slots__ = ("__weakref__", "at")
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+
+class Packed:
+    """What a trace knows of one packed value.
+
+    Attributes:
+        made: the op that made it, None for one from outside.
+        seen: how many ops had run when it was packed.
+        storage: of one from outside.
+        owner: the autograd node it was packed for, None where that is not certain.
+        handle: what autograd holds.
+    """
+
+    __slots__ = ("handle", "made", "owner", "seen", "storage")
+
+    def __init__(self, made: int | None, seen: int, owner: int | None, handle: Handle) -> None:
+        self.made, self.seen, self.owner, self.handle = made, seen, owner, weakref.ref(handle)
+        self.storage = 0
+
+
+class Traced(Frame):
+    """Records its forward (`_trace.Record`) and replays it (`_trace.Replay`)."""
+
+    __slots__ = ("direct", "ends", "hoard", "packed", "part", "record", "start", "trace", "values")
+
+    def __init__(self, inputs: Inputs) -> None:
+        super().__init__(inputs)
+        self.trace = _trace.Trace(self.region.name)
+        self.packed: list[Packed] = []
+        self.direct: dict[int, Held] = {}  # packed values that are kept as they are
+        self.hoard: list[torch.Tensor] | None = []  # all packed values, while they are few
+        self.values: dict[int, torch.Tensor] = {}  # recomputed, waiting for the backward to ask
+        self.start = _torch.next_node()
+        self.ends: Ends | None = None
+        self.part: set[int] | None = None  # the packed values that the recomputation makes, None for all
+        self.record: _trace.Record | None = None
+
+    # -- forward ---------------------------------------------------------------------------------------
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        region, inputs = self.region, self.inputs
+        selector = region.selector() if region.selector else None
+        self.record = record = region.record(self.trace, selector, inputs.tensors)
+        record.uncached = inputs.uncached(inputs.tensors)
+        watching = selector.watching() if selector else contextlib.nullcontext()
+        with watching, record:
+            _torch.push_hooks(self.pack_traced, self.unpack)
+            try:
+                out = region.function(*args, **kwargs)
+            finally:
+                _torch.pop_hooks()
+        self._find_ends(out)
+        self._settle(record)
+        self.record = None
+        if selector:
+            selector.finished(self.trace)
+        return out
+
+    def pack_traced(self, tensor: torch.Tensor) -> Handle:
+        at = self.pack(tensor)
+        record = self.record
+        assert record is not None
+        made = record.find(tensor)
+        if made is not None and record.from_outside(made):
+            made = None
+        # What a region inside this one keeps is no node's of this one.
+        owner = None if self.inner else _torch.next_node() - 1
+        handle = Handle(at)
+        self.packed.append(packed := Packed(made, record.position, owner, handle))
+        if made is None:
+            packed.storage = _trace.storage(tensor)
+        if record.shares_kept(made) if made is not None else self.inputs.hooks is None:
+            # From outside, or a view of something kept: holding it costs nothing more. (What an enclosing
+            # region is to recompute is not held.)
+            self.direct[at] = Held(tensor, None)
+        if self.hoard is not None:
+            self.hoard.append(tensor)
+            if _bytes(self.hoard) > _bytes(self.inputs.tensors) + record.kept_bytes:
+                self.hoard = None
+        return handle
+
+    def _find_ends(self, out: Any) -> None:
+        """Note which results need what, where they do not all need the same."""
+        tensors = [t for t in _tree.split(_tree.flatten(out)[0])[0] if t.grad_fn is not None]
+        if len(tensors) > 1:
+            ends = Ends(tensors, self.start)
+            self.ends = ends if ends.differ else None
+
+    def _settle(self, record: _trace.Record) -> None:
+        """Keep what is needed of arguments and values, now that all is known that the backward may read."""
+        trace, inputs = self.trace, self.inputs
+        for i, packed in enumerate(self.packed if record.taken_back else ()):
+            if packed.made is not None and trace.nodes[packed.made].root in record.taken_back:
+                self.direct.pop(i, None)
+        waiting = [p for i, p in enumerate(self.packed) if i not in self.direct]
+        wanted = {p.made for p in waiting if p.made is not None}
+        trace.settle(wanted, max([p.seen for p in waiting], default=0))
+        # Autograd itself reads some arguments (the weight of a matmul): those are there anyway.
+        read = self._read_by_autograd()
+        for i, tensor in enumerate(inputs.tensors):
+            if not trace.opaque and not trace.reads(tensor) and _trace.storage(tensor) not in read:
+                inputs.drop(i)
+        self._prefer_residuals()
+        self.settled = True
+        if _observe.listening():
+            self._report()
+
+    def _read_by_autograd(self) -> set[int]:
+        """Storages from outside that are packed."""
+        return {p.storage for p in self.packed if p.made is None}
+
+    def _prefer_residuals(self) -> None:
+        # Promise 2: never keep more than no remat keeps. Where the inputs are larger than what autograd saves
+        # (a reduction, a cast down), the saved values themselves are the better thing to keep.
+        inputs = self.inputs
+        if self.hoard is not None and self.trace.last >= 0 and not self.trace.higher_order:
+            needed = [
+                t for t, held in zip(inputs.tensors, inputs.held, strict=True) if isinstance(held, Held)
+            ]
+            if _bytes(self.hoard) < _bytes(needed) + self.trace.kept_bytes():
+                self.direct = {i: Held(t, None) for i, t in enumerate(self.hoard)}
+                inputs.held = [Absent(t) for t in inputs.tensors]
+                self.trace.settle(())
+        self.hoard = None
+
+    def _report(self) -> None:
+        name, inputs, nodes = self.region.name, self.inputs, self.trace.nodes
+        for i, (tensor, held) in enumerate(zip(inputs.tensors, inputs.held, strict=True)):
+            # What an enclosing region is to recompute stays alive no longer than that takes.
+            if isinstance(held, Held) and not held.enclosed:
+                _observe.report(_observe.Kept("argument", tensor, name, i))
+        for at, node in enumerate(nodes):
+            for tensor in _trace.held_tensors(node.kept):
+                _observe.report(_observe.Kept("policy", tensor, name, at, node.op, node.name))
+        for i, held in self.direct.items():
+            made = self.packed[i].made
+            node = None if made is None else nodes[nodes[made].root]
+            # What the recomputation does not read is no longer the node's, and held here alone.
+            saved = made is not None and _trace.SAVE in (nodes[made].verdict, nodes[nodes[made].root].verdict)
+            why = "captured" if node is None else "policy" if saved else "residual"
+            place = i if made is None else made
+            kept = _observe.Kept(why, held.packed, name, place, node and node.op, node and node.name)
+            _observe.report(kept)
+        for tensor in self.trace.snapshots.values():
+            _observe.report(_observe.Kept("captured", tensor, name, -1))
+
+    # -- what later calls may know ---------------------------------------------------------------------
+
+    def lesson(self) -> _learned.Plan | None:
+        """What this trace tells of the next call with the same signature."""
+        trace, inputs = self.trace, self.inputs
+        # With no dispatch mode around, torch.cond compiles itself, and Dynamo refuses the hooks.
+        if self.ends is not None or not self.metas or trace.higher_order:
+            return None
+        plain = self._is_plain()
+        if not plain and (inputs.hooks is not None or inputs.ambient.casts or not _learned.repeats(trace)):
+            return None
+        # Autograd, or the frame itself, checks what it holds; the rest must be looked after.
+        checked = self._read_by_autograd() | trace.arguments
+        read = _learned.reach(trace, inputs.bindings.near, checked)
+        if read is None:
+            return None
+        nodes = [] if plain else trace.nodes
+        return _learned.Plan(
+            plain=plain,
+            near=len(inputs.bindings.near),
+            read=read,
+            ops=[n.op for n in nodes],
+            outs=[n.outs for n in nodes],
+            actions=[n.action for n in nodes],
+            end=trace.end,
+            packs=len(self.metas),
+            direct=frozenset(self.direct),
+            absent=frozenset(i for i, held in enumerate(inputs.held) if isinstance(held, Absent)),
+        )
+
+    def _is_plain(self) -> bool:
+        trace = self.trace
+        if self.region.selector is not None or not trace.dense:
+            return False
+        # Without a trace the recomputation ends at the last value packed, whoever made it.
+        idle = trace.nodes[trace.end : max(p.seen for p in self.packed)]
+        held = all(isinstance(h, Held) for h in self.inputs.held)
+        return held and all(_ops.traits(n.op).view for n in idle)
+
+    # -- backward --------------------------------------------------------------------------------------
+
+    def unpack(self, handle: Handle) -> torch.Tensor:
+        return self.get(handle.at)
+
+    def get(self, at: int) -> torch.Tensor:
+        held = self.direct.get(at)
+        if held is not None:
+            return held.get(self.inputs)
+        task = _torch.graph_task()
+        if task != self.task or at not in self.values:
+            self.part = self._needed()
+            self.recompute(task)
+        if at not in self.values and self.part is not None:
+            # Something else was wanted after all.
+            self.part = None
+            self.recompute(task)
+        if at not in self.values:
+            raise self.too_few()
+        value = self.values.pop(at)
+        if task == -1:
+            self.values = {}
+        return value
+
+    def _needed(self) -> set[int] | None:
+        """The packed values that the backward under way reads, None for all of them."""
+        if self.ends is None or _torch.graph_task() == -1:
+            return None
+        idle = self.ends.idle_now()
+        return {i for i, p in enumerate(self.packed) if p.handle() is not None and p.owner not in idle}
+
+    def forget(self) -> None:
+        self.values = {}
+
+    def check_unwritten(self) -> None:
+        if self.settled:
+            self.trace.check_unwritten(self.region.function)
+
+    def modes(self, args: Any, kwargs: Any) -> list[AbstractContextManager[Any]]:
+        trace, inputs = self.trace, self.inputs
+        modes: list[AbstractContextManager[Any]] = []
+        if trace.generators:
+            modes.append(trace.generators_rewound())
+        if self.settled and not trace.loose:
+            check = self.region.determinism_check != "none"
+            part, digest = self._part(), self.region.digest
+            replay = _trace.Replay(trace, early_stop=True, check=check, digest=digest, part=part)
+            if inputs.ambient.casts:
+                replay.uncached = inputs.uncached(_tree.split(_tree.flatten((args, kwargs))[0])[0])
+            modes.append(replay)
+        return modes
+
+    def _part(self) -> tuple[set[int], int] | None:
+        """What to run for the packed values in `self.part`."""
+        if self.part is None:
+            return None
+        packs = [self.packed[i] for i in self.part if i not in self.direct]
+        found = self.trace.part({p.made for p in packs if p.made is not None})
+        if found is None:
+            self.part = None
+            return None
+        ops, end = found
+        return ops, max([end, *(p.seen for p in packs)])
+
+    def repack(self, tensor: torch.Tensor) -> torch.Tensor:
+        at = self.count
+        self.count = at + 1
+        if at >= len(self.metas):
+            raise self.too_many()
+        # An op's own result, packed as it is, would hold on to the op: nothing frees that cycle.
+        with _torch.no_dispatch():
+            alias = tensor.detach()
+        if at not in self.direct and (self.part is None or at in self.part):
+            self.check(at, tensor)
+            self.values[at] = alias
+        return alias
+
+    def check_version(self, tensor: torch.Tensor) -> None:
+        # The trace knows what was written; a value that is handed out again starts at version zero.
+        return
+
+
+def may_keep_around() -> bool:
+    """Whether a region around the call at hand may keep values, which this one must then not recompute."""
+    mode = _trace.enclosing()
+    trace = None if mode is None else mode.trace
+    while trace is not None:
+        if trace.selective:
+            return True
+        trace = None if trace.parent is None else trace.parent[0]
+    return False
+
+
+def _bytes(tensors: list[torch.Tensor]) -> int:
+    """Bytes of the distinct storages behind `tensors`."""
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        try:
+            storage = tensor.untyped_storage()
+            sizes[storage._cdata] = storage.nbytes()
+        except (NotImplementedError, RuntimeError):
+            sizes[id(tensor)] = tensor.numel() * tensor.element_size()
+    return sum(sizes.values())
