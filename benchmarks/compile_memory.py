@@ -232,7 +232,7 @@ def right(
 def recover() -> None:
     """Undo what torch leaves behind when its own checkpoint fails to compile under torch.func."""
     _torch.unwind_levels()
-    torch._dynamo.reset()
+    _torch.allow_hooks()
 
 
 def first_line(error: Exception) -> str:

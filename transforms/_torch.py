@@ -129,6 +129,9 @@ def hooks_disabled() -> str | None:
     return _autograd_c._saved_tensors_hooks_get_disabled_error_message()
 
 
+allow_hooks: Callable[[], None] = _autograd_c._saved_tensors_hooks_enable
+
+
 @contextlib.contextmanager
 def hooks_allowed() -> Iterator[None]:
     """Lift the refusal that `torch.func` puts on saved-tensor hooks.
@@ -419,7 +422,7 @@ def unwind_levels() -> None:
         if any(kind == JVP for _, kind, _ in levels()) and torch.autograd.forward_ad._current_level < 0:
             torch._C._exit_dual_level(level=0)
         _functorch_c.pop_dynamic_layer_stack_and_undo_to_depth(0)
-        _autograd_c._saved_tensors_hooks_enable()
+        allow_hooks()
 
 
 def graph_storage(tensor: torch.Tensor) -> int:
