@@ -164,13 +164,17 @@ class _Options:
         return _Options(policy, self.name, self.numbers, self.names, self.random, self.check)
 
 
-_forced = threading.local()
+class _Forced(threading.local):
+    policy: Policy | None = None
+
+
+_forced = _Forced()
 
 
 @contextlib.contextmanager
 def under_policy(policy: Policy) -> Iterator[None]:
     """Let every region that this thread calls meanwhile have this policy, to compare it with its own."""
-    before = getattr(_forced, "policy", None)
+    before = _forced.policy
     _forced.policy = policy
     try:
         yield
@@ -192,8 +196,12 @@ def _wrap(fn: Callable[..., Any], options: _Options) -> Callable[..., Any]:
     # Most policies are the same for every call; asking them takes longer than a small op.
     binds = type(options.policy).bind is not Policy.bind
 
+    ordinary = not (keeps_everything or static or binds)
+
     def eager(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        forced = getattr(_forced, "policy", None)
+        forced = _forced.policy
+        if ordinary and forced is None:
+            return run(region, args, kwargs)
         if forced is not None and options.policy is not forced:
             return _wrap(fn, options.under(forced))(*args, **kwargs)
         if keeps_everything and outermost():

@@ -21,7 +21,13 @@ from remat.transforms._traced import Traced, may_keep_around
 
 _MOST_TRIES = 50
 _NOTHING = contextlib.nullcontext()
-_keeping = threading.local()
+
+
+class _Keeping(threading.local):
+    everything = False
+
+
+_keeping = _Keeping()
 
 
 def outermost() -> bool:
@@ -31,7 +37,7 @@ def outermost() -> bool:
 
 def run_transparently(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `function` and keep what autograd keeps, regions inside it included."""
-    before = getattr(_keeping, "everything", False)
+    before = _keeping.everything
     _keeping.everything = True
     try:
         return function(*args, **kwargs)
@@ -41,7 +47,7 @@ def run_transparently(function: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 def keeping_everything() -> bool:
     """Whether `run_transparently` is at work around here."""
-    return getattr(_keeping, "everything", False)
+    return _keeping.everything
 
 
 def run(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -89,7 +95,7 @@ def _known(inputs: Inputs, key: Any) -> Plan | None:
     if inputs.region.determinism_check == "exact" or _observe.listening():
         return None
     plan = inputs.region.memory.plans.get(key)
-    if plan is None or plan.near != len(inputs.bindings.near) or may_keep_around():
+    if plan is None or plan.near != inputs.bindings.count or may_keep_around():
         return None
     return plan if plan.plain or (inputs.hooks is None and _trace.enclosing() is None) else None
 

@@ -37,7 +37,15 @@ _ATOMS = (
     torch.device,
 )
 _MOST = 100_000
-_swaps = threading.local()
+
+
+class _Swaps(threading.local):
+    """The substitutions in force in this thread."""
+
+    stack: Any = ()
+
+
+_swaps = _Swaps()
 
 
 class Missed(BaseException):
@@ -194,20 +202,20 @@ class Swap(TorchFunctionMode):
 
 def as_operand(tensor: torch.Tensor) -> torch.Tensor:
     """What the enclosing region, if any, has put in the place of `tensor`."""
-    for mode in reversed(getattr(_swaps, "stack", ())):
+    for mode in reversed(_swaps.stack):
         return mode.swap(tensor)
     return tensor
 
 
 def made_inside(tensors: Iterable[torch.Tensor]) -> None:
     """Tell every substitution in force that these were made inside its region."""
-    for mode in getattr(_swaps, "stack", ()):
+    for mode in _swaps.stack:
         mode._note(list(tensors))
 
 
 def innermost() -> Swap | None:
     """The substitution in force on this thread."""
-    stack = getattr(_swaps, "stack", None)
+    stack = _swaps.stack
     return stack[-1] if stack else None
 
 
@@ -223,18 +231,30 @@ class Bindings:
     runs after that.
     """
 
-    __slots__ = ("bound", "near")
+    __slots__ = ("bound", "loose")
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        # Every tensor in near reach, in an order that is the same for every call; None in free slots.
-        self.near: list[torch.Tensor | None]
+        self.loose: list[torch.Tensor] = []  # tensors in near reach outside of modules
         if isinstance(function, torch.nn.Module):
             self.bound: list[tuple[dict[str, Any], str, Any]] = _bound(function)
-            self.near = [tensor for _, _, tensor in self.bound]
         else:
             self.bound = [slot for module in _modules(function) for slot in _bound(module)]
-            self.near = [tensor for _, _, tensor in self.bound]
-            self.near.extend(_loose_tensors(function))
+            self.loose.extend(_loose_tensors(function))
+
+    @property
+    def count(self) -> int:
+        """How many tensors are in near reach: their order is the same for every call of a function."""
+        return len(self.bound) + len(self.loose)
+
+    @property
+    def near(self) -> list[torch.Tensor | None]:
+        """Every tensor in near reach; None in free slots."""
+        return [*[tensor for _, _, tensor in self.bound], *self.loose]
+
+    def nearby(self, at: int) -> torch.Tensor | None:
+        """Number `at` of them."""
+        first = len(self.bound)
+        return self.bound[at][2] if at < first else self.loose[at - first]
 
     def changed(self) -> list[tuple[dict[str, Any], str, Any]]:
         """The slots that hold another tensor now."""

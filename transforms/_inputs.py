@@ -99,13 +99,13 @@ class Inputs:
 
     def near_versions(self, places: list[int]) -> list[int]:
         """The versions of those tensors in the function's reach."""
-        near = self.bindings.near
-        return [0 if (tensor := near[i]) is None else tensor._version for i in places]
+        nearby = self.bindings.nearby
+        return [0 if (tensor := nearby(i)) is None else tensor._version for i in places]
 
     def check_near(self, places: list[int], versions: list[int]) -> None:
         """Raise when one of these tensors was written since."""
         for i, version in zip(places, versions, strict=True):
-            tensor = self.bindings.near[i]
+            tensor = self.bindings.nearby(i)
             if tensor is not None and tensor._version != version:
                 raise RematError(_trace.written(self.label, tensor, self.path(None, tensor)))
 

@@ -11,7 +11,12 @@ from typing import Any
 
 import torch
 
-_local = threading.local()
+
+class _Local(threading.local):
+    listeners: list[list[Kept]] | tuple[()] = ()
+
+
+_local = _Local()
 
 
 @dataclass(frozen=True)
@@ -38,12 +43,12 @@ class Kept:
 
 def listening() -> bool:
     """Whether anybody listens on this thread."""
-    return bool(getattr(_local, "listeners", None))
+    return bool(_local.listeners)
 
 
 def report(kept: Kept) -> None:
     """Tell every listener of this thread of a kept tensor."""
-    for listener in getattr(_local, "listeners", ()):
+    for listener in _local.listeners:
         listener.append(kept)
 
 

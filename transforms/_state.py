@@ -83,8 +83,10 @@ class RandomState:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.cpu = torch.default_generator.get_state()
-        found = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
-        self.devices = [(d, getattr(torch, d.type).get_rng_state(d)) for d in found]
+        self.devices: list[tuple[torch.device, torch.Tensor]] = []
+        if not all([t.is_cpu for t in tensors]):
+            found = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
+            self.devices = [(d, getattr(torch, d.type).get_rng_state(d)) for d in found]
 
     def restore(self) -> None:
         torch.default_generator.set_state(self.cpu)
@@ -95,5 +97,5 @@ class RandomState:
         """The present state of the same generators."""
         new = RandomState.__new__(RandomState)
         new.cpu = torch.default_generator.get_state()
-        new.devices = [(d, getattr(torch, d.type).get_rng_state(d)) for d, _ in self.devices]
+        new.devices = self.devices and [(d, getattr(torch, d.type).get_rng_state(d)) for d, _ in self.devices]
         return new

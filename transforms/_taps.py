@@ -18,7 +18,12 @@ import torch
 from remat.transforms import _torch, _trace, _tree
 from remat.transforms._errors import RematError
 
-_local = threading.local()
+
+class _Local(threading.local):
+    sessions: tuple[Session, ...] = ()
+
+
+_local = _Local()
 
 
 def depth() -> int:
@@ -139,7 +144,7 @@ class Offsets(Given):
 
 def current() -> tuple[Session, ...]:
     """The open sessions, outermost first, but for those that a running backward does not concern."""
-    sessions = getattr(_local, "sessions", ())
+    sessions = _local.sessions
     if not sessions:
         return ()
     task = _torch.graph_task()
@@ -149,7 +154,7 @@ def current() -> tuple[Session, ...]:
 @contextlib.contextmanager
 def only(sessions: Sequence[Session]) -> Iterator[None]:
     """Let these be the open sessions for a while."""
-    before = getattr(_local, "sessions", ())
+    before = _local.sessions
     _local.sessions = tuple(sessions)
     try:
         yield
@@ -160,7 +165,7 @@ def only(sessions: Sequence[Session]) -> Iterator[None]:
 @contextlib.contextmanager
 def opened(session: Session) -> Iterator[None]:
     """Add a session."""
-    with only((*getattr(_local, "sessions", ()), session)):
+    with only((*_local.sessions, session)):
         yield
 
 
@@ -179,6 +184,8 @@ Marks = tuple[tuple[Given, int], ...]
 
 def marks() -> Marks:
     """Where the open sessions stand, for a recomputation of what runs next."""
+    if not _local.sessions:
+        return ()
     # Not those that collect: their values lead back, through autograd's graph, to whoever holds the marks.
     return tuple([(session, session.at) for session in current() if isinstance(session, Given)])
 
@@ -186,7 +193,7 @@ def marks() -> Marks:
 @contextlib.contextmanager
 def again(start: Marks) -> Iterator[None]:
     """The sessions of a recomputation: it adds the same offsets, and nobody collects from it."""
-    if not start and not getattr(_local, "sessions", ()):
+    if not start and not _local.sessions:
         yield
         return
     with only([session.since(mark) for session, mark in start]):

@@ -22,7 +22,15 @@ RECOMPUTE, OFFLOAD, SAVE = 0, 1, 2
 RUN, KEPT, SKIP = 0, 1, 2
 _OUTSIDE = -1
 
-_active = threading.local()
+
+class _Active(threading.local):
+    """What is going on in this thread. (A bare threading.local is slow to say that it lacks something.)"""
+
+    stack: Any = ()
+    quiet = False
+
+
+_active = _Active()
 
 
 class Stop(BaseException):
@@ -358,7 +366,7 @@ class _Mode(_torch.DispatchMode):
 
 def enclosing() -> _Mode | None:
     """The innermost recording or replaying in progress on this thread."""
-    stack = getattr(_active, "stack", None)
+    stack = _active.stack
     return stack[-1] if stack else None
 
 
@@ -376,24 +384,24 @@ def inside() -> Iterator[None]:
 
 def recordings() -> list[Record]:
     """The recordings in progress on this thread, outermost first."""
-    return [mode for mode in getattr(_active, "stack", ()) if isinstance(mode, Record)]
+    return [mode for mode in _active.stack if isinstance(mode, Record)]
 
 
 def around(mode: _Mode) -> _Mode | None:
     """What records or replays around `mode`."""
-    stack = getattr(_active, "stack", ())
+    stack = _active.stack
     at = next((i for i, other in enumerate(stack) if other is mode), 0)
     return stack[at - 1] if at else None
 
 
 def is_quiet() -> bool:
     """Whether an op of the engine's own runs."""
-    return getattr(_active, "quiet", False)
+    return _active.quiet
 
 
 def quiet(function: Callable[..., Any], *args: Any) -> Any:
     """Run an op of the engine's own, which no recording counts."""
-    before = getattr(_active, "quiet", False)
+    before = _active.quiet
     _active.quiet = True
     try:
         return function(*args)
@@ -445,7 +453,7 @@ class Record(_Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(_active, "quiet", False):
+        if _active.quiet:
             return func(*args, **kwargs)
         facts = _ops.traits(func)
         if facts.ignored or (not self.trace.meta and _ops.is_shape_arithmetic(args)):
@@ -729,7 +737,7 @@ class Replay(_Mode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         facts = _ops.traits(func)
-        if getattr(_active, "quiet", False) or facts.ignored:
+        if _active.quiet or facts.ignored:
             return func(*args, **kwargs)
         if not self.trace.meta and _ops.is_shape_arithmetic(args):
             return func(*args, **kwargs)

@@ -188,7 +188,7 @@ class Traced(Frame):
         nodes = [] if plain else trace.nodes
         return _learned.Plan(
             plain=plain,
-            near=len(inputs.bindings.near),
+            near=inputs.bindings.count,
             read=read,
             ops=[n.op for n in nodes],
             outs=[n.outs for n in nodes],
