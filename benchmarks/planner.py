@@ -33,7 +33,7 @@ from remat.plan.torch_plans import SOLVERS, TorchPlan, compiled_problem, torch_p
 from remat.transforms._joint import Joint
 
 Offer = Sequence[tuple[str, Iterable[int]]]
-COLUMNS: list[str] = (
+COLUMNS: Sequence[str] = (
     "model nodes cost unit planner budget asked_bytes gap trace_s build_s ours_s ours_cpu_s torch_s "
     "ours_bytes ours_cost torch_bytes torch_cost equal requested torch machine"
 ).split()

@@ -17,7 +17,7 @@ import argparse
 import csv
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +132,7 @@ def compare(search: Search, count: int) -> list[dict[str, Any]]:
     return [*rows, summary]
 
 
-COLUMNS: list[str] = (
+COLUMNS: Sequence[str] = (
     "model planner asked kept_bytes peak_bytes flops ratio_geomean ratio_min ratio_max peaks "
     "peaks_where_ours_runs_nothing_again torch_lowest_peak remat_lowest_peak torch"
 ).split()

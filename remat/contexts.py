@@ -18,8 +18,8 @@ from remat.transforms._trace import Node, Trace
 
 
 class Calls(TorchFunctionMode):
-    """Remembers the torch function that the user is calling; it runs above functorch, so sizes are per "
-    "example."""
+    """Remembers the torch function that the user is calling; it runs above functorch, so sizes are per
+    example."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -129,8 +129,8 @@ def _with_captured(
     compiled: Callable[..., Any] | None = None,
     backend: str | None = None,
 ) -> tuple[Any, Any]:
-    """Run with the captured tensors as operands; one that the search missed is added and the scan starts "
-    "again."""
+    """Run with the captured tensors as operands; one that the search missed is added and the scan starts
+    again."""
     if torch.compiler.is_compiling():
         # Opaque to an enclosing torch.compile: traced, the loop would be unrolled and its graph grow with n.
         apart: Any = torch.compiler.disable(_with_captured)

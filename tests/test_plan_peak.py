@@ -6,8 +6,14 @@ import torch
 from remat import checkpoint_policy, remat
 from remat.plan import BudgetPolicy, Plan, plan_model
 from remat.plan.peak import highest_within
+from remat.policies import Policy
 from remat.transforms._errors import RematError
 from tests.plan_models import GPTBlock
+
+
+def budgeted(policy: Policy) -> BudgetPolicy:
+    assert isinstance(policy, BudgetPolicy)
+    return policy
 
 
 def deep():
@@ -21,7 +27,7 @@ def test_a_wider_peak_never_recomputes_more():
     low, high = (BudgetPolicy(b).plan(model, x * 1) for b in (0, 1.0))
     plans = []
     for peak in range(low.peak_bytes, high.peak_bytes + 16384, 16384):
-        plans.append(checkpoint_policy(peak=peak).plan(model, x * 1))
+        plans.append(budgeted(checkpoint_policy(peak=peak)).plan(model, x * 1))
         assert plans[-1].peak_bytes <= peak
     costs = [plan.cost for plan in plans]
     assert costs == sorted(costs, reverse=True)
@@ -58,7 +64,7 @@ def test_gradients_under_a_peak_are_those_without():
 
 def test_peak_beside_a_budget_keeps_to_both():
     model, x = deep()
-    plan = checkpoint_policy(budget=0.5, peak="1GiB").plan(model, x * 1)
+    plan = budgeted(checkpoint_policy(budget=0.5, peak="1GiB")).plan(model, x * 1)
     assert 0 < plan.kept_bytes <= plan.default_bytes / 2
     assert plan == BudgetPolicy(0.5).plan(model, x * 1)
     assert Plan.from_json(plan.to_json()).peak_bytes == plan.peak_bytes > plan.kept_bytes
@@ -101,4 +107,4 @@ def test_bad_peaks(peak, message):
 def test_a_peak_out_of_reach_gives_the_lowest():
     model, x = deep()
     with pytest.raises(RematError, match="A peak of 5,000 bytes cannot be met .* lowest that was found is"):
-        checkpoint_policy(peak=5000).plan(model, x * 1)
+        budgeted(checkpoint_policy(peak=5000)).plan(model, x * 1)

@@ -429,6 +429,7 @@ class Tied(torch.nn.Module):
         super().__init__()
         self.a, self.b = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
         self.b.weight = self.a.weight
+        self.scale: torch.Tensor
         self.register_buffer("scale", torch.rand(3), persistent=False)
 
     def forward(self, x):

@@ -39,8 +39,8 @@ class Free(NamedTuple):
 
 
 class Reverse(NamedTuple):
-    """From `x[start]` in hand evaluate steps `start .. stop - 1` with their tape, then pull back through "
-    "them."""
+    """From `x[start]` in hand evaluate steps `start .. stop - 1` with their tape, then pull back through
+    them."""
 
     start: int
     stop: int

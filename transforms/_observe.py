@@ -1,5 +1,5 @@
-"""A tap on what regions keep, for `saved_residuals` and the tests: `report` costs nothing when nobody "
-"listens."""
+"""A tap on what regions keep, for `saved_residuals` and the tests: `report` costs nothing when nobody
+listens."""
 
 from __future__ import annotations
 

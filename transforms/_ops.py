@@ -105,8 +105,8 @@ def _basename(op: Any) -> str:
 
 
 def is_shape_arithmetic(args: tuple[Any, ...]) -> bool:
-    """Whether a call computes sizes only, on the meta device: torch does so for tangents known to be zero, "
-    "or not."""
+    """Whether a call computes sizes only, on the meta device: torch does so for tangents known to be zero,
+    or not."""
     return bool(args) and isinstance(args[0], torch.Tensor) and args[0].is_meta
 
 

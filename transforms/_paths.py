@@ -1,5 +1,4 @@
-"""What the user calls a tensor that a function is given or closes over, such as "
-"`params['layers'][0]['w']`."""
+"""What the user calls a tensor that a function is given or closes over, like `params['layers'][0]['w']`."""
 
 from __future__ import annotations
 

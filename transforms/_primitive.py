@@ -350,8 +350,7 @@ class _LevelNode(_torch.SingleLevelFunction):
 
 
 class _LevelPull(_torch.SingleLevelFunction):
-    """The pull-back at the level it belongs to: it keeps nothing, torch.func never differentiates it "
-    "there."""
+    """The pull-back at the level it belongs to: it keeps nothing, and is never differentiated there."""
 
     @staticmethod
     def forward(ctx: Any, prim: Prim, level: Any, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -393,8 +392,8 @@ def _hollow(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _filled(operands: Tensors) -> Any:
-    """Give hollow operands memory (of any content) for as long as the function runs: it may look, it must "
-    "not crash."""
+    """Give hollow operands memory (of any content) for as long as the function runs: it may look, it must
+    not crash."""
     hollow = [t for t in operands if t.numel() and _storage_bytes(t) == 0]
     for tensor in hollow:
         last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))

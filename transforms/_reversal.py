@@ -163,8 +163,7 @@ def pull_back(
     needs: Sequence[bool],
     cts: Sequence[torch.Tensor | None],
 ) -> list[torch.Tensor | None]:
-    """Gradients of `flat` (None: zero or not needed) from the cotangents of the carry's tensors and the "
-    "ys."""
+    """Gradients of `flat` (None: zero or not needed) from the cotangents of the carry's tensors and of ys."""
     machine = _Reversal(scan, flat, states, needs)
     count = len(scan.tensors)
     machine.carry_cts, machine.y_cts = list(cts[:count]), list(cts[count:])

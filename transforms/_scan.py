@@ -206,8 +206,8 @@ def _primal(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _kept_range(ctx: Any, tensors: Tensors) -> range:
-    """Positions of kept states among the pull-back's tensors: functions of the operands, never "
-    "differentiated."""
+    """Positions of kept states among the pull-back's tensors: functions of the operands, never
+    differentiated."""
     return range(sum(ctx.scan.sizes), len(tensors) - sum(ctx.present))
 
 

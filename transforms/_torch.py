@@ -111,8 +111,8 @@ def watched() -> bool:
 
 @contextlib.contextmanager
 def hooks_aside() -> Iterator[None]:
-    """Take all saved-tensor hooks off for a while: the engine's own use of torch.func would be refused "
-    "under them."""
+    """Take all saved-tensor hooks off for a while: the engine's own use of torch.func would be refused under
+    them."""
     taken = []
     while (pair := top_hooks()) is not None:
         pop_hooks()
@@ -161,8 +161,8 @@ def engine_grad(
     cotangents: list[torch.Tensor],
     create_graph: bool,
 ) -> tuple[torch.Tensor | None, ...]:
-    """`torch.autograd.grad` with `allow_unused`, without its checks, which take a third of a small step's "
-    "time."""
+    """`torch.autograd.grad` with `allow_unused`, without its checks, which take a third of a small step's
+    time."""
     engine: Any = torch.autograd.Variable._execution_engine
     return engine.run_backward(
         tuple(outputs),
@@ -270,8 +270,7 @@ def is_fake(tensor: Any) -> bool:
 
 @contextlib.contextmanager
 def outside_all_modes() -> Iterator[None]:
-    """Step out of every dispatch mode and functorch level, so that a trace inside leaves no trace in "
-    "theirs."""
+    """Step out of every dispatch mode and functorch level, so that a trace inside leaves none in theirs."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
     from torch.utils._python_dispatch import _disable_current_modes
 
@@ -324,8 +323,8 @@ def without_module_trackers() -> Iterator[None]:
 
 
 def levels() -> list[tuple[int, Any, str]]:
-    """The active functorch levels from the outermost: number, kind (GRAD, VMAP, JVP, ...), vmap's "
-    "randomness."""
+    """The active functorch levels from the outermost: number, kind (GRAD, VMAP, JVP, ...), vmap's
+    randomness."""
     stack = _functorch_c.get_interpreter_stack() or []
     found = []
     for level in stack:

@@ -150,8 +150,8 @@ class Trace:
         self.end = max(end, self.last + 1)
 
     def part(self, wanted: Iterable[int]) -> tuple[set[int], int] | None:
-        """The ops that a backward needs which reads only these values, and where they end; None for all of "
-        "them."""
+        """The ops that a backward needs which reads only these values, and where they end; None for all of
+        them."""
         if self.loose or self.opaque:
             return None
         live = self._reach(wanted)
@@ -297,8 +297,8 @@ class Trace:
         )
 
     def check_unwritten(self, function: Callable[..., Any]) -> None:
-        """Raise when an outside tensor that the recomputation of `function` reads was written to since the "
-        "forward."""
+        """Raise when an outside tensor that the recomputation of `function` reads was written to since the
+        forward."""
         for key in self.needed_externals:
             ref, version, _ = self.externals[key]
             tensor = ref()
@@ -844,8 +844,7 @@ def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 class Meta(tuple):
-    """(shape, stride, dtype, device) of a tensor; a class of its own, so that no plain value looks like "
-    "one."""
+    """(shape, stride, dtype, device) of a tensor; a class of its own, so that no value looks like one."""
 
     __slots__ = ()
 

@@ -89,8 +89,8 @@ class Schedule:
         raise NotImplementedError
 
     def leap(self, at: int, end: int, free: int) -> int:
-        """Steps to advance from `at` before storing, when steps `at .. end - 1` remain and `free` slots "
-        "are empty."""
+        """Steps to advance from `at` before storing, when steps `at .. end - 1` remain and `free` slots are
+        empty."""
         raise NotImplementedError
 
     def capacity(self, n: int) -> int:
