@@ -1,4 +1,4 @@
-"""Private names of torch's compiler; `_torch` has the others. Tried on 2.13.0 (CPU) where no line says more."""
+"""Private names of torch's compiler; `_torch` has the others. Tried on 2.13.0 (CPU) if no line says more."""
 
 from __future__ import annotations
 
