@@ -26,7 +26,7 @@ from benchmarks.records import Record, Target, ratio, save, show
 from remat.cli.measure import trace_memory
 from remat.cli.rows import Row, rows
 from remat.cli.steps import difference, tolerance
-from remat.transforms import _torch, value_and_grad
+from remat.transforms import _torch, _torch_compiler, value_and_grad
 
 MIB = 1 << 20
 Weights = list[dict[str, Tensor]]
@@ -231,7 +231,7 @@ def right(
 
 def recover() -> None:
     """Undo what torch leaves behind when its own checkpoint fails to compile under torch.func."""
-    _torch.unwind_levels()
+    _torch_compiler.unwind_levels()
     _torch.allow_hooks()
 
 

@@ -16,7 +16,7 @@ from remat.transforms import _compile
 from remat.transforms._call import run_transparently
 from remat.transforms._errors import RematError
 from remat.transforms._numbers import numbered
-from remat.transforms._torch import bypassing_wrapper
+from remat.transforms._torch_compiler import bypassing_wrapper
 
 # `bypass(enter, fn, *args)` calls `enter(graph of fn)(*operands)` at trace time. Dynamo takes for `enter` a
 # module-level function, or a partial of one with plain constants.

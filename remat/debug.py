@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as torch_pytree
 
-from remat.transforms import _torch
+from remat.transforms import _torch_compiler
 from remat.transforms._errors import RematError
 from remat.transforms._written import RECOMPUTED
 
@@ -183,7 +183,7 @@ class _Graphs:
 
 def _compile_and_run(fn: Any, args: Any, kwargs: Any, wanted: _Graphs, found: _Graphs) -> None:
     fn = getattr(fn, "_torchdynamo_orig_callable", getattr(fn, "_orig_mod", fn))
-    out = _torch.compiled_for_graphs(fn, wanted.add, found.add)(*args, **kwargs)
+    out = _torch_compiler.compiled_for_graphs(fn, wanted.add, found.add)(*args, **kwargs)
     ends = [t for t in torch_pytree.tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad]
     if ends:
         torch.autograd.grad(ends, _leaves(ends), [torch.ones_like(t) for t in ends], allow_unused=True)
@@ -252,5 +252,5 @@ def _reads_input(node: torch.fx.Node) -> bool:
 def _taken(fence: torch.fx.Node, makers: dict[str, str]) -> Taken:
     source: Any = fence.args[0]
     value = fence.meta["val"]
-    size = _torch.example_of(value.untyped_storage().nbytes())
+    size = _torch_compiler.example_of(value.untyped_storage().nbytes())
     return Taken(tuple(value.shape), value.dtype, size, makers.get(source.name))

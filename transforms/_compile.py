@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms import _call, _torch, _tree
+from remat.transforms import _call, _torch, _torch_compiler, _tree
 from remat.transforms._primitive import Family, Prim, call
 from remat.transforms._region import Region
 from remat.transforms._state import Ambient, device_kinds
@@ -41,7 +41,7 @@ def run(region: Region, graph: Graph, operands: tuple[Any, ...]) -> tuple[Any, .
 
 
 def _run(region: Region, operands: tuple[Any, ...]) -> tuple[Any, ...]:
-    if not _torch.is_tracing() or _call.keeping_everything():
+    if not _torch_compiler.is_tracing() or _call.keeping_everything():
         # A backend that executes Dynamo's graph as it is, such as "eager".
         return _call.run(region, operands, {})
     outermost = not getattr(_local, "depth", 0)
@@ -51,7 +51,7 @@ def _run(region: Region, operands: tuple[Any, ...]) -> tuple[Any, ...]:
     except BaseException:
         # The levels that the graph has entered would stay on this thread: nobody else leaves them.
         if outermost:
-            _torch.unwind_levels()
+            _torch_compiler.unwind_levels()
         raise
     finally:
         _local.depth -= 1
@@ -81,7 +81,7 @@ class Graph:
         self.module = module
         # How deep the levels were where Dynamo traced the region's call.
         traced = getattr(_local, "traced_depth", None)
-        self.depth: int = _torch.depth() if traced is None else traced
+        self.depth: int = _torch_compiler.depth() if traced is None else traced
         inputs = {node: i for i, node in enumerate(module.graph.find_nodes(op="placeholder"))}
         results: Any = module.graph.output_node().args[0]
         self.returned: list[int | None] = [inputs.get(node) for node in results]
@@ -94,23 +94,23 @@ class _Interpreter(torch.fx.Interpreter):
     def __init__(self, module: torch.fx.GraphModule, traced_depth: int) -> None:
         super().__init__(module)
         self.traced = traced_depth
-        self.shift = _torch.depth() - traced_depth
+        self.shift = _torch_compiler.depth() - traced_depth
         # Every node brings its own; what the nodes made here are tagged with comes on top.
-        self.tags = _torch.tags()
+        self.tags = _torch_compiler.tags()
 
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
-        with _torch.tagged(self.tags):
+        with _torch_compiler.tagged(self.tags):
             return super().call_method(target, args, kwargs)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        at = _torch.level_argument(target)
+        at = _torch_compiler.level_argument(target)
         if at is not None and args[at] > self.traced:
             args = (*args[:at], args[at] + self.shift, *args[at + 1 :])
         before = getattr(_local, "traced_depth", None)
         # For regions inside this one.
-        _local.traced_depth = _torch.depth() - self.shift
+        _local.traced_depth = _torch_compiler.depth() - self.shift
         try:
-            with _torch.tagged(self.tags):
+            with _torch_compiler.tagged(self.tags):
                 return super().call_function(target, args, kwargs)
         finally:
             _local.traced_depth = before

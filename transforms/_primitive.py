@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd import forward_ad
 
-from remat.transforms import _observe, _torch, _trace
+from remat.transforms import _observe, _torch, _torch_compiler, _trace
 from remat.transforms._ends import Ends
 from remat.transforms._errors import RematError
 from remat.transforms._region import Region, recomputing
@@ -232,7 +232,7 @@ def _mapped(prim: Prim, transform: Callable[[Body], Body]) -> Prim:
 
 
 def _known_jvp_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
-    with _torch.dual_level_known():
+    with _torch_compiler.dual_level_known():
         return _jvp_rule(level, prim, operands)
 
 

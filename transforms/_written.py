@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms import _ops, _seeded, _torch, _trace
+from remat.transforms import _ops, _seeded, _torch_compiler, _trace
 from remat.transforms._errors import RematError
 from remat.transforms._fence import fence
 from remat.transforms._primitive import Prim, replaying
@@ -56,7 +56,7 @@ class Written:
         region, ambient = prim.family.region, prim.family.ambient
         with contextlib.ExitStack() as stack:
             tag = stack.enter_context(contextlib.ExitStack())
-            tag.enter_context(_torch.tagged({RECOMPUTED: f"{self.serial} {region.name}"}))
+            tag.enter_context(_torch_compiler.tagged({RECOMPUTED: f"{self.serial} {region.name}"}))
             fenced = [
                 t if first <= i < last else fence(record.before.get(i, t), after)
                 for i, t in enumerate(operands)
@@ -84,7 +84,7 @@ class GraphRecord(_trace.Record):
         self.draws: list[int] = []
         self.before: dict[int, torch.Tensor] = {}
         self.operands = list(operands)
-        self.given = {_torch.graph_storage(t): i for i, t in enumerate(operands)}
+        self.given = {_torch_compiler.graph_storage(t): i for i, t in enumerate(operands)}
         self.storages: dict[int, int] = {}  # node -> storage of its first result
         self.rewritten: set[int] = set()
         self.keeps = False  # whether anything was kept but seeds
@@ -95,7 +95,7 @@ class GraphRecord(_trace.Record):
         if _trace.is_quiet() or facts.ignored or _ops.is_shape_arithmetic(args):
             return func(*args, **kwargs)
         for tensor in _trace._targets(facts, args, kwargs):
-            self._before_writing(_torch.graph_storage(tensor))
+            self._before_writing(_torch_compiler.graph_storage(tensor))
         at = len(self.trace.nodes)
         if facts.random and _ops.draws(func, args, kwargs):
             self.draws.append(at)
@@ -121,7 +121,7 @@ class GraphRecord(_trace.Record):
         self.trace.nodes.append(node)
         for tensor in _trace.tensors_in(out):
             self._made.set(tensor, at)
-            self.storages.setdefault(at, _torch.graph_storage(tensor))
+            self.storages.setdefault(at, _torch_compiler.graph_storage(tensor))
         if at in self.draws and at not in self.seeds:
             # A draw that cannot be repeated from a seed is kept: right, if not small.
             self.judge(node, _trace.SAVE, out)

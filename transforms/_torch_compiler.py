@@ -1,0 +1,146 @@
+"""Private names of torch's compiler; `_torch` has the others. Tried on 2.13.0 (CPU) if no line says more."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._C import _functorch as _functorch_c  # pyright: ignore[reportAttributeAccessIssue]
+
+from remat.transforms._torch import JVP, allow_hooks, in_transform, levels
+
+
+def bypassing_wrapper() -> Callable[..., Any]:
+    """The operator that lets Dynamo trace a function while we decide, at AOT-trace time, how it runs.
+
+    Dynamo has no public way to call a function of ours on a graph it made. (2.11, 2.13, 2.14.1, 2.15)
+    """
+    from torch._higher_order_ops.wrap import dynamo_bypassing_wrapper
+
+    return dynamo_bypassing_wrapper
+
+
+def is_tracing() -> bool:
+    """Whether what runs now is being traced below autograd, functionalized, for a compiler."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None
+
+
+def depth() -> int:
+    """How many functorch levels are active; the innermost has this number."""
+    return len(_functorch_c.get_interpreter_stack() or ())
+
+
+# Functions of Dynamo's graphs that take the number of a functorch level, and at which position. (2.13)
+_LEVEL_ARGUMENTS = {
+    "_wrap_for_grad": 1,
+    "_unwrap_for_grad": 1,
+    "_add_batch_dim": 2,
+    "_remove_batch_dim": 1,
+    "_unwrap_batched": 1,
+}
+
+
+def level_argument(function: Any) -> int | None:
+    """Which argument of a function in Dynamo's graph is the number of a functorch level, None for none."""
+    return _LEVEL_ARGUMENTS.get(getattr(function, "__name__", ""))
+
+
+@contextlib.contextmanager
+def dual_level_known() -> Iterator[None]:
+    """Tell Python of the forward-mode level that a traced graph has opened below Python's own count of them.
+
+    Without it make_dual and unpack_dual find no level, and torch.func.jvp tries to open a second one. (2.13)
+    """
+    from torch._functorch import eager_transforms
+
+    forward_ad = torch.autograd.forward_ad
+    if forward_ad._current_level >= 0:
+        yield
+        return
+    nesting = eager_transforms.JVP_NESTING
+    forward_ad._current_level, eager_transforms.JVP_NESTING = 0, max(nesting, 1)
+    try:
+        yield
+    finally:
+        forward_ad._current_level, eager_transforms.JVP_NESTING = -1, nesting
+
+
+def tags() -> dict[str, Any]:
+    """What the nodes that a trace makes now bear in their `meta["custom"]`."""
+    from torch.fx import traceback
+
+    return dict(traceback.current_meta.get("custom", {}))
+
+
+def tagged(tags: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+    """Within, nodes also bear these in their `meta["custom"]`. (2.11 on)"""
+    from torch.fx.traceback import annotate
+
+    return annotate(tags) if tags else contextlib.nullcontext()
+
+
+def unwind_levels() -> None:
+    """Leave every functorch level of this thread: a graph that fails halfway leaves those it entered behind.
+
+    With them goes their refusal of saved-tensor hooks. No level can be older than the graph: torch.compile
+    does not compile inside torch.func.
+    """
+    if in_transform():
+        # All forward-mode derivatives live on one level below functorch's, which a graph's first jvp opens.
+        if any(kind == JVP for _, kind, _ in levels()) and torch.autograd.forward_ad._current_level < 0:
+            torch._C._exit_dual_level(level=0)
+        _functorch_c.pop_dynamic_layer_stack_and_undo_to_depth(0)
+        allow_hooks()
+
+
+def graph_storage(tensor: torch.Tensor) -> int:
+    """What aliases of one memory have in common in a functionalized trace, whose tensors wrap others."""
+    inner = getattr(tensor, "elem", tensor)
+    return inner.untyped_storage()._cdata
+
+
+def example_of(size: Any) -> int:
+    """A size as a number: that of the example where it is symbolic."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def compiled_for_graphs(
+    fn: Callable[..., Any],
+    joint: Callable[[torch.fx.GraphModule], None],
+    final: Callable[[torch.fx.GraphModule], None],
+) -> Callable[..., Any]:
+    """`fn`, compiled as far as Inductor's partitioner and decompositions go; the graphs are shown and then
+    run as they are.
+
+    `joint` sees each graph of forward and backward before it is partitioned, `final` each one that would be
+    handed to code generation; what has no backward of its own is seen by both.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    def partition(module: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        module.graph.eliminate_dead_code()
+        joint(module)
+        return min_cut_rematerialization_partition(module, inputs, compiler="inductor", **options)
+
+    def show(module: torch.fx.GraphModule, _: Any) -> Any:
+        final(module)
+        return make_boxed_func(module.forward)
+
+    def show_whole(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        module.graph.eliminate_dead_code()
+        joint(module)
+        return show(module, inputs)
+
+    backend = aot_autograd(
+        fw_compiler=show,
+        bw_compiler=show,
+        inference_compiler=show_whole,
+        partition_fn=partition,
+        decompositions=select_decomp_table(),
+    )
+    return torch.compile(fn, backend=backend, fullgraph=True)
