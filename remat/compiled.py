@@ -11,6 +11,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from remat.policies import Policy, save_everything
 from remat.transforms import _compile
 from remat.transforms._call import run_transparently
@@ -53,7 +55,12 @@ def enter_described(label: str, spec: Any, graph: Any) -> Callable[..., Any]:
     return functools.partial(_run, options, label, graph)
 
 
-def _run(options: Any, label: str, graph: Any, *operands: Any) -> Any:
+def _run(options: Any, label: str, graph: Any, *operands: Any, **kwargs: Any) -> Any:
+    if not isinstance(graph, torch.fx.GraphModule):
+        # Dynamo gave the region up for a graph break and now calls it with what it was given, in eager.
+        from remat.api import _wrap
+
+        return _wrap(graph, options)(*operands, **kwargs)
     body = _compile.Graph(graph)
     if options.policy == save_everything and _compile.outermost():
         return run_transparently(body, operands, {})

@@ -181,9 +181,13 @@ class _Graphs:
             self.makers[node.name] = str(node.target)
 
 
+def uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """What `torch.compile` was given to make `fn`; `fn` itself if it is none of its results."""
+    return getattr(fn, "_torchdynamo_orig_callable", getattr(fn, "_orig_mod", fn))
+
+
 def _compile_and_run(fn: Any, args: Any, kwargs: Any, wanted: _Graphs, found: _Graphs) -> None:
-    fn = getattr(fn, "_torchdynamo_orig_callable", getattr(fn, "_orig_mod", fn))
-    out = _torch_compiler.compiled_for_graphs(fn, wanted.add, found.add)(*args, **kwargs)
+    out = _torch_compiler.compiled_for_graphs(uncompiled(fn), wanted.add, found.add)(*args, **kwargs)
     ends = [t for t in torch_pytree.tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad]
     if ends:
         torch.autograd.grad(ends, _leaves(ends), [torch.ones_like(t) for t in ends], allow_unused=True)

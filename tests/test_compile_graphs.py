@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._functorch.aot_autograd import aot_function
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.func import functional_call, grad, vmap
 
 from remat import checkpoint_name, checkpoint_policy, remat, save_all_but_names, save_matmuls, save_names
 from remat.policies import Policy, save_everything, save_nothing, save_ops, save_unbatched_matmuls
 from remat.transforms import value_and_grad
-from tests.compiled import Graphs, compiled, dots
+from tests.compiled import Graphs, compiled, dots, ops
 from tests.helpers import OpCounter, rand, same
 
 aten = torch.ops.aten
@@ -314,6 +320,64 @@ def test_without_gradients_the_function_runs_as_it_is():
     with torch.no_grad():
         same(graphs(w.requires_grad_(), x), chain(2, save_everything)(w, x))
     assert graphs.forward["mm"] == 2 and graphs.forward["fence"] == 0
+
+
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=repr)
+def test_ahead_of_time_without_dynamo(policy):
+    w, x = shared()
+    w.requires_grad_()
+    loss, found = chain(2, policy), {}
+
+    def keep(name) -> Any:
+        def compiler(module, _):
+            found[name] = ops(module)
+            return make_boxed_func(module.forward)
+
+        return compiler
+
+    cut = min_cut_rematerialization_partition
+    run = aot_function(loss, fw_compiler=keep("forward"), bw_compiler=keep("backward"), partition_fn=cut)
+    same(torch.autograd.grad(run(w, x), w), torch.autograd.grad(chain(2, save_everything)(w, x), w))
+    assert found["forward"]["mm"] == 2 and found["backward"]["mm"] == 3 + (2 if policy == save_nothing else 0)
+
+
+# Dynamo's own, where it resumes after a break.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_a_graph_break_in_a_region_runs_it_in_eager(capsys):
+    def noisy(w, x):
+        print("broken")
+        return torch.tanh(x @ w).sin()
+
+    w, x = shared()
+    w.requires_grad_()
+    region = remat(noisy)
+    run = torch.compile(lambda w, x: region(w, x * 2).sum() * 3, backend="aot_eager")
+    want = torch.autograd.grad(torch.tanh(2 * x @ w).sin().sum() * 3, w)
+    same(torch.autograd.grad(run(w, x), w), want)
+    assert "broken" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("made", ["outside", "inside"])
+def test_callables_of_every_kind(made):
+    w, x = shared()
+
+    class Product:
+        def __call__(self, x):
+            return torch.tanh(x @ w).sin()
+
+        def method(self, x):
+            return self(x)
+
+    layer = nn.Linear(4, 4).double()
+    kinds: list[Any] = [Product(), Product().method, functools.partial(torch.mul, 2.0), torch.sin, layer]
+    for fn in kinds:
+        torch._dynamo.reset()
+        region = remat(fn)
+
+        def loss(x, fn=fn, region=region):
+            return (region if made == "outside" else remat(policy=save_nothing)(fn))(x).square().sum()
+
+        same(compiled(grad(loss))(x), grad(lambda x, fn=fn: fn(x).square().sum())(x))
 
 
 def test_the_backend_that_runs_the_graph_as_it_is():

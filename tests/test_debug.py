@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import grad, vmap
 
-from remat import RematError, remat, save_everything, save_matmuls
+from remat import RematError, explain, remat, save_everything, save_matmuls
 from remat.debug import assert_recomputed, recomputed
 from remat.transforms import _written
 from tests.helpers import rand
@@ -76,6 +76,13 @@ def test_of_a_compiled_function_and_of_a_module():
     assert len(recomputed(torch.compile(loss_with(remat_nothing)), w, x)) == 2
     model = torch.compile(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()))
     assert recomputed(model, x.float()) == []
+
+
+def test_explain_tells_what_the_compiled_graphs_recompute():
+    w, x = shared()
+    got = explain(torch.compile(loss_with(remat_nothing)), w, x)
+    assert sum(note.startswith("compiled, block: keeps 192 bytes") for note in got.notes) == 2
+    assert not any(note.startswith("compiled") for note in explain(loss_with(remat_nothing), w, x).notes)
 
 
 def test_a_seed_is_among_what_is_kept():

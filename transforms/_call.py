@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms import _capture, _observe, _taps, _torch, _trace, _tree
+from remat.transforms import _capture, _observe, _taps, _torch, _torch_compiler, _trace, _tree
 from remat.transforms._errors import RematError
 from remat.transforms._following import Following
 from remat.transforms._frame import Plain, enclosed, stop_enclosing
@@ -18,6 +18,7 @@ from remat.transforms._primitive import Family, Prim, call
 from remat.transforms._region import Region, labelled
 from remat.transforms._state import Ambient, RandomState, device_kinds
 from remat.transforms._traced import Traced, may_keep_around
+from remat.transforms._written import Written
 
 _MOST_TRIES = 50
 _NOTHING = contextlib.nullcontext()
@@ -58,7 +59,8 @@ def run(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _run_primitive(region, args, kwargs)
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return region.function(*args, **kwargs)
-    if region.memory.uses_func or _torch.hooks_disabled() is not None:
+    # AOTAutograd without Dynamo calls no hooks.
+    if region.memory.uses_func or _torch.hooks_disabled() is not None or _torch_compiler.is_tracing():
         return _run_primitive(region, args, kwargs)
     try:
         return _run_frame(region, args, kwargs)
@@ -141,7 +143,8 @@ class _Flat:
         self.captured = captured
         self.operands = [_capture.as_operand(t) for t in (*tensors, *captured)]
         self.bindings = _capture.Bindings(region.function)
-        self.family = Family(region, Ambient(device_kinds(self.operands)))
+        world = Written() if _torch_compiler.is_tracing() else None
+        self.family = Family(region, Ambient(device_kinds(self.operands)), world)
         self.out_leaves: list[Any] = []
         self.out_at: list[int] = []
         self.out_spec: Any = None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from remat import debug
 from remat.explanation._measure import Measured, RegionUse, Work, measure
 from remat.explanation._tables import Page, Shown, Table
 from remat.explanation._watch import KINDS, PASSES
@@ -78,7 +79,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     takes part, every floating point argument is differentiated.
 
     Args:
-        fn: a function or module, with or without regions and `torch.func` transforms inside.
+        fn: a function or module, with or without regions and `torch.func` transforms inside. Of the result of
+            `torch.compile` the eager function is measured, and notes say what the compiled graphs recompute.
         args, kwargs: its arguments.
 
     Returns:
@@ -99,9 +101,13 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         >>> found.kept_bytes, found.plain_bytes, found.recomputed.ops
         (32, 64, 2)
     """
-    now = measure(fn, args, kwargs)
-    plain = measure(fn, args, kwargs, regions=False) if now.regions else now
-    return Explanation(name_of(fn), now, plain, tuple(notes(now, plain)))
+    inner = debug.uncompiled(fn)
+    now = measure(inner, args, kwargs)
+    plain = measure(inner, args, kwargs, regions=False) if now.regions else now
+    found = [*notes(now, plain)]
+    if inner is not fn:
+        found += [f"compiled, {region}" for region in debug.recomputed(fn, *args, **kwargs)]
+    return Explanation(name_of(inner), now, plain, tuple(found))
 
 
 def notes(now: Measured, plain: Measured) -> Iterator[str]:
