@@ -9,27 +9,25 @@ import torch
 
 from remat.transforms import _ops, _torch, _trace
 from remat.transforms._errors import RematError
-from remat.transforms._frame import Frame
+from remat.transforms._frame import Selective
 from remat.transforms._held import Held
 from remat.transforms._inputs import Inputs
 from remat.transforms._learned import Plan
 from remat.transforms._trace import KEPT, RUN, Stop
 
 
-class Following(Frame):
+class Following(Selective):
     """Compares each op with the one expected and keeps what the plan keeps.
 
     A forward that leaves the known path is recomputed whole, and the path is forgotten.
     """
 
-    __slots__ = ("direct", "kept", "lost", "plan", "values", "versions")
+    __slots__ = ("kept", "lost", "plan", "versions")
 
     def __init__(self, inputs: Inputs, plan: Plan) -> None:
         super().__init__(inputs)
         self.plan = plan
         self.versions = inputs.near_versions(plan.read)
-        self.direct: dict[int, Held] = {}
-        self.values: dict[int, torch.Tensor] = {}
         self.kept: dict[int, Any] = {}
         self.lost = False
 
@@ -56,23 +54,6 @@ class Following(Frame):
                 self.direct[at] = Held(tensor, None)
         return at
 
-    def get(self, at: int) -> torch.Tensor:
-        held = self.direct.get(at)
-        if held is not None:
-            return held.get(self.inputs)
-        task = _torch.graph_task()
-        if task != self.task or at not in self.values:
-            self.recompute(task)
-            if at not in self.values:
-                raise self.too_few()
-        value = self.values.pop(at)
-        if task == -1:
-            self.values = {}
-        return value
-
-    def forget(self) -> None:
-        self.values = {}
-
     def check_unwritten(self) -> None:
         self.inputs.check_near(self.plan.read, self.versions)
 
@@ -82,10 +63,7 @@ class Following(Frame):
         return [Retrace(self.plan, self.kept, self.differs, self.region.determinism_check != "none")]
 
     def repack(self, tensor: torch.Tensor) -> torch.Tensor:
-        at = self.count
-        self.count = at + 1
-        if at >= len(self.metas):
-            raise self.too_many()
+        at = self.next_packed()
         if at in self.direct:
             with _torch.no_dispatch():
                 return tensor.detach()
@@ -137,7 +115,7 @@ class Retrace(_torch.DispatchMode):
 
     def __init__(self, plan: Plan, kept: dict[int, Any], differs: Any, check: bool) -> None:
         super().__init__()
-        self.plan, self.kept, self.differs, self.check = plan, kept, differs, check
+        self.kept, self.differs, self.check = kept, differs, check
         self.ops, self.outs, self.actions, self.end = plan.ops, plan.outs, plan.actions, plan.end
         self.at = 0
 
@@ -148,7 +126,8 @@ class Retrace(_torch.DispatchMode):
             action = self.actions[at]
             if action == KEPT:
                 kept = self.kept[at]
-                return kept.detach() if isinstance(kept, torch.Tensor) else _trace.map_tensors(_again, kept)
+                detach = torch.Tensor.detach
+                return detach(kept) if isinstance(kept, torch.Tensor) else _trace.map_tensors(detach, kept)
             if action != RUN:
                 return _trace.placeholders(self.outs[at])
             out = func(*args, **kwargs) if kwargs else func(*args)
@@ -173,7 +152,3 @@ class Retrace(_torch.DispatchMode):
         raise RematError(
             self.differs(f"at op {at}, {func} made {expected} in the forward and now {_trace.metadata(out)}")
         )
-
-
-def _again(kept: torch.Tensor) -> torch.Tensor:
-    return kept.detach()

@@ -20,7 +20,7 @@ import torch
 
 from remat.transforms import _ops, _torch, _trace
 from remat.transforms._errors import RematError
-from remat.transforms._held import Packer, belongs_to_region
+from remat.transforms._held import Held, Packer, belongs_to_region
 from remat.transforms._inputs import Inputs
 from remat.transforms._learned import Plan
 from remat.transforms._region import recomputing
@@ -31,13 +31,12 @@ Meta = tuple[torch.Size, torch.dtype, torch.device, int]
 class Frame(Packer):
     """One forward of a region, and whatever it takes to run it again."""
 
-    __slots__ = ("__weakref__", "count", "inputs", "metas", "region", "settled", "task")
+    __slots__ = ("__weakref__", "inputs", "metas", "region", "settled", "task")
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs, self.region = inputs, inputs.region
         self.metas: list[Meta] = []  # what the forward packed: shape, dtype, device, version
         self.task = -1  # the backward pass for which values were recomputed
-        self.count = 0  # how many values the recomputation has packed
         self.inner = 0
         self.settled = False
 
@@ -82,7 +81,7 @@ class Frame(Packer):
 
     def _recompute(self, task: int) -> None:
         self.forget()
-        self.task, self.count = task, 0
+        self.task = task
         inputs = self.inputs
         args, kwargs = inputs.rebuild()
         self.check_unwritten()
@@ -223,6 +222,47 @@ class Plain(Frame):
     @property
     def complete(self) -> bool:
         return len(self.fresh) == len(self.metas) and self.settled and not self.inner
+
+
+class Selective(Frame):
+    """Keeps some packed values as they are and recomputes others, told apart by their numbers."""
+
+    __slots__ = ("count", "direct", "values")
+
+    def __init__(self, inputs: Inputs) -> None:
+        super().__init__(inputs)
+        self.count = 0  # how many values the recomputation has packed
+        self.direct: dict[int, Held] = {}  # packed values that are kept as they are
+        self.values: dict[int, torch.Tensor] = {}  # recomputed, waiting for the backward to ask
+
+    def get(self, at: int) -> torch.Tensor:
+        held = self.direct.get(at)
+        if held is not None:
+            return held.get(self.inputs)
+        task = _torch.graph_task()
+        if task != self.task or at not in self.values:
+            self.fill(at, task)
+            if at not in self.values:
+                raise self.too_few()
+        value = self.values.pop(at)
+        if task == -1:
+            self.values = {}
+        return value
+
+    def fill(self, at: int, task: int) -> None:
+        """Recompute value `at` among others."""
+        self.recompute(task)
+
+    def forget(self) -> None:
+        self.values, self.count = {}, 0
+
+    def next_packed(self) -> int:
+        """The number of the value that the recomputation is packing."""
+        at = self.count
+        self.count = at + 1
+        if at >= len(self.metas):
+            raise self.too_many()
+        return at
 
 
 _NOTHING = contextlib.nullcontext()

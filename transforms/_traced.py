@@ -11,7 +11,7 @@ import torch
 
 from remat.transforms import _learned, _observe, _ops, _torch, _trace, _tree
 from remat.transforms._ends import Ends
-from remat.transforms._frame import Frame
+from remat.transforms._frame import Selective
 from remat.transforms._held import Absent, Held
 from remat.transforms._inputs import Inputs
 
@@ -43,18 +43,16 @@ class Packed:
         self.storage = 0
 
 
-class Traced(Frame):
+class Traced(Selective):
     """Records its forward (`_trace.Record`) and replays it (`_trace.Replay`)."""
 
-    __slots__ = ("direct", "ends", "hoard", "packed", "part", "record", "start", "trace", "values")
+    __slots__ = ("ends", "hoard", "packed", "part", "record", "start", "trace")
 
     def __init__(self, inputs: Inputs) -> None:
         super().__init__(inputs)
         self.trace = _trace.Trace(self.region.name)
         self.packed: list[Packed] = []
-        self.direct: dict[int, Held] = {}  # packed values that are kept as they are
         self.hoard: list[torch.Tensor] | None = []  # all packed values, while they are few
-        self.values: dict[int, torch.Tensor] = {}  # recomputed, waiting for the backward to ask
         self.start = _torch.next_node()
         self.ends: Ends | None = None
         self.part: set[int] | None = None  # the packed values that the recomputation makes, None for all
@@ -213,24 +211,13 @@ class Traced(Frame):
     def unpack(self, handle: Handle) -> torch.Tensor:
         return self.get(handle.at)
 
-    def get(self, at: int) -> torch.Tensor:
-        held = self.direct.get(at)
-        if held is not None:
-            return held.get(self.inputs)
-        task = _torch.graph_task()
-        if task != self.task or at not in self.values:
-            self.part = self._needed()
-            self.recompute(task)
+    def fill(self, at: int, task: int) -> None:
+        self.part = self._needed()
+        self.recompute(task)
         if at not in self.values and self.part is not None:
             # Something else was wanted after all.
             self.part = None
             self.recompute(task)
-        if at not in self.values:
-            raise self.too_few()
-        value = self.values.pop(at)
-        if task == -1:
-            self.values = {}
-        return value
 
     def _needed(self) -> set[int] | None:
         """The packed values that the backward under way reads, None for all of them."""
@@ -238,9 +225,6 @@ class Traced(Frame):
             return None
         idle = self.ends.idle_now()
         return {i for i, p in enumerate(self.packed) if p.handle() is not None and p.owner not in idle}
-
-    def forget(self) -> None:
-        self.values = {}
 
     def check_unwritten(self) -> None:
         if self.settled:
@@ -273,10 +257,7 @@ class Traced(Frame):
         return ops, max([end, *(p.seen for p in packs)])
 
     def repack(self, tensor: torch.Tensor) -> torch.Tensor:
-        at = self.count
-        self.count = at + 1
-        if at >= len(self.metas):
-            raise self.too_many()
+        at = self.next_packed()
         # An op's own result, packed as it is, would hold on to the op: nothing frees that cycle.
         with _torch.no_dispatch():
             alias = tensor.detach()
