@@ -22,7 +22,7 @@ import torch.utils._pytree as pytree
 import tyro
 from torch import Tensor
 
-from benchmarks.records import Record, Target, ratio, save, show
+from benchmarks.records import Record, Target, conclude, ratio
 from remat.cli.measure import trace_memory
 from remat.cli.rows import Row, rows
 from remat.cli.steps import difference, tolerance
@@ -57,11 +57,8 @@ class CompileMemory:
 
     def __call__(self) -> int:
         records = list(self.run())
-        met = targets(records)
-        show(f"{self.depth} blocks, width {self.width}, {self.rows_} rows, through Inductor", records, met)
-        if self.save:
-            print(save("compile_memory", records))
-        return int(not all(target.met for target in met))
+        title = f"{self.depth} blocks, width {self.width}, {self.rows_} rows, through Inductor"
+        return conclude("compile_memory", title, records, targets(records), self.save)
 
     def run(self) -> Iterator[Record]:
         """Peak bytes of every model, mode and row, gradients checked; then compile times."""

@@ -19,7 +19,7 @@ import tyro
 from torch import Tensor
 
 import remat.transforms
-from benchmarks.records import Record, Target, ratio, save, show
+from benchmarks.records import Record, Target, conclude, ratio
 from remat.cli.measure import Mark, trace_memory
 from remat.cli.rows import Row, rows
 from remat.cli.steps import difference, tolerance, unmarked
@@ -47,11 +47,8 @@ class Memory:
 
     def __call__(self) -> int:
         records = self.run()
-        met = targets(records)
-        show(f"{self.depth} MLP blocks, width {self.width}, batch {self.batch}", records, met)
-        if self.save:
-            print(save("memory", records))
-        return int(not all(target.met for target in met))
+        title = f"{self.depth} MLP blocks, width {self.width}, batch {self.batch}"
+        return conclude("memory", title, records, targets(records), self.save)
 
     def run(self) -> list[Record]:
         """Peak bytes of every mode and row, gradients checked against no remat first."""

@@ -21,7 +21,7 @@ import tyro
 from einops import rearrange
 from torch import Tensor, nn
 
-from benchmarks.records import Record, Target, ratio, save, show
+from benchmarks.records import Record, Target, conclude, ratio
 from remat.cli.measure import percentiles
 from remat.cli.rows import Row, rows
 
@@ -71,11 +71,8 @@ class Overhead:
     def __call__(self) -> int:
         torch.set_num_threads(1)
         records = self.run()
-        met = targets(records)
-        show(f"{self.depth} transformer blocks, {self.width} wide: us per block", records, met)
-        if self.save:
-            print(save("overhead", records))
-        return int(not all(target.met for target in met))
+        title = f"{self.depth} transformer blocks, {self.width} wide: us per block"
+        return conclude("overhead", title, records, targets(records), self.save)
 
     def run(self) -> list[Record]:
         steps = {row.name: self.step(row) for row in self.rows()}

@@ -71,6 +71,14 @@ def save(name: str, records: Sequence[Record], folder: Path = RESULTS) -> Path:
     return path
 
 
+def conclude(name: str, title: str, records: Sequence[Record], met: Sequence[Target], write: bool) -> int:
+    """Shows records and targets, writes `name`.csv if asked to; the exit status, 1 for a missed target."""
+    show(title, records, met)
+    if write:
+        print(save(name, records))
+    return int(not all(target.met for target in met))
+
+
 def show(title: str, records: Sequence[Record], targets: Sequence[Target]) -> None:
     console = Console(width=110)
     table = Table(title=title, title_justify="left")

@@ -15,12 +15,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat.transforms import _named, _observe, _paths, _torch, _tree
+from remat.transforms import _named, _observe, _ops, _paths, _torch, _tree
 from remat.transforms._state import RandomState
 
-# The machinery is reached through a link in a checkout, so it may go by two names.
-_LIBRARIES = (torch.__file__, __file__, _tree.__file__, os.path.realpath(_tree.__file__))
-_NOT_THE_USERS = (*(os.path.dirname(file) + os.sep for file in _LIBRARIES), "<")
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c", "bool": "bool"}
 
 
@@ -134,9 +131,7 @@ def print_saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 def _differentiated(fn: Callable[..., Any], args: Any, kwargs: Any) -> Residuals | None:
     """The residuals of one run in which every inexact argument requires grad."""
     leaves, spec = _tree.flatten((args, kwargs))
-    at = [
-        i for i, x in enumerate(leaves) if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
-    ]
+    at = [i for i, x in enumerate(leaves) if _tree.smooth(x)]
     found: list[Residuals | None] = [None]
 
     def look(*inexact: Tensor) -> Tensor:
@@ -212,25 +207,14 @@ class _Makers(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        read = {_torch.storage_key(t) for t in _tree.flatten((args, kwargs))[0] if _has_storage(t)}
-        line = _user_line()
+        read = {_torch.storage_key(t) for t in _tree.flatten((args, kwargs))[0] if _torch.is_strided(t)}
+        line = _ops.user_place()
         for tensor in _tree.flatten(out)[0]:
-            if _has_storage(tensor) and (key := _torch.storage_key(tensor)) not in read:
+            if _torch.is_strided(tensor) and (key := _torch.storage_key(tensor)) not in read:
                 self.made[key] = len(self.made), func, line, StorageWeakRef(tensor.untyped_storage())
             elif name := _name_being_given():
                 self.named[_torch.storage_key(tensor)] = name
         return out
-
-
-def _user_line() -> str | None:
-    frame = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
-        frame = frame.f_back
-    return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
-
-
-def _has_storage(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.layout is torch.strided
 
 
 def _name_being_given() -> str | None:
@@ -254,8 +238,8 @@ class _Table:
 
     def add(self, tensor: Tensor, kept: _observe.Kept | None = None) -> None:
         tensor = _torch.unwrapped(tensor)
-        key = _torch.storage_key(tensor) if _has_storage(tensor) else id(tensor)
-        size = tensor.untyped_storage().nbytes() if _has_storage(tensor) else _sparse_bytes(tensor)
+        key = _torch.storage_key(tensor) if _torch.is_strided(tensor) else id(tensor)
+        size = tensor.untyped_storage().nbytes() if _torch.is_strided(tensor) else _sparse_bytes(tensor)
         # A region puts tensors without memory in the place of operands that its backward does not read.
         if key in self.found or (size == 0 and tensor.numel()):
             return

@@ -15,7 +15,6 @@ from remat.transforms import _torch, _tree
 from remat.transforms._blocks import SIZE, Blocks
 from remat.transforms._body import Body
 from remat.transforms._capture import Bindings, Missed, captured
-from remat.transforms._pull import is_float
 from remat.transforms._scan import run
 from remat.transforms._scan_state import make
 
@@ -257,7 +256,7 @@ def _sizes(
     # Under functorch the carry is tracked as it is, or else its part of the tape is no part of the
     # derivative.
     mark = not _torch.in_transform()
-    marked = [t.detach().requires_grad_() if mark and is_float(t) else t for t in carry]
+    marked = [t.detach().requires_grad_() if mark and _tree.smooth(t) else t for t in carry]
     given |= {_torch.storage_key(_torch.unwrapped(t)) for t in marked if isinstance(t, torch.Tensor)}
     with (
         torch.enable_grad(),

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 import torch.utils._pytree as torch_pytree
 
-from remat.transforms import _torch
+from remat.transforms import _torch, _tree
 from remat.transforms._body import Body, Leaves, version
-from remat.transforms._pull import is_float
 from remat.transforms._scan_state import Tensors
 
 SIZE = 8
@@ -113,9 +112,9 @@ class Blocks:
     ) -> tuple[Any, Any, Any]:
         """Gradients of the consts, the carry and the blocks of xs; `cts`: of the carry, of the stacked ys."""
         carry = [leaf.detach() for leaf in carry]  # what the graph reads is told apart by identity
-        wanted = [*needs[0], *map(is_float, carry), *needs[1]]
+        wanted = [*needs[0], *map(_tree.smooth, carry), *needs[1]]
         full = [*consts, *carry, *xs]
-        ask = _Ask([t for t, want in zip(full, wanted, strict=True) if want and is_float(t)])
+        ask = _Ask([t for t, want in zip(full, wanted, strict=True) if want and _tree.smooth(t)])
         # The first cotangent is often an expanded number; guards are on strides too.
         dense = [[None if ct is None else ct.contiguous() for ct in part] for part in cts]
         end, ys = self.body.ct_trees(*dense)
@@ -126,7 +125,9 @@ class Blocks:
         finally:
             _local.ask = before
         found = iter(ask.grads)
-        grads = [next(found) if want and is_float(t) else None for t, want in zip(full, wanted, strict=True)]
+        grads = [
+            next(found) if want and _tree.smooth(t) else None for t, want in zip(full, wanted, strict=True)
+        ]
         a, b = len(consts), len(consts) + len(carry)
         return grads[:a], grads[a:b], grads[b:]
 

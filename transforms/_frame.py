@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms import _ops, _torch, _trace
+from remat.transforms import _torch, _trace
 from remat.transforms._errors import RematError
 from remat.transforms._held import Held, Packer, belongs_to_region
 from remat.transforms._inputs import Inputs
@@ -148,14 +148,7 @@ class Frame(Packer):
         )
 
     def differs(self, what: str) -> str:
-        return (
-            f"the recomputation of region {self.region.name!r} does not repeat its forward: {what}, at "
-            f"{_ops.user_line()}. (a) The function reads something that changed in between (a global, an "
-            "attribute, a "
-            "counter); (b) it is random in a way torch does not restore; (c) an argument was changed. Make "
-            "it depend on its "
-            "arguments only."
-        )
+        return _trace.not_repeated(self.region.name, what)
 
 
 class Plain(Frame):

@@ -87,7 +87,7 @@ class Inputs:
             needed.append(self.swap.lenient())
         if self.bindings.changed():
             needed.append(self.bindings.restored())
-        if self.ambient.differs() or self.ambient.casts:
+        if self.ambient.must_be_restored():
             needed.append(self.ambient.restored())
         return needed
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from remat.transforms import _torch
+from remat.transforms import _torch, _tree
 from remat.transforms._joint import Joint, record
 
 
@@ -56,8 +56,7 @@ def peel(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Peeled:
     for k, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             leaf = _torch.unwrapped(leaf)
-            smooth = leaf.is_floating_point() or leaf.is_complex()
-            leaves[k] = _stand_alone(leaf, (k in tracked and smooth) or leaf.requires_grad)
+            leaves[k] = _stand_alone(leaf, (k in tracked and _tree.smooth(leaf)) or leaf.requires_grad)
     return Peeled(tuple(leaves), spec, tuple(steps), direct)
 
 

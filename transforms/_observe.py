@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from remat.transforms import _torch, _tree
+
 
 class _Local(threading.local):
     listeners: list[list[Kept]] | tuple[()] = ()
@@ -39,6 +41,14 @@ class Kept:
     index: int
     op: Any = None
     name: str | None = None
+
+
+def made_by(args: Any, kwargs: Any, out: Any) -> Iterator[tuple[int, torch.UntypedStorage]]:
+    """The blocks of memory of an op's results that are not those of its operands, with their keys."""
+    given = {_torch.storage_key(t) for t in _tree.flatten((args, kwargs))[0] if _torch.is_strided(t)}
+    for tensor in _tree.flatten(out)[0]:
+        if _torch.is_strided(tensor) and (key := _torch.storage_key(tensor)) not in given:
+            yield key, tensor.untyped_storage()
 
 
 def listening() -> bool:

@@ -45,6 +45,7 @@ class Traits:
 
     __slots__ = (
         "conditional",
+        "higher_order",
         "ignored",
         "inplace",
         "outside",
@@ -58,6 +59,7 @@ class Traits:
 
     def __init__(self, op: Any) -> None:
         schema = getattr(op, "_schema", None)
+        self.higher_order = schema is None  # an operator on functions: torch.cond, flex attention
         self.ignored = op in _IGNORED or getattr(op, "namespace", "") == "profiler"
         self.random = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
         self.writes: tuple[str | int, ...] = ()
@@ -122,14 +124,19 @@ def draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return bool(probability)
 
 
-def user_line() -> str:
+def user_place() -> str | None:
     """`file:line (function)` of the innermost frame that belongs to neither torch nor this library."""
     frame = sys._getframe(1)
     while frame is not None:
         if is_user_frame(frame):
             return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
         frame = frame.f_back
-    return "an unknown line"
+    return None
+
+
+def user_line() -> str:
+    """`user_place` for messages."""
+    return user_place() or "an unknown line"
 
 
 def is_user_frame(frame: Any) -> bool:

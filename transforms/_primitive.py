@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd import forward_ad
 
-from remat.transforms import _observe, _torch, _torch_compiler, _trace
+from remat.transforms import _observe, _torch, _torch_compiler, _trace, _tree
 from remat.transforms._ends import Ends
 from remat.transforms._errors import RematError
 from remat.transforms._region import Region, recomputing
@@ -246,7 +246,7 @@ def _keep(ctx: Any, prim: Prim, operands: Tensors, outs: Tensors, residuals: Res
     """Put on a node what its backward needs."""
     ctx.prim, ctx.residuals = prim, residuals
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*[t for t in outs if not _smooth(t)])
+    ctx.mark_non_differentiable(*[t for t in outs if not _tree.smooth(t)])
     needed = [residuals is None or residuals.needs(t) or _tracked_below(t) for t in operands]
     if prim.family.world is not None:
         needed = [True] * len(operands)
@@ -571,16 +571,12 @@ def _merged(operands: Tensors, at: list[int], replaced: Tensors) -> list[torch.T
     return merged
 
 
-def _smooth(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
 def _smooth_first(
     outs: Tensors, split: list[list[int]]
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     """Differentiable results and the others; torch.func takes only the former, the others go as auxiliary."""
-    split[0] = [i for i, t in enumerate(outs) if _smooth(t)]
-    return tuple([t for t in outs if _smooth(t)]), tuple([t for t in outs if not _smooth(t)])
+    split[0] = [i for i, t in enumerate(outs) if _tree.smooth(t)]
+    return tuple([t for t in outs if _tree.smooth(t)]), tuple([t for t in outs if not _tree.smooth(t)])
 
 
 def _reassemble(smooth: Tensors, rest: Tensors, at: list[int]) -> list[torch.Tensor]:
@@ -662,7 +658,7 @@ def _execute_pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
     family, source = prim.family, prim.source
     with contextlib.ExitStack() as stack:
         stack.enter_context(_filled(operands))
-        if family.ambient.differs() or family.ambient.casts:
+        if family.ambient.must_be_restored():
             stack.enter_context(family.ambient.restored())
         if source is not None and source.random is not None:
             stack.callback(source.random.again().restore)

@@ -7,14 +7,9 @@ from typing import Any
 
 import torch
 
-from remat.transforms import _torch
+from remat.transforms import _torch, _tree
 
 Grads = list[torch.Tensor | None]
-
-
-def is_float(value: Any) -> bool:
-    """Whether `value` is a tensor that can carry a derivative."""
-    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def pull(
@@ -41,10 +36,10 @@ def pull(
     """
     at = [i for i, leaf in enumerate(carry) if isinstance(leaf, torch.Tensor)]
     states = [carry[i] for i in at]
-    marks = [need and is_float(c) for c, need in zip(consts, needs[0], strict=True)]
-    marks += map(is_float, states)
+    marks = [need and _tree.smooth(c) for c, need in zip(consts, needs[0], strict=True)]
+    marks += map(_tree.smooth, states)
     for row in rows:
-        marks += [need and is_float(x) for x, need in zip(row, needs[1], strict=True)]
+        marks += [need and _tree.smooth(x) for x, need in zip(row, needs[1], strict=True)]
     flat = [*consts, *states]
     for row in rows:
         flat += row

@@ -10,15 +10,15 @@ scans: one that lists the states, one that runs over them in reverse.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from remat.transforms import _observe, _torch
+from remat.transforms import _observe, _torch, _tree
 from remat.transforms._body import Leaves
-from remat.transforms._pull import is_float
 from remat.transforms._reversal import pull_back
 from remat.transforms._scan_batch import batch, dense, expand
 from remat.transforms._scan_state import Record, Scan, Tensors, as_in_forward, index_states, lift_states
@@ -29,7 +29,7 @@ def run(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     """The final carry and the stacked ys, differentiable with respect to `flat`."""
     if torch._C._len_torch_function_stack():
         # A mode that swaps captured tensors sees torch functions, not Functions: let it see these operands.
-        flat = [t.view_as(t) if is_float(t) and _torch_differentiable(t) else t for t in flat]
+        flat = [t.view_as(t) if _tree.smooth(t) and _torch_differentiable(t) else t for t in flat]
     # Whoever watches (an enclosing region, offloading hooks) must see the states as saved tensors.
     levels = _torch.in_transform()
     scan = replace(scan, plain=not (levels or _torch.watched()), levels=levels, record=Record())
@@ -81,7 +81,7 @@ class _Scan(torch.autograd.Function):
         scan, *flat = inputs
         ctx.scan = scan
         kept = output[len(output) - scan.extra :]
-        ctx.mark_non_differentiable(*kept, *(t for t in output if not is_float(t)))
+        ctx.mark_non_differentiable(*kept, *(t for t in output if not _tree.smooth(t)))
         ctx.save_for_backward(*flat, *kept)
         ctx.save_for_forward(*flat)
         ctx.set_materialize_grads(False)
@@ -145,20 +145,11 @@ class _PullBack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cts: torch.Tensor) -> tuple[Any, ...]:
-        from remat.transforms._scan_rules import pull_back_of
-
         wanted = ctx.needs_input_grad[3:]
         tensors = ctx.saved_tensors
         at = [i for i, want in enumerate(wanted) if want and i not in _kept_range(ctx, tensors)]
         with as_in_forward(ctx.scan, seeded=True):
-
-            def differentiable(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-                full = list(tensors)
-                for i, value in zip(at, values, strict=True):
-                    full[i] = value
-                return pull_back_of(ctx.scan, ctx.needs, *_parts_without_kept(ctx.scan, ctx.present, full))
-
-            vjp: Any = torch.func.vjp(differentiable, *(tensors[i] for i in at))[1]
+            vjp: Any = torch.func.vjp(_pull_back_at(ctx, tensors, at), *(tensors[i] for i in at))[1]
             grads = dict(zip(at, vjp(tuple(cts)), strict=True))
         return (None, None, None, *(grads.get(i) for i in range(len(tensors))))
 
@@ -183,21 +174,23 @@ class _PullBack(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> Any:
-        from remat.transforms._scan_rules import pull_back_of
-
         tensors, given = [_primal(t) for t in ctx.saved_tensors], tangents[3:]
         skip = _kept_range(ctx, tensors)
         at = [i for i, t in enumerate(given) if t is not None and i not in skip]
-
-        def differentiable(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            full = list(tensors)
-            for i, value in zip(at, values, strict=True):
-                full[i] = value
-            return pull_back_of(ctx.scan, ctx.needs, *_parts_without_kept(ctx.scan, ctx.present, full))
-
         with as_in_forward(ctx.scan, seeded=True):
             primals, duals = tuple(dense(tensors[i]) for i in at), tuple(given[i] for i in at)
-            return torch.func.jvp(differentiable, primals, duals)[1]
+            return torch.func.jvp(_pull_back_at(ctx, tensors, at), primals, duals)[1]
+
+
+def _pull_back_at(ctx: Any, tensors: Tensors, at: list[int]) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """The pull-back as a function of its tensors at these positions, the others as they are."""
+    from remat.transforms._scan_rules import pull_back_of
+
+    def differentiable(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        full = _tree.merge(list(tensors), at, list(values))
+        return pull_back_of(ctx.scan, ctx.needs, *_parts_without_kept(ctx.scan, ctx.present, full))
+
+    return differentiable
 
 
 def _primal(tensor: torch.Tensor) -> torch.Tensor:

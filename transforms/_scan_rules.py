@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from remat.transforms import _tree
 from remat.transforms._body import Leaves
-from remat.transforms._pull import is_float, pull
+from remat.transforms._pull import pull
 from remat.transforms._scan import run
 from remat.transforms._scan_state import Scan, Tensors, as_in_forward, make
 from remat.transforms._state import RandomState
@@ -20,13 +21,13 @@ def tangents_of(scan: Scan, flat: Tensors, tangents: Cotangents) -> list[torch.T
     """Tangents of the carry's tensors and the ys: one scan over (value, tangent) pairs."""
     consts, carry, xs = scan.split(flat)
     full = [
-        (torch.zeros_like(t) if d is None else d) if is_float(t) else None
+        (torch.zeros_like(t) if d is None else d) if _tree.smooth(t) else None
         for t, d in zip(flat, tangents, strict=True)
     ]
     a, b, _ = scan.sizes
     dual_carry = [*carry, *(t for t in full[a : a + b] if t is not None)]
-    at = [i for i in scan.tensors if is_float(carry[i])]
-    marks = [is_float(t) for t in consts], [is_float(t) for t in xs]
+    at = [i for i in scan.tensors if _tree.smooth(carry[i])]
+    marks = [_tree.smooth(t) for t in consts], [_tree.smooth(t) for t in xs]
     shape: list[list[bool]] = []
 
     def step(consts2: Tensors, carry2: Leaves, x2: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
@@ -49,11 +50,11 @@ def tangents_of(scan: Scan, flat: Tensors, tangents: Cotangents) -> list[torch.T
                 full_carry,
                 [next(fx) if m else t for t, m in zip(x, marks[1], strict=True)],
             )
-            shape[:] = [[is_float(y) for y in ys]]
+            shape[:] = [[_tree.smooth(y) for y in ys]]
             out[:] = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in new]
             # Tensors must leave the level as results: those without derivative go as auxiliary ones.
-            others = [new[i] for i in scan.tensors if i not in at], [y for y in ys if not is_float(y)]
-            return ([new[i] for i in at], [y for y in ys if is_float(y)]), others
+            others = [new[i] for i in scan.tensors if i not in at], [y for y in ys if not _tree.smooth(y)]
+            return ([new[i] for i in at], [y for y in ys if _tree.smooth(y)]), others
 
         out: Leaves = []
         results: Any = torch.func.jvp(floats, (values,), ([list(dk), dc, list(dx)],), has_aux=True)
@@ -117,7 +118,7 @@ def pull_back_of(
         )
     )[1]
 
-    float_at = [i for i, j in enumerate(scan.tensors) if is_float(carry[j])]
+    float_at = [i for i, j in enumerate(scan.tensors) if _tree.smooth(carry[j])]
     count = len(scan.tensors)
     start = [cts[i] if cts[i] is not None else torch.zeros_like(carry[scan.tensors[i]]) for i in float_at]
     const_at = [i for i in range(a) if needs[i]]

@@ -45,6 +45,10 @@ class Ambient:
                 stack.enter_context(self.device)
             yield
 
+    def must_be_restored(self) -> bool:
+        """Whether a recomputation at this point must restore it; with autocast always."""
+        return self.casts or self.differs()
+
     def differs(self) -> bool:
         """Whether the present state is another than the snapshot."""
         if self.device is not None or tuple([read() for read in _READERS]) != self.switches:

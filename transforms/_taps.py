@@ -98,7 +98,7 @@ class Given(Session):
         return _map(self._moved, tree)
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not smooth(tensor):
+        if not _tree.smooth(tensor):
             return tensor
         self.at += 1
         return tensor + self.offsets[self.at - 1]
@@ -127,7 +127,7 @@ class Offsets(Given):
         return super().take(name, tree)
 
     def _offset(self, leaf: Any) -> Any:
-        if not smooth(leaf):
+        if not _tree.smooth(leaf):
             return None if isinstance(leaf, torch.Tensor) else leaf
         own: list[torch.Tensor] = []
 
@@ -287,11 +287,6 @@ def _batch_first(tensor: torch.Tensor, *batch: Any) -> torch.Tensor:
         return tensor
     dim, size = batch
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-
-
-def smooth(value: Any) -> bool:
-    """Whether `value` is a tensor that can have a gradient."""
-    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def _map(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:

@@ -241,6 +241,11 @@ def storage_key(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage()._cdata
 
 
+def is_strided(value: Any) -> bool:
+    """Whether `value` is a tensor with one block of memory behind it."""
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
 def forward_ad_active(tensors: list[torch.Tensor]) -> bool:
     """Whether a plain `forward_ad.dual_level` is open and one of `tensors` has a tangent."""
     if torch.autograd.forward_ad._current_level < 0:

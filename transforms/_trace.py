@@ -110,6 +110,7 @@ class Trace:
         # between the passes, so that op sequences cannot be compared. Such a region is recomputed whole.
         self.loose = False
         self.opaque = False  # whether something computed that torch's dispatcher did not see
+        self.higher_order = False  # whether an operator on functions is among the ops
         # Sharded parameters are gathered inside, without gradients, and not in both passes (FSDP2's hooks see
         # to it that they are there): what runs without gradients is then left out of the sequence, and
         # nothing is skipped.
@@ -167,11 +168,6 @@ class Trace:
         if any(live.values()) and self._is_opaque(live):
             return None
         return set(live), max(live, default=-1) + 1
-
-    @property
-    def higher_order(self) -> bool:
-        """Whether an operator on functions (torch.cond, flex attention) is among the ops."""
-        return any(not hasattr(node.op, "_schema") for node in self.nodes)
 
     def _reach(self, wanted: Iterable[int]) -> dict[int, bool]:
         """Nodes the values in `wanted` depend on, up to kept ones: True runs, False is kept."""
@@ -294,7 +290,7 @@ class Trace:
         """Bytes of the values kept on their device, views of one storage counted once."""
         sizes: dict[int, int] = {}
         for node in self.nodes:
-            for tensor in tensors_in(node.kept if node.kept is not None else ()):
+            for tensor in tensors_in(node.kept):
                 sizes[_torch.storage_key(tensor)] = tensor.untyped_storage().nbytes()
         return sum(sizes.values())
 
@@ -330,7 +326,17 @@ def written(region: str, tensor: torch.Tensor, path: str | None = None) -> str:
     )
 
 
-class _Mode(_torch.DispatchMode):
+def not_repeated(region: str, what: str) -> str:
+    """The message for a recomputation that runs otherwise than its forward did."""
+    return (
+        f"the recomputation of region {region!r} does not repeat its forward: {what}, at {_ops.user_line()}. "
+        "(a) The function reads something that changed in between (a global, an attribute, a counter); (b) it "
+        "is random in a way torch does not restore (Python's or NumPy's generator); (c) an argument was "
+        "changed. Make the function depend on its arguments only."
+    )
+
+
+class Mode(_torch.DispatchMode):
     """Shared by recording and replaying: a stack of those active, and silence for the engine's own ops."""
 
     # Under autocast torch caches casts of leaves, across regions: whether such a cast happens in a forward
@@ -364,7 +370,7 @@ class _Mode(_torch.DispatchMode):
         raise NotImplementedError
 
 
-def enclosing() -> _Mode | None:
+def enclosing() -> Mode | None:
     """The innermost recording or replaying in progress on this thread."""
     stack = _active.stack
     return stack[-1] if stack else None
@@ -387,7 +393,7 @@ def recordings() -> list[Record]:
     return [mode for mode in _active.stack if isinstance(mode, Record)]
 
 
-def around(mode: _Mode) -> _Mode | None:
+def around(mode: Mode) -> Mode | None:
     """What records or replays around `mode`."""
     stack = _active.stack
     at = next((i for i, other in enumerate(stack) if other is mode), 0)
@@ -409,7 +415,7 @@ def quiet(function: Callable[..., Any], *args: Any) -> Any:
         _active.quiet = before
 
 
-class Record(_Mode):
+class Record(Mode):
     """Writes down the ops of a region and keeps what `decide` says.
 
     Args:
@@ -501,6 +507,8 @@ class Record(_Mode):
         )
         if facts.outside and not node.graded:
             self.trace.sharded = True
+        if facts.higher_order:
+            self.trace.higher_order = True
         node.root = at
         if facts.view:
             node.root = self._root(args)
@@ -525,8 +533,7 @@ class Record(_Mode):
         if verdict == RECOMPUTE:
             node.kept = None
         elif node.kept is None:
-            hold = Boxed if verdict == OFFLOAD else torch.Tensor.detach
-            node.kept = quiet(map_tensors, hold, out)
+            node.kept = hold(verdict, out)
             if verdict == SAVE:
                 self._kept_roots.add(node.root)
             self.kept_bytes += sum(t.numel() * t.element_size() for t in tensors_in(out))
@@ -634,7 +641,7 @@ class Record(_Mode):
 
     def _note_writes(self, at: int, facts: _ops.Traits, args: Any, kwargs: Any) -> int:
         root = at
-        for tensor in _targets(facts, args, kwargs):
+        for tensor in targets(facts, args, kwargs):
             made = self._made.get(tensor)
             if made is None:
                 self._outside_writers.setdefault(id(tensor), []).append(at)
@@ -649,7 +656,7 @@ class Record(_Mode):
     def _before_write(self, func: Any, facts: _ops.Traits, args: Any, kwargs: Any) -> None:
         if self.trace.sharded and not torch.is_grad_enabled():
             return
-        for tensor in _targets(facts, args, kwargs):
+        for tensor in targets(facts, args, kwargs):
             at = self._made.get(tensor)
             if at is None:
                 self._write_outside(func, tensor)
@@ -700,7 +707,7 @@ class _Makers:
         self._at[id(tensor)] = weakref.ref(tensor), at
 
 
-class Replay(_Mode):
+class Replay(Mode):
     """Runs a region again: needed ops run, kept values are handed out, all else is skipped.
 
     Args:
@@ -767,7 +774,7 @@ class Replay(_Mode):
             # `squeeze_` and the like change the tensor object itself, which later ops look at.
             return func(*args, **kwargs)
         if facts.inplace:
-            return next(iter(_targets(facts, args, kwargs)))
+            return next(iter(targets(facts, args, kwargs)))
         return placeholders(node.outs)
 
     def _pass_by(self) -> None:
@@ -797,18 +804,10 @@ class Replay(_Mode):
         return out
 
     def _differs(self, at: int, what: str) -> str:
-        return (
-            f"the recomputation of region {self.trace.region!r} does not repeat its forward: at op {at}, "
-            f"{what}, at "
-            f"{_ops.user_line()}. (a) The function reads something that changed in between (a global, an "
-            "attribute, a counter); "
-            "(b) it is random in a way torch does not restore (Python's or NumPy's generator, an explicit "
-            "torch.Generator); "
-            "(c) an argument was changed. Make the function depend on its arguments only."
-        )
+        return not_repeated(self.trace.region, f"at op {at}, {what}")
 
 
-def _targets(facts: _ops.Traits, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
+def targets(facts: _ops.Traits, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
     """The tensors that a call writes to."""
     if facts.conditional is not None and not args[facts.conditional]:
         return
@@ -841,6 +840,11 @@ def held_tensors(kept: Any) -> Iterable[torch.Tensor]:
     elif isinstance(kept, (tuple, list)):
         for part in kept:
             yield from held_tensors(part)
+
+
+def hold(verdict: int, out: Any) -> Any:
+    """What is kept of an op's results under this verdict, SAVE or OFFLOAD."""
+    return quiet(map_tensors, Boxed if verdict == OFFLOAD else torch.Tensor.detach, out)
 
 
 def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:

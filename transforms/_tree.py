@@ -45,6 +45,11 @@ def split(leaves: list[Any]) -> tuple[list[torch.Tensor], list[int]]:
     return [leaves[i] for i in at], at
 
 
+def smooth(leaf: Any) -> bool:
+    """Whether `leaf` is a tensor that can carry a derivative."""
+    return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
 def merge(leaves: list[Any], at: list[int], tensors: list[torch.Tensor]) -> list[Any]:
     """`leaves` with the tensors at positions `at` replaced."""
     merged = list(leaves)

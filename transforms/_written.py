@@ -62,7 +62,7 @@ class Written:
                 for i, t in enumerate(operands)
             ]
             replay = GraphReplay(record, after, prim.dual, tag.close)
-            if ambient.differs() or ambient.casts:
+            if ambient.must_be_restored():
                 stack.enter_context(ambient.restored())
             stack.enter_context(replaying(replay, region.name))
             return tuple(prim.body(*fenced))
@@ -94,7 +94,7 @@ class GraphRecord(_trace.Record):
         facts = _ops.traits(func)
         if _trace.is_quiet() or facts.ignored or _ops.is_shape_arithmetic(args):
             return func(*args, **kwargs)
-        for tensor in _trace._targets(facts, args, kwargs):
+        for tensor in _trace.targets(facts, args, kwargs):
             self._before_writing(_torch_compiler.graph_storage(tensor))
         at = len(self.trace.nodes)
         if facts.random and _ops.draws(func, args, kwargs):
@@ -136,7 +136,7 @@ class GraphRecord(_trace.Record):
         if verdict == _trace.RECOMPUTE:
             node.kept = None
         elif node.kept is None:
-            node.kept = _trace.quiet(_trace.map_tensors, _put(verdict), out)
+            node.kept = _trace.hold(verdict, out)
             self.keeps = True
 
     def _before_writing(self, storage: int) -> None:
@@ -153,11 +153,7 @@ class GraphRecord(_trace.Record):
                 made.kept = _trace.quiet(_trace.map_tensors, torch.clone, made.kept)
 
 
-def _put(verdict: int) -> Any:
-    return torch.Tensor.detach if verdict == _trace.SAVE else _trace.Boxed
-
-
-class GraphReplay(_trace._Mode):
+class GraphReplay(_trace.Mode):
     """Runs a region again: hands out kept values, draws from the same seeds, and checks that the ops are
     the same.
 
@@ -220,7 +216,7 @@ class GraphReplay(_trace._Mode):
 
     @staticmethod
     def _write(func: Any, args: Any, kwargs: Any, value: Any) -> Any:
-        for target in _trace._targets(_ops.traits(func), args, kwargs):
+        for target in _trace.targets(_ops.traits(func), args, kwargs):
             return target.copy_(value)
         return value
 

@@ -142,8 +142,7 @@ def _watched(fn: Callable[..., Any], called: Callable[..., Any], args: Any, kwar
 
 
 def _leaf(value: Any) -> Any:
-    smooth = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
-    return value.detach().requires_grad_() if smooth else value
+    return value.detach().requires_grad_() if _tree.smooth(value) else value
 
 
 def _step(fn: Callable[..., Any], called: Callable[..., Any], args: Any, kwargs: Any, watch: Watch) -> bool:

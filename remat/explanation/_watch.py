@@ -96,11 +96,8 @@ class Watch(TorchDispatchMode):
 
     def _follow(self, args: Any, kwargs: Any, out: Any) -> None:
         self._alive = {key: pair for key, pair in self._alive.items() if not pair[0].expired()}
-        given = {_torch.storage_key(t) for t in _tree.flatten((args, kwargs))[0] if _strided(t)}
-        for tensor in _tree.flatten(out)[0]:
-            if _strided(tensor) and (key := _torch.storage_key(tensor)) not in given:
-                storage = tensor.untyped_storage()
-                self._alive.setdefault(key, (StorageWeakRef(storage), storage.nbytes()))
+        for key, storage in _observe.made_by(args, kwargs, out):
+            self._alive.setdefault(key, (StorageWeakRef(storage), storage.nbytes()))
         self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
 
 
@@ -113,7 +110,7 @@ class KeptByRegion:
 
     def append(self, kept: _observe.Kept) -> None:
         tensor = _torch.unwrapped(kept.tensor)
-        if not _strided(tensor) or _torch.storage_key(tensor) in self._seen:
+        if not _torch.is_strided(tensor) or _torch.storage_key(tensor) in self._seen:
             return
         storage = tensor.untyped_storage()
         self._seen[_torch.storage_key(tensor)] = StorageWeakRef(storage)
@@ -131,14 +128,12 @@ class Untouched(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for tensor in _trace._targets(_ops.traits(func), args, kwargs):
-            if _strided(tensor) and not self._is_made(tensor) and id(tensor) not in self._before:
+        for tensor in _trace.targets(_ops.traits(func), args, kwargs):
+            if _torch.is_strided(tensor) and not self._is_made(tensor) and id(tensor) not in self._before:
                 self._before[id(tensor)] = tensor, tensor.clone()
         out = func(*args, **kwargs)
-        given = {_torch.storage_key(t) for t in _tree.flatten((args, kwargs))[0] if _strided(t)}
-        for tensor in _tree.flatten(out)[0]:
-            if _strided(tensor) and (key := _torch.storage_key(tensor)) not in given:
-                self._made[key] = StorageWeakRef(tensor.untyped_storage())
+        for key, storage in _observe.made_by(args, kwargs, out):
+            self._made[key] = StorageWeakRef(storage)
         return out
 
     def _is_made(self, tensor: Tensor) -> bool:
@@ -176,10 +171,6 @@ def _name(op: Any) -> str:
 def _is_bookkeeping(op: Any) -> bool:
     facts = _ops.traits(op)
     return facts.ignored or facts.view or _name(op).startswith(_BOOKKEEPING)
-
-
-def _strided(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout is torch.strided
 
 
 def _bytes(tensor: Tensor) -> int:

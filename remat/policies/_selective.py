@@ -13,15 +13,24 @@ from remat.policies._ready import save_everything
 from remat.sizes import parse_bytes
 
 
+class Narrowed(Combined):
+    """Keeps of what `policy` keeps a part; what that recomputes, this recomputes."""
+
+    policy: Policy
+    repeatable = False  # type: ignore[assignment]
+
+    def quick(self, op: Any) -> Decision | None:
+        return Decision.RECOMPUTE if self.policy.quick(op) is Decision.RECOMPUTE else None
+
+
 @dataclass(frozen=True, repr=False)
-class Where(Combined):
+class Where(Narrowed):
     """The verdicts of `policy` where `predicate` holds, RECOMPUTE elsewhere."""
 
     predicate: Callable[[OpInfo], bool]
     policy: Policy
     # What the predicate reads cannot be known, so it is given all there is.
     needs_calls = True  # type: ignore[assignment]
-    repeatable = False  # type: ignore[assignment]
 
     def __call__(self, info: OpInfo) -> Decision:
         holds = self.predicate(info)
@@ -31,9 +40,6 @@ class Where(Combined):
                 "answer True or False. For a function that answers Decisions write checkpoint_policy(fn)."
             )
         return check_verdict(self.policy, info, self.policy(info)) if holds else Decision.RECOMPUTE
-
-    def quick(self, op: Any) -> Decision | None:
-        return Decision.RECOMPUTE if self.policy.quick(op) is Decision.RECOMPUTE else None
 
     def __repr__(self) -> str:
         predicate = getattr(self.predicate, "__qualname__", None) or repr(self.predicate)
@@ -67,7 +73,7 @@ def where(predicate: Callable[[OpInfo], bool], policy: Any = save_everything) ->
 
 
 @dataclass(frozen=True, repr=False)
-class SaveEvery(Combined):
+class SaveEvery(Narrowed):
     """The verdicts of `policy` for every `n`-th value that it keeps, RECOMPUTE for the others."""
 
     n: int
@@ -76,7 +82,6 @@ class SaveEvery(Combined):
     # `fresh` gives every forward its own.
     seen: dict[int, int] = dataclasses.field(default_factory=dict, compare=False)
     counts = True  # type: ignore[assignment]
-    repeatable = False  # type: ignore[assignment]
 
     def __call__(self, info: OpInfo) -> Decision:
         verdict = check_verdict(self.policy, info, self.policy(info))
@@ -84,9 +89,6 @@ class SaveEvery(Combined):
             return verdict
         position = self.seen.setdefault(info.index, len(self.seen))
         return verdict if position % self.n == 0 else Decision.RECOMPUTE
-
-    def quick(self, op: Any) -> Decision | None:
-        return Decision.RECOMPUTE if self.policy.quick(op) is Decision.RECOMPUTE else None
 
     def fresh(self) -> Policy:
         return dataclasses.replace(self, policy=self.policy.fresh(), seen={})

@@ -58,13 +58,21 @@ def split(n: int, c: int) -> int:
 
 
 @dataclass(frozen=True)
-class Revolve(Schedule):
-    """`slots` carries, the initial one counted; exactly t(n, slots) advances, the proven optimum."""
+class Binomial(Schedule):
+    """`slots` carries, the initial one counted; what lies between two of them is reversed optimally."""
 
     slots: int
 
     def __post_init__(self) -> None:
         check_slots(self.slots)
+
+    def leap(self, at: int, end: int, free: int) -> int:
+        return split(end - at, free + 1)
+
+
+@dataclass(frozen=True)
+class Revolve(Binomial):
+    """`slots` carries, the initial one counted; exactly t(n, slots) advances, the proven optimum."""
 
     def capacity(self, n: int) -> int:
         return min(self.slots, n)
@@ -81,9 +89,6 @@ class Revolve(Schedule):
                 break
             stores[at] = len(stores)
         return stores.get
-
-    def leap(self, at: int, end: int, free: int) -> int:
-        return split(end - at, free + 1)
 
 
 @dataclass(frozen=True)

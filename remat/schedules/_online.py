@@ -15,8 +15,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from remat.schedules._base import Schedule
-from remat.schedules._offline import check_slots, split
+from remat.schedules._offline import Binomial
 
 
 class _StummWalther:
@@ -66,13 +65,8 @@ class _WangMoin:
 
 
 @dataclass(frozen=True)
-class Online(Schedule):
+class Online(Binomial):
     """`slots` carries for a loop of unknown length: as `Revolve` while n <= (c + 1)(c + 2) / 2."""
-
-    slots: int
-
-    def __post_init__(self) -> None:
-        check_slots(self.slots)
 
     def capacity(self, n: int) -> int:
         return self.slots
@@ -92,6 +86,3 @@ class Online(Schedule):
             return chosen
 
         return slot
-
-    def leap(self, at: int, end: int, free: int) -> int:
-        return split(end - at, free + 1)
