@@ -256,9 +256,8 @@ def _call_static(
         if not -count <= i < count:
             raise ArgumentError(
                 f"remat(static_argnums={options.numbers}): {i} is no position among the {count} positional "
-                "arguments of this call of "
-                f"{getattr(fn, '__qualname__', fn)}; use numbers from {-count} to {count - 1}, or "
-                "static_argnames for keywords"
+                f"arguments of this call of {getattr(fn, '__qualname__', fn)}; use numbers from {-count} to "
+                f"{count - 1}, or static_argnames for keywords"
             )
     fixed = {i % count for i in options.numbers}
     moving = tuple([a for i, a in enumerate(args) if i not in fixed])

@@ -70,8 +70,7 @@ def while_remat(
     if not isinstance(schedule, Online):
         raise ValueError(
             f"{name}: got checkpoints={checkpoints!r}; a loop of unknown length needs a number of carries "
-            f"or an "
-            "Online schedule."
+            "or an Online schedule."
         )
     carry, _ = _with_captured(
         lambda carry, _: (body(carry), None),

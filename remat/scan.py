@@ -191,8 +191,7 @@ def _rows(xs: Any, length: int | None, name: str) -> tuple[list[torch.Tensor], i
             )
             raise TypeError(
                 f"{name}: xs{path} is {got}; xs are tensors of shape [length, ...]. A constant belongs in "
-                f"the "
-                "carry or in a closure."
+                "the carry or in a closure."
             )
         rows.append(row)
         sizes[f"xs{path}"] = row.shape[0]

@@ -146,15 +146,13 @@ class Body:
         if not (isinstance(out, tuple) and len(out) == 2):
             raise TypeError(
                 f"{self.name}: the body returned {_brief(out)}; it must return a pair (carry, y), y None "
-                f"where "
-                "nothing is to be stacked."
+                "where nothing is to be stacked."
             )
         for path, leaf, before in zip(self.paths, carry, versions, strict=True):
             if version(leaf) != before:
                 raise RematError(
                     f"{self.name}: the body wrote into its carry{path} in place. The recomputation would "
-                    f"start "
-                    "from what was written; make a new tensor (`carry = carry + ...`) and return it."
+                    "start from what was written; make a new tensor (`carry = carry + ...`) and return it."
                 )
         return self._carry(out[0]), self._ys(out[1])
 
@@ -169,10 +167,8 @@ class Body:
             if _type(leaf) != kind:
                 raise TypeError(
                     f"{self.name}: carry{path} came in as {_say(kind)} and was returned as "
-                    f"{_say(_type(leaf))}; "
-                    "shape, dtype and Python type of the carry must be the same at every step. Cast or "
-                    "reshape "
-                    "the initial value, or what the body returns."
+                    f"{_say(_type(leaf))}; shape, dtype and Python type of the carry must be the same at "
+                    "every step. Cast or reshape the initial value, or what the body returns."
                 )
         return leaves
 
@@ -183,8 +179,7 @@ class Body:
                 if not isinstance(leaf, torch.Tensor) and leaf is not None:
                     raise TypeError(
                         f"{self.name}: y{path} is {_say(_type(leaf))}; the ys are stacked, so they must be "
-                        f"tensors "
-                        "(or None for nothing): write torch.as_tensor(...)."
+                        "tensors (or None for nothing): write torch.as_tensor(...)."
                     )
             self.y_spec, self.y_types = spec, [_type(leaf) for leaf in leaves]
             self.y_is_leaf = spec.is_leaf()

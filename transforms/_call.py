@@ -118,8 +118,7 @@ def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]
             continue
     raise RematError(
         f"region {region.name!r} reads tensors that carry derivatives and that change from run to run, so "
-        "they cannot be made "
-        "operands. Pass them as arguments."
+        "they cannot be made operands. Pass them as arguments."
     )
 
 

@@ -361,9 +361,8 @@ class _LevelPull(_torch.SingleLevelFunction):
     def backward(ctx: Any, *_: Any) -> Any:
         raise RematError(
             f"region {ctx.name!r} is differentiated twice at one level of torch.func (torch.autograd.grad "
-            "inside a "
-            "torch.func transform). Nest the transforms instead: torch.func.grad of a function that calls "
-            "torch.func.grad."
+            "inside a torch.func transform). Nest the transforms instead: torch.func.grad of a function "
+            "that calls torch.func.grad."
         )
 
 

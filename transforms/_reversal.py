@@ -174,10 +174,8 @@ def pull_back(
     except Missed as missed:
         raise RematError(
             f"{scan.name}: evaluated again, the body reads a tensor ({tuple(missed.tensor.shape)}) that it "
-            f"did not "
-            "read in the forward; its gradient would be lost. A global or attribute that changes between "
-            "forward "
-            "and backward must be an argument: put it in the carry or in xs."
+            "did not read in the forward; its gradient would be lost. A global or attribute that changes "
+            "between forward and backward must be an argument: put it in the carry or in xs."
         ) from None
     grads = machine.grads()
     return [g if need else None for g, need in zip(grads, needs, strict=True)]

@@ -319,10 +319,8 @@ def written(region: str, tensor: torch.Tensor, path: str | None = None) -> str:
     )
     return (
         f"region {region!r} reads {what} that was written in place between its forward and its backward, so "
-        "the "
-        "recomputation would see another value. Write out of place (`x = x + 1`), pass a `.clone()` into the "
-        "region, or run "
-        "the backward first."
+        "the recomputation would see another value. Write out of place (`x = x + 1`), pass a `.clone()` "
+        "into the region, or run the backward first."
     )
 
 
@@ -330,8 +328,8 @@ def not_repeated(region: str, what: str) -> str:
     """The message for a recomputation that runs otherwise than its forward did."""
     return (
         f"the recomputation of region {region!r} does not repeat its forward: {what}, at {_ops.user_line()}. "
-        "(a) The function reads something that changed in between (a global, an attribute, a counter); (b) it "
-        "is random in a way torch does not restore (Python's or NumPy's generator); (c) an argument was "
+        "(a) The function reads something that changed in between (a global, an attribute, a counter); (b) "
+        "it is random in a way torch does not restore (Python's or NumPy's generator); (c) an argument was "
         "changed. Make the function depend on its arguments only."
     )
 
@@ -684,10 +682,8 @@ class Record(Mode):
     def _refuse_write(self, func: Any, tensor: torch.Tensor, how: str) -> str:
         return (
             f"region {self.trace.region!r} writes with {func} at {_ops.user_line()} into a "
-            f"{tuple(tensor.shape)} "
-            f"{tensor.dtype} tensor from outside the region, {how}. A recomputation would write again. Write "
-            "out of place, or "
-            "into a `.clone()` made inside the region."
+            f"{tuple(tensor.shape)} {tensor.dtype} tensor from outside the region, {how}. A recomputation "
+            "would write again. Write out of place, or into a `.clone()` made inside the region."
         )
 
 

@@ -75,9 +75,7 @@ def check_results(tree: Any, region: str) -> None:
         if held := [k for k, v in getattr(leaf, "__dict__", {}).items() if isinstance(v, torch.Tensor)]:
             raise RematError(
                 f"region {region!r} returns at `result{paths(tree)[at]}` a {type(leaf).__name__}, which is "
-                "no pytree but "
-                f"holds tensors ({', '.join(held)}). Under torch.func their gradients would be lost. "
-                "Register the class "
-                "with torch.utils._pytree.register_pytree_node (or register_dataclass), or return the "
-                "tensors themselves."
+                f"no pytree but holds tensors ({', '.join(held)}). Under torch.func their gradients would "
+                "be lost. Register the class with torch.utils._pytree.register_pytree_node (or "
+                "register_dataclass), or return the tensors themselves."
             )

@@ -96,9 +96,9 @@ class ModelPlan:
         flops = sum(plan.recomputed_flops for plan in self.regions)
         head = (
             f"{len(self.regions)} regions keep {size_text(self.kept_bytes)} of "
-            f"{size_text(self.default_bytes)} "
-            f"(budget {size_text(self.budget)}), peak at {size_text(self.peak_bytes)} (simulated), recompute "
-            f"{flops:.4g} FLOPs; cost {self.cost:.4g} {self.unit}, gap {self.gap:.2%}"
+            f"{size_text(self.default_bytes)} (budget {size_text(self.budget)}), peak at "
+            f"{size_text(self.peak_bytes)} (simulated), recompute {flops:.4g} FLOPs; cost {self.cost:.4g} "
+            f"{self.unit}, gap {self.gap:.2%}"
         )
         rows = [
             f"  {k:>3} {p.region}: {size_text(p.kept_bytes)}, {p.recomputed_flops:.4g} FLOPs"

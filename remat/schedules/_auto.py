@@ -36,8 +36,7 @@ def auto(n: int, budget: int, state_bytes: int, tape_bytes: int) -> Schedule:
         need = state_bytes + tape_bytes
         raise ValueError(
             f"checkpoints='auto': a budget of {budget:,} bytes cannot hold one carry ({state_bytes:,}) and "
-            f"one "
-            f"step's tape ({tape_bytes:,}); at least {need:,} are needed."
+            f"one step's tape ({tape_bytes:,}); at least {need:,} are needed."
         )
     _, k, c = best
     return Revolve(c) if k == 1 else Segmented(k, Revolve(c))
@@ -58,8 +57,7 @@ def as_schedule(checkpoints: object) -> Schedule:
         if checkpoints not in named:
             raise ValueError(
                 f"checkpoints: got {checkpoints!r}; write 'all', 'sqrt', 'auto', a number of carries or a "
-                f"schedule "
-                "from remat.schedules."
+                "schedule from remat.schedules."
             )
         return named[checkpoints]
     check_slots(checkpoints)

@@ -176,8 +176,7 @@ class Schedule:
                 f"{self} over {n} steps",
                 f"  slots        {stats.slots} carries, and the working one",
                 f"  advances     {stats.advances} ({stats.advances - again} in the forward pass, {again} "
-                f"again in "
-                f"the backward pass: {stats.sweeps:.2f} extra sweeps)",
+                f"again in the backward pass: {stats.sweeps:.2f} extra sweeps)",
                 f"  evaluations  {stats.evaluations} of the body: {n} forward, {again + stats.taped} "
                 f"backward",
                 f"  peak         {peak}",
