@@ -97,7 +97,7 @@ def _known(inputs: Inputs, key: Any) -> Plan | None:
     if inputs.region.determinism_check == "exact" or _observe.listening():
         return None
     plan = inputs.region.memory.plans.get(key)
-    if plan is None or plan.near != inputs.bindings.count or may_keep_around():
+    if plan is None or plan.near != len(inputs.bindings.near) or may_keep_around():
         return None
     return plan if plan.plain or (inputs.hooks is None and _trace.enclosing() is None) else None
 

@@ -231,37 +231,29 @@ class Bindings:
     runs after that.
     """
 
-    __slots__ = ("bound", "loose")
+    __slots__ = ("near", "slots")
+
+    # Every tensor in near reach, in an order that is the same for every call of a function: those in the
+    # slots of modules, None in free ones, and behind them those outside of modules.
+    near: list[torch.Tensor | None]
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.loose: list[torch.Tensor] = []  # tensors in near reach outside of modules
         if isinstance(function, torch.nn.Module):
-            self.bound: list[tuple[dict[str, Any], str, Any]] = _bound(function)
+            self.slots = _slots_of(function)
+            self.near = [held.get(key) for held, key in self.slots]
         else:
-            self.bound = [slot for module in _modules(function) for slot in _bound(module)]
-            self.loose.extend(_loose_tensors(function))
-
-    @property
-    def count(self) -> int:
-        """How many tensors are in near reach: their order is the same for every call of a function."""
-        return len(self.bound) + len(self.loose)
-
-    @property
-    def near(self) -> list[torch.Tensor | None]:
-        """Every tensor in near reach; None in free slots."""
-        return [*[tensor for _, _, tensor in self.bound], *self.loose]
-
-    def nearby(self, at: int) -> torch.Tensor | None:
-        """Number `at` of them."""
-        first = len(self.bound)
-        return self.bound[at][2] if at < first else self.loose[at - first]
+            self.slots = [slot for module in _modules(function) for slot in _slots_of(module)]
+            self.near = [held.get(key) for held, key in self.slots]
+            self.near.extend(_loose_tensors(function))
 
     def changed(self) -> list[tuple[dict[str, Any], str, Any]]:
         """The slots that hold another tensor now."""
+        if all([held.get(key) is tensor for (held, key), tensor in zip(self.slots, self.near, strict=False)]):
+            return []
         # Sharded parameters are swapped by FSDP itself, in both passes.
         return [
             (held, key, tensor)
-            for held, key, tensor in self.bound
+            for (held, key), tensor in zip(self.slots, self.near, strict=False)
             if held.get(key) is not tensor
             and not hasattr(tensor, "placements")
             and not hasattr(held.get(key), "placements")
@@ -278,10 +270,6 @@ class Bindings:
         finally:
             for held, key, tensor in before:
                 held[key] = tensor
-
-
-def _bound(module: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
-    return [(held, key, held[key]) for held, key in _slots_of(module) if key in held]
 
 
 def _slots_of(module: torch.nn.Module) -> list[tuple[dict[str, Any], str]]:

@@ -12,6 +12,7 @@ are our own.
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from contextlib import AbstractContextManager
 from typing import Any
@@ -86,10 +87,7 @@ class Frame(Packer):
         args, kwargs = inputs.rebuild()
         self.check_unwritten()
         if task != -1:
-            # What a partial backward leaves unread must not outlive it. By weak reference: what the region
-            # keeps goes when its own nodes are through, not with the pass.
-            frame: weakref.ref[Frame] = weakref.ref(self)
-            _torch.at_backward_end(lambda: _forget(frame))
+            _passing.add(self, task)
         now = None if inputs.random is None else inputs.random.again()
         inner, self.inner = self.inner, 0
         try:
@@ -274,10 +272,32 @@ def stop_enclosing(inputs: Inputs) -> None:
         raise _trace.Stop
 
 
-def _forget(frame: weakref.ref[Frame]) -> None:
-    alive = frame()
-    if alive is not None:
-        alive.forget()
+class _Passing(threading.local):
+    """The frames that the backward pass at hand has recomputed values for, to be forgotten at its end.
+
+    What a partial backward leaves unread must not outlive it. By weak reference: what a region keeps goes
+    when its own nodes are through, not with the pass.
+    """
+
+    task = -1
+    frames: Any = ()
+
+    def add(self, frame: Frame, task: int) -> None:
+        if task != self.task:
+            frames: list[weakref.ref[Frame]] = []
+            self.task, self.frames = task, frames
+            _torch.at_backward_end(lambda: _forget(frames))
+        self.frames.append(weakref.ref(frame))
+
+
+_passing = _Passing()
+
+
+def _forget(frames: list[weakref.ref[Frame]]) -> None:
+    for frame in frames:
+        alive = frame()
+        if alive is not None:
+            alive.forget()
 
 
 @contextlib.contextmanager

@@ -99,13 +99,14 @@ class Inputs:
 
     def near_versions(self, places: list[int]) -> list[int]:
         """The versions of those tensors in the function's reach."""
-        nearby = self.bindings.nearby
-        return [0 if (tensor := nearby(i)) is None else tensor._version for i in places]
+        near = self.bindings.near
+        return [0 if (tensor := near[i]) is None else tensor._version for i in places]
 
     def check_near(self, places: list[int], versions: list[int]) -> None:
         """Raise when one of these tensors was written since."""
+        near = self.bindings.near
         for i, version in zip(places, versions, strict=True):
-            tensor = self.bindings.nearby(i)
+            tensor = near[i]
             if tensor is not None and tensor._version != version:
                 raise RematError(_trace.written(self.label, tensor, self.path(None, tensor)))
 

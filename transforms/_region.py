@@ -16,7 +16,15 @@ from remat.transforms import _torch
 from remat.transforms._learned import Memory
 from remat.transforms._trace import Node, Record, Trace, quiet
 
-_local = threading.local()
+
+class _Local(threading.local):
+    """What this thread is running again."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+
+_local = _Local()
 _NOTHING = contextlib.nullcontext()
 
 
@@ -75,7 +83,7 @@ class recomputing:  # noqa: N801
         self.label = labelled("recompute", name)
 
     def __enter__(self) -> recomputing:
-        _local.__dict__.setdefault("names", []).append(self.name)
+        _local.names.append(self.name)
         self.label.__enter__()
         self.open = True
         return self
@@ -97,7 +105,7 @@ def labelled(phase: str, name: str) -> AbstractContextManager[Any]:
 
 def recomputed_region() -> str | None:
     """The name of the region that this thread is running again, None if it is running none."""
-    names = getattr(_local, "names", None)
+    names = _local.names
     return names[-1] if names else None
 
 
@@ -113,7 +121,7 @@ def is_recomputing() -> bool:
         >>> is_recomputing()
         False
     """
-    return bool(getattr(_local, "names", None))
+    return bool(_local.names)
 
 
 def _checksum(out: Any) -> Any:

@@ -17,27 +17,34 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (_torch.read_deterministic, torch.use_deterministic_algorithms),
     (_torch.read_matmul_precision, torch.set_float32_matmul_precision),
     (_torch.read_flash_sdp, torch.backends.cuda.enable_flash_sdp),
-    (_torch.read_efficient_sdp, torch.backends.cuda.enable_mem_efficient_sdp),
     (_torch.read_math_sdp, torch.backends.cuda.enable_math_sdp),
-    (_torch.read_cudnn_sdp, torch.backends.cuda.enable_cudnn_sdp),
 )
+if torch.backends.cuda.is_built():
+    # These two say nothing to the CPU's kernels, and each read counts: it happens twice for every region.
+    _SWITCHES += (
+        (_torch.read_efficient_sdp, torch.backends.cuda.enable_mem_efficient_sdp),
+        (_torch.read_cudnn_sdp, torch.backends.cuda.enable_cudnn_sdp),
+    )
 _READERS = tuple(read for read, _ in _SWITCHES)
 
 
 class Ambient:
     """A snapshot of switches, autocast and default device; `restored()` puts it back for a while."""
 
-    __slots__ = ("autocast", "device", "switches")
+    __slots__ = ("autocast", "casts", "device", "switches")
 
     def __init__(self, device_types: Sequence[str]) -> None:
-        self.switches = tuple([read() for read in _READERS])
+        self.switches = [read() for read in _READERS]
         self.device = _torch.default_device_in_context()
         self.autocast = tuple([(d, _autocast_dtype(d)) for d in device_types])
+        self.casts = False  # whether autocast was on for any of the devices
+        for _, dtype in self.autocast:
+            self.casts = self.casts or dtype is not None
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            stack.callback(_write_switches, tuple([read() for read in _READERS]))
+            stack.callback(_write_switches, [read() for read in _READERS])
             _write_switches(self.switches)
             for kind, dtype in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None))
@@ -51,14 +58,9 @@ class Ambient:
 
     def differs(self) -> bool:
         """Whether the present state is another than the snapshot."""
-        if self.device is not None or tuple([read() for read in _READERS]) != self.switches:
+        if self.device is not None or [read() for read in _READERS] != self.switches:
             return True
-        return any([_autocast_dtype(kind) is not dtype for kind, dtype in self.autocast])
-
-    @property
-    def casts(self) -> bool:
-        """Whether autocast was on for any of the devices."""
-        return any([dtype is not None for _, dtype in self.autocast])
+        return tuple([(kind, _autocast_dtype(kind)) for kind, _ in self.autocast]) != self.autocast
 
 
 def _autocast_dtype(kind: str) -> torch.dtype | None:
@@ -66,7 +68,7 @@ def _autocast_dtype(kind: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
-def _write_switches(values: tuple[Any, ...]) -> None:
+def _write_switches(values: Sequence[Any]) -> None:
     for (read, write), value in zip(_SWITCHES, values, strict=True):
         if read() != value:
             write(value)

@@ -186,7 +186,7 @@ class Traced(Selective):
         nodes = [] if plain else trace.nodes
         return _learned.Plan(
             plain=plain,
-            near=inputs.bindings.count,
+            near=len(inputs.bindings.near),
             read=read,
             ops=[n.op for n in nodes],
             outs=[n.outs for n in nodes],
