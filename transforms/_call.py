@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from typing import Any
 
@@ -21,7 +20,6 @@ from remat.transforms._traced import Traced, may_keep_around
 from remat.transforms._written import Written
 
 _MOST_TRIES = 50
-_NOTHING = contextlib.nullcontext()
 
 
 class _Keeping(threading.local):
@@ -76,12 +74,14 @@ def _run_frame(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     # Offsets add ops to those that earlier calls ran.
     key = None if region.key is None or inputs.taps else inputs.signature()
     plan = None if key is None else _known(inputs, key)
-    label = labelled("forward", region.name)
-    with label, _trace.inside() if _trace.enclosing() else _NOTHING:
-        if plan is None:
-            frame = Traced(inputs)
-        else:
-            frame = Plain(inputs, plan) if plan.plain else Following(inputs, plan)
+    if plan is None:
+        frame = Traced(inputs)
+    else:
+        frame = Plain(inputs, plan) if plan.plain else Following(inputs, plan)
+    if _trace.enclosing() or _torch.profiling():
+        with labelled("forward", region.name), _trace.inside():
+            out = frame.forward(args, kwargs)
+    else:
         out = frame.forward(args, kwargs)
     if isinstance(frame, Traced) and key is not None and (lesson := frame.lesson()) is not None:
         region.memory.remember(key, lesson)

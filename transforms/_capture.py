@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import threading
 import types
 import weakref
@@ -248,7 +249,7 @@ class Bindings:
 
     def changed(self) -> list[tuple[dict[str, Any], str, Any]]:
         """The slots that hold another tensor now."""
-        if all([held.get(key) is tensor for (held, key), tensor in zip(self.slots, self.near, strict=False)]):
+        if all(map(operator.is_, [held.get(key) for held, key in self.slots], self.near)):
             return []
         # Sharded parameters are swapped by FSDP itself, in both passes.
         return [

@@ -57,10 +57,10 @@ class Following(Selective):
     def check_unwritten(self) -> None:
         self.inputs.check_near(self.plan.read, self.versions)
 
-    def modes(self, args: Any, kwargs: Any) -> list[AbstractContextManager[Any]]:
-        if self.lost:
-            return []
-        return [Retrace(self.plan, self.kept, self.differs, self.region.determinism_check != "none")]
+    def add_modes(self, contexts: list[AbstractContextManager[Any]], args: Any, kwargs: Any) -> None:
+        if not self.lost:
+            check = self.region.determinism_check != "none"
+            contexts.append(Retrace(self.plan, self.kept, self.differs, check))
 
     def repack(self, tensor: torch.Tensor) -> torch.Tensor:
         at = self.next_packed()
@@ -68,7 +68,7 @@ class Following(Selective):
             with _torch.no_dispatch():
                 return tensor.detach()
         if (tensor.shape, tensor.dtype, tensor.device, tensor._version) != self.metas[at]:
-            self.check(at, tensor)
+            self.check(at, tensor, tensor._version)
         # An op's own result, packed as it is, would hold on to the op: nothing frees that cycle.
         with _torch.no_dispatch():
             self.values[at] = alias = tensor.detach()

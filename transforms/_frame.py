@@ -24,7 +24,7 @@ from remat.transforms._errors import RematError
 from remat.transforms._held import Held, Packer, belongs_to_region
 from remat.transforms._inputs import Inputs
 from remat.transforms._learned import Plan
-from remat.transforms._region import recomputing
+from remat.transforms._region import labelled, running_again
 
 Meta = tuple[torch.Size, torch.dtype, torch.device, int]
 
@@ -48,7 +48,7 @@ class Frame(Packer):
         """The value packed as number `at`, recomputed if need be."""
         raise NotImplementedError
 
-    def repack(self, tensor: torch.Tensor) -> torch.Tensor:
+    def repack(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Take the next value that the recomputation packs."""
         raise NotImplementedError
 
@@ -56,9 +56,8 @@ class Frame(Packer):
         """Let go of recomputed values."""
         raise NotImplementedError
 
-    def modes(self, args: Any, kwargs: Any) -> list[AbstractContextManager[Any]]:
-        """The dispatch modes that the recomputation runs under."""
-        return []
+    def add_modes(self, contexts: list[AbstractContextManager[Any]], args: Any, kwargs: Any) -> None:
+        """Add the dispatch modes that the recomputation runs under."""
 
     def check_unwritten(self) -> None:
         """Raise when something the recomputation reads was written since the forward."""
@@ -93,11 +92,12 @@ class Frame(Packer):
         try:
             if inputs.random is not None:
                 inputs.random.restore()
-            contexts = [*inputs.contexts(), *self.modes(args, kwargs)]
-            if _torch.modules_watched():
-                # They would add ops of their own to the replay: inputs are leaves there, not in the forward.
-                contexts.append(_torch.without_module_trackers())
-            with _entered(contexts) if contexts else _NOTHING:
+            contexts = inputs.contexts()
+            self.add_modes(contexts, args, kwargs)
+            if contexts:
+                with _entered(contexts):
+                    self._run_again(args, kwargs)
+            else:
                 self._run_again(args, kwargs)
         except _trace.Stop:
             pass
@@ -110,15 +110,22 @@ class Frame(Packer):
         graded = torch.is_grad_enabled()
         _torch.set_grad_enabled(True)
         _torch.push_hooks(self.repack, _identity)
+        name = self.region.name
+        names = running_again()
+        names.append(name)
         try:
-            with recomputing(self.region.name):
+            if _torch.profiling():
+                with labelled("recompute", name):
+                    self.region.function(*args, **kwargs)
+            else:
                 self.region.function(*args, **kwargs)
         finally:
+            names.pop()
             _torch.pop_hooks()
             _torch.set_grad_enabled(graded)
 
-    def check(self, at: int, tensor: torch.Tensor) -> None:
-        """Compare what is packed as number `at` now with what was."""
+    def check(self, at: int, tensor: torch.Tensor, seen: int) -> None:
+        """Compare what was packed as number `at` now, at the version `seen`, with what was in the forward."""
         if self.region.determinism_check == "none":
             return
         shape, dtype, device, version = self.metas[at]
@@ -130,7 +137,7 @@ class Frame(Packer):
                     f"value {at} that it packs for the backward is {now}, in the forward it was {then}"
                 )
             )
-        if tensor._version != version:
+        if seen != version:
             self.check_version(tensor)
 
     def check_version(self, tensor: torch.Tensor) -> None:
@@ -156,13 +163,15 @@ class Plain(Frame):
     nothing dead, every argument needed.
     """
 
-    __slots__ = ("fresh", "plan", "versions")
+    __slots__ = ("fresh", "plan", "seen", "versions", "wanted")
 
     def __init__(self, inputs: Inputs, plan: Plan) -> None:
         super().__init__(inputs)
         self.plan = plan
         self.versions = inputs.near_versions(plan.read)
         self.fresh: list[torch.Tensor | None] = []  # recomputed, waiting for the backward to ask
+        self.seen: list[int] = []  # their versions when they were packed
+        self.wanted = -1  # how many to stop at
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _torch.push_hooks(self.pack, self.get)
@@ -181,7 +190,10 @@ class Plain(Frame):
 
     def _get_again(self, at: int) -> torch.Tensor:
         task = _torch.graph_task()
+        if self.settled:
+            self.wanted = len(self.metas)
         self.recompute(task)
+        self._check_all()
         if at >= len(self.fresh):
             raise self.too_few()
         value, self.fresh[at] = self.fresh[at], None
@@ -190,29 +202,38 @@ class Plain(Frame):
         assert value is not None
         return value
 
-    def repack(self, tensor: torch.Tensor) -> torch.Tensor:
-        # An op's own result, packed as it is, would hold on to the op: nothing frees that cycle.
-        alias = tensor.detach()
-        fresh, metas = self.fresh, self.metas
-        at = len(fresh)
-        if at >= len(metas):
-            raise self.too_many()
-        if (tensor.shape, tensor.dtype, tensor.device, tensor._version) != metas[at]:
-            self.check(at, tensor)
-        fresh.append(alias)
-        if at + 1 == len(metas) and self.complete:
+    def repack(self, tensor: torch.Tensor) -> None:
+        # Nothing goes into the graph that the recomputation builds: an op's own result would hold on to the
+        # op, and nothing frees that cycle.
+        fresh = self.fresh
+        fresh.append(tensor)
+        self.seen.append(tensor._version)
+        if len(fresh) == self.wanted and not self.inner:
             raise _trace.Stop
-        return alias
+
+    def _check_all(self) -> None:
+        """Compare what was packed with what the forward packed, and cut it loose from the graph it came in.
+
+        All at once: between the ops each step of Python costs several times as much.
+        """
+        fresh, metas, seen = self.fresh, self.metas, self.seen
+        if len(fresh) > len(metas):
+            raise self.too_many()
+        for at, tensor in enumerate(fresh):
+            assert tensor is not None
+            if (tensor.shape, tensor.dtype, tensor.device, seen[at]) != metas[at]:
+                self.check(at, tensor, seen[at])
+            fresh[at] = tensor.detach()
 
     def forget(self) -> None:
-        self.fresh = []
+        self.fresh, self.seen = [], []
 
     def check_unwritten(self) -> None:
         self.inputs.check_near(self.plan.read, self.versions)
 
     @property
     def complete(self) -> bool:
-        return len(self.fresh) == len(self.metas) and self.settled and not self.inner
+        return len(self.fresh) == self.wanted and not self.inner
 
 
 class Selective(Frame):
@@ -254,9 +275,6 @@ class Selective(Frame):
         if at >= len(self.metas):
             raise self.too_many()
         return at
-
-
-_NOTHING = contextlib.nullcontext()
 
 
 def enclosed() -> bool:

@@ -37,12 +37,17 @@ class Inputs:
     def __init__(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.region = region
         leaves, self.spec = _tree.flatten_call(args, kwargs)
-        self.tensors, self.arguments = _tree.split(leaves)
-        self.leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        if self.spec is None:
+            self.tensors, self.arguments = leaves, range(len(leaves))
+            self.leaves: list[Any] = [None] * len(leaves)
+        else:
+            self.tensors, self.arguments = _tree.split(leaves)
+            self.leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.hooks = _torch.top_hooks()
         self.held: list[Held | Absent] = [Held(t, self.hooks) for t in self.tensors]
-        self.random = RandomState(self.tensors) if region.preserve_rng_state else None
-        self.ambient = Ambient(device_kinds(self.tensors))
+        kinds = device_kinds(self.tensors)
+        self.random = RandomState(self.tensors, kinds) if region.preserve_rng_state else None
+        self.ambient = Ambient(kinds)
         self.bindings = Bindings(region.function)
         self.swap = innermost()
         self.taps = _taps.marks()
@@ -89,6 +94,9 @@ class Inputs:
             needed.append(self.bindings.restored())
         if self.ambient.must_be_restored():
             needed.append(self.ambient.restored())
+        if _torch.modules_watched():
+            # They would add ops of their own to the replay: inputs are leaves there, not in the forward.
+            needed.append(_torch.without_module_trackers())
         return needed
 
     def uncached(self, tensors: list[torch.Tensor]) -> set[int] | None:

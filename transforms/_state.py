@@ -58,9 +58,22 @@ class Ambient:
 
     def differs(self) -> bool:
         """Whether the present state is another than the snapshot."""
-        if self.device is not None or [read() for read in _READERS] != self.switches:
+        if self.device is not None or _switches_now() != self.switches:
             return True
         return tuple([(kind, _autocast_dtype(kind)) for kind, _ in self.autocast]) != self.autocast
+
+
+# The backward pass at hand, and the switches as its first recomputation found them: nobody turns them between
+# two nodes of one pass, and all those reads take as long as a small op.
+_found: tuple[int, list[Any]] = (-1, [])
+
+
+def _switches_now() -> list[Any]:
+    global _found
+    task, found = _torch.graph_task(), _found
+    if task == -1 or task != found[0]:
+        found = _found = (task, [read() for read in _READERS])
+    return found[1]
 
 
 def _autocast_dtype(kind: str) -> torch.dtype | None:
@@ -69,28 +82,36 @@ def _autocast_dtype(kind: str) -> torch.dtype | None:
 
 
 def _write_switches(values: Sequence[Any]) -> None:
+    global _found
+    _found = (-1, [])
     for (read, write), value in zip(_SWITCHES, values, strict=True):
         if read() != value:
             write(value)
 
 
+_ONLY_CPU = ("cpu",)
+
+
 def device_kinds(tensors: Sequence[torch.Tensor]) -> tuple[str, ...]:
     """The kinds of device among `tensors`, the CPU always first."""
     if all([t.is_cpu for t in tensors]):
-        return ("cpu",)
+        return _ONLY_CPU
     kinds = {t.device.type for t in tensors}
     return ("cpu", *sorted(kinds - {"cpu", "meta"}))
 
 
 class RandomState:
-    """Generator states of the CPU and of every device among the arguments."""
+    """Generator states of the CPU and of every device among the arguments.
+
+    Whoever knows `device_kinds` of the tensors already may say so.
+    """
 
     __slots__ = ("cpu", "devices")
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], kinds: tuple[str, ...] | None = None) -> None:
         self.cpu = torch.default_generator.get_state()
-        self.devices: list[tuple[torch.device, torch.Tensor]] = []
-        if not all([t.is_cpu for t in tensors]):
+        self.devices: Sequence[tuple[torch.device, torch.Tensor]] = ()
+        if (kinds or device_kinds(tensors)) != _ONLY_CPU:
             found = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
             self.devices = [(d, getattr(torch, d.type).get_rng_state(d)) for d in found]
 

@@ -230,19 +230,17 @@ class Traced(Selective):
         if self.settled:
             self.trace.check_unwritten(self.region.function)
 
-    def modes(self, args: Any, kwargs: Any) -> list[AbstractContextManager[Any]]:
+    def add_modes(self, contexts: list[AbstractContextManager[Any]], args: Any, kwargs: Any) -> None:
         trace, inputs = self.trace, self.inputs
-        modes: list[AbstractContextManager[Any]] = []
         if trace.generators:
-            modes.append(trace.generators_rewound())
+            contexts.append(trace.generators_rewound())
         if self.settled and not trace.loose:
             check = self.region.determinism_check != "none"
             part, digest = self._part(), self.region.digest
             replay = _trace.Replay(trace, early_stop=True, check=check, digest=digest, part=part)
             if inputs.ambient.casts:
                 replay.uncached = inputs.uncached(_tree.split(_tree.flatten((args, kwargs))[0])[0])
-            modes.append(replay)
-        return modes
+            contexts.append(replay)
 
     def _part(self) -> tuple[set[int], int] | None:
         """What to run for the packed values in `self.part`."""
@@ -262,7 +260,7 @@ class Traced(Selective):
         with _torch.no_dispatch():
             alias = tensor.detach()
         if at not in self.direct and (self.part is None or at in self.part):
-            self.check(at, tensor)
+            self.check(at, tensor, tensor._version)
             self.values[at] = alias
         return alias
 
