@@ -498,6 +498,17 @@ def nested(wrap):
 
 
 @case()
+def nested_linear(wrap):
+    """Autograd saves a view of the weight, which the region inside does not hold itself."""
+
+    def fn(x, w):
+        inner = wrap(lambda x, w: torch.sin(F.linear(x.sin(), w)))
+        return wrap(lambda x, w: inner(torch.tanh(inner(x, w)), w).cos())(x, w)
+
+    return fn, (rand(2, 3), rand(3, 3))
+
+
+@case()
 def inner_transforms(wrap):
     def block(x, w):
         energy = lambda x, w: (torch.tanh(x @ w) ** 2).sum()  # noqa: E731

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.func import grad, vmap
 
 from remat import remat
@@ -40,6 +41,28 @@ def test_two_policies(run, outer, inner):
     region = remat(lambda x, w: inside(x.sin(), w).exp(), policy=POLICIES[outer])
     plain = lambda x, w: stack(0, None)(x.sin(), w).exp()  # noqa: E731
     same(RUNS[run](region, x, w), RUNS[run](plain, x, w))
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("outer", POLICIES)
+@pytest.mark.parametrize("inner", ["nothing", "everything", "matmuls"])
+def test_a_view_of_a_weight_inside(run, outer, inner):
+    """Autograd saves the transposed weight: a look at a tensor that the region around is to hand over."""
+    x, w = rand(2, 3).requires_grad_(), rand(3, 3).requires_grad_()
+    layer = lambda x, w: F.linear(x.sin(), w).sin()  # noqa: E731
+    inside = remat(layer, policy=POLICIES[inner])
+    region = remat(lambda x, w: inside(x, w).cos(), policy=POLICIES[outer])
+    expected = RUNS[run](lambda x, w: layer(x, w).cos(), x, w)
+    for _ in range(3):
+        same(RUNS[run](region, x, w), expected)
+
+
+def test_a_view_of_a_weight_under_hooks_of_the_users():
+    x, w = rand(2, 3).requires_grad_(), rand(3, 3).requires_grad_()
+    layer = lambda x, w: F.linear(x.sin(), w).sin()  # noqa: E731
+    with torch.autograd.graph.save_on_cpu():
+        out = remat(layer, policy=save_matmuls)(x, w).square().sum()
+    same(torch.autograd.grad(out, (x, w)), RUNS["backward"](layer, x, w))
 
 
 def test_many_calls_in_a_row():

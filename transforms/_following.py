@@ -40,7 +40,7 @@ class Following(Selective):
         finally:
             _torch.pop_hooks()
             self.settled = True
-        self.lost = not follow.followed or len(self.metas) != self.plan.packs
+        self.lost = self.early or not follow.followed or len(self.metas) != self.plan.packs
         if not self.lost:
             self.kept = follow.kept
             for i in self.plan.absent:
@@ -58,7 +58,7 @@ class Following(Selective):
         self.inputs.check_near(self.plan.read, self.versions)
 
     def add_modes(self, contexts: list[AbstractContextManager[Any]], args: Any, kwargs: Any) -> None:
-        if not self.lost:
+        if self.settled and not self.lost:
             check = self.region.determinism_check != "none"
             contexts.append(Retrace(self.plan, self.kept, self.differs, check))
 
@@ -72,7 +72,7 @@ class Following(Selective):
         # An op's own result, packed as it is, would hold on to the op: nothing frees that cycle.
         with _torch.no_dispatch():
             self.values[at] = alias = tensor.detach()
-        if at + 1 == len(self.metas) and not self.inner:
+        if at + 1 == len(self.metas) and not (self.inner and self.settled):
             raise Stop
         return alias
 

@@ -32,14 +32,15 @@ Meta = tuple[torch.Size, torch.dtype, torch.device, int]
 class Frame(Packer):
     """One forward of a region, and whatever it takes to run it again."""
 
-    __slots__ = ("__weakref__", "inputs", "metas", "region", "settled", "task")
+    __slots__ = ("__weakref__", "early", "inputs", "metas", "region", "settled", "task")
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs, self.region = inputs, inputs.region
         self.metas: list[Meta] = []  # what the forward packed: shape, dtype, device, version
         self.task = -1  # the backward pass for which values were recomputed
         self.inner = 0
-        self.settled = False
+        self.settled = False  # whether the forward is over
+        self.early = False  # whether the function asked before that, by a backward pass of its own
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
@@ -66,6 +67,10 @@ class Frame(Packer):
     def complete(self) -> bool:
         """Whether the recomputation under way has seen all it was started for."""
         return False
+
+    def note_early(self) -> None:
+        """Note that the function, still running, goes backward itself: through what it has packed so far."""
+        self.early = self.region.memory.differentiates = True
 
     def pack(self, tensor: torch.Tensor) -> int:
         metas = self.metas
@@ -163,7 +168,7 @@ class Plain(Frame):
     nothing dead, every argument needed.
     """
 
-    __slots__ = ("fresh", "plan", "seen", "versions", "wanted")
+    __slots__ = ("fresh", "plan", "seen", "versions")
 
     def __init__(self, inputs: Inputs, plan: Plan) -> None:
         super().__init__(inputs)
@@ -171,7 +176,6 @@ class Plain(Frame):
         self.versions = inputs.near_versions(plan.read)
         self.fresh: list[torch.Tensor | None] = []  # recomputed, waiting for the backward to ask
         self.seen: list[int] = []  # their versions when they were packed
-        self.wanted = -1  # how many to stop at
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _torch.push_hooks(self.pack, self.get)
@@ -190,8 +194,8 @@ class Plain(Frame):
 
     def _get_again(self, at: int) -> torch.Tensor:
         task = _torch.graph_task()
-        if self.settled:
-            self.wanted = len(self.metas)
+        if not self.settled:
+            self.note_early()
         self.recompute(task)
         self._check_all()
         if at >= len(self.fresh):
@@ -202,14 +206,15 @@ class Plain(Frame):
         assert value is not None
         return value
 
-    def repack(self, tensor: torch.Tensor) -> None:
-        # Nothing goes into the graph that the recomputation builds: an op's own result would hold on to the
-        # op, and nothing frees that cycle.
+    def repack(self, tensor: torch.Tensor) -> torch.Tensor | None:
         fresh = self.fresh
         fresh.append(tensor)
         self.seen.append(tensor._version)
-        if len(fresh) == self.wanted and not self.inner:
+        if len(fresh) == len(self.metas) and not (self.inner and self.settled):
             raise _trace.Stop
+        # Nobody goes backward through the graph that the recomputation builds, unless the function does. (The
+        # tensor itself would hold on to the op that made it: nothing frees that cycle.)
+        return tensor.detach() if self.early else None
 
     def _check_all(self) -> None:
         """Compare what was packed with what the forward packed, and cut it loose from the graph it came in.
@@ -233,7 +238,7 @@ class Plain(Frame):
 
     @property
     def complete(self) -> bool:
-        return len(self.fresh) == self.wanted and not self.inner
+        return len(self.fresh) == len(self.metas) and not self.inner
 
 
 class Selective(Frame):
@@ -253,7 +258,11 @@ class Selective(Frame):
             return held.get(self.inputs)
         task = _torch.graph_task()
         if task != self.task or at not in self.values:
-            self.fill(at, task)
+            if self.settled:
+                self.fill(at, task)
+            else:
+                self.note_early()
+                self.recompute(task)
             if at not in self.values:
                 raise self.too_few()
         value = self.values.pop(at)

@@ -53,13 +53,15 @@ class Memory:
     Attributes:
         plans: by the signatures of calls.
         uses_func: whether it was seen to use torch.func inside; then it cannot run under saved-tensor hooks.
+        differentiates: whether it was seen to call `torch.autograd.grad` or `backward` on values of its own.
     """
 
-    __slots__ = ("plans", "uses_func")
+    __slots__ = ("differentiates", "plans", "uses_func")
 
     def __init__(self) -> None:
         self.plans: dict[Hashable, Plan] = {}
         self.uses_func = False
+        self.differentiates = False
 
     def remember(self, key: Hashable, plan: Plan) -> None:
         if len(self.plans) < _MOST:

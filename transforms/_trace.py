@@ -576,6 +576,10 @@ class Record(Mode):
             # An enclosing region may keep it, and share it.
             self.trace.nodes[owner].name = name
 
+    def adopt(self, tensor: torch.Tensor, at: int) -> None:
+        """Take `tensor` for the result of op `at`, of which it is a recomputed copy."""
+        self._by_storage[storage(tensor)] = at
+
     def find(self, tensor: torch.Tensor) -> int | None:
         """The node that made `tensor` or an alias of it, None for one from outside."""
         at = self._made.get(tensor)

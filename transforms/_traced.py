@@ -30,29 +30,35 @@ class Packed:
 
     Attributes:
         made: the op that made it, None for one from outside.
+        source: the same, and for a view of an outside tensor the op that took the view.
         seen: how many ops had run when it was packed.
         storage: of one from outside.
         owner: the autograd node it was packed for, None where that is not certain.
         handle: what autograd holds.
     """
 
-    __slots__ = ("handle", "made", "owner", "seen", "storage")
+    __slots__ = ("handle", "made", "owner", "seen", "source", "storage")
 
-    def __init__(self, made: int | None, seen: int, owner: int | None, handle: Handle) -> None:
-        self.made, self.seen, self.owner, self.handle = made, seen, owner, weakref.ref(handle)
+    def __init__(
+        self, made: int | None, source: int | None, seen: int, owner: int | None, handle: Handle
+    ) -> None:
+        self.made, self.source, self.seen = made, source, seen
+        self.owner, self.handle = owner, weakref.ref(handle)
         self.storage = 0
 
 
 class Traced(Selective):
     """Records its forward (`_trace.Record`) and replays it (`_trace.Replay`)."""
 
-    __slots__ = ("ends", "hoard", "packed", "part", "record", "start", "trace")
+    __slots__ = ("alive", "ends", "hoard", "packed", "part", "record", "start", "trace")
 
     def __init__(self, inputs: Inputs) -> None:
         super().__init__(inputs)
         self.trace = _trace.Trace(self.region.name)
         self.packed: list[Packed] = []
         self.hoard: list[torch.Tensor] | None = []  # all packed values, while they are few
+        # All packed values until the forward is over, for a function that goes backward itself.
+        self.alive: list[torch.Tensor] | None = [] if self.region.memory.differentiates else None
         self.start = _torch.next_node()
         self.ends: Ends | None = None
         self.part: set[int] | None = None  # the packed values that the recomputation makes, None for all
@@ -72,9 +78,10 @@ class Traced(Selective):
                 out = region.function(*args, **kwargs)
             finally:
                 _torch.pop_hooks()
+                # Whatever it holds leads back here through the graph, were the forward to fail.
+                self.record = self.alive = None
         self._find_ends(out)
         self._settle(record)
-        self.record = None
         if selector:
             selector.finished(self.trace)
         return out
@@ -83,19 +90,20 @@ class Traced(Selective):
         at = self.pack(tensor)
         record = self.record
         assert record is not None
-        made = record.find(tensor)
-        if made is not None and record.from_outside(made):
-            made = None
+        source = record.find(tensor)
+        made = None if source is None or record.from_outside(source) else source
         # What a region inside this one keeps is no node's of this one.
         owner = None if self.inner else _torch.next_node() - 1
         handle = Handle(at)
-        self.packed.append(packed := Packed(made, record.position, owner, handle))
+        self.packed.append(packed := Packed(made, source, record.position, owner, handle))
         if made is None:
             packed.storage = _trace.storage(tensor)
         if record.shares_kept(made) if made is not None else self.inputs.hooks is None:
             # From outside, or a view of something kept: holding it costs nothing more. (What an enclosing
             # region is to recompute is not held.)
             self.direct[at] = Held(tensor, None)
+        if self.alive is not None:
+            self.alive.append(tensor)
         if self.hoard is not None:
             self.hoard.append(tensor)
             if _bytes(self.hoard) > _bytes(self.inputs.tensors) + record.kept_bytes:
@@ -116,7 +124,7 @@ class Traced(Selective):
             if packed.made is not None and trace.nodes[packed.made].root in record.taken_back:
                 self.direct.pop(i, None)
         waiting = [p for i, p in enumerate(self.packed) if i not in self.direct]
-        wanted = {p.made for p in waiting if p.made is not None}
+        wanted = {p.source for p in waiting if p.source is not None}
         trace.settle(wanted, max([p.seen for p in waiting], default=0))
         # Autograd itself reads some arguments (the weight of a matmul): those are there anyway.
         read = self._read_by_autograd()
@@ -173,7 +181,7 @@ class Traced(Selective):
         """What this trace tells of the next call with the same signature."""
         trace, inputs = self.trace, self.inputs
         # With no dispatch mode around, torch.cond compiles itself, and Dynamo refuses the hooks.
-        if self.ends is not None or not self.metas or trace.higher_order:
+        if self.ends is not None or not self.metas or trace.higher_order or self.region.memory.differentiates:
             return None
         plain = self._is_plain()
         if not plain and (inputs.hooks is not None or inputs.ambient.casts or not _learned.repeats(trace)):
@@ -209,7 +217,21 @@ class Traced(Selective):
     # -- backward --------------------------------------------------------------------------------------
 
     def unpack(self, handle: Handle) -> torch.Tensor:
+        if self.record is not None:
+            return self._get_early(handle.at, self.record)
         return self.get(handle.at)
+
+    def _get_early(self, at: int, record: _trace.Record) -> torch.Tensor:
+        """A value for a backward pass that the function itself runs."""
+        if self.alive is not None:
+            return self.alive[at]
+        value = _trace.quiet(self.get, at)
+        if (made := self.packed[at].made) is not None:
+            record.adopt(value, made)
+        for other in _trace.recordings():
+            # To those around, the value came from nowhere.
+            other.trace.opaque = other.trace.opaque or other is not record
+        return value
 
     def fill(self, at: int, task: int) -> None:
         self.part = self._needed()
@@ -247,7 +269,7 @@ class Traced(Selective):
         if self.part is None:
             return None
         packs = [self.packed[i] for i in self.part if i not in self.direct]
-        found = self.trace.part({p.made for p in packs if p.made is not None})
+        found = self.trace.part({p.source for p in packs if p.source is not None})
         if found is None:
             self.part = None
             return None
@@ -262,6 +284,8 @@ class Traced(Selective):
         if at not in self.direct and (self.part is None or at in self.part):
             self.check(at, tensor, tensor._version)
             self.values[at] = alias
+        if not self.settled and at + 1 == len(self.metas):
+            raise _trace.Stop
         return alias
 
     def check_version(self, tensor: torch.Tensor) -> None:

@@ -1,0 +1,167 @@
+"""A backward pass inside a region: forces, gradient penalties, inner optimization steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from remat import checkpoint_policy, remat, save_everything, save_matmuls, save_nothing
+from tests.helpers import rand
+
+POLICIES = {
+    "save_nothing": save_nothing,
+    "save_matmuls": save_matmuls,
+    "save_sines": checkpoint_policy([torch.ops.aten.sin]),
+    "save_everything": save_everything,
+}
+
+
+def squares(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.stack([t.square().sum() for t in tensors]).sum()
+
+
+def force(x: Tensor, w: Tensor) -> Tensor:
+    energy = ((x @ w).sin() * x).sum()
+    (slope,) = torch.autograd.grad(energy, x, create_graph=True)
+    return slope * x.cos()
+
+
+def penalty(x: Tensor, w: Tensor) -> Tensor:
+    h = (x @ w).tanh()
+    slopes = torch.autograd.grad(h.square().sum(), (x, w), create_graph=True)
+    return h.sum() + squares(slopes)
+
+
+def twice(x: Tensor, w: Tensor) -> Tensor:
+    y = ((x @ w).sin() * x).sum()
+    (first,) = torch.autograd.grad(y, x, create_graph=True)
+    (second,) = torch.autograd.grad((first.sin() * x).sum(), x, create_graph=True)
+    return second @ w
+
+
+def inner_step(x: Tensor, w: Tensor) -> Tensor:
+    guess = x.detach().requires_grad_()
+    for _ in range(2):
+        (slope,) = torch.autograd.grad((guess @ w.detach()).sin().sum(), guess)
+        guess = (guess - 0.1 * slope).detach().requires_grad_()
+    return guess * (x @ w).sin()
+
+
+def plain_backward(x: Tensor, w: Tensor) -> Tensor:
+    probe = x.detach().requires_grad_()
+    (probe.sin() * probe).sum().backward()
+    assert probe.grad is not None
+    return probe.grad * (x @ w)
+
+
+FUNCTIONS = [force, penalty, twice, inner_step, plain_backward]
+
+
+def results(fn: Callable[..., Tensor], calls: int = 3) -> list[Any]:
+    """Values and gradients, first and second, of several calls: the later ones know of the first."""
+    x, w = rand(3, 3).requires_grad_(), rand(3, 3, seed=1).requires_grad_()
+    found = []
+    for _ in range(calls):
+        out = fn(x, w).sin().sum()
+        first = torch.autograd.grad(out, (x, w), create_graph=True)
+        second = torch.autograd.grad(squares(first), (x, w))
+        found.append((out, *first, *second))
+    return found
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("fn", FUNCTIONS)
+def test_gradients_are_those_without_remat(fn: Callable[..., Tensor], policy: str) -> None:
+    expected = results(fn, calls=1)[0]
+    for got in results(remat(fn, policy=POLICIES[policy])):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_inside_a_nested_region(policy: str) -> None:
+    def outer(wrap: Any) -> Callable[..., Tensor]:
+        inner = wrap(force)
+        return wrap(lambda x, w: inner(x.cos(), w).exp() @ w)
+
+    expected = results(outer(lambda f: f), calls=1)[0]
+    for got in results(outer(lambda f: remat(f, policy=POLICIES[policy]))):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+
+
+def test_gradients_of_captured_parameters() -> None:
+    def build(wrap: Any) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+        def gradient_penalty(x: Tensor) -> Tensor:
+            y = net(x)
+            (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            return y.sum() + (slope.norm(dim=1) - 1).square().sum()
+
+        return net, wrap(gradient_penalty)
+
+    found = []
+    for wrap in (lambda f: f, remat, lambda f: remat(f, policy=save_matmuls)):
+        net, fn = build(wrap)
+        for _ in range(2):
+            net.zero_grad()
+            x = rand(5, 3).requires_grad_()
+            fn(x).backward()
+        found.append([x.grad, *[p.grad for p in net.parameters()]])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(found[2], found[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_pass_that_begins_only_in_a_later_call(policy: str) -> None:
+    # What the first calls taught does not hold for the later ones.
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return force(x, w) if steep else (x @ w).sin()
+
+    region = remat(fn, policy=POLICIES[policy])
+    for steep in (False, False, True, True, False):  # noqa: B007 (read by fn)
+        torch.testing.assert_close(results(region, 1), results(fn, 1), rtol=0, atol=1e-12)
+
+
+class Matmuls(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.mm.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_known_one_costs_no_recomputation_in_the_forward() -> None:
+    def fresh(x: Tensor, w: Tensor) -> Tensor:
+        return force(x, w).sin()
+
+    region = remat(fresh)
+    x, w = rand(3, 3).requires_grad_(), rand(3, 3, seed=1).requires_grad_()
+    counts = []
+    for fn in (fresh, region, region):
+        with Matmuls() as forward:
+            fn(x, w)
+        counts.append(forward.count)
+    plain, first, later = counts
+    assert first > plain
+    assert later == plain
+
+
+def test_after_a_failure_inside_the_next_call_works() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        out = force(x, w)
+        if fails:
+            raise KeyError("user's")
+        return out
+
+    region = remat(fn)
+    for fails in (True, True):  # noqa: B007 (read by fn)
+        with pytest.raises(KeyError, match="user's"):
+            results(region, 1)
+    fails = False
+    torch.testing.assert_close(results(region, 2), results(fn, 2), rtol=0, atol=1e-12)
