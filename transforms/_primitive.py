@@ -600,7 +600,7 @@ def _execute(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
             outs = _execute_recorded(prim, operands) if prim.sinks else prim.body(*operands)
     # A result that is an operand itself would be taken for an in-place result by autograd.Function.
     taken = {id(t) for t in operands}
-    return tuple([t.view_as(t) if id(t) in taken else t for t in outs])
+    return tuple([_trace.quiet(t.view_as, t) if id(t) in taken else t for t in outs])
 
 
 def _execute_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
@@ -621,7 +621,7 @@ def _execute_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
         if made is None or record.from_outside(made):
             outside.add(_trace.storage(bottom))
         if made is not None:
-            packed.append((made, _torch.next_node() - 1))
+            packed.extend((source, _torch.next_node() - 1) for source in record.sources(made))
 
     family.watch, family.made = watch, lambda outs: ends.append(Ends(outs, start)) if len(outs) > 1 else None
     try:

@@ -101,6 +101,7 @@ class Trace:
         self.inner: list[tuple[int, int]] = []  # the ops of regions inside this one
         self.parent: tuple[Trace, int] | None = None
         self.selective = False  # whether anything may be kept
+        self.settled = False  # whether it is decided what each op does
         self.last = -1  # the last op of the recomputation that does anything
         self.end = 0  # how many ops must have passed before all that is wanted has been seen
         self.needed_externals: set[int] = set()
@@ -123,6 +124,7 @@ class Trace:
         None means "not known": then all run. Afterwards only values that are read are held. Autograd saved
         the last of those values when `end` ops had run.
         """
+        self.settled = False
         if self.loose:
             for node in self.nodes:
                 node.kept = None
@@ -157,6 +159,7 @@ class Trace:
         if not any(live.values()):
             self.last = -1
         self.end = max(end, self.last + 1)
+        self.settled = True
 
     def part(self, wanted: Iterable[int]) -> tuple[set[int], int] | None:
         """The ops that a backward needs which reads only these values, and where they end; None for all of
@@ -186,6 +189,9 @@ class Trace:
 
     def _saved(self, i: int) -> bool:
         node = self.nodes[i]
+        if self.settled:
+            # What a region around this one has begun to keep since then is not handed out here.
+            return node.action == KEPT
         if node.root != i and self.written.get(node.root, -1) > i:
             # A view that is handed out would no longer alias what is written through others.
             return False
@@ -585,6 +591,10 @@ class Record(Mode):
         at = self._made.get(tensor)
         return self._by_address.get(_address(tensor)) if at is None else at
 
+    def sources(self, at: int) -> tuple[int, ...]:
+        """Node `at` and what has been written into its memory so far: what its value at this point takes."""
+        return (at, *self._writers.get(self.trace.nodes[at].root, ())) if self._writers else (at,)
+
     def from_outside(self, at: int) -> bool:
         """Whether node `at` only looks at a tensor from outside."""
         node = self.trace.nodes[at]
@@ -770,8 +780,9 @@ class Replay(Mode):
                 return self._run(at, node, func, args, kwargs)
             if node.action == KEPT:
                 return _hand_out(node)
-        if facts.reshapes:
-            # `squeeze_` and the like change the tensor object itself, which later ops look at.
+        if facts.reshapes or (facts.view and node.root in self.trace.written):
+            # `squeeze_` and the like change the tensor object itself, which later ops look at. A view that is
+            # written through tells autograd, by its offset, where in its base the gradient belongs.
             return func(*args, **kwargs)
         if facts.inplace:
             return next(iter(targets(facts, args, kwargs)))
@@ -895,10 +906,12 @@ def _numel(outs: Any) -> int:
 def hollow(meta: Any) -> torch.Tensor:
     """A tensor of this metadata whose numbers nobody reads.
 
-    Its memory is real: user code may still look at it in ways torch does not see, which must not crash.
+    Its memory is real: user code may still look at it in ways torch does not see, which must not crash. Nor
+    must a derivative that comes to nothing in the end, if these are indices for it: they are zeros.
     """
     shape, stride, dtype, device = meta
-    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    return tensor if dtype.is_floating_point or dtype.is_complex else tensor.zero_()
 
 
 def placeholders(outs: Any) -> Any:

@@ -30,19 +30,20 @@ class Packed:
 
     Attributes:
         made: the op that made it, None for one from outside.
-        source: the same, and for a view of an outside tensor the op that took the view.
+        sources: the ops that its value takes: what made it, if only by a look at a tensor from outside, and
+            what wrote into it.
         seen: how many ops had run when it was packed.
         storage: of one from outside.
         owner: the autograd node it was packed for, None where that is not certain.
         handle: what autograd holds.
     """
 
-    __slots__ = ("handle", "made", "owner", "seen", "source", "storage")
+    __slots__ = ("handle", "made", "owner", "seen", "sources", "storage")
 
     def __init__(
-        self, made: int | None, source: int | None, seen: int, owner: int | None, handle: Handle
+        self, made: int | None, sources: tuple[int, ...], seen: int, owner: int | None, handle: Handle
     ) -> None:
-        self.made, self.source, self.seen = made, source, seen
+        self.made, self.sources, self.seen = made, sources, seen
         self.owner, self.handle = owner, weakref.ref(handle)
         self.storage = 0
 
@@ -90,12 +91,13 @@ class Traced(Selective):
         at = self.pack(tensor)
         record = self.record
         assert record is not None
-        source = record.find(tensor)
-        made = None if source is None or record.from_outside(source) else source
+        found = record.find(tensor)
+        made = None if found is None or record.from_outside(found) else found
+        sources = () if found is None else record.sources(found)
         # What a region inside this one keeps is no node's of this one.
         owner = None if self.inner else _torch.next_node() - 1
         handle = Handle(at)
-        self.packed.append(packed := Packed(made, source, record.position, owner, handle))
+        self.packed.append(packed := Packed(made, sources, record.position, owner, handle))
         if made is None:
             packed.storage = _trace.storage(tensor)
         if record.shares_kept(made) if made is not None else self.inputs.hooks is None:
@@ -124,7 +126,7 @@ class Traced(Selective):
             if packed.made is not None and trace.nodes[packed.made].root in record.taken_back:
                 self.direct.pop(i, None)
         waiting = [p for i, p in enumerate(self.packed) if i not in self.direct]
-        wanted = {p.source for p in waiting if p.source is not None}
+        wanted = {source for p in waiting for source in p.sources}
         trace.settle(wanted, max([p.seen for p in waiting], default=0))
         # Autograd itself reads some arguments (the weight of a matmul): those are there anyway.
         read = self._read_by_autograd()
@@ -269,7 +271,7 @@ class Traced(Selective):
         if self.part is None:
             return None
         packs = [self.packed[i] for i in self.part if i not in self.direct]
-        found = self.trace.part({p.source for p in packs if p.source is not None})
+        found = self.trace.part({source for p in packs for source in p.sources})
         if found is None:
             self.part = None
             return None
