@@ -1,7 +1,7 @@
 """Programs drawn at random, regions inside regions, differentiated in many ways, with and without remat.
 
-For what a table of functions does not think of: views that are packed, memory that is written in parts, results
-that are arguments, values that only some results need. `REMAT_PROGRAMS=400:2000` runs other seeds.
+For what a table of functions does not think of: views that are packed, memory that is written in parts,
+results that are arguments, values that only some results need. `REMAT_PROGRAMS=400:2000` runs other seeds.
 """
 
 from __future__ import annotations

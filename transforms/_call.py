@@ -11,6 +11,7 @@ from remat.transforms import _capture, _observe, _taps, _torch, _torch_compiler,
 from remat.transforms._errors import RematError
 from remat.transforms._following import Following
 from remat.transforms._frame import Plain, enclosed, stop_enclosing
+from remat.transforms._held import unread, watcher
 from remat.transforms._inputs import Inputs
 from remat.transforms._learned import Plan
 from remat.transforms._primitive import Family, Prim, call
@@ -94,7 +95,7 @@ def _run_frame(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def _known(inputs: Inputs, key: Any) -> Plan | None:
     """What an earlier trace taught, if it holds here."""
-    if inputs.region.determinism_check == "exact" or _observe.listening():
+    if inputs.region.determinism_check == "exact" or _observe.listening() or watcher(inputs.hooks):
         return None
     plan = inputs.region.memory.plans.get(key)
     if plan is None or plan.near != len(inputs.bindings.near) or may_keep_around():
@@ -186,7 +187,7 @@ class _Flat:
             self.family.watch = None
             return self.region.function(*args, **kwargs)
         with _torch.hooks_allowed():
-            _torch.push_hooks(watch, _unread)
+            _torch.push_hooks(watch, unread)
             try:
                 return self.region.function(*args, **kwargs)
             except RuntimeError as error:
@@ -201,10 +202,3 @@ class _Flat:
 
 class _Again(BaseException):
     """The forward must be run afresh, without watching."""
-
-
-def _unread(_: Any) -> Any:
-    raise RematError(
-        "a value of a forward that only watches what is saved was asked for; please report this as a bug in "
-        "remat"
-    )

@@ -32,7 +32,9 @@ Meta = tuple[torch.Size, torch.dtype, torch.device, int]
 class Frame(Packer):
     """One forward of a region, and whatever it takes to run it again."""
 
-    __slots__ = ("__weakref__", "early", "inputs", "metas", "region", "settled", "task")
+    __slots__ = ("__weakref__", "early", "metas", "region", "settled", "task")
+
+    inputs: Inputs
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs, self.region = inputs, inputs.region

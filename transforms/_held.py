@@ -25,9 +25,10 @@ class Owner(Protocol):
 class Packer:
     """Base of what stands behind saved-tensor hooks."""
 
-    __slots__ = ("inner",)
+    __slots__ = ("inner", "inputs")
 
     inner: int  # how many regions inside this one are handing their arguments over right now
+    inputs: Any  # what the region was called with (`_inputs.Inputs`)
 
 
 class Held:
@@ -74,6 +75,28 @@ class Absent:
 def belongs_to_region(hook: Any) -> bool:
     """Whether a saved-tensor hook is that of a region."""
     return isinstance(getattr(hook, "__self__", None), Packer)
+
+
+def unread(_: Any) -> torch.Tensor:
+    """The second of two hooks that only watch what is saved."""
+    raise RematError(
+        "a value of a forward that only watches what is saved was asked for; please report this as a bug in "
+        "remat"
+    )
+
+
+def watcher(hooks: Hooks | None) -> Callable[[torch.Tensor], Any] | None:
+    """Whom to tell what a region reads without being given it, None if nobody needs to know.
+
+    A region that runs below functorch levels calls its function again with its operands, or with empty ones
+    in the place of those nobody reads. It watches what is saved, and sees nothing of what regions inside do.
+    """
+    while hooks is not None:
+        if hooks[1] is unread:
+            return hooks[0]
+        frame = getattr(hooks[0], "__self__", None)
+        hooks = frame.inputs.hooks if isinstance(frame, Packer) else None
+    return None
 
 
 def _pack(pack: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:

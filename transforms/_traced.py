@@ -12,7 +12,7 @@ import torch
 from remat.transforms import _learned, _observe, _ops, _torch, _trace, _tree
 from remat.transforms._ends import Ends
 from remat.transforms._frame import Selective
-from remat.transforms._held import Absent, Held
+from remat.transforms._held import Absent, Held, watcher
 from remat.transforms._inputs import Inputs
 
 
@@ -51,7 +51,7 @@ class Packed:
 class Traced(Selective):
     """Records its forward (`_trace.Record`) and replays it (`_trace.Replay`)."""
 
-    __slots__ = ("alive", "ends", "hoard", "packed", "part", "record", "start", "trace")
+    __slots__ = ("alive", "ends", "hoard", "packed", "part", "record", "start", "tell", "trace")
 
     def __init__(self, inputs: Inputs) -> None:
         super().__init__(inputs)
@@ -62,6 +62,7 @@ class Traced(Selective):
         self.alive: list[torch.Tensor] | None = [] if self.region.memory.differentiates else None
         self.start = _torch.next_node()
         self.ends: Ends | None = None
+        self.tell = watcher(inputs.hooks)
         self.part: set[int] | None = None  # the packed values that the recomputation makes, None for all
         self.record: _trace.Record | None = None
 
@@ -100,6 +101,8 @@ class Traced(Selective):
         self.packed.append(packed := Packed(made, sources, record.position, owner, handle))
         if made is None:
             packed.storage = _trace.storage(tensor)
+            if self.tell is not None:
+                self.tell(tensor)
         if record.shares_kept(made) if made is not None else self.inputs.hooks is None:
             # From outside, or a view of something kept: holding it costs nothing more. (What an enclosing
             # region is to recompute is not held.)
@@ -135,6 +138,10 @@ class Traced(Selective):
                 inputs.drop(i)
         self._prefer_residuals()
         self.settled = True
+        if self.tell is not None:
+            for key in trace.needed_externals:
+                if (tensor := trace.externals[key][0]()) is not None:
+                    self.tell(tensor)
         if _observe.listening():
             self._report()
 
