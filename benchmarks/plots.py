@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.cases import Measured
 from benchmarks.loaded import MIB, Panel, Results
-from benchmarks.pareto import front
+from benchmarks.pareto import Point, front
 
 # Family -> colour, marker, and how the legend calls it.
 STYLE = {
@@ -55,9 +55,9 @@ def pareto(figure: Any, results: Results) -> bool:
     panels = results.panels()
     if not panels:
         return False
-    across = min(len(panels), 3)
+    across = min(len(panels), 2)
     down = math.ceil(len(panels) / across)
-    figure.set_size_inches(5.6 * across, 4.2 * down)
+    figure.set_size_inches(6.0 * across, 4.0 * down)
     grid = figure.subplots(down, across, squeeze=False).ravel()
     for axes in grid[len(panels) :]:
         axes.set_visible(False)
@@ -72,32 +72,56 @@ def pareto(figure: Any, results: Results) -> bool:
 
 
 def scatter(axes: Any, panel: Panel) -> None:
+    rest = panel.points(*(family for family in STYLE if family != "jax"))
     for family, (colour, marker, _) in STYLE.items():
         points = panel.points(family)
+        if family == "jax" and points and off_scale(points, rest):
+            # Drawn, they would press all others into a corner.
+            axes.text(
+                0.98,
+                0.97,
+                ranges(points),
+                color=colour,
+                fontsize=7,
+                ha="right",
+                va="top",
+                transform=axes.transAxes,
+            )
+            continue
         best = front(points)
-        axes.plot(
-            [p.time for p in best],
-            [p.memory / MIB for p in best],
-            c=colour,
-            alpha=0.4,
-            drawstyle="steps-post",
-        )
+        times, memories = [p.time for p in best], [p.memory / MIB for p in best]
+        axes.plot(times, memories, c=colour, alpha=0.4, drawstyle="steps-pre")
         for point in points:
-            step = panel.value(point.name, "step")
-            low, high = (step.p20 or point.time, step.p80 or point.time) if step else (point.time, point.time)
-            spread = [[max(point.time - low, 0)], [max(high - point.time, 0)]]
-            axes.errorbar(
-                point.time, point.memory / MIB, xerr=spread, fmt=marker, c=colour, ms=5, lw=0.8, alpha=0.9
-            )
+            spot = point.time, point.memory / MIB
+            axes.errorbar(*spot, xerr=spread(panel, point), fmt=marker, c=colour, ms=5, lw=0.7, alpha=0.8)
+        for turn, point in enumerate(best):
+            # Labels of a front alone, above and below in turn, so that they can be read.
+            spot, offset = (point.time, point.memory / MIB), (4, 4 if turn % 2 else -9)
             label = point.name.removeprefix("torch ").removeprefix("jax ")
-            axes.annotate(
-                label, (point.time, point.memory / MIB), fontsize=6, xytext=(3, 3), textcoords="offset points"
-            )
+            axes.annotate(label, spot, fontsize=6, color=colour, xytext=offset, textcoords="offset points")
     axes.set_title(panel.title, fontsize=8)
     axes.set_xlabel("step, ms (median; p20 to p80)", fontsize=8)
     axes.set_ylabel("peak, MiB", fontsize=8)
-    axes.set_ylim(bottom=0)
+    axes.margins(0.12)
     axes.grid(alpha=0.3)
+
+
+def off_scale(points: list[Point], rest: list[Point]) -> bool:
+    """Whether all of `points` lie at more than one and a half times the memory of all others."""
+    return bool(rest) and min(p.memory for p in points) > 1.5 * max(p.memory for p in rest)
+
+
+def ranges(points: list[Point]) -> str:
+    memories, times = ([f(p) for p in points] for f in (lambda p: p.memory / MIB, lambda p: p.time))
+    low, high = f"{min(memories):.0f}-{max(memories):.0f} MiB", f"{min(times):.0f}-{max(times):.0f} ms"
+    return f"JAX, off the scale:\n{low}, {high}"
+
+
+def spread(panel: Panel, point: Point) -> list[list[float]]:
+    """Down to p20 and up to p80."""
+    step = panel.value(point.name, "step")
+    low, high = (step.p20 or 0.0, step.p80 or 0.0) if step else (point.time, point.time)
+    return [[max(point.time - low, 0)], [max(high - point.time, 0)]]
 
 
 def depth(figure: Any, results: Results) -> bool:
@@ -120,6 +144,8 @@ def depth(figure: Any, results: Results) -> bool:
         axes.plot(list(line), list(line.values()), marker + dashes[index % 4], c=colour, label=name)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set(xlabel="blocks", ylabel="kept between forward and backward, MiB", title="memory against depth")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)

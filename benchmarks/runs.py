@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import subprocess
 import sys
@@ -27,8 +28,9 @@ from benchmarks.suites import SUITES
 from remat.cli.env import processor
 
 ROOT = Path(__file__).parent.parent
-# How much longer than expected a case may take before it is stopped.
-PATIENCE, LEAST = 6.0, 180.0
+# How much longer than expected a case may take before it is stopped, and seconds that every case may take:
+# on a shared machine, and where the run as a whole may not take long.
+PATIENCE, HURRY = (8.0, 300.0), (2.5, 60.0)
 
 
 @dataclass
@@ -89,7 +91,7 @@ def execute(cases: list[Case], path: Path, pythons: tuple[str, ...], minutes: fl
                 skipped += 1
                 continue
             start = time.perf_counter()
-            rows, error = run_case(case, python, min(watch.left(), max(LEAST, PATIENCE * case.seconds)))
+            rows, error = run_case(case, python, watch.patience(case))
             write(path, rows, append=True)
             failures += bool(error)
             advance(case, time.perf_counter() - start, error)
@@ -109,6 +111,11 @@ class Watch:
 
     def pace(self) -> float:
         return self.spent / self.done if self.done else 1.0
+
+    def patience(self, case: Case) -> float:
+        """Seconds after which the case is stopped."""
+        times, least = PATIENCE if math.isinf(self.deadline) else HURRY
+        return min(self.left(), max(least, times * case.seconds))
 
     def allows(self, case: Case) -> bool:
         return case.seconds * max(self.pace(), 0.5) <= self.left()
