@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import tyro
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.cases import Case, Measured
@@ -46,8 +47,8 @@ class Run:
     """h200 only: 1 or 2, the first or the second half of the cases; 0: all."""
     minutes: float = 0.0
     """Start no case that could end later; 0: no limit, 9.3 for a part."""
-    python: tuple[str, ...] = ()
-    """Interpreters to run the cases with, each with a torch of its own; default: this one."""
+    python: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """An interpreter to run the cases with, and with its torch; may be given several times."""
     fresh: bool = False
     """Measure everything anew. Otherwise cases of this commit that are in the CSV already are left out."""
 
