@@ -49,7 +49,7 @@ def quick() -> list[Case]:
             sizes=llama,
             compiled=True,
         ),
-        *depths("gpt2-medium", (1, 2, 4, 8, 16), 4),
+        *depths("gpt2-medium", (1, 4, 16), 4),
         Case("records", "overhead", rounds=15, seconds=15),
         fit("llama3-8b", "batch", 1, 64, MEMORY, 12, sizes=llama),
         Case(
