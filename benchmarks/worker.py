@@ -19,6 +19,7 @@ from benchmarks.panel import Panel
 from benchmarks.records import Record, commit
 from benchmarks.seconds import compile_seconds, plan_seconds
 from remat.cli.env import machine
+from remat.cli.measure import Work
 
 
 def panel(case: Case) -> Iterator[Measured]:
@@ -38,6 +39,18 @@ def records(case: Case) -> Iterator[Measured]:
         row = replace(Measured.of(case), mode=record.mode, peer=record.policy, metric=record.metric)
         numbers = {key: getattr(record, key) for key in ("unit", "value", "p20", "p50", "p80", "error")}
         yield replace(row, **numbers)
+        if record.metric == "overhead per block":
+            yield per_op(replace(row, **numbers))
+
+
+def per_op(row: Measured) -> Measured:
+    """The overhead of a block shared out among the ops of its forward."""
+    from benchmarks.overhead import Overhead
+
+    with Work() as work, torch.no_grad():
+        Overhead(depth=1).blocks()[0](torch.randn(2, 8, 16))
+    shared = {key: getattr(row, key) / work.ops.total() for key in ("value", "p20", "p50", "p80")}
+    return replace(row, metric="overhead per op", **shared)
 
 
 KINDS: dict[str, Callable[[Case], Iterator[Measured]]] = {

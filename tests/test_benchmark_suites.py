@@ -27,6 +27,7 @@ from benchmarks.peers import Peer, peer
 from benchmarks.report import ROOT, Report, filled, headline, section
 from benchmarks.suites import SUITES
 from benchmarks.tables import targets, verdict
+from benchmarks.worker import per_op
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 TINY = (("depth", 2), ("width", 64), ("heads", 4), ("seq", 16), ("batch", 2))
@@ -161,6 +162,16 @@ def test_the_largest_size_is_found(steps: list[int], limit: int, memory: int) ->
     fitting = [n for n in range(1, memory + 1) if (peak(n) or 0) <= limit]
     found, tried = largest(peak, limit)
     assert found == max(fitting, default=0) and tried < 32
+
+
+def test_overhead_is_shared_out_among_the_ops_of_a_block() -> None:
+    block = Measured.of(Case("records", "overhead")).with_spread(
+        "overhead per block", "us", (100.0, 200.0, 300.0)
+    )
+    shared = per_op(block)
+    # Norms, products, attention, GELU, sums and the copies that rearrange heads.
+    assert shared.metric == "overhead per op" and 15 <= 200.0 / (shared.value or 0.0) <= 30
+    assert shared.p20 == (shared.p50 or 0.0) / 2
 
 
 # -- fronts ---------------------------------------------------------------------------------------------
