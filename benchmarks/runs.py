@@ -76,12 +76,13 @@ def execute(cases: list[Case], path: Path, pythons: tuple[str, ...], minutes: fl
     """Runs what is not in the CSV yet; the exit status, 1 when a process failed or time ran out."""
     versions = {python: torch_version(python) for python in pythons}
     wanted = [(python, case) for python in pythons for case in cases]
-    old = [] if fresh else kept(path, {(case.name, versions[python]) for python, case in wanted})
+    keys = {(case.name, versions[python]) for python, case in wanted}
+    old = [] if fresh else kept(path)
     done = {(row["case"], row["torch"]) for row in old}
     todo = [(python, case) for python, case in wanted if (case.name, versions[python]) not in done]
     if not todo and not fresh:
-        # A complete file is no interrupted run: measure again.
-        old, todo = [], wanted
+        # All is there: no interrupted run, so measure again. Rows of the other part or torch stay.
+        old, todo = [row for row in old if (row["case"], row["torch"]) not in keys], wanted
     path.parent.mkdir(parents=True, exist_ok=True)
     write(path, old)
     watch = Watch(sum(case.seconds for _, case in todo), time.perf_counter() + 60 * minutes)
@@ -190,14 +191,14 @@ def torch_version(python: str) -> str:
     return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def kept(path: Path, wanted: set[tuple[str, str]]) -> list[dict[str, Any]]:
-    """Rows in the CSV of the cases in question, measured at this commit, whose process did not fail."""
+def kept(path: Path) -> list[dict[str, Any]]:
+    """Rows in the CSV of the cases that were measured at this commit and whose process did not fail."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["commit"] == commit()]
     failed = {(row["case"], row["torch"]) for row in rows if row["metric"] == "error" and not row["peer"]}
-    return [row for row in rows if (row["case"], row["torch"]) in wanted - failed]
+    return [row for row in rows if (row["case"], row["torch"]) not in failed]
 
 
 def write(path: Path, rows: list[dict[str, Any]], append: bool = False) -> None:

@@ -255,6 +255,17 @@ def test_a_run_goes_on_where_it_stopped_and_tries_failures_again(tmp_path: Path,
     assert third == [c.name for c in cases]
 
 
+def test_the_second_part_of_a_suite_leaves_the_rows_of_the_first(tmp_path: Path, monkeypatch: Any) -> None:
+    calls: list[str] = []
+    path = tmp_path / "h200.csv"
+    monkeypatch.setattr(runs, "run_case", stub(calls))
+    for case in (tiny(), tiny("moe"), tiny("moe")):
+        runs.execute([case], path, (sys.executable,), 5.0, fresh=False)
+    with path.open(newline="") as file:
+        assert [line["case"] for line in csv.DictReader(file)] == [tiny().name, tiny("moe").name]
+    assert calls == [tiny().name, tiny("moe").name, tiny("moe").name]
+
+
 def test_rows_of_another_commit_are_measured_again(tmp_path: Path, monkeypatch: Any) -> None:
     calls: list[str] = []
     path = tmp_path / "quick.csv"
