@@ -23,8 +23,10 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 bench: $(STAMP)
-	$(BIN)/python -m benchmarks.memory
-	$(BIN)/python -m benchmarks.overhead
+	# JAX is one of the peers, and of use for nothing else here.
+	$(BIN)/python -m pip install --quiet -c constraints.txt 'jax>=0.4.30'
+	$(BIN)/python -m benchmarks run --suite quick --fresh $(ARGS)
+	$(BIN)/python -m benchmarks report
 
 docs: $(STAMP)
 	$(BIN)/mkdocs build --strict

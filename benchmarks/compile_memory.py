@@ -22,11 +22,12 @@ import torch.utils._pytree as pytree
 import tyro
 from torch import Tensor
 
+from benchmarks.measures import recover, told
 from benchmarks.records import Record, Target, conclude, ratio
 from remat.cli.measure import trace_memory
 from remat.cli.rows import Row, rows
 from remat.cli.steps import difference, tolerance
-from remat.transforms import _torch, _torch_compiler, value_and_grad
+from remat.transforms import value_and_grad
 
 MIB = 1 << 20
 Weights = list[dict[str, Tensor]]
@@ -203,7 +204,7 @@ def peak(
         return replace(record, value=trace_memory(lambda mark: step(weights, x)).peak / MIB)
     except RuntimeError as error:
         recover()
-        return replace(record, error=first_line(error))
+        return replace(record, error=told(error))
 
 
 @contextlib.contextmanager
@@ -224,17 +225,6 @@ def right(
     with torch.compiler.set_stance("force_eager"):
         expected = make(network(block, rows(("none",))[0]))(weights, x)
     return difference(got, expected) <= tolerance(torch.finfo(x.dtype).eps)
-
-
-def recover() -> None:
-    """Undo what torch leaves behind when its own checkpoint fails to compile under torch.func."""
-    _torch_compiler.unwind_levels()
-    _torch.allow_hooks()
-
-
-def first_line(error: Exception) -> str:
-    lines = str(error).splitlines()
-    return next((line for line in lines if "don't yet support" in line), lines[0])
 
 
 def compile_times(depth: int, width: int) -> Iterator[Record]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -48,14 +49,25 @@ class Target:
         return self.value is not None and self.value <= self.limit
 
 
+# What measuring itself writes: a tree that differs in these alone is still the code of its commit.
+WRITTEN = ("benchmarks/results", "docs", "README.md")
+
+
 def commit() -> str:
-    """The commit that is measured, with `+` when the tree differs from it."""
-    here = Path(__file__).parent
-    command = ["git", "describe", "--always", "--dirty=+", "--abbrev=10"]
+    """The commit that is measured, with `+` when the code differs from it."""
+    excluded = [f":(top,exclude){path}" for path in WRITTEN]
     try:
-        return subprocess.run(command, cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+        found = git("rev-parse", "--short=10", "HEAD")
+        return found + "+" if git("diff", "--name-only", "HEAD", "--", ":(top)", *excluded) else found
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        # Where a copy without its history is measured, whoever made it can say what it is.
+        return os.environ.get("GIT_COMMIT", "unknown")
+
+
+def git(*arguments: str) -> str:
+    here = Path(__file__).parent
+    done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
 
 
 def save(name: str, records: Sequence[Record], folder: Path = RESULTS) -> Path:

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.readme import filled, table
-
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
@@ -70,9 +68,3 @@ def test_readme_puts_the_two_commands_first() -> None:
     commands = re.findall(r"^\s*(make \w+)", text, re.MULTILINE)
     assert commands[:2] == ["make sweep", "make test"]
     assert text.index("make sweep") < text.index("```python")
-
-
-def test_readme_table_is_the_measured_one() -> None:
-    text = (ROOT / "README.md").read_text()
-    assert filled(text, table()) == text
-    assert table() in text and filled(text, "other") != text

@@ -1,0 +1,121 @@
+"""Measures that all kinds of cases share: FLOPs of compiled graphs, interleaved times, errors as text."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from remat.cli.measure import percentiles, seconds
+from remat.flops import known_flops
+from remat.transforms import _torch, _torch_compiler
+
+Run = Callable[[], Any]
+Spread = tuple[float, float, float]
+
+
+class GraphFlops(CustomGraphPass):
+    """Counts the FLOPs of all graphs that Inductor is given, before it chooses its kernels."""
+
+    def __init__(self) -> None:
+        self.flops = 0
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        self.flops += sum(map(flops_of, graph.nodes))
+
+    def uuid(self) -> Any:
+        """None: nothing that was compiled before serves here, or its graphs would not be seen."""
+        return None
+
+
+def flops_of(node: torch.fx.Node) -> int:
+    if node.op != "call_function":
+        return 0
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    op, args = unwrapped(node.target, args)
+    if not isinstance(op, torch._ops.OpOverload):
+        return 0
+    out = node.meta.get("val")
+    outputs = out if isinstance(out, (tuple, list)) else (out,)
+    known = known_flops(op, args, kwargs, outputs, lambda leaf: isinstance(leaf, torch.Tensor))
+    return known or 0
+
+
+def unwrapped(target: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """The op that a node runs, and its operands, also where it runs it with a random state kept or restored.
+
+    Torch's checkpoint does that to attention, which could drop out (2.13).
+    """
+    if "rng_state" not in getattr(target, "__name__", ""):
+        return target, args
+    position = next(i for i, arg in enumerate(args) if isinstance(arg, torch._ops.OpOverload))
+    return args[position], args[position + 1 :]
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[GraphFlops]:
+    """Counts in what is compiled within."""
+    from torch._inductor import config
+
+    counter = GraphFlops()
+    with config.patch(post_grad_custom_pre_pass=counter):
+        yield counter
+
+
+def interleaved(runs: Mapping[str, Run], rounds: int, device: str) -> dict[str, Spread]:
+    """Milliseconds of each run, p20, p50, p80 over rounds: all take turns, another one first each time.
+
+    Drift of the machine meets all alike. Not `torch.utils.benchmark.Timer`: it warms up before every
+    single measurement, which would be most of the time of an interleaved round.
+    """
+    clock = on_gpu if device == "cuda" else on_cpu
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    names = list(runs)
+    for turn in range(rounds):
+        gc.collect()
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            taken[name].append(clock(runs[name]))
+    return {name: percentiles(times) for name, times in taken.items()}
+
+
+def on_cpu(run: Run) -> float:
+    return 1e3 * seconds(run)[1]
+
+
+def on_gpu(run: Run) -> float:
+    """By CUDA events; a run that says so (JAX, which has streams of its own) by the clock on the wall."""
+    if getattr(run, "wall_clock", False):
+        return 1e3 * seconds(run, "cuda")[1]
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
+def recover() -> None:
+    """Undo what torch leaves behind when its own checkpoint fails to compile under torch.func."""
+    _torch_compiler.unwind_levels()
+    _torch.allow_hooks()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def told(error: BaseException) -> str:
+    """One line of what was raised: memory that ran out by that name, otherwise the line that says most."""
+    if isinstance(error, torch.OutOfMemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+        return "out of memory"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    hooks = next((line for line in lines if "don't yet support" in line), None)
+    line = hooks or (lines[0] if lines else "")
+    # Addresses differ from run to run, and a row should not.
+    return re.sub(r"0x[0-9a-f]+", "0x", f"{type(error).__name__}: {line}")[:200]

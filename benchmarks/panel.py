@@ -1,0 +1,136 @@
+"""A panel: one model in one mode, every peer checked, then its memory, FLOPs and time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks import jax_peer
+from benchmarks.cases import Case, Measured
+from benchmarks.measures import Run, counted, interleaved, recover, told
+from benchmarks.models import Problem
+from benchmarks.peers import Peer, peer
+from benchmarks.steps import Step, checking, make_step, own_code
+from remat.cli.measure import Work, trace_memory
+from remat.cli.steps import difference, tensors, tolerance, unmarked
+
+
+class WrongGradient(Exception):
+    """A peer's gradients differ from those without remat by more than rounding explains."""
+
+
+@dataclass
+class Panel:
+    """The case's numbers, and the gradients and FLOPs that peers are compared with."""
+
+    case: Case
+    problem: Problem
+    expected: Any
+    allowed: float
+    flops: int | None = None
+
+    @classmethod
+    def of(cls, case: Case) -> Panel:
+        problem = problem_of(case)
+        step = make_step(case.mode, *problem.bind(peer("none").around), lambda fn: fn)
+        eps = max(torch.finfo(t.dtype).eps for t in tensors(problem.params))
+        return cls(case, problem, step(problem.params, problem.batch, checking), tolerance(eps))
+
+    def run(self) -> Iterator[Measured]:
+        """All rows of the case; a peer that fails is one row that says how."""
+        runs: dict[str, Run] = {}
+        rows = {
+            name: replace(Measured.of(self.case), peer=name, family=peer(name).family)
+            for name in self.case.peers
+        }
+        for name, row in rows.items():
+            try:
+                run, found = self.inspect(peer(name), row)
+                yield from found
+                runs[name] = run
+            except Exception as error:
+                yield row.failed(told(error))
+                error.__traceback__ = None
+                recover()
+        self.expected = None
+        if runs and self.case.rounds:
+            times = interleaved(runs, self.case.rounds, self.case.device)
+            yield from (rows[name].with_spread("step", "ms", spread) for name, spread in times.items())
+
+    def inspect(self, one: Peer, row: Measured) -> tuple[Run, list[Measured]]:
+        if one.only and one.only != self.case.engine:
+            raise ValueError(f"{one.name} exists {one.only} only")
+        if one.family == "jax":
+            return self.inspect_jax(one, row)
+        step, rows = self.compiled(one, row) if self.case.compiled else self.eager(one, row)
+        memory = trace_memory(lambda mark: self.call(step, mark), self.case.device)
+        rows += [row.with_value("peak", "bytes", memory.peak)]
+        if memory.kept:
+            rows += [row.with_value("kept", "bytes", memory.kept)]
+        return lambda: self.call(step, unmarked), rows
+
+    def call(self, step: Step, mark: Any) -> Any:
+        return step(self.problem.params, self.problem.batch, mark)
+
+    def eager(self, one: Peer, row: Measured) -> tuple[Step, list[Measured]]:
+        step = make_step(self.case.mode, *self.problem.bind(one.around), lambda fn: fn)
+        rows = self.checked(step, row)
+        with Work() as work:
+            self.call(step, unmarked)
+        return step, rows + self.counted(row, work.flops)
+
+    def compiled(self, one: Peer, row: Measured) -> tuple[Step, list[Measured]]:
+        step = compiled_step(self.case, self.problem, one)
+        with one.compiling(), counted() as counter:
+            rows = self.checked(step, row)
+        return step, rows + self.counted(row, counter.flops)
+
+    def checked(self, step: Step, row: Measured) -> list[Measured]:
+        return self.compared(self.call(step, checking), row)
+
+    def compared(self, got: Any, row: Measured) -> list[Measured]:
+        apart = difference(got, self.expected)
+        if row.family == "none":
+            # Compiled kernels round elsewhere than eager ones: that much is no fault of a peer.
+            self.allowed = max(self.allowed, 2 * apart)
+        if not apart <= self.allowed:
+            raise WrongGradient(f"off by {apart:.1e}, where {self.allowed:.1e} is rounding")
+        return [row.with_value("gradient difference", "relative", apart)]
+
+    def counted(self, row: Measured, flops: int) -> list[Measured]:
+        if row.family == "none":
+            self.flops = flops
+        again = [] if self.flops is None else [row.with_value("recomputed", "FLOP", flops - self.flops)]
+        return [row.with_value("flops", "FLOP", flops), *again]
+
+    def inspect_jax(self, one: Peer, row: Measured) -> tuple[Run, list[Measured]]:
+        if not jax_peer.available():
+            raise ModuleNotFoundError("JAX is not installed: pip install 'remat[jax]'")
+        if not self.case.compiled:
+            raise ValueError("JAX is measured under jit only")
+        if self.case.device == "cuda":
+            # What torch's allocator holds for later is memory that JAX's could not have.
+            torch.cuda.empty_cache()
+        run = jax_peer.JaxStep(self.case.built(), self.problem, self.case.mode, one.name.removeprefix("jax "))
+        got = run.gradients()
+        rows = [] if got is None else self.compared(got, row)
+        return run, [*rows, row.with_value("peak", "bytes", run.peak)]
+
+
+def problem_of(case: Case) -> Problem:
+    dtype = getattr(torch, case.dtype)
+    return case.built().problem(torch.device(case.device), dtype, case.seed, stacked=case.mode == "scan")
+
+
+def compiled_step(case: Case, problem: Problem, one: Peer) -> Step:
+    """The peer's step through `torch.compile`; our scans compile their own steps."""
+    around = one.around
+    if case.mode == "scan" and around.scan is not None:
+        around = replace(around, scan=around.scan | {"compile": True})
+        return make_step(case.mode, *problem.bind(around), lambda fn: fn)
+    compiler = partial(torch.compile, fullgraph=True, dynamic=False)
+    return make_step(case.mode, *problem.bind(around), lambda fn: compiler(own_code(fn)))

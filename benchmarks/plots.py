@@ -1,0 +1,179 @@
+"""Figures from a suite's CSV: memory against time, memory against depth, overhead bars."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import Measured
+from benchmarks.loaded import MIB, Panel, Results
+from benchmarks.pareto import Point, front
+
+# Family -> colour, marker, and how the legend calls it.
+STYLE = {
+    "none": ("black", "*", "no remat"),
+    "torch": ("tab:orange", "s", "torch"),
+    "torch_remat": ("tab:green", "^", "torch_remat"),
+    "jax": ("tab:purple", "D", "JAX"),
+    "remat": ("tab:blue", "o", "remat"),
+}
+
+
+def draw(results: Results, folder: Path) -> list[Path]:
+    """Writes the figures that the suite has rows for; their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn: dict[str, Callable[[Any, Results], bool]] = {
+        "pareto": pareto,
+        "depth": depth,
+        "overhead": overhead,
+    }
+    made = []
+    for name, fill in drawn.items():
+        figure = canvas()
+        if fill(figure, results):
+            made.append(folder / f"{results.suite}_{name}.png")
+            # No date and no version in the file: the same CSV gives the same bytes.
+            figure.savefig(made[-1], dpi=110, metadata={"Software": None})
+    return made
+
+
+def canvas() -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    # A figure of its own, not pyplot's: no window system is asked for and nothing global is left.
+    figure = Figure(layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def pareto(figure: Any, results: Results) -> bool:
+    """One plot a panel: peak memory against step time, the front of each family as a line."""
+    panels = results.panels()
+    if not panels:
+        return False
+    across = min(len(panels), 2)
+    down = math.ceil(len(panels) / across)
+    figure.set_size_inches(6.0 * across, 4.0 * down)
+    grid = figure.subplots(down, across, squeeze=False).ravel()
+    for axes in grid[len(panels) :]:
+        axes.set_visible(False)
+    for axes, panel in zip(grid, panels, strict=False):
+        scatter(axes, panel)
+    families = [f for f in STYLE if any(panel.points(f) for panel in panels)]
+    handles = [
+        grid[0].scatter([], [], c=STYLE[f][0], marker=STYLE[f][1], label=STYLE[f][2]) for f in families
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(families))
+    return True
+
+
+def scatter(axes: Any, panel: Panel) -> None:
+    rest = panel.points(*(family for family in STYLE if family != "jax"))
+    for family, (colour, marker, _) in STYLE.items():
+        points = panel.points(family)
+        if family == "jax" and points and off_scale(points, rest):
+            # Drawn, they would press all others into a corner.
+            axes.text(
+                0.98,
+                0.97,
+                ranges(points),
+                color=colour,
+                fontsize=7,
+                ha="right",
+                va="top",
+                transform=axes.transAxes,
+            )
+            continue
+        best = front(points)
+        times, memories = [p.time for p in best], [p.memory / MIB for p in best]
+        axes.plot(times, memories, c=colour, alpha=0.4, drawstyle="steps-pre")
+        for point in points:
+            spot = point.time, point.memory / MIB
+            axes.errorbar(*spot, xerr=spread(panel, point), fmt=marker, c=colour, ms=5, lw=0.7, alpha=0.8)
+        for turn, point in enumerate(best):
+            # Labels of a front alone, above and below in turn, so that they can be read.
+            spot, offset = (point.time, point.memory / MIB), (4, 4 if turn % 2 else -9)
+            label = point.name.removeprefix("torch ").removeprefix("jax ")
+            axes.annotate(label, spot, fontsize=6, color=colour, xytext=offset, textcoords="offset points")
+    axes.set_title(panel.title, fontsize=8)
+    axes.set_xlabel("step, ms (median; p20 to p80)", fontsize=8)
+    axes.set_ylabel("peak, MiB", fontsize=8)
+    axes.margins(0.12)
+    axes.grid(alpha=0.3)
+
+
+def off_scale(points: list[Point], rest: list[Point]) -> bool:
+    """Whether all of `points` lie at more than one and a half times the memory of all others."""
+    return bool(rest) and min(p.memory for p in points) > 1.5 * max(p.memory for p in rest)
+
+
+def ranges(points: list[Point]) -> str:
+    memories, times = ([f(p) for p in points] for f in (lambda p: p.memory / MIB, lambda p: p.time))
+    low, high = f"{min(memories):.0f}-{max(memories):.0f} MiB", f"{min(times):.0f}-{max(times):.0f} ms"
+    return f"JAX, off the scale:\n{low}, {high}"
+
+
+def spread(panel: Panel, point: Point) -> list[list[float]]:
+    """Down to p20 and up to p80."""
+    step = panel.value(point.name, "step")
+    low, high = (step.p20 or 0.0, step.p80 or 0.0) if step else (point.time, point.time)
+    return [[max(point.time - low, 0)], [max(high - point.time, 0)]]
+
+
+def depth(figure: Any, results: Results) -> bool:
+    """Kept bytes of every peer against the number of blocks."""
+    lines: dict[str, dict[int, float]] = defaultdict(dict)
+    family: dict[str, str] = {}
+    for panel in results.all_panels():
+        if panel.points() or panel.rows[0].mode != "backward":
+            continue
+        for row in panel.rows:
+            if row.metric == "kept" and row.depth and row.value:
+                lines[row.peer][row.depth], family[row.peer] = row.value / MIB, row.family
+    if not any(len(line) > 1 for line in lines.values()):
+        return False
+    figure.set_size_inches(6.4, 4.2)
+    axes = figure.subplots()
+    dashes = ["-", "--", ":", "-."]
+    for index, (name, line) in enumerate(lines.items()):
+        colour, marker, _ = STYLE[family[name]]
+        axes.plot(list(line), list(line.values()), marker + dashes[index % 4], c=colour, label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set(xlabel="blocks", ylabel="kept between forward and backward, MiB", title="memory against depth")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    return True
+
+
+def overhead(figure: Any, results: Results) -> bool:
+    """Microseconds of bookkeeping a block."""
+    rows = [r for r in results.rows if r.metric == "overhead per block" and r.peer != "none" and r.value]
+    if not rows:
+        return False
+    figure.set_size_inches(6.4, 0.5 + 0.4 * len(rows))
+    axes = figure.subplots()
+    axes.barh(
+        [r.peer for r in rows], [r.value for r in rows], xerr=spreads(rows), color=[shade(r) for r in rows]
+    )
+    axes.invert_yaxis()
+    axes.set(xlabel="CPU time over no remat, us a block (median; p20 to p80)")
+    return True
+
+
+def spreads(rows: list[Measured]) -> list[list[float]]:
+    low = [max((r.value or 0) - (r.p20 or 0), 0) for r in rows]
+    return [low, [max((r.p80 or 0) - (r.value or 0), 0) for r in rows]]
+
+
+def shade(row: Measured) -> str:
+    family = (
+        "torch_remat" if row.peer == "torch_remat" else "torch" if row.peer.startswith("torch") else "remat"
+    )
+    return STYLE[family][0]

@@ -1,0 +1,115 @@
+"""`python -m benchmarks report`: figures and the tables of README and docs, from the CSVs alone."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import tables
+from benchmarks.loaded import Results
+from benchmarks.records import RESULTS
+
+ROOT = Path(__file__).parent.parent
+SUITES = {
+    "quick": "Quick: README's figures",
+    "cpu": "All models and modes on a CPU",
+    "h200": "One H200",
+    "versions": "Versions of torch",
+}
+# README's table: the first compiled panel of the quick suite.
+HEADLINE = "quick"
+
+
+@dataclass
+class Report:
+    """Write figures and tables from the CSVs of the suites."""
+
+    results: Path = RESULTS
+    """Folder with the CSVs."""
+    root: Path = ROOT
+    """The checkout whose README.md and docs/ are written."""
+
+    def __call__(self) -> int:
+        found = {suite: Results.load(self.results / f"{suite}.csv") for suite in SUITES}
+        for results in filter(None, found.values()):
+            from benchmarks.plots import draw
+
+            for path in draw(results, self.root / "docs" / "figures"):
+                print(path)
+        texts = {suite: section(suite, results, self.root) for suite, results in found.items()}
+        rewrite(self.root / "docs" / "benchmarks.md", texts)
+        quick = found[HEADLINE]
+        if quick is not None:
+            rewrite(self.root / "README.md", {"headline": headline(quick)})
+        return 0
+
+
+def rewrite(path: Path, texts: dict[str, str]) -> None:
+    """Puts every text between the markers of its name in the file."""
+    content = path.read_text()
+    for name, text in texts.items():
+        content = filled(content, name, text)
+    path.write_text(content)
+    print(path)
+
+
+def filled(content: str, name: str, text: str) -> str:
+    """`content` with `text` between the two markers of `name`.
+
+    Raises:
+        ValueError: it has no such markers; a table that lands nowhere would go stale unnoticed.
+    """
+    between = re.compile(rf"(<!-- {name}: [^\n]*-->\n).*?(<!-- {name} ends -->)", re.DOTALL)
+    content, count = between.subn(lambda match: f"{match[1]}\n{text}\n{match[2]}", content)
+    if not count:
+        raise ValueError(f"no lines `<!-- {name}: ... -->` and `<!-- {name} ends -->`")
+    return content
+
+
+def headline(results: Results) -> str:
+    """README's table and figure."""
+    panel = next((p for p in results.panels() if p.rows[0].engine == "compiled"), None) or results.panels()[0]
+    parts = [f"{panel.title}. {results.sentence()}", tables.panel_table(panel)]
+    if (figure := f"docs/figures/{results.suite}_pareto.png") and results.panels():
+        parts.append(f"![Peak memory against step time of every peer in every panel]({figure})\n")
+    return "\n".join(f"{part.rstrip()}\n" for part in parts)
+
+
+def section(suite: str, results: Results | None, root: Path) -> str:
+    """A suite's part of docs/benchmarks.md."""
+    heading = f"## {SUITES[suite]}\n"
+    if results is None:
+        return f"{heading}\nNot measured: there is no `benchmarks/results/{suite}.csv`.\n"
+    parts = [heading, results.sentence()]
+    parts += figures(suite, root)
+    parts += [f"### {panel.title}\n\n{tables.panel_table(panel)}" for panel in results.panels()]
+    parts += [titled(title, text) for title, text in summaries(results) if "\n| " in text.partition("---")[2]]
+    return "\n".join(f"{part.rstrip()}\n" for part in parts)
+
+
+def figures(suite: str, root: Path) -> list[str]:
+    named = {
+        "pareto": "Peak memory against step time",
+        "depth": "Memory against depth",
+        "overhead": "Overhead",
+    }
+    return [
+        f"![{title}](figures/{suite}_{name}.png)"
+        for name, title in named.items()
+        if (root / "docs" / "figures" / f"{suite}_{name}.png").exists()
+    ]
+
+
+def summaries(results: Results) -> list[tuple[str, str]]:
+    return [
+        ("Fronts", tables.fronts_table(results)),
+        ("Largest batch and longest sequence", tables.fits_table(results)),
+        ("CPU overhead in eager", tables.overhead_table(results)),
+        ("Seconds before the first step", tables.seconds_table(results)),
+        ("Targets, which are meant for an H200", tables.targets_table(results)),
+    ]
+
+
+def titled(title: str, text: str) -> str:
+    return f"### {title}\n\n{text}"

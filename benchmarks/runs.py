@@ -1,0 +1,214 @@
+"""`python -m benchmarks run`: a suite, each case in a process of its own, into one long CSV.
+
+Rows are written as cases end; a run that was interrupted goes on where it stopped. A case that fails, dies or
+takes too long is a row that says so.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.cases import Case, Measured
+from benchmarks.records import RESULTS, commit
+from benchmarks.suites import SUITES
+from remat.cli.env import processor
+
+ROOT = Path(__file__).parent.parent
+# How much longer than expected a case may take before it is stopped, and seconds that every case may take:
+# on a shared machine, and where the run as a whole may not take long.
+PATIENCE, HURRY = (8.0, 300.0), (2.5, 60.0)
+
+
+@dataclass
+class Run:
+    """Run a suite, or go on with one that was interrupted."""
+
+    suite: Literal["quick", "cpu", "h200", "versions"] = "quick"
+    """quick: README's figures, under 5 minutes on 2 cores. cpu: everything a CPU can do, about an hour.
+    h200: published sizes on one GPU, in two parts of ten minutes. versions: small cases for each --python."""
+    out: Path = RESULTS
+    """Folder for SUITE.csv."""
+    part: int = 0
+    """h200 only: 1 or 2, the first or the second half of the cases; 0: all."""
+    minutes: float = 0.0
+    """Start no case that could end later; 0: no limit, 9.3 for a part."""
+    python: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """An interpreter to run the cases with, and with its torch; may be given several times."""
+    fresh: bool = False
+    """Measure everything anew. Otherwise cases of this commit that are in the CSV already are left out."""
+
+    def __call__(self) -> int:
+        cases = halves(SUITES[self.suite](), self.part)
+        limit = self.minutes or (9.3 if self.part else float("inf"))
+        return execute(
+            cases, self.out / f"{self.suite}.csv", self.python or (sys.executable,), limit, self.fresh
+        )
+
+
+def halves(cases: list[Case], part: int) -> list[Case]:
+    """Part 1 or 2: as many cases from the front as make half of the expected seconds, or the others."""
+    if not part:
+        return cases
+    half, spent, first = sum(case.seconds for case in cases) / 2, 0.0, []
+    for case in cases:
+        if spent + case.seconds / 2 < half:
+            first.append(case)
+        spent += case.seconds
+    return first if part == 1 else cases[len(first) :]
+
+
+def execute(cases: list[Case], path: Path, pythons: tuple[str, ...], minutes: float, fresh: bool) -> int:
+    """Runs what is not in the CSV yet; the exit status, 1 when a process failed or time ran out."""
+    versions = {python: torch_version(python) for python in pythons}
+    wanted = [(python, case) for python in pythons for case in cases]
+    keys = {(case.name, versions[python]) for python, case in wanted}
+    old = [] if fresh else kept(path)
+    done = {(row["case"], row["torch"]) for row in old}
+    todo = [(python, case) for python, case in wanted if (case.name, versions[python]) not in done]
+    if not todo and not fresh:
+        # All is there: no interrupted run, so measure again. Rows of the other part or torch stay.
+        old, todo = [row for row in old if (row["case"], row["torch"]) not in keys], wanted
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write(path, old)
+    watch = Watch(sum(case.seconds for _, case in todo), time.perf_counter() + 60 * minutes)
+    failures = skipped = 0
+    with watch.shown(len(todo)) as advance:
+        for python, case in todo:
+            if not watch.allows(case):
+                skipped += 1
+                continue
+            start = time.perf_counter()
+            rows, error = run_case(case, python, watch.patience(case))
+            write(path, rows, append=True)
+            failures += bool(error)
+            advance(case, time.perf_counter() - start, error)
+    print(f"{path}: {len(todo) - skipped} cases, {failures} failed, {skipped} not started for lack of time")
+    return int(bool(failures or skipped))
+
+
+class Watch:
+    """How long is left: expected seconds, scaled by how the cases so far took against what was expected."""
+
+    def __init__(self, expected: float, deadline: float) -> None:
+        self.expected, self.deadline = expected, deadline
+        self.done = self.spent = 0.0
+
+    def left(self) -> float:
+        return self.deadline - time.perf_counter()
+
+    def pace(self) -> float:
+        return self.spent / self.done if self.done else 1.0
+
+    def patience(self, case: Case) -> float:
+        """Seconds after which the case is stopped."""
+        times, least = PATIENCE if math.isinf(self.deadline) else HURRY
+        return min(self.left(), max(least, times * case.seconds))
+
+    def allows(self, case: Case) -> bool:
+        return case.seconds * max(self.pace(), 0.5) <= self.left()
+
+    @contextmanager
+    def shown(self, count: int) -> Iterator[Any]:
+        """A bar on a terminal, and one line a case."""
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        with Progress(*columns, transient=True) as progress:
+            task = progress.add_task("benchmarks", total=count)
+
+            def advance(case: Case, seconds: float, error: str) -> None:
+                self.done, self.spent = self.done + case.seconds, self.spent + seconds
+                minutes = (self.expected - self.done) * self.pace() / 60
+                progress.console.print(
+                    f"{case.name}: {error or f'{seconds:.0f} s'}; about {max(minutes, 0):.1f} minutes left",
+                    markup=False,
+                    highlight=False,
+                    soft_wrap=True,
+                )
+                progress.advance(task)
+
+            yield advance
+
+
+def run_case(case: Case, python: str, timeout: float) -> tuple[list[dict[str, Any]], str]:
+    """The rows of one case; and, where its process failed, why: that is the last row then."""
+    with tempfile.TemporaryDirectory() as folder:
+        todo, rows = Path(folder) / "case.json", Path(folder) / "rows.jsonl"
+        todo.write_text(case.to_json())
+        rows.touch()
+        command = [python, "-m", "benchmarks.worker", str(todo), str(rows)]
+        error = ""
+        try:
+            environment = os.environ | settings(case, folder)
+            done = subprocess.run(
+                command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=timeout
+            )
+            if done.returncode:
+                last = (done.stderr.strip().splitlines() or ["no word"])[-1]
+                error = f"process ended with {done.returncode}: {last}"[:300]
+        except subprocess.TimeoutExpired:
+            error = f"stopped after {timeout:.0f} s"
+        found = [json.loads(line) for line in rows.read_text().splitlines()]
+    if error:
+        blank = dict.fromkeys(found[0], "") if found else {}
+        shared = {"torch": torch_version(python), "hardware": processor(), "commit": commit()}
+        found.append(blank | shared | asdict(Measured.of(case).failed(error)))
+    return found, error
+
+
+def settings(case: Case, folder: str) -> dict[str, str]:
+    """The environment of a case's process: this checkout's code, a compiler's cache of its own."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    found = {"PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": folder, "KINETO_LOG_LEVEL": "99"}
+    if case.threads:
+        # JAX's thread pools have no other switch.
+        flags = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+        found |= {"OMP_NUM_THREADS": str(case.threads), "XLA_FLAGS": flags, "NPROC": str(case.threads)}
+    return found
+
+
+def torch_version(python: str) -> str:
+    """What the interpreter's torch calls itself, as in the CSV; without the seconds of importing it."""
+    code = (
+        "import importlib.util, pathlib\n"
+        "torch = pathlib.Path(importlib.util.find_spec('torch').origin)\n"
+        "exec(torch.with_name('version.py').read_text())\n"
+        "print(__version__)"
+    )
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def kept(path: Path) -> list[dict[str, Any]]:
+    """Rows in the CSV of the cases that were measured at this commit and whose process did not fail."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["commit"] == commit()]
+    failed = {(row["case"], row["torch"]) for row in rows if row["metric"] == "error" and not row["peer"]}
+    return [row for row in rows if (row["case"], row["torch"]) not in failed]
+
+
+def write(path: Path, rows: list[dict[str, Any]], append: bool = False) -> None:
+    columns = [*CONTEXT, *Measured.__dataclass_fields__]
+    with path.open("a" if append else "w", newline="") as file:
+        writer = csv.DictWriter(file, columns, restval="", extrasaction="ignore")
+        if not append:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+# Of `remat.cli.env.machine` and of the worker.
+CONTEXT = ("remat", "torch", "python", "hardware", "accelerator", "cpu_count", "threads", "commit")

@@ -1,0 +1,205 @@
+"""The suites: lists of cases, those of most worth first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.cases import Case
+
+TORCH = ("torch checkpoint", "torch SAC", "torch SAC titan", "torch_remat", "torch_remat regions")
+BUDGETS = tuple(f"torch budget dp {share}" for share in (0.1, 0.3, 0.5, 0.7, 0.9))
+SOLVERS = tuple(f"torch budget {solver} {share}" for solver in ("ilp", "greedy") for share in (0.3, 0.7))
+OURS = (
+    "save_nothing",
+    "save_matmuls",
+    "save_unbatched_matmuls",
+    "save_attention",
+    "save_matmuls | save_attention",
+)
+PLANNED = tuple(f"budget {share}" for share in (0.1, 0.3, 0.5, 0.7, 0.9))
+JAX = ("jax none", "jax save_nothing", "jax save_matmuls", "jax save_unbatched_matmuls")
+FUNCTIONAL = ("torch checkpoint", "torch_remat")
+MEMORY = ("none", "torch checkpoint", "torch SAC", "save_nothing", "save_matmuls")
+# One thread on a CPU: what else a shared machine does takes another core then, not a part of each product.
+THREADS = 1
+
+
+def panel(model: str, mode: str, peers: Iterable[str], seconds: float, **options: Any) -> Case:
+    return Case("panel", model, ("none", *peers), mode, seconds=seconds, **options)
+
+
+def quick() -> list[Case]:
+    """What README shows: every kind of case but compile times, in under five minutes on two cores."""
+    gpt, llama = sizes(depth=4), sizes(depth=2)
+    few = ("save_nothing", "save_matmuls", "budget 0.5")
+    compiled = (*TORCH[:3], TORCH[4], BUDGETS[1], BUDGETS[3], *few, OURS[-1], *JAX[:2])
+    return on_cpu(
+        panel("gpt2-medium", "backward", (*TORCH, *OURS, "names", *PLANNED[1::2]), 25, rounds=5, sizes=gpt),
+        panel("llama3-8b", "backward", compiled, 90, rounds=7, sizes=llama, compiled=True),
+        panel("gpt2-medium", "func", (*FUNCTIONAL, *few), 12, rounds=5, sizes=gpt),
+        panel("gpt2-medium", "vmap", (*FUNCTIONAL, *few), 12, rounds=5, sizes=gpt),
+        panel(
+            "llama3-8b",
+            "step",
+            ("torch checkpoint", *few[:2], JAX[1]),
+            30,
+            rounds=7,
+            sizes=llama,
+            compiled=True,
+        ),
+        *depths("gpt2-medium", (1, 4, 16), 4),
+        Case("records", "overhead", rounds=15, seconds=15),
+        fit("llama3-8b", "batch", 1, 64, MEMORY, 12, sizes=llama),
+        Case(
+            "plan",
+            "gpt2-medium",
+            ("torch budget dp 0.5", "torch budget greedy 0.5", "budget 0.5"),
+            sizes=gpt,
+            seconds=6,
+        ),
+    )
+
+
+def depths(model: str, blocks: Iterable[int], seconds: float) -> list[Case]:
+    """Memory against depth; time is left out."""
+    small = {"width": 128, "heads": 2, "seq": 128}
+    peers = (*MEMORY[1:], "budget 0.5")
+    return [panel(model, "backward", peers, seconds, sizes=sizes(depth=depth, **small)) for depth in blocks]
+
+
+def cpu() -> list[Case]:
+    """All models and modes in sizes for a CPU: an hour or so on two cores."""
+    models = (
+        "gpt2-medium",
+        "gpt2-xl",
+        "llama3-8b",
+        "llama-32k",
+        "llama-128k",
+        "moe",
+        "vit-l",
+        "hf-llama",
+        "hf-gpt2",
+        "unet",
+    )
+    written = ("gpt2-medium", "gpt2-xl", "llama3-8b", "llama-32k", "llama-128k", "vit-l")
+    rivals = (*TORCH, *OURS, "names", *PLANNED)
+    compiled = (*TORCH, *BUDGETS, *SOLVERS, *OURS, *PLANNED)
+    return on_cpu(
+        *(panel(m, "backward", rivals, 60, rounds=7) for m in models),
+        *(
+            panel(m, "backward", (*compiled, *(JAX if m in written else ())), 300, rounds=7, compiled=True)
+            for m in models
+        ),
+        *(
+            panel("gpt2-medium", mode, (*FUNCTIONAL, *OURS), 40, rounds=7)
+            for mode in ("func", "vmap", "scan")
+        ),
+        *(
+            panel(m, mode, (*FUNCTIONAL, *OURS, *JAX), 200, rounds=7, compiled=True)
+            for m in ("gpt2-medium", "llama3-8b")
+            for mode in ("func", "vmap", "step", "scan")
+        ),
+        *depths("gpt2-medium", (1, 2, 4, 8, 16, 32, 64), 15),
+        Case("records", "overhead", rounds=60, seconds=30),
+        Case("records", "memory", seconds=30),
+        fit("llama3-8b", "batch", 1, 256, (*MEMORY, "budget 0.5"), 90),
+        fit("llama3-8b", "seq", 64, 256, (*MEMORY, "budget 0.5"), 90),
+        Case(
+            "compile",
+            "gpt2-medium",
+            (*MEMORY, "torch budget dp 0.5", "budget 0.5"),
+            compiled=True,
+            seconds=200,
+        ),
+        *(
+            Case(
+                "plan",
+                m,
+                ("torch budget dp 0.5", "torch budget ilp 0.5", "torch budget greedy 0.5", "budget 0.5"),
+                seconds=20,
+            )
+            for m in ("gpt2-medium", "llama3-8b", "moe", "vit-l")
+        ),
+    )
+
+
+def h200() -> list[Case]:
+    """Published sizes in bfloat16 on one GPU, what the targets are about first; two parts of ten minutes."""
+    main = (
+        *TORCH[:2], *BUDGETS[1:4], "save_nothing", "save_matmuls", "save_attention", *PLANNED[1:4],
+        "torch SAC titan", "torch_remat", "torch_remat regions", *JAX,
+    )  # fmt: skip
+    short = (*TORCH[:2], BUDGETS[2], "save_nothing", "save_matmuls", PLANNED[2])
+    basic = ("torch checkpoint", "save_nothing", "save_matmuls", *JAX[:3])
+    few = (*MEMORY[1:], "budget 0.5")
+    compiled = {"compiled": True, "rounds": 8}
+    return on_gpu(
+        panel("llama3-8b", "backward", main, 180, compiled=True, rounds=10),
+        fit("llama3-8b", "batch", 1, 120 << 10, (*MEMORY, "budget 0.5"), 50, sizes=sizes(seq=4096)),
+        panel("gpt2-xl", "backward", main, 200, compiled=True, rounds=10),
+        panel("llama3-8b", "step", basic, 70, **compiled),
+        Case("records", "overhead", rounds=30, seconds=20),
+        # The second call begins about here.
+        panel("llama-32k", "backward", (*short, *JAX[1:3]), 80, **compiled),
+        panel("llama-128k", "backward", (*short, JAX[1]), 90, compiled=True, rounds=3),
+        panel("moe", "backward", short, 60, **compiled),
+        panel("llama3-8b", "scan", basic, 60, **compiled),
+        panel("vit-l", "backward", (*short, JAX[1]), 80, **compiled),
+        panel("gpt2-medium", "vmap", (*FUNCTIONAL, *few[2:]), 15, rounds=6, sizes=sizes(depth=8)),
+        panel("llama3-8b", "backward", (*TORCH, *OURS, *PLANNED[::2]), 40, rounds=8),
+        panel("hf-llama", "backward", few, 20, rounds=8),
+        panel("unet", "backward", few, 20, rounds=8),
+        fit("llama3-8b", "seq", 2048, 120 << 10, MEMORY, 40),
+        Case("compile", "llama3-8b", MEMORY, compiled=True, seconds=50),
+        panel("hf-gpt2", "backward", few, 15, rounds=8),
+    )
+
+
+def versions() -> list[Case]:
+    """Small cases for every interpreter that is named, compiled ones too."""
+    few = (
+        "torch checkpoint",
+        "torch SAC",
+        "torch budget dp 0.5",
+        "save_nothing",
+        "save_matmuls",
+        "budget 0.5",
+    )
+    small = sizes(depth=2)
+    return on_cpu(
+        panel("gpt2-medium", "backward", few, 15, rounds=5, sizes=small),
+        panel("gpt2-medium", "func", few, 12, rounds=5, sizes=small),
+        panel("gpt2-medium", "backward", few, 60, rounds=5, sizes=small, compiled=True),
+        panel("gpt2-medium", "func", few, 50, rounds=5, sizes=small, compiled=True),
+        panel("gpt2-medium", "vmap", ("save_nothing", "save_matmuls"), 12, rounds=5, sizes=small),
+        Case("records", "overhead", rounds=30, seconds=15),
+    )
+
+
+SUITES: dict[str, Callable[[], list[Case]]] = {"quick": quick, "cpu": cpu, "h200": h200, "versions": versions}
+
+
+def sizes(**values: int) -> tuple[tuple[str, int], ...]:
+    return tuple(values.items())
+
+
+def fit(
+    model: str, vary: str, step: int, mib: int, peers: Iterable[str], seconds: float, **options: Any
+) -> Case:
+    shared = {"vary": vary, "step": step, "limit": mib << 20, "seconds": seconds, "rounds": 3}
+    return Case("fit", model, tuple(peers), **shared | options)
+
+
+def on_cpu(*cases: Case) -> list[Case]:
+
+    return [replace(case, threads=THREADS) for case in cases]
+
+
+def on_gpu(*cases: Case) -> list[Case]:
+
+    # The overhead of a region is that of the CPU on every machine.
+    return [
+        case if case.kind == "records" else replace(case, device="cuda", dtype="bfloat16") for case in cases
+    ]

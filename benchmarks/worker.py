@@ -1,0 +1,90 @@
+"""Runs one case: `python -m benchmarks.worker CASE.json ROWS.jsonl`, started by `benchmarks run`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.cases import Case, Measured
+from benchmarks.fits import fits
+from benchmarks.panel import Panel
+from benchmarks.records import Record, commit
+from benchmarks.seconds import compile_seconds, plan_seconds
+from remat.cli.env import machine
+from remat.cli.measure import Work
+
+
+def panel(case: Case) -> Iterator[Measured]:
+    return Panel.of(case).run()
+
+
+def records(case: Case) -> Iterator[Measured]:
+    """The rows of a benchmark that is a module of its own, at the size that fits into a suite."""
+    from benchmarks.memory import Memory
+    from benchmarks.overhead import Overhead
+
+    known: dict[str, Callable[[], list[Record]]] = {
+        "memory": Memory(width=128, batch=1024).run,
+        "overhead": Overhead(rounds=case.rounds or 30).run,
+    }
+    for record in known[case.model]():
+        row = replace(Measured.of(case), mode=record.mode, peer=record.policy, metric=record.metric)
+        numbers = {key: getattr(record, key) for key in ("unit", "value", "p20", "p50", "p80", "error")}
+        yield replace(row, **numbers)
+        if record.metric == "overhead per block":
+            yield per_op(replace(row, **numbers))
+
+
+def per_op(row: Measured) -> Measured:
+    """The overhead of a block shared out among the ops of its forward."""
+    from benchmarks.overhead import Overhead
+
+    with Work() as work, torch.no_grad():
+        Overhead(depth=1).blocks()[0](torch.randn(2, 8, 16))
+    shared = {key: getattr(row, key) / work.ops.total() for key in ("value", "p20", "p50", "p80")}
+    return replace(row, metric="overhead per op", **shared)
+
+
+KINDS: dict[str, Callable[[Case], Iterator[Measured]]] = {
+    "panel": panel,
+    "compile": compile_seconds,
+    "fit": fits,
+    "plan": plan_seconds,
+    "records": records,
+}
+
+
+def context(case: Case) -> dict[str, Any]:
+    """Machine, versions and commit: what a figure must be read with."""
+    return machine(case.device) | {"commit": commit()}
+
+
+def main(case_file: Path, rows_file: Path) -> None:
+    # What peers warn of (slow kernels under vmap, names that a model lacks, budgets out of reach) is known.
+    warnings.simplefilter("ignore")
+    case = Case.from_json(case_file.read_text())
+    if case.threads:
+        torch.set_num_threads(case.threads)
+    # The GPU's fast products of float32, as everybody trains with; this changes nothing on a CPU.
+    torch.set_float32_matmul_precision("high")
+    # One network in 20 versions is compiled here, each for itself; the default limit is 8.
+    torch._dynamo.config.recompile_limit = 64
+    shared = context(case)
+    with rows_file.open("a") as file:
+        for row in KINDS[case.kind](case):
+            print(json.dumps(shared | asdict(row)), file=file, flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    # Some peers leave threads of their own behind, which need not be waited for.
+    sys.stdout.flush()
+    os._exit(0)
