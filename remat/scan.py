@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from remat import compiled_scan
 from remat.policies import Policy, as_policy, save_everything, save_nothing
 from remat.schedules import All, Schedule, Segmented, Sqrt, as_schedule, auto
 from remat.transforms import _torch, _tree
@@ -86,6 +87,8 @@ def scan_remat(
         >>> w.grad
         tensor(2.7500)
     """
+    if torch.compiler.is_dynamo_compiling():
+        return compiled_scan.call(body, init, xs, length, reverse, checkpoints, budget, offload, on_step)
     name = f"scan_remat({getattr(body, '__qualname__', type(body).__name__)})"
     policy = as_policy(policy)
     rows, n = _rows(xs, length, name)
@@ -103,9 +106,9 @@ def scan_remat(
     compiled = None
     if compile:
         backend = compile if isinstance(compile, str) else "inductor"
-        if isinstance(schedule, All | Sqrt):
-            schedule = Segmented(SIZE, schedule)
-        elif not (isinstance(schedule, Segmented) and schedule.length % SIZE == 0):
+        if (blocks := schedule.in_blocks(SIZE)) is not None:
+            schedule = blocks
+        else:
             compiled, backend = torch.compile(body, backend=backend), None
     return _with_captured(
         body, body, init, xs, rows, n, schedule, name, reverse, offload, on_step, None, compiled, backend
