@@ -16,6 +16,7 @@ from remat.transforms import _torch, _tree
 from remat.transforms._blocks import SIZE, Blocks
 from remat.transforms._body import Body
 from remat.transforms._capture import Bindings, Missed, captured
+from remat.transforms._region import selecting
 from remat.transforms._scan import run
 from remat.transforms._scan_state import make
 
@@ -95,6 +96,11 @@ def scan_remat(
     if n == 0:
         return init, _no_ys(body, init, xs, rows, name)
     schedule = _schedule(checkpoints, budget, n, body, init, rows, xs, name)
+    if policy == save_nothing and isinstance(schedule, All) and selecting():
+        # The policy of the region around says of each step's values which are kept, as in JAX: the steps are
+        # its own then, and it computes again what they lack.
+        if not (offload or compile or on_step):
+            policy = save_everything
     if policy != save_nothing:
         if isinstance(schedule, All):
             return _taped(body, init, xs, rows, n, reverse, policy, name)

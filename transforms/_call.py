@@ -184,11 +184,11 @@ class _Flat:
         watch = self.family.watch
         if watch is None or self.region.memory.uses_func:
             self.family.watch = None
-            return self.region.function(*args, **kwargs)
+            return self.region.run(args, kwargs)
         with _torch.hooks_allowed():
             _torch.push_hooks(watch, _unread)
             try:
-                return self.region.function(*args, **kwargs)
+                return self.region.run(args, kwargs)
             except RuntimeError as error:
                 if not _torch.is_hook_refusal(error):
                     raise

@@ -36,7 +36,7 @@ class Following(Selective):
         _torch.push_hooks(self.pack_following, self.get)
         try:
             with follow:
-                out = self.region.function(*args, **kwargs)
+                out = self.region.run(args, kwargs)
         finally:
             _torch.pop_hooks()
             self.settled = True

@@ -114,7 +114,7 @@ class Frame(Packer):
         _torch.push_hooks(self.repack, _identity)
         try:
             with recomputing(self.region.name):
-                self.region.function(*args, **kwargs)
+                self.region.run(args, kwargs)
         finally:
             _torch.pop_hooks()
             _torch.set_grad_enabled(graded)
@@ -169,7 +169,7 @@ class Plain(Frame):
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _torch.push_hooks(self.pack, self.get)
         try:
-            return self.region.function(*args, **kwargs)
+            return self.region.run(args, kwargs)
         finally:
             _torch.pop_hooks()
             self.settled = True

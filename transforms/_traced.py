@@ -69,7 +69,7 @@ class Traced(Selective):
         with watching, record:
             _torch.push_hooks(self.pack_traced, self.unpack)
             try:
-                out = region.function(*args, **kwargs)
+                out = region.run(args, kwargs)
             finally:
                 _torch.pop_hooks()
         self._find_ends(out)
@@ -173,7 +173,7 @@ class Traced(Selective):
         """What this trace tells of the next call with the same signature."""
         trace, inputs = self.trace, self.inputs
         # With no dispatch mode around, torch.cond compiles itself, and Dynamo refuses the hooks.
-        if self.ends is not None or not self.metas or trace.higher_order:
+        if self.ends is not None or not self.metas or trace.higher_order or trace.particular:
             return None
         plain = self._is_plain()
         if not plain and (inputs.hooks is not None or inputs.ambient.casts or not _learned.repeats(trace)):
