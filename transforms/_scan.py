@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from remat.transforms import _observe, _torch, _torch_compiler, _trace, _tree
+from remat.transforms import _observe, _torch, _torch_compiler, _tree
 from remat.transforms._body import Leaves
 from remat.transforms._reversal import pull_back
 from remat.transforms._scan_batch import batch, dense, expand
@@ -37,8 +37,6 @@ def run(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     if scan.opaque is not None:
         plain, ambient = False, scan.opaque.ambient
     scan = replace(scan, plain=plain, levels=levels, record=Record(ambient))
-    for record in _trace.recordings():
-        record.trace.particular = True
     out = _Scan.apply(scan, *flat)
     if _observe.listening() and torch.is_grad_enabled() and any(map(_torch_differentiable, flat)):
         _report(scan, flat, out)

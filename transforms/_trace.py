@@ -110,8 +110,6 @@ class Trace:
         # between the passes, so that op sequences cannot be compared. Such a region is recomputed whole.
         self.loose = False
         self.opaque = False  # whether something computed that torch's dispatcher did not see
-        # Whether what autograd saves is not told by the ops: which carries a scan keeps, for one.
-        self.particular = False
         self.higher_order = False  # whether an operator on functions is among the ops
         # Sharded parameters are gathered inside, without gradients, and not in both passes (FSDP2's hooks see
         # to it that they are there): what runs without gradients is then left out of the sequence, and

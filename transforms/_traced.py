@@ -173,7 +173,7 @@ class Traced(Selective):
         """What this trace tells of the next call with the same signature."""
         trace, inputs = self.trace, self.inputs
         # With no dispatch mode around, torch.cond compiles itself, and Dynamo refuses the hooks.
-        if self.ends is not None or not self.metas or trace.higher_order or trace.particular:
+        if self.ends is not None or not self.metas or trace.higher_order:
             return None
         plain = self._is_plain()
         if not plain and (inputs.hooks is not None or inputs.ambient.casts or not _learned.repeats(trace)):
@@ -192,7 +192,8 @@ class Traced(Selective):
             outs=[n.outs for n in nodes],
             actions=[n.action for n in nodes],
             end=trace.end,
-            packs=len(self.metas),
+            makers=[None if p.made is None else trace.nodes[p.made].root for p in self.packed],
+            roots=[] if plain else [n.root for n in nodes],
             direct=frozenset(self.direct),
             absent=frozenset(i for i, held in enumerate(inputs.held) if isinstance(held, Absent)),
         )
