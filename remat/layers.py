@@ -48,8 +48,9 @@ def scan_layers(
     """
     apply = block
     if isinstance(block, torch.nn.Module):
-        # Names only: the module's own parameters must not be taken for captured tensors.
-        frame = _Frame(block)
+        # Names only: the module's own parameters must not be taken for captured tensors. (Dynamo sees which
+        # are read, and copies no modules.)
+        frame = _Itself(block) if torch.compiler.is_dynamo_compiling() else _Frame(block)
 
         def apply(params: Any, x: Any, *args: Any) -> Any:
             return torch.func.functional_call(frame.module, params, (x, *args))
@@ -58,6 +59,11 @@ def scan_layers(
         return apply(params, x, *args), None
 
     return scan_remat(body, x, stacked_params, policy=policy, checkpoints=checkpoints, **options)[0]
+
+
+class _Itself:
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
 
 
 class _Frame:

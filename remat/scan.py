@@ -9,12 +9,14 @@ from typing import Any, TypeVar
 
 import torch
 
+from remat import compiled_scan
 from remat.policies import Policy, as_policy, save_everything, save_nothing
 from remat.schedules import All, Schedule, Segmented, Sqrt, as_schedule, auto
 from remat.transforms import _torch, _tree
 from remat.transforms._blocks import SIZE, Blocks
 from remat.transforms._body import Body
 from remat.transforms._capture import Bindings, Missed, captured
+from remat.transforms._region import selecting
 from remat.transforms._scan import run
 from remat.transforms._scan_state import make
 
@@ -86,12 +88,19 @@ def scan_remat(
         >>> w.grad
         tensor(2.7500)
     """
+    if torch.compiler.is_dynamo_compiling():
+        return compiled_scan.call(body, init, xs, length, reverse, checkpoints, budget, offload, on_step)
     name = f"scan_remat({getattr(body, '__qualname__', type(body).__name__)})"
     policy = as_policy(policy)
     rows, n = _rows(xs, length, name)
     if n == 0:
         return init, _no_ys(body, init, xs, rows, name)
     schedule = _schedule(checkpoints, budget, n, body, init, rows, xs, name)
+    if policy == save_nothing and isinstance(schedule, All) and selecting():
+        # The policy of the region around says of each step's values which are kept, as in JAX: the steps are
+        # its own then, and it computes again what they lack.
+        if not (offload or compile or on_step):
+            policy = save_everything
     if policy != save_nothing:
         if isinstance(schedule, All):
             return _taped(body, init, xs, rows, n, reverse, policy, name)
@@ -103,9 +112,9 @@ def scan_remat(
     compiled = None
     if compile:
         backend = compile if isinstance(compile, str) else "inductor"
-        if isinstance(schedule, All | Sqrt):
-            schedule = Segmented(SIZE, schedule)
-        elif not (isinstance(schedule, Segmented) and schedule.length % SIZE == 0):
+        if (blocks := schedule.in_blocks(SIZE)) is not None:
+            schedule = blocks
+        else:
             compiled, backend = torch.compile(body, backend=backend), None
     return _with_captured(
         body, body, init, xs, rows, n, schedule, name, reverse, offload, on_step, None, compiled, backend

@@ -162,3 +162,30 @@ def test_policies_that_may_answer_otherwise_are_asked_again():
     for _ in range(3):
         step(fn, rand(3))
     assert len(asked) == 6
+
+
+class Chooses(torch.autograd.Function):
+    """Runs the same ops whichever of two values it saves."""
+
+    @staticmethod
+    def forward(ctx, x, first):
+        a, b = x.sin(), x.cos()
+        ctx.save_for_backward(a if first else b)
+        return a + b
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[override]
+        return g * ctx.saved_tensors[0], None
+
+
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=repr)
+def test_what_is_saved_is_compared_not_the_ops_alone(policy):
+    """Closures of one code share what was learnt of it."""
+
+    def gradient(fn):
+        x = torch.linspace(-1, 1, 4, dtype=torch.float64, requires_grad=True)
+        return torch.autograd.grad(fn(x).sum(), x)[0]
+
+    for first in (True, True, False, True, False, False):
+        f = lambda x, first=first: Chooses.apply(x * 2, first)  # noqa: E731
+        torch.testing.assert_close(gradient(remat(lambda x, f=f: f(x), policy=policy)), gradient(f))

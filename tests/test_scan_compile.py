@@ -40,7 +40,9 @@ def gradients(body: Any, h: Any, xs: Any, targets: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("checkpoints", ["all", "sqrt", Segmented(SIZE, Revolve(1)), 2], ids=repr)
+@pytest.mark.parametrize(
+    "checkpoints", ["all", "sqrt", Segmented(SIZE, Revolve(1)), Segmented(2 * SIZE), 2], ids=repr
+)
 def test_gradients(checkpoints, reverse, args):
     w, h, xs = args
     found = gradients(rnn(w), h, xs, args, checkpoints=checkpoints, reverse=reverse, compile="aot_eager")

@@ -58,3 +58,32 @@ def test_chunks(name, policy):
         return vmap(fn, randomness="different", chunk_size=2)(*batched(args, 3)), inexact(args)
 
     check(name, policy, run)
+
+
+@pytest.mark.parametrize("graded", [True, False], ids=["grad mode", "no_grad"])
+def test_torch_cond_where_nothing_is_differentiated(graded):
+    def f(x):
+        return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))
+
+    x = torch.tensor([[1.0, 2.0], [-1.0, -2.0]])
+    with torch.set_grad_enabled(graded):
+        found = torch.func.vmap(remat(f))(x)
+    torch.testing.assert_close(found, torch.stack([x[0].sin(), x[1].cos()]))
+
+
+def test_a_captured_tensor_that_the_search_misses_is_still_differentiated():
+    hidden = {}
+
+    class Opaque:
+        __slots__ = ("key",)
+
+        def __init__(self, key):
+            self.key = key
+
+        def get(self):
+            return hidden[self.key]
+
+    w = hidden["w"] = torch.ones(2, requires_grad=True)
+    holder, x = Opaque("w"), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    torch.func.vmap(remat(lambda x: (x * holder.get()).sin()))(x).sum().backward()
+    torch.testing.assert_close(w.grad, x.cos().mul(x).sum(0))

@@ -55,7 +55,7 @@ def run(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if keeping_everything():
         return region.function(*args, **kwargs)
     if _torch.in_transform():
-        return _run_primitive(region, args, kwargs)
+        return _run_batched(region, args, kwargs) if _only_batched() else _run_primitive(region, args, kwargs)
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return region.function(*args, **kwargs)
     # AOTAutograd without Dynamo calls no hooks.
@@ -68,6 +68,34 @@ def run(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise
     region.memory.uses_func = True
     return _run_primitive(region, args, kwargs)
+
+
+def _run_batched(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Under `vmap` alone: where nothing is differentiated the function runs as it is.
+
+    torch.cond, which compiles itself, refuses the primitive's modes.
+    """
+    if not torch.is_grad_enabled():
+        return region.function(*args, **kwargs)
+    tensors, _ = _tree.split(_tree.flatten((args, kwargs))[0])
+    if any(_graded(t) for t in (*tensors, *_capture.captured(region.function))):
+        return _run_primitive(region, args, kwargs)
+    random = RandomState(tensors)
+    out = region.function(*args, **kwargs)
+    if not any(_graded(t) for t in _tree.split(_tree.flatten(out)[0])[0]):
+        return out
+    # Something that the function reads, and that the search has not found, is differentiated.
+    random.restore()
+    return _run_primitive(region, args, kwargs)
+
+
+def _graded(tensor: torch.Tensor) -> bool:
+    return _torch.unwrapped(tensor).requires_grad
+
+
+def _only_batched() -> bool:
+    """Whether `vmap` is all that torch.func does around here."""
+    return all(kind == _torch.VMAP for _, kind, _ in _torch.levels())
 
 
 def _run_frame(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -185,11 +213,11 @@ class _Flat:
         watch = self.family.watch
         if watch is None or self.region.memory.uses_func:
             self.family.watch = None
-            return self.region.function(*args, **kwargs)
+            return self.region.run(args, kwargs)
         with _torch.hooks_allowed():
             _torch.push_hooks(watch, unread)
             try:
-                return self.region.function(*args, **kwargs)
+                return self.region.run(args, kwargs)
             except RuntimeError as error:
                 if not _torch.is_hook_refusal(error):
                     raise

@@ -22,7 +22,7 @@ class Following(Selective):
     A forward that leaves the known path is recomputed whole, and the path is forgotten.
     """
 
-    __slots__ = ("kept", "lost", "plan", "versions")
+    __slots__ = ("follow", "kept", "lost", "plan", "versions")
 
     def __init__(self, inputs: Inputs, plan: Plan) -> None:
         super().__init__(inputs)
@@ -30,17 +30,18 @@ class Following(Selective):
         self.versions = inputs.near_versions(plan.read)
         self.kept: dict[int, Any] = {}
         self.lost = False
+        self.follow: Follow | None = None
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        follow = Follow(self.plan)
+        self.follow = follow = Follow(self.plan)
         _torch.push_hooks(self.pack_following, self.get)
         try:
             with follow:
-                out = self.region.function(*args, **kwargs)
+                out = self.region.run(args, kwargs)
         finally:
             _torch.pop_hooks()
-            self.settled = True
-        self.lost = self.early or not follow.followed or len(self.metas) != self.plan.packs
+            self.settled, self.follow = True, None
+        self.lost = self.early or not follow.followed or len(self.metas) != len(self.plan.makers)
         if not self.lost:
             self.kept = follow.kept
             for i in self.plan.absent:
@@ -52,6 +53,8 @@ class Following(Selective):
         if at in self.plan.direct:
             with _torch.no_dispatch():
                 self.direct[at] = Held(tensor, None)
+        elif self.follow is not None:
+            self.follow.saves(at, tensor)
         return at
 
     def check_unwritten(self) -> None:
@@ -83,16 +86,30 @@ class Follow(_torch.DispatchMode):
     def __init__(self, plan: Plan) -> None:
         super().__init__()
         self.ops, self.outs, self.actions = plan.ops, plan.outs, plan.actions
+        self.roots, self.makers = plan.roots, plan.makers
         self.count = len(plan.ops)
         self.at = 0
         self.kept: dict[int, Any] = {}
+        self.owners: dict[int, int] = {}  # storage -> the op that made it last
         self.lost = False
+
+    def saves(self, at: int, tensor: torch.Tensor) -> None:
+        """Autograd saves `tensor` as the value number `at`.
+
+        The same ops may leave other values to be saved: a function with a rule of its own chooses.
+        """
+        expected = self.makers[at] if at < len(self.makers) else None
+        if expected is not None and self.owners.get(_trace.storage(tensor)) != expected:
+            self.lost = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **kwargs) if kwargs else func(*args)
         at = self.at
         if at < self.count and self.ops[at] is func:
             self.at = at + 1
+            if self.roots[at] == at:
+                for tensor in _trace.tensors_in(out):
+                    self.owners[_trace.storage(tensor)] = at
             expected = self.outs[at]
             if type(expected) is _trace.Meta:
                 if out.shape != expected[0] or out.dtype != expected[2]:

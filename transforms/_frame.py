@@ -123,9 +123,9 @@ class Frame(Packer):
         try:
             if _torch.profiling():
                 with labelled("recompute", name):
-                    self.region.function(*args, **kwargs)
+                    self.region.run(args, kwargs)
             else:
-                self.region.function(*args, **kwargs)
+                self.region.run(args, kwargs)
         finally:
             names.pop()
             _torch.pop_hooks()
@@ -182,7 +182,7 @@ class Plain(Frame):
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _torch.push_hooks(self.pack, self.get)
         try:
-            return self.region.function(*args, **kwargs)
+            return self.region.run(args, kwargs)
         finally:
             _torch.pop_hooks()
             self.settled = True

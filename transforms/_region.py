@@ -44,6 +44,18 @@ class Selector(Protocol):
         ...
 
 
+class _Selecting(threading.local):
+    innermost = False
+
+
+_selecting = _Selecting()
+
+
+def selecting() -> bool:
+    """Whether the innermost region that runs around here, for the first time or again, may keep values."""
+    return _selecting.innermost
+
+
 @dataclass(frozen=True)
 class Region:
     """A function to be rematerialized, with everything that does not depend on the arguments.
@@ -70,6 +82,15 @@ class Region:
     @property
     def digest(self) -> Callable[[Any], Any] | None:
         return _checksum if self.determinism_check == "exact" else None
+
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Call the function as a part of a recording or of a recomputation."""
+        before = _selecting.innermost
+        _selecting.innermost = self.selector is not None
+        try:
+            return self.function(*args, **kwargs)
+        finally:
+            _selecting.innermost = before
 
     def record(self, trace: Trace, selector: Selector | None, inputs: Sequence[torch.Tensor]) -> Record:
         return Record(trace, selector, inputs, self.digest)
@@ -158,4 +179,5 @@ __all__ = [
     "quiet",
     "recomputed_region",
     "recomputing",
+    "selecting",
 ]

@@ -75,8 +75,8 @@ class _Reversal:
         del self.slots[slot]
 
     def reverse(self, start: int, stop: int) -> None:
-        if self.scan.in_blocks and stop - start == self.scan.blocks.size:
-            return self._reverse_block(start, stop)
+        if self.scan.in_blocks and (stop - start) % self.scan.blocks.size == 0:
+            return self._reverse_blocks(start, stop)
         self._seed()
         scan, carry, rows = self.scan, self.hand.carry, [self._x(k) for k in range(start, stop)]
         cts = [
@@ -98,6 +98,16 @@ class _Reversal:
         for k, row in zip(range(start, stop), grads[2], strict=True):
             self._put(scan.at(k), row)
         self._say_reversed(start, stop)
+
+    def _reverse_blocks(self, start: int, stop: int) -> None:
+        """Whole blocks, the carries between them made on the way."""
+        size, carries = self.scan.blocks.size, {start: self.hand.carry}
+        for k in range(start, stop - size, size):
+            rows = self.scan.block(self.xs, k, size)
+            carries[k + size], _ = self.scan.blocks.run(carries[k], rows, self.scan.reverse)
+        for k in sorted(carries, reverse=True):
+            self.hand = State(k, carries.pop(k), None)
+            self._reverse_block(k, k + size)
 
     def _reverse_block(self, start: int, stop: int) -> None:
         scan, count = self.scan, stop - start

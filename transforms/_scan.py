@@ -11,13 +11,14 @@ scans: one that lists the states, one that runs over them in reverse.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from remat.transforms import _observe, _torch, _tree
+from remat.transforms import _observe, _torch, _torch_compiler, _tree
 from remat.transforms._body import Leaves
 from remat.transforms._reversal import pull_back
 from remat.transforms._scan_batch import batch, dense, expand
@@ -32,7 +33,10 @@ def run(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
         flat = [t.view_as(t) if _tree.smooth(t) and _torch_differentiable(t) else t for t in flat]
     # Whoever watches (an enclosing region, offloading hooks) must see the states as saved tensors.
     levels = _torch.in_transform()
-    scan = replace(scan, plain=not (levels or _torch.watched()), levels=levels, record=Record())
+    plain, ambient = not (levels or _torch.watched()), None
+    if scan.opaque is not None:
+        plain, ambient = False, scan.opaque.ambient
+    scan = replace(scan, plain=plain, levels=levels, record=Record(ambient))
     out = _Scan.apply(scan, *flat)
     if _observe.listening() and torch.is_grad_enabled() and any(map(_torch_differentiable, flat)):
         _report(scan, flat, out)
@@ -61,6 +65,9 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def forward(scan: Scan, *flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if scan.opaque is not None:
+            scan.record.final = [None] * len(scan.carry)
+            return tuple(scan.opaque.forward(scan, flat))
         with torch.no_grad():
             carry, ys = sweep(scan, flat)
         scan.record.final = [None if i in scan.tensors else v for i, v in enumerate(carry)]
@@ -97,13 +104,17 @@ class _Scan(torch.autograd.Function):
         if scan.plain:
             kept = scan.record.kept
         if not (scan.levels or _torch.in_transform() or torch.is_grad_enabled()):
+            if scan.opaque is not None:
+                return (None, *scan.opaque.pull(scan, flat, kept, needs, cts))
             states = lift_states(scan, flat, kept)
             if not _torch.graph_kept():
                 # The slots' tensors must be the machine's alone, so that a freed slot is freed memory.
                 scan.record.kept, kept = [], []
             return (None, *pull_back(scan, flat, states, needs, cts))
         present = tuple(ct is not None for ct in cts)
-        out = _PullBack.apply(scan, needs, present, *flat, *kept, *(ct for ct in cts if ct is not None))
+        with _torch_compiler.dual_level_known_if_any() if scan.opaque is not None else nullcontext():
+            given = [ct for ct in cts if ct is not None]
+            out = _PullBack.apply(scan, needs, present, *flat, *kept, *given)
         rest = iter(out)
         return (None, *(next(rest) if need else None for need in needs))
 
@@ -112,7 +123,7 @@ class _Scan(torch.autograd.Function):
         batched, operands = batch(scan, info, in_dims[1:], flat, [False] * len(flat))
         out = _Scan.apply(batched, *operands)
         carry, kept = len(scan.tensors), scan.extra
-        dims = [0] * carry + [1] * (len(out) - carry - kept) + [0] * kept
+        dims = [0] * carry + [1] * (len(out) - carry - kept) + [_kept_dim(scan)] * kept
         return out, tuple(dims)
 
     @staticmethod
@@ -131,6 +142,9 @@ class _PullBack(torch.autograd.Function):
     @staticmethod
     def forward(scan: Scan, needs: Any, present: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         flat, kept, cts = _parts(scan, present, tensors)
+        if scan.opaque is not None:
+            found = scan.opaque.pull(scan, flat, kept, needs, cts)
+            return tuple(g for g in found if g is not None)
         grads = pull_back(scan, flat, lift_states(scan, flat, kept), needs, cts)
         zeros = (torch.zeros_like(t) if g is None else g for g, t in zip(grads, flat, strict=True))
         # Cotangents passed through unchanged would be outputs that are operands.
@@ -161,7 +175,8 @@ class _PullBack(torch.autograd.Function):
         flat, kept, cts = _parts(scan, present, tensors)
         total, last = len(flat), len(tensors) - sum(present)
         batched, flat = batch(scan, info, dims[:total], flat, list(needs))
-        kept = [expand(t, d, info.batch_size) for t, d in zip(kept, dims[total:last], strict=True)]
+        to = _kept_dim(scan)
+        kept = [expand(t, d, info.batch_size, to) for t, d in zip(kept, dims[total:last], strict=True)]
         ct_dims = iter(dims[last:])
         moved = []
         for i, ct in enumerate(cts):
@@ -180,6 +195,11 @@ class _PullBack(torch.autograd.Function):
         with as_in_forward(ctx.scan, seeded=True):
             primals, duals = tuple(dense(tensors[i]) for i in at), tuple(given[i] for i in at)
             return torch.func.jvp(_pull_back_at(ctx, tensors, at), primals, duals)[1]
+
+
+def _kept_dim(scan: Scan) -> int:
+    """Where kept tensors have their batch dimension: an opaque scan's are stacks of carries."""
+    return 0 if scan.opaque is None else 1
 
 
 def _pull_back_at(ctx: Any, tensors: Tensors, at: list[int]) -> Callable[..., tuple[torch.Tensor, ...]]:

@@ -74,6 +74,7 @@ def tangents_of(scan: Scan, flat: Tensors, tangents: Cotangents) -> list[torch.T
         reverse=scan.reverse,
         name=scan.name,
         around=scan.around,
+        opaque=scan.opaque,
     )
     with as_in_forward(scan, seeded=True):
         end, ys = run(dual, operands)
@@ -95,8 +96,14 @@ def pull_back_of(
     a, b, _ = scan.sizes
     statics: dict[int, Leaves] = {}
     randoms: dict[int, RandomState] = {}
+    # What changes from step to step beside tensors is found by the step's number. In a traced graph nothing
+    # does, and a number that changes would be a constant of it.
+    numbers = [0] if scan.opaque is None else []
 
     def emit(consts: Tensors, carry: Leaves, x: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
+        if not numbers:
+            new, _ = scan.step(consts, carry, x)
+            return new, list(carry)
         *carry, k = carry
         statics[k] = [None if i in scan.tensors else leaf for i, leaf in enumerate(carry)]
         if scan.record.random and scan.record.start is not None:
@@ -108,13 +115,14 @@ def pull_back_of(
         *make(
             emit,
             consts,
-            [*carry, 0],
+            [*carry, *numbers],
             xs,
             scan.length,
             scan.schedule,
             reverse=scan.reverse,
             name=scan.name,
             around=scan.around,
+            opaque=scan.opaque,
         )
     )[1]
 
@@ -126,13 +134,14 @@ def pull_back_of(
     ct_at = [i for i, ct in enumerate(cts[count:]) if ct is not None]
 
     def back(consts: Tensors, carry2: Leaves, x2: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
-        k, given, totals = carry2[0], carry2[1 : 1 + len(start)], carry2[1 + len(start) :]
+        ks, rest = carry2[: len(numbers)], carry2[len(numbers) :]
+        given, totals = rest[: len(start)], rest[len(start) :]
         state, x, ys = x2[:count], x2[count : count + len(xs)], x2[count + len(xs) :]
-        full = list(statics[k])
+        full = list(statics[ks[0]]) if ks else list(scan.carry)
         for i, tensor in zip(scan.tensors, state, strict=True):
             full[i] = tensor
-        if k in randoms:
-            randoms[k].restore()
+        if ks and ks[0] in randoms:
+            randoms[ks[0]].restore()
         carry_cts: list[torch.Tensor | None] = [None] * count
         for i, ct in zip(float_at, given, strict=True):
             carry_cts[i] = ct
@@ -148,23 +157,25 @@ def pull_back_of(
         by_const, by_carry, by_x = pull(one, consts, full, [list(x)], carry_cts, [y_cts], wanted)
         new = [_or_zero(by_carry[i], state[i]) for i in float_at]
         sums = [t if by_const[i] is None else t + by_const[i] for i, t in zip(const_at, totals, strict=True)]
-        return [k - 1, *new, *sums], [_or_zero(by_x[0][i], x[i]) for i in x_at]
+        return [*(k - 1 for k in ks), *new, *sums], [_or_zero(by_x[0][i], x[i]) for i in x_at]
 
     end, x_grads = run(
         *make(
             back,
             consts,
-            [scan.length - 1, *start, *(torch.zeros_like(consts[i]) for i in const_at)],
+            [*(scan.length - 1 for _ in numbers), *start, *(torch.zeros_like(consts[i]) for i in const_at)],
             [*states, *xs, *(cts[count + i] for i in ct_at)],  # type: ignore[list-item]
             scan.length,
             scan.schedule,
             reverse=not scan.reverse,
             name=scan.name,
             around=scan.around,
+            opaque=scan.opaque,
         )
     )
-    by_carry = dict(zip(float_at, end[1 : 1 + len(start)], strict=True))
-    const_grads = end[1 + len(start) :]
+    grads = end[len(numbers) :]
+    by_carry = dict(zip(float_at, grads[: len(start)], strict=True))
+    const_grads = grads[len(start) :]
     return (*const_grads, *(by_carry[i] for i in range(b) if needs[a + i]), *x_grads)
 
 

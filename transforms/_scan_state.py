@@ -69,6 +69,7 @@ class Scan:
     levels: bool = False  # called under functorch: its backward may meet tensors of levels that are gone
     record: Record = field(default_factory=Record, compare=False)
     blocks: Any = None  # compiled blocks of steps, for a schedule whose segments are whole blocks
+    opaque: Any = None  # in a graph that is being traced: makes one op of the forward, one of the pull-back
 
     @property
     def in_blocks(self) -> bool:
@@ -90,6 +91,8 @@ class Scan:
     @property
     def extra(self) -> int:
         """Kept tensors among the outputs."""
+        if self.opaque is not None:
+            return self.opaque.kept(self)
         return 0 if self.plain else self.record.count
 
     @property
@@ -203,7 +206,7 @@ def uncached_casts() -> Iterator[None]:
 def as_in_forward(scan: Scan, *, seeded: bool = False) -> Iterator[None]:
     """Autocast, switches and generators as in the forward; the generators are put back afterwards."""
     record = scan.record
-    assert record.ambient is not None and record.start is not None
+    assert record.ambient is not None
     with contextlib.ExitStack() as stack:
         if record.ambient.differs():
             stack.enter_context(record.ambient.restored())
@@ -212,6 +215,7 @@ def as_in_forward(scan: Scan, *, seeded: bool = False) -> Iterator[None]:
         if scan.around is not None:
             stack.enter_context(scan.around())
         if record.random:
+            assert record.start is not None
             stack.callback(record.start.again().restore)
             if seeded:
                 record.start.restore()

@@ -150,6 +150,20 @@ def hooks_allowed() -> Iterator[None]:
         _autograd_c._saved_tensors_hooks_disable(message)
 
 
+@contextlib.contextmanager
+def hooks_as_they_are() -> Iterator[None]:
+    """Afterwards saved-tensor hooks are refused as before, or not."""
+    message = hooks_disabled()
+    try:
+        yield
+    finally:
+        if hooks_disabled() != message:
+            if message is None:
+                _autograd_c._saved_tensors_hooks_enable()
+            else:
+                _autograd_c._saved_tensors_hooks_disable(message)
+
+
 def is_hook_refusal(error: BaseException) -> bool:
     """Whether `error` is torch.func's refusal to run under saved-tensor hooks."""
     return isinstance(error, RuntimeError) and "yet support saved tensor hooks" in str(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -45,6 +46,12 @@ _LEVEL_ARGUMENTS = {
 def level_argument(function: Any) -> int | None:
     """Which argument of a function in Dynamo's graph is the number of a functorch level, None for none."""
     return _LEVEL_ARGUMENTS.get(getattr(function, "__name__", ""))
+
+
+def dual_level_known_if_any() -> contextlib.AbstractContextManager[None]:
+    """`dual_level_known` where a forward-mode level is active."""
+    dual = any(kind == JVP for _, kind, _ in levels())
+    return dual_level_known() if dual else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -144,3 +151,80 @@ def compiled_for_graphs(
         decompositions=select_decomp_table(),
     )
     return torch.compile(fn, backend=backend, fullgraph=True)
+
+
+_compiling = threading.local()
+
+
+def compiler() -> Callable[..., Any] | None:
+    """What compiles the graph that is being traced: (graph, inputs) -> callable; None if nobody knows.
+
+    Dynamo calls its backend while its translator is still there, which knows it. (2.11, 2.13, 2.15)
+    """
+    inner = getattr(_compiling, "compiler", None)
+    if inner is not None:
+        return inner
+    from torch._dynamo.symbolic_convert import tls
+
+    translator = getattr(tls, "current_tx", None)
+    found = None if translator is None else translator.output.compiler_fn
+    # Dynamo wraps backends to write down what fails.
+    return getattr(found, "_torchdynamo_orig_backend", found)
+
+
+def traced_functionally(
+    function: Callable[..., Any], values: list[torch.Tensor], inner: Callable[..., Any]
+) -> torch.fx.GraphModule:
+    """A graph of aten ops of `function` at `values`, functionalized as AOTAutograd does; regions and scans
+    in it write themselves out as they do there. `inner` compiles the steps of such scans. (2.11, 2.13, 2.15)
+    """
+    from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    before = getattr(_compiling, "compiler", None)
+    _compiling.compiler = inner
+    try:
+        with torch.no_grad():
+            plain = dispatch_functionalize(function, FunctionalTensorMode())
+            return make_fx(plain, tracing_mode="fake")(*values)
+    finally:
+        _compiling.compiler = before
+
+
+def above_all(fake: bool = False) -> contextlib.AbstractContextManager[Any]:
+    """Let autograd and functorch work in the kernel of an op: it is called below them, and compiled graphs
+    run with all of them off. `fake`: in a fake kernel, which runs while AOTAutograd traces.
+
+    (2.11, 2.13, 2.15)
+    """
+    c: Any = torch._C
+    keys, included = c.DispatchKey, c._dispatch_tls_local_include_set()
+    excluded = c._dispatch_tls_local_exclude_set()
+    for name in _ABOVE:
+        if hasattr(keys, name):
+            excluded = excluded.remove(getattr(keys, name))
+    if fake:
+        included = included.remove(keys.Functionalize).remove(keys.PythonTLSSnapshot)
+        excluded = excluded.add(keys.Functionalize)
+    return c._ForceDispatchKeyGuard(included, excluded)
+
+
+_ABOVE = (
+    "ADInplaceOrView",
+    "AutogradFunctionality",
+    "AutogradNestedTensor",
+    "AutogradOther",
+    "Batched",
+    "BatchedNestedTensor",
+    "Conjugate",
+    "FuncTorchBatched",
+    "FuncTorchDynamicLayerBackMode",
+    "FuncTorchDynamicLayerFrontMode",
+    "FuncTorchGradWrapper",
+    "FuncTorchVmapMode",
+    "Functionalize",
+    "Negative",
+    "PythonTLSSnapshot",
+    "VmapMode",
+    "ZeroTensor",
+)

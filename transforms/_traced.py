@@ -77,7 +77,7 @@ class Traced(Selective):
         with watching, record:
             _torch.push_hooks(self.pack_traced, self.unpack)
             try:
-                out = region.function(*args, **kwargs)
+                out = region.run(args, kwargs)
             finally:
                 _torch.pop_hooks()
                 # Whatever it holds leads back here through the graph, were the forward to fail.
@@ -209,7 +209,8 @@ class Traced(Selective):
             outs=[n.outs for n in nodes],
             actions=[n.action for n in nodes],
             end=trace.end,
-            packs=len(self.metas),
+            makers=[None if p.made is None else trace.nodes[p.made].root for p in self.packed],
+            roots=[] if plain else [n.root for n in nodes],
             direct=frozenset(self.direct),
             absent=frozenset(i for i, held in enumerate(inputs.held) if isinstance(held, Absent)),
         )

@@ -97,6 +97,10 @@ class Schedule:
         """Slots this schedule may use for `n` steps, the initial state's counted."""
         raise NotImplementedError
 
+    def in_blocks(self, size: int) -> Schedule | None:
+        """This schedule with steps evaluated `size` at a time, None where it needs them one by one."""
+        return None
+
     def hand(self, n: int) -> int:
         """The step whose state is still in hand after the primal sweep."""
         return n - 1

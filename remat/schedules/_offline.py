@@ -104,6 +104,9 @@ class All(Schedule):
     def leap(self, at: int, end: int, free: int) -> int:
         return 1
 
+    def in_blocks(self, size: int) -> Schedule | None:
+        return Segmented(size, self)
+
 
 @dataclass(frozen=True)
 class Sqrt(Schedule):
@@ -133,6 +136,9 @@ class Sqrt(Schedule):
 
     def leap(self, at: int, end: int, free: int) -> int:
         return 1
+
+    def in_blocks(self, size: int) -> Schedule | None:
+        return Segmented(size, self)
 
 
 @dataclass(frozen=True)
@@ -173,6 +179,9 @@ class Segmented(Schedule):
     def __post_init__(self) -> None:
         if self.length < 1:
             raise ValueError(f"Segmented: got length={self.length}; a segment has at least one step.")
+
+    def in_blocks(self, size: int) -> Schedule | None:
+        return None if self.length % size else self
 
     def _count(self, n: int) -> int:
         return -(-n // self.length)

@@ -17,7 +17,6 @@ from tests.helpers import LiveBytes, OpCounter, rand, vjp
 
 aten = torch.ops.aten
 save_sin = save_ops(aten.sin)
-NOT_PUSHED = pytest.mark.xfail(strict=True, reason="a policy around scan_remat does not reach its steps")
 X, W, ROW = rand(3), rand(5, 5) * 0.3, rand(5)
 POSITIVE = X.abs()
 
@@ -124,12 +123,7 @@ def looped(w):
     "loop",
     [
         looped,
-        pytest.param(
-            lambda w: scan(lambda x, _: (three_dots(x, w), None), ROW, length=2)[0],
-            marks=pytest.mark.xfail(
-                strict=True, reason="a policy around scan_remat does not reach its steps"
-            ),
-        ),
+        lambda w: scan(lambda x, _: (three_dots(x, w), None), ROW, length=2)[0],
     ],
     ids=["python", "scan_remat"],
 )
@@ -170,7 +164,7 @@ def test_remat_of_scan_unused_extensive_output_grad():
 
 
 @BACKWARDS
-@pytest.mark.parametrize("around", [False, pytest.param(True, marks=NOT_PUSHED)])
+@pytest.mark.parametrize("around", [False, True])
 def test_remat_of_scan_policy(ops_of, around):
     """JAX saves cos; torch's forward has none, so the sin stands for it: none is computed again."""
     if around:

@@ -1,0 +1,403 @@
+"""scan_remat in functions that torch.compile compiles whole: one op each way, steps compiled once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo import exc
+from torch.func import grad, hessian, jvp, vmap
+
+from remat import remat, save_matmuls, scan_remat
+from remat.layers import scan_layers, stack_params
+from remat.schedules import Multilevel, Revolve, Segmented
+from remat.transforms import value_and_grad
+from remat.transforms._scan_graph import BLOCK
+from tests.compiled import Graphs, compiled, ops
+
+D, N = 3, 2 * BLOCK + 3
+nn = torch.nn.functional
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+def make(*batch: int, n: int = N) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.randn(*batch, *s, dtype=torch.float64) for s in ((D, D), (D,), (n, D)))
+
+
+def step(w, h, x):
+    h = torch.tanh(h @ w + x)
+    return h, h.sin() * x
+
+
+def of_scan(checkpoints: Any, reverse: bool = False):
+    def loss(w, h, xs):
+        end, ys = scan_remat(lambda h, x: step(w, h, x), h, xs, checkpoints=checkpoints, reverse=reverse)
+        return end.pow(3).sum() + (ys * torch.arange(len(xs), dtype=ys.dtype)[:, None]).sum()
+
+    return loss
+
+
+def of_loop(reverse: bool = False):
+    def loss(w, h, xs):
+        ys: list[Any] = [None] * len(xs)
+        for k in reversed(range(len(xs))) if reverse else range(len(xs)):
+            h, ys[k] = step(w, h, xs[k])
+        return h.pow(3).sum() + (torch.stack(ys) * torch.arange(len(xs), dtype=h.dtype)[:, None]).sum()
+
+    return loss
+
+
+def close(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def backward(fn, args):
+    leaves = [t.clone().requires_grad_() for t in args]
+    return torch.autograd.grad(fn(*leaves), leaves)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(
+    "checkpoints",
+    ["all", "sqrt", 1, 3, Revolve(4), Segmented(5), Segmented(BLOCK), Multilevel(1, 2)],
+    ids=repr,
+)
+def test_backward(checkpoints, reverse):
+    args = make()
+    close(backward(compiled(of_scan(checkpoints, reverse)), args), backward(of_loop(reverse), args))
+
+
+TRANSFORMS = {
+    "grad": lambda f: grad(f, (0, 1, 2)),
+    "value_and_grad": lambda f: value_and_grad(f, (0, 1, 2)),
+    "grad of grad": lambda f: grad(lambda *a: grad(f)(*a).pow(2).sum(), (0, 1, 2)),
+    "jvp": lambda f: lambda *a: jvp(f, a, a),
+    "jvp of grad": lambda f: lambda *a: jvp(grad(f, (0, 1, 2)), a, a),
+    "hessian": lambda f: hessian(f, 1),
+    "vmap": vmap,
+    "vmap of grad": lambda f: vmap(grad(f, (0, 1, 2))),
+    "vmap of grad over carries": lambda f: vmap(grad(f, (0, 1, 2)), (None, 0, None)),
+    "grad of vmap": lambda f: grad(lambda *a: vmap(f)(*a).sum(), (0, 1, 2)),
+}
+
+
+@pytest.mark.parametrize("checkpoints", ["sqrt", 2])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms(transform, checkpoints):
+    args = make(2, n=BLOCK + 2) if "vmap" in transform else make(n=BLOCK + 2)
+    if transform == "vmap of grad over carries":
+        args = (args[0][0], args[1], args[2][0])
+    change = TRANSFORMS[transform]
+    close(compiled(change(of_scan(checkpoints)))(*args), change(of_loop())(*args))
+
+
+def test_inductor():
+    args = make()
+    found = compiled(grad(of_scan("sqrt"), (0, 1, 2)), "inductor")(*args)
+    close(found, grad(of_loop(), (0, 1, 2))(*args))
+
+
+class Counting:
+    """A backend that notes the ops of every graph it is given."""
+
+    def __init__(self) -> None:
+        self.graphs: list[Any] = []
+
+    def __call__(self, module, inputs, **_):
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._functorch._aot_autograd.utils import make_boxed_func
+
+        def note(graph, _):
+            self.graphs.append(ops(graph))
+            return make_boxed_func(graph.forward)
+
+        return aot_autograd(fw_compiler=note, bw_compiler=note)(module, inputs)
+
+
+def test_one_op_each_way_and_one_compiled_step_whatever_the_length():
+    def made(n):
+        torch._dynamo.reset()
+        backend = Counting()
+        run = compiled(of_scan("all"), backend)
+        backward(run, make(n=n))
+        first = len(backend.graphs)
+        backward(run, make(n=n))
+        assert len(backend.graphs) == first, "the second call compiled something"
+        return backend.graphs
+
+    short, long = made(10), made(10_000)
+    assert short == long
+    assert len(short) == 4  # the graph and its backward; a block of steps and its pull-back
+    outer = [graph for graph in short if graph["scan_forward"] or graph["scan_pull"]]
+    assert sum(outer[0].values()) < 20 and not any(graph["tanh"] for graph in outer)
+    assert [graph["tanh"] for graph in short if graph not in outer] == [BLOCK, BLOCK]
+
+
+def test_no_recompilation():
+    run = Graphs(of_scan(2))
+    backward(run, make())
+    frames = run.frames  # the function, one step, its pull-back
+    assert frames == 3
+    backward(run, make())
+    assert run.frames == frames
+
+
+def test_another_length_is_right():
+    run = compiled(of_scan("sqrt"))
+    for n in (N, 5, 2 * N):
+        args = make(n=n)
+        close(backward(run, args), backward(of_loop(), args))
+
+
+def test_few_carries_are_kept():
+    def kept(checkpoints):
+        torch._dynamo.reset()
+        run = Graphs(of_scan(checkpoints))
+        backward(run, make(n=400))
+        return (run.saved_bytes - 400 * D * 8) // (D * 8)
+
+    assert kept(4) < 12
+    assert kept(40) - kept(4) == 36
+
+
+def test_large_steps_are_compiled_one_at_a_time():
+    run = Counting()
+    w = torch.randn(200, 200, dtype=torch.float64)
+    loss = lambda h: scan_remat(lambda h, _: (torch.tanh(h @ w), None), h, length=3)[0].sum()  # noqa: E731
+    h = torch.randn(100, 200, dtype=torch.float64)
+    close(compiled(grad(loss), run)(h), grad(loss)(h))
+    made = [graph["tanh"] for graph in run.graphs if graph["tanh"]]
+    assert made == [1, 1]
+
+
+def test_trees_constants_and_captured_modules():
+    cell = torch.nn.GRUCell(D, D, dtype=torch.float64)
+    w, h, xs = make()
+
+    def loss(w, h, xs):
+        def body(carry, x):
+            h = cell(x["a"] * carry["scale"], carry["z"][0]) @ w
+            return {"z": (h, carry["z"][1] + 1), "scale": carry["scale"], "none": None}, {
+                "h": h,
+                "none": None,
+            }
+
+        start = {"z": (h[None], torch.tensor(0)), "scale": 0.5, "none": None}
+        end, ys = scan_remat(body, start, {"a": xs[:, None], "none": None}, checkpoints="sqrt")
+        assert ys["none"] is None and end["scale"] == 0.5
+        return end["z"][0].pow(2).sum() * end["z"][1] + ys["h"].sin().sum()
+
+    leaves = [w.requires_grad_(), h.requires_grad_(), xs.requires_grad_()]
+    targets = [*leaves, *cell.parameters()]
+    found = torch.autograd.grad(compiled(loss)(*leaves), targets)
+    close(found, torch.autograd.grad(loss(*leaves), targets))
+
+
+def test_no_steps():
+    def run(h, xs):
+        return scan_remat(lambda h, x: (h + x, {"y": h * x, "none": None}), h, xs)
+
+    end, ys = compiled(run)(torch.ones(D), torch.ones(0, D))
+    assert end.equal(torch.ones(D)) and ys["y"].shape == (0, D) and ys["none"] is None
+
+
+def test_length_alone_and_a_result_that_is_carry_and_y():
+    def run(h):
+        end, ys = scan_remat(lambda h, _: (h, h), torch.sin(h), length=4, checkpoints=2)
+        return end.sum() + (ys * 2).sum()
+
+    h = torch.randn(D, dtype=torch.float64)
+    close(compiled(grad(run))(h), 9 * h.cos())
+
+
+def inside(w, h, xs):
+    body = remat(lambda h, x: step(w, torch.tanh(h @ w), x), policy=save_matmuls)
+    end, ys = scan_remat(body, h, xs, checkpoints=2)
+    return end.sum() + ys.pow(2).sum()
+
+
+def outside(w, h, xs):
+    return remat(of_scan("sqrt"), policy=save_matmuls)(w, h, xs)
+
+
+def nested(w, h, xs):
+    def body(h, x):
+        end, ys = scan_remat(lambda h, y: step(w, h, x * y), h, xs[:4], checkpoints="sqrt")
+        return end, ys.sum()
+
+    end, ys = scan_remat(body, h, xs, checkpoints=2)
+    return end.sum() + ys.pow(2).sum()
+
+
+def functional_inside(w, h, xs):
+    body = lambda h, x: (grad(lambda h: step(w, h, x)[0].sum())(h), None)  # noqa: E731
+    return scan_remat(body, h, xs, checkpoints=3)[0].sum()
+
+
+def under_autocast(w, h, xs):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        end, _ = scan_remat(lambda h, x: (torch.tanh((h[None] @ w)[0] + x).to(h), None), h, xs)
+    return end.sum()
+
+
+@pytest.mark.parametrize("fn", [inside, outside, nested, functional_inside, under_autocast])
+def test_compositions(fn):
+    args = make(n=BLOCK + 1)
+    if fn is under_autocast:
+        args = tuple(t.float() for t in args)
+    expected = backward(fn, args)
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if fn is under_autocast else {"rtol": 1e-10, "atol": 1e-10}
+    torch.testing.assert_close(backward(compiled(fn), args), expected, **tolerance)
+    if fn is not under_autocast:
+        close(compiled(vmap(grad(fn)))(*(torch.stack([t, t]) for t in args))[1], expected[0])
+
+
+def dropped(h):
+    def body(h, _):
+        return nn.dropout(h, 0.02) * 1.5, torch.rand_like(h)
+
+    return scan_remat(body, h, length=BLOCK + 3, checkpoints="sqrt")
+
+
+@pytest.mark.parametrize("transform", ["backward", "grad"])
+def test_masks_are_the_same_in_the_recomputation(transform):
+    h = torch.ones(100, dtype=torch.float64)
+    if transform == "grad":
+        loss = lambda h: (lambda end: (end.sum(), end))(dropped(h)[0])  # noqa: E731
+        found, end = compiled(grad(loss, has_aux=True))(h)
+    else:
+        end = compiled(lambda h: dropped(h)[0])(h.requires_grad_())
+        (found,) = torch.autograd.grad(end.sum(), h)
+    assert 0 < (found == 0).sum() < 60
+    torch.testing.assert_close(found, end.detach())
+
+
+def test_numbers_differ_from_step_to_step_and_call_to_call_and_follow_the_seed():
+    run, h = compiled(dropped), torch.ones(100)
+    rows = run(h)[1]
+    assert len(rows.unique()) > 0.99 * rows.numel() and 0.45 < rows.mean() < 0.55
+    assert not rows.equal(run(h)[1])
+    torch.manual_seed(3)
+    first = run(h)[1]
+    torch.manual_seed(3)
+    assert first.equal(run(h)[1])
+
+
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_randomness_of_vmap(randomness):
+    rows = compiled(vmap(lambda h: dropped(h)[1], randomness=randomness))(torch.ones(2, 50))
+    assert rows[0].equal(rows[1]) == (randomness == "same")
+
+
+def test_layers():
+    layer = lambda: torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)  # noqa: E731
+    blocks = torch.nn.ModuleList(layer() for _ in range(3)).eval()
+    stacked = {k: t.detach().double().requires_grad_() for k, t in stack_params(blocks).items()}
+    x = torch.randn(2, 4, 8, dtype=torch.float64)
+    run = lambda stacked, x: scan_layers(blocks[0], stacked, x).pow(2).sum()  # noqa: E731
+    targets = list(stacked.values())
+    found = torch.autograd.grad(compiled(run)(stacked, x), targets)
+    close(found, torch.autograd.grad(run(stacked, x), targets))
+
+
+def test_a_whole_training_step():
+    def train(w, h, xs):
+        loss, (gw, gh) = value_and_grad(of_scan("all"), (0, 1))(w, h, xs)
+        return loss, w - 0.1 * gw, h - 0.1 * gh
+
+    run, args = compiled(train), make()
+    w, h, xs = args
+    for _ in range(3):
+        loss, w, h = run(w, h, xs)
+        assert torch.isfinite(loss)
+    _, w2, h2 = train(*args)
+    for _ in range(2):
+        _, w2, h2 = train(w2, h2, xs)
+    close((w, h), (w2, h2))
+
+
+@pytest.mark.parametrize("transform", ["backward", "grad"])
+def test_the_eager_backend(transform):
+    args = make()
+    run = backward if transform == "backward" else lambda f, a: grad(f, (0, 1, 2))(*a)
+    whole = compiled(of_scan(2), "eager")
+    if transform == "grad":
+        whole = compiled(grad(of_scan(2), (0, 1, 2)), "eager")
+        return close(whole(*args), run(of_loop(), args))
+    close(run(whole, args), run(of_loop(), args))
+
+
+# Dynamo looks at the gradients of what it resumes with.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_a_graph_break_in_the_body_without_fullgraph():
+    def loss(w, h, xs):
+        def body(h, x):
+            torch._dynamo.graph_break()
+            return step(w, h, x)
+
+        return scan_remat(body, h, xs, checkpoints=2)[0].sum()
+
+    args = make()
+    close(backward(torch.compile(loss, backend="aot_eager"), args), backward(loss, args))
+
+
+def counting(h):
+    return scan_remat(lambda c, _: ((c[0] + 1, c[1].sin()), None), (0, h), length=3)[0][1]
+
+
+def widening(h):
+    return scan_remat(lambda c, _: (torch.cat([c, c]), None), h, length=3)[0]
+
+
+def casting(h):
+    return scan_remat(lambda c, _: (c.double(), None), h, length=3)[0]
+
+
+def no_pair(h):
+    return scan_remat(lambda c, _: c, h, length=3)[0]
+
+
+def watched(h):
+    return scan_remat(lambda c, _: (c.sin(), None), h, length=3, on_step=print)[0]
+
+
+def automatic(h):
+    return scan_remat(lambda c, _: (c.sin(), None), h, length=3, checkpoints="auto", budget=1000)[0]
+
+
+def unequal(h):
+    return scan_remat(lambda c, x: (c + x, None), h, h.expand(4, D), length=3)[0]
+
+
+def writing(h):
+    return scan_remat(lambda c, _: (c.mul_(2), None), h.clone(), length=3)[0]
+
+
+REFUSED = {
+    counting: "make it a tensor",
+    widening: "came in as",
+    casting: "came in as",
+    no_pair: "must return a pair",
+    watched: "on_step is not called",
+    automatic: "write the number of carries",
+    unequal: "numbers of steps differ",
+    writing: "wrote into its carry",
+}
+
+
+@pytest.mark.parametrize("fn", REFUSED, ids=lambda f: f.__name__)
+def test_what_is_refused(fn):
+    with pytest.raises((exc.Unsupported, exc.BackendCompilerFailed, RuntimeError), match=REFUSED[fn]):
+        compiled(fn)(torch.ones(D))
+    # Nothing is left behind in this thread.
+    assert scan_remat(lambda h, _: (h * 2, None), torch.ones(1), length=3)[0] == 8
+    args = make(n=4)
+    close(compiled(grad(of_scan("all")))(*args), grad(of_loop())(*args))

@@ -1,0 +1,232 @@
+"""Scans in graphs that are being traced for a compiler.
+
+Dynamo traces the user's body once, on the first row of xs, into a graph module whose captured tensors are
+operands (`torch`'s wrapper operator, as for regions). When AOTAutograd traces below autograd, `run` makes a
+scan of that graph and calls it under whatever functorch levels are active: the rules are those of eager, and
+below them forward and pull-back are one opaque op each (`_scan_opaque`), whatever the number of steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from remat.transforms import _call, _ops, _scan, _seeded, _torch, _torch_compiler, _tree
+from remat.transforms._actions import Schedule
+from remat.transforms._body import Leaves
+from remat.transforms._compile import Graph
+from remat.transforms._errors import RematError
+from remat.transforms._scan_opaque import Opaque, evaluating, evaluation
+from remat.transforms._scan_state import Tensors, make
+from remat.transforms._state import Ambient, device_kinds
+
+# Steps whose graph and operands are small are compiled several at a time: a call takes longer than they do.
+BLOCK = 8
+_SMALL_GRAPH = 64
+_SMALL_ROW = 1 << 16
+
+
+class Facts(NamedTuple):
+    """What is known of a scan besides its graph.
+
+    `carry` and `rows` count the tensors of the carry and of xs.
+    """
+
+    name: str
+    n: int
+    carry: int
+    rows: int
+    reverse: bool
+    offload: bool
+
+
+def run(facts: Facts, schedule: Schedule, graph: Graph, operands: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The results of Dynamo's node: the tensors of carry and xs as they are, the last carry, the ys.
+
+    `graph` takes what it reads of the tensors of the carry, of xs (all rows of them) and of captured ones. It
+    returns the tensors of the carry and of xs, the next carry, and ys of which only the first row counts.
+    """
+    step = _GraphStep(graph, facts, operands)
+    consts, carry, xs = step.split(operands)
+    traced = _torch_compiler.is_tracing() or evaluating()
+    if traced and step.draws(operands):
+        step.seeded = True
+        xs = [*xs, _seeds(facts.n, operands)]
+    opaque = None
+    if traced:
+        size, schedule = _in_blocks(schedule, _block(graph, carry, xs))
+        ambient = Ambient(device_kinds([*consts, *carry, *xs]))
+        opaque = Opaque(facts.name, _torch_compiler.compiler(), size, ambient)
+    options: dict[str, Any] = {"reverse": facts.reverse, "name": facts.name, "opaque": opaque}
+    if facts.offload:
+        options["offloaded"] = _always
+    scan, flat = make(step, consts, carry, xs, facts.n, schedule, **options)
+    try:
+        with _torch_compiler.dual_level_known_if_any():
+            end, ys = _scan.run(scan, flat)
+    except BaseException:
+        # The levels that the graph has entered would stay on this thread: nobody else leaves them.
+        if traced and not evaluating():
+            _torch_compiler.unwind_levels()
+        raise
+    given = [operands[i] for i in step.places]
+    return (*given, *end, *ys)
+
+
+def _always(_: int) -> bool:
+    return True
+
+
+def _block(graph: Graph, carry: Tensors, xs: Tensors) -> int:
+    sizes = [_bytes(t) for t in carry] + [_bytes(t) // max(1, _example(t.shape[0])) for t in xs]
+    small = len(graph.module.graph.nodes) <= _SMALL_GRAPH and sum(sizes) <= _SMALL_ROW
+    return BLOCK if small else 1
+
+
+def _example(size: Any) -> int:
+    return _torch_compiler.example_of(size)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    count = tensor.element_size()
+    for size in tensor.shape:
+        count *= _example(size)
+    return count
+
+
+def _in_blocks(schedule: Schedule, size: int) -> tuple[int, Schedule]:
+    """How many steps are compiled at a time, and the schedule of such blocks."""
+    blocks = None if size == 1 else schedule.in_blocks(size)
+    return (1, schedule) if blocks is None else (size, blocks)
+
+
+class _GraphStep:
+    """A graph of Dynamo's as a step of a scan: `step(consts, carry, x) -> (carry, ys)`.
+
+    Attributes:
+        places: the operands that are tensors of the carry and of xs, in order.
+        seeded: whether the last x is the step's seed, from which its random numbers are drawn.
+    """
+
+    def __init__(self, graph: Graph, facts: Facts, operands: tuple[Any, ...]) -> None:
+        self.graph, self.facts, self.seeded = graph, facts, False
+        count = facts.carry + facts.rows
+        self.places = [i for i in graph.returned[:count] if i is not None]
+        assert len(self.places) == count
+        _drop_aliases(graph.module.graph)
+        taken = set(self.places)
+        self.consts = [i for i, t in enumerate(operands) if i not in taken and isinstance(t, torch.Tensor)]
+        # Sizes that Dynamo left open are settled: a schedule, and compiled steps, are for certain ones.
+        self.fixed = [
+            None if isinstance(t, torch.Tensor) else int(t) if isinstance(t, torch.SymInt) else t
+            for t in operands
+        ]
+
+    def split(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        own = [operands[i] for i in self.places]
+        return [operands[i] for i in self.consts], own[: self.facts.carry], own[self.facts.carry :]
+
+    def __call__(self, consts: Tensors, carry: Leaves, x: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
+        if not self.seeded:
+            return self._evaluated(consts, carry, x)
+        with _Seeding(self.facts.name, x[-1]):
+            return self._evaluated(consts, carry, x[:-1])
+
+    def _evaluated(self, consts: Tensors, carry: Leaves, x: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
+        full = _tree.merge(self.fixed, self.consts, list(consts))
+        full = _tree.merge(full, self.places, [*carry, *(row.unsqueeze(0) for row in x)])
+        outs = self._graded(full)[len(self.places) :]
+        count = self.facts.carry
+        return list(outs[:count]), [y.select(0, 0) for y in outs[count:]]
+
+    def _graded(self, operands: list[Any]) -> Sequence[Any]:
+        # Where the body uses torch.func, the graph leaves saved-tensor hooks as Dynamo found them.
+        with _torch.hooks_as_they_are():
+            if torch.is_grad_enabled():
+                return self.graph(*operands)
+            # And it lacks what turns gradients on inside: they were.
+            given = [_ungraded(t) for t in operands]
+            with torch.enable_grad():
+                return [_ungraded(t) for t in self.graph(*given)]
+
+    def draws(self, operands: Sequence[Any]) -> bool:
+        """Whether a step draws random numbers, found out on tensors without data."""
+        with _torch.outside_all_modes():
+            mode = _torch.fake_mode([])
+            # Fakes are made of the sizes that one example has, below all levels.
+            with mode, torch.no_grad():
+                fakes = [_fake(t) if isinstance(t, torch.Tensor) else t for t in operands]
+                consts, carry, xs = self.split(fakes)
+                look = _Looking()
+                with evaluation(), look:
+                    rows = [x.select(0, 0) for x in xs]
+                    _call.run_transparently(self._evaluated, (consts, carry, rows), {})
+        return look.found
+
+
+def _drop_aliases(graph: torch.fx.Graph) -> None:
+    """Take out the views of a tensor as itself that told operands apart for Dynamo: dual numbers of unlike
+    layouts refuse them."""
+    for node in graph.find_nodes(op="call_method", target="view_as"):
+        if node.args[0] is node.args[1]:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def _ungraded(value: Any) -> Any:
+    # Not where it does nothing: detach takes tangents away, too.
+    return value.detach() if isinstance(value, torch.Tensor) and value.requires_grad else value
+
+
+def _fake(tensor: torch.Tensor) -> torch.Tensor:
+    shape = [_example(size) for size in tensor.shape]
+    return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def _seeds(n: int, operands: Sequence[Any]) -> torch.Tensor:
+    """A seed a step, drawn from the default generator: eight bytes a step that the backward keeps."""
+    device = next((t.device for t in operands if isinstance(t, torch.Tensor)), None)
+    # Below the levels: vmap may refuse draws, and batches what the steps draw from these.
+    with _torch.below_levels():
+        return (torch.rand(n, dtype=torch.float64, device=device) * _LARGEST).to(torch.int64)
+
+
+_LARGEST = 2**31 - 1
+_STRIDE = 0x9E3779B1  # odd, and far from small multiples: seeds of one step's draws lie apart
+
+
+class _Seeding(_torch.DispatchMode):
+    """Draws a step's random numbers from its seed."""
+
+    def __init__(self, name: str, seed: torch.Tensor) -> None:
+        super().__init__()
+        self.name, self.seed, self.count = name, seed, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not (_ops.traits(func).random and _ops.draws(func, args, kwargs)):
+            return func(*args, **kwargs)
+        self.count += 1
+        seed = (self.seed + self.count * _STRIDE) % _LARGEST
+        if _seeded.seeding():  # a region in the body wants a seed of its own
+            return seed
+        _seeded.refuse_generator(self.name, func, args, kwargs)
+        if not _seeded.can_seed(func, args, kwargs):
+            raise RematError(
+                f"{self.name}: the body draws with {func}, at {_ops.user_line()}, which cannot be drawn "
+                "again from a seed in a compiled graph. Draw outside of the scan and pass the numbers in xs."
+            )
+        return _seeded.draw(seed, func, args, kwargs)
+
+
+class _Looking(_torch.DispatchMode):
+    """Notes whether anything draws."""
+
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.found |= _ops.traits(func).random and _ops.draws(func, args, kwargs)
+        return func(*args, **kwargs)

@@ -1,0 +1,280 @@
+"""A scan's forward and its pull-back as one opaque op each, for graphs of compilers.
+
+A compiler sees two ops, however many steps there are. When they run, they execute the schedule as in eager,
+on steps that the same compiler compiled: one graph that runs a block of steps, one that pulls back through
+it. Both are made at the first run, from the step as the levels around the scan have transformed it.
+
+The ops are functions of their operands: random numbers come from seeds in xs, and the kept carries are
+results of the forward, one tensor of shape [carries, ...] for every tensor of the carry.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from remat.transforms import _torch_compiler
+from remat.transforms._body import version
+from remat.transforms._call import run_transparently
+from remat.transforms._errors import RematError
+from remat.transforms._reversal import pull_back
+from remat.transforms._scan_blocks import StepBlocks
+from remat.transforms._scan_state import Record, Scan, State, Tensors
+from remat.transforms._state import Ambient, RandomState
+from remat.transforms._sweep import sweep
+
+_library = torch.library.Library("remat", "FRAGMENT")
+_library.define("scan_forward(str scan, Tensor[] operands) -> Tensor[]")
+_library.define("scan_pull(str scan, bool[] needs, bool[] present, Tensor[] tensors) -> Tensor[]")
+_local = threading.local()
+_numbers = itertools.count()
+# A graph holds a string only, and lives as long as torch pleases: so do these.
+_entries: dict[str, Entry] = {}
+
+
+@contextlib.contextmanager
+def evaluation() -> Iterator[None]:
+    """Within, steps are evaluated for their shapes alone; a scan in them must not run its steps."""
+    before, _local.evaluating = getattr(_local, "evaluating", False), True
+    try:
+        yield
+    finally:
+        _local.evaluating = before
+
+
+def evaluating() -> bool:
+    """Whether a step is being evaluated for its shapes alone."""
+    return getattr(_local, "evaluating", False)
+
+
+@dataclass
+class Opaque:
+    """What makes a scan opaque: how its ops are called and its steps compiled.
+
+    Attributes:
+        name: how graphs show the scan.
+        compiler: (graph, inputs) -> callable; None runs steps as they are.
+        size: steps compiled at a time.
+        ambient: the surroundings in which the steps' ops are traced.
+    """
+
+    name: str
+    compiler: Callable[..., Any] | None
+    size: int
+    ambient: Ambient
+    entries: dict[int, Entry] = field(default_factory=dict)
+
+    def entry(self, scan: Scan) -> Entry:
+        """What the ops of this scan run; a scan that a level transformed has a step of its own."""
+        found = self.entries.get(id(scan.step))
+        if found is None:
+            key = f"{next(_numbers)} {self.name}"
+            found = self.entries[id(scan.step)] = _entries[key] = Entry(key, scan, self)
+        return found
+
+    def kept(self, scan: Scan) -> int:
+        """How many results of the forward are kept carries."""
+        return len(scan.tensors) if rows_kept(scan) else 0
+
+    def forward(self, scan: Scan, flat: Tensors) -> list[torch.Tensor]:
+        """The tensors of the last carry, ys, and the kept carries."""
+        return torch.ops.remat.scan_forward.default(self.entry(scan).key, list(flat))
+
+    def pull(
+        self,
+        scan: Scan,
+        flat: Tensors,
+        kept: Tensors,
+        needs: Sequence[bool],
+        cts: Sequence[torch.Tensor | None],
+    ) -> list[torch.Tensor | None]:
+        """Gradients of `flat`, None where not needed."""
+        present = [ct is not None for ct in cts]
+        tensors = [*flat, *kept, *(ct for ct in cts if ct is not None)]
+        key = self.entry(scan).key
+        found = iter(torch.ops.remat.scan_pull.default(key, list(needs), present, tensors))
+        return [next(found) if need else None for need in needs]
+
+
+@functools.lru_cache(maxsize=256)
+def layout(schedule: Any, n: int) -> dict[int | None, tuple[int, int]]:
+    """Slot -> (step, row among the kept carries), as the forward leaves them; None is the state in hand.
+
+    The first carry is an operand and has no row: -1.
+    """
+    place, last, steps = schedule.place(n), schedule.hand(n), {}
+    for k in range(n - 1):
+        if (slot := place(k)) is not None:
+            steps[slot] = k
+    steps[None] = last
+    rows = itertools.count()
+    return {slot: (step, next(rows) if step else -1) for slot, step in steps.items()}
+
+
+def rows_kept(scan: Scan) -> int:
+    """How many carries the forward keeps besides the first."""
+    return sum(row >= 0 for _, row in layout(scan.schedule, scan.length).values())
+
+
+class _Slots(dict[Any, State]):
+    """The states that a forward keeps, each written into its row at once."""
+
+    def __init__(self, rows: dict[int | None, tuple[int, int]], buffers: Tensors) -> None:
+        super().__init__()
+        self.rows, self.buffers = rows, buffers
+
+    def __setitem__(self, slot: int | None, state: State) -> None:
+        row = self.rows[slot][1] if slot in self.rows and self.rows[slot][0] == state.step else -1
+        if row >= 0:
+            carry = [b.select(0, row).copy_(t) for b, t in zip(self.buffers, state.carry, strict=True)]
+            state = State(state.step, carry, state.random)
+        super().__setitem__(slot, state)
+
+
+class Entry:
+    """What a scan's two ops do."""
+
+    def __init__(self, key: str, scan: Scan, opaque: Opaque) -> None:
+        self.key, self.opaque = key, opaque
+        self.scan = replace(scan, plain=True, levels=False, opaque=None, on_step=None, around=None)
+        self.compiled: dict[Any, Any] = {}
+
+    def _prepared(self, flat: Tensors, states: dict[int | None, State]) -> Scan:
+        record = Record(self.opaque.ambient, RandomState(flat), states=states)
+        consts, compiler, blocks = flat[: self.scan.sizes[0]], self.opaque.compiler, None
+        if compiler is not None:
+            blocks = StepBlocks(self.scan.step, consts, self.opaque.size, self.compiled, compiler)
+        return replace(self.scan, record=record, blocks=blocks)
+
+    def forward(self, flat: Tensors) -> list[torch.Tensor]:
+        flat = [t.detach().contiguous() for t in flat]
+        a, b, _ = self.scan.sizes
+        rows, count = layout(self.scan.schedule, self.scan.length), rows_kept(self.scan)
+        host = self.scan.offloaded is not None
+        buffers = [_buffer(t, count, host) for t in flat[a : a + b]] if count else []
+        scan = self._prepared(flat, _Slots(rows, buffers))
+        with torch.no_grad(), self.surroundings():
+            carry, ys = sweep(scan, flat)
+        return [*_apart([*carry, *ys], flat), *buffers]
+
+    def pull(self, flat: Tensors, kept: Tensors, needs: Any, cts: Any) -> list[torch.Tensor]:
+        flat = [t.detach().contiguous() for t in flat]
+        cts = [None if ct is None else ct.contiguous() for ct in cts]
+        a, b, _ = self.scan.sizes
+        states = {
+            slot: State(step, list(flat[a : a + b]) if row < 0 else [t.select(0, row) for t in kept], None)
+            for slot, (step, row) in layout(self.scan.schedule, self.scan.length).items()
+        }
+        if None in states:  # the state in hand is worked on where the operands are
+            states[None] = replace(
+                states[None],
+                carry=[t.to(d.device) for t, d in zip(states[None].carry, flat[a : a + b], strict=True)],
+            )
+        scan = self._prepared(flat, states)
+        with torch.no_grad():
+            grads = pull_back(scan, flat, states, needs, cts)
+        wanted = [
+            torch.zeros_like(t) if g is None else g
+            for g, t, need in zip(grads, flat, needs, strict=True)
+            if need
+        ]
+        return _apart(wanted, [*flat, *(ct for ct in cts if ct is not None)])
+
+    @contextlib.contextmanager
+    def surroundings(self) -> Iterator[None]:
+        """Autocast and switches as they were where the scan was traced."""
+        ambient = self.opaque.ambient
+        with ambient.restored() if ambient.must_be_restored() else contextlib.nullcontext():
+            yield
+
+    def fake_forward(self, flat: Tensors) -> list[torch.Tensor]:
+        scan = self.scan
+        consts, carry, xs = scan.split(flat)
+        first = [x.select(0, 0) for x in xs]
+        before = [version(t) for t in (*carry, *first)]
+        with torch.no_grad(), self.surroundings(), evaluation():
+            new, ys = run_transparently(scan.step, (consts, carry, first), {})
+        if before != [version(t) for t in (*carry, *first)]:
+            raise RematError(
+                f"{scan.name}: the body wrote into its carry or its x in place. The recomputation would "
+                "start from what was written; make a new tensor (`carry = carry + ...`) and return it."
+            )
+        count, host = rows_kept(scan), scan.offloaded is not None
+        stacks = [y.new_empty((scan.length, *y.shape)) for y in ys]
+        return [
+            *(t.new_empty(t.shape) for t in new),
+            *stacks,
+            *(_buffer(t, count, host) for t in carry if count),
+        ]
+
+
+def _buffer(like: torch.Tensor, rows: int, host: bool) -> torch.Tensor:
+    pinned = host and like.is_cuda
+    device = torch.device("cpu") if host else like.device
+    return torch.empty((rows, *like.shape), dtype=like.dtype, device=device, pin_memory=pinned)
+
+
+def _apart(outs: Sequence[torch.Tensor], operands: Tensors) -> list[torch.Tensor]:
+    """Results that share memory neither with operands nor with each other, as an op's results must not."""
+    taken = {t.untyped_storage()._cdata for t in operands}
+    found = []
+    for out in outs:
+        key = out.untyped_storage()._cdata
+        out = out.detach()
+        if key in taken or not out.is_contiguous() or out._is_view():
+            out = out.clone(memory_format=torch.contiguous_format)
+        taken.add(out.untyped_storage()._cdata)
+        found.append(out)
+    return found
+
+
+def _split_pull(entry: Entry, present: Sequence[bool], tensors: Tensors) -> tuple[Any, Any, Any]:
+    total, last = sum(entry.scan.sizes), len(tensors) - sum(present)
+    rest = iter(tensors[last:])
+    return tensors[:total], tensors[total:last], [next(rest) if p else None for p in present]
+
+
+def _entry(key: str) -> Entry:
+    if key not in _entries:
+        raise RematError(
+            f"scan {key!r} was compiled by another process; a compiled graph with a scan_remat in it cannot "
+            "be taken from one process to another. Compile it here."
+        )
+    return _entries[key]
+
+
+def _forward(key: str, operands: Tensors) -> list[torch.Tensor]:
+    with _torch_compiler.above_all():
+        return _entry(key).forward(operands)
+
+
+def _pull(key: str, needs: Sequence[bool], present: Sequence[bool], tensors: Tensors) -> list[torch.Tensor]:
+    entry = _entry(key)
+    flat, kept, cts = _split_pull(entry, present, tensors)
+    with _torch_compiler.above_all():
+        return entry.pull(flat, kept, needs, cts)
+
+
+def _fake_forward(key: str, operands: Tensors) -> list[torch.Tensor]:
+    with _torch_compiler.above_all(fake=True):
+        return _entry(key).fake_forward(operands)
+
+
+def _fake_pull(
+    key: str, needs: Sequence[bool], present: Sequence[bool], tensors: Tensors
+) -> list[torch.Tensor]:
+    flat, _, _ = _split_pull(_entry(key), present, tensors)
+    return [t.new_empty(t.shape) for t, need in zip(flat, needs, strict=True) if need]
+
+
+_library.impl("scan_forward", _forward, "CompositeExplicitAutograd")
+_library.impl("scan_pull", _pull, "CompositeExplicitAutograd")
+torch.library.register_fake("remat::scan_forward", _fake_forward, lib=_library)
+torch.library.register_fake("remat::scan_pull", _fake_pull, lib=_library)
