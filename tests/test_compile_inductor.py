@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -97,7 +99,7 @@ def test_a_fence_leaves_nothing_in_the_code():
     same(got, grad(network(plain, 2))(weights, x), 1e-4)
     assert "ops.remat.fence.default(" not in code and "aten.clone" not in code
     # Another name for the block's input: no kernel makes one.
-    assert "torch.ops.remat.fence.default" in code
+    assert re.search(r"^ *buf\d+ = (arg\d+_1|buf\d+)$", code, re.MULTILINE)
 
 
 @pytest.mark.parametrize("view", [lambda x: x, lambda x: x.view(-1), lambda x: x.t()[1:]])

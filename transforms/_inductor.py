@@ -2,7 +2,7 @@
 
 A second module of private torch names, beside `_torch`: its classes derive from Inductor's, which must not
 be imported until somebody compiles with it. Without it the ops run as they are, right but slower. Tried on
-2.13.0 (CPU).
+2.11.0, 2.13.0 and 2.15.0 (CPU).
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def _lower_fence(value: Any, after: Any) -> Any:
     if V.graph.cpp_wrapper or _escapes(V.graph.current_node):
         return fallback_handler(_ops.fence.default, add_to_fallback_set=False)(value, after)
     out: Any = _Fence.create(_ops.fence.default, value, after)
-    kernel = out.inputs[0]
+    # Up to 2.13 a result is a buffer of its own, that the kernel packs; on 2.15 one result is the kernel.
+    kernel = out if isinstance(out, _Fence) else out.inputs[0]
     kernel.alias_names.append(kernel.inputs[0].get_name())
     return ir.TensorBox.create(out)
 
