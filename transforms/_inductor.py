@@ -33,8 +33,19 @@ def _lower_fence(value: Any, after: Any) -> Any:
     out: Any = _Fence.create(_ops.fence.default, value, after)
     # Up to 2.13 a result is a buffer of its own, that the kernel packs; on 2.15 one result is the kernel.
     kernel = out if isinstance(out, _Fence) else out.inputs[0]
-    kernel.alias_names.append(kernel.inputs[0].get_name())
+    if not _hands_over(V.graph.current_node, kernel.inputs[0]):
+        kernel.alias_names.append(kernel.inputs[0].get_name())
     return ir.TensorBox.create(out)
+
+
+def _hands_over(fence: torch.fx.Node, source: Any) -> bool:
+    """Whether the memory is the fenced value's own from then on: later kernels may write their results there.
+
+    So it is for what a backward gets from its forward and nobody reads before the fence. Other buffers,
+    once the scheduler holds them for dead, are given to the next kernel that asks; an input is not.
+    """
+    given: Any = fence.args[0]
+    return isinstance(source, ir.DonatedBuffer) and len(given.users) == 1
 
 
 def _escapes(node: torch.fx.Node) -> bool:
