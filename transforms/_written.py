@@ -2,7 +2,7 @@
 
 Recording and replaying are those of eager, made simple: what nobody reads is dead code that the compiler
 drops, so nothing is skipped or freed here. Values that the selector keeps stay values of the graph.
-Everything that a recomputation starts from passes a fence.
+Everything that a recomputation starts from passes a fence (`_origins` says what that is).
 """
 
 from __future__ import annotations
