@@ -6,7 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.utils._pytree as torch_pytree
@@ -206,9 +206,32 @@ def _leaves(ends: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def _read(key: str, wanted: Nodes, graphs: _Graphs) -> Recomputed:
     found = graphs.nodes.get(key, [])
-    kept = tuple(_taken(n, graphs.makers) for n in found if n.target is torch.ops.remat.fence.default)
     ops = _ops(found)
-    return Recomputed(key.partition(" ")[2], kept, ops, _distinct(wanted) - ops)
+    return Recomputed(key.partition(" ")[2], _kept(found, graphs.makers), ops, _distinct(wanted) - ops)
+
+
+def _kept(found: Nodes, makers: dict[str, str]) -> tuple[Taken, ...]:
+    """What the recomputation takes from outside: through fences, and beside what is behind one."""
+    inside = set(found)
+    fences = [node for node in found if node.target is torch.ops.remat.fence.default]
+    taken = {fence: cast(torch.fx.Node, fence.args[0]) for fence in fences}
+    known = {_base(source) for source in taken.values()}
+    for node in found:
+        for source in () if node in taken else node.all_input_nodes:
+            base = _base(source)
+            if base in inside or base in known or not isinstance(base.meta.get("val"), torch.Tensor):
+                continue
+            known.add(base)
+            if _reads_input(base):
+                taken[base] = base
+    return tuple(_taken(node, source, makers) for node, source in taken.items())
+
+
+def _base(node: torch.fx.Node) -> torch.fx.Node:
+    """What `node` is a view of; itself if it is none."""
+    while isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _ops(nodes: Nodes) -> Counter[str]:
@@ -253,8 +276,7 @@ def _reads_input(node: torch.fx.Node) -> bool:
     return False
 
 
-def _taken(fence: torch.fx.Node, makers: dict[str, str]) -> Taken:
-    source: Any = fence.args[0]
-    value = fence.meta["val"]
+def _taken(node: torch.fx.Node, source: torch.fx.Node, makers: dict[str, str]) -> Taken:
+    value = node.meta["val"]
     size = _torch_compiler.example_of(value.untyped_storage().nbytes())
     return Taken(tuple(value.shape), value.dtype, size, makers.get(source.name))

@@ -59,7 +59,8 @@ def known_flops(op: Any, args: Any, kwargs: Any, outputs: Any, is_meta: Callable
 
     formula = flop_registry.get(getattr(op, "overloadpacket", op))
     if formula is None:
-        return None
+        formula = _LATER.get(name)
+        return None if formula is None else int(formula(*shapes, **keywords))
     if not hasattr(formula, "__wrapped__"):
         # Registered with get_raw=True: it reads `.shape` itself, and the lengths of packed sequences, which
         # it takes to be the longest wherever the operands say that they have no data.
@@ -83,6 +84,12 @@ class _Hollow:
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape = torch.Size(shape)
+        self.ndim = len(shape)
+
+    def transpose(self, first: int, second: int) -> _Hollow:
+        shape = list(self.shape)
+        shape[first], shape[second] = shape[second], shape[first]
+        return _Hollow(tuple(shape))
 
     def size(self, dim: int) -> int:
         return self.shape[dim]
@@ -110,6 +117,15 @@ def _linear(x: torch.Size, weight: torch.Size, *_: Any, **__: Any) -> int:
     return 2 * math.prod(x) * weight[0]
 
 
+def _flex_backward(query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any) -> float:
+    return 2.5 * _sdpa(query, key, value)
+
+
+# What torch itself counts since 2.13.
+_LATER: dict[str, Callable[..., float]] = {
+    "higher_order::flex_attention": _sdpa,
+    "higher_order::flex_attention_backward": _flex_backward,
+}
 _OURS: dict[str, Callable[..., float]] = {
     "mv": lambda matrix, vector: 2 * math.prod(matrix),
     "addmv": lambda bias, matrix, vector, **_: 2 * math.prod(matrix),

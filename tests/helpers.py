@@ -31,6 +31,8 @@ from remat.policies import (
 )
 
 aten = torch.ops.aten
+# For what torch itself does otherwise in some versions.
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 POLICIES = {
     "nothing": save_nothing,

@@ -25,6 +25,7 @@ from remat.cli.steps import Trainer, difference, make_step, tensors, tolerance, 
 from remat.cli.sweep import Sweep
 from remat.cli.text import batches, corpus
 from remat.policies import save_attention, save_matmuls, save_names
+from tests.helpers import TORCH
 
 TINY = "--depth 2 --width 16 --heads 2 --seq 16 --batch 2 --steps 2".split()
 SIZES = Sizes(depth=2, width=16, heads=2, seq=16)
@@ -63,7 +64,9 @@ def test_torch_checkpoint_under_vmap_is_recorded_as_an_error(
 ) -> None:
     code, got = swept(capsys, tmp_path, "--mode", "vmap", "--policy", "torch_checkpoint", "save_nothing")
     assert code == 0
-    assert "saved tensor hooks" in got["torch_checkpoint"]["error"]
+    # 2.11 saves the arguments by an autograd.Function that has no rule for vmap.
+    words = "saved tensor hooks" if TORCH >= (2, 13) else "does not have vmap support"
+    assert words in got["torch_checkpoint"]["error"]
     assert got["torch_checkpoint"]["peak_bytes"] is None
     # The rows after a rival's failure are not touched by it.
     assert got["save_nothing"]["error"] is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -386,6 +387,32 @@ def test_the_backend_that_runs_the_graph_as_it_is():
     same(compiled(grad(loss), "eager")(w, x), grad(loss)(w, x))
     w.requires_grad_()
     same(torch.autograd.grad(compiled(loss, "eager")(w, x), w), torch.autograd.grad(loss(w, x), w))
+
+
+FENCED: dict[str, tuple[int, Callable[[Tensor, Tensor, Tensor], Tensor]]] = {
+    # What comes first, the data alone: weights only join it.
+    "weights": (1, lambda x, w, b: torch.tanh(torch.addmm(b, x, w)).sin()),
+    "views": (1, lambda x, w, b: torch.tanh(x @ w.t() + b[:, None].t()).sin()),
+    "norm": (1, lambda x, w, b: torch.tanh(F.layer_norm(x, (4,), b, b) @ w).sin()),
+    # Something is computed from each by itself.
+    "own": (3, lambda x, w, b: torch.tanh(torch.sin(x) @ torch.exp(w) + torch.cos(b)).sin()),
+    "left": (2, lambda x, w, b: torch.tanh((w @ x.t()).t() * x.exp()).sin()),
+    # A product with a constant is one of the operand alone.
+    "constant": (1, lambda x, w, b: torch.tanh((torch.ones(4, 4, dtype=w.dtype) @ w).tanh() @ x.t()).sin()),
+}
+
+
+@pytest.mark.parametrize("case", FENCED)
+def test_only_what_a_recomputation_starts_from_is_fenced(case):
+    expected, fn = FENCED[case]
+    x, w, b = rand(2, 4), rand(4, 4).requires_grad_(), rand(4)
+    x.requires_grad_()
+    graphs = Graphs(lambda *args: remat(fn)(*args).sum())
+    got = torch.autograd.grad(graphs(x, w, b), [x, w], allow_unused=True)
+    same(got, torch.autograd.grad(fn(x, w, b).sum(), [x, w], allow_unused=True))
+    assert graphs.backward["fence"] == expected
+    # All is computed again, and nothing but the arguments is handed on (and what needs none of them).
+    assert case == "constant" or graphs.saved_bytes <= 8 * (x.numel() + w.numel() + b.numel())
 
 
 def test_the_fence_is_the_identity_for_every_derivative():

@@ -114,7 +114,8 @@ def test_a_region_that_lost_its_recomputation_warns_and_raises(monkeypatch):
     with pytest.warns(
         UserWarning, match="region 'block' lost its recomputation to the compiler: the results of mm"
     ):
-        first, _ = recomputed(loss_with(remat_nothing), w, x)
+        # 2.15 merges less than 2.13: one of the two regions survives there.
+        first = next(region for region in recomputed(loss_with(remat_nothing), w, x) if region.lost)
     assert not first.survived and first.lost["mm"] == 2 and "LOST" in str(first)
     torch._dynamo.reset()
     with pytest.raises(RematError, match="lost its recomputation"):

@@ -157,7 +157,7 @@ def test_the_backward_after_a_recomputation_is_none(run):
 def labels(run):
     """The labels of regions in a profiler's trace, in order."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         run()
     events = sorted(profile.events() or (), key=lambda event: event.time_range.start)
     return [event.name.removeprefix("remat::") for event in events if event.name.startswith("remat::")]

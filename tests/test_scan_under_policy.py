@@ -18,7 +18,7 @@ def step(x, w):
     return torch.sin(torch.sin(x @ w) @ w), None
 
 
-def scanned(x, w, checkpoints="all", **options):
+def scanned(x, w, checkpoints: str | int = "all", **options):
     return scan_remat(lambda x, _: step(x, w), x, length=N, checkpoints=checkpoints, **options)[0]
 
 

@@ -2,7 +2,7 @@
 
 A second module of private torch names, beside `_torch`: its classes derive from Inductor's, which must not
 be imported until somebody compiles with it. Without it the ops run as they are, right but slower. Tried on
-2.13.0 (CPU).
+2.11.0, 2.13.0 and 2.15.0 (CPU).
 """
 
 from __future__ import annotations
@@ -31,9 +31,21 @@ def _lower_fence(value: Any, after: Any) -> Any:
     if V.graph.cpp_wrapper or _escapes(V.graph.current_node):
         return fallback_handler(_ops.fence.default, add_to_fallback_set=False)(value, after)
     out: Any = _Fence.create(_ops.fence.default, value, after)
-    kernel = out.inputs[0]
-    kernel.alias_names.append(kernel.inputs[0].get_name())
+    # Up to 2.13 a result is a buffer of its own, that the kernel packs; on 2.15 one result is the kernel.
+    kernel = out if isinstance(out, _Fence) else out.inputs[0]
+    if not _hands_over(V.graph.current_node, kernel.inputs[0]):
+        kernel.alias_names.append(kernel.inputs[0].get_name())
     return ir.TensorBox.create(out)
+
+
+def _hands_over(fence: torch.fx.Node, source: Any) -> bool:
+    """Whether the memory is the fenced value's own from then on: later kernels may write their results there.
+
+    So it is for what a backward gets from its forward and nobody reads before the fence. Other buffers,
+    once the scheduler holds them for dead, are given to the next kernel that asks; an input is not.
+    """
+    given: Any = fence.args[0]
+    return isinstance(source, ir.DonatedBuffer) and len(given.users) == 1
 
 
 def _escapes(node: torch.fx.Node) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from remat.transforms import _torch, _tree
+from remat.transforms import _torch, _torch_compiler, _tree
 from remat.transforms._joint import Joint, record
 
 
@@ -65,7 +65,8 @@ def _stand_alone(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
     held = isinstance(tensor, torch.nn.Parameter) or not _torch.in_transform()
     if tensor.requires_grad == requires_grad and held:
         return tensor
-    with _torch.outside_all_modes():
+    # A tensor of a trace is nothing without the trace's mode (2.13 lets it be).
+    with _torch.below_levels() if _torch_compiler.is_tracing() else _torch.outside_all_modes():
         return tensor.detach().requires_grad_(requires_grad)
 
 

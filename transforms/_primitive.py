@@ -273,12 +273,12 @@ def _recorded(prim: Prim, mask: list[int]) -> tuple[Prim, Residuals | None]:
 
 def _backward(ctx: Any, cotangents: tuple[Any, ...], level: int | None) -> list[Any]:
     grads: list[Any] = [None] * len(ctx.needs_input_grad)
-    first = len(grads) - len(ctx.saved_tensors)
-    mask = [i for i in range(len(ctx.saved_tensors)) if ctx.needs_input_grad[first + i]]
+    saved = _saved(ctx)
+    first = len(grads) - len(saved)
+    mask = [i for i in range(len(saved)) if ctx.needs_input_grad[first + i]]
     present = [i for i, ct in enumerate(cotangents) if ct is not None]
     if not mask or not present:
         return grads
-    saved = _saved(ctx)
     body = _PullBack(ctx.prim.body, len(saved), mask, present)
     dead = level is not None and any(_torch.is_dead(t) for t in saved)
     # A pull-back of a pull-back recomputes the same forward, so the same residuals serve.

@@ -1,6 +1,7 @@
 """Every private name of torch that the library touches, with the reason and the versions it was tried on.
 
-Supported: torch 2.11 to 2.15. Unless a line says otherwise a name was tried on 2.13.0 (CPU).
+Supported: torch 2.11 to 2.15. Unless a line says otherwise a name was tried on 2.11.0, 2.13.0 and 2.15.0
+(CPU), by the whole test suite.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "FUNCTIONALIZE",
     "GRAD",
     "JVP",
     "VMAP",
@@ -37,6 +39,7 @@ __all__ = [
 # autograd.Function, whose jvp rule evaluates the function a second time. custom_function_call is built from
 # these same names.
 GRAD, JVP, VMAP = TransformType.Grad, TransformType.Jvp, TransformType.Vmap
+FUNCTIONALIZE = TransformType.Functionalize
 SingleLevelFunction = torch.autograd.function._SingleLevelFunction
 forward_grad_enabled = _set_fwd_grad_enabled
 _unpack_dual: Callable[..., Any] = torch._unpack_dual  # pyright: ignore[reportPrivateImportUsage]
@@ -75,8 +78,22 @@ def below_levels() -> Iterator[None]:
     if not in_transform():
         yield
         return
-    with temporarily_clear_interpreter_stack():
+    with temporarily_clear_interpreter_stack(), _snapshot_taken():
         yield
+
+
+def _snapshot_taken() -> contextlib.AbstractContextManager[Any]:
+    """Within, what reaches Python from a dispatch has the state of the dispatch's begin to go back to.
+
+    A functorch level's rule runs below that point, where a tensor that dispatches to Python, as those of
+    AOTAutograd do, fails an internal assertion on 2.11. (2.13 and 2.15 do without.)
+    """
+    key = torch._C.DispatchKey.PythonTLSSnapshot
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    if not excluded.has(key):
+        return contextlib.nullcontext()
+    included = torch._C._dispatch_tls_local_include_set()
+    return torch._C._ForceDispatchKeyGuard(included, excluded.remove(key))
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
@@ -294,7 +311,7 @@ def outside_all_modes() -> Iterator[None]:
     from torch.utils._python_dispatch import _disable_current_modes
 
     message = hooks_disabled()
-    # While AOTAutograd traces, hooks are not called at all: that too belongs to what is left (2.11 to 2.15).
+    # While AOTAutograd traces, hooks are not called at all: that too belongs to what is left.
     tracing = _autograd_c._saved_tensors_hooks_set_tracing(False)
     try:
         with temporarily_clear_interpreter_stack(), _disable_current_modes():
@@ -318,7 +335,7 @@ def without_module_trackers() -> Iterator[None]:
 
     `FlopCounterMode` and the memory tools follow modules by hooks on gradients, which `torch.autograd.grad`
     refuses for leaves; nor should a trace be counted. Users' global hooks stay: they may run ops. The tables
-    of hooks have no public access (looked at in 2.11 to 2.15).
+    of hooks have no public access.
     """
     from torch.nn.modules import module
 
@@ -356,7 +373,7 @@ def levels() -> list[tuple[int, Any, str]]:
 # -- torch.compile ------------------------------------------------------------------------------------
 # What else is private there is in _torch_compiler.
 def backend(name: str) -> Callable[..., Any]:
-    """The compiler that torch.compile knows as `name`: (graph, inputs) -> callable. Tried with 2.13."""
+    """The compiler that torch.compile knows as `name`: (graph, inputs) -> callable."""
     from torch._dynamo import lookup_backend
 
     return lookup_backend(name)

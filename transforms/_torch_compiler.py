@@ -1,4 +1,7 @@
-"""Private names of torch's compiler; `_torch` has the others. Tried on 2.13.0 (CPU) if no line says more."""
+"""Private names of torch's compiler; `_torch` has the others.
+
+Tried on 2.11.0, 2.13.0 and 2.15.0 (CPU), by the whole test suite, unless a line says otherwise.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,13 @@ from typing import Any
 import torch
 from torch._C import _functorch as _functorch_c  # pyright: ignore[reportAttributeAccessIssue]
 
-from remat.transforms._torch import JVP, allow_hooks, in_transform, levels
+from remat.transforms._torch import FUNCTIONALIZE, GRAD, JVP, VMAP, allow_hooks, in_transform, levels
 
 
 def bypassing_wrapper() -> Callable[..., Any]:
     """The operator that lets Dynamo trace a function while we decide, at AOT-trace time, how it runs.
 
-    Dynamo has no public way to call a function of ours on a graph it made. (2.11, 2.13, 2.14.1, 2.15)
+    Dynamo has no public way to call a function of ours on a graph it made. (2.14.1 too)
     """
     from torch._higher_order_ops.wrap import dynamo_bypassing_wrapper
 
@@ -33,7 +36,7 @@ def depth() -> int:
     return len(_functorch_c.get_interpreter_stack() or ())
 
 
-# Functions of Dynamo's graphs that take the number of a functorch level, and at which position. (2.13)
+# Functions of Dynamo's graphs that take the number of a functorch level, and at which position.
 _LEVEL_ARGUMENTS = {
     "_wrap_for_grad": 1,
     "_unwrap_for_grad": 1,
@@ -58,7 +61,7 @@ def dual_level_known_if_any() -> contextlib.AbstractContextManager[None]:
 def dual_level_known() -> Iterator[None]:
     """Tell Python of the forward-mode level that a traced graph has opened below Python's own count of them.
 
-    Without it make_dual and unpack_dual find no level, and torch.func.jvp tries to open a second one. (2.13)
+    Without it make_dual and unpack_dual find no level, and torch.func.jvp tries to open a second one.
     """
     from torch._functorch import eager_transforms
 
@@ -82,7 +85,7 @@ def tags() -> dict[str, Any]:
 
 
 def tagged(tags: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
-    """Within, nodes also bear these in their `meta["custom"]`. (2.11 on)"""
+    """Within, nodes also bear these in their `meta["custom"]`."""
     from torch.fx.traceback import annotate
 
     return annotate(tags) if tags else contextlib.nullcontext()
@@ -98,8 +101,18 @@ def unwind_levels() -> None:
         # All forward-mode derivatives live on one level below functorch's, which a graph's first jvp opens.
         if any(kind == JVP for _, kind, _ in levels()) and torch.autograd.forward_ad._current_level < 0:
             torch._C._exit_dual_level(level=0)
-        _functorch_c.pop_dynamic_layer_stack_and_undo_to_depth(0)
+        # functorch's own way to leave several levels at once pops each of them twice on 2.11.
+        for _, kind, _ in reversed(levels()):
+            _LEAVE[kind]()
         allow_hooks()
+
+
+_LEAVE: dict[Any, Callable[[], int]] = {
+    GRAD: _functorch_c._grad_decrement_nesting,
+    VMAP: _functorch_c._vmap_decrement_nesting,
+    JVP: _functorch_c._jvp_decrement_nesting,
+    FUNCTIONALIZE: _functorch_c._func_decrement_nesting,
+}
 
 
 def graph_storage(tensor: torch.Tensor) -> int:

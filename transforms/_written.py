@@ -2,7 +2,7 @@
 
 Recording and replaying are those of eager, made simple: what nobody reads is dead code that the compiler
 drops, so nothing is skipped or freed here. Values that the selector keeps stay values of the graph.
-Everything that a recomputation starts from passes a fence.
+Everything that a recomputation starts from passes a fence (`_origins` says what that is).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from remat.transforms import _ops, _seeded, _torch_compiler, _trace
 from remat.transforms._errors import RematError
 from remat.transforms._fence import fence
+from remat.transforms._origins import Origins
 from remat.transforms._primitive import Prim, replaying
 from remat.transforms._region import Region
 
@@ -58,7 +59,7 @@ class Written:
             tag = stack.enter_context(contextlib.ExitStack())
             tag.enter_context(_torch_compiler.tagged({RECOMPUTED: f"{self.serial} {region.name}"}))
             fenced = [
-                t if first <= i < last else fence(record.before.get(i, t), after)
+                t if first <= i < last or record.origins.bare(i) else fence(record.before.get(i, t), after)
                 for i, t in enumerate(operands)
             ]
             replay = GraphReplay(record, after, prim.dual, tag.close)
@@ -75,6 +76,7 @@ class GraphRecord(_trace.Record):
         seeds: the seed of every op that draws, by its position.
         draws: positions of the ops that draw.
         before: operands as they were before the region wrote to them, by their position.
+        origins: which operands the recomputation starts from.
     """
 
     def __init__(self, region: Region, selector: Any, operands: Tensors) -> None:
@@ -85,6 +87,7 @@ class GraphRecord(_trace.Record):
         self.before: dict[int, torch.Tensor] = {}
         self.operands = list(operands)
         self.given = {_torch_compiler.graph_storage(t): i for i, t in enumerate(operands)}
+        self.origins = Origins(operands)
         self.storages: dict[int, int] = {}  # node -> storage of its first result
         self.rewritten: set[int] = set()
         self.keeps = False  # whether anything was kept but seeds
@@ -102,6 +105,7 @@ class GraphRecord(_trace.Record):
             out = self._draw(at, func, args, kwargs)
         else:
             out = func(*args, **kwargs)
+        self.origins.follow(func, facts, args, kwargs, out)
         self._note(at, func, facts, args, kwargs, out)
         return out
 

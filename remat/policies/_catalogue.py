@@ -25,7 +25,8 @@ KINDS: tuple[Kind, ...] = ("matmul", "bmm", "convolution", "attention")
 _MATMUL = """
     mm addmm addmm_ mv addmv addmv_ dot vdot linear linear_backward addbmm addbmm_
     _addmm_activation _foreach_mm inner outer ger tensordot chain_matmul linalg_multi_dot bilinear _trilinear
-    _scaled_mm _scaled_mm_v2 _grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2 _int_mm
+    _scaled_mm _scaled_mm_v2 _scaled_addmm _scaled_addmm_ _grouped_mm _scaled_grouped_mm
+    _scaled_grouped_mm_v2 _int_mm
     _mixed_dtypes_linear _weight_int4pack_mm _weight_int4pack_mm_for_cpu
     _weight_int4pack_mm_with_scales_and_zeros _weight_int8pack_mm _dyn_quant_matmul_4bit
     fbgemm_linear_int8_weight fbgemm_linear_int8_weight_fp32_activation
@@ -36,7 +37,8 @@ _MATMUL = """
     _sparse_semi_structured_mm _sparse_semi_structured_addmm _sparse_semi_structured_linear
     _cudnn_rnn _cudnn_rnn_backward miopen_rnn miopen_rnn_backward mkldnn_rnn_layer mkldnn_rnn_layer_backward
     _lstm_mps lstm_mps_backward
-    mkl::_mkl_linear mkldnn::_linear_pointwise inductor::_mm_plus_mm onednn::qlinear_pointwise
+    mkl::_mkl_linear mkldnn::_linear_pointwise inductor::_mm_plus_mm inductor::quack_symmetric_mm
+    onednn::qlinear_pointwise
     onednn::linear_dynamic_fp16 onednn::linear_relu_dynamic_fp16
     symm_mem::fused_all_gather_matmul symm_mem::fused_all_gather_scaled_matmul
     symm_mem::fused_matmul_reduce_scatter symm_mem::fused_scaled_matmul_reduce_scatter
@@ -71,7 +73,7 @@ _ATTENTION = """
     _scaled_dot_product_fused_attention_overrideable _scaled_dot_product_fused_attention_overrideable_backward
     _flash_attention_forward _flash_attention_backward _flash_attention_forward_no_dropout_inplace
     _efficient_attention_forward _efficient_attention_backward
-    _cudnn_attention_forward _cudnn_attention_backward
+    _cudnn_attention_forward _cudnn_attention_forward_no_dropout_inplace _cudnn_attention_backward
     _native_multi_head_attention _triton_multi_head_attention _triton_scaled_dot_attention
     torch_attn::_varlen_attn torch_attn::_varlen_attn_backward
     higher_order::flex_attention higher_order::flex_attention_backward

@@ -389,7 +389,7 @@ def test_remat_grad_accum_refs():
 def test_name_stack_annotation():
     """The recomputation carries a label of its own, once, in a profile."""
     region, leaf = remat(sin_sin, name="block"), X.clone().requires_grad_()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         region(leaf).sum().backward()
     labels = [event.name for event in profile.events() or () if event.name.startswith("remat::")]
     assert labels.count("remat::recompute block") == 1
