@@ -78,7 +78,7 @@ def _run_batched(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if not torch.is_grad_enabled():
         return region.function(*args, **kwargs)
     tensors, _ = _tree.split(_tree.flatten((args, kwargs))[0])
-    if any(_graded(t) for t in (*tensors, *_capture.captured(region.function))):
+    if _taps.current() or any(_graded(t) for t in (*tensors, *_capture.captured(region.function))):
         return _run_primitive(region, args, kwargs)
     random = RandomState(tensors)
     out = region.function(*args, **kwargs)
@@ -136,6 +136,7 @@ def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]
     tensors, at = _tree.split(leaves)
     taps = _taps.Mirrors(lambda: _dry_run(region, args, kwargs, tensors)) if _taps.current() else None
     found = [*_capture.captured(region.function), *(taps.offsets if taps else ())]
+    random = RandomState(tensors)
     for _ in range(_MOST_TRIES):
         try:
             return _Flat(region, leaves, spec, at, tensors, found, taps)()
@@ -144,7 +145,9 @@ def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]
                 raise
             found.append(missed.tensor)
         except _Again:
-            continue
+            pass
+        # What the broken-off run drew is drawn again.
+        random.restore()
     raise RematError(
         f"region {region.name!r} reads tensors that carry derivatives and that change from run to run, so "
         "they cannot be made operands. Pass them as arguments."

@@ -61,9 +61,15 @@ class Following(Selective):
         self.inputs.check_near(self.plan.read, self.versions)
 
     def add_modes(self, contexts: list[AbstractContextManager[Any]], args: Any, kwargs: Any) -> None:
-        if self.settled and not self.lost:
+        if self.lost:
+            self.check_readable()
+        elif self.settled:
             check = self.region.determinism_check != "none"
-            contexts.append(Retrace(self.plan, self.kept, self.differs, check))
+            kept, spend = self.kept, self.spends()
+            if spend:
+                self.spent = self.lost = True
+                self.kept = {}
+            contexts.append(Retrace(self.plan, kept, self.differs, check, spend))
 
     def repack(self, tensor: torch.Tensor) -> torch.Tensor:
         at = self.next_packed()
@@ -130,9 +136,9 @@ class Follow(_torch.DispatchMode):
 class Retrace(_torch.DispatchMode):
     """The recomputation of a forward that followed `plan`: like `Replay`, and leaner."""
 
-    def __init__(self, plan: Plan, kept: dict[int, Any], differs: Any, check: bool) -> None:
+    def __init__(self, plan: Plan, kept: dict[int, Any], differs: Any, check: bool, spend: bool) -> None:
         super().__init__()
-        self.kept, self.differs, self.check = kept, differs, check
+        self.kept, self.differs, self.check, self.spend = kept, differs, check, spend
         self.ops, self.outs, self.actions, self.end = plan.ops, plan.outs, plan.actions, plan.end
         self.at = 0
 
@@ -142,7 +148,7 @@ class Retrace(_torch.DispatchMode):
             self.at = at + 1
             action = self.actions[at]
             if action == KEPT:
-                kept = self.kept[at]
+                kept = self.kept.pop(at) if self.spend else self.kept[at]
                 detach = torch.Tensor.detach
                 return detach(kept) if isinstance(kept, torch.Tensor) else _trace.map_tensors(detach, kept)
             if action != RUN:

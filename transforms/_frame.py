@@ -246,18 +246,24 @@ class Plain(Frame):
 class Selective(Frame):
     """Keeps some packed values as they are and recomputes others, told apart by their numbers."""
 
-    __slots__ = ("count", "direct", "values")
+    __slots__ = ("count", "direct", "spent", "values")
 
     def __init__(self, inputs: Inputs) -> None:
         super().__init__(inputs)
+        self.spent = False  # whether kept values were let go of
         self.count = 0  # how many values the recomputation has packed
-        self.direct: dict[int, Held] = {}  # packed values that are kept as they are
+        self.direct: dict[int, Held | None] = {}  # packed values that are kept as they are, None when spent
         self.values: dict[int, torch.Tensor] = {}  # recomputed, waiting for the backward to ask
 
     def get(self, at: int) -> torch.Tensor:
         held = self.direct.get(at)
         if held is not None:
+            if self.spends():
+                self.spent = True
+                self.direct[at] = None
             return held.get(self.inputs)
+        if at in self.direct:
+            del self.direct[at]
         task = _torch.graph_task()
         if task != self.task or at not in self.values:
             if self.settled:
@@ -271,6 +277,24 @@ class Selective(Frame):
         if task == -1:
             self.values = {}
         return value
+
+    def spends(self) -> bool:
+        """Whether kept values go as they are read, like autograd's own saved values.
+
+        A pass that keeps no graph reads each of them once. Should one be asked for again after all, as by
+        another such pass through other nodes, everything is recomputed; that takes all arguments.
+        """
+        if not self.settled or _torch.graph_kept():
+            return False
+        return self.spent or self.inputs.readable()
+
+    def check_readable(self) -> None:
+        """Raise when what was let go of cannot be computed again."""
+        if self.spent and not self.inputs.readable():
+            raise RematError(
+                f"region {self.region.name!r}: a backward asks again for values that an earlier one let go "
+                "of, and an argument is gone or was written to. Say retain_graph=True in the earlier one."
+            )
 
     def fill(self, at: int, task: int) -> None:
         """Recompute value `at` among others."""

@@ -62,14 +62,22 @@ class Held:
 class Absent:
     """Stands for an argument that nothing in the backward reads."""
 
-    __slots__ = ("leaf", "meta", "requires_grad")
+    __slots__ = ("leaf", "meta", "requires_grad", "spare", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.meta = _trace.metadata(tensor)
         self.requires_grad, self.leaf = tensor.requires_grad, tensor.is_leaf
+        # The graph itself holds on to leaves, to add up their gradients: then so may we.
+        self.spare = tensor.detach() if self.leaf and self.requires_grad else None
+        self.version = tensor._version if self.spare is not None else 0
 
     def get(self, owner: Owner, at: int | None = None) -> torch.Tensor:
-        return _trace.hollow(self.meta)
+        return _trace.hollow(self.meta) if self.spare is None else self.spare.detach()
+
+    @property
+    def readable(self) -> bool:
+        """Whether it is there after all, as it was."""
+        return self.spare is not None and self.spare._version == self.version
 
 
 def belongs_to_region(hook: Any) -> bool:

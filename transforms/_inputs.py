@@ -71,6 +71,10 @@ class Inputs:
         """Let go of an argument that nothing in the backward reads."""
         self.held[at] = Absent(self.tensors[at])
 
+    def readable(self) -> bool:
+        """Whether all arguments could be read, those that nothing in the backward reads included."""
+        return all([held.readable for held in self.held if isinstance(held, Absent)])
+
     def rebuild(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments again, as leaves of a graph of their own."""
         leaves = list(self.leaves)

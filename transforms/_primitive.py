@@ -204,8 +204,14 @@ def _jvp_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, 
     plain = len(outs) - len(smooth)
     made = [_torch.wrap_for_grad(t, number) for t in outs[:plain]]
     for i, tangent in zip(smooth, outs[plain:], strict=True):
-        made[i] = forward_ad.make_dual(made[i], _torch.wrap_for_grad(tangent, number))
+        made[i] = forward_ad.make_dual(_writable(made[i]), _torch.wrap_for_grad(tangent, number))
     return tuple(made)
+
+
+def _writable(primal: torch.Tensor) -> torch.Tensor:
+    """`primal`, or a copy where its elements share memory: torch gives a tangent the layout of its primal."""
+    overlaps = any(step == 0 and size > 1 for step, size in zip(primal.stride(), primal.shape, strict=True))
+    return primal.clone(memory_format=torch.contiguous_format) if overlaps else primal
 
 
 def _with_tangents(body: Body, count: int, at: list[int], split: list[list[int]]) -> Body:

@@ -592,8 +592,10 @@ class Record(Mode):
         return self._by_address.get(_address(tensor)) if at is None else at
 
     def sources(self, at: int) -> tuple[int, ...]:
-        """Node `at` and what has been written into its memory so far: what its value at this point takes."""
-        return (at, *self._writers.get(self.trace.nodes[at].root, ())) if self._writers else (at,)
+        """Node `at` and what has written into its memory since: what its value at this point takes."""
+        if not self._writers:
+            return (at,)
+        return at, *[i for i in self._writers.get(self.trace.nodes[at].root, ()) if i > at]
 
     def from_outside(self, at: int) -> bool:
         """Whether node `at` only looks at a tensor from outside."""
@@ -727,6 +729,7 @@ class Replay(Mode):
         check: compare shape, dtype and device of what runs.
         digest: as for `Record`.
         part: skip what is not in this part of the trace (see `Trace.part`).
+        spend: let go of kept values as they are handed out: nobody will ask again.
     """
 
     def __init__(
@@ -737,9 +740,10 @@ class Replay(Mode):
         check: bool = True,
         digest: Any = None,
         part: tuple[set[int], int] | None = None,
+        spend: bool = False,
     ) -> None:
         super().__init__()
-        self.trace = trace
+        self.trace, self.spend = trace, spend
         self.needed, self.end = part or (None, trace.end)
         self.early_stop = early_stop
         self.check = check
@@ -779,7 +783,10 @@ class Replay(Mode):
             if node.action == RUN:
                 return self._run(at, node, func, args, kwargs)
             if node.action == KEPT:
-                return _hand_out(node)
+                out = _hand_out(node)
+                if self.spend:
+                    node.kept = None
+                return out
         if facts.reshapes or (facts.view and node.root in self.trace.written):
             # `squeeze_` and the like change the tensor object itself, which later ops look at. A view that is
             # written through tells autograd, by its offset, where in its base the gradient belongs.

@@ -51,7 +51,7 @@ class Packed:
 class Traced(Selective):
     """Records its forward (`_trace.Record`) and replays it (`_trace.Replay`)."""
 
-    __slots__ = ("alive", "ends", "hoard", "packed", "part", "record", "start", "tell", "trace")
+    __slots__ = ("again", "alive", "ends", "hoard", "packed", "part", "record", "start", "tell", "trace")
 
     def __init__(self, inputs: Inputs) -> None:
         super().__init__(inputs)
@@ -62,6 +62,7 @@ class Traced(Selective):
         self.alive: list[torch.Tensor] | None = [] if self.region.memory.differentiates else None
         self.start = _torch.next_node()
         self.ends: Ends | None = None
+        self.again = False  # whether what was kept went to an earlier recomputation
         self.tell = watcher(inputs.hooks)
         self.part: set[int] | None = None  # the packed values that the recomputation makes, None for all
         self.record: _trace.Record | None = None
@@ -173,6 +174,7 @@ class Traced(Selective):
             for tensor in _trace.held_tensors(node.kept):
                 _observe.report(_observe.Kept("policy", tensor, name, at, node.op, node.name))
         for i, held in self.direct.items():
+            assert held is not None
             made = self.packed[i].made
             node = None if made is None else nodes[nodes[made].root]
             # What the recomputation does not read is no longer the node's, and held here alone.
@@ -266,10 +268,15 @@ class Traced(Selective):
         trace, inputs = self.trace, self.inputs
         if trace.generators:
             contexts.append(trace.generators_rewound())
-        if self.settled and not trace.loose:
+        if self.again:
+            self.check_readable()
+        elif self.settled and not trace.loose:
             check = self.region.determinism_check != "none"
             part, digest = self._part(), self.region.digest
-            replay = _trace.Replay(trace, early_stop=True, check=check, digest=digest, part=part)
+            spend = self.part is None and self.ends is None and self.spends()
+            if spend:
+                self.spent = self.again = True
+            replay = _trace.Replay(trace, early_stop=True, check=check, digest=digest, part=part, spend=spend)
             if inputs.ambient.casts:
                 replay.uncached = inputs.uncached(_tree.split(_tree.flatten((args, kwargs))[0])[0])
             contexts.append(replay)

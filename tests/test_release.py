@@ -1,0 +1,113 @@
+"""What a region keeps goes as the backward reads it, like autograd's own saved values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from remat import RematError, remat, save_everything, save_matmuls
+from tests.helpers import LiveBytes, rand
+
+
+class Peak(LiveBytes):
+    peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self.peak = max(self.peak, self.bytes)
+        return out
+
+
+def network(x: Tensor, up: Tensor, down: Tensor, bias: Tensor) -> Tensor:
+    for _ in range(2):
+        h = F.gelu(F.linear(F.layer_norm(x, x.shape[-1:]), up))
+        x = x + F.linear(h, down, bias)
+    return x
+
+
+def arguments() -> tuple[Tensor, ...]:
+    shapes = [(64, 16), (64, 16), (16, 64), (16,)]
+    return tuple([rand(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)])
+
+
+def peak(wrapped: Callable[..., Tensor], calls: int) -> int:
+    x, up, down, bias = arguments()
+    for _ in range(calls):
+        with Peak() as live:
+            wrapped(x.cos(), up, down, bias).square().sum().backward()
+    return live.peak
+
+
+@pytest.mark.parametrize("calls", [1, 3], ids=["traced", "followed"])
+def test_one_region_peaks_no_higher_than_no_remat(calls: int) -> None:
+    assert peak(remat(network, policy=save_matmuls), calls) <= peak(network, calls)
+
+
+@pytest.mark.parametrize("policy", [save_matmuls, save_everything])
+def test_a_retained_graph_keeps_everything(policy: Any) -> None:
+    args = arguments()
+    out = remat(network, policy=policy)(*args).sin().sum()
+    first = torch.autograd.grad(out, args, retain_graph=True)
+    second = torch.autograd.grad(out, args)
+    torch.testing.assert_close(second, first, rtol=0, atol=0)
+
+
+def two_ways(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    return (x @ w).cos().sin() + (y @ w).cos().sin()
+
+
+def test_passes_that_keep_no_graph_through_different_nodes() -> None:
+    # The sum at the end saves nothing, so that each pass frees its own branch only.
+    found = []
+    for fn in (two_ways, remat(two_ways, policy=save_matmuls)):
+        for _ in range(2):
+            x, y, w = rand(3, 3).requires_grad_(), rand(3, 3, seed=1).requires_grad_(), rand(3, 3, seed=2)
+            out = fn(x, y, w.requires_grad_())
+            found.append([*torch.autograd.grad(out.sum(), x), *torch.autograd.grad(out.sum(), y)])
+    for got in found[1:]:
+        torch.testing.assert_close(got, found[0], rtol=0, atol=0)
+
+
+class ReadsTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        h = x @ w
+        ctx.save_for_backward(x, w, h)
+        return h.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        x, h = ctx.saved_tensors[0], ctx.saved_tensors[2]
+        inner = cotangents[0] * h.cos()
+        return inner @ ctx.saved_tensors[1].t(), x.t() @ inner
+
+
+def test_a_function_that_reads_what_it_saved_twice() -> None:
+    def fn(x: Tensor, w: Tensor, unread: Tensor) -> Tensor:
+        return ReadsTwice.apply(x.cos(), w) + unread  # type: ignore[return-value]
+
+    found = []
+    for wrapped in (fn, remat(fn, policy=save_matmuls)):
+        for _ in range(3):
+            args = [rand(3, 3, seed=i).requires_grad_() for i in range(3)]
+            found.append(torch.autograd.grad(wrapped(*args).square().sum(), args))
+    for got in found[1:]:
+        torch.testing.assert_close(got, found[0], rtol=0, atol=0)
+
+
+def test_values_that_cannot_be_had_again_are_an_error() -> None:
+    def fn(x: Tensor, y: Tensor, bias: Tensor) -> Tensor:
+        return torch.addmm(bias, x, x).cos().sin() + torch.addmm(bias, y, y).cos().sin()
+
+    x, y, bias = [rand(3, 3, seed=i).requires_grad_() for i in range(3)]
+    out = remat(fn, policy=save_matmuls)(x, y, bias)
+    torch.autograd.grad(out.sum(), x)
+    with torch.no_grad():
+        bias.add_(1)
+    with pytest.raises(RematError, match="retain_graph=True"):
+        torch.autograd.grad(out.sum(), y)
