@@ -203,7 +203,7 @@ def test_kinds():
 
 NOTE = """\
 note: region 'block' is the whole differentiated function: its recomputation brings back everything at once,
-      so the peak is 3.5 KiB against 3.0 KiB without remat. Wrap its parts, such as each block (as one of
+      so the peak is 3.0 KiB against 3.0 KiB without remat. Wrap its parts, such as each block (as one of
       several regions of something larger it helps)
 """.splitlines()
 
@@ -212,7 +212,7 @@ def test_text():
     first = block.__code__.co_firstlineno + 1
     assert str(explain(remat(block, policy=[aten.tanh.default]), X, W1, W2)).splitlines() == [
         "block keeps 2.8 KiB of 3.0 KiB without remat (92%) for its backward",
-        "peak of what its ops make: 3.5 KiB, 3.0 KiB without remat",
+        "peak of what its ops make: 3.0 KiB, 3.0 KiB without remat",
         "FLOPs: 2.05 K forward, 1.02 K recomputed (+17%), 4.1 K backward",
         "",
         "kept: 2.8 KiB",

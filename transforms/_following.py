@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms import _ops, _torch, _trace
+from remat.transforms import _blanks, _ops, _torch, _trace
 from remat.transforms._errors import RematError
 from remat.transforms._frame import Selective
 from remat.transforms._held import Held
@@ -117,7 +117,7 @@ class Follow(_torch.DispatchMode):
                 for tensor in _trace.tensors_in(out):
                     self.owners[_trace.storage(tensor)] = at
             expected = self.outs[at]
-            if type(expected) is _trace.Meta:
+            if type(expected) is _blanks.Meta:
                 if out.shape != expected[0] or out.dtype != expected[2]:
                     self.lost = True
                 elif self.actions[at] == KEPT:
@@ -140,6 +140,7 @@ class Retrace(_torch.DispatchMode):
         super().__init__()
         self.kept, self.differs, self.check, self.spend = kept, differs, check, spend
         self.ops, self.outs, self.actions, self.end = plan.ops, plan.outs, plan.actions, plan.end
+        self.blanks = _blanks.Shared()
         self.at = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -152,7 +153,7 @@ class Retrace(_torch.DispatchMode):
                 detach = torch.Tensor.detach
                 return detach(kept) if isinstance(kept, torch.Tensor) else _trace.map_tensors(detach, kept)
             if action != RUN:
-                return _trace.placeholders(self.outs[at])
+                return _trace.quiet(self.blanks, self.outs[at])
             out = func(*args, **kwargs) if kwargs else func(*args)
             if self.check:
                 self._check(at, func, out)
@@ -167,11 +168,11 @@ class Retrace(_torch.DispatchMode):
 
     def _check(self, at: int, func: Any, out: Any) -> None:
         expected = self.outs[at]
-        if type(expected) is _trace.Meta:
+        if type(expected) is _blanks.Meta:
             if out.shape == expected[0] and out.dtype is expected[2] and out.device == expected[3]:
                 return
-        elif _trace.alike(_trace.metadata(out), expected):
+        elif _blanks.alike(_blanks.metadata(out), expected):
             return
         raise RematError(
-            self.differs(f"at op {at}, {func} made {expected} in the forward and now {_trace.metadata(out)}")
+            self.differs(f"at op {at}, {func} made {expected} in the forward and now {_blanks.metadata(out)}")
         )

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from remat.transforms import _trace
+from remat.transforms import _blanks, _trace
 from remat.transforms._errors import RematError
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -65,14 +65,14 @@ class Absent:
     __slots__ = ("leaf", "meta", "requires_grad", "spare", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.meta = _trace.metadata(tensor)
+        self.meta = _blanks.metadata(tensor)
         self.requires_grad, self.leaf = tensor.requires_grad, tensor.is_leaf
         # The graph itself holds on to leaves, to add up their gradients: then so may we.
         self.spare = tensor.detach() if self.leaf and self.requires_grad else None
         self.version = tensor._version if self.spare is not None else 0
 
     def get(self, owner: Owner, at: int | None = None) -> torch.Tensor:
-        return _trace.hollow(self.meta) if self.spare is None else self.spare.detach()
+        return _blanks.hollow(self.meta) if self.spare is None else self.spare.detach()
 
     @property
     def readable(self) -> bool:

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd import forward_ad
 
-from remat.transforms import _observe, _torch, _torch_compiler, _trace, _tree
+from remat.transforms import _blanks, _observe, _torch, _torch_compiler, _trace, _tree
 from remat.transforms._ends import Ends
 from remat.transforms._errors import RematError
 from remat.transforms._region import Region, recomputing
@@ -390,7 +390,7 @@ def _hollow(tensor: torch.Tensor) -> torch.Tensor:
             return _torch.add_batch_dim(_hollow(inner), dim, level)
         return _torch.wrap_for_grad(_hollow(_torch.unwrap_once(tensor)), level)
     # A factory's result is wrapped by the level at hand.
-    empty = _torch.unwrapped(_trace.quiet(_trace.hollow, _trace.metadata(tensor)))
+    empty = _torch.unwrapped(_trace.quiet(_blanks.hollow, _blanks.metadata(tensor)))
     empty.untyped_storage().resize_(0)
     return empty
 

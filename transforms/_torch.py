@@ -272,6 +272,18 @@ def storage_key(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage()._cdata
 
 
+_INFRASTRUCTURE = (
+    torch._C._TorchDispatchModeKey.FAKE,
+    torch._C._TorchDispatchModeKey.PROXY,
+    torch._C._TorchDispatchModeKey.FUNCTIONAL,
+)
+
+
+def memory_is_real() -> bool:
+    """Whether new tensors have memory: not while something is traced or tried without data (2.11 to 2.15)."""
+    return all([torch._C._get_dispatch_mode(kind) is None for kind in _INFRASTRUCTURE])
+
+
 def is_strided(value: Any) -> bool:
     """Whether `value` is a tensor with one block of memory behind it."""
     return isinstance(value, torch.Tensor) and value.layout is torch.strided

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms import _ops, _paths, _torch
+from remat.transforms import _blanks, _ops, _paths, _torch
 from remat.transforms._errors import RematError
 
 RECOMPUTE, OFFLOAD, SAVE = 0, 1, 2
@@ -240,7 +240,7 @@ class Trace:
             return True
         for i, runs in live.items():
             node = self.nodes[i]
-            if _ops.traits(node.op).uninitialized and i not in self.written and _numel(node.outs):
+            if _ops.traits(node.op).uninitialized and i not in self.written and _blanks.numel(node.outs):
                 return True
             if runs and any(self._made_unseen(key) for key in node.external):
                 return True
@@ -519,7 +519,7 @@ class Record(Mode):
         elif facts.writes:
             node.root = self._note_writes(at, facts, args, kwargs)
         node.draws = facts.random and _ops.draws(func, args, kwargs)
-        node.outs = metadata(out)
+        node.outs = _blanks.metadata(out)
         nodes.append(node)
         for tensor in tensors_in(out):
             self._made.set(tensor, at)
@@ -547,7 +547,7 @@ class Record(Mode):
         at = node.root
         if at == _OUTSIDE or at in self._writers or self.trace.nodes[at] is node or value.storage_offset():
             return None
-        outs = [m for m in _metas(self.trace.nodes[at].outs) if m[0].numel() == value.numel()]
+        outs = [m for m in _blanks.metas(self.trace.nodes[at].outs) if m[0].numel() == value.numel()]
         return at if any(m[2] is value.dtype for m in outs) else None
 
     def judge_again(self, at: int, verdict: int, value: torch.Tensor) -> None:
@@ -559,7 +559,7 @@ class Record(Mode):
         self._kept_roots.discard(at)
         # Autograd may have packed it in the meantime, as something that is kept anyway.
         self.taken_back.add(at)
-        if verdict != RECOMPUTE and isinstance(node.outs, Meta):
+        if verdict != RECOMPUTE and isinstance(node.outs, _blanks.Meta):
             shape, stride = node.outs[:2]
             same = value.shape == shape and value.stride() == stride
             self.judge(node, verdict, value if same else quiet(torch.as_strided, value, shape, stride, 0))
@@ -749,6 +749,8 @@ class Replay(Mode):
         self.check = check
         self.digest = digest
         self.position_ = 0
+        # Outside of a frame the nodes that are made of this run are for real, and storages tell them apart.
+        self.blanks = _blanks.Shared() if early_stop else _blanks.Separate()
         self._scratch = {key: quiet(torch.clone, t) for key, t in trace.snapshots.items()}
 
     @property
@@ -793,7 +795,7 @@ class Replay(Mode):
             return func(*args, **kwargs)
         if facts.inplace:
             return next(iter(targets(facts, args, kwargs)))
-        return placeholders(node.outs)
+        return quiet(self.blanks, node.outs)
 
     def _pass_by(self) -> None:
         nodes = self.trace.nodes
@@ -813,9 +815,11 @@ class Replay(Mode):
 
     def _run(self, at: int, node: Node, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
-        if self.check and not alike(metadata(out), node.outs):
+        if self.check and not _blanks.alike(_blanks.metadata(out), node.outs):
             raise RematError(
-                self._differs(at, f"{func} made {node.outs} in the forward and now makes {metadata(out)}")
+                self._differs(
+                    at, f"{func} made {node.outs} in the forward and now makes {_blanks.metadata(out)}"
+                )
             )
         if node.digest is not None and quiet(self.digest, out) != node.digest:
             raise RematError(self._differs(at, f"{func} gave other numbers than in the forward, bit for bit"))
@@ -871,62 +875,6 @@ def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)([map_tensors(function, v) for v in value])
     return value
-
-
-class Meta(tuple):
-    """(shape, stride, dtype, device) of a tensor; a class of its own, so that no value looks like one."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return f"{str(self[2]).removeprefix('torch.')}{list(self[0])}"
-
-
-def metadata(out: Any) -> Any:
-    if isinstance(out, torch.Tensor):
-        stride = out.stride() if out.layout is torch.strided else None
-        return Meta((out.shape, stride, out.dtype, out.device))
-    if isinstance(out, (tuple, list)):
-        return type(out)([metadata(v) for v in out])
-    return out
-
-
-def alike(new: Any, old: Any) -> bool:
-    """Whether shapes, dtypes, devices (not strides) and plain values are the same."""
-    if isinstance(new, Meta) and isinstance(old, Meta):
-        return new[0] == old[0] and new[2:] == old[2:]
-    if isinstance(new, (tuple, list)) and isinstance(old, (tuple, list)):
-        return len(new) == len(old) and all(map(alike, new, old))
-    return bool(new == old) or new != new
-
-
-def _metas(outs: Any) -> list[Meta]:
-    if isinstance(outs, Meta):
-        return [outs]
-    return [m for m in outs if isinstance(m, Meta)] if isinstance(outs, (tuple, list)) else []
-
-
-def _numel(outs: Any) -> int:
-    return outs[0].numel() if isinstance(outs, Meta) else 1
-
-
-def hollow(meta: Any) -> torch.Tensor:
-    """A tensor of this metadata whose numbers nobody reads.
-
-    Its memory is real: user code may still look at it in ways torch does not see, which must not crash. Nor
-    must a derivative that comes to nothing in the end, if these are indices for it: they are zeros.
-    """
-    shape, stride, dtype, device = meta
-    tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-    return tensor if dtype.is_floating_point or dtype.is_complex else tensor.zero_()
-
-
-def placeholders(outs: Any) -> Any:
-    if isinstance(outs, Meta):
-        return quiet(hollow, outs)
-    if isinstance(outs, (tuple, list)):
-        return type(outs)([placeholders(v) for v in outs])
-    return outs
 
 
 def _hand_out(node: Node) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms import _ops, _seeded, _torch_compiler, _trace
+from remat.transforms import _blanks, _ops, _seeded, _torch_compiler, _trace
 from remat.transforms._errors import RematError
 from remat.transforms._fence import fence
 from remat.transforms._origins import Origins
@@ -119,7 +119,7 @@ class GraphRecord(_trace.Record):
     def _note(self, at: int, func: Any, facts: _ops.Traits, args: Any, kwargs: Any, out: Any) -> None:
         node = _trace.Node()
         node.op, node.name, node.kept, node.verdict, node.root = func, None, None, _trace.RECOMPUTE, at
-        node.outs = _trace.metadata(out)
+        node.outs = _blanks.metadata(out)
         if facts.view and (root := self._root(args)) >= 0:
             node.root = root
         self.trace.nodes.append(node)
