@@ -92,11 +92,11 @@ class Follow(_torch.DispatchMode):
     def __init__(self, plan: Plan) -> None:
         super().__init__()
         self.ops, self.outs, self.actions = plan.ops, plan.outs, plan.actions
-        self.roots, self.makers = plan.roots, plan.makers
+        self.saved, self.makers = plan.saved, plan.makers
         self.count = len(plan.ops)
         self.at = 0
         self.kept: dict[int, Any] = {}
-        self.owners: dict[int, int] = {}  # storage -> the op that made it last
+        self.owners: dict[int, int] = {}  # storage -> the op that made it, of those whose results are saved
         self.lost = False
 
     def saves(self, at: int, tensor: torch.Tensor) -> None:
@@ -113,8 +113,8 @@ class Follow(_torch.DispatchMode):
         at = self.at
         if at < self.count and self.ops[at] is func:
             self.at = at + 1
-            if self.roots[at] == at:
-                for tensor in _trace.tensors_in(out):
+            if at in self.saved:
+                for tensor in (out,) if isinstance(out, torch.Tensor) else _trace.tensors_in(out):
                     self.owners[_trace.storage(tensor)] = at
             expected = self.outs[at]
             if type(expected) is _blanks.Meta:

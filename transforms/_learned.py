@@ -31,9 +31,8 @@ class Plan:
         read: which of those the recomputation reads although autograd does not check them.
         ops, outs, actions: for every op what it is, the metadata of its results, and RUN, KEPT or SKIP.
         end: how many ops have passed once all that is wanted has been seen.
-        roots: for every op the one that made the memory of its results: itself, if it is no view.
         makers: for every value that autograd saves the op that made its memory, None for one from outside;
-            `direct` are those that stay as they are.
+            `saved` are all these ops, `direct` the values that stay as they are.
         absent: the argument tensors that nothing in the backward reads.
     """
 
@@ -44,8 +43,8 @@ class Plan:
     outs: list[Any]
     actions: list[int]
     end: int
-    roots: list[int]
     makers: list[int | None]
+    saved: frozenset[int]
     direct: frozenset[int]
     absent: frozenset[int]
 

@@ -203,6 +203,7 @@ class Traced(Selective):
         if read is None:
             return None
         nodes = [] if plain else trace.nodes
+        makers = [None if p.made is None else trace.nodes[p.made].root for p in self.packed]
         return _learned.Plan(
             plain=plain,
             near=len(inputs.bindings.near),
@@ -211,8 +212,8 @@ class Traced(Selective):
             outs=[n.outs for n in nodes],
             actions=[n.action for n in nodes],
             end=trace.end,
-            makers=[None if p.made is None else trace.nodes[p.made].root for p in self.packed],
-            roots=[] if plain else [n.root for n in nodes],
+            makers=makers,
+            saved=frozenset(at for at in makers if at is not None),
             direct=frozenset(self.direct),
             absent=frozenset(i for i, held in enumerate(inputs.held) if isinstance(held, Absent)),
         )
