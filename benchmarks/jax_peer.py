@@ -55,7 +55,7 @@ class JaxStep:
         }.get(mode, (jax.grad(loss), ()))
         operands = (self.params, self.batch, *((self.rate,) if mode == "step" else ()))
         self.run = jax.jit(step, donate_argnums=donated).lower(*operands).compile()
-        memory = self.run.memory_analysis()
+        memory: Any = self.run.memory_analysis()
         self.peak = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
 
     def __call__(self) -> Any:

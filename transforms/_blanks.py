@@ -80,10 +80,12 @@ class Shared(Separate):
 
     def one(self, meta: Meta) -> torch.Tensor:
         shape, stride, dtype, device = meta
+        if stride is None:
+            return hollow(meta)
         kind, size = (device, _is_inexact(dtype)), _bytes(meta)
         memory = self.memory.get(kind)
         if memory is None or memory.nbytes() < size:
-            if stride is None or device.type == "meta" or not _torch.memory_is_real():
+            if device.type == "meta" or not _torch.memory_is_real():
                 return hollow(meta)
             # Zeros, if they may be taken for indices.
             make = torch.empty if kind[1] else torch.zeros
