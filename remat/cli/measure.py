@@ -86,7 +86,16 @@ def _trace_cuda(step: Callable[[Mark], T]) -> Memory[T]:
 
 
 # Ops that move no number: counting them would call a step's bookkeeping a recomputation.
-BOOKKEEPING = {"detach", "alias", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+BOOKKEEPING = {
+    "detach",
+    "alias",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "set_",
+}
 
 
 aten = torch.ops.aten
