@@ -94,8 +94,8 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Stack:
-    """Blocks one after another on [..., seq, width]; the loss is the mean square of what comes out."""
+class Transformer:
+    """The sizes that every transformer here has; `depth` counts its blocks."""
 
     name: str
     depth: int
@@ -103,6 +103,11 @@ class Stack:
     heads: int
     seq: int
     batch: int
+
+
+@dataclass(frozen=True)
+class Stack(Transformer):
+    """Blocks one after another on [..., seq, width]; the loss is the mean square of what comes out."""
 
     def shapes(self) -> Shapes:
         """Of one block's parameters: a shape, and a standard deviation or None for ones."""
@@ -312,15 +317,8 @@ def residual(p: Params, x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class HuggingFace:
+class HuggingFace(Transformer):
     """A causal language model of transformers by the name of its config, with random weights."""
-
-    name: str
-    depth: int
-    width: int
-    heads: int
-    seq: int
-    batch: int
 
     def problem(self, device: torch.device, dtype: torch.dtype, seed: int, stacked: bool = False) -> Problem:
         from remat.cli.hf import Loss as ModuleLoss

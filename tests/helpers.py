@@ -233,6 +233,15 @@ class LiveBytes(TorchDispatchMode):
         return sum(size for ref, size in self.made if not ref.expired())
 
 
+def loop(body: Callable[..., Any], carry: Any, xs: Tensor, reverse: bool = False) -> Any:
+    """What `scan_remat` computes, step by step."""
+    ys = []
+    for x in xs.flip(0) if reverse else xs:
+        carry, y = body(carry, x)
+        ys.append(y)
+    return carry, torch.stack(ys[::-1] if reverse else ys)
+
+
 def rand(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
     """Numbers that depend on the shape and the seed alone, never on the global generator."""
     generator = torch.Generator().manual_seed(seed + 7 * sum(shape))

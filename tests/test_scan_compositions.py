@@ -14,6 +14,7 @@ from remat.policies import save_matmuls, save_names
 from remat.scan import scan_remat
 from remat.schedules import Multilevel
 from remat.transforms._errors import RematError
+from tests.helpers import loop
 
 W = torch.randn(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 H, XS = (
@@ -50,14 +51,6 @@ def value(scan: Any, body: Any = step) -> Any:
     return f
 
 
-def unrolled(body, h, xs):
-    ys = []
-    for x in xs:
-        h, y = body(h, x)
-        ys.append(y)
-    return h, torch.stack(ys)
-
-
 def scanned(**options: Any) -> Any:
     return lambda body, h, xs: scan_remat(body, h, xs, **options)
 
@@ -79,14 +72,14 @@ FORMS: dict[str, Any] = {
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_under_transforms(form, transform):
     apply = TRANSFORMS[transform]
-    torch.testing.assert_close(apply(FORMS[form]), apply(value(unrolled)))
+    torch.testing.assert_close(apply(FORMS[form]), apply(value(loop)))
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_under_plain_autograd(form):
     h = H.clone().requires_grad_()
     ours = torch.autograd.grad(FORMS[form](h), h, create_graph=True)[0]
-    expected = torch.autograd.grad(value(unrolled)(h), h, create_graph=True)[0]
+    expected = torch.autograd.grad(value(loop)(h), h, create_graph=True)[0]
     torch.testing.assert_close(ours, expected)
     ours, expected = (torch.autograd.grad(g.pow(2).sum(), h)[0] for g in (ours, expected))
     torch.testing.assert_close(ours, expected)
@@ -105,7 +98,7 @@ def test_three_scans_in_each_other():
 
     for transform in ("grad", "vmap grad", "jvp"):
         apply = TRANSFORMS[transform]
-        torch.testing.assert_close(apply(outermost(scanned(checkpoints=2))), apply(outermost(unrolled)))
+        torch.testing.assert_close(apply(outermost(scanned(checkpoints=2))), apply(outermost(loop)))
 
 
 @pytest.mark.parametrize("transform", ["grad", "vmap grad", "jvp", "hessian"])
@@ -121,10 +114,10 @@ def test_a_loop_inside_a_scan_and_a_scan_inside_a_loop(transform):
         return h, h
 
     apply = TRANSFORMS[transform]
-    expected = apply(value(unrolled, three))
+    expected = apply(value(loop, three))
     torch.testing.assert_close(apply(value(scanned(checkpoints=2), halve)), expected)
 
-    def loop(h):
+    def nested(h):
         end = while_remat(
             lambda c: c[0] < 2,
             lambda c: (c[0] + 1, scan_remat(step, c[1], XS, checkpoints=2)[0]),
@@ -134,9 +127,9 @@ def test_a_loop_inside_a_scan_and_a_scan_inside_a_loop(transform):
         return end[1].pow(2).sum()
 
     def twice(h):
-        return unrolled(step, unrolled(step, h, XS)[0], XS)[0].pow(2).sum()
+        return loop(step, loop(step, h, XS)[0], XS)[0].pow(2).sum()
 
-    torch.testing.assert_close(apply(loop), apply(twice))
+    torch.testing.assert_close(apply(nested), apply(twice))
 
 
 @pytest.mark.parametrize("checkpoints", ["all", "sqrt", 2])
@@ -180,7 +173,7 @@ def test_a_carry_of_mixed_dtypes_and_complex_numbers():
     for transform in ("grad", "jvp", "vmap grad"):
         apply = TRANSFORMS[transform]
         found = apply(lambda h: f(scanned(checkpoints=2), h))
-        torch.testing.assert_close(found, apply(lambda h: f(unrolled, h)))
+        torch.testing.assert_close(found, apply(lambda h: f(loop, h)))
 
 
 def test_a_region_of_two_arguments_one_with_a_tangent_and_one_differentiated():
@@ -208,7 +201,7 @@ def test_ys_that_nobody_reads():
         return scan(step, h, XS)[0].sum()
 
     found = grad(lambda h: f(remat(scanned(checkpoints=2)), h))(H)
-    torch.testing.assert_close(found, grad(lambda h: f(unrolled, h))(H))
+    torch.testing.assert_close(found, grad(lambda h: f(loop, h))(H))
 
 
 # -- bad input ---------------------------------------------------------------------------------------------
@@ -251,7 +244,7 @@ def test_an_exception_in_the_forward_says_the_step(under):
         calls[under]()
     assert any("in step 2 of" in note for note in caught.value.__notes__)
     # A failure leaves no trace: the next call works.
-    torch.testing.assert_close(grad(value(scanned()))(H), grad(value(unrolled))(H))
+    torch.testing.assert_close(grad(value(scanned()))(H), grad(value(loop))(H))
 
 
 @pytest.mark.parametrize("times, step", [(5, 3), (6, 1), (7, 2), (8, 1), (9, 0)])
@@ -354,5 +347,5 @@ def test_a_container_in_the_carry_may_be_written():
     assert start["h"] is H and not torch.equal(end["h"], H)
     torch.testing.assert_close(
         grad(lambda h: scan_remat(body, {"h": h}, XS, checkpoints=1)[0]["h"].sum())(H),
-        grad(lambda h: unrolled(lambda h, x: (torch.tanh(h + x), h), h, XS)[0].sum())(H),
+        grad(lambda h: loop(lambda h, x: (torch.tanh(h + x), h), h, XS)[0].sum())(H),
     )

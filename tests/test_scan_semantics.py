@@ -23,6 +23,7 @@ from remat.policies import save_matmuls
 from remat.scan import scan_remat
 from remat.schedules import Online, Revolve, Segmented, Sqrt, advances
 from remat.transforms._errors import RematError
+from tests.helpers import loop
 
 
 class Counted:
@@ -201,13 +202,6 @@ def test_random_numbers_under_functorch(order, randomness):
             return torch.tanh(h * torch.rand(4) + x), h
 
         return sum((o**2).sum() for o in scan(body, h, torch.ones(5, 4)))
-
-    def loop(body, h, xs):
-        ys = []
-        for x in xs:
-            h, y = body(h, x)
-            ys.append(y)
-        return h, torch.stack(ys)
 
     def run(scan):
         torch.manual_seed(3)

@@ -12,17 +12,10 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 from remat.policies import save_everything, save_matmuls, save_nothing
 from remat.scan import scan_remat
 from remat.schedules import Multilevel, Revolve, Segmented
+from tests.helpers import loop
 
 SCHEDULES = ["all", "sqrt", 1, 2, 3, 50, Segmented(2), Segmented(3, Revolve(2)), Multilevel(device=1, host=1)]
 N, D = 7, 3
-
-
-def loop(body: Callable[..., Any], carry: Any, xs: torch.Tensor, reverse: bool = False) -> Any:
-    ys = []
-    for x in xs.flip(0) if reverse else xs:
-        carry, y = body(carry, x)
-        ys.append(y)
-    return carry, torch.stack(ys[::-1] if reverse else ys)
 
 
 def with_schedule(checkpoints: Any, **options: Any) -> Callable[..., Any]:

@@ -24,7 +24,7 @@ from remat.transforms._errors import RematError
 from remat.transforms._held import Held, Packer, belongs_to_region
 from remat.transforms._inputs import Inputs
 from remat.transforms._learned import Plan
-from remat.transforms._region import labelled, running_again
+from remat.transforms._region import recomputing
 
 Meta = tuple[torch.Size, torch.dtype, torch.device, int]
 
@@ -70,10 +70,6 @@ class Frame(Packer):
         """Whether the recomputation under way has seen all it was started for."""
         return False
 
-    def note_early(self) -> None:
-        """Note that the function, still running, goes backward itself: through what it has packed so far."""
-        self.early = self.region.memory.differentiates = True
-
     def pack(self, tensor: torch.Tensor) -> int:
         metas = self.metas
         metas.append((tensor.shape, tensor.dtype, tensor.device, tensor._version))
@@ -89,6 +85,9 @@ class Frame(Packer):
     def _recompute(self, task: int) -> None:
         self.forget()
         self.task = task
+        if not self.settled:
+            # The function, still running, goes backward itself: through what it has packed so far.
+            self.early = self.region.memory.differentiates = True
         inputs = self.inputs
         args, kwargs = inputs.rebuild()
         self.check_unwritten()
@@ -117,17 +116,10 @@ class Frame(Packer):
         graded = torch.is_grad_enabled()
         _torch.set_grad_enabled(True)
         _torch.push_hooks(self.repack, _identity)
-        name = self.region.name
-        names = running_again()
-        names.append(name)
         try:
-            if _torch.profiling():
-                with labelled("recompute", name):
-                    self.region.run(args, kwargs)
-            else:
+            with recomputing(self.region.name):
                 self.region.run(args, kwargs)
         finally:
-            names.pop()
             _torch.pop_hooks()
             _torch.set_grad_enabled(graded)
 
@@ -196,8 +188,6 @@ class Plain(Frame):
 
     def _get_again(self, at: int) -> torch.Tensor:
         task = _torch.graph_task()
-        if not self.settled:
-            self.note_early()
         self.recompute(task)
         self._check_all()
         if at >= len(self.fresh):
@@ -266,11 +256,7 @@ class Selective(Frame):
             del self.direct[at]
         task = _torch.graph_task()
         if task != self.task or at not in self.values:
-            if self.settled:
-                self.fill(at, task)
-            else:
-                self.note_early()
-                self.recompute(task)
+            self.fill(at, task)
             if at not in self.values:
                 raise self.too_few()
         value = self.values.pop(at)

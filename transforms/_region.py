@@ -124,11 +124,6 @@ def labelled(phase: str, name: str) -> AbstractContextManager[Any]:
     return record_function(f"remat::{phase} {name}") if _torch.profiling() else _NOTHING
 
 
-def running_again() -> list[str]:
-    """The regions that this thread is running again, outermost first; a list to push to and pop from."""
-    return _local.names
-
-
 def recomputed_region() -> str | None:
     """The name of the region that this thread is running again, None if it is running none."""
     names = _local.names

@@ -37,9 +37,8 @@ class Ambient:
         self.switches = [read() for read in _READERS]
         self.device = _torch.default_device_in_context()
         self.autocast = tuple([(d, _autocast_dtype(d)) for d in device_types])
-        self.casts = False  # whether autocast was on for any of the devices
-        for _, dtype in self.autocast:
-            self.casts = self.casts or dtype is not None
+        # Whether autocast was on for any of the devices.
+        self.casts = any([dtype is not None for _, dtype in self.autocast])
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
