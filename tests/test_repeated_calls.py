@@ -1,5 +1,6 @@
 """A region's second and third call: what the first taught saves time and changes nothing else."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -48,9 +49,9 @@ def frames(monkeypatch):
 
 
 def _noting(seen, kind, made):
-    def init(self, *args):
+    def init(self, *args, **kwargs):
         seen.append(kind)
-        made.__init__(self, *args)
+        made.__init__(self, *args, **kwargs)
 
     return init
 
@@ -189,3 +190,109 @@ def test_what_is_saved_is_compared_not_the_ops_alone(policy):
     for first in (True, True, False, True, False, False):
         f = lambda x, first=first: Chooses.apply(x * 2, first)  # noqa: E731
         torch.testing.assert_close(gradient(remat(lambda x, f=f: f(x), policy=policy)), gradient(f))
+
+
+def _by_turns(make, turns, *args):
+    """Gradients of `remat(make(turn))` for each turn, where all turns share one code, against no remat."""
+    for turn in turns:
+        leaves = leaves_of(args)
+        fn = make(turn)
+        same(gradients(remat(fn, policy=save_matmuls)(*leaves), leaves), gradients(fn(*leaves), leaves))
+
+
+def test_another_constant_in_the_same_op():
+    _by_turns(
+        lambda c: lambda x, w: ((x @ w) * c).exp().sin(),
+        (2.0, 2.0, 3.0, 2.0, 3.0, 3.0),
+        rand(3, 3),
+        rand(3, 3),
+    )
+
+
+def test_a_constant_of_another_type():
+    """In integers the product wraps around."""
+    args = torch.arange(1, 4, dtype=torch.int32), rand(3).requires_grad_()
+    for one in (1, 1, 1.0, 1.0):
+        fn = lambda i, x, one=one: ((i * (2**30 * one) * (4 * one)) * 2.0**-32 * x).sin().exp()  # noqa: E731
+        region = remat(lambda i, x, fn=fn: fn(i, x), policy=save_matmuls)
+        same(gradients(region(*args), [args[1]]), gradients(fn(*args), [args[1]]))
+
+
+@pytest.mark.parametrize("look", [lambda t: t, lambda t: t.view(9), lambda t: t.T, lambda t: t.chunk(3)[1]])
+def test_another_value_in_the_same_op(look):
+    """The same ops, called with other results: also where the expected one's memory was reused meanwhile."""
+
+    def make(first):
+        def fn(x, w):
+            a = (x @ w).sin()
+            b, _ = look(a.cos()), look(a.sin())
+            a = None if first else a
+            c = look(b.reshape(-1)[:3].exp().repeat(3, 3)[:3, :3].contiguous())
+            return ((b if first else c) * 2).exp().sum()
+
+        return fn
+
+    _by_turns(make, (True, True, False, False, False, True, True), rand(3, 3), rand(3, 3, seed=1))
+
+
+def test_a_value_made_out_of_sight():
+    """It may be the very object, by its address, of a result that is gone."""
+    ones = np.ones((3, 3))
+
+    def make(first):
+        def fn(x, w):
+            a = (x @ w).sin()
+            with torch.no_grad():
+                b = a.cos()
+            if not first:
+                del b
+                b = torch.from_numpy(ones)
+            return (a * b).exp()
+
+        return fn
+
+    _by_turns(make, (True, True, False, True, False), rand(3, 3), rand(3, 3, seed=1))
+
+
+def test_another_argument_in_the_same_op():
+    _by_turns(
+        lambda first: lambda x, y, w: ((x if first else y) @ w).exp().sin(),
+        (True, True, False, False, True),
+        rand(3, 3),
+        rand(3, 3, seed=1),
+        rand(3, 3, seed=2),
+    )
+
+
+def test_arguments_that_are_views_of_one_tensor():
+    """Where in it they lie is no part of a call's signature."""
+    fn = lambda q, k, w: ((q.T @ w).exp() * k.T.exp()).sin()  # noqa: E731
+    region, w = remat(fn, policy=save_matmuls), rand(3, 3)
+    for at in (0, 0, 3, 3, 6):
+        both = rand(12, 3).requires_grad_()
+        for f in (region, fn):
+            q, k = both[at : at + 3], both[9 - at : 12 - at]
+            out = gradients(f(q, k, w), [both])
+            expected = out if f is region else expected  # noqa: F821
+        same(expected, out)
+
+
+def test_later_calls_do_not_run_the_function_again():
+    """Known ops are run, whatever has become of the function's surroundings since."""
+    calls = []
+    scale = [2.0]
+
+    def fn(x, w):
+        calls.append(1)
+        return ((x @ w) * scale[0]).exp().sin()
+
+    region = remat(fn, policy=save_matmuls)
+    args = leaves_of((rand(3, 3), rand(3, 3, seed=1)))
+    for i, runs in enumerate((2, 1, 1)):
+        calls.clear()
+        scale[0] = 2.0
+        expected = gradients(((args[0] @ args[1]) * 2.0).exp().sin(), args)
+        out = region(*args)
+        scale[0] = 2.0 if i == 0 else 5.0
+        same(gradients(out, args), expected)
+        assert len(calls) == runs

@@ -104,16 +104,16 @@ def _run_frame(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     key = None if region.key is None or inputs.taps else inputs.signature()
     plan = None if key is None else _known(inputs, key)
     if plan is None:
-        frame = Traced(inputs)
+        frame = Traced(inputs, learns=key is not None and key not in region.memory.hopeless)
     else:
-        frame = Plain(inputs, plan) if plan.plain else Following(inputs, plan)
+        frame = Plain(inputs, plan) if plan.program is None else Following(inputs, plan)
     if _trace.enclosing() or _torch.profiling():
         with labelled("forward", region.name), _trace.inside():
             out = frame.forward(args, kwargs)
     else:
         out = frame.forward(args, kwargs)
-    if isinstance(frame, Traced) and key is not None and (lesson := frame.lesson()) is not None:
-        region.memory.remember(key, lesson)
+    if isinstance(frame, Traced) and key is not None:
+        region.memory.remember(key, frame.lesson(), final=frame.learns)
     elif isinstance(frame, Following) and frame.lost:
         region.memory.plans.pop(key, None)
     inputs.tensors = []
@@ -128,7 +128,7 @@ def _known(inputs: Inputs, key: Any) -> Plan | None:
     plan = inputs.region.memory.plans.get(key)
     if plan is None or plan.near != len(inputs.bindings.near) or may_keep_around():
         return None
-    return plan if plan.plain or (inputs.hooks is None and _trace.enclosing() is None) else None
+    return plan if plan.program is None or (inputs.hooks is None and _trace.enclosing() is None) else None
 
 
 def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

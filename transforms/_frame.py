@@ -12,8 +12,10 @@ are our own.
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 import weakref
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -27,6 +29,9 @@ from remat.transforms._learned import Plan
 from remat.transforms._region import recomputing
 
 Meta = tuple[torch.Size, torch.dtype, torch.device, int]
+# In C throughout: between the ops each step of Python costs several times what it does in a loop.
+_describe = operator.attrgetter("shape", "dtype", "device", "_version")
+_detach = torch.Tensor.detach
 
 
 class Frame(Packer):
@@ -72,7 +77,7 @@ class Frame(Packer):
 
     def pack(self, tensor: torch.Tensor) -> int:
         metas = self.metas
-        metas.append((tensor.shape, tensor.dtype, tensor.device, tensor._version))
+        metas.append(_describe(tensor))
         return len(metas) - 1
 
     def recompute(self, task: int) -> None:
@@ -91,8 +96,7 @@ class Frame(Packer):
         inputs = self.inputs
         args, kwargs = inputs.rebuild()
         self.check_unwritten()
-        if task != -1:
-            _passing.add(self, task)
+        note_pass(self, task)
         now = None if inputs.random is None else inputs.random.again()
         inner, self.inner = self.inner, 0
         try:
@@ -101,7 +105,7 @@ class Frame(Packer):
             contexts = inputs.contexts()
             self.add_modes(contexts, args, kwargs)
             if contexts:
-                with _entered(contexts):
+                with entered(contexts):
                     self._run_again(args, kwargs)
             else:
                 self._run_again(args, kwargs)
@@ -116,10 +120,11 @@ class Frame(Packer):
         graded = torch.is_grad_enabled()
         _torch.set_grad_enabled(True)
         _torch.push_hooks(self.repack, _identity)
+        end = recomputing(self.region.name)
         try:
-            with recomputing(self.region.name):
-                self.region.run(args, kwargs)
+            self.region.run(args, kwargs)
         finally:
+            end()
             _torch.pop_hooks()
             _torch.set_grad_enabled(graded)
 
@@ -168,8 +173,8 @@ class Plain(Frame):
         super().__init__(inputs)
         self.plan = plan
         self.versions = inputs.near_versions(plan.read)
-        self.fresh: list[torch.Tensor | None] = []  # recomputed, waiting for the backward to ask
-        self.seen: list[int] = []  # their versions when they were packed
+        self.fresh: list[Any] = []  # recomputed tensors, waiting for the backward to ask; None once it has
+        self.seen: list[Meta] = []  # what they were when they were packed
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _torch.push_hooks(self.pack, self.get)
@@ -201,7 +206,7 @@ class Plain(Frame):
     def repack(self, tensor: torch.Tensor) -> torch.Tensor | None:
         fresh = self.fresh
         fresh.append(tensor)
-        self.seen.append(tensor._version)
+        self.seen.append(_describe(tensor))
         if len(fresh) == len(self.metas) and not (self.inner and self.settled):
             raise _trace.Stop
         # Nobody goes backward through the graph that the recomputation builds, unless the function does. (The
@@ -209,18 +214,15 @@ class Plain(Frame):
         return tensor.detach() if self.early else None
 
     def _check_all(self) -> None:
-        """Compare what was packed with what the forward packed, and cut it loose from the graph it came in.
-
-        All at once: between the ops each step of Python costs several times as much.
-        """
+        """Compare what was packed with what the forward packed, and cut it loose from its graph."""
         fresh, metas, seen = self.fresh, self.metas, self.seen
         if len(fresh) > len(metas):
             raise self.too_many()
-        for at, tensor in enumerate(fresh):
-            assert tensor is not None
-            if (tensor.shape, tensor.dtype, tensor.device, seen[at]) != metas[at]:
-                self.check(at, tensor, seen[at])
-            fresh[at] = tensor.detach()
+        if seen != metas[: len(seen)]:
+            for at, (tensor, now, then) in enumerate(zip(fresh, seen, metas, strict=False)):
+                if now != then:
+                    self.check(at, tensor, now[3])
+        self.fresh = list(map(_detach, fresh))
 
     def forget(self) -> None:
         self.fresh, self.seen = [], []
@@ -332,6 +334,12 @@ class _Passing(threading.local):
 _passing = _Passing()
 
 
+def note_pass(frame: Frame, task: int) -> None:
+    """Note that `frame` recomputes values for the backward pass `task`, -1 outside of any."""
+    if task != -1:
+        _passing.add(frame, task)
+
+
 def _forget(frames: list[weakref.ref[Frame]]) -> None:
     for frame in frames:
         alive = frame()
@@ -340,7 +348,8 @@ def _forget(frames: list[weakref.ref[Frame]]) -> None:
 
 
 @contextlib.contextmanager
-def _entered(contexts: list[AbstractContextManager[Any]]) -> Any:
+def entered(contexts: list[AbstractContextManager[Any]]) -> Iterator[None]:
+    """Inside all these contexts, the last one innermost."""
     with contextlib.ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)

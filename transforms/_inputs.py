@@ -96,12 +96,15 @@ class Inputs:
             needed.append(self.swap.lenient())
         if self.bindings.changed():
             needed.append(self.bindings.restored())
-        if self.ambient.must_be_restored():
-            needed.append(self.ambient.restored())
+        needed.extend(self.ambient_contexts())
         if _torch.modules_watched():
             # They would add ops of their own to the replay: inputs are leaves there, not in the forward.
             needed.append(_torch.without_module_trackers())
         return needed
+
+    def ambient_contexts(self) -> list[AbstractContextManager[Any]]:
+        """What has to be put back for ops to do what they did."""
+        return [self.ambient.restored()] if self.ambient.must_be_restored() else []
 
     def uncached(self, tensors: list[torch.Tensor]) -> set[int] | None:
         """Ids of arguments whose casts autocast does not cache; None without autocast."""

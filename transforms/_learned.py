@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from remat.transforms import _ops, _trace
+from remat.transforms._program import Program
 from remat.transforms._trace import KEPT, Trace
 
 _MOST = 256
@@ -23,30 +24,20 @@ _memories: weakref.WeakKeyDictionary[Any, Memory] = weakref.WeakKeyDictionary()
 
 @dataclass(eq=False)
 class Plan:
-    """A settled trace without its values.
+    """What a trace teaches of the next call with the same signature.
 
     Attributes:
-        plain: whether running the function again as it is, up to the last value packed, is the least work.
         near: how many tensors the function had in its near reach (see `Bindings`).
         read: which of those the recomputation reads although autograd does not check them.
-        ops, outs, actions: for every op what it is, the metadata of its results, and RUN, KEPT or SKIP.
-        end: how many ops have passed once all that is wanted has been seen.
-        makers: for every value that autograd saves the op that made its memory, None for one from outside;
-            `saved` are all these ops, `direct` the values that stay as they are.
         absent: the argument tensors that nothing in the backward reads.
+        program: the forward expected and its recomputation; None where running the function again as it is,
+            up to the last value packed, is the least work.
     """
 
-    plain: bool
     near: int
     read: list[int]
-    ops: list[Any]
-    outs: list[Any]
-    actions: list[int]
-    end: int
-    makers: list[int | None]
-    saved: frozenset[int]
-    direct: frozenset[int]
     absent: frozenset[int]
+    program: Program | None
 
 
 class Memory:
@@ -55,19 +46,24 @@ class Memory:
     Attributes:
         plans: by the signatures of calls.
         uses_func: whether it was seen to use torch.func inside; then it cannot run under saved-tensor hooks.
+        hopeless: signatures of calls that teach nothing.
         differentiates: whether it was seen to call `torch.autograd.grad` or `backward` on values of its own.
     """
 
-    __slots__ = ("differentiates", "plans", "uses_func")
+    __slots__ = ("differentiates", "hopeless", "plans", "uses_func")
 
     def __init__(self) -> None:
         self.plans: dict[Hashable, Plan] = {}
+        self.hopeless: set[Hashable] = set()
         self.uses_func = False
         self.differentiates = False
 
-    def remember(self, key: Hashable, plan: Plan) -> None:
-        if len(self.plans) < _MOST:
+    def remember(self, key: Hashable, plan: Plan | None, final: bool) -> None:
+        """Note what a call with this signature taught; None: nothing, `final`: nor will another."""
+        if plan is not None and len(self.plans) < _MOST:
             self.plans[key] = plan
+        elif plan is None and final and len(self.hopeless) < _MOST:
+            self.hopeless.add(key)
 
 
 def memory_of(anchor: Any) -> Memory:
@@ -82,6 +78,7 @@ def forget_all() -> None:
     """Drop every plan: what policies say of ops has changed."""
     for memory in list(_memories.values()):
         memory.plans.clear()
+        memory.hopeless.clear()
 
 
 def reach(trace: Trace, near: Sequence[torch.Tensor | None], checked: set[int]) -> list[int] | None:

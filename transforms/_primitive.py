@@ -531,7 +531,7 @@ def _forward_done() -> None:
     if not getattr(_replays, "stack", None):
         return
     replay, again = _replays.stack[-1]
-    again.end()
+    again.close()
     if replay is not None:
         replay.forward_done()
 
@@ -540,13 +540,14 @@ def _forward_done() -> None:
 def replaying(replay: Any, region: str) -> Iterator[None]:
     """Hand out a forward's values (`replay` is a mode, or None) until the backward begins."""
     stack = _replays.__dict__.setdefault("stack", [])
-    again = recomputing(region)
-    stack.append((replay, again))
-    try:
-        with again, replay if replay is not None else contextlib.nullcontext():
-            yield
-    finally:
-        stack.pop()
+    with contextlib.ExitStack() as again:
+        again.callback(recomputing(region))
+        stack.append((replay, again))
+        try:
+            with replay if replay is not None else contextlib.nullcontext():
+                yield
+        finally:
+            stack.pop()
 
 
 def _batched_first(pull: Body, in_dims: tuple[int | None, ...], size: int, randomness: str) -> Body:

@@ -86,6 +86,8 @@ class Region:
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call the function as a part of a recording or of a recomputation."""
         before = _selecting.innermost
+        if self.selector is None and not before:
+            return self.function(*args, **kwargs)
         _selecting.innermost = self.selector is not None
         try:
             return self.function(*args, **kwargs)
@@ -96,27 +98,20 @@ class Region:
         return Record(trace, selector, inputs, self.digest)
 
 
-class recomputing:  # noqa: N801
-    """A context in which this thread runs the region `name` again; `end` closes it before its time."""
+def recomputing(name: str) -> Callable[[], Any]:
+    """Begin to run the region `name` again on this thread; call what comes back at the end."""
+    names = _local.names
+    names.append(name)
+    if not _torch.profiling():
+        return names.pop
+    label = labelled("recompute", name)
+    label.__enter__()
 
-    def __init__(self, name: str) -> None:
-        self.name, self.open = name, False
-        self.label = labelled("recompute", name)
+    def end() -> None:
+        label.__exit__(None, None, None)
+        names.pop()
 
-    def __enter__(self) -> recomputing:
-        _local.names.append(self.name)
-        self.label.__enter__()
-        self.open = True
-        return self
-
-    def end(self) -> None:
-        if self.open:
-            self.open = False
-            self.label.__exit__(None, None, None)
-            _local.names.pop()
-
-    def __exit__(self, *exc: Any) -> None:
-        self.end()
+    return end
 
 
 def labelled(phase: str, name: str) -> AbstractContextManager[Any]:

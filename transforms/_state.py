@@ -26,6 +26,8 @@ if torch.backends.cuda.is_built():
         (_torch.read_cudnn_sdp, torch.backends.cuda.enable_cudnn_sdp),
     )
 _READERS = tuple(read for read, _ in _SWITCHES)
+_ONLY_CPU = ("cpu",)
+_NO_AUTOCAST: tuple[tuple[str, torch.dtype | None], ...] = (("cpu", None),)
 
 
 class Ambient:
@@ -36,9 +38,12 @@ class Ambient:
     def __init__(self, device_types: Sequence[str]) -> None:
         self.switches = [read() for read in _READERS]
         self.device = _torch.default_device_in_context()
-        self.autocast = tuple([(d, _autocast_dtype(d)) for d in device_types])
-        # Whether autocast was on for any of the devices.
-        self.casts = any([dtype is not None for _, dtype in self.autocast])
+        # Whether autocast was on for any of the devices, and what it cast to.
+        self.casts = False
+        self.autocast: tuple[tuple[str, torch.dtype | None], ...] = _NO_AUTOCAST
+        if device_types is not _ONLY_CPU or _torch.autocasting():
+            self.autocast = tuple([(d, _autocast_dtype(d)) for d in device_types])
+            self.casts = any([dtype is not None for _, dtype in self.autocast])
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -59,6 +64,8 @@ class Ambient:
         """Whether the present state is another than the snapshot."""
         if self.device is not None or _switches_now() != self.switches:
             return True
+        if not self.casts and not _torch.autocasting():
+            return False
         return tuple([(kind, _autocast_dtype(kind)) for kind, _ in self.autocast]) != self.autocast
 
 
@@ -88,9 +95,6 @@ def _write_switches(values: Sequence[Any]) -> None:
             write(value)
 
 
-_ONLY_CPU = ("cpu",)
-
-
 def device_kinds(tensors: Sequence[torch.Tensor]) -> tuple[str, ...]:
     """The kinds of device among `tensors`, the CPU always first."""
     if all([t.is_cpu for t in tensors]):
@@ -118,6 +122,16 @@ class RandomState:
         torch.default_generator.set_state(self.cpu)
         for device, state in self.devices:
             getattr(torch, device.type).set_rng_state(state, device)
+
+    @contextlib.contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Draw the same numbers inside, and go on afterwards as if nothing had been drawn."""
+        now = self.again()
+        self.restore()
+        try:
+            yield
+        finally:
+            now.restore()
 
     def again(self) -> RandomState:
         """The present state of the same generators."""

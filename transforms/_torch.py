@@ -21,6 +21,7 @@ from torch._functorch.pyfunctorch import (
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._functorch.vmap import restore_vmap
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
+from torch.nn.modules import module as _modules
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
@@ -236,6 +237,11 @@ class DispatchMode(TorchDispatchMode):
             frames.set_code_exec_strategy(cls.__dict__["__torch_dispatch__"].__code__, strategy)
 
 
+def direct_call(op: Any) -> Callable[..., Any]:
+    """What calling `op` comes down to, without the Python method in between."""
+    return getattr(op, "_op", op)
+
+
 # Ops in it reach no dispatch mode.
 no_dispatch: Callable[[], Any] = torch._C._DisableTorchDispatch
 
@@ -243,6 +249,8 @@ no_dispatch: Callable[[], Any] = torch._C._DisableTorchDispatch
 # -- ambient state ------------------------------------------------------------------------------------
 # What torch.set_grad_enabled calls, without an object for the way back.
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+# Whether autocast is on for any device.
+autocasting: Callable[[], bool] = torch._C._is_any_autocast_enabled
 # What the public readers read; they are called for every region, and are Python functions.
 read_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
 read_matmul_precision: Callable[[], str] = torch._C._get_float32_matmul_precision
@@ -336,9 +344,7 @@ def outside_all_modes() -> Iterator[None]:
 
 def modules_watched() -> bool:
     """Whether any global module hook is set: cheap enough to ask at every recomputation."""
-    from torch.nn.modules import module
-
-    return bool(module._global_forward_pre_hooks or module._global_forward_hooks)
+    return bool(_modules._global_forward_pre_hooks or _modules._global_forward_hooks)
 
 
 @contextlib.contextmanager
@@ -349,13 +355,11 @@ def without_module_trackers() -> Iterator[None]:
     refuses for leaves; nor should a trace be counted. Users' global hooks stay: they may run ops. The tables
     of hooks have no public access.
     """
-    from torch.nn.modules import module
-
     tables: list[Any] = [
-        module._global_forward_pre_hooks,
-        module._global_forward_hooks,
-        module._global_backward_pre_hooks,
-        module._global_backward_hooks,
+        _modules._global_forward_pre_hooks,
+        _modules._global_forward_hooks,
+        _modules._global_backward_pre_hooks,
+        _modules._global_backward_hooks,
     ]
     before = [list(table.items()) for table in tables]
     for table, hooks in zip(tables, before, strict=True):

@@ -443,6 +443,7 @@ class Record(Mode):
         trace.arguments = {storage(t) for t in inputs}
         trace.meta = any(t.is_meta for t in inputs)
         self.digest = digest
+        self.calls: Any = None  # a `_values.Calls` to write down how each op is called, or None
         self.kept_bytes = 0
         self._made = _Makers()
         self._keys: dict[int, int] = {}  # outside tensors whose id another one had before
@@ -486,6 +487,8 @@ class Record(Mode):
             self.trace.loose = True
         first = next(iter(tensors_in(args)), None)
         if isinstance(out, torch.Tensor) and first is not None and out is not first:
+            if self.calls is not None:
+                self.calls.values.same(func, args, out)
             at = self._made.get(first)
             if at is not None:
                 self._made.set(out, at)
@@ -520,6 +523,8 @@ class Record(Mode):
             node.root = self._note_writes(at, facts, args, kwargs)
         node.draws = facts.random and _ops.draws(func, args, kwargs)
         node.outs = _blanks.metadata(out)
+        if self.calls is not None:
+            self.calls.add(args, kwargs, out)
         nodes.append(node)
         for tensor in tensors_in(out):
             self._made.set(tensor, at)

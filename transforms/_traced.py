@@ -14,6 +14,8 @@ from remat.transforms._ends import Ends
 from remat.transforms._frame import Selective
 from remat.transforms._held import Absent, Held, watcher
 from remat.transforms._inputs import Inputs
+from remat.transforms._program import Program
+from remat.transforms._values import Calls, Unknown
 
 
 class Handle:
@@ -51,10 +53,30 @@ class Packed:
 class Traced(Selective):
     """Records its forward (`_trace.Record`) and replays it (`_trace.Replay`)."""
 
-    __slots__ = ("again", "alive", "ends", "hoard", "packed", "part", "record", "start", "tell", "trace")
+    __slots__ = (
+        "again",
+        "alive",
+        "calls",
+        "ends",
+        "hoard",
+        "learns",
+        "packed",
+        "part",
+        "record",
+        "start",
+        "tell",
+        "trace",
+    )
 
-    def __init__(self, inputs: Inputs) -> None:
+    def __init__(self, inputs: Inputs, learns: bool = False) -> None:
+        """
+        Args:
+            learns: whether later calls are to know what this one does.
+        """
         super().__init__(inputs)
+        # With hooks of others around, and under autocast, what is packed depends on more than the ops.
+        self.calls: Calls | None = None
+        self.learns = learns and inputs.hooks is None and not inputs.ambient.casts
         self.trace = _trace.Trace(self.region.name)
         self.packed: list[Packed] = []
         self.hoard: list[torch.Tensor] | None = []  # all packed values, while they are few
@@ -74,6 +96,8 @@ class Traced(Selective):
         selector = region.selector() if region.selector else None
         self.record = record = region.record(self.trace, selector, inputs.tensors)
         record.uncached = inputs.uncached(inputs.tensors)
+        if self.learns:
+            record.calls = Calls([*inputs.tensors, *inputs.bindings.near])
         watching = selector.watching() if selector else contextlib.nullcontext()
         with watching, record:
             _torch.push_hooks(self.pack_traced, self.unpack)
@@ -83,6 +107,7 @@ class Traced(Selective):
                 _torch.pop_hooks()
                 # Whatever it holds leads back here through the graph, were the forward to fail.
                 self.record = self.alive = None
+        self.calls = record.calls
         self._find_ends(out)
         self._settle(record)
         if selector:
@@ -93,6 +118,8 @@ class Traced(Selective):
         at = self.pack(tensor)
         record = self.record
         assert record is not None
+        if record.calls is not None:
+            record.calls.save(tensor)
         found = record.find(tensor)
         made = None if found is None or record.from_outside(found) else found
         sources = () if found is None else record.sources(found)
@@ -191,32 +218,29 @@ class Traced(Selective):
     def lesson(self) -> _learned.Plan | None:
         """What this trace tells of the next call with the same signature."""
         trace, inputs = self.trace, self.inputs
+        # It holds on to all arguments.
+        calls, self.calls = self.calls, None
         # With no dispatch mode around, torch.cond compiles itself, and Dynamo refuses the hooks.
         if self.ends is not None or not self.metas or trace.higher_order or self.region.memory.differentiates:
             return None
         plain = self._is_plain()
-        if not plain and (inputs.hooks is not None or inputs.ambient.casts or not _learned.repeats(trace)):
+        if not plain and (calls is None or not _learned.repeats(trace)):
             return None
         # Autograd, or the frame itself, checks what it holds; the rest must be looked after.
         checked = self._read_by_autograd() | trace.arguments
         read = _learned.reach(trace, inputs.bindings.near, checked)
         if read is None:
             return None
-        nodes = [] if plain else trace.nodes
-        makers = [None if p.made is None else trace.nodes[p.made].root for p in self.packed]
-        return _learned.Plan(
-            plain=plain,
-            near=len(inputs.bindings.near),
-            read=read,
-            ops=[n.op for n in nodes],
-            outs=[n.outs for n in nodes],
-            actions=[n.action for n in nodes],
-            end=trace.end,
-            makers=makers,
-            saved=frozenset(at for at in makers if at is not None),
-            direct=frozenset(self.direct),
-            absent=frozenset(i for i, held in enumerate(inputs.held) if isinstance(held, Absent)),
-        )
+        absent = frozenset(i for i, held in enumerate(inputs.held) if isinstance(held, Absent))
+        try:
+            program = (
+                None
+                if plain or calls is None
+                else Program(trace, calls, len(inputs.tensors), frozenset(self.direct))
+            )
+        except Unknown:
+            return None
+        return _learned.Plan(len(inputs.bindings.near), read, absent, program)
 
     def _is_plain(self) -> bool:
         trace = self.trace
