@@ -6,6 +6,7 @@ program with a policy of its own. The same program runs with and without remat.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -202,6 +203,36 @@ def draw(seed: int) -> tuple[Program, bool]:
     body = _program(dice, 3, 2, chance)
     whole = Step("region", at=(0, 1), region=body, policy=dice.choice(POLICIES), closure=dice.random() < 0.3)
     return Program([whole], [2]), chance
+
+
+WRITING = {"in_place", "relu_", "overwrite_row", "fill", "add_"}
+REPEATABLE: list[Policy] = [
+    save_nothing,
+    save_matmuls,
+    save_ops(aten.sin, aten.native_layer_norm, aten.relu),
+    save_ops(aten.t, aten.view, aten.transpose),
+    save_ops(aten.mul, aten.cat),
+]
+
+
+def draw_flat(seed: int) -> list[Program]:
+    """Two regions of which later calls know what the first taught, and not which of the two it was.
+
+    They differ in one step, if at all in what can be seen from outside.
+    """
+    dice = random.Random(seed)
+    body = _program(dice, 0, 2, False)
+    while len(body.steps) < 6:
+        body.steps.append(_step(dice, 0, 2 + len(body.steps), False))
+    body.steps = [Step("unary", "sin", s.at[:1]) if s.op in WRITING else s for s in body.steps]
+    body.outs = [1 + len(body.steps)]
+    other = Program(list(body.steps), body.outs)
+    at = dice.randrange(len(body.steps))
+    step = body.steps[at]
+    moved = tuple(dice.randrange(2 + at) for _ in step.at)
+    other.steps[at] = dataclasses.replace(step, at=moved, weight=dice.randrange(2))
+    policy = dice.choice(REPEATABLE)
+    return [Program([Step("region", at=(0, 1), region=p, policy=policy)], [2]) for p in (body, other)]
 
 
 def _program(dice: random.Random, depth: int, count: int, chance: bool) -> Program:

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.func import grad, jvp, vmap
 
 from remat import remat
-from tests.programs import N, draw
+from remat.transforms import _learned
+from tests.programs import N, draw, draw_flat
 
 START, STOP = map(int, os.environ.get("REMAT_PROGRAMS", "0:60").split(":"))
 Run = Callable[[Callable[..., Any], int], Any]
@@ -46,6 +47,11 @@ def backward(fn: Callable[..., Any], seed: int) -> Any:
         x, y, weights = inputs(seed, graded=True)
         found.append(torch.autograd.grad(loss(fn(x, y, weights)), [x, *weights], allow_unused=True))
     return found
+
+
+def once(fn: Callable[..., Any], seed: int) -> Any:
+    x, y, weights = inputs(seed, graded=True)
+    return torch.autograd.grad(loss(fn(x, y, weights)), [x, *weights], allow_unused=True)
 
 
 def two_backwards(fn: Callable[..., Any], seed: int) -> Any:
@@ -128,6 +134,22 @@ def test_a_program_has_the_gradients_it_has_without_remat(seed: int) -> None:
         _same(got, expected, run.__name__)
         compared += 1
     assert compared >= 3
+
+
+@pytest.mark.parametrize("seed", range(START, STOP))
+def test_two_programs_take_turns(seed: int) -> None:
+    """All regions here share one code, and with it what was learnt of any of them."""
+    programs = draw_flat(seed)
+    plain = [p.build(lambda fn, policy: fn) for p in programs]
+    regions = [p.build(lambda fn, policy: remat(fn, policy=policy)) for p in programs]
+    _learned.forget_all()
+    for run in (once, two_backwards, partial_backwards, double_backward):
+        try:
+            expected = [run(fn, seed) for fn in plain]
+        except (RuntimeError, NotImplementedError):
+            continue  # torch cannot differentiate it so
+        for turn in (0, 0, 0, 1, 1, 1, 0, 1):
+            _same(run(regions[turn], seed), expected[turn], run.__name__)
 
 
 def _same(got: Any, expected: Any, what: str) -> None:

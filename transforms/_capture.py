@@ -220,9 +220,9 @@ def innermost() -> Swap | None:
     return stack[-1] if stack else None
 
 
-_slots: weakref.WeakKeyDictionary[torch.nn.Module, list[tuple[dict[str, Any], str]]] = (
-    weakref.WeakKeyDictionary()
-)
+# Where the modules under a module hold tensors: the tables, and the keys in them.
+Slots = tuple[list[dict[str, Any]], list[str]]
+_slots: weakref.WeakKeyDictionary[torch.nn.Module, Slots] = weakref.WeakKeyDictionary()
 
 
 class Bindings:
@@ -241,20 +241,25 @@ class Bindings:
     def __init__(self, function: Callable[..., Any]) -> None:
         if isinstance(function, torch.nn.Module):
             self.slots = _slots_of(function)
-            self.near = [held.get(key) for held, key in self.slots]
+            self.near = self._now()
         else:
-            self.slots = [slot for module in _modules(function) for slot in _slots_of(module)]
-            self.near = [held.get(key) for held, key in self.slots]
+            found = [_slots_of(module) for module in _modules(function)]
+            self.slots = [t for tables, _ in found for t in tables], [k for _, keys in found for k in keys]
+            self.near = self._now()
             self.near.extend(_loose_tensors(function))
+
+    def _now(self) -> list[torch.Tensor | None]:
+        # In C throughout: it happens twice for every region.
+        return list(map(dict.get, *self.slots))
 
     def changed(self) -> list[tuple[dict[str, Any], str, Any]]:
         """The slots that hold another tensor now."""
-        if all(map(operator.is_, [held.get(key) for held, key in self.slots], self.near)):
+        if all(map(operator.is_, self._now(), self.near)):
             return []
         # Sharded parameters are swapped by FSDP itself, in both passes.
         return [
             (held, key, tensor)
-            for (held, key), tensor in zip(self.slots, self.near, strict=False)
+            for held, key, tensor in zip(*self.slots, self.near, strict=False)
             if held.get(key) is not tensor
             and not hasattr(tensor, "placements")
             and not hasattr(held.get(key), "placements")
@@ -273,15 +278,13 @@ class Bindings:
                 held[key] = tensor
 
 
-def _slots_of(module: torch.nn.Module) -> list[tuple[dict[str, Any], str]]:
+def _slots_of(module: torch.nn.Module) -> Slots:
     slots = _slots.get(module)
     if slots is None:
-        slots = [
-            (held, key)
-            for part in module.modules()
-            for held in (part._parameters, part._buffers)
-            for key in held
+        tables: list[dict[str, Any]] = [
+            t for part in module.modules() for t in (part._parameters, part._buffers)
         ]
+        slots = [t for t in tables for _ in t], [key for t in tables for key in t]
         _slots[module] = slots
     return slots
 

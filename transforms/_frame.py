@@ -167,14 +167,16 @@ class Plain(Frame):
     nothing dead, every argument needed.
     """
 
-    __slots__ = ("fresh", "plan", "seen", "versions")
+    __slots__ = ("fresh", "last", "now", "plan", "seen", "versions")
 
     def __init__(self, inputs: Inputs, plan: Plan) -> None:
         super().__init__(inputs)
         self.plan = plan
         self.versions = inputs.near_versions(plan.read)
-        self.fresh: list[Any] = []  # recomputed tensors, waiting for the backward to ask; None once it has
-        self.seen: list[Meta] = []  # what they were when they were packed
+        self.fresh: dict[int, torch.Tensor] = {}  # recomputed, waiting for the backward to ask
+        self.now: list[torch.Tensor] = []  # what the recomputation has packed so far
+        self.seen: list[Meta] = []  # what it was at that point
+        self.last = -1  # the number of the value from which on packing takes more than noting it
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _torch.push_hooks(self.pack, self.get)
@@ -185,29 +187,30 @@ class Plain(Frame):
             self.settled = True
 
     def get(self, at: int) -> torch.Tensor:
-        fresh = self.fresh
-        if _torch.graph_task() == self.task and at < len(fresh) and (value := fresh[at]) is not None:
-            fresh[at] = None
-            return value
-        return self._get_again(at)
+        # What an earlier pass has left, were it to fail, is as good as what this one would make.
+        value = self.fresh.pop(at, None)
+        return self._get_again(at) if value is None else value
 
     def _get_again(self, at: int) -> torch.Tensor:
         task = _torch.graph_task()
+        self.last = len(self.metas) - 1 if self.settled and not self.early else -1
         self.recompute(task)
         self._check_all()
-        if at >= len(self.fresh):
+        if at not in self.fresh:
             raise self.too_few()
-        value, self.fresh[at] = self.fresh[at], None
+        value = self.fresh.pop(at)
         if task == -1:
-            self.fresh = []
-        assert value is not None
+            self.fresh = {}
         return value
 
     def repack(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        fresh = self.fresh
-        fresh.append(tensor)
+        now = self.now
+        now.append(tensor)
         self.seen.append(_describe(tensor))
-        if len(fresh) == len(self.metas) and not (self.inner and self.settled):
+        return self._repack_last(tensor) if len(now) > self.last else None
+
+    def _repack_last(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        if len(self.now) == len(self.metas) and not (self.inner and self.settled):
             raise _trace.Stop
         # Nobody goes backward through the graph that the recomputation builds, unless the function does. (The
         # tensor itself would hold on to the op that made it: nothing frees that cycle.)
@@ -215,24 +218,25 @@ class Plain(Frame):
 
     def _check_all(self) -> None:
         """Compare what was packed with what the forward packed, and cut it loose from its graph."""
-        fresh, metas, seen = self.fresh, self.metas, self.seen
-        if len(fresh) > len(metas):
+        now, metas, seen = self.now, self.metas, self.seen
+        self.now, self.seen = [], []
+        if len(now) > len(metas):
             raise self.too_many()
         if seen != metas[: len(seen)]:
-            for at, (tensor, now, then) in enumerate(zip(fresh, seen, metas, strict=False)):
-                if now != then:
-                    self.check(at, tensor, now[3])
-        self.fresh = list(map(_detach, fresh))
+            for at, (tensor, is_, was) in enumerate(zip(now, seen, metas, strict=False)):
+                if is_ != was:
+                    self.check(at, tensor, is_[3])
+        self.fresh = dict(enumerate(map(_detach, now)))
 
     def forget(self) -> None:
-        self.fresh, self.seen = [], []
+        self.fresh, self.now, self.seen = {}, [], []
 
     def check_unwritten(self) -> None:
         self.inputs.check_near(self.plan.read, self.versions)
 
     @property
     def complete(self) -> bool:
-        return len(self.fresh) == len(self.metas) and not self.inner
+        return len(self.now) == len(self.metas) and not self.inner
 
 
 class Selective(Frame):
