@@ -111,6 +111,8 @@ pop_hooks: Callable[[], None] = _autograd_c._pop_saved_tensors_default_hooks
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # pyright: ignore[reportPrivateImportUsage]
 engine_runs: Callable[[Any], bool] = torch._C._will_engine_execute_node
+# The node that this thread's backward pass is running, None outside of one.
+running_node: Callable[[], Any] = torch._C._current_autograd_node
 # The number that this thread's next autograd node gets.
 next_node: Callable[[], int] = torch.autograd._get_sequence_nr  # pyright: ignore[reportPrivateImportUsage]
 graph_kept: Callable[[], bool] = _autograd_c._get_current_graph_task_keep_graph
