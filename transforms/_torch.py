@@ -20,6 +20,7 @@ from torch._functorch.pyfunctorch import (
 )
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._functorch.vmap import restore_vmap
+from torch._higher_order_ops.cond import cond_op
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -238,6 +239,8 @@ class DispatchMode(TorchDispatchMode):
             frames.set_code_exec_strategy(cls.__dict__["__torch_dispatch__"].__code__, strategy)
 
 
+# The operator that torch.cond calls: what torch-function modes see of it.
+cond: Any = cond_op
 # Ops in it reach no dispatch mode.
 no_dispatch: Callable[[], Any] = torch._C._DisableTorchDispatch
 
