@@ -220,8 +220,8 @@ def _branches(pred: Any, true_fn: Any, false_fn: Any, operands: Any) -> Any:
     out = _torch.cond(pred, flat(true_fn), flat(false_fn), operands)
     if len(out) != specs[0].num_leaves:
         raise RematError(
-            f"torch.cond with branches that return {specs[0].num_leaves} tensors: under vmap torch.cond batches "
-            "one. Stack them inside the branches, or write torch.where."
+            f"torch.cond with branches that return {specs[0].num_leaves} tensors: under vmap torch.cond "
+            "batches one. Stack them inside the branches, or write torch.where."
         )
     return _tree.unflatten(list(out), specs[0])
 

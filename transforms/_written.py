@@ -25,6 +25,8 @@ Tensors = Sequence[torch.Tensor]
 # The key under which a graph's nodes say which call of a region they recompute.
 RECOMPUTED = "remat_recomputed"
 _serials = itertools.count()
+# matmul ends in the one or the other, by whether a level below differentiates its operands.
+_LOOKS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default})
 
 
 class Sent(_offload.Elsewhere):
@@ -241,7 +243,7 @@ class GraphReplay(_trace.Mode):
 
     def _matching(self, at: int, func: Any) -> _trace.Node:
         nodes = self.trace.nodes
-        if at >= len(nodes) or nodes[at].op is not func:
+        if at >= len(nodes) or not (nodes[at].op is func or _LOOKS.issuperset((nodes[at].op, func))):
             was = "ended" if at >= len(nodes) else f"ran {nodes[at].op}"
             raise RematError(self._differs(f"at op {at} the forward {was}, the recomputation runs {func}"))
         return nodes[at]
