@@ -36,7 +36,7 @@ class Twice(nn.Module):
         return self.head(region(torch.sin(region(x))))
 
 
-def train(plain: Twice, policy: str | None, x: torch.Tensor, **options: bool) -> dict[str, torch.Tensor]:
+def train(plain: Twice, policy: str | None, x: torch.Tensor, **options: Any) -> dict[str, torch.Tensor]:
     model = copy.deepcopy(plain)
     model.policy = policy
     if not options["find_unused_parameters"]:
