@@ -29,7 +29,7 @@ def capture(fn: Callable[..., Any], names: str | Iterable[str]) -> Callable[...,
 
     Raises:
         RematError: when called, if `fn` gives no such name, or gives it inside a `scan_remat` (return it
-            among the ys instead).
+            among the ys instead) or in code that torch.compile compiles.
 
     Example:
         >>> import torch
@@ -43,6 +43,7 @@ def capture(fn: Callable[..., Any], names: str | Iterable[str]) -> Callable[...,
 
     @functools.wraps(fn, updated=())
     def captured(*args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        _refuse_tracing("capture")
         session = _taps.Values(wanted)
         with _taps.opened(session):
             result = fn(*args, **kwargs)
@@ -70,7 +71,8 @@ def capture_grads(
         takes part that requires grad, and their graph is then kept: under `torch.no_grad()` nothing is.
 
     Raises:
-        RematError: when called, if `fn` gives no such name, or gives it inside a `scan_remat`.
+        RematError: when called, if `fn` gives no such name, or gives it inside a `scan_remat` or in code that
+            torch.compile compiles.
         RuntimeError: when called, if `fn` returns no scalar.
 
     Gradients are those of an offset that is added to each named tensor: a negative zero, which changes no
@@ -87,6 +89,7 @@ def capture_grads(
 
     @functools.wraps(fn, updated=())
     def captured(*args: Any, **kwargs: Any) -> Any:
+        _refuse_tracing("capture_grads")
         positions = () if argnums is None else _grad._positions(argnums, len(args))
         chosen = args[positions] if isinstance(positions, int) else tuple(args[i] for i in positions)
         flat, spec = _tree.flatten(chosen)
@@ -107,6 +110,15 @@ def capture_grads(
         return (value, named) if argnums is None else (value, _tree.unflatten(grads, spec), named)
 
     return captured
+
+
+def _refuse_tracing(maker: str) -> None:
+    """Raise in code that torch.compile traces: Dynamo lets no value out of a region but its results."""
+    if torch.compiler.is_dynamo_compiling():
+        raise RematError(f"{maker} inside torch.compile: {_COMPILED}")
+
+
+_COMPILED = "names that compiled code gives cannot be looked at. Return the value from the function."
 
 
 def _wanted(names: str | Iterable[str]) -> frozenset[str]:
@@ -175,6 +187,7 @@ def _by_name(session: _taps.Session, found: list[tuple[str, Any]]) -> dict[str, 
 def _unknown(name: str, seen: set[str]) -> str:
     near = difflib.get_close_matches(name, seen, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    gave = f"It gave {', '.join(map(repr, sorted(seen)))}{hint}" if seen else "It gave none at all"
+    none = f"It gave none at all (if torch.compile made it: {_COMPILED})"
+    gave = f"It gave {', '.join(map(repr, sorted(seen)))}{hint}" if seen else none
     write = f"x = checkpoint_name(x, {name!r})"
     return f"capture: the function gave nothing the name {name!r}. {gave}. Write {write}."

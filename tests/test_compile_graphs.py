@@ -427,3 +427,16 @@ def test_the_fence_is_the_identity_for_every_derivative():
     same(vmap(grad(fenced))(batch), vmap(grad(plain))(batch))
     same(fence(x, []), x)
     torch.library.opcheck(torch.ops.remat.fence.default, (x, [other]), test_utils="test_schema")
+
+
+def test_a_product_of_batches_of_a_captured_parameter():
+    """Its last op is a view or an _unsafe_view, by whether plain autograd differentiates the operands."""
+    w = torch.nn.Parameter(rand(6, 6))
+
+    def fn(x: Tensor) -> Tensor:
+        h = torch.einsum("btc,cd->btd", x, w).sin().view(*x.shape[:2], 2, 3).transpose(1, 2)
+        return torch.tanh(h @ h.transpose(-1, -2)).square().sum()
+
+    x = rand(2, 1, 4, 6)
+    region = remat(fn, policy=save_matmuls)
+    same(compiled(vmap(grad(region)))(x), vmap(grad(fn))(x))

@@ -3,6 +3,9 @@
 import html.parser
 import io
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -317,6 +320,16 @@ def test_compare_leaves_policies_as_they_were():
     assert explain(fn, X, W1, W2).kept_bytes == before
 
 
+def test_comparisons_are_pages_too(tmp_path):
+    found = compare(block, X, W1, W2, policies=[save_nothing, save_everything])
+    found.save(tmp_path / "compare.html")
+    text = (tmp_path / "compare.html").read_text()
+    parser = Balanced()
+    parser.feed(text)
+    assert not parser.open and parser.rows == 1 + 3
+    assert found._repr_html_() in text and "save_everything" in text
+
+
 def test_comparison_prints_a_row_each():
     lines = str(compare(block, X, W1, W2, policies=[save_nothing, save_everything])).splitlines()
     assert lines[0] == "block under 2 policies"
@@ -343,6 +356,13 @@ def test_command(capsys, tmp_path, monkeypatch):
     assert main(["explain", f"{__name__}:block", *sizes, *policies]) == 0
     shown = capsys.readouterr().out
     assert "block under 2 policies" in shown and "save_matmuls | save_attention" in shown
+
+
+def test_the_module_is_a_command():
+    command = [sys.executable, "-m", "remat", "explain", "torch:tanh", "--input", "4x8"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stderr
+    assert "tanh" in done.stdout and "kept: 128 B" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Hooks inside regions, and whether code that runs can tell that it runs again."""
 
+import json
 import os
 
 import pytest
@@ -172,6 +173,22 @@ def test_a_profiler_sees_labels(run):
         labels(lambda: run(remat(lambda x: x / (1 // 0)), X))
     nested = remat(lambda x: first(x.cos()), name="outer")
     assert labels(lambda: run(nested, X))[:3] == ["forward outer", "forward a", "recompute outer"]
+
+
+def test_chrome_traces_bear_the_labels(tmp_path):
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    block = remat(lambda x: x.sin().exp(), name="block")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        block(X.clone().requires_grad_()).sum().backward()
+    profile.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X" and "dur" in e}
+    # The recomputation's exp lies inside its label, in the backward.
+    start, end = spans["remat::recompute block"]
+    assert spans["remat::forward block"][1] <= start
+    sines = [e for e in events if e["name"] == "aten::sin" and e.get("ph") == "X"]
+    # Each is seen twice, above the region's mode and below it.
+    assert [start <= e["ts"] <= end for e in sines] == [False, False, True, True]
 
 
 def test_labels_cost_nothing_without_a_profiler(monkeypatch):

@@ -221,6 +221,51 @@ def test_einops_layers_in_regions():
         torch.testing.assert_close(run(region), run(block))
 
 
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls])
+def test_einops_in_compiled_regions(policy):
+    einops = pytest.importorskip("einops")
+    from einops.layers.torch import EinMix, Rearrange, Reduce
+
+    from remat import remat
+    from remat.debug import assert_recomputed
+
+    torch.manual_seed(0)
+    split, pool = Rearrange("b t (h d) -> b h t d", h=2), Reduce("b h t d -> b t (h d)", "mean", h=2)
+    mix, project = EinMix("b t c -> b t d", weight_shape="c d", c=6, d=6), torch.nn.Linear(6, 6)
+
+    def block(x):
+        heads = split(torch.sin(mix(x)))
+        scores = einops.einsum(heads, heads, "b h t d, b h s d -> b h t s").softmax(-1)
+        mixed, size = einops.pack([pool(torch.tanh(scores @ heads)), x], "b t *")
+        pooled, kept = einops.unpack(mixed, size, "b t *")
+        means = einops.reduce(torch.tanh(x), "b t d -> b d", "max")
+        return (
+            project(pooled) + einops.repeat(means, "b d -> b t d", t=4) + einops.rearrange(kept, "... -> ...")
+        )
+
+    region, x = remat(block, policy=policy), torch.rand(2, 4, 6)
+    weights = [mix.weight, *project.parameters()]
+
+    def backward(f, x):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(f(x).square().sum(), [x, *weights])
+
+    def value(f):
+        return lambda x: f(x).square().sum()
+
+    compiled = torch.compile(region, backend="aot_eager", fullgraph=True)
+    for got, expected in zip(backward(compiled, x), backward(block, x), strict=True):
+        torch.testing.assert_close(got, expected)
+    compiled = torch.compile(lambda x: grad(value(region))(x), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), grad(value(block))(x))
+    xs = x[:, None]
+    mix.requires_grad_(False)
+    project.requires_grad_(False)
+    compiled = torch.compile(lambda x: vmap(grad(value(region)))(x), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(xs), vmap(grad(value(block)))(xs))
+    assert_recomputed(lambda x: grad(value(region))(x), x)
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_functorch_namespace():
     """The names that torch still ships beside torch.func, on regions."""

@@ -7,11 +7,11 @@ from torch import nn
 from torch.distributed import HashStore  # type: ignore[reportPrivateImportUsage]
 from torch.func import grad
 
-from remat import RematError, remat, save_matmuls, save_nothing
+from remat import RematError, offload_matmuls, remat, save_matmuls, save_nothing
 from remat.interop import checkpoint
 from tests.helpers import leaves_of, rand
 
-POLICIES = pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=repr)
+POLICIES = pytest.mark.parametrize("policy", [save_nothing, save_matmuls, offload_matmuls], ids=repr)
 
 
 # -- meta device --------------------------------------------------------------------------------------

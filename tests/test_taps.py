@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo import exc
 from torch.func import functional_call, grad, hessian, jacrev, vmap
 from torch.utils.checkpoint import checkpoint
 
@@ -301,3 +302,14 @@ def test_errors(transform):
     assert transform(f, "hidden")(X)[1].keys() == {"hidden"}
     with pytest.raises(RuntimeError, match="scalar"):
         capture_grads(lambda x: checkpoint_name(x, "h"), "h")(X)
+
+
+@pytest.mark.parametrize("transform", [capture, capture_grads])
+def test_compiled_code_is_refused(transform):
+    loss = remat(lambda x: checkpoint_name(x * 2, "h").exp().sum())
+    inside = torch.compile(lambda x: transform(loss, "h")(x), backend="aot_eager", fullgraph=True)
+    with pytest.raises(exc.Unsupported, match="names that compiled code gives"):
+        inside(X)
+    compiled = torch.compile(loss, backend="aot_eager")
+    with pytest.raises(RematError, match="if torch.compile made it: names that compiled code gives"):
+        transform(compiled, "h")(X)

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from remat.transforms import _torch
+from remat.transforms import _torch, _tree
+from remat.transforms._errors import RematError
 
 _ATOMS = (
     str,
@@ -161,7 +162,7 @@ class Swap(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = self.swap(args), self.swap(kwargs or {})
-        out = func(*args, **kwargs)
+        out = _branches(*args) if func is _torch.cond and len(args) == 4 else func(*args, **kwargs)
         self._note(out)
         return out
 
@@ -199,6 +200,30 @@ class Swap(TorchFunctionMode):
         elif isinstance(out, (tuple, list)):
             for value in out:
                 self._note(value)
+
+
+def _branches(pred: Any, true_fn: Any, false_fn: Any, operands: Any) -> Any:
+    """`torch.cond` by its operator, whose batching rule takes a branch's tensor for a tuple of its rows.
+
+    Without dispatch modes torch.cond compiles itself, and what is compiled returns tuples.
+    """
+    specs: list[Any] = []
+
+    def flat(branch: Any) -> Any:
+        def run(*given: Any) -> Any:
+            leaves, spec = _tree.flatten(branch(*given))
+            specs.append(spec)
+            return tuple(leaves)
+
+        return run
+
+    out = _torch.cond(pred, flat(true_fn), flat(false_fn), operands)
+    if len(out) != specs[0].num_leaves:
+        raise RematError(
+            f"torch.cond with branches that return {specs[0].num_leaves} tensors: under vmap torch.cond "
+            "batches one. Stack them inside the branches, or write torch.where."
+        )
+    return _tree.unflatten(list(out), specs[0])
 
 
 def as_operand(tensor: torch.Tensor) -> torch.Tensor:

@@ -50,6 +50,11 @@ class Ends:
             # Of a result that is gone nobody knows whether something was computed from it.
             if out is None or out.grad_fn is None or _torch.engine_runs(out.grad_fn):
                 present.append(i)
+        # The engine does not say so of the node that the pass started from, if it is a single one.
+        node = _torch.running_node()
+        number = None if node is None else node._sequence_nr()
+        if not any(number in self.behind[i] for i in present):
+            present += [i for i, nodes in enumerate(self.behind) if number in nodes]
         return self.idle_without(present)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms import _ops, _trace
+from remat.transforms import _ops
 from remat.transforms._program import Program
 from remat.transforms._trace import KEPT, Trace
 
@@ -109,6 +109,7 @@ def repeats(trace: Trace) -> bool:
         facts = _ops.traits(node.op)
         if facts.writes and facts.conditional is None:
             return False
-        if node.action == KEPT and (node.copied or isinstance(node.kept, _trace.Boxed)):
+        if node.action == KEPT and node.copied:
             return False
-    return True
+    # What is sent to the host takes a place in the order of forwards.
+    return trace.store is None

@@ -637,6 +637,7 @@ def _execute_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
     finally:
         watched, family.watch, family.made = family.watch is not None, None, None
     trace.settle({made for made, _ in packed} if watched else None)
+    trace.finish(record, [_torch.unwrapped(t) for t in outs])
     if watched:
         trace.also_reads(outside)
     for sink in prim.sinks:
@@ -678,6 +679,7 @@ def _execute_pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
             check = family.region.determinism_check != "none"
             part = source.part(prim.present)
             digest = family.region.digest
+            stack.enter_context(source.trace.fetched(part))
             replay = _trace.Replay(source.trace, early_stop=False, check=check, digest=digest, part=part)
         stack.enter_context(replaying(replay, family.region.name))
         return tuple(prim.body(*operands))

@@ -20,6 +20,7 @@ from torch._functorch.pyfunctorch import (
 )
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._functorch.vmap import restore_vmap
+from torch._higher_order_ops.cond import cond_op
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.nn.modules import module as _modules
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -112,6 +113,8 @@ pop_hooks: Callable[[], None] = _autograd_c._pop_saved_tensors_default_hooks
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # pyright: ignore[reportPrivateImportUsage]
 engine_runs: Callable[[Any], bool] = torch._C._will_engine_execute_node
+# The node that this thread's backward pass is running, None outside of one.
+running_node: Callable[[], Any] = torch._C._current_autograd_node
 # The number that this thread's next autograd node gets.
 next_node: Callable[[], int] = torch.autograd._get_sequence_nr  # pyright: ignore[reportPrivateImportUsage]
 graph_kept: Callable[[], bool] = _autograd_c._get_current_graph_task_keep_graph
@@ -242,6 +245,8 @@ def direct_call(op: Any) -> Callable[..., Any]:
     return getattr(op, "_op", op)
 
 
+# The operator that torch.cond calls: what torch-function modes see of it.
+cond: Any = cond_op
 # Ops in it reach no dispatch mode.
 no_dispatch: Callable[[], Any] = torch._C._DisableTorchDispatch
 

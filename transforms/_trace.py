@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from remat.transforms import _blanks, _ops, _paths, _torch
+from remat.transforms import _blanks, _offload, _ops, _paths, _torch
 from remat.transforms._errors import RematError
 
 RECOMPUTE, OFFLOAD, SAVE = 0, 1, 2
 RUN, KEPT, SKIP = 0, 1, 2
-_OUTSIDE = -1
+OUTSIDE = -1
 
 
 class _Active(threading.local):
@@ -61,7 +61,7 @@ class Node:
     deps: list[int]  # nodes whose values, or whose writes, this op reads
     external: tuple[int, ...]  # ids of tensors it reads that come from outside the region
     outs: Any  # results as placeholders can be made of them: metadata, or plain values
-    root: int  # the node whose storage the result lives in, _OUTSIDE for a view of an outside tensor
+    root: int  # the node whose storage the result lives in, OUTSIDE for a view of an outside tensor
     graded: bool  # whether gradients were on
     draws: bool  # whether it advances a random number generator
     verdict: int  # RECOMPUTE, OFFLOAD or SAVE
@@ -71,21 +71,6 @@ class Node:
     name: str | None  # its checkpoint_name
     digest: Any  # checksum of its results, for bitwise comparison
     action: int  # RUN, KEPT or SKIP in the recomputation
-
-
-class Boxed:
-    """A kept value that lives on another device than it was made on."""
-
-    __slots__ = ("device", "value")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.device = tensor.device
-        cuda = tensor.device.type != "cpu"
-        self.value = torch.empty_like(tensor, device="cpu", pin_memory=cuda)
-        self.value.copy_(tensor)
-
-    def get(self) -> torch.Tensor:
-        return self.value.to(self.device, copy=True)
 
 
 class Trace:
@@ -117,6 +102,7 @@ class Trace:
         # nothing is skipped.
         self.sharded = False
         self.generators: dict[torch.Generator, torch.Tensor] = {}  # explicit ones, with their state before
+        self.store: _offload.Store | None = None  # what was sent to the host, once the forward is over
 
     def settle(self, wanted: Iterable[int] | None, end: int = 0) -> None:
         """Decide for every op whether it runs again, given the nodes whose values the backward reads.
@@ -291,6 +277,31 @@ class Trace:
         finally:
             for generator, state in now:
                 generator.set_state(state)
+
+    def finish(self, record: Record, outs: Iterable[Any]) -> None:
+        """The forward is over, with these results: note what it sent to the host."""
+        away = {i: n for i, n in enumerate(self.nodes) if any(True for _ in _offload.away_in(n.kept))}
+        if not away:
+            return
+        self.store = _offload.Store(away)
+        # The caller may write to the results, into memory that is perhaps still being sent.
+        roots = {self.nodes[at].root for out in tensors_in(outs) if (at := record.find(out)) is not None}
+        for node in away.values():
+            if node.root in roots:
+                for value in _offload.away_in(node.kept):
+                    value.parcel.wait()
+
+    @contextlib.contextmanager
+    def fetched(self, part: tuple[set[int], int] | None) -> Iterator[None]:
+        """Around a recomputation of `part` (see there): what it takes from the host is on its way."""
+        if self.store is None:
+            yield
+            return
+        quiet(self.store.begin, part and part[0])
+        try:
+            yield
+        finally:
+            self.store.end()
 
     def kept_bytes(self) -> int:
         """Bytes of the values kept on their device, views of one storage counted once."""
@@ -542,15 +553,24 @@ class Record(Mode):
         if verdict == RECOMPUTE:
             node.kept = None
         elif node.kept is None:
-            node.kept = hold(verdict, out)
+            node.kept = self._hold(node, verdict, out)
             if verdict == SAVE:
                 self._kept_roots.add(node.root)
-            self.kept_bytes += sum(t.numel() * t.element_size() for t in tensors_in(out))
+                self.kept_bytes += sum(t.numel() * t.element_size() for t in tensors_in(out))
+
+    def _hold(self, node: Node, verdict: int, out: Any) -> Any:
+        """What is kept of an op's results under this verdict, SAVE or OFFLOAD."""
+        if verdict == SAVE:
+            return quiet(map_tensors, torch.Tensor.detach, out)
+        # Of memory that was written to since, what was sent is out of date.
+        fresh = node.root == OUTSIDE or node.root in self._writers
+        root = None if fresh else self.trace.nodes[node.root].kept
+        return quiet(map_tensors, lambda tensor: _offload.send(tensor, root), out)
 
     def owner(self, node: Node, value: torch.Tensor) -> int | None:
         """The op whose whole result lies in the memory of `value`, the result of `node`, if there is one."""
         at = node.root
-        if at == _OUTSIDE or at in self._writers or self.trace.nodes[at] is node or value.storage_offset():
+        if at == OUTSIDE or at in self._writers or self.trace.nodes[at] is node or value.storage_offset():
             return None
         outs = [m for m in _blanks.metas(self.trace.nodes[at].outs) if m[0].numel() == value.numel()]
         return at if any(m[2] is value.dtype for m in outs) else None
@@ -603,14 +623,23 @@ class Record(Mode):
         return at, *[i for i in self._writers.get(self.trace.nodes[at].root, ()) if i > at]
 
     def from_outside(self, at: int) -> bool:
-        """Whether node `at` only looks at a tensor from outside."""
+        """Whether node `at` only looks at a tensor from outside, of which nothing was sent to the host."""
         node = self.trace.nodes[at]
-        return node.root == _OUTSIDE or self.trace.passes(node)
+        return self.trace.passes(node) or (node.root == OUTSIDE and not self._is_sent(at))
+
+    def _is_sent(self, at: int) -> bool:
+        """Whether node `at` is, or looks at, an alias of a tensor from outside that was sent to the host."""
+        if self._outside_writers:
+            return False
+        node = self.trace.nodes[at]
+        while not isinstance(node.kept, _offload.Away) and node.deps:
+            node = self.trace.nodes[node.deps[0]]
+        return isinstance(node.kept, _offload.Away)
 
     def shares_kept(self, at: int) -> bool:
         """Whether node `at` only looks into a storage that is kept on this device and never written."""
         root = self.trace.nodes[at].root
-        if root in self._writers or root == _OUTSIDE:
+        if root in self._writers or root == OUTSIDE:
             return False
         return root in self._kept_roots
 
@@ -656,7 +685,7 @@ class Record(Mode):
     def _root(self, values: Any) -> int:
         first = next(iter(tensors_in(values)), None)
         at = None if first is None else self._made.get(first)
-        return _OUTSIDE if at is None else self.trace.nodes[at].root
+        return OUTSIDE if at is None else self.trace.nodes[at].root
 
     def _note_writes(self, at: int, facts: _ops.Traits, args: Any, kwargs: Any) -> int:
         root = at
@@ -679,7 +708,7 @@ class Record(Mode):
             at = self._made.get(tensor)
             if at is None:
                 self._write_outside(func, tensor)
-            elif self.trace.nodes[at].root != _OUTSIDE:
+            elif self.trace.nodes[at].root != OUTSIDE:
                 self._copy_on_write(self.trace.nodes[at].root)
             elif not facts.outside:
                 raise RematError(self._refuse_write(func, tensor, "through a view"))
@@ -699,6 +728,9 @@ class Record(Mode):
         for node in self.trace.nodes[root:]:
             if node.root == root and node.kept is not None and node.verdict == SAVE:
                 node.kept = quiet(map_tensors, torch.clone, node.kept)
+            elif node.root == root:
+                for away in _offload.away_in(node.kept):
+                    away.parcel.wait()
 
     def _refuse_write(self, func: Any, tensor: torch.Tensor, how: str) -> str:
         return (
@@ -860,22 +892,12 @@ def tensors_in(values: Any) -> Iterable[torch.Tensor]:
 
 def held_tensors(kept: Any) -> Iterable[torch.Tensor]:
     """The tensors that are held for a kept value, where they are: an offloaded one on its host."""
-    if isinstance(kept, Boxed):
-        yield kept.value
-    elif isinstance(kept, torch.Tensor):
-        yield kept
-    elif isinstance(kept, (tuple, list)):
-        for part in kept:
-            yield from held_tensors(part)
-
-
-def hold(verdict: int, out: Any) -> Any:
-    """What is kept of an op's results under this verdict, SAVE or OFFLOAD."""
-    return quiet(map_tensors, Boxed if verdict == OFFLOAD else torch.Tensor.detach, out)
+    yield from [away.host for away in _offload.away_in(kept)]
+    yield from tensors_in(kept)
 
 
 def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
-    if isinstance(value, (torch.Tensor, Boxed)):
+    if isinstance(value, (torch.Tensor, _offload.Elsewhere)):
         return function(value)
     if isinstance(value, (tuple, list)):
         return type(value)([map_tensors(function, v) for v in value])
@@ -884,8 +906,8 @@ def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
 
 def _hand_out(node: Node) -> Any:
     def fresh(value: Any) -> torch.Tensor:
-        if isinstance(value, Boxed):
-            return value.get()
+        if isinstance(value, _offload.Away):
+            return value.get(alone=node.copied)
         # A new tensor object each time: autograd writes its own record on it.
         return value.clone() if node.copied else value.detach()
 

@@ -109,7 +109,7 @@ class Traced(Selective):
                 self.record = self.alive = None
         self.calls = record.calls
         self._find_ends(out)
-        self._settle(record)
+        self._settle(record, out)
         if selector:
             selector.finished(self.trace)
         return out
@@ -150,7 +150,7 @@ class Traced(Selective):
             ends = Ends(tensors, self.start)
             self.ends = ends if ends.differ else None
 
-    def _settle(self, record: _trace.Record) -> None:
+    def _settle(self, record: _trace.Record, out: Any) -> None:
         """Keep what is needed of arguments and values, now that all is known that the backward may read."""
         trace, inputs = self.trace, self.inputs
         for i, packed in enumerate(self.packed if record.taken_back else ()):
@@ -165,6 +165,7 @@ class Traced(Selective):
             if not trace.opaque and not trace.reads(tensor) and _trace.storage(tensor) not in read:
                 inputs.drop(i)
         self._prefer_residuals()
+        trace.finish(record, _tree.flatten(out)[0])
         self.settled = True
         if self.tell is not None:
             for key in trace.needed_externals:
@@ -202,16 +203,23 @@ class Traced(Selective):
                 _observe.report(_observe.Kept("policy", tensor, name, at, node.op, node.name))
         for i, held in self.direct.items():
             assert held is not None
-            made = self.packed[i].made
-            node = None if made is None else nodes[nodes[made].root]
+            made, root = self.packed[i].made, self.root(self.packed[i])
+            node = None if root is None else nodes[root]
             # What the recomputation does not read is no longer the node's, and held here alone.
-            saved = made is not None and _trace.SAVE in (nodes[made].verdict, nodes[nodes[made].root].verdict)
+            saved = (
+                made is not None and node is not None and _trace.SAVE in (nodes[made].verdict, node.verdict)
+            )
             why = "captured" if node is None else "policy" if saved else "residual"
             place = i if made is None else made
             kept = _observe.Kept(why, held.packed, name, place, node and node.op, node and node.name)
             _observe.report(kept)
         for tensor in self.trace.snapshots.values():
             _observe.report(_observe.Kept("captured", tensor, name, -1))
+
+    def root(self, packed: Packed) -> int | None:
+        """The op that made the memory of a packed value, None for memory from outside."""
+        root = _trace.OUTSIDE if packed.made is None else self.trace.nodes[packed.made].root
+        return None if root == _trace.OUTSIDE else root
 
     # -- what later calls may know ---------------------------------------------------------------------
 
@@ -298,6 +306,7 @@ class Traced(Selective):
         elif self.settled and not trace.loose:
             check = self.region.determinism_check != "none"
             part, digest = self._part(), self.region.digest
+            contexts.append(trace.fetched(part))
             spend = self.part is None and self.ends is None and self.spends()
             if spend:
                 self.spent = self.again = True

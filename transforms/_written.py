@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms import _blanks, _ops, _seeded, _torch_compiler, _trace
+from remat.transforms import _blanks, _offload, _ops, _seeded, _torch_compiler, _trace
 from remat.transforms._errors import RematError
 from remat.transforms._fence import fence
 from remat.transforms._origins import Origins
@@ -25,6 +25,22 @@ Tensors = Sequence[torch.Tensor]
 # The key under which a graph's nodes say which call of a region they recompute.
 RECOMPUTED = "remat_recomputed"
 _serials = itertools.count()
+# matmul ends in the one or the other, by whether a level below differentiates its operands.
+_LOOKS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default})
+
+
+class Sent(_offload.Elsewhere):
+    """A kept value that the graph copies to the host, and back when its recomputation begins.
+
+    A graph has one stream: the copies take their turn among its ops, and none is made ahead of its time.
+    """
+
+    __slots__ = ("device", "host")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.device = tensor.device
+        pinned = tensor.device.type not in ("cpu", "meta")
+        self.host = torch.empty_like(tensor, device="cpu", pin_memory=pinned).copy_(tensor)
 
 
 class Written:
@@ -140,7 +156,8 @@ class GraphRecord(_trace.Record):
         if verdict == _trace.RECOMPUTE:
             node.kept = None
         elif node.kept is None:
-            node.kept = _trace.hold(verdict, out)
+            hold = Sent if verdict == _trace.OFFLOAD else torch.Tensor.detach
+            node.kept = _trace.quiet(_trace.map_tensors, hold, out)
             self.keeps = True
 
     def _before_writing(self, storage: int) -> None:
@@ -203,8 +220,8 @@ class GraphReplay(_trace.Mode):
         return _trace.quiet(_trace.map_tensors, self._fenced, node.kept)
 
     def _fenced(self, value: Any) -> torch.Tensor:
-        if isinstance(value, _trace.Boxed):
-            return fence(value.value, self.after).to(value.device)
+        if isinstance(value, Sent):
+            return fence(value.host, self.after).to(value.device)
         return fence(value, self.after)
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -226,7 +243,7 @@ class GraphReplay(_trace.Mode):
 
     def _matching(self, at: int, func: Any) -> _trace.Node:
         nodes = self.trace.nodes
-        if at >= len(nodes) or nodes[at].op is not func:
+        if at >= len(nodes) or not (nodes[at].op is func or _LOOKS.issuperset((nodes[at].op, func))):
             was = "ended" if at >= len(nodes) else f"ran {nodes[at].op}"
             raise RematError(self._differs(f"at op {at} the forward {was}, the recomputation runs {func}"))
         return nodes[at]
@@ -244,4 +261,4 @@ def _enclosing_value(record: GraphRecord, func: Any) -> Any:
     if around is None or not 0 < around.position <= len(around.trace.nodes):
         return None
     node = around.trace.nodes[around.position - 1]
-    return node.kept if node.op is func and not isinstance(node.kept, _trace.Boxed) else None
+    return node.kept if node.op is func and not isinstance(node.kept, Sent) else None

@@ -1,15 +1,31 @@
 """The rows of JAX's tests that speak of jit and caching: jit is torch.compile; see test_jax_remat.py."""
 
+import importlib
 from typing import Any
 
 import pytest
 import torch
 from torch.func import grad, vmap
 
-from remat import checkpoint_name, jax_names, remat, save_matmuls, save_nothing, save_ops
+from remat import checkpoint_name, jax_names, policies, remat, save_matmuls, save_nothing, save_ops
 from remat import save_unbatched_matmuls as save_unbatched
+from remat.interop import from_torch_policy
 from remat.jax_names import checkpoint_policies
-from remat.policies import save_all_but_names, save_names
+from remat.policies import (
+    Policy,
+    as_policy,
+    offload,
+    offload_matmuls,
+    offload_names,
+    save_all_but_names,
+    save_attention,
+    save_cheaper_than,
+    save_every,
+    save_everything,
+    save_larger_than,
+    save_names,
+    where,
+)
 from tests.conformance.counting import COMPILES
 from tests.helpers import OpCounter, rand
 
@@ -148,8 +164,35 @@ VERDICTS = {
     "names": save_names("q"),
     "all but names": save_all_but_names("q"),
     "rule": lambda info: info.index % 2 == 0,
+    "everything": save_everything,
+    "attention": save_attention,
+    "every second": save_every(2, save_matmuls),
+    "where": where(lambda info: info.index < 6, save_matmuls),
+    "larger": save_larger_than(12 * 8),
+    "cheaper": save_cheaper_than(0.99),
+    "offloaded matmuls": offload_matmuls,
+    "offloaded names": offload_names("q"),
+    "offloaded": offload(save_unbatched),
+    "one or the other": save_names("q") | save_ops(aten._softmax),
+    "both": save_matmuls & ~save_larger_than(12 * 8),
+    "not": ~save_matmuls,
+    "torch's": from_torch_policy([aten.mm.default, aten.bmm.default]),
 }
+# What goes by the position of an op, or by bytes in memory, is another matter for a batch. So is what keeps
+# the views of products: a batched product has more of them, and a view that is kept is kept with its memory.
+BY_EXAMPLE = [name for name in VERDICTS if name not in ("rule", "where", "larger", "both", "not")]
 COSTLY = ("mm", "bmm", "tanh", "_softmax", "sin")
+
+
+def test_every_policy_is_in_the_table():
+    made = {type(as_policy(policy)) for policy in VERDICTS.values()}
+    ready = {getattr(policies, name) for name in vars(policies) if name.startswith(("save_", "offload"))}
+    named = {policy for policy in ready if isinstance(policy, Policy)}
+    assert named <= set(map(as_policy, VERDICTS.values()))
+    modules = ("_base", "_ready", "_selective", "_unbatched")
+    found = [c for m in modules for c in vars(importlib.import_module(f"remat.policies.{m}")).values()]
+    kinds = {c for c in found if isinstance(c, type) and issubclass(c, Policy) and "__call__" in vars(c)}
+    assert kinds - {Policy} <= made
 
 
 @pytest.mark.parametrize("policy", VERDICTS)
@@ -173,7 +216,7 @@ def test_verdicts_are_the_same_compiled_and_under_vmap(policy):
     with OpCounter() as batched:
         per_example = vmap(grad(loss, (0, 1)), (0, None))(torch.stack([x, 2 * x]), w)
     torch.testing.assert_close(per_example[0][0], expected[0])
-    if policy != "rule":
+    if policy in BY_EXAMPLE:
         # One matmul of the user's is one op, whatever its kind.
         assert batched.dots == eager.dots
         assert [batched[n] for n in COSTLY[2:]] == [eager[n] for n in COSTLY[2:]]
