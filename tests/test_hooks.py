@@ -178,7 +178,7 @@ def test_a_profiler_sees_labels(run):
 def test_chrome_traces_bear_the_labels(tmp_path):
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     block = remat(lambda x: x.sin().exp(), name="block")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         block(X.clone().requires_grad_()).sum().backward()
     profile.export_chrome_trace(str(tmp_path / "trace.json"))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
