@@ -8,6 +8,9 @@ from typing import Any
 
 from benchmarks.models import Model, named
 
+# In place of a value: of a peer or a whole case that was left out because the time was up.
+NO_TIME = "not run: the time was up"
+
 
 @dataclass(frozen=True)
 class Case:

@@ -109,6 +109,7 @@ class Panel:
 
 MODES = {
     "backward": ".backward()",
+    "blocks": ".backward(), block by block",
     "func": "torch.func.grad",
     "vmap": "vmap(grad)",
     "step": "one-graph step",

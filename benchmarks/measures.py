@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +20,35 @@ from remat.transforms import _torch, _torch_compiler
 
 Run = Callable[[], Any]
 Spread = tuple[float, float, float]
+# What is timed is timed so often at least, also where time is short.
+LEAST_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """When a case is stopped. What would not be done by then is left out, and its row says so.
+
+    Attributes:
+        at: on the clock of `time.time`, which all processes of a machine share.
+        seconds: from the start of the case until then.
+    """
+
+    at: float = math.inf
+    seconds: float = math.inf
+
+    @classmethod
+    def until(cls, at: float) -> Deadline:
+        return cls(at, at - time.time())
+
+    def left(self) -> float:
+        return self.at - time.time()
+
+    def allows(self, seconds: float, reserve: float = 0.0) -> bool:
+        """Whether that much is left beside a share of the whole; a tenth is for what nobody foresees."""
+        return math.isinf(self.seconds) or self.left() >= seconds + (0.1 + reserve) * self.seconds
+
+
+NEVER = Deadline()
 
 
 class GraphFlops(CustomGraphPass):
@@ -67,21 +99,33 @@ def counted() -> Iterator[GraphFlops]:
         yield counter
 
 
-def interleaved(runs: Mapping[str, Run], rounds: int, device: str) -> dict[str, Spread]:
-    """Milliseconds of each run, p20, p50, p80 over rounds: all take turns, another one first each time.
+def interleaved(
+    runs: Mapping[str, Run], rounds: int, device: str, deadline: Deadline = NEVER
+) -> tuple[dict[str, Spread], dict[str, str]]:
+    """Milliseconds of each run, p20, p50, p80 over rounds, and what the others raised.
 
-    Drift of the machine meets all alike. Not `torch.utils.benchmark.Timer`: it warms up before every
-    single measurement, which would be most of the time of an interleaved round.
+    All take turns, another one first each time: drift of the machine meets all alike. Not
+    `torch.utils.benchmark.Timer`: it warms up before every single measurement, which would be most of the
+    time of an interleaved round.
     """
     clock = on_gpu if device == "cuda" else on_cpu
     taken: dict[str, list[float]] = {name: [] for name in runs}
-    names = list(runs)
+    failed: dict[str, str] = {}
     for turn in range(rounds):
+        if turn >= LEAST_ROUNDS and not deadline.allows(0.0):
+            break
         gc.collect()
-        first = turn % len(names)
+        names = list(taken)
+        first = turn % max(len(names), 1)
         for name in names[first:] + names[:first]:
-            taken[name].append(clock(runs[name]))
-    return {name: percentiles(times) for name, times in taken.items()}
+            try:
+                taken[name].append(clock(runs[name]))
+            except Exception as error:
+                # Memory may run out here for the first time: the other runs hold theirs.
+                failed[name] = told(error)
+                del taken[name]
+                recover(error)
+    return {name: percentiles(times) for name, times in taken.items()}, failed
 
 
 def on_cpu(run: Run) -> float:
@@ -101,8 +145,14 @@ def on_gpu(run: Run) -> float:
     return start.elapsed_time(end)
 
 
-def recover() -> None:
-    """Undo what torch leaves behind when its own checkpoint fails to compile under torch.func."""
+def recover(error: BaseException | None = None) -> None:
+    """Undo what torch leaves behind when its own checkpoint fails to compile under torch.func.
+
+    The frames that `error`, and what it was raised from, still hold are let go of, with their tensors.
+    """
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
     _torch_compiler.unwind_levels()
     _torch.allow_hooks()
     gc.collect()

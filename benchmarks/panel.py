@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 
 from benchmarks import jax_peer
-from benchmarks.cases import Case, Measured
-from benchmarks.measures import Run, counted, interleaved, recover, told
+from benchmarks.cases import NO_TIME, Case, Measured
+from benchmarks.measures import NEVER, Deadline, Run, counted, interleaved, recover, told
 from benchmarks.models import Problem
 from benchmarks.peers import Peer, peer
 from benchmarks.steps import Step, checking, make_step, own_code
 from remat.cli.measure import Work, trace_memory
 from remat.cli.steps import difference, tensors, tolerance, unmarked
+
+# Of the time that a case has: for the rounds in which all peers take turns.
+TIMING = 0.25
 
 
 class WrongGradient(Exception):
@@ -32,34 +36,42 @@ class Panel:
     expected: Any
     allowed: float
     flops: int | None = None
+    deadline: Deadline = NEVER
 
     @classmethod
-    def of(cls, case: Case) -> Panel:
+    def of(cls, case: Case, deadline: Deadline = NEVER) -> Panel:
         problem = problem_of(case)
         step = make_step(case.mode, *problem.bind(peer("none").around), lambda fn: fn)
         eps = max(torch.finfo(t.dtype).eps for t in tensors(problem.params))
-        return cls(case, problem, step(problem.params, problem.batch, checking), tolerance(eps))
+        expected = step(problem.params, problem.batch, checking)
+        return cls(case, problem, expected, tolerance(eps), deadline=deadline)
 
     def run(self) -> Iterator[Measured]:
-        """All rows of the case; a peer that fails is one row that says how."""
+        """All rows of the case; a peer that fails, or that there is no time for, is a row that says so."""
         runs: dict[str, Run] = {}
+        slowest, reserve = 0.0, TIMING if self.case.rounds else 0.0
         rows = {
             name: replace(Measured.of(self.case), peer=name, family=peer(name).family)
             for name in self.case.peers
         }
         for name, row in rows.items():
+            if not self.deadline.allows(slowest, reserve):
+                yield row.failed(NO_TIME)
+                continue
+            start = time.monotonic()
             try:
                 run, found = self.inspect(peer(name), row)
                 yield from found
                 runs[name] = run
             except Exception as error:
                 yield row.failed(told(error))
-                error.__traceback__ = None
-                recover()
+                recover(error)
+            slowest = max(slowest, time.monotonic() - start)
         self.expected = None
         if runs and self.case.rounds:
-            times = interleaved(runs, self.case.rounds, self.case.device)
+            times, failed = interleaved(runs, self.case.rounds, self.case.device, self.deadline)
             yield from (rows[name].with_spread("step", "ms", spread) for name, spread in times.items())
+            yield from (rows[name].failed(error) for name, error in failed.items())
 
     def inspect(self, one: Peer, row: Measured) -> tuple[Run, list[Measured]]:
         if one.only and one.only != self.case.engine:
@@ -117,7 +129,9 @@ class Panel:
             torch.cuda.empty_cache()
         run = jax_peer.JaxStep(self.case.built(), self.problem, self.case.mode, one.name.removeprefix("jax "))
         got = run.gradients()
-        rows = [] if got is None else self.compared(got, row)
+        # It comes by way of the host.
+        where = torch.device(self.problem.batch.device)
+        rows = [] if got is None else self.compared(pytree.tree_map(lambda t: t.to(where), got), row)
         return run, [*rows, row.with_value("peak", "bytes", run.peak)]
 
 
@@ -129,8 +143,15 @@ def problem_of(case: Case) -> Problem:
 def compiled_step(case: Case, problem: Problem, one: Peer) -> Step:
     """The peer's step through `torch.compile`; our scans compile their own steps."""
     around = one.around
+    if case.mode == "blocks":
+        wrap = around.wrap
+        around = replace(around, wrap=lambda fn: compiled(wrap(fn)))
+        return make_step(case.mode, *problem.bind(around), lambda fn: fn)
     if case.mode == "scan" and around.scan is not None:
         around = replace(around, scan=around.scan | {"compile": True})
         return make_step(case.mode, *problem.bind(around), lambda fn: fn)
-    compiler = partial(torch.compile, fullgraph=True, dynamic=False)
-    return make_step(case.mode, *problem.bind(around), lambda fn: compiler(own_code(fn)))
+    return make_step(case.mode, *problem.bind(around), compiled)
+
+
+def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(own_code(fn), fullgraph=True, dynamic=False)

@@ -56,7 +56,9 @@ def peer(name: str) -> Peer:
         return ours(name, checkpoint_policy(budget=float(name.split()[1])))
     if name == "names":
         return ours(name, save_names(*KEPT), part=checkpoint_named)
-    return FIXED[name] if name in FIXED else ours(name, parse(name))
+    if name in FIXED:
+        return FIXED[name]
+    return ours(name, parse(name), part=checkpoint_named if "names(" in name else plain)
 
 
 def ours(name: str, policy: Any, part: Part = plain) -> Peer:

@@ -1,7 +1,8 @@
 """One step of a model in each mode, eager and compiled.
 
 `backward` is plain autograd, `func` is `torch.func.grad`, `vmap` per-sample gradients, `step` forward,
-gradient and update in one graph, and `scan` is plain autograd through stacked layers. A step takes
+gradient and update in one graph, and `scan` is plain autograd through stacked layers. `blocks` is `backward`
+with every block compiled by itself, as torchtitan trains: one compilation for any depth. A step takes
 parameters, a batch and `mark`, which it calls between forward and backward where it can, and gives gradients.
 """
 
@@ -23,7 +24,7 @@ from remat.transforms import value_and_grad
 Step = Callable[[Any, Tensor, Mark], Any]
 # Compiles a function, or leaves it as it is.
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
-MODES = ("backward", "func", "vmap", "step", "scan")
+MODES = ("backward", "blocks", "func", "vmap", "step", "scan")
 
 
 def make_step(mode: str, loss: Loss, leaves: Leaves, compiler: Compiler) -> Step:

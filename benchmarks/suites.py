@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.cases import Case
+from benchmarks.models import SIZES
 
 TORCH = ("torch checkpoint", "torch SAC", "torch SAC titan", "torch_remat", "torch_remat regions")
 BUDGETS = tuple(f"torch budget dp {share}" for share in (0.1, 0.3, 0.5, 0.7, 0.9))
@@ -17,6 +18,18 @@ OURS = (
     "save_unbatched_matmuls",
     "save_attention",
     "save_matmuls | save_attention",
+)
+# Policies that are no peer's, each of which keeps something else.
+EVERY = (
+    "save_everything",
+    "offload_matmuls",
+    "offload_names('up')",
+    "save_every(2, save_matmuls)",
+    "save_larger_than('1MiB')",
+    "save_cheaper_than(256)",
+    "save_all_but_names('gelu')",
+    "save_names('up')",
+    "~save_attention",
 )
 PLANNED = tuple(f"budget {share}" for share in (0.1, 0.3, 0.5, 0.7, 0.9))
 JAX = ("jax none", "jax save_nothing", "jax save_matmuls", "jax save_unbatched_matmuls")
@@ -62,35 +75,36 @@ def depths(model: str, blocks: Iterable[int], seconds: float) -> list[Case]:
 
 
 def cpu() -> list[Case]:
-    """All models and modes in sizes for a CPU: an hour or so on two cores."""
-    models = (
-        "gpt2-medium",
-        "gpt2-xl",
-        "llama3-8b",
-        "llama-32k",
-        "llama-128k",
-        "moe",
-        "vit-l",
-        "hf-llama",
-        "hf-gpt2",
-        "unet",
-    )
-    written = ("gpt2-medium", "gpt2-xl", "llama3-8b", "llama-32k", "llama-128k", "vit-l")
+    """All models and modes in sizes for a CPU, in about an hour on two cores, nearly all of it compiling."""
     rivals = (*TORCH, *OURS, "names", *PLANNED)
-    compiled = (*TORCH, *BUDGETS, *SOLVERS, *OURS, *PLANNED)
+    swept = (*TORCH, *BUDGETS, *SOLVERS, *OURS, *PLANNED, *JAX)
+    few = (*TORCH[:2], BUDGETS[2], "save_nothing", "save_matmuls", PLANNED[2])
+    two = sizes(depth=2)
+    in_jax = ("llama-32k", "moe", "vit-l")
     return on_cpu(
-        *(panel(m, "backward", rivals, 60, rounds=7) for m in models),
+        *(panel(m, "backward", rivals, 50, rounds=7) for m in SIZES),
+        panel("gpt2-medium", "backward", EVERY, 40, rounds=7, sizes=two),
+        panel("gpt2-medium", "backward", swept, 600, rounds=7, compiled=True, sizes=two),
         *(
-            panel(m, "backward", (*compiled, *(JAX if m in written else ())), 300, rounds=7, compiled=True)
-            for m in models
+            panel(m, "backward", (*few, *(JAX[1:3] if m in in_jax else ())), 150, rounds=7, compiled=True)
+            for m in (*in_jax, "unet")
         ),
+        panel("hf-llama", "backward", few, 150, rounds=7, compiled=True, sizes=two),
+        panel("llama3-8b", "blocks", (*TORCH, *OURS), 200, rounds=7, compiled=True),
         *(
             panel("gpt2-medium", mode, (*FUNCTIONAL, *OURS), 40, rounds=7)
             for mode in ("func", "vmap", "scan")
         ),
         *(
-            panel(m, mode, (*FUNCTIONAL, *OURS, *JAX), 200, rounds=7, compiled=True)
-            for m in ("gpt2-medium", "llama3-8b")
+            panel(
+                "gpt2-medium",
+                mode,
+                (*FUNCTIONAL[:1], *OURS[:2], *JAX[1:3]),
+                120,
+                rounds=7,
+                compiled=True,
+                sizes=two,
+            )
             for mode in ("func", "vmap", "step", "scan")
         ),
         *depths("gpt2-medium", (1, 2, 4, 8, 16, 32, 64), 15),
@@ -98,13 +112,7 @@ def cpu() -> list[Case]:
         Case("records", "memory", seconds=30),
         fit("llama3-8b", "batch", 1, 256, (*MEMORY, "budget 0.5"), 90),
         fit("llama3-8b", "seq", 64, 256, (*MEMORY, "budget 0.5"), 90),
-        Case(
-            "compile",
-            "gpt2-medium",
-            (*MEMORY, "torch budget dp 0.5", "budget 0.5"),
-            compiled=True,
-            seconds=200,
-        ),
+        Case("compile", "gpt2-medium", MEMORY, compiled=True, seconds=200, sizes=two),
         *(
             Case(
                 "plan",
@@ -118,33 +126,38 @@ def cpu() -> list[Case]:
 
 
 def h200() -> list[Case]:
-    """Published sizes in bfloat16 on one GPU, what the targets are about first; two parts of ten minutes."""
+    """Published sizes in bfloat16 on one GPU, what the targets are about first; two parts of ten minutes.
+
+    Deep models are compiled block by block, in seconds whatever their depth; whole graphs are of four blocks.
+    """
     main = (
-        *TORCH[:2], *BUDGETS[1:4], "save_nothing", "save_matmuls", "save_attention", *PLANNED[1:4],
-        "torch SAC titan", "torch_remat", "torch_remat regions", *JAX,
+        *TORCH[:2], "save_nothing", "save_matmuls", *BUDGETS[1:4], *PLANNED[1:4], OURS[-1], "save_attention",
+        *JAX, "torch SAC titan", "torch_remat", "torch_remat regions",
     )  # fmt: skip
-    short = (*TORCH[:2], BUDGETS[2], "save_nothing", "save_matmuls", PLANNED[2])
+    short = (*TORCH[:2], "save_nothing", "save_matmuls", BUDGETS[2], PLANNED[2])
     basic = ("torch checkpoint", "save_nothing", "save_matmuls", *JAX[:3])
     few = (*MEMORY[1:], "budget 0.5")
     compiled = {"compiled": True, "rounds": 8}
     return on_gpu(
-        panel("llama3-8b", "backward", main, 180, compiled=True, rounds=10),
+        panel("llama3-8b", "blocks", main, 210, compiled=True, rounds=10, sizes=sizes(depth=8)),
         fit("llama3-8b", "batch", 1, 120 << 10, (*MEMORY, "budget 0.5"), 50, sizes=sizes(seq=4096)),
-        panel("gpt2-xl", "backward", main, 200, compiled=True, rounds=10),
-        panel("llama3-8b", "step", basic, 70, **compiled),
-        Case("records", "overhead", rounds=30, seconds=20),
+        panel("llama3-8b", "blocks", short, 110, compiled=True, rounds=5, sizes=sizes(depth=32)),
+        panel("gpt2-xl", "blocks", main, 170, **compiled),
         # The second call begins about here.
-        panel("llama-32k", "backward", (*short, *JAX[1:3]), 80, **compiled),
-        panel("llama-128k", "backward", (*short, JAX[1]), 90, compiled=True, rounds=3),
-        panel("moe", "backward", short, 60, **compiled),
-        panel("llama3-8b", "scan", basic, 60, **compiled),
-        panel("vit-l", "backward", (*short, JAX[1]), 80, **compiled),
+        panel("llama3-8b", "backward", short, 80, **compiled),
+        panel("llama3-8b", "step", basic, 50, **compiled),
+        panel("moe", "blocks", (*short, *JAX[1:3]), 60, **compiled),
+        panel("llama-32k", "blocks", (*short, *JAX[1:3]), 60, **compiled),
+        panel("llama-128k", "blocks", (*short, JAX[1]), 60, compiled=True, rounds=3),
+        panel("llama3-8b", "scan", basic, 45, **compiled),
         panel("gpt2-medium", "vmap", (*FUNCTIONAL, *few[2:]), 15, rounds=6, sizes=sizes(depth=8)),
-        panel("llama3-8b", "backward", (*TORCH, *OURS, *PLANNED[::2]), 40, rounds=8),
-        panel("hf-llama", "backward", few, 20, rounds=8),
-        panel("unet", "backward", few, 20, rounds=8),
-        fit("llama3-8b", "seq", 2048, 120 << 10, MEMORY, 40),
-        Case("compile", "llama3-8b", MEMORY, compiled=True, seconds=50),
+        panel("llama3-8b", "backward", (*TORCH, *OURS, *PLANNED[::2], "offload_matmuls"), 35, rounds=8),
+        fit("llama3-8b", "seq", 2048, 120 << 10, MEMORY, 35),
+        Case("records", "overhead", rounds=30, seconds=15),
+        panel("vit-l", "blocks", (*few, JAX[1]), 40, **compiled),
+        panel("hf-llama", "backward", few, 15, rounds=8),
+        panel("unet", "backward", few, 15, rounds=8),
+        Case("compile", "llama3-8b", ("none", *basic[:2]), compiled=True, seconds=35),
         panel("hf-gpt2", "backward", few, 15, rounds=8),
     )
 
