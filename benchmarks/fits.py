@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 import torch
 
 from benchmarks.cases import NO_TIME, Case, Measured
-from benchmarks.measures import NEVER, Deadline, interleaved, recover, told
+from benchmarks.measures import NEVER, Deadline, clock_of, interleaved, recover, told
 from benchmarks.panel import compiled_step, problem_of
 from benchmarks.peers import Peer, peer
-from benchmarks.steps import make_step
+from benchmarks.steps import eager, make_step
 from remat.cli.measure import trace_memory
 from remat.cli.steps import unmarked
 
@@ -83,7 +83,7 @@ def step_of(case: Case, one: Peer) -> Callable[..., object]:
     step = (
         compiled_step(case, problem, one)
         if case.compiled
-        else make_step(case.mode, *problem.bind(one.around), lambda fn: fn)
+        else make_step(case.mode, *problem.bind(one.around), eager)
     )
 
     def run(mark: Callable[[], None]) -> None:
@@ -106,7 +106,8 @@ def peak(case: Case, one: Peer) -> int | None:
 def throughput(case: Case, one: Peer, row: Measured) -> Measured:
     run = step_of(case, one)
     run(unmarked)
-    taken, failed = interleaved({one.name: lambda: run(unmarked)}, case.rounds, case.device)
+    clock = clock_of(case.device, case.clock)
+    taken, failed = interleaved({one.name: lambda: run(unmarked)}, case.rounds, clock)
     if failed:
         return row.failed(failed[one.name])
     times = taken[one.name]

@@ -41,9 +41,11 @@ class Results:
         """The hardware sentence that stands above every table."""
         commits = self.context["commit"]
         versions = ", ".join(dict.fromkeys(self.torch))
+        hidden = any(row.unit == "ms of CPU time" for row in self.rows)
+        clock = " Times are the process's CPU time: others used the machine, too." if hidden else ""
         return (
             f"{self.context['hardware']}, {self.context['cpu_count']} cores, {self.context['threads']} CPU "
-            f"thread(s) used, torch {versions}, Python {self.context['python']}, commit {commits}."
+            f"thread(s) used, torch {versions}, Python {self.context['python']}, commit {commits}.{clock}"
         )
 
     def of_kind(self, kind: str) -> list[Measured]:

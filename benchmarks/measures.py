@@ -20,6 +20,8 @@ from remat.transforms import _torch, _torch_compiler
 
 Run = Callable[[], Any]
 Spread = tuple[float, float, float]
+# Milliseconds of one run.
+Clock = Callable[[Run], float]
 # What is timed is timed so often at least, also where time is short.
 LEAST_ROUNDS = 3
 
@@ -100,7 +102,7 @@ def counted() -> Iterator[GraphFlops]:
 
 
 def interleaved(
-    runs: Mapping[str, Run], rounds: int, device: str, deadline: Deadline = NEVER
+    runs: Mapping[str, Run], rounds: int, clock: Clock, deadline: Deadline = NEVER
 ) -> tuple[dict[str, Spread], dict[str, str]]:
     """Milliseconds of each run, p20, p50, p80 over rounds, and what the others raised.
 
@@ -108,7 +110,6 @@ def interleaved(
     `torch.utils.benchmark.Timer`: it warms up before every single measurement, which would be most of the
     time of an interleaved round.
     """
-    clock = on_gpu if device == "cuda" else on_cpu
     taken: dict[str, list[float]] = {name: [] for name in runs}
     failed: dict[str, str] = {}
     for turn in range(rounds):
@@ -128,8 +129,19 @@ def interleaved(
     return {name: percentiles(times) for name, times in taken.items()}, failed
 
 
+def clock_of(device: str, kind: str) -> Clock:
+    """What takes the milliseconds of a run on the device: `kind` is that of `Case.clock`."""
+    return on_gpu if device == "cuda" else in_process if kind == "process" else on_cpu
+
+
 def on_cpu(run: Run) -> float:
     return 1e3 * seconds(run)[1]
+
+
+def in_process(run: Run) -> float:
+    start = time.process_time()
+    run()
+    return 1e3 * (time.process_time() - start)
 
 
 def on_gpu(run: Run) -> float:

@@ -12,10 +12,10 @@ import torch.utils._pytree as pytree
 
 from benchmarks import jax_peer
 from benchmarks.cases import NO_TIME, Case, Measured
-from benchmarks.measures import NEVER, Deadline, Run, counted, interleaved, recover, told
+from benchmarks.measures import NEVER, Clock, Deadline, Run, clock_of, counted, interleaved, recover, told
 from benchmarks.models import Problem
 from benchmarks.peers import Peer, peer
-from benchmarks.steps import Step, checking, make_step, own_code
+from benchmarks.steps import Step, checking, eager, make_step, own_code
 from remat.cli.measure import Work, trace_memory
 from remat.cli.steps import difference, tensors, tolerance, unmarked
 
@@ -41,7 +41,7 @@ class Panel:
     @classmethod
     def of(cls, case: Case, deadline: Deadline = NEVER) -> Panel:
         problem = problem_of(case)
-        step = make_step(case.mode, *problem.bind(peer("none").around), lambda fn: fn)
+        step = make_step(case.mode, *problem.bind(peer("none").around), eager)
         eps = max(torch.finfo(t.dtype).eps for t in tensors(problem.params))
         expected = step(problem.params, problem.batch, checking)
         return cls(case, problem, expected, tolerance(eps), deadline=deadline)
@@ -69,9 +69,14 @@ class Panel:
             slowest = max(slowest, time.monotonic() - start)
         self.expected = None
         if runs and self.case.rounds:
-            times, failed = interleaved(runs, self.case.rounds, self.case.device, self.deadline)
-            yield from (rows[name].with_spread("step", "ms", spread) for name, spread in times.items())
+            times, failed = interleaved(runs, self.case.rounds, self.clock(), self.deadline)
+            yield from (
+                rows[name].with_spread("step", self.case.unit, spread) for name, spread in times.items()
+            )
             yield from (rows[name].failed(error) for name, error in failed.items())
+
+    def clock(self) -> Clock:
+        return clock_of(self.case.device, self.case.clock)
 
     def inspect(self, one: Peer, row: Measured) -> tuple[Run, list[Measured]]:
         if one.only and one.only != self.case.engine:
@@ -89,7 +94,7 @@ class Panel:
         return step(self.problem.params, self.problem.batch, mark)
 
     def eager(self, one: Peer, row: Measured) -> tuple[Step, list[Measured]]:
-        step = make_step(self.case.mode, *self.problem.bind(one.around), lambda fn: fn)
+        step = make_step(self.case.mode, *self.problem.bind(one.around), eager)
         rows = self.checked(step, row)
         with Work() as work:
             self.call(step, unmarked)
@@ -146,10 +151,10 @@ def compiled_step(case: Case, problem: Problem, one: Peer) -> Step:
     if case.mode == "blocks":
         wrap = around.wrap
         around = replace(around, wrap=lambda fn: compiled(wrap(fn)))
-        return make_step(case.mode, *problem.bind(around), lambda fn: fn)
+        return make_step(case.mode, *problem.bind(around), eager)
     if case.mode == "scan" and around.scan is not None:
         around = replace(around, scan=around.scan | {"compile": True})
-        return make_step(case.mode, *problem.bind(around), lambda fn: fn)
+        return make_step(case.mode, *problem.bind(around), eager)
     return make_step(case.mode, *problem.bind(around), compiled)
 
 

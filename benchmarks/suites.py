@@ -31,6 +31,8 @@ EVERY = (
     "save_names('up')",
     "~save_attention",
 )
+# What torchtitan's list keeps.
+ALTERNATE = "save_every(2, save_matmuls) | save_attention"
 PLANNED = tuple(f"budget {share}" for share in (0.1, 0.3, 0.5, 0.7, 0.9))
 JAX = ("jax none", "jax save_nothing", "jax save_matmuls", "jax save_unbatched_matmuls")
 FUNCTIONAL = ("torch checkpoint", "torch_remat")
@@ -75,54 +77,49 @@ def depths(model: str, blocks: Iterable[int], seconds: float) -> list[Case]:
 
 
 def cpu() -> list[Case]:
-    """All models and modes in sizes for a CPU, in about an hour on two cores, nearly all of it compiling."""
-    rivals = (*TORCH, *OURS, "names", *PLANNED)
-    swept = (*TORCH, *BUDGETS, *SOLVERS, *OURS, *PLANNED, *JAX)
-    few = (*TORCH[:2], BUDGETS[2], "save_nothing", "save_matmuls", PLANNED[2])
+    """All models and modes in sizes for a CPU: an hour, most of it compiling, which comes last."""
+    rivals = (*TORCH, *OURS, ALTERNATE, "names", *PLANNED)
+    swept = (
+        *TORCH[:3], TORCH[4], *BUDGETS[1:4], *SOLVERS[1:3], *OURS[:2], OURS[-1], ALTERNATE, "names",
+        *PLANNED[1:4], *JAX[:3],
+    )  # fmt: skip
+    plans = ("torch budget dp 0.5", "torch budget ilp 0.5", "torch budget greedy 0.5", "budget 0.5")
+    compiled = {"compiled": True, "rounds": 5}
     two = sizes(depth=2)
-    in_jax = ("llama-32k", "moe", "vit-l")
-    return on_cpu(
-        *(panel(m, "backward", rivals, 50, rounds=7) for m in SIZES),
-        panel("gpt2-medium", "backward", EVERY, 40, rounds=7, sizes=two),
-        panel("gpt2-medium", "backward", swept, 600, rounds=7, compiled=True, sizes=two),
+    shallow = {
+        model: sizes(depth=3) if model == "unet" else sizes(depth=1) if "128k" in model else two
+        for model in SIZES
+    }
+    found = on_cpu(
+        *(panel(m, "backward", rivals, 45, rounds=5, sizes=size) for m, size in shallow.items()),
+        panel("gpt2-medium", "backward", EVERY, 25, rounds=5, sizes=sizes(depth=1)),
         *(
-            panel(m, "backward", (*few, *(JAX[1:3] if m in in_jax else ())), 150, rounds=7, compiled=True)
-            for m in (*in_jax, "unet")
-        ),
-        panel("hf-llama", "backward", few, 150, rounds=7, compiled=True, sizes=two),
-        panel("llama3-8b", "blocks", (*TORCH, *OURS), 200, rounds=7, compiled=True),
-        *(
-            panel("gpt2-medium", mode, (*FUNCTIONAL, *OURS), 40, rounds=7)
+            panel("gpt2-medium", mode, (*FUNCTIONAL, *OURS), 30, rounds=5, sizes=two)
             for mode in ("func", "vmap", "scan")
         ),
+        *depths("gpt2-medium", (1, 2, 4, 8, 16, 32, 64), 15),
+        Case("records", "overhead", rounds=40, seconds=30),
+        Case("records", "memory", seconds=30),
+        *(Case("plan", m, plans, seconds=20) for m in ("gpt2-medium", "llama3-8b", "moe", "vit-l")),
+        fit("llama3-8b", "batch", 1, 64, (*MEMORY, "budget 0.5"), 40, sizes=two),
+        fit("llama3-8b", "seq", 64, 64, (*MEMORY, "budget 0.5"), 40, sizes=two),
+        panel("gpt2-medium", "backward", swept, 300, sizes=two, **compiled),
+        panel("llama3-8b", "blocks", (*TORCH, *OURS, "names", "budget 0.5"), 150, **compiled),
         *(
-            panel(
-                "gpt2-medium",
-                mode,
-                (*FUNCTIONAL[:1], *OURS[:2], *JAX[1:3]),
-                120,
-                rounds=7,
-                compiled=True,
-                sizes=two,
-            )
+            panel("gpt2-medium", mode, (*FUNCTIONAL[:1], *OURS[:2], *JAX[1:3]), 70, sizes=two, **compiled)
             for mode in ("func", "vmap", "step", "scan")
         ),
-        *depths("gpt2-medium", (1, 2, 4, 8, 16, 32, 64), 15),
-        Case("records", "overhead", rounds=60, seconds=30),
-        Case("records", "memory", seconds=30),
-        fit("llama3-8b", "batch", 1, 256, (*MEMORY, "budget 0.5"), 90),
-        fit("llama3-8b", "seq", 64, 256, (*MEMORY, "budget 0.5"), 90),
-        Case("compile", "gpt2-medium", MEMORY, compiled=True, seconds=200, sizes=two),
         *(
-            Case(
-                "plan",
-                m,
-                ("torch budget dp 0.5", "torch budget ilp 0.5", "torch budget greedy 0.5", "budget 0.5"),
-                seconds=20,
-            )
-            for m in ("gpt2-medium", "llama3-8b", "moe", "vit-l")
+            panel(m, "backward", (*MEMORY[1:], "budget 0.5", *JAX[1:3]), 110, sizes=two, **compiled)
+            for m in ("moe", "vit-l", "llama-32k")
         ),
+        *(
+            panel(m, "backward", (*MEMORY[1:], "budget 0.5"), 110, sizes=two, **compiled)
+            for m in ("hf-llama", "unet")
+        ),
+        Case("compile", "gpt2-medium", MEMORY, compiled=True, seconds=120, sizes=two),
     )
+    return [replace(case, clock="process") for case in found]
 
 
 def h200() -> list[Case]:
@@ -131,8 +128,8 @@ def h200() -> list[Case]:
     Deep models are compiled block by block, in seconds whatever their depth; whole graphs are of four blocks.
     """
     main = (
-        *TORCH[:2], "save_nothing", "save_matmuls", *BUDGETS[1:4], *PLANNED[1:4], OURS[-1], "save_attention",
-        *JAX, "torch SAC titan", "torch_remat", "torch_remat regions",
+        *TORCH[:2], "save_nothing", "save_matmuls", *BUDGETS[1:4], *PLANNED[1:4], OURS[-1], ALTERNATE,
+        *JAX, "names", "torch SAC titan", "torch_remat", "torch_remat regions",
     )  # fmt: skip
     short = (*TORCH[:2], "save_nothing", "save_matmuls", BUDGETS[2], PLANNED[2])
     basic = ("torch checkpoint", "save_nothing", "save_matmuls", *JAX[:3])
@@ -151,7 +148,13 @@ def h200() -> list[Case]:
         panel("llama-128k", "blocks", (*short, JAX[1]), 60, compiled=True, rounds=3),
         panel("llama3-8b", "scan", basic, 45, **compiled),
         panel("gpt2-medium", "vmap", (*FUNCTIONAL, *few[2:]), 15, rounds=6, sizes=sizes(depth=8)),
-        panel("llama3-8b", "backward", (*TORCH, *OURS, *PLANNED[::2], "offload_matmuls"), 35, rounds=8),
+        panel(
+            "llama3-8b",
+            "backward",
+            (*TORCH, *OURS, ALTERNATE, *PLANNED[::2], "offload_matmuls"),
+            35,
+            rounds=8,
+        ),
         fit("llama3-8b", "seq", 2048, 120 << 10, MEMORY, 35),
         Case("records", "overhead", rounds=30, seconds=15),
         panel("vit-l", "blocks", (*few, JAX[1]), 40, **compiled),
@@ -173,7 +176,7 @@ def versions() -> list[Case]:
         "budget 0.5",
     )
     small = sizes(depth=2)
-    return on_cpu(
+    found = on_cpu(
         panel("gpt2-medium", "backward", few, 15, rounds=5, sizes=small),
         panel("gpt2-medium", "func", few, 12, rounds=5, sizes=small),
         panel("gpt2-medium", "backward", few, 60, rounds=5, sizes=small, compiled=True),
@@ -181,6 +184,7 @@ def versions() -> list[Case]:
         panel("gpt2-medium", "vmap", ("save_nothing", "save_matmuls"), 12, rounds=5, sizes=small),
         Case("records", "overhead", rounds=30, seconds=15),
     )
+    return [replace(case, clock="process") for case in found]
 
 
 SUITES: dict[str, Callable[[], list[Case]]] = {"quick": quick, "cpu": cpu, "h200": h200, "versions": versions}
