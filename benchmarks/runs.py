@@ -43,9 +43,10 @@ PART = 9.3
 class Run:
     """Run a suite, or go on with one that was interrupted."""
 
-    suite: Literal["quick", "cpu", "h200", "versions"] = "quick"
+    suite: Literal["quick", "cpu", "h200", "rehearsal", "versions"] = "quick"
     """quick: README's figures, under 5 minutes on 2 cores. cpu: everything a CPU can do, about an hour.
-    h200: published sizes on one GPU, in two parts of ten minutes. versions: small cases for each --python."""
+    h200: published sizes on one GPU, in two parts of ten minutes. rehearsal: its cases in miniature on a CPU,
+    for an --out of its own. versions: small cases for each --python."""
     out: Path = RESULTS
     """Folder for SUITE.csv."""
     part: int = 0
@@ -56,10 +57,17 @@ class Run:
     """An interpreter to run the cases with, and with its torch; may be given several times."""
     fresh: bool = False
     """Measure everything anew. Otherwise cases of this commit that are in the CSV already are left out."""
+    dry_run: bool = False
+    """Run nothing; list the cases with the memory and FLOPs that fake tensors of their sizes tell."""
 
     def __call__(self) -> int:
         cases = halves(SUITES[self.suite](), self.part)
         limit = self.minutes or (PART if self.part else math.inf)
+        if self.dry_run:
+            from benchmarks.dry import show
+
+            parts = [cases] if self.part or self.suite != "h200" else [halves(cases, part) for part in (1, 2)]
+            return show(parts, limit if self.suite != "h200" else PART)
         return execute(
             cases, self.out / f"{self.suite}.csv", self.python or (sys.executable,), limit, self.fresh
         )

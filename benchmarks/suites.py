@@ -128,41 +128,52 @@ def h200() -> list[Case]:
     Deep models are compiled block by block, in seconds whatever their depth; whole graphs are of four blocks.
     """
     main = (
-        *TORCH[:2], "save_nothing", "save_matmuls", *BUDGETS[1:4], *PLANNED[1:4], OURS[-1], ALTERNATE,
-        *JAX, "names", "torch SAC titan", "torch_remat", "torch_remat regions",
+        *TORCH[:2], "save_nothing", "save_matmuls", *BUDGETS[1:4], *PLANNED[1:4], *JAX[1:3], OURS[-1],
+        "torch SAC titan", ALTERNATE, "torch_remat", "torch_remat regions",
     )  # fmt: skip
     short = (*TORCH[:2], "save_nothing", "save_matmuls", BUDGETS[2], PLANNED[2])
-    basic = ("torch checkpoint", "save_nothing", "save_matmuls", *JAX[:3])
+    xl = (*short, *JAX[1:3], OURS[-1], "torch SAC titan", ALTERNATE)
+    basic = ("torch checkpoint", "save_nothing", "save_matmuls", *JAX[1:3])
     few = (*MEMORY[1:], "budget 0.5")
+    every = (*TORCH, *OURS, ALTERNATE, *PLANNED[::2], "offload_matmuls")
     compiled = {"compiled": True, "rounds": 8}
     return on_gpu(
-        panel("llama3-8b", "blocks", main, 210, compiled=True, rounds=10, sizes=sizes(depth=8)),
-        fit("llama3-8b", "batch", 1, 120 << 10, (*MEMORY, "budget 0.5"), 50, sizes=sizes(seq=4096)),
-        panel("llama3-8b", "blocks", short, 110, compiled=True, rounds=5, sizes=sizes(depth=32)),
-        panel("gpt2-xl", "blocks", main, 170, **compiled),
+        panel("llama3-8b", "blocks", main, 250, compiled=True, rounds=6, sizes=sizes(depth=8)),
+        fit("llama3-8b", "batch", 1, 120 << 10, (*MEMORY, "budget 0.5"), 60, sizes=sizes(seq=4096)),
+        panel("llama3-8b", "blocks", few, 125, compiled=True, rounds=4, sizes=sizes(depth=32)),
+        panel("gpt2-xl", "blocks", xl, 120, **compiled),
         # The second call begins about here.
-        panel("llama3-8b", "backward", short, 80, **compiled),
-        panel("llama3-8b", "step", basic, 50, **compiled),
-        panel("moe", "blocks", (*short, *JAX[1:3]), 60, **compiled),
-        panel("llama-32k", "blocks", (*short, *JAX[1:3]), 60, **compiled),
-        panel("llama-128k", "blocks", (*short, JAX[1]), 60, compiled=True, rounds=3),
-        panel("llama3-8b", "scan", basic, 45, **compiled),
+        panel("llama3-8b", "backward", few, 60, **compiled),
+        panel("moe", "blocks", (*short, *JAX[1:3]), 55, **compiled),
+        panel("llama-32k", "blocks", (*few, JAX[1]), 100, compiled=True, rounds=4),
+        panel("llama-128k", "blocks", (*basic[:3], JAX[1]), 110, compiled=True, rounds=3),
+        panel("llama3-8b", "step", basic, 40, **compiled),
+        panel("llama3-8b", "scan", basic, 40, **compiled),
+        panel("llama3-8b", "backward", every, 30, rounds=4),
         panel("gpt2-medium", "vmap", (*FUNCTIONAL, *few[2:]), 15, rounds=6, sizes=sizes(depth=8)),
-        panel(
-            "llama3-8b",
-            "backward",
-            (*TORCH, *OURS, ALTERNATE, *PLANNED[::2], "offload_matmuls"),
-            35,
-            rounds=8,
-        ),
-        fit("llama3-8b", "seq", 2048, 120 << 10, MEMORY, 35),
-        Case("records", "overhead", rounds=30, seconds=15),
-        panel("vit-l", "blocks", (*few, JAX[1]), 40, **compiled),
+        fit("llama3-8b", "seq", 2048, 120 << 10, MEMORY, 25),
+        Case("compile", "llama3-8b", ("none", *basic[:2]), compiled=True, seconds=25),
+        panel("vit-l", "blocks", few, 25, **compiled),
         panel("hf-llama", "backward", few, 15, rounds=8),
         panel("unet", "backward", few, 15, rounds=8),
-        Case("compile", "llama3-8b", ("none", *basic[:2]), compiled=True, seconds=35),
-        panel("hf-gpt2", "backward", few, 15, rounds=8),
     )
+
+
+def rehearsal() -> list[Case]:
+    """Every case of `h200` in miniature on a CPU: what breaks there at any size should break here first."""
+    found: dict[str, Case] = {}
+    for case in h200():
+        small = {"width": 64, "heads": 4, "seq": 32, "batch": 2} | {"depth": 2}
+        if case.model == "unet":
+            small = {"width": 16, "seq": 8, "batch": 2, "depth": 2}
+        if case.model.startswith("llama"):
+            small |= {"groups": 2, "hidden": 128}
+        limits = {"limit": 2 << 20, "step": 32 if case.vary == "seq" else 1} if case.vary else {}
+        sized = {} if case.kind == "records" else {"sizes": sizes(**small)}
+        made = replace(case, device="cpu", rounds=min(case.rounds, 1), **sized, **limits)
+        # Models of 8 and of 32 layers are the same one here.
+        found.setdefault(made.name, made)
+    return list(found.values())
 
 
 def versions() -> list[Case]:
@@ -187,7 +198,13 @@ def versions() -> list[Case]:
     return [replace(case, clock="process") for case in found]
 
 
-SUITES: dict[str, Callable[[], list[Case]]] = {"quick": quick, "cpu": cpu, "h200": h200, "versions": versions}
+SUITES: dict[str, Callable[[], list[Case]]] = {
+    "quick": quick,
+    "cpu": cpu,
+    "h200": h200,
+    "rehearsal": rehearsal,
+    "versions": versions,
+}
 
 
 def sizes(**values: int) -> tuple[tuple[str, int], ...]:
