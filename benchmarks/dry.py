@@ -45,6 +45,8 @@ class Live(TorchDispatchMode):
         self.known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # What an op is given, and nothing under this mode made, was there before.
+        self.known.update(tensor.untyped_storage() for tensor in tensors((args, kwargs)))
         out = func(*args, **(kwargs or {}))
         for tensor in tensors(out):
             self.meet(tensor.untyped_storage())
