@@ -22,7 +22,7 @@ Run = Callable[[], Any]
 Spread = tuple[float, float, float]
 # Milliseconds of one run.
 Clock = Callable[[Run], float]
-# What is timed is timed so often at least, also where time is short.
+# Rounds that time is kept for where it is short.
 LEAST_ROUNDS = 3
 
 
@@ -45,9 +45,9 @@ class Deadline:
     def left(self) -> float:
         return self.at - time.time()
 
-    def allows(self, seconds: float, reserve: float = 0.0) -> bool:
-        """Whether that much is left beside a share of the whole; a tenth is for what nobody foresees."""
-        return math.isinf(self.seconds) or self.left() >= seconds + (0.1 + reserve) * self.seconds
+    def allows(self, seconds: float) -> bool:
+        """Whether that much is left, and a tenth of the whole for what nobody foresees."""
+        return math.isinf(self.seconds) or self.left() >= seconds + 0.1 * self.seconds
 
 
 NEVER = Deadline()
@@ -112,9 +112,12 @@ def interleaved(
     """
     taken: dict[str, list[float]] = {name: [] for name in runs}
     failed: dict[str, str] = {}
+    took = 0.0
     for turn in range(rounds):
-        if turn >= LEAST_ROUNDS and not deadline.allows(0.0):
+        # The first round is there in any case: a peer that came so far should have a time.
+        if turn and not deadline.allows(took):
             break
+        start = time.perf_counter()
         gc.collect()
         names = list(taken)
         first = turn % max(len(names), 1)
@@ -126,6 +129,7 @@ def interleaved(
                 failed[name] = told(error)
                 del taken[name]
                 recover(error)
+        took = time.perf_counter() - start
     return {name: percentiles(times) for name, times in taken.items()}, failed
 
 

@@ -12,15 +12,24 @@ import torch.utils._pytree as pytree
 
 from benchmarks import jax_peer
 from benchmarks.cases import NO_TIME, Case, Measured
-from benchmarks.measures import NEVER, Clock, Deadline, Run, clock_of, counted, interleaved, recover, told
+from benchmarks.measures import (
+    LEAST_ROUNDS,
+    NEVER,
+    Clock,
+    Deadline,
+    Run,
+    clock_of,
+    counted,
+    interleaved,
+    recover,
+    told,
+)
 from benchmarks.models import Problem
 from benchmarks.peers import Peer, peer
 from benchmarks.steps import Step, checking, eager, make_step, own_code
 from remat.cli.measure import Work, trace_memory
+from remat.cli.measure import seconds as timed
 from remat.cli.steps import difference, tensors, tolerance, unmarked
-
-# Of the time that a case has: for the rounds in which all peers take turns.
-TIMING = 0.25
 
 
 class WrongGradient(Exception):
@@ -37,6 +46,8 @@ class Panel:
     allowed: float
     flops: int | None = None
     deadline: Deadline = NEVER
+    # Seconds of one step of every peer that is to be timed.
+    turn: float = 0.0
 
     @classmethod
     def of(cls, case: Case, deadline: Deadline = NEVER) -> Panel:
@@ -49,13 +60,13 @@ class Panel:
     def run(self) -> Iterator[Measured]:
         """All rows of the case; a peer that fails, or that there is no time for, is a row that says so."""
         runs: dict[str, Run] = {}
-        slowest, reserve = 0.0, TIMING if self.case.rounds else 0.0
+        slowest, rounds = 0.0, min(self.case.rounds, LEAST_ROUNDS)
         rows = {
             name: replace(Measured.of(self.case), peer=name, family=peer(name).family)
             for name in self.case.peers
         }
         for name, row in rows.items():
-            if not self.deadline.allows(slowest, reserve):
+            if not self.deadline.allows(slowest + rounds * self.turn):
                 yield row.failed(NO_TIME)
                 continue
             start = time.monotonic()
@@ -84,7 +95,8 @@ class Panel:
         if one.family == "jax":
             return self.inspect_jax(one, row)
         step, rows = self.compiled(one, row) if self.case.compiled else self.eager(one, row)
-        memory = trace_memory(lambda mark: self.call(step, mark), self.case.device)
+        memory, seconds = timed(lambda: trace_memory(lambda mark: self.call(step, mark), self.case.device))
+        self.turn += seconds
         rows += [row.with_value("peak", "bytes", memory.peak)]
         if memory.kept:
             rows += [row.with_value("kept", "bytes", memory.kept)]
