@@ -134,6 +134,13 @@ def overhead_table(results: Results) -> str:
     return table(("row", "us a block (p20-p80)", "us an op of its forward"), lines)
 
 
+def unmeasured_table(results: Results) -> str:
+    """Cases that were not run, or not to their end."""
+    return table(
+        ("case", "why"), [(row.case, row.error) for row in results.rows if row.error and not row.peer]
+    )
+
+
 def targets(results: Results) -> list[Target]:
     """What issue 7 claims for an H200; the limits are part of the claim."""
     found = []
