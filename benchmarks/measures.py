@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from remat.cli.measure import percentiles, seconds
 from remat.flops import known_flops
 from remat.transforms import _torch, _torch_compiler
 
+ROOT = Path(__file__).parent.parent
 Run = Callable[[], Any]
 Spread = tuple[float, float, float]
 # Milliseconds of one run.
@@ -183,5 +186,6 @@ def told(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     hooks = next((line for line in lines if "don't yet support" in line), None)
     line = hooks or (lines[0] if lines else "")
-    # Addresses differ from run to run, and a row should not.
-    return re.sub(r"0x[0-9a-f]+", "0x", f"{type(error).__name__}: {line}")[:200]
+    # Addresses differ from run to run, folders from machine to machine, and a row should not.
+    text = f"{type(error).__name__}: {line}".replace(f"{ROOT}{os.sep}", "")
+    return re.sub(r"0x[0-9a-f]+", "0x", text)[:200]

@@ -301,3 +301,8 @@ def test_the_rehearsal_has_every_kind_of_case_of_the_gpu_suite() -> None:
 
     assert kinds("rehearsal") == kinds("h200")
     assert all(case.device == "cpu" for case in SUITES["rehearsal"]())
+
+
+def test_a_row_names_no_folder_of_this_machine() -> None:
+    error = RuntimeError(f"at {measures.ROOT}/benchmarks/models.py:225, object at 0x7f00")
+    assert measures.told(error) == "RuntimeError: at benchmarks/models.py:225, object at 0x"
