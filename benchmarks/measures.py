@@ -52,6 +52,13 @@ class Deadline:
         """Whether that much is left, and a tenth of the whole for what nobody foresees."""
         return math.isinf(self.seconds) or self.left() >= seconds + 0.1 * self.seconds
 
+    def allows_another(self, slowest: float, rounds: float = 0.0) -> bool:
+        """Whether a peer can be begun, beside the seconds of rounds, where the slowest so far took that long.
+
+        The next one may take half as long again: no remat, which compiles fastest, comes first.
+        """
+        return self.allows(1.5 * slowest + rounds)
+
 
 NEVER = Deadline()
 

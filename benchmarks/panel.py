@@ -66,7 +66,7 @@ class Panel:
             for name in self.case.peers
         }
         for name, row in rows.items():
-            if not self.deadline.allows(slowest + rounds * self.turn):
+            if not self.deadline.allows_another(slowest, rounds * self.turn):
                 yield row.failed(NO_TIME)
                 continue
             start = time.monotonic()
