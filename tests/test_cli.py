@@ -214,6 +214,15 @@ def test_rows_are_policies_as_one_writes_them() -> None:
         parse("save_names")
 
 
+def test_attention_with_fewer_heads_of_keys_is_counted() -> None:
+    query = torch.randn(2, 4, 8, 16, requires_grad=True)
+    key, value = (torch.randn(2, 2, 8, 16, requires_grad=True) for _ in range(2))
+    with Work() as work:
+        torch.nn.functional.scaled_dot_product_attention(query, key, value, enable_gqa=True).sum().backward()
+    # Two products of each head of queries forward, five backward.
+    assert work.flops == (2 + 5) * (2 * 2 * 4 * 8 * 8 * 16)
+
+
 def test_memory_is_counted_in_bytes_from_the_start_of_the_step() -> None:
     def step(mark: Any) -> torch.Tensor:
         kept = torch.ones(1000)
