@@ -8,6 +8,9 @@ from typing import Any
 
 from benchmarks.models import Model, named
 
+# In place of a value: of a peer or a whole case that was left out because the time was up.
+NO_TIME = "not run: the time was up"
+
 
 @dataclass(frozen=True)
 class Case:
@@ -29,6 +32,8 @@ class Case:
         limit: bytes.
         seed: of weights and batch.
         threads: of the CPU; 0 leaves them as they are.
+        clock: "wall", or "process" for the process's CPU time: what others take of the machine does not count
+            then. For one thread on a CPU.
         seconds: how long it may be expected to take, for the time left and the time limit.
     """
 
@@ -46,11 +51,17 @@ class Case:
     limit: int = 0
     seed: int = 0
     threads: int = 0
+    clock: str = "wall"
     seconds: float = 10.0
 
     @property
     def engine(self) -> str:
         return "compiled" if self.compiled else "eager"
+
+    @property
+    def unit(self) -> str:
+        """Of times that are measured in rounds."""
+        return "ms" if self.clock == "wall" else "ms of CPU time"
 
     @property
     def name(self) -> str:

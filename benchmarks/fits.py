@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator
 
 import torch
 
-from benchmarks.cases import Case, Measured
-from benchmarks.measures import interleaved, recover, told
+from benchmarks.cases import NO_TIME, Case, Measured
+from benchmarks.measures import NEVER, Deadline, clock_of, interleaved, recover, told
 from benchmarks.panel import compiled_step, problem_of
 from benchmarks.peers import Peer, peer
-from benchmarks.steps import make_step
+from benchmarks.steps import eager, make_step
 from remat.cli.measure import trace_memory
 from remat.cli.steps import unmarked
 
@@ -51,11 +52,16 @@ def next_guess(seen: list[tuple[int, int]], limit: int, low: int, high: int) -> 
     return max(low + 1, min(guess, high - 1) if high else guess)
 
 
-def fits(case: Case) -> Iterator[Measured]:
+def fits(case: Case, deadline: Deadline = NEVER) -> Iterator[Measured]:
     """For every peer the largest size, and the samples a second at it."""
+    slowest = 0.0
     for name in case.peers:
         one = peer(name)
         row = dataclasses.replace(Measured.of(case), peer=name, family=one.family)
+        if not deadline.allows_another(slowest):
+            yield row.failed(NO_TIME)
+            continue
+        start = time.monotonic()
         try:
             count, _ = largest(lambda n, one=one: peak(sized(case, n), one), case.limit)
             yield row.with_value(f"largest {case.vary}", "", count * case.step)
@@ -63,7 +69,8 @@ def fits(case: Case) -> Iterator[Measured]:
                 yield throughput(sized(case, count), one, row)
         except Exception as error:
             yield row.failed(told(error))
-            recover()
+            recover(error)
+        slowest = max(slowest, time.monotonic() - start)
 
 
 def sized(case: Case, count: int) -> Case:
@@ -76,7 +83,7 @@ def step_of(case: Case, one: Peer) -> Callable[..., object]:
     step = (
         compiled_step(case, problem, one)
         if case.compiled
-        else make_step(case.mode, *problem.bind(one.around), lambda fn: fn)
+        else make_step(case.mode, *problem.bind(one.around), eager)
     )
 
     def run(mark: Callable[[], None]) -> None:
@@ -99,7 +106,11 @@ def peak(case: Case, one: Peer) -> int | None:
 def throughput(case: Case, one: Peer, row: Measured) -> Measured:
     run = step_of(case, one)
     run(unmarked)
-    times = interleaved({one.name: lambda: run(unmarked)}, case.rounds, case.device)[one.name]
+    clock = clock_of(case.device, case.clock)
+    taken, failed = interleaved({one.name: lambda: run(unmarked)}, case.rounds, clock)
+    if failed:
+        return row.failed(failed[one.name])
+    times = taken[one.name]
     amount = dict(case.sizes)[case.vary]
     low, middle, high = (1e3 * amount / t for t in reversed(times))
     return row.with_spread(f"{case.vary} a second", "1/s", (low, middle, high))

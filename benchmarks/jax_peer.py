@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ POLICIES = {
     "save_nothing": "nothing_saveable",
     "save_matmuls": "dots_saveable",
     "save_unbatched_matmuls": "dots_with_no_batch_dims_saveable",
+    "save_everything": "everything_saveable",
 }
 
 
@@ -46,8 +47,9 @@ class JaxStep:
         scanned = mode == "scan"
         loss = partial(total, network(model, policy, scanned, problem.batch.is_cuda), scanned)
         self.mode, self.batch = mode, to_jax(problem.batch[:, None] if mode == "vmap" else problem.batch)
-        self.params = pytree.tree_map(to_jax, problem.params["blocks"])
         self.order = problem.params["blocks"]
+        # A whole step gives its parameters away; all others can share them.
+        self.params = copied(problem) if mode == "step" else shared(problem)
         self.rate = jax.numpy.zeros(())
         step, donated = {
             "vmap": (jax.vmap(jax.grad(loss), (None, 0)), ()),
@@ -77,6 +79,23 @@ class JaxStep:
         )
 
 
+def copied(problem: Problem) -> Any:
+    return pytree.tree_map(to_jax, problem.params["blocks"])
+
+
+@lru_cache(maxsize=1)
+def of_problem(key: int) -> dict[str, Any]:
+    """What is made once of the problem with this id; that of another one goes."""
+    return {}
+
+
+def shared(problem: Problem) -> Any:
+    made = of_problem(id(problem))
+    if "params" not in made:
+        made["params"] = copied(problem)
+    return made["params"]
+
+
 def descend(loss: Callable[..., Any], params: Any, batch: Any, rate: Any) -> tuple[Any, Any]:
     import jax  # pyright: ignore[reportMissingImports]
 
@@ -100,7 +119,7 @@ def network(model: Model, policy: str, scanned: bool, gpu: bool) -> Callable[...
     import jax  # pyright: ignore[reportMissingImports]
 
     attention = partial(jax.nn.dot_product_attention, implementation="cudnn" if gpu else "xla")
-    kinds: list[tuple[type, Callable[..., Any]]] = [(MoE, missing), (GPT, gpt), (Llama, llama)]
+    kinds: list[tuple[type, Callable[..., Any]]] = [(MoE, moe), (GPT, gpt), (Llama, llama)]
     made = next((block for kind, block in kinds if isinstance(model, kind)), missing)
     block = partial(made, model, attention)
     if policy == "none":
@@ -115,16 +134,39 @@ def missing(model: Model, attention: Any, p: Any, x: Any) -> Any:
 
 
 def gpt(model: GPT, attention: Any, p: Any, x: Any) -> Any:
-    import jax  # pyright: ignore[reportMissingImports]
+    x = attended(model, attention, p, x)
+    h = layer_norm(x, p["norm2_scale"], p["norm2_shift"])
+    return x + (gelu(h @ p["up"] + p["up_bias"]) @ p["down"] + p["down_bias"])
+
+
+def attended(model: GPT, attention: Any, p: Any, x: Any) -> Any:
+    """The first half of a GPT block."""
+    import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
 
     h = layer_norm(x, p["norm1_scale"], p["norm1_shift"])
     qkv = h @ p["qkv"] + p["qkv_bias"]
-    q, k, v = (z.reshape(*z.shape[:-1], model.heads, -1) for z in jax.numpy.split(qkv, 3, -1))
-    attended = attention(q, k, v, is_causal=model.causal).reshape(x.shape)
-    x = x + (attended @ p["proj"] + p["proj_bias"])
-    h = layer_norm(x, p["norm2_scale"], p["norm2_shift"])
-    h = jax.nn.gelu(h @ p["up"] + p["up_bias"], approximate=False)
-    return x + (h @ p["down"] + p["down_bias"])
+    q, k, v = (z.reshape(*z.shape[:-1], model.heads, -1) for z in jnp.split(qkv, 3, -1))
+    out = attention(q, k, v, is_causal=model.causal).reshape(x.shape)
+    return x + (out @ p["proj"] + p["proj_bias"])
+
+
+def moe(model: MoE, attention: Any, p: Any, x: Any) -> Any:
+    import jax  # pyright: ignore[reportMissingImports]
+    import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
+
+    x = attended(model, attention, p, x)
+    tokens = layer_norm(x, p["norm2_scale"], p["norm2_shift"]).reshape(-1, x.shape[-1])
+    capacity = model.chosen * len(tokens) // model.experts
+    weight, taken = jax.lax.top_k(jax.nn.softmax(tokens @ p["router"], -1).T, capacity)
+    inner = jnp.matmul(tokens[taken], p["first"])
+    made = jnp.matmul(gelu(inner), p["second"]) * weight[..., None]
+    return x + jnp.zeros_like(tokens).at[taken].add(made).reshape(x.shape)
+
+
+def gelu(x: Any) -> Any:
+    import jax  # pyright: ignore[reportMissingImports]
+
+    return jax.nn.gelu(x, approximate=False)
 
 
 def llama(model: Llama, attention: Any, p: Any, x: Any) -> Any:

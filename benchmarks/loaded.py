@@ -22,6 +22,7 @@ class Results:
     context: dict[str, str]
     rows: list[Measured]
     torch: list[str]
+    commits: list[str]
 
     @classmethod
     def load(cls, path: Path) -> Results | None:
@@ -32,18 +33,26 @@ class Results:
             lines = list(csv.DictReader(file))
         full = [line for line in lines if line["python"]] or lines
         return (
-            cls(path.stem, full[0], [read(line) for line in lines], [line["torch"] for line in lines])
+            cls(
+                path.stem,
+                full[0],
+                [read(line) for line in lines],
+                [line["torch"] for line in lines],
+                [line["commit"] for line in lines],
+            )
             if lines
             else None
         )
 
     def sentence(self) -> str:
         """The hardware sentence that stands above every table."""
-        commits = self.context["commit"]
+        commits = ", ".join(dict.fromkeys(self.commits))
         versions = ", ".join(dict.fromkeys(self.torch))
+        hidden = any(row.unit == "ms of CPU time" for row in self.rows)
+        clock = " Times are the process's CPU time: others used the machine, too." if hidden else ""
         return (
             f"{self.context['hardware']}, {self.context['cpu_count']} cores, {self.context['threads']} CPU "
-            f"thread(s) used, torch {versions}, Python {self.context['python']}, commit {commits}."
+            f"thread(s) used, torch {versions}, Python {self.context['python']}, commit {commits}.{clock}"
         )
 
     def of_kind(self, kind: str) -> list[Measured]:
@@ -109,6 +118,7 @@ class Panel:
 
 MODES = {
     "backward": ".backward()",
+    "blocks": ".backward(), block by block",
     "func": "torch.func.grad",
     "vmap": "vmap(grad)",
     "step": "one-graph step",

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
+import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +20,47 @@ from remat.cli.measure import percentiles, seconds
 from remat.flops import known_flops
 from remat.transforms import _torch, _torch_compiler
 
+ROOT = Path(__file__).parent.parent
 Run = Callable[[], Any]
 Spread = tuple[float, float, float]
+# Milliseconds of one run.
+Clock = Callable[[Run], float]
+# Rounds that time is kept for where it is short.
+LEAST_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """When a case is stopped. What would not be done by then is left out, and its row says so.
+
+    Attributes:
+        at: on the clock of `time.time`, which all processes of a machine share.
+        seconds: from the start of the case until then.
+    """
+
+    at: float = math.inf
+    seconds: float = math.inf
+
+    @classmethod
+    def until(cls, at: float) -> Deadline:
+        return cls(at, at - time.time())
+
+    def left(self) -> float:
+        return self.at - time.time()
+
+    def allows(self, seconds: float) -> bool:
+        """Whether that much is left, and a tenth of the whole for what nobody foresees."""
+        return math.isinf(self.seconds) or self.left() >= seconds + 0.1 * self.seconds
+
+    def allows_another(self, slowest: float, rounds: float = 0.0) -> bool:
+        """Whether a peer can be begun, beside the seconds of rounds, where the slowest so far took that long.
+
+        The next one may take half as long again: no remat, which compiles fastest, comes first.
+        """
+        return self.allows(1.5 * slowest + rounds)
+
+
+NEVER = Deadline()
 
 
 class GraphFlops(CustomGraphPass):
@@ -67,25 +111,51 @@ def counted() -> Iterator[GraphFlops]:
         yield counter
 
 
-def interleaved(runs: Mapping[str, Run], rounds: int, device: str) -> dict[str, Spread]:
-    """Milliseconds of each run, p20, p50, p80 over rounds: all take turns, another one first each time.
+def interleaved(
+    runs: Mapping[str, Run], rounds: int, clock: Clock, deadline: Deadline = NEVER
+) -> tuple[dict[str, Spread], dict[str, str]]:
+    """Milliseconds of each run, p20, p50, p80 over rounds, and what the others raised.
 
-    Drift of the machine meets all alike. Not `torch.utils.benchmark.Timer`: it warms up before every
-    single measurement, which would be most of the time of an interleaved round.
+    All take turns, another one first each time: drift of the machine meets all alike. Not
+    `torch.utils.benchmark.Timer`: it warms up before every single measurement, which would be most of the
+    time of an interleaved round.
     """
-    clock = on_gpu if device == "cuda" else on_cpu
     taken: dict[str, list[float]] = {name: [] for name in runs}
-    names = list(runs)
+    failed: dict[str, str] = {}
+    took = 0.0
     for turn in range(rounds):
+        # The first round is there in any case: a peer that came so far should have a time.
+        if turn and not deadline.allows(took):
+            break
+        start = time.perf_counter()
         gc.collect()
-        first = turn % len(names)
+        names = list(taken)
+        first = turn % max(len(names), 1)
         for name in names[first:] + names[:first]:
-            taken[name].append(clock(runs[name]))
-    return {name: percentiles(times) for name, times in taken.items()}
+            try:
+                taken[name].append(clock(runs[name]))
+            except Exception as error:
+                # Memory may run out here for the first time: the other runs hold theirs.
+                failed[name] = told(error)
+                del taken[name]
+                recover(error)
+        took = time.perf_counter() - start
+    return {name: percentiles(times) for name, times in taken.items()}, failed
+
+
+def clock_of(device: str, kind: str) -> Clock:
+    """What takes the milliseconds of a run on the device: `kind` is that of `Case.clock`."""
+    return on_gpu if device == "cuda" else in_process if kind == "process" else on_cpu
 
 
 def on_cpu(run: Run) -> float:
     return 1e3 * seconds(run)[1]
+
+
+def in_process(run: Run) -> float:
+    start = time.process_time()
+    run()
+    return 1e3 * (time.process_time() - start)
 
 
 def on_gpu(run: Run) -> float:
@@ -101,8 +171,14 @@ def on_gpu(run: Run) -> float:
     return start.elapsed_time(end)
 
 
-def recover() -> None:
-    """Undo what torch leaves behind when its own checkpoint fails to compile under torch.func."""
+def recover(error: BaseException | None = None) -> None:
+    """Undo what torch leaves behind when its own checkpoint fails to compile under torch.func.
+
+    The frames that `error`, and what it was raised from, still hold are let go of, with their tensors.
+    """
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
     _torch_compiler.unwind_levels()
     _torch.allow_hooks()
     gc.collect()
@@ -117,5 +193,6 @@ def told(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     hooks = next((line for line in lines if "don't yet support" in line), None)
     line = hooks or (lines[0] if lines else "")
-    # Addresses differ from run to run, and a row should not.
-    return re.sub(r"0x[0-9a-f]+", "0x", f"{type(error).__name__}: {line}")[:200]
+    # Addresses differ from run to run, folders from machine to machine, and a row should not.
+    text = f"{type(error).__name__}: {line}".replace(f"{ROOT}{os.sep}", "")
+    return re.sub(r"0x[0-9a-f]+", "0x", text)[:200]

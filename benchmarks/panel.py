@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 
 from benchmarks import jax_peer
-from benchmarks.cases import Case, Measured
-from benchmarks.measures import Run, counted, interleaved, recover, told
+from benchmarks.cases import NO_TIME, Case, Measured
+from benchmarks.measures import (
+    LEAST_ROUNDS,
+    NEVER,
+    Clock,
+    Deadline,
+    Run,
+    clock_of,
+    counted,
+    interleaved,
+    recover,
+    told,
+)
 from benchmarks.models import Problem
 from benchmarks.peers import Peer, peer
-from benchmarks.steps import Step, checking, make_step, own_code
+from benchmarks.steps import Step, checking, eager, make_step, own_code
 from remat.cli.measure import Work, trace_memory
+from remat.cli.measure import seconds as timed
 from remat.cli.steps import difference, tensors, tolerance, unmarked
 
 
@@ -32,34 +45,49 @@ class Panel:
     expected: Any
     allowed: float
     flops: int | None = None
+    deadline: Deadline = NEVER
+    # Seconds of one step of every peer that is to be timed.
+    turn: float = 0.0
 
     @classmethod
-    def of(cls, case: Case) -> Panel:
+    def of(cls, case: Case, deadline: Deadline = NEVER) -> Panel:
         problem = problem_of(case)
-        step = make_step(case.mode, *problem.bind(peer("none").around), lambda fn: fn)
+        step = make_step(case.mode, *problem.bind(peer("none").around), eager)
         eps = max(torch.finfo(t.dtype).eps for t in tensors(problem.params))
-        return cls(case, problem, step(problem.params, problem.batch, checking), tolerance(eps))
+        expected = step(problem.params, problem.batch, checking)
+        return cls(case, problem, expected, tolerance(eps), deadline=deadline)
 
     def run(self) -> Iterator[Measured]:
-        """All rows of the case; a peer that fails is one row that says how."""
+        """All rows of the case; a peer that fails, or that there is no time for, is a row that says so."""
         runs: dict[str, Run] = {}
+        slowest, rounds = 0.0, min(self.case.rounds, LEAST_ROUNDS)
         rows = {
             name: replace(Measured.of(self.case), peer=name, family=peer(name).family)
             for name in self.case.peers
         }
         for name, row in rows.items():
+            if not self.deadline.allows_another(slowest, rounds * self.turn):
+                yield row.failed(NO_TIME)
+                continue
+            start = time.monotonic()
             try:
                 run, found = self.inspect(peer(name), row)
                 yield from found
                 runs[name] = run
             except Exception as error:
                 yield row.failed(told(error))
-                error.__traceback__ = None
-                recover()
+                recover(error)
+            slowest = max(slowest, time.monotonic() - start)
         self.expected = None
         if runs and self.case.rounds:
-            times = interleaved(runs, self.case.rounds, self.case.device)
-            yield from (rows[name].with_spread("step", "ms", spread) for name, spread in times.items())
+            times, failed = interleaved(runs, self.case.rounds, self.clock(), self.deadline)
+            yield from (
+                rows[name].with_spread("step", self.case.unit, spread) for name, spread in times.items()
+            )
+            yield from (rows[name].failed(error) for name, error in failed.items())
+
+    def clock(self) -> Clock:
+        return clock_of(self.case.device, self.case.clock)
 
     def inspect(self, one: Peer, row: Measured) -> tuple[Run, list[Measured]]:
         if one.only and one.only != self.case.engine:
@@ -67,7 +95,8 @@ class Panel:
         if one.family == "jax":
             return self.inspect_jax(one, row)
         step, rows = self.compiled(one, row) if self.case.compiled else self.eager(one, row)
-        memory = trace_memory(lambda mark: self.call(step, mark), self.case.device)
+        memory, seconds = timed(lambda: trace_memory(lambda mark: self.call(step, mark), self.case.device))
+        self.turn += seconds
         rows += [row.with_value("peak", "bytes", memory.peak)]
         if memory.kept:
             rows += [row.with_value("kept", "bytes", memory.kept)]
@@ -77,7 +106,7 @@ class Panel:
         return step(self.problem.params, self.problem.batch, mark)
 
     def eager(self, one: Peer, row: Measured) -> tuple[Step, list[Measured]]:
-        step = make_step(self.case.mode, *self.problem.bind(one.around), lambda fn: fn)
+        step = make_step(self.case.mode, *self.problem.bind(one.around), eager)
         rows = self.checked(step, row)
         with Work() as work:
             self.call(step, unmarked)
@@ -117,7 +146,9 @@ class Panel:
             torch.cuda.empty_cache()
         run = jax_peer.JaxStep(self.case.built(), self.problem, self.case.mode, one.name.removeprefix("jax "))
         got = run.gradients()
-        rows = [] if got is None else self.compared(got, row)
+        # It comes by way of the host.
+        where = torch.device(self.problem.batch.device)
+        rows = [] if got is None else self.compared(pytree.tree_map(lambda t: t.to(where), got), row)
         return run, [*rows, row.with_value("peak", "bytes", run.peak)]
 
 
@@ -129,8 +160,15 @@ def problem_of(case: Case) -> Problem:
 def compiled_step(case: Case, problem: Problem, one: Peer) -> Step:
     """The peer's step through `torch.compile`; our scans compile their own steps."""
     around = one.around
+    if case.mode == "blocks":
+        wrap = around.wrap
+        around = replace(around, wrap=lambda fn: compiled(wrap(fn)))
+        return make_step(case.mode, *problem.bind(around), eager)
     if case.mode == "scan" and around.scan is not None:
         around = replace(around, scan=around.scan | {"compile": True})
-        return make_step(case.mode, *problem.bind(around), lambda fn: fn)
-    compiler = partial(torch.compile, fullgraph=True, dynamic=False)
-    return make_step(case.mode, *problem.bind(around), lambda fn: compiler(own_code(fn)))
+        return make_step(case.mode, *problem.bind(around), eager)
+    return make_step(case.mode, *problem.bind(around), compiled)
+
+
+def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(own_code(fn), fullgraph=True, dynamic=False)

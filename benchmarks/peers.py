@@ -2,16 +2,17 @@
 
 A peer is named by a text, which is its row in every table: `none`, `torch checkpoint`, `torch SAC`,
 `torch SAC titan`, `torch budget dp 0.5` (compiled only), `torch_remat`, `torch_remat regions`,
-`jax save_matmuls`, `budget 0.5`, `names`, or one of our policies as one writes it in Python.
+`jax save_matmuls`, `budget 0.5`, `names`, or one of our policies as one writes it in Python; compiled, each
+but JAX's also with ` without buffer reuse` behind it.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from remat.cli.models import Wrap
 from remat.cli.rows import MATMULS, parse, remat_under, torch_checkpoint, torch_sac, untouched
 
 aten = torch.ops.aten
+NO_REUSE = " without buffer reuse"
 # What the peers that choose by place keep: the inputs of nothing but cheap steps are left out.
 KEPT = ("qkv", "q", "k", "v", "attention", "up", "gate")
 
@@ -48,6 +50,8 @@ class Peer:
 
 def peer(name: str) -> Peer:
     """The peer called `name`; a name that is none of ours is read as a policy."""
+    if name.endswith(NO_REUSE):
+        return without_reuse(peer(name.removesuffix(NO_REUSE)))
     if name.startswith("torch budget "):
         return memory_budget(name)
     if name.startswith("jax "):
@@ -56,7 +60,25 @@ def peer(name: str) -> Peer:
         return ours(name, checkpoint_policy(budget=float(name.split()[1])))
     if name == "names":
         return ours(name, save_names(*KEPT), part=checkpoint_named)
-    return FIXED[name] if name in FIXED else ours(name, parse(name))
+    if name in FIXED:
+        return FIXED[name]
+    return ours(name, parse(name), part=checkpoint_named if "names(" in name else plain)
+
+
+def without_reuse(one: Peer) -> Peer:
+    """The peer where Inductor gives every buffer memory of its own, and lets go of it after its last use.
+
+    As a rule it holds memory that is free until a buffer of the same size needs it; that can be the peak.
+    """
+
+    @contextlib.contextmanager
+    def compiling() -> Iterator[None]:
+        from torch._inductor import config
+
+        with one.compiling(), config.patch(allow_buffer_reuse=False):
+            yield
+
+    return replace(one, name=one.name + NO_REUSE, compiling=compiling, only="compiled")
 
 
 def ours(name: str, policy: Any, part: Part = plain) -> Peer:

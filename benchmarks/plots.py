@@ -55,7 +55,7 @@ def pareto(figure: Any, results: Results) -> bool:
     panels = results.panels()
     if not panels:
         return False
-    across = min(len(panels), 2)
+    across = min(len(panels), 2 if len(panels) < 8 else 3)
     down = math.ceil(len(panels) / across)
     figure.set_size_inches(6.0 * across, 4.0 * down)
     grid = figure.subplots(down, across, squeeze=False).ravel()

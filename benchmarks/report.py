@@ -108,6 +108,7 @@ def summaries(results: Results) -> list[tuple[str, str]]:
         ("CPU overhead in eager", tables.overhead_table(results)),
         ("Seconds before the first step", tables.seconds_table(results)),
         ("Targets, which are meant for an H200", tables.targets_table(results)),
+        ("Not run, or not to the end", tables.unmeasured_table(results)),
     ]
 
 

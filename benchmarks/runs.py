@@ -10,12 +10,13 @@ import csv
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,38 +24,50 @@ from typing import Any, Literal
 import tyro
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.cases import Case, Measured
+from benchmarks.cases import NO_TIME, Case, Measured
 from benchmarks.records import RESULTS, commit
 from benchmarks.suites import SUITES
 from remat.cli.env import processor
 
 ROOT = Path(__file__).parent.parent
-# How much longer than expected a case may take before it is stopped, and seconds that every case may take:
-# on a shared machine, and where the run as a whole may not take long.
-PATIENCE, HURRY = (8.0, 300.0), (2.5, 60.0)
+# How much longer than expected a case may take before it is stopped, and seconds beside that: on a shared
+# machine, and where the run as a whole may not take long.
+PATIENCE, HURRY = (8.0, 300.0), (1.5, 30.0)
+# Seconds in which no process gets anywhere: most go into importing torch.
+LEAST = 15.0
+# A part of a suite, in minutes: of ten, what is left is for starting, for stopping and for the files.
+PART = 9.3
 
 
 @dataclass
 class Run:
     """Run a suite, or go on with one that was interrupted."""
 
-    suite: Literal["quick", "cpu", "h200", "versions"] = "quick"
+    suite: Literal["quick", "cpu", "h200", "rehearsal", "versions"] = "quick"
     """quick: README's figures, under 5 minutes on 2 cores. cpu: everything a CPU can do, about an hour.
-    h200: published sizes on one GPU, in two parts of ten minutes. versions: small cases for each --python."""
+    h200: published sizes on one GPU, in two parts of ten minutes. rehearsal: its cases in miniature on a CPU,
+    for an --out of its own. versions: small cases for each --python."""
     out: Path = RESULTS
     """Folder for SUITE.csv."""
     part: int = 0
     """h200 only: 1 or 2, the first or the second half of the cases; 0: all."""
     minutes: float = 0.0
-    """Start no case that could end later; 0: no limit, 9.3 for a part."""
+    """Stop after so many; what was not reached is recorded as not run. 0: no limit, 9.3 for a part."""
     python: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """An interpreter to run the cases with, and with its torch; may be given several times."""
     fresh: bool = False
     """Measure everything anew. Otherwise cases of this commit that are in the CSV already are left out."""
+    dry_run: bool = False
+    """Run nothing; list the cases with the memory and FLOPs that fake tensors of their sizes tell."""
 
     def __call__(self) -> int:
         cases = halves(SUITES[self.suite](), self.part)
-        limit = self.minutes or (9.3 if self.part else float("inf"))
+        limit = self.minutes or (PART if self.part else math.inf)
+        if self.dry_run:
+            from benchmarks.dry import show
+
+            parts = [cases] if self.part or self.suite != "h200" else [halves(cases, part) for part in (1, 2)]
+            return show(parts, limit if self.suite != "h200" else PART)
         return execute(
             cases, self.out / f"{self.suite}.csv", self.python or (sys.executable,), limit, self.fresh
         )
@@ -77,27 +90,27 @@ def execute(cases: list[Case], path: Path, pythons: tuple[str, ...], minutes: fl
     versions = {python: torch_version(python) for python in pythons}
     wanted = [(python, case) for python in pythons for case in cases]
     keys = {(case.name, versions[python]) for python, case in wanted}
-    old = [] if fresh else kept(path)
-    done = {(row["case"], row["torch"]) for row in old}
-    todo = [(python, case) for python, case in wanted if (case.name, versions[python]) not in done]
-    if not todo and not fresh:
-        # All is there: no interrupted run, so measure again. Rows of the other part or torch stay.
-        old, todo = [row for row in old if (row["case"], row["torch"]) not in keys], wanted
+    old = [] if fresh else measured(path)
+    done = {key_of(row) for row in old} - {key_of(row) for row in old if wanting(row)}
+    # All is there: no interrupted run, so measure again. Rows of the other part or torch stay.
+    again = keys if keys <= done else keys - done
+    todo = [(python, case) for python, case in wanted if (case.name, versions[python]) in again]
     path.parent.mkdir(parents=True, exist_ok=True)
-    write(path, old)
+    write(path, [row for row in old if key_of(row) not in again])
     watch = Watch(sum(case.seconds for _, case in todo), time.perf_counter() + 60 * minutes)
     failures = skipped = 0
     with watch.shown(len(todo)) as advance:
         for python, case in todo:
             if not watch.allows(case):
                 skipped += 1
+                write(path, [failure(case, versions[python], NO_TIME)], append=True)
                 continue
             start = time.perf_counter()
             rows, error = run_case(case, python, watch.patience(case))
             write(path, rows, append=True)
             failures += bool(error)
             advance(case, time.perf_counter() - start, error)
-    print(f"{path}: {len(todo) - skipped} cases, {failures} failed, {skipped} not started for lack of time")
+    print(f"{path}: {len(todo) - skipped} cases, {failures} failed, {skipped} not run for lack of time")
     return int(bool(failures or skipped))
 
 
@@ -116,11 +129,12 @@ class Watch:
 
     def patience(self, case: Case) -> float:
         """Seconds after which the case is stopped."""
-        times, least = PATIENCE if math.isinf(self.deadline) else HURRY
-        return min(self.left(), max(least, times * case.seconds))
+        times, beside = PATIENCE if math.isinf(self.deadline) else HURRY
+        return min(self.left(), times * case.seconds + beside)
 
     def allows(self, case: Case) -> bool:
-        return case.seconds * max(self.pace(), 0.5) <= self.left()
+        """Whether half of it could be done: a case leaves out the last of its peers where time is short."""
+        return max(0.5 * case.seconds * max(self.pace(), 0.5), LEAST) <= self.left()
 
     @contextmanager
     def shown(self, count: int) -> Iterator[Any]:
@@ -149,24 +163,37 @@ def run_case(case: Case, python: str, timeout: float) -> tuple[list[dict[str, An
         todo, rows = Path(folder) / "case.json", Path(folder) / "rows.jsonl"
         todo.write_text(case.to_json())
         rows.touch()
-        command = [python, "-m", "benchmarks.worker", str(todo), str(rows)]
-        error = ""
+        command = [python, "-m", "benchmarks.worker", str(todo), str(rows), str(time.time() + timeout)]
+        error = ended(command, os.environ | settings(case, folder), Path(folder) / "said", timeout)
+        # A line that a process was stopped in has no end.
+        found = [json.loads(line) for line in rows.read_text().splitlines(True) if line.endswith("\n")]
+    return found + ([failure(case, torch_version(python), error)] if error else []), error
+
+
+def ended(command: list[str], environment: dict[str, str], said: Path, timeout: float) -> str:
+    """Runs a command to its end or its timeout; what went wrong, or nothing."""
+    with said.open("w") as file:
+        # Into a file: a pipe ends when the compiler's processes do, which outlive the one that started them.
+        process = subprocess.Popen(
+            command, env=environment, cwd=ROOT, stdout=file, stderr=file, start_new_session=True
+        )
         try:
-            environment = os.environ | settings(case, folder)
-            done = subprocess.run(
-                command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=timeout
-            )
-            if done.returncode:
-                last = (done.stderr.strip().splitlines() or ["no word"])[-1]
-                error = f"process ended with {done.returncode}: {last}"[:300]
+            status = process.wait(timeout)
         except subprocess.TimeoutExpired:
-            error = f"stopped after {timeout:.0f} s"
-        found = [json.loads(line) for line in rows.read_text().splitlines()]
-    if error:
-        blank = dict.fromkeys(found[0], "") if found else {}
-        shared = {"torch": torch_version(python), "hardware": processor(), "commit": commit()}
-        found.append(blank | shared | asdict(Measured.of(case).failed(error)))
-    return found, error
+            return f"stopped after {timeout:.0f} s"
+        finally:
+            # The compiler's processes, too.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    lines = said.read_text(errors="replace").strip().splitlines() or ["no word"]
+    return f"process ended with {status}: {lines[-1]}"[:300] if status else ""
+
+
+def failure(case: Case, torch: str, error: str) -> dict[str, Any]:
+    """The row of a case that was not run, or not to its end."""
+    shared = {"torch": torch, "hardware": processor(), "commit": commit()}
+    return shared | asdict(Measured.of(case).failed(error))
 
 
 def settings(case: Case, folder: str) -> dict[str, str]:
@@ -191,14 +218,21 @@ def torch_version(python: str) -> str:
     return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def kept(path: Path) -> list[dict[str, Any]]:
-    """Rows in the CSV of the cases that were measured at this commit and whose process did not fail."""
+def measured(path: Path) -> list[dict[str, Any]]:
+    """Rows in the CSV that were measured at this commit."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["commit"] == commit()]
-    failed = {(row["case"], row["torch"]) for row in rows if row["metric"] == "error" and not row["peer"]}
-    return [row for row in rows if (row["case"], row["torch"]) not in failed]
+        return [row for row in csv.DictReader(file) if row["commit"] == commit()]
+
+
+def key_of(row: dict[str, Any]) -> tuple[str, str]:
+    return row["case"], row["torch"]
+
+
+def wanting(row: dict[str, Any]) -> bool:
+    """Whether its case is to be run again: its process failed, or time was too short for it or for a peer."""
+    return row["metric"] == "error" and (not row["peer"] or row["error"] == NO_TIME)
 
 
 def write(path: Path, rows: list[dict[str, Any]], append: bool = False) -> None:

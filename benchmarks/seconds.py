@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.cases import Case, Measured
-from benchmarks.measures import recover, told
+from benchmarks.cases import NO_TIME, Case, Measured
+from benchmarks.measures import NEVER, Deadline, recover, told
 from benchmarks.models import Problem
 from benchmarks.panel import compiled_step, problem_of
 from benchmarks.peers import Peer, peer
@@ -19,18 +19,26 @@ from remat.plan.torch_plans import torch_plan
 from remat.transforms._joint import record
 
 
-def each(case: Case, measure: Callable[[Peer, Measured], Iterator[Measured]]) -> Iterator[Measured]:
+def each(
+    case: Case, measure: Callable[[Peer, Measured], Iterator[Measured]], deadline: Deadline
+) -> Iterator[Measured]:
+    slowest = 0.0
     for name in case.peers:
         one = peer(name)
         row = replace(Measured.of(case), peer=name, family=one.family)
+        if not deadline.allows_another(slowest):
+            yield row.failed(NO_TIME)
+            continue
+        start = time.monotonic()
         try:
             yield from measure(one, row)
         except Exception as error:
             yield row.failed(told(error))
-            recover()
+            recover(error)
+        slowest = max(slowest, time.monotonic() - start)
 
 
-def compile_seconds(case: Case) -> Iterator[Measured]:
+def compile_seconds(case: Case, deadline: Deadline = NEVER) -> Iterator[Measured]:
     """Seconds of the first step with Inductor's caches empty, and again with them filled."""
     from torch._inductor.utils import fresh_cache
 
@@ -44,7 +52,7 @@ def compile_seconds(case: Case) -> Iterator[Measured]:
                 torch._dynamo.reset()
                 yield row.with_value(metric, "s", first_step(case, problem, one))
 
-    yield from each(case, measure)
+    yield from each(case, measure, deadline)
 
 
 def first_step(case: Case, problem: Problem, one: Peer) -> float:
@@ -57,7 +65,7 @@ def first_step(case: Case, problem: Problem, one: Peer) -> float:
     return time.perf_counter() - start
 
 
-def plan_seconds(case: Case) -> Iterator[Measured]:
+def plan_seconds(case: Case, deadline: Deadline = NEVER) -> Iterator[Measured]:
     """Seconds of choosing what to keep in the whole model: ours with its tracing, torch's solver alone."""
     problem = problem_of(case)
 
@@ -74,4 +82,4 @@ def plan_seconds(case: Case) -> Iterator[Measured]:
             seconds = time.perf_counter() - start
         yield row.with_value("plan", "s", seconds)
 
-    yield from each(case, measure)
+    yield from each(case, measure, deadline)

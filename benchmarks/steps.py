@@ -1,7 +1,8 @@
 """One step of a model in each mode, eager and compiled.
 
 `backward` is plain autograd, `func` is `torch.func.grad`, `vmap` per-sample gradients, `step` forward,
-gradient and update in one graph, and `scan` is plain autograd through stacked layers. A step takes
+gradient and update in one graph, and `scan` is plain autograd through stacked layers. `blocks` is `backward`
+with every block compiled by itself, as torchtitan trains: one compilation for any depth. A step takes
 parameters, a batch and `mark`, which it calls between forward and backward where it can, and gives gradients.
 """
 
@@ -23,7 +24,12 @@ from remat.transforms import value_and_grad
 Step = Callable[[Any, Tensor, Mark], Any]
 # Compiles a function, or leaves it as it is.
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
-MODES = ("backward", "func", "vmap", "step", "scan")
+MODES = ("backward", "blocks", "func", "vmap", "step", "scan")
+
+
+def eager(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The compiler that leaves a function as it is."""
+    return fn
 
 
 def make_step(mode: str, loss: Loss, leaves: Leaves, compiler: Compiler) -> Step:
@@ -48,14 +54,32 @@ def backward(loss: Loss, leaves: Leaves, compiler: Compiler) -> Step:
 
 
 def functional(loss: Loss, compiler: Compiler) -> Step:
+    if compiler is eager:
+        return lambda params, batch, mark: torch.func.grad(marked(loss, mark))(params, batch)
     gradient = compiler(torch.func.grad(loss))
     return lambda params, batch, mark: gradient(params, batch)
 
 
 def per_sample(loss: Loss, compiler: Compiler) -> Step:
-    gradient = compiler(torch.vmap(torch.func.grad(loss), (None, 0)))
+    def gradient(loss: Loss) -> Callable[..., Any]:
+        return torch.vmap(torch.func.grad(loss), (None, 0))
+
     # A batch of one stays inside: attention then sees the four dimensions that its fused kernels need.
-    return lambda params, batch, mark: gradient(params, batch[:, None])
+    if compiler is eager:
+        return lambda params, batch, mark: gradient(marked(loss, mark))(params, batch[:, None])
+    run = compiler(gradient(loss))
+    return lambda params, batch, mark: run(params, batch[:, None])
+
+
+def marked(loss: Loss, mark: Mark) -> Loss:
+    """`loss` that says when it is known and its backward has not begun; a graph has no such moment."""
+
+    def call(params: Any, batch: Tensor) -> Tensor:
+        value = loss(params, batch)
+        mark()
+        return value
+
+    return call
 
 
 def whole(loss: Loss, compiler: Compiler) -> Step:

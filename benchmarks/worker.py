@@ -1,4 +1,8 @@
-"""Runs one case: `python -m benchmarks.worker CASE.json ROWS.jsonl`, started by `benchmarks run`."""
+"""Runs one case: `python -m benchmarks.worker CASE.json ROWS.jsonl TIME`, started by `benchmarks run`.
+
+At that time (seconds since the epoch) it is stopped: what would not be done by then is left out, and its rows
+say so.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ import torch
 
 from benchmarks.cases import Case, Measured
 from benchmarks.fits import fits
+from benchmarks.measures import NEVER, Deadline
 from benchmarks.panel import Panel
 from benchmarks.records import Record, commit
 from benchmarks.seconds import compile_seconds, plan_seconds
@@ -22,11 +27,11 @@ from remat.cli.env import machine
 from remat.cli.measure import Work
 
 
-def panel(case: Case) -> Iterator[Measured]:
-    return Panel.of(case).run()
+def panel(case: Case, deadline: Deadline) -> Iterator[Measured]:
+    return Panel.of(case, deadline).run()
 
 
-def records(case: Case) -> Iterator[Measured]:
+def records(case: Case, deadline: Deadline) -> Iterator[Measured]:
     """The rows of a benchmark that is a module of its own, at the size that fits into a suite."""
     from benchmarks.memory import Memory
     from benchmarks.overhead import Overhead
@@ -53,7 +58,7 @@ def per_op(row: Measured) -> Measured:
     return replace(row, metric="overhead per op", **shared)
 
 
-KINDS: dict[str, Callable[[Case], Iterator[Measured]]] = {
+KINDS: dict[str, Callable[[Case, Deadline], Iterator[Measured]]] = {
     "panel": panel,
     "compile": compile_seconds,
     "fit": fits,
@@ -67,7 +72,7 @@ def context(case: Case) -> dict[str, Any]:
     return machine(case.device) | {"commit": commit()}
 
 
-def main(case_file: Path, rows_file: Path) -> None:
+def main(case_file: Path, rows_file: Path, deadline: Deadline = NEVER) -> None:
     # What peers warn of (slow kernels under vmap, names that a model lacks, budgets out of reach) is known.
     warnings.simplefilter("ignore")
     case = Case.from_json(case_file.read_text())
@@ -79,12 +84,12 @@ def main(case_file: Path, rows_file: Path) -> None:
     torch._dynamo.config.recompile_limit = 64
     shared = context(case)
     with rows_file.open("a") as file:
-        for row in KINDS[case.kind](case):
+        for row in KINDS[case.kind](case, deadline):
             print(json.dumps(shared | asdict(row)), file=file, flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), Deadline.until(float(sys.argv[3])))
     # Some peers leave threads of their own behind, which need not be waited for.
     sys.stdout.flush()
     os._exit(0)

@@ -24,7 +24,7 @@ from remat.cli.rows import parse, rows
 from remat.cli.steps import Trainer, difference, make_step, tensors, tolerance, unmarked
 from remat.cli.sweep import Sweep
 from remat.cli.text import batches, corpus
-from remat.policies import save_attention, save_matmuls, save_names
+from remat.policies import save_attention, save_every, save_matmuls, save_names
 from tests.helpers import TORCH
 
 TINY = "--depth 2 --width 16 --heads 2 --seq 16 --batch 2 --steps 2".split()
@@ -207,9 +207,20 @@ def test_rows_are_policies_as_one_writes_them() -> None:
     assert parse("save_matmuls | save_attention") == save_matmuls | save_attention
     assert parse("~(save_matmuls & save_attention)") == ~(save_matmuls & save_attention)
     assert parse("save_names('q', 'k')") == save_names("q", "k")
+    assert parse("save_every(2, save_matmuls)") == save_every(2, save_matmuls)
+    assert parse("save_larger_than('1KiB')") == parse("save_larger_than(1024)")
     assert [row.name for row in rows(("save_matmuls", "none", "save_matmuls"))] == ["none", "save_matmuls"]
     with pytest.raises(UsageError, match="is no policy"):
         parse("save_names")
+
+
+def test_attention_with_fewer_heads_of_keys_is_counted() -> None:
+    query = torch.randn(2, 4, 8, 16, requires_grad=True)
+    key, value = (torch.randn(2, 2, 8, 16, requires_grad=True) for _ in range(2))
+    with Work() as work:
+        torch.nn.functional.scaled_dot_product_attention(query, key, value, enable_gqa=True).sum().backward()
+    # Two products of each head of queries forward, five backward.
+    assert work.flops == (2 + 5) * (2 * 2 * 4 * 8 * 8 * 16)
 
 
 def test_memory_is_counted_in_bytes_from_the_start_of_the_step() -> None:

@@ -1,6 +1,7 @@
 """Plans carried out: what is kept is what was planned, and gradients are those without remat."""
 
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -222,3 +223,33 @@ def test_nothing_outlives_a_step(budget):
     for _ in range(3):
         gradients(region, block, x)
     assert living() == before
+
+
+def test_a_layer_in_a_new_partial_at_every_call_is_planned_once(monkeypatch):
+    """Transformers hand over `partial(layer.__call__, **options)`, another one at every step."""
+    from remat.plan import cache
+
+    traced = []
+    record = cache.record
+    monkeypatch.setattr(cache, "record", lambda *args, **kwargs: traced.append(1) or record(*args, **kwargs))
+    layer, x = Scaled(), torch.randn(4, 16, requires_grad=True)
+
+    def run(scale):
+        region = remat(partial(layer.__call__, scale=scale), policy=checkpoint_policy(budget=0.5))
+        region(x * 1).sum().backward()
+
+    for _ in range(3):
+        run(2.0)
+    assert len(traced) == 1
+    # What it is bound to decides about the plan as any argument does.
+    run(3.0)
+    assert len(traced) == 2
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(16, 16)
+
+    def forward(self, x, scale):
+        return torch.sin(self.linear(x)) * scale

@@ -1,10 +1,13 @@
 """A region's second and third call: what the first taught saves time and changes nothing else."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from remat import RematError, remat, save_matmuls, save_nothing, save_ops
 from remat.transforms import _call
@@ -296,3 +299,14 @@ def test_later_calls_do_not_run_the_function_again():
         scale[0] = 2.0 if i == 0 else 5.0
         same(gradients(out, args), expected)
         assert len(calls) == runs
+
+
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=repr)
+def test_calls_without_data(policy):
+    """As for an estimate of memory."""
+    region = remat(lambda x, w: torch.tanh(x @ w).exp(), policy=policy)
+    for mode in (nullcontext(), FakeTensorMode(), FakeTensorMode(), nullcontext()):
+        with mode:
+            for _ in range(2):
+                args = leaves_of((torch.randn(3, 3), torch.randn(3, 3)))
+                assert all(g is not None and g.shape == (3, 3) for g in gradients(region(*args), args))

@@ -54,7 +54,7 @@ class Following(Selective):
     def pack_following(self, tensor: torch.Tensor) -> int:
         at = self.pack(tensor)
         if at in self.program.direct:
-            with _torch.no_dispatch():
+            with _torch.unseen(tensor):
                 self.direct[at] = Held(tensor, None)
         elif self.follow is not None:
             self.follow.saves(at, tensor)
@@ -93,12 +93,12 @@ class Following(Selective):
     def repack(self, tensor: torch.Tensor) -> torch.Tensor:
         at = self.next_packed()
         if at in self.direct:
-            with _torch.no_dispatch():
+            with _torch.unseen(tensor):
                 return tensor.detach()
         if (tensor.shape, tensor.dtype, tensor.device, tensor._version) != self.metas[at]:
             self.check(at, tensor, tensor._version)
         # An op's own result, packed as it is, would hold on to the op: nothing frees that cycle.
-        with _torch.no_dispatch():
+        with _torch.unseen(tensor):
             self.values[at] = alias = tensor.detach()
         if at + 1 == len(self.metas) and not (self.inner and self.settled):
             raise _trace.Stop

@@ -247,8 +247,11 @@ def direct_call(op: Any) -> Callable[..., Any]:
 
 # The operator that torch.cond calls: what torch-function modes see of it.
 cond: Any = cond_op
-# Ops in it reach no dispatch mode.
-no_dispatch: Callable[[], Any] = torch._C._DisableTorchDispatch
+
+def unseen(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Within, ops on `tensor` reach no dispatch mode; those on a subclass do, which are computed there."""
+    plain = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
+    return torch._C._DisableTorchDispatch() if plain else contextlib.nullcontext()
 
 
 # -- ambient state ------------------------------------------------------------------------------------
@@ -294,6 +297,8 @@ _INFRASTRUCTURE = (
 
 def memory_is_real() -> bool:
     """Whether new tensors have memory: not while something is traced or tried without data (2.11 to 2.15)."""
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return True
     return all([torch._C._get_dispatch_mode(kind) is None for kind in _INFRASTRUCTURE])
 
 

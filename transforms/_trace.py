@@ -938,6 +938,8 @@ def storage(tensor: torch.Tensor) -> int:
 
 
 def _address(tensor: torch.Tensor) -> int:
+    if not _torch.memory_is_real():
+        return storage(tensor)
     try:
         return tensor.data_ptr() or id(tensor)
     except RuntimeError:

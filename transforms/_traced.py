@@ -330,7 +330,7 @@ class Traced(Selective):
     def repack(self, tensor: torch.Tensor) -> torch.Tensor:
         at = self.next_packed()
         # An op's own result, packed as it is, would hold on to the op: nothing frees that cycle.
-        with _torch.no_dispatch():
+        with _torch.unseen(tensor):
             alias = tensor.detach()
         if at not in self.direct and (self.part is None or at in self.part):
             self.check(at, tensor, tensor._version)

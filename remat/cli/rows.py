@@ -99,7 +99,7 @@ def row(name: str) -> Row:
 
 
 def parse(text: str) -> Policy:
-    """The policy that `text` denotes: names, `|`, `&`, `~`, makers called with strings; nothing else runs."""
+    """The policy that `text` denotes: names, `|`, `&`, `~`, makers called with literals and policies."""
     try:
         policy = evaluate(ast.parse(text, mode="eval").body)
     except SyntaxError:
@@ -115,7 +115,7 @@ def evaluate(node: ast.expr) -> Any:
     match node:
         case ast.Name(id=name):
             return lookup(name)
-        case ast.Constant(value=str() as value):
+        case ast.Constant(value=str() | int() | float() as value):
             return value
         case ast.BinOp(left=left, op=ast.BitOr(), right=right):
             return evaluate(left) | evaluate(right)

@@ -46,9 +46,13 @@ def _peeled_key(fn: Callable[..., Any], call: Peeled) -> Hashable:
 
 def call_key(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
     """Everything that the ops of a call can depend on short of data and captured state."""
+    training = _training(fn)
+    while isinstance(fn, functools.partial):
+        # Model libraries make a new one at every call, of the same layer.
+        fn, args, kwargs = fn.func, (*fn.args, *args), fn.keywords | kwargs
     leaves, spec = pytree.tree_flatten((args, kwargs))
     modes = (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), torch.get_default_dtype())
-    return id(_anchor(fn)), _training(fn), str(spec), tuple(_leaf(x) for x in leaves), modes
+    return id(_anchor(fn)), training, str(spec), tuple(_leaf(x) for x in leaves), modes
 
 
 def _leaf(leaf: Any) -> Hashable:
