@@ -30,38 +30,63 @@ def call(label: str, at: str, fn: Callable[..., Any], args: Any, kwargs: Any) ->
     return bypass(functools.partial(enter, label, at), fn, *args, **kwargs)
 
 
+def call_planned(label: str, at: str, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """`call` for policies that look at a whole call: which of the operands are arguments matters to them."""
+    return bypass(functools.partial(enter, label, at, given=given(args, kwargs)), fn, *args, **kwargs)
+
+
+def given(args: Any, kwargs: Any) -> tuple[int, bool]:
+    """The fields of a `_compile.Given`; Dynamo traces this."""
+    tensors, containers = 0, False
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.nn.Parameter):
+            pass
+        elif isinstance(value, torch.Tensor):
+            tensors += 1
+        elif not isinstance(value, (int, float, str, type(None), torch.nn.Module)):
+            containers = True
+    return tensors, containers
+
+
 def wrap(fn: Callable[..., Any], options: Any) -> Callable[..., Any]:
     """`fn` as a region, while Dynamo traces the very call of `remat`."""
     label = options.name or getattr(fn, "__name__", "module")
     spec = (describe(options.policy), options.random, options.check)
+    binds = looks_at_calls(options.policy)
 
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
-        return bypass(functools.partial(enter_described, label, spec), fn, *args, **kwargs)
+        counts = given(args, kwargs) if binds else None
+        return bypass(functools.partial(enter_described, label, spec, given=counts), fn, *args, **kwargs)
 
     return rematerialized
 
 
-def enter(label: str, at: str, graph: Any) -> Callable[..., Any]:
+def looks_at_calls(policy: Policy) -> bool:
+    """Whether a policy is another one for every call."""
+    return type(policy).bind is not Policy.bind
+
+
+def enter(label: str, at: str, graph: Any, given: Any = None) -> Callable[..., Any]:
     """The function of flat operands that runs a region's graph."""
-    return functools.partial(_run, numbered(at), label, graph)
+    return functools.partial(_run, numbered(at), label, graph, given)
 
 
-def enter_described(label: str, spec: Any, graph: Any) -> Callable[..., Any]:
+def enter_described(label: str, spec: Any, graph: Any, given: Any = None) -> Callable[..., Any]:
     """`enter` for a region that the compiled function itself made."""
     from remat.api import _Options
 
     policy, random, check = spec
     options = _Options(rebuild(policy), label, (), frozenset(), random, check)
-    return functools.partial(_run, options, label, graph)
+    return functools.partial(_run, options, label, graph, given)
 
 
-def _run(options: Any, label: str, graph: Any, *operands: Any, **kwargs: Any) -> Any:
+def _run(options: Any, label: str, graph: Any, given: Any, *operands: Any, **kwargs: Any) -> Any:
     if not isinstance(graph, torch.fx.GraphModule):
         # Dynamo gave the region up for a graph break and now calls it with what it was given, in eager.
         from remat.api import _wrap
 
         return _wrap(graph, options)(*operands, **kwargs)
-    body = _compile.Graph(graph)
+    body = _compile.Graph(graph, _compile.Given(*given) if given else None)
     if options.policy == save_everything and _compile.outermost():
         return run_transparently(body, operands, {})
     policy: Policy = options.policy.bind(body, operands, {})
