@@ -41,7 +41,9 @@ def around(h):
     return lambda x: torch.tanh(x @ outside).sin() * h
 
 
-pair, tree, far = (remat(fn, policy=HALF) for fn in (of_pair, of_tree, of_outside))
+pair: Any = remat(of_pair, policy=HALF)
+tree: Any = remat(of_tree, policy=HALF)
+far: Any = remat(of_outside, policy=HALF)
 
 
 def params() -> dict[str, torch.Tensor]:
