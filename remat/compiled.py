@@ -21,18 +21,21 @@ from remat.transforms._numbers import numbered
 from remat.transforms._torch_compiler import bypassing_wrapper
 
 # `bypass(enter, fn, *args)` calls `enter(graph of fn)(*operands)` at trace time. Dynamo takes for `enter` a
-# module-level function, or a partial of one with plain constants.
+# module-level function, or a partial of one with plain constants. Where it refuses what a region does, its
+# message shows the lines that call `bypass`: their comments say what to write instead.
 bypass = bypassing_wrapper()
 
 
 def call(label: str, at: str, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call the region with the options numbered `at` while Dynamo traces."""
-    return bypass(functools.partial(enter, label, at), fn, *args, **kwargs)
+    run = functools.partial(enter, label, at)
+    return bypass(run, fn, *args, **kwargs)  # write torch.where for if, return values, draw and print outside
 
 
 def call_planned(label: str, at: str, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """`call` for policies that look at a whole call: which of the operands are arguments matters to them."""
-    return bypass(functools.partial(enter, label, at, given=given(args, kwargs)), fn, *args, **kwargs)
+    run = functools.partial(enter, label, at, given=given(args, kwargs))
+    return bypass(run, fn, *args, **kwargs)  # write torch.where for if, return values, draw and print outside
 
 
 def given(args: Any, kwargs: Any) -> tuple[int, bool]:
@@ -55,8 +58,8 @@ def wrap(fn: Callable[..., Any], options: Any) -> Callable[..., Any]:
     binds = looks_at_calls(options.policy)
 
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
-        counts = given(args, kwargs) if binds else None
-        return bypass(functools.partial(enter_described, label, spec, given=counts), fn, *args, **kwargs)
+        run = functools.partial(enter_described, label, spec, given=given(args, kwargs) if binds else None)
+        return bypass(run, fn, *args, **kwargs)  # write torch.where for if, return values, draw outside
 
     return rematerialized
 
