@@ -54,12 +54,12 @@ class CompileMemory:
     compile_depth: int = 24
     """Blocks of the network whose compile time is taken; 0 to leave it out."""
     save: bool = True
-    """Write results/compile_memory.csv."""
+    """Write results/compile_memory.csv; what it holds of other models, modes and versions of torch stays."""
 
     def __call__(self) -> int:
         records = list(self.run())
         title = f"{self.depth} blocks, width {self.width}, {self.rows_} rows, through Inductor"
-        return conclude("compile_memory", title, records, targets(records), self.save)
+        return conclude("compile_memory", title, records, targets(records), self.save, beside=True)
 
     def run(self) -> Iterator[Record]:
         """Peak bytes of every model, mode and row, gradients checked; then compile times."""

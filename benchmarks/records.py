@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -70,12 +71,21 @@ def git(*arguments: str) -> str:
     return done.stdout.strip()
 
 
-def save(name: str, records: Sequence[Record], folder: Path = RESULTS) -> Path:
-    """Writes `name`.csv: one line a record, each with the machine and the versions it was measured on."""
+def save(name: str, records: Sequence[Record], folder: Path = RESULTS, beside: bool = False) -> Path:
+    """Writes `name`.csv: one line a record, each with the machine and the versions it was measured on.
+
+    With `beside`, lines that are already there and that this run did not measure, such as those of another
+    version of torch, stay.
+    """
     context = machine("cpu") | {"commit": commit()}
     rows = [context | asdict(record) for record in records]
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.csv"
+    if beside and path.exists():
+        with path.open(newline="") as file:
+            old = list(csv.DictReader(file))
+        measured = {measurement(row) for row in rows}
+        rows = sorted([*[row for row in old if measurement(row) not in measured], *rows], key=by_version)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
@@ -83,11 +93,28 @@ def save(name: str, records: Sequence[Record], folder: Path = RESULTS) -> Path:
     return path
 
 
-def conclude(name: str, title: str, records: Sequence[Record], met: Sequence[Target], write: bool) -> int:
-    """Shows records and targets, writes `name`.csv if asked to; the exit status, 1 for a missed target."""
+def measurement(row: dict[str, Any]) -> tuple[str, ...]:
+    """What a line of a CSV measures, and with which torch."""
+    return tuple([row[key] for key in ("torch", "mode", "policy", "metric")])
+
+
+def by_version(row: dict[str, Any]) -> str:
+    return row["torch"]
+
+
+def conclude(
+    name: str,
+    title: str,
+    records: Sequence[Record],
+    met: Sequence[Target],
+    write: bool,
+    beside: bool = False,
+) -> int:
+    """Shows records and targets, writes `name`.csv if asked to (see `save`); the exit status, 1 for a missed
+    target."""
     show(title, records, met)
     if write:
-        print(save(name, records))
+        print(save(name, records, beside=beside))
     return int(not all(target.met for target in met))
 
 

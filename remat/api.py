@@ -194,7 +194,8 @@ def _wrap(fn: Callable[..., Any], options: _Options) -> Callable[..., Any]:
     keeps_everything = options.policy == save_everything
     label, number = region.name, register(options)
     # Most policies are the same for every call; asking them takes longer than a small op.
-    binds = type(options.policy).bind is not Policy.bind
+    binds = compiled.looks_at_calls(options.policy)
+    compile_call = compiled.call_planned if binds else compiled.call
 
     ordinary = not (keeps_everything or static or binds)
 
@@ -214,7 +215,7 @@ def _wrap(fn: Callable[..., Any], options: _Options) -> Callable[..., Any]:
     # Dynamo looks into every cell, so this one closes over strings and functions alone.
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            return compiled.call(label, number, fn, args, kwargs)
+            return compile_call(label, number, fn, args, kwargs)
         return eager(args, kwargs)
 
     # Tracebacks name the region, those of torch.compile too; and what Dynamo keeps for a region's code, and

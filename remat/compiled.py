@@ -21,47 +21,75 @@ from remat.transforms._numbers import numbered
 from remat.transforms._torch_compiler import bypassing_wrapper
 
 # `bypass(enter, fn, *args)` calls `enter(graph of fn)(*operands)` at trace time. Dynamo takes for `enter` a
-# module-level function, or a partial of one with plain constants.
+# module-level function, or a partial of one with plain constants. Where it refuses what a region does, its
+# message shows the lines that call `bypass`: their comments say what to write instead.
 bypass = bypassing_wrapper()
 
 
 def call(label: str, at: str, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call the region with the options numbered `at` while Dynamo traces."""
-    return bypass(functools.partial(enter, label, at), fn, *args, **kwargs)
+    run = functools.partial(enter, label, at)
+    return bypass(run, fn, *args, **kwargs)  # write torch.where for if, return values, draw and print outside
+
+
+def call_planned(label: str, at: str, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """`call` for policies that look at a whole call: which of the operands are arguments matters to them."""
+    run = functools.partial(enter, label, at, given=given(args, kwargs))
+    return bypass(run, fn, *args, **kwargs)  # write torch.where for if, return values, draw and print outside
+
+
+def given(args: Any, kwargs: Any) -> tuple[int, bool]:
+    """The fields of a `_compile.Given`; Dynamo traces this."""
+    tensors, containers = 0, False
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.nn.Parameter):
+            pass
+        elif isinstance(value, torch.Tensor):
+            tensors += 1
+        elif not isinstance(value, (int, float, str, type(None), torch.nn.Module)):
+            containers = True
+    return tensors, containers
 
 
 def wrap(fn: Callable[..., Any], options: Any) -> Callable[..., Any]:
     """`fn` as a region, while Dynamo traces the very call of `remat`."""
     label = options.name or getattr(fn, "__name__", "module")
     spec = (describe(options.policy), options.random, options.check)
+    binds = looks_at_calls(options.policy)
 
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
-        return bypass(functools.partial(enter_described, label, spec), fn, *args, **kwargs)
+        run = functools.partial(enter_described, label, spec, given=given(args, kwargs) if binds else None)
+        return bypass(run, fn, *args, **kwargs)  # write torch.where for if, return values, draw outside
 
     return rematerialized
 
 
-def enter(label: str, at: str, graph: Any) -> Callable[..., Any]:
+def looks_at_calls(policy: Policy) -> bool:
+    """Whether a policy is another one for every call."""
+    return type(policy).bind is not Policy.bind
+
+
+def enter(label: str, at: str, graph: Any, given: Any = None) -> Callable[..., Any]:
     """The function of flat operands that runs a region's graph."""
-    return functools.partial(_run, numbered(at), label, graph)
+    return functools.partial(_run, numbered(at), label, graph, given)
 
 
-def enter_described(label: str, spec: Any, graph: Any) -> Callable[..., Any]:
+def enter_described(label: str, spec: Any, graph: Any, given: Any = None) -> Callable[..., Any]:
     """`enter` for a region that the compiled function itself made."""
     from remat.api import _Options
 
     policy, random, check = spec
     options = _Options(rebuild(policy), label, (), frozenset(), random, check)
-    return functools.partial(_run, options, label, graph)
+    return functools.partial(_run, options, label, graph, given)
 
 
-def _run(options: Any, label: str, graph: Any, *operands: Any, **kwargs: Any) -> Any:
+def _run(options: Any, label: str, graph: Any, given: Any, *operands: Any, **kwargs: Any) -> Any:
     if not isinstance(graph, torch.fx.GraphModule):
         # Dynamo gave the region up for a graph break and now calls it with what it was given, in eager.
         from remat.api import _wrap
 
         return _wrap(graph, options)(*operands, **kwargs)
-    body = _compile.Graph(graph)
+    body = _compile.Graph(graph, _compile.Given(*given) if given else None)
     if options.policy == save_everything and _compile.outermost():
         return run_transparently(body, operands, {})
     policy: Policy = options.policy.bind(body, operands, {})

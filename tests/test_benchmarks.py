@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,17 @@ def test_records_carry_machine_versions_and_commit(tmp_path: Path) -> None:
         (record,) = csv.DictReader(file)
     assert record["torch"] == torch.__version__ and record["value"] == "1.5"
     assert all(record[key] for key in ("hardware", "cpu_count", "threads", "commit"))
+
+
+def test_lines_of_other_measurements_and_versions_stay_where_asked(tmp_path: Path) -> None:
+    first, second = (Record("b", mode, "p", "peak", "MiB", 1.0) for mode in ("one", "two"))
+    path = save("name", [first, second], tmp_path)
+    path.write_text(path.read_text() + path.read_text().splitlines()[1].replace(torch.__version__, "1.0"))
+    save("name", [replace(second, value=2.0)], tmp_path, beside=True)
+    with path.open() as file:
+        got = [(row["torch"], row["mode"], row["value"]) for row in csv.DictReader(file)]
+    here = torch.__version__
+    assert got == [("1.0", "one", "1.0"), (here, "one", "1.0"), (here, "two", "2.0")]
 
 
 def test_a_missed_or_unmeasured_target_is_told() -> None:

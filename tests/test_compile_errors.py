@@ -77,6 +77,32 @@ def test_what_dynamo_refuses_names_region_and_line(function, transform):
         compiled(transform(loss) if transform else loss)(x if transform else x.requires_grad_())
     message = str(refused.value)
     assert "region 'my block'" in message
+    assert "write torch.where for if, return values, draw and print outside" in message
+    assert f'{__file__}", line {line_to_be_named(function)}, in {function.__name__}' in message
+
+
+def branch(x):
+    return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))  # the line to be named
+
+
+def checkpointed(x):
+    return checkpoint(torch.sin, x, use_reentrant=False).exp()  # the line to be named
+
+
+@pytest.mark.parametrize("function", [branch, checkpointed], ids=lambda f: f.__name__)
+def test_operators_that_torch_does_not_differentiate_name_region_and_line(function):
+    x = rand(3)
+    try:
+        compiled(grad(lambda x: function(x).sum()))(x)
+    except Exception:
+        torch._dynamo.reset()
+    else:
+        pytest.skip("this torch differentiates it")
+    region = remat(function, name="my block")
+    with pytest.raises(Exception) as refused:  # noqa: PT011
+        compiled(grad(lambda x: region(x).sum()))(x)
+    message = str(refused.value)
+    assert "region 'my block'" in message and "write torch.where for if" in message
     assert f'{__file__}", line {line_to_be_named(function)}, in {function.__name__}' in message
 
 

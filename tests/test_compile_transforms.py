@@ -11,6 +11,7 @@ import torch
 from torch.func import grad, hessian, jacrev, vmap
 
 from remat import remat
+from remat.transforms import value_and_grad
 from tests.compiled import compiled
 from tests.helpers import (
     CASES,
@@ -49,6 +50,10 @@ def backward(fn, args, wrap: Compile):
 
 def of_grad(fn, args, wrap: Compile):
     return wrap(grad(loss_of(fn), inexact(args)))(*args)
+
+
+def of_value_and_grad(fn, args, wrap: Compile):
+    return wrap(value_and_grad(loss_of(fn), inexact(args)))(*args)
 
 
 def of_vjp(fn, args, wrap: Compile):
@@ -93,14 +98,16 @@ def of_hessian(fn, args, wrap: Compile):
     return wrap(hessian(loss))(*primals)
 
 
-def check(name: str, policy: str, run: Callable[..., Any]) -> None:
+def check(
+    name: str, policy: str, run: Callable[..., Any], backend: str = "aot_eager", tolerance: float = 1e-10
+) -> None:
     build = CASES[name].build
     want = run(*build(lambda fn: fn), lambda fn: fn)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        got = run(*build(lambda fn: remat(fn, policy=POLICIES[policy])), compiled)
+        got = run(*build(lambda fn: remat(fn, policy=POLICIES[policy])), lambda fn: compiled(fn, backend))
     # Autocast rounds to bfloat16, and a compiler casts a weight once for both passes.
-    same(got, want, 2e-2 if "autocast" in name else 1e-10)
+    same(got, want, 2e-2 if "autocast" in name else tolerance)
 
 
 def of_table(*compositions: str, policies: tuple[str, ...]) -> Any:
@@ -124,7 +131,7 @@ def test_vmap_of_grad(name, policy):
 
 
 FEW = ("mlp", "closure", "nested", "inputs_returned")
-OTHERS = (of_vjp, of_vmap, grad_of_vmap, grad_of_grad, of_jvp, of_jacrev, of_hessian)
+OTHERS = (of_value_and_grad, of_vjp, of_vmap, grad_of_vmap, grad_of_grad, of_jvp, of_jacrev, of_hessian)
 # The policies take turns: compiling is slow.
 TURNS = [
     pytest.param(name, run, ("nothing", "unbatched")[(i + k) % 2], id=f"{name}-{run.__name__}")
@@ -136,3 +143,20 @@ TURNS = [
 @pytest.mark.parametrize(("name", "run", "policy"), TURNS)
 def test_other_transforms(name, run, policy):
     check(name, policy, run)
+
+
+THROUGH_INDUCTOR = [
+    ("mlp", of_value_and_grad, "matmuls"),
+    ("nested", of_grad, "nothing"),
+    ("closure", vmap_of_grad, "unbatched"),
+    ("functional_call", backward, "matmuls"),
+    ("structures", backward, "rule"),
+    ("mlp", grad_of_grad, "nothing"),
+    ("mlp", of_jvp, "matmuls"),
+    ("closure", of_hessian, "nothing"),
+]
+
+
+@pytest.mark.parametrize(("name", "run", "policy"), THROUGH_INDUCTOR)
+def test_through_inductor(name, run, policy):
+    check(name, policy, run, "inductor", 1e-7)

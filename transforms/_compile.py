@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -70,19 +72,57 @@ def _run_traced(region: Region, operands: tuple[Any, ...]) -> tuple[Any, ...]:
     return _TracedCall(region, operands)()
 
 
+@dataclass(frozen=True)
+class Given:
+    """What a region was called with, in numbers.
+
+    Dynamo makes flat operands of arguments and captured tensors: arguments that are tensors themselves come
+    first, and repeated and unused ones are left out.
+
+    Attributes:
+        tensors: how many arguments are tensors, `nn.Parameter` aside.
+        containers: whether some arguments hold others.
+    """
+
+    tensors: int
+    containers: bool
+
+    def held(self, examples: Sequence[Any]) -> Iterator[int]:
+        """Which operands somebody else holds, given an example of each: what is found in eager."""
+        left = self.tensors
+        for i, example in enumerate(examples):
+            if isinstance(example, torch.nn.Parameter):
+                yield i
+            elif isinstance(example, torch.Tensor):
+                left -= 1
+                if left < 0 and (not self.containers or _leaf(example)):
+                    yield i
+
+
+def _leaf(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and (tensor.is_leaf or _torch.in_transform())
+
+
 class Graph:
     """A function that Dynamo traced, as a function of flat operands.
 
     Where it uses torch.func inside, Dynamo has written down the numbers of the levels that were entered;
     the function runs again below and above other levels, so the numbers are shifted.
+
+    Attributes:
+        held: positions of operands that somebody else holds, as `_joint` asks for them.
     """
 
-    def __init__(self, module: torch.fx.GraphModule) -> None:
+    def __init__(self, module: torch.fx.GraphModule, given: Given | None = None) -> None:
         self.module = module
+        placeholders = module.graph.find_nodes(op="placeholder")
+        self.held = frozenset(
+            given.held([n.meta.get("example_value") for n in placeholders]) if given else ()
+        )
         # How deep the levels were where Dynamo traced the region's call.
         traced = getattr(_local, "traced_depth", None)
         self.depth: int = _torch_compiler.depth() if traced is None else traced
-        inputs = {node: i for i, node in enumerate(module.graph.find_nodes(op="placeholder"))}
+        inputs = {node: i for i, node in enumerate(placeholders)}
         results: Any = module.graph.output_node().args[0]
         self.returned: list[int | None] = [inputs.get(node) for node in results]
 

@@ -7,10 +7,12 @@ be imported until somebody compiles with it. Without it the ops run as they are,
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._inductor import config, inductor_prims, ir
+from torch._inductor.codegen.wrapper import MemoryPlanningLine, NullLine
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering, to_dtype
 from torch._inductor.virtualized import V
 
@@ -22,7 +24,22 @@ class _Fence(ir.FallbackKernel):
 
     def codegen(self, wrapper: Any) -> None:
         source: Any = self.inputs[0]
+        wrapper.writeline(_Emptied(wrapper, self))
         wrapper.writeline(f"{self.get_name()} = {source.codegen_reference()}")
+
+
+@dataclass
+class _Emptied(MemoryPlanningLine):
+    """Inductor holds dead buffers for later kernels of the same size to write to, as long as its estimate of
+    the peak allows; but the estimate counts what fused kernels never allocate, and so a backward held the
+    buffers of one block beside those of the next. What is dead where a recomputation begins is freed.
+    """
+
+    node: Any
+
+    def plan(self, state: Any) -> MemoryPlanningLine:
+        state.reuse_pool.clear()
+        return NullLine(self.wrapper)
 
 
 def _lower_fence(value: Any, after: Any) -> Any:

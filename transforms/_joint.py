@@ -315,11 +315,13 @@ def _trace(
     leaves, spec = pytree.tree_flatten((args, kwargs))
     mode = recorder.mode = fake_mode(leaves)
     direct = {id(a) for a in (*args, *kwargs.values())}
+    # What Dynamo has traced takes flat operands, and says itself which of them are held by somebody else.
+    known = getattr(fn, "held", frozenset())
     fakes: dict[int, torch.Tensor] = {}
     with mode:
-        for leaf in leaves:
+        for at, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and id(leaf) not in fakes:
-                held = isinstance(leaf, torch.nn.Parameter)
+                held = isinstance(leaf, torch.nn.Parameter) or at in known
                 held |= id(leaf) not in direct and leaf.requires_grad and leaf.is_leaf
                 fakes[id(leaf)] = _stand_in(leaf, mode)
                 recorder.add(fakes[id(leaf)], "parameter" if held else "argument")

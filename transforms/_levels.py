@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,8 +81,9 @@ def record_peeled(fn: Callable[..., Any], call: Peeled) -> Joint:
     body: Callable[..., Any] = at_example
     while steps and steps[0][0] == "vmap":
         body = _batched(body, steps.pop(0))
+    held = _regrouped(getattr(fn, "held", frozenset()), call.direct)
     if not any(kind == "vmap" for kind, *_ in steps):
-        return record(_apart(body, call.direct), _grouped(call))
+        return record(_holding(_apart(body, call.direct), held), _grouped(call))
     # A vmap around a grad: torch.func differentiates inside it.
     moving = steps.pop(0)[1]
 
@@ -92,7 +93,7 @@ def record_peeled(fn: Callable[..., Any], call: Peeled) -> Joint:
             run = _batched(run, step) if step[0] == "vmap" else run
         return _apart(run, call.direct)(*given)
 
-    return record(whole, _grouped(call), functional=True)
+    return record(_holding(whole, held), _grouped(call), functional=True)
 
 
 def _differentiated(
@@ -119,6 +120,18 @@ def _grouped(call: Peeled) -> tuple[Any, ...]:
     """The leaves that were arguments themselves, then the others (held elsewhere) in one container."""
     pairs = list(zip(call.leaves, call.direct, strict=True))
     return (*[leaf for leaf, direct in pairs if direct], [leaf for leaf, direct in pairs if not direct])
+
+
+def _regrouped(held: Iterable[int], direct: tuple[bool, ...]) -> frozenset[int]:
+    """Positions of leaves as positions in what `_grouped` makes."""
+    order = sorted(range(len(direct)), key=lambda k: not direct[k])
+    return frozenset(order.index(k) for k in held)
+
+
+def _holding(body: Callable[..., Any], held: frozenset[int]) -> Callable[..., Any]:
+    """`body`, which tells `record` that the leaves at `held` are held by somebody else."""
+    body.held = held  # type: ignore[attr-defined]
+    return body
 
 
 def _apart(body: Callable[..., Any], direct: tuple[bool, ...]) -> Callable[..., Any]:

@@ -248,6 +248,7 @@ def direct_call(op: Any) -> Callable[..., Any]:
 # The operator that torch.cond calls: what torch-function modes see of it.
 cond: Any = cond_op
 
+
 def unseen(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """Within, ops on `tensor` reach no dispatch mode; those on a subclass do, which are computed there."""
     plain = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter

@@ -1,0 +1,106 @@
+"""A budget plans for a compiled region what it plans for the same region in eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.func import grad, vmap
+
+from remat import checkpoint_policy, remat
+from remat.plan.policy import BudgetPolicy
+from tests.compiled import compiled
+from tests.helpers import rand
+
+HALF = checkpoint_policy(budget=0.5)
+outside = rand(4, 4).requires_grad_()
+table = rand(4)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.BatchNorm1d(16), nn.Linear(16, 4), nn.Sigmoid())
+
+
+def of_pair(w, x):
+    return torch.tanh(x @ w).sin()
+
+
+def of_tree(p, x):
+    return torch.tanh(x * p["plain"] @ p["w"]).sin() @ p["parameter"]
+
+
+def of_outside(x):
+    return torch.tanh(x * table @ outside).sin()
+
+
+def around(h):
+    return lambda x: torch.tanh(x @ outside).sin() * h
+
+
+pair: Any = remat(of_pair, policy=HALF)
+tree: Any = remat(of_tree, policy=HALF)
+far: Any = remat(of_outside, policy=HALF)
+
+
+def params() -> dict[str, torch.Tensor]:
+    return {"w": rand(4, 4).requires_grad_(), "plain": rand(4), "parameter": nn.Parameter(rand(4, 4))}
+
+
+X = rand(3, 4)
+CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    # Parameters and buffers are free, as is what a container's owner differentiates by.
+    "module": (remat(network().double().eval(), policy=HALF), (X,)),
+    "captured": (far, (X,)),
+    "container": (lambda p, x: tree(p, x.exp()), (params(), X)),
+    # An argument of its own is not, whether it requires grad or not.
+    "arguments": (pair, (rand(4, 4).requires_grad_(), X)),
+    "keyword": (lambda w, x: pair(w, x=x), (rand(4, 4).requires_grad_(), X)),
+    "intermediate": (lambda x: remat(around(x.sin()), policy=HALF)(x), (X,)),
+    "made inside": (lambda x: remat(of_outside, policy=HALF)(x), (X,)),
+    "grad": (grad(lambda w, x: pair(w, x.exp()).sum()), (rand(4, 4), X)),
+    "grad of a container": (
+        grad(lambda p, x: tree(p, x).sum()),
+        ({k: p.detach() for k, p in params().items()}, X),
+    ),
+    "vmap of grad": (vmap(grad(lambda w, x: pair(w, x).sum()), (None, 0)), (rand(4, 4), X[:, None])),
+}
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    """What was planned: bytes by default and under the plan, and the positions of the ops chosen."""
+    torch._dynamo.reset()
+    made: list[tuple[Any, ...]] = []
+    plan = BudgetPolicy._plan
+
+    def spy(self, fn, args, kwargs):
+        got = plan(self, fn, args, kwargs)
+        made.append((got.default_bytes, got.kept_bytes, got.chosen))
+        return got
+
+    monkeypatch.setattr(BudgetPolicy, "_plan", spy)
+    return made
+
+
+@pytest.mark.filterwarnings("ignore:A budget of 0.5 is below")
+@pytest.mark.parametrize("call", CALLS)
+def test_a_compiled_region_is_planned_as_in_eager(call, plans):
+    fn, args = CALLS[call]
+    fn(*args)
+    [eager] = plans
+    plans.clear()
+    compiled(fn)(*args)
+    assert set(plans) == {eager}
+
+
+@pytest.mark.parametrize("call", ["module", "captured"])
+def test_parameters_and_captured_tensors_are_free(call, plans):
+    fn, args = CALLS[call]
+    compiled(fn)(*args)
+    # What is counted are the argument and what ops make of it.
+    width = 16 if call == "module" else 4
+    assert plans[0][0] <= X.nbytes + 4 * 8 * width * len(X)
