@@ -71,6 +71,7 @@ def ways() -> dict[str, Callable[[Cell, int], Run]]:
     ours = {name: _ours(checkpoints=slots) for name, slots in SLOTS.items()}
     return {
         "loop": _loop(lambda f, h: f(h)),
+        "loop, each step again": _again,
         "torch checkpoint": _loop(lambda f, h: checkpoint(f, h, use_reentrant=False)),
         **ours,
         "all, everything saved": _ours(checkpoints="all", policy=save_everything),
@@ -99,6 +100,28 @@ def _loop(wrap: Callable[..., Any]) -> Callable[[Cell, int], Run]:
         return _gradient(cell, forward)
 
     return way
+
+
+def _again(cell: Cell, n: int) -> Run:
+    """What "all" does, by hand and for this cell alone: carries kept, each step evaluated again."""
+
+    def run() -> Any:
+        carries, h = [], cell.start
+        with torch.no_grad():
+            for _ in range(n):
+                carries.append(h)
+                h = cell.step(TorchOps, cell.weights, h)
+        ct, totals = torch.ones_like(h), [torch.zeros_like(w) for w in cell.weights]
+        while carries:
+            h = carries.pop().requires_grad_()
+            with torch.enable_grad():
+                out = cell.step(TorchOps, cell.weights, h)
+            ct, *grads = torch.autograd.grad(out, [h, *cell.weights], ct)
+            for total, grad in zip(totals, grads, strict=True):
+                total.add_(grad)
+        return totals
+
+    return run
 
 
 def _ours(**options: Any) -> Callable[[Cell, int], Run]:

@@ -8,16 +8,22 @@ is decided at trace time (`remat.transforms._scan_graph`).
 from __future__ import annotations
 
 import functools
+import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
+from remat import compiled
 from remat.compiled import bypass
+from remat.contexts import PolicySelector
+from remat.policies import Policy, save_nothing
 from remat.schedules import Schedule, as_schedule
 from remat.transforms import _compile, _scan_graph
 from remat.transforms._errors import RematError
+from remat.transforms._torch_compiler import is_tracing
 
 
 def call(
@@ -30,8 +36,9 @@ def call(
     budget: Any,
     offload: bool,
     on_step: Any,
+    policy: Policy = save_nothing,
 ) -> Any:
-    """`scan_remat` while Dynamo traces. No policy: steps are pulled back right after they are evaluated."""
+    """`scan_remat` while Dynamo traces."""
     name = f"scan_remat({getattr(body, '__qualname__', type(body).__name__)})"
     _refuse(name, checkpoints, budget, on_step)
     carry, spec = pytree.tree_flatten(init)
@@ -58,7 +65,9 @@ def call(
     facts = (name, len(tensors), len(stacks), bool(reverse), bool(offload))
     # Operands of their own: one tensor may be carry, row and captured at once.
     own = [t.view_as(t) for t in (*tensors, *stacks)]
-    enter_here = functools.partial(enter, facts, n if not stacks else None, describe(checkpoints))
+    spec_of_policy = None if policy == save_nothing else compiled.describe(policy)
+    plan = describe(checkpoints), spec_of_policy
+    enter_here = functools.partial(enter, facts, n if not stacks else None, plan)
     _, ends, ys = bypass(enter_here, first, *own)
     return _merged(carry, at, ends, spec), ys
 
@@ -158,26 +167,68 @@ def rebuild(description: Any) -> Any:
     return kind(**{name: rebuild(value) for name, value in fields})
 
 
-def enter(facts: tuple[Any, ...], n: int | None, schedule: Any, graph: Any) -> Callable[..., Any]:
+def enter(facts: tuple[Any, ...], n: int | None, plan: Any, graph: Any) -> Callable[..., Any]:
     """The function of flat operands that runs the scan whose step is `graph`."""
-    return functools.partial(_run, facts, n, schedule, graph)
+    return functools.partial(_run, facts, n, plan, graph)
 
 
-def _run(facts: Any, n: int | None, schedule: Any, graph: Any, *operands: Any) -> Any:
+def _run(facts: Any, n: int | None, plan: Any, graph: Any, *operands: Any) -> Any:
     name, carry, rows, reverse, offload = facts
+    schedule, policy = rebuild(plan[0]), None if plan[1] is None else compiled.rebuild(plan[1])
     if not isinstance(graph, torch.fx.GraphModule):
         # Dynamo gave the scan up for a graph break and now calls it with what it was given, in eager.
-        return _in_eager(facts, n, rebuild(schedule), graph, operands)
+        return _in_eager(facts, n, schedule, policy, graph, operands)
     body = _compile.Graph(graph)
     if n is None:
         at = body.returned[carry]
         assert at is not None
         n = int(operands[at].shape[0])
     known = _scan_graph.Facts(name, n, carry, rows, reverse, offload)
-    return _scan_graph.run(known, as_schedule(rebuild(schedule)), body, operands)
+    selector = None
+    if policy is not None:
+        selector = functools.partial(PolicySelector, policy.bind(body, operands, {}), name)
+    whole = None if _scan_graph.evaluating() or is_tracing() else _scan_graph.shown()
+    if whole is not None:
+        return _scan_graph.run_whole(whole, known, body, operands, selector)
+    return _scan_graph.run(known, as_schedule(schedule), body, operands, selector)
 
 
-def _in_eager(facts: Any, n: Any, checkpoints: Any, first: Any, operands: tuple[torch.Tensor, ...]) -> Any:
+# Dynamo counts recompilations by code object: every body gets a copy of its own, for each shape of operands.
+_entries: weakref.WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = weakref.WeakKeyDictionary()
+
+
+def run_compiled(
+    body: Callable[..., Any], init: Any, xs: Any, whole: _scan_graph.Whole, policy: Policy
+) -> Any:
+    """`scan_remat(compile=True)` in eager: Dynamo traces one step, and guards what the body closes over.
+
+    What it is shown are stand-ins of one row, so that nothing depends on the number of steps. Its graph then
+    runs the scan itself (`_scan_graph.run_whole`).
+    """
+    code = getattr(body, "__code__", None) or type(body).__call__.__code__
+    shapes = tuple([(t.shape, t.dtype, t.device) for t in (*whole.carry, *(x[:1] for x in whole.xs))])
+    key = whole.backend, whole.options["name"], shapes, policy if policy != save_nothing else None
+    entries = _entries.setdefault(code, {})
+    if key not in entries:
+        entries[key] = torch.compile(
+            types.FunctionType(_traced.__code__.replace(), globals()),
+            backend="eager",
+            fullgraph=True,
+            dynamic=False,
+        )
+    standing = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, init)
+    rows = pytree.tree_map_only(torch.Tensor, lambda x: x.detach()[:1], xs)
+    with torch.enable_grad(), _scan_graph.showing(whole):
+        return entries[key](body, standing, rows, whole.options["reverse"], policy)
+
+
+def _traced(body: Any, init: Any, xs: Any, reverse: bool, policy: Policy) -> Any:
+    return call(body, init, xs, 1, reverse, "all", None, False, None, policy)
+
+
+def _in_eager(
+    facts: Any, n: Any, checkpoints: Any, policy: Any, first: Any, operands: tuple[torch.Tensor, ...]
+) -> Any:
     from remat.scan import scan_remat
 
     _, carry, _, reverse, offload = facts
@@ -188,5 +239,6 @@ def _in_eager(facts: Any, n: Any, checkpoints: Any, first: Any, operands: tuple[
 
     init, xs = list(operands[:carry]), list(operands[carry:]) or None
     options: dict[str, Any] = {"reverse": reverse, "offload": offload, "checkpoints": checkpoints}
+    options["policy"] = policy or save_nothing
     end, ys = scan_remat(body, init, xs, length=n, **options)
     return operands, end, ys

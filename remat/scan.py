@@ -12,12 +12,12 @@ import torch
 from remat import compiled_scan
 from remat.policies import Policy, as_policy, save_everything, save_nothing
 from remat.schedules import All, Schedule, Segmented, Sqrt, as_schedule, auto
-from remat.transforms import _torch, _tree
-from remat.transforms._blocks import SIZE, Blocks
+from remat.transforms import _torch, _torch_compiler, _tree
 from remat.transforms._body import Body
 from remat.transforms._capture import Bindings, Missed, captured
 from remat.transforms._region import selecting
 from remat.transforms._scan import run
+from remat.transforms._scan_graph import Whole
 from remat.transforms._scan_state import make
 
 C = TypeVar("C")
@@ -50,20 +50,18 @@ def scan_remat(
         length: the number of steps; needed where `xs` has no tensor.
         reverse: go from the last row to the first; y of a row still lies at that row.
         policy: what is kept inside steps whose carry is kept. It speaks where several steps' values are
-        alive at
-            once: with "all" (the whole scan) and with "sqrt" (a segment). With a number of carries every
-            step is reversed right after it is evaluated, and nothing is left to decide.
+            alive at once: with "all" (the whole scan) and with "sqrt" (a segment), compiled or not. With a
+            number of carries every step is reversed right after it is evaluated, and nothing is left to
+            decide.
         checkpoints: "all" (every carry); "sqrt" (two levels: about 2 sqrt(length) carries, one sweep more);
-        an
-            int c (c carries, the initial one counted, and exactly the least number of evaluations:
+            an int c (c carries, the initial one counted, and exactly the least number of evaluations:
             `Revolve`); "auto" (least work within `budget`); or a schedule of `remat.schedules`.
         budget: with "auto", bytes for carries and for what the backward of the steps in work keeps; an int
         or a
             string such as "64MiB".
         offload: kept carries lie in host memory between forward and backward.
-        compile: compile the step with `torch.compile` (a string names the backend): one graph for steps
-        without
-            tape and one for steps with it, whatever the length. Under `torch.func` the step runs as it is.
+        compile: compile blocks of steps, and their pull-back, with `torch.compile`'s backend (a string names
+            another), whatever the length. Under `torch.func` steps run as they are.
         on_step: called with ("forward" | "advance" | "reverse", step) after each evaluation.
 
     Returns:
@@ -89,7 +87,10 @@ def scan_remat(
         tensor(2.7500)
     """
     if torch.compiler.is_dynamo_compiling():
-        return compiled_scan.call(body, init, xs, length, reverse, checkpoints, budget, offload, on_step)
+        policy = as_policy(policy)
+        return compiled_scan.call(
+            body, init, xs, length, reverse, checkpoints, budget, offload, on_step, policy
+        )
     name = f"scan_remat({getattr(body, '__qualname__', type(body).__name__)})"
     policy = as_policy(policy)
     rows, n = _rows(xs, length, name)
@@ -101,6 +102,9 @@ def scan_remat(
         # its own then, and it computes again what they lack.
         if not (offload or compile or on_step):
             policy = save_everything
+    if compile and _compilable(init):
+        backend = compile if isinstance(compile, str) else "inductor"
+        return _compiled(body, init, xs, rows, n, schedule, name, reverse, offload, on_step, backend, policy)
     if policy != save_nothing:
         if isinstance(schedule, All):
             return _taped(body, init, xs, rows, n, reverse, policy, name)
@@ -108,17 +112,44 @@ def scan_remat(
             schedule = Segmented(schedule.stride(n))
         if isinstance(schedule, Segmented):
             body = _region(body, policy)
-    backend = None
-    compiled = None
-    if compile:
-        backend = compile if isinstance(compile, str) else "inductor"
-        if (blocks := schedule.in_blocks(SIZE)) is not None:
-            schedule = blocks
-        else:
-            compiled, backend = torch.compile(body, backend=backend), None
-    return _with_captured(
-        body, body, init, xs, rows, n, schedule, name, reverse, offload, on_step, None, compiled, backend
-    )
+    return _with_captured(body, body, init, xs, rows, n, schedule, name, reverse, offload, on_step)
+
+
+def _compilable(init: Any) -> bool:
+    """Whether steps can be compiled: under functorch, or where somebody watches, they run as they are."""
+    leaves = _tree.flatten(init)[0]
+    # A number in the carry that changes would be a constant of the graph.
+    plain = all(isinstance(t, torch.Tensor) and not t.is_complex() for t in leaves)
+    return bool(leaves) and plain and not (_torch.in_transform() or _torch.watched())
+
+
+def _compiled(
+    body: Callable[..., Any],
+    init: Any,
+    xs: Any,
+    rows: list[torch.Tensor],
+    n: int,
+    schedule: Schedule,
+    name: str,
+    reverse: bool,
+    offload: bool,
+    on_step: Callable[[str, int], None] | None,
+    backend: str,
+    policy: Policy,
+) -> tuple[Any, Any]:
+    options: dict[str, Any] = {"reverse": reverse, "on_step": on_step, "name": name}
+    options["offloaded"] = (lambda slot: True) if offload else getattr(schedule, "offloaded", None)
+    carry, graded = _tree.flatten(init)[0], torch.is_grad_enabled()
+    whole = Whole(carry, rows, n, schedule, backend, graded, options)
+    try:
+        return compiled_scan.run_compiled(body, init, xs, whole, policy)
+    except _torch_compiler.dynamo_errors():
+        # What is wrong with the body, if anything, is said better where it runs.
+        step = Body(body, init, xs, [], name)
+        step.trusted = True
+        with torch.no_grad():
+            step([], carry, [x.select(0, 0) for x in rows])
+        raise
 
 
 def _with_captured(
@@ -134,8 +165,6 @@ def _with_captured(
     offload: bool = False,
     on_step: Callable[[str, int], None] | None = None,
     condition: Callable[[Any], Any] | None = None,
-    compiled: Callable[..., Any] | None = None,
-    backend: str | None = None,
 ) -> tuple[Any, Any]:
     """Run with the captured tensors as operands; one that the search missed is added and the scan starts
     again."""
@@ -155,19 +184,15 @@ def _with_captured(
             offload,
             on_step,
             condition,
-            compiled,
-            backend,
         )
     found = captured(roots)
     while True:
-        step = Body(compiled or body, init, xs, found, name, eager=body)
+        step = Body(body, init, xs, found, name)
         options: dict[str, Any] = {"reverse": reverse, "on_step": on_step, "name": name}
         options["around"] = Bindings(body).restored
         if condition is not None:
             options["proceed"] = functools.partial(_proceed, step, condition)
         options["offloaded"] = (lambda slot: True) if offload else getattr(schedule, "offloaded", None)
-        if backend is not None and Blocks.fits(_tree.flatten(init)[0]):
-            options["blocks"] = Blocks(step, body, backend)
         scan, operands = make(step, found, _tree.flatten(init)[0], rows, n, schedule, **options)
         try:
             end, ys = run(scan, operands)

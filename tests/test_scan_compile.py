@@ -6,15 +6,30 @@ from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_leaves
 
+from remat import (
+    checkpoint_name,
+    save_everything,
+    save_matmuls,
+    save_names,
+    save_nothing,
+)
 from remat.scan import scan_remat
 from remat.schedules import All, Revolve, Segmented
-from remat.transforms import _blocks
-from remat.transforms._blocks import SIZE
+from remat.transforms import _scan_blocks, _scan_graph
+from remat.transforms._scan_blocks import Bound
+from tests.compiled import ops
 
 D = 3
+SIZE = 4
+
+
+@pytest.fixture(autouse=True)
+def short_blocks(monkeypatch):
+    """Blocks of four steps: what is tested does not depend on it, and less is compiled."""
+    monkeypatch.setattr(_scan_graph, "LONG_BLOCK", SIZE)
+    monkeypatch.setattr(_scan_graph, "BLOCK", SIZE)
 
 
 @pytest.fixture
@@ -66,9 +81,16 @@ def test_trees_modules_and_plain_numbers(args):
     assert int(end["z"][1]) == len(xs) and ys["none"] is None and ys["b"].shape == (len(xs), 1, D)
 
 
-def test_two_graphs_whatever_the_length_and_none_for_another_closure(args):
+def test_graphs_whatever_the_length_and_none_for_another_closure(args, monkeypatch):
     _, h, _ = args
     made = []
+    compiled = _scan_blocks.Bound._compiled
+
+    def counted(self, graph):
+        made[-1] += 1
+        return compiled(self, graph)
+
+    monkeypatch.setattr(_scan_blocks.Bound, "_compiled", counted)
 
     def value(n):
         # Another weight, another closure, the same code: as in a training loop.
@@ -82,24 +104,24 @@ def test_two_graphs_whatever_the_length_and_none_for_another_closure(args):
         end.sum().backward()
         assert w.grad is not None
 
-    for n in (SIZE + 2, 40 * SIZE, 7 * SIZE + 1):
-        counters.clear()
+    for n in (3 * SIZE, 40 * SIZE, 7 * SIZE + 1):
+        made.append(0)
         value(n)
-        made.append(counters["stats"]["unique_graphs"])
-    assert made == [2, 0, 0]
+    # A block, its pull-back, and the pull-back of one whose carries are there already.
+    assert made == [2, 1, 0]
 
 
 def test_compiled_steps_are_run_in_blocks(args, monkeypatch):
     w, h, xs = args
     calls = {"run": 0, "pull": 0}
     for name in calls:
-        method = getattr(_blocks.Blocks, name)
+        method = getattr(Bound, name)
 
         def counted(self, *a, name=name, method=method):
             calls[name] += 1
             return method(self, *a)
 
-        monkeypatch.setattr(_blocks.Blocks, name, counted)
+        monkeypatch.setattr(Bound, name, counted)
     events = []
 
     def hook(phase, step):
@@ -162,3 +184,63 @@ def test_a_carry_that_changes_is_refused():
 def test_counts_in_blocks_are_those_of_the_segmented_schedule():
     stats = Segmented(SIZE, All()).stats(5 * SIZE)
     assert (stats.slots, stats.recomputed, stats.tape) == (5, 0, SIZE)
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """The graphs that are handed to the backend."""
+    found: list[torch.fx.GraphModule] = []
+    compiled = _scan_blocks.Bound._compiled
+
+    def noted(self, graph):
+        found.append(graph)
+        return compiled(self, graph)
+
+    monkeypatch.setattr(_scan_blocks.Bound, "_compiled", noted)
+    return found
+
+
+def gated(w):
+    def body(h, x):
+        h = checkpoint_name(torch.sin(h @ w + x), "in")
+        h = checkpoint_name(torch.sigmoid(h @ w), "out") * x
+        return h, h.sum()
+
+    return body
+
+
+# How often a step's sin, matrix products (two of them) and sigmoid run again in the pull-back.
+POLICIES = {
+    "nothing": (save_nothing, (1, 2, 1)),
+    "matmuls": (save_matmuls, (1, 0, 1)),
+    "a name": (save_names("in"), (0, 2, 1)),
+    "names": (save_names("in", "out"), (0, 1, 0)),
+    "everything": (save_everything, (0, 0, 0)),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_policies_inside_compiled_steps(name, args, graphs):
+    w, h, xs = args
+    policy, expected = POLICIES[name]
+    run = lambda **options: gradients(gated(w), h[None], xs, args, policy=policy, **options)  # noqa: E731
+    found = run(compile="aot_eager", checkpoints="all")
+    torch.testing.assert_close(found, run(checkpoints="all"))
+    pulled = ops(graphs[-1])
+    # What is left of a block: two products a step for the carry, and the joined one for the weight.
+    again = pulled["sin"], pulled["mm"] - (2 * SIZE + 1), pulled["sigmoid"]
+    assert again == tuple(SIZE * count for count in expected)
+
+
+def test_policies_in_segments_of_compiled_steps(args):
+    w, h, xs = args
+    run = lambda **options: gradients(gated(w), h, xs, args, policy=save_matmuls, **options)  # noqa: E731
+    expected = run(checkpoints="sqrt")
+    torch.testing.assert_close(run(checkpoints=Segmented(2 * SIZE), compile="aot_eager"), expected)
+
+
+def test_a_weights_gradient_is_one_product_a_block(args, graphs):
+    w, h, xs = args
+    found = gradients(rnn(w), h[None], xs, args, checkpoints="all", compile="aot_eager")
+    torch.testing.assert_close(found, gradients(rnn(w), h[None], xs, args))
+    assert ops(graphs[-1])["mm"] == SIZE + 1

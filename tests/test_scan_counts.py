@@ -185,7 +185,7 @@ def test_multilevel_counts_as_one_level(schedule):
 )
 def test_which_carries_go_to_the_host(options, monkeypatch):
     sent = []
-    monkeypatch.setattr(_scan_state, "_to_host", lambda t: sent.append(t) or t.clone())
+    monkeypatch.setattr(_scan_state, "to_host", lambda t: sent.append(t) or t.clone())
     h, n = torch.ones(3, requires_grad=True), 20
     schedule = options.get("checkpoints", Revolve(3))
     end, _ = scan_remat(lambda h, _: (h.sin(), None), h, length=n, **{"checkpoints": 3, **options})

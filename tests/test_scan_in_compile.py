@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 from typing import Any
 
 import pytest
 import torch
 from torch._dynamo import exc
-from torch.func import grad, hessian, jvp, vmap
+from torch.func import grad, hessian, jacrev, jvp, vmap
 
-from remat import remat, save_matmuls, scan_remat
+from remat import remat, save_matmuls, save_nothing, scan_remat
 from remat.layers import scan_layers, stack_params
 from remat.schedules import Multilevel, Revolve, Segmented
-from remat.transforms import value_and_grad
+from remat.transforms import _scan_opaque, value_and_grad
 from remat.transforms._scan_graph import BLOCK
 from tests.compiled import Graphs, compiled, ops
 
@@ -138,7 +140,8 @@ def test_one_op_each_way_and_one_compiled_step_whatever_the_length():
     assert len(short) == 4  # the graph and its backward; a block of steps and its pull-back
     outer = [graph for graph in short if graph["scan_forward"] or graph["scan_pull"]]
     assert sum(outer[0].values()) < 20 and not any(graph["tanh"] for graph in outer)
-    assert [graph["tanh"] for graph in short if graph not in outer] == [BLOCK, BLOCK]
+    # The pull-back reads the carries that the forward has kept.
+    assert [graph["tanh"] for graph in short if graph not in outer] == [BLOCK, 0]
 
 
 def test_no_recompilation():
@@ -199,6 +202,50 @@ def test_trees_constants_and_captured_modules():
     targets = [*leaves, *cell.parameters()]
     found = torch.autograd.grad(compiled(loss)(*leaves), targets)
     close(found, torch.autograd.grad(loss(*leaves), targets))
+
+
+@pytest.mark.parametrize("transform", ["backward", "vmap of grad", "jacobian"])
+def test_policy_of_a_scan(transform):
+    def ends(w, h, xs, policy=save_matmuls):
+        body = lambda h, x: step(w, torch.tanh(h @ w), x)  # noqa: E731
+        end, ys = scan_remat(body, h[None], xs, checkpoints="all", policy=policy)
+        return end[0] + ys.pow(2).sum()
+
+    loss = lambda *args, **options: ends(*args, **options).sum()  # noqa: E731
+    args = make(n=BLOCK)
+    if transform == "backward":
+        saved = []
+        for policy in (save_matmuls, save_nothing):
+            run = Graphs(functools.partial(loss, policy=policy))
+            close(backward(run, args), backward(loss, args))
+            saved.append(run.saved_bytes)
+        # One product a step: the other one's tanh is the next carry, from which the backward starts.
+        assert saved[0] - saved[1] == BLOCK * D * 8
+    elif transform == "jacobian":
+        close(compiled(jacrev(ends, 1))(*args), jacrev(ends, 1)(*args))
+    else:
+        found = compiled(vmap(grad(loss)))(*(torch.stack([t, t]) for t in args))
+        close(found[1], grad(loss)(*args))
+
+
+def test_what_a_graph_stands_for_goes_with_it():
+    def count():
+        gc.collect()
+        return len(_scan_opaque._entries)
+
+    before = count()
+    args = make(n=BLOCK)
+    run = compiled(nested)
+    backward(run, args)
+    assert count() > before
+    # A backward that is still to come holds what it needs.
+    leaves = [t.requires_grad_() for t in args]
+    total = run(*leaves)
+    torch._dynamo.reset()
+    del run
+    close(torch.autograd.grad(total, leaves), backward(nested, args))
+    del total
+    assert count() == before and not _scan_opaque._for_good
 
 
 def test_no_steps():

@@ -67,6 +67,53 @@ def pull(
     return grads[:head], grads[head:body], tail
 
 
+class OneByOne:
+    """`pull` of one step after another, by plain autograd: what is alike in all is looked at once.
+
+    Args:
+        consts: what every step reads besides.
+        needs: which consts and which xs want a gradient.
+    """
+
+    def __init__(self, consts: Sequence[torch.Tensor], needs: tuple[list[bool], list[bool]]) -> None:
+        self.needs = needs
+        self.marks = [need and _tree.smooth(c) for c, need in zip(consts, needs[0], strict=True)]
+        self.consts = [_alias(c, False, True) if m else c for c, m in zip(consts, self.marks, strict=True)]
+        self.targets = [c for c, mark in zip(self.consts, self.marks, strict=True) if mark]
+
+    def __call__(
+        self, step: Callable[..., Any], carry: list[Any], x: list[torch.Tensor], cts: Grads
+    ) -> tuple[Grads, Grads, list[Grads]]:
+        """Gradients as `pull` has them; `cts`: of the carry's tensors and of ys."""
+        targets, marks, at = list(self.targets), list(self.marks), []
+        with torch.enable_grad():
+            state, row = list(carry), []
+            for i, leaf in enumerate(carry):
+                if isinstance(leaf, torch.Tensor):
+                    at.append(i)
+                    marks.append(_tree.smooth(leaf))
+                    state[i] = own = leaf.detach()
+                    if marks[-1]:
+                        targets.append(own.requires_grad_())
+            for t, need in zip(x, self.needs[1], strict=True):
+                row.append(own := t.detach())
+                marks.append(need and _tree.smooth(t))
+                if marks[-1]:
+                    targets.append(own.requires_grad_())
+            new, ys = step(self.consts, state, row)
+        ends, starts = [], []
+        for out, ct in zip([*(new[i] for i in at), *ys], cts, strict=True):
+            if ct is not None and out.requires_grad:
+                ends.append(out)
+                starts.append(ct)
+        a, b = len(self.marks), len(self.marks) + len(at)
+        if not ends or not targets:
+            return [None] * a, [None] * len(at), [[None] * len(row)]
+        found = iter(_torch.engine_grad(ends, targets, starts, False))
+        grads = [next(found) if mark else None for mark in marks]
+        return grads[:a], grads[a:b], [grads[b:]]
+
+
 def _with_autograd(
     outputs: Callable[..., list[Any]], flat: list[torch.Tensor], marks: list[bool], cts: Grads, consts: int
 ) -> Grads:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,8 @@ from remat.transforms._actions import execute
 from remat.transforms._body import Leaves
 from remat.transforms._capture import Missed
 from remat.transforms._errors import RematError
-from remat.transforms._pull import pull
+from remat.transforms._pull import OneByOne, pull
+from remat.transforms._scan_blocks import Bound, dense
 from remat.transforms._scan_state import Scan, State, Tensors, as_in_forward, compact, numbered
 
 
@@ -28,6 +30,13 @@ class _Reversal:
         self.needs = list(needs[:a]), list(needs[a : a + b]), list(needs[a + b :])
         self.devices = scan.split(flat)[1]
         self.hand = states.pop(None, State(0, [], None))
+        self.blocks: Bound | None = scan.blocks.at(self.consts) if scan.in_blocks else None
+        self.tapes = scan.record.tapes
+        needs_of = self.needs[0], self.needs[2]
+        self.one = None if _torch.in_transform() else OneByOne(self.consts, needs_of)
+        if self.blocks is not None:
+            self.xs = dense(self.xs)
+            self.device = flat[scan.sizes[0]].device
         self.const_grads: list[torch.Tensor | None] = [None] * a
         self.owned = [False] * a
         self.x_grads: list[torch.Tensor | None] = [None] * len(self.xs)
@@ -46,12 +55,11 @@ class _Reversal:
     def advance(self, start: int, stop: int) -> None:
         self._seed()
         carry = self.hand.carry
-        size = self.scan.blocks.size if self.scan.in_blocks else 0
+        blocks = self.blocks
+        size = blocks.size if blocks is not None else 0
         with torch.no_grad():
-            while size and start + size <= stop:
-                carry, _ = self.scan.blocks.run(
-                    carry, self.scan.block(self.xs, start, size), self.scan.reverse
-                )
+            while blocks is not None and start + size <= stop:
+                carry, _, _ = blocks.run(carry, self.scan.block(self.xs, start, size), False)
                 if self.scan.on_step is not None:
                     for k in range(start, start + size):
                         self.scan.on_step("advance", k)
@@ -75,9 +83,16 @@ class _Reversal:
         del self.slots[slot]
 
     def reverse(self, start: int, stop: int) -> None:
-        if self.scan.in_blocks and (stop - start) % self.scan.blocks.size == 0:
-            return self._reverse_blocks(start, stop)
+        if self.blocks is None or stop - start < self.blocks.size:
+            self._reverse_steps(start, stop)
+        else:
+            self._reverse_blocks(self.blocks, start, stop)
+
+    def _reverse_steps(self, start: int, stop: int) -> None:
         self._seed()
+        if stop == start + 1 and self.one is not None:
+            self._reverse_one(self.one, start)
+            return
         scan, carry, rows = self.scan, self.hand.carry, [self._x(k) for k in range(start, stop)]
         cts = [
             [None if ct is None else ct.select(0, scan.at(k)) for ct in self.y_cts]
@@ -99,30 +114,49 @@ class _Reversal:
             self._put(scan.at(k), row)
         self._say_reversed(start, stop)
 
-    def _reverse_blocks(self, start: int, stop: int) -> None:
-        """Whole blocks, the carries between them made on the way."""
-        size, carries = self.scan.blocks.size, {start: self.hand.carry}
-        for k in range(start, stop - size, size):
-            rows = self.scan.block(self.xs, k, size)
-            carries[k + size], _ = self.scan.blocks.run(carries[k], rows, self.scan.reverse)
-        for k in sorted(carries, reverse=True):
-            self.hand = State(k, carries.pop(k), None)
-            self._reverse_block(k, k + size)
+    def _reverse_one(self, pull_one: OneByOne, k: int) -> None:
+        scan, carry, at = self.scan, self.hand.carry, self.scan.at(k)
+        cts = [*self.carry_cts, *(None if ct is None else ct.select(0, at) for ct in self.y_cts)]
+        self.hand = State(k, [], None)
+        step = functools.partial(numbered, scan, k)
+        by_const, self.carry_cts, (by_x,) = pull_one(step, carry, self._x(k), cts)
+        self._add_consts(by_const)
+        self._put(at, by_x)
+        self._say_reversed(k, k + 1)
 
-    def _reverse_block(self, start: int, stop: int) -> None:
-        scan, count = self.scan, stop - start
+    def _reverse_blocks(self, blocks: Bound, start: int, stop: int) -> None:
+        """Blocks, and the steps left over. The tapes are there, or are made; a single block needs none."""
+        size, carry, parts = blocks.size, self.hand.carry, []
+        rest = stop - (stop - start) % size
+        for k in range(start, rest, size):
+            tape, first = self.tapes.pop(k, None), carry
+            if tape is None and stop - start > size:
+                carry, _, tape = blocks.run(first, self.scan.block(self.xs, k, size), True)
+            parts.append((k, first, tape))
+        self.hand = State(rest, carry, None)
+        if rest < stop:
+            self._reverse_steps(rest, stop)
+        self.hand = State(start, [], None)
+        while parts:
+            self._reverse_block(blocks, *parts.pop())
+
+    def _reverse_block(
+        self, blocks: Bound, start: int, carry: Leaves, tape: list[torch.Tensor] | None
+    ) -> None:
+        scan, count = self.scan, blocks.size
         y_cts = [None if ct is None else scan.block([ct], start, count)[0] for ct in self.y_cts]
         needs = self.needs[0], self.needs[2]
         rows = scan.block(self.xs, start, count)
         cts = self.carry_cts, y_cts
-        grads = scan.blocks.pull(self.consts, self.hand.carry, rows, scan.reverse, cts, needs)
-        self.hand = State(start, [], None)
+        if tape is not None:
+            tape = [t.to(self.device) for t in tape]
+        grads = blocks.pull(carry, rows, tape, cts, needs)
         self.carry_cts = grads[1]
         self._add_consts(grads[0])
         for i, grad in enumerate(grads[2]):
             if grad is not None:
                 scan.block([self._x_grad(i)], start, count)[0].copy_(grad)
-        self._say_reversed(start, stop)
+        self._say_reversed(start, start + count)
 
     def _say_reversed(self, start: int, stop: int) -> None:
         if self.scan.on_step is not None:

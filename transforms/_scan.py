@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from remat.transforms import _observe, _torch, _torch_compiler, _tree
 from remat.transforms._body import Leaves
 from remat.transforms._reversal import pull_back
-from remat.transforms._scan_batch import batch, dense, expand
+from remat.transforms._scan_batch import batch, dense, expand, kept_batched, kept_for_batch
 from remat.transforms._scan_state import Record, Scan, Tensors, as_in_forward, index_states, lift_states
 from remat.transforms._sweep import sweep
 
@@ -107,7 +107,9 @@ class _Scan(torch.autograd.Function):
             if scan.opaque is not None:
                 return (None, *scan.opaque.pull(scan, flat, kept, needs, cts))
             states = lift_states(scan, flat, kept)
-            if not _torch.graph_kept():
+            if _torch.graph_kept():
+                scan = replace(scan, record=replace(scan.record, tapes=dict(scan.record.tapes)))
+            else:
                 # The slots' tensors must be the machine's alone, so that a freed slot is freed memory.
                 scan.record.kept, kept = [], []
             return (None, *pull_back(scan, flat, states, needs, cts))
@@ -122,9 +124,12 @@ class _Scan(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[Any, ...], scan: Scan, *flat: torch.Tensor) -> tuple[Any, Any]:
         batched, operands = batch(scan, info, in_dims[1:], flat, [False] * len(flat))
         out = _Scan.apply(batched, *operands)
-        carry, kept = len(scan.tensors), scan.extra
-        dims = [0] * carry + [1] * (len(out) - carry - kept) + [_kept_dim(scan)] * kept
-        return out, tuple(dims)
+        carry, kept = len(scan.tensors), batched.extra
+        if scan.opaque is not None:
+            scan.opaque.entry(scan).tape = kept
+        first = len(out) - kept
+        states, dims = kept_batched(scan, out[first:], info.batch_size)
+        return (*out[:first], *states), (*([0] * carry), *([1] * (first - carry)), *dims)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
@@ -175,8 +180,7 @@ class _PullBack(torch.autograd.Function):
         flat, kept, cts = _parts(scan, present, tensors)
         total, last = len(flat), len(tensors) - sum(present)
         batched, flat = batch(scan, info, dims[:total], flat, list(needs))
-        to = _kept_dim(scan)
-        kept = [expand(t, d, info.batch_size, to) for t, d in zip(kept, dims[total:last], strict=True)]
+        kept = kept_for_batch(scan, kept, dims[total:last], info.batch_size)
         ct_dims = iter(dims[last:])
         moved = []
         for i, ct in enumerate(cts):
@@ -195,11 +199,6 @@ class _PullBack(torch.autograd.Function):
         with as_in_forward(ctx.scan, seeded=True):
             primals, duals = tuple(dense(tensors[i]) for i in at), tuple(given[i] for i in at)
             return torch.func.jvp(_pull_back_at(ctx, tensors, at), primals, duals)[1]
-
-
-def _kept_dim(scan: Scan) -> int:
-    """Where kept tensors have their batch dimension: an opaque scan's are stacks of carries."""
-    return 0 if scan.opaque is None else 1
 
 
 def _pull_back_at(ctx: Any, tensors: Tensors, at: list[int]) -> Callable[..., tuple[torch.Tensor, ...]]:

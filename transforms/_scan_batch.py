@@ -97,3 +97,27 @@ def _conditions(scan: Scan, const_dims: list[int | None], consts: Tensors, carry
 
     over = (list(const_dims), [0] * len(scan.tensors))
     return torch.vmap(one, in_dims=over)(list(consts), [carry[i] for i in scan.tensors])
+
+
+def kept_batched(scan: Scan, kept: Tensors, size: int) -> tuple[list[torch.Tensor], list[int]]:
+    """What a batched forward keeps, as results of the rule, and where the batch dimension of each is."""
+    carries = len(scan.tensors) if scan.taped else len(kept)
+    # What a selector keeps of a batched step has its batch dimension anywhere or nowhere: one that says
+    # nothing is put before it, so that a pull-back can tell whether its forward was batched.
+    others = [t.unsqueeze(0).expand(size, *t.shape) for t in kept[carries:]]
+    return [*kept[:carries], *others], [_carries_dim(scan)] * carries + [0] * len(others)
+
+
+def kept_for_batch(scan: Scan, kept: Tensors, dims: Sequence[int | None], size: int) -> list[torch.Tensor]:
+    """What the forward kept, as the batched pull-back takes it: carries alone if that was not batched."""
+    carries, to = len(scan.tensors) if scan.taped else len(kept), _carries_dim(scan)
+    pairs = list(zip(kept, dims, strict=True))
+    found = [expand(t, d, size, to) for t, d in pairs[:carries]]
+    if any(d is None for _, d in pairs[carries:]):
+        return found
+    return found + [t.select(d, 0) for t, d in pairs[carries:] if d is not None]
+
+
+def _carries_dim(scan: Scan) -> int:
+    """Where kept carries have their batch dimension: an opaque scan's are stacks, of blocks if taped."""
+    return 0 if scan.opaque is None else 2 if scan.taped else 1

@@ -1,135 +1,342 @@
-"""Blocks of steps compiled from a flat step, for the ops that a compiled graph has in a scan's place.
+"""Blocks of a scan's steps, compiled: one graph that runs a block, one that pulls back through it.
 
-As `_blocks`, which compiles the user's body by Dynamo; here Dynamo has been at work already, and what is
-compiled is a step as the levels around the scan have transformed it.
+Both are traced from a flat step, unrolled `size` times, with plain tensors for all it reads; nothing of
+Dynamo's or of autograd's is left between one block and the next, whatever the scan's length. What the
+pull-back needs of the forward is its *tape*: the carries between the steps, and what a selector keeps. In
+the graph that pulls back they stand in the place of the ops that made them.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from remat.transforms import _torch_compiler
+from remat.transforms import _ops, _torch, _torch_compiler, _trace
 from remat.transforms._body import Leaves, Step
 from remat.transforms._pull import pull
+from remat.transforms._scan_graphs import products_joined, put_in_place, results
 from remat.transforms._scan_state import Tensors
 
+Columns = list[list[torch.Tensor]]
 
-class StepBlocks:
-    """Compiled blocks of `size` steps, over flat lists of tensors.
 
-    Args:
-        step: `step(consts, carry, x) -> (carry, ys)`.
-        consts: what every step reads besides.
+_local = threading.local()
+
+
+def owner() -> list[Any] | None:
+    """Where to put what must live as long as the steps that are being compiled now, if any are."""
+    return getattr(_local, "owner", None)
+
+
+class Kept(list[torch.Tensor]):
+    """What a selector keeps of one step, and which of it belongs on the host."""
+
+    host: tuple[bool, ...] = ()
+
+
+@dataclass
+class Blocks:
+    """How the steps of a scan are compiled, `size` at a time.
+
+    Attributes:
+        step: `step(consts, carry, x) -> (carry, ys)`, of tensors only.
         size: how many steps there are in a block.
-        made: what was compiled before, by the shapes it is for.
+        reverse: whether rows and ys run from the last to the first.
         compiler: a backend of torch.compile.
+        selector: makes the selector of what is kept of a step, None for carries alone.
+        made: what has been compiled, by what it is for.
     """
 
-    def __init__(
-        self,
-        step: Step,
-        consts: Tensors,
-        size: int,
-        made: dict[Any, Any],
-        compiler: Callable[..., Any],
-    ) -> None:
-        self.step, self.consts, self.size = step, list(consts), size
-        self.made, self.compiler = made, compiler
+    step: Step
+    size: int
+    reverse: bool
+    compiler: Callable[..., Any]
+    selector: Callable[[], Any] | None = None
+    made: dict[Any, Any] = field(default_factory=dict)
 
-    def run(self, carry: Leaves, xs: Leaves, reverse: bool) -> tuple[Leaves, list[torch.Tensor]]:
-        """The carry after a block, and its ys stacked; `xs` are blocks of rows."""
-        carry = _dense(carry)
-        values = [*self.consts, *carry, *_dense(xs)]
-        a, b = len(self.consts), len(self.consts) + len(carry)
+    def at(self, consts: Tensors) -> Bound:
+        """The blocks with what every step reads besides."""
+        return Bound(self, consts)
 
-        def block(*values: torch.Tensor) -> list[torch.Tensor]:
-            state: Leaves = list(values[a:b])
-            rows = self._rows(values[b:], reverse)
-            columns = []
-            for x in rows:
-                state, ys = self.step(values[:a], state, x)
-                columns.append(ys)
-            return [*state, *_stacked(columns, reverse)]
+    def kept(self, consts: Tensors, carry: Leaves, x: Tensors) -> tuple[Leaves, list[torch.Tensor], Kept]:
+        """One step, with what the selector keeps of it."""
+        if self.selector is None:
+            return *self.step(consts, carry, x), Kept()
+        selector = self.selector()
+        record = _Keeping(_trace.Trace("step"), selector, [*consts, *carry, *x])
+        with selector.watching(), record:
+            new, ys = self.step(consts, carry, x)
+        selector.finished(record.trace)
+        return new, ys, record.found()
 
-        key = "run", reverse, _signature(values)
-        if key not in self.made:
-            self.made[key] = self._compiled(block, values)
-        outs = self.made[key](*values)
-        return list(outs[: len(carry)]), list(outs[len(carry) :])
+
+class _Keeping(_trace.Record):
+    """Keeps values where they are, and notes which of them belong on the host."""
+
+    def judge(self, node: _trace.Node, verdict: int, out: Any) -> None:
+        super().judge(node, min(verdict, 1) * _trace.SAVE, out)
+        node.verdict = verdict
+
+    def found(self) -> Kept:
+        nodes, kept, host = self.trace.nodes, Kept(), []
+        for i, node in enumerate(nodes):
+            root = node.root
+            # A view costs nothing to take again of what is there.
+            if root != i and (root < 0 or nodes[root].kept is not None) and _ops.traits(node.op).view:
+                continue
+            values = list(_trace.tensors_in(node.kept))
+            kept += values
+            host += [node.verdict == _trace.OFFLOAD] * len(values)
+        kept.host = tuple(host)
+        return kept
+
+
+class Bound:
+    """The blocks of one run of a scan: all of one shape, so that what to call is looked up once."""
+
+    def __init__(self, blocks: Blocks, consts: Tensors) -> None:
+        self.blocks, self.consts = blocks, [t.detach() for t in consts]
+        self.size, self.reverse = blocks.size, blocks.reverse
+        self._found: dict[Any, Any] = {}
+
+    # -- calls ---------------------------------------------------------------------------------------------
+
+    def run(
+        self, carry: Leaves, xs: Sequence[torch.Tensor], tape: bool
+    ) -> tuple[Leaves, list[torch.Tensor], list[torch.Tensor]]:
+        """The carry after a block, its ys stacked, and what pulling back needs; `xs` are dense rows."""
+        tape = tape and self.blocks.selector is not None  # carries are there anyway
+        key, carry = ("run", tape), dense(carry)
+        if key not in self._found:
+            values = [*self.consts, *carry, *xs]
+            self._found[key] = self._lookup(key, values, lambda: self._made_run(values, len(carry), tape))
+        outs = self._found[key](*self.consts, *carry, *xs)
+        b = len(carry)
+        count = b + (len(self._wanted(self.consts, carry, xs)) if tape else 0)
+        return [t[-1] for t in outs[:b]], list(outs[count:]), list(outs[:count])
 
     def pull(
-        self, consts: Tensors, carry: Leaves, xs: Leaves, reverse: bool, cts: Any, needs: tuple[Any, Any]
+        self,
+        carry: Leaves,
+        xs: Sequence[torch.Tensor],
+        tape: Sequence[torch.Tensor] | None,
+        cts: Any,
+        needs: tuple[Any, Any],
     ) -> tuple[Any, Any, Any]:
-        """Gradients of the consts, the carry and the blocks of xs; `cts`: of the carry, of the stacked ys."""
-        carry, xs = _dense(carry), _dense(xs)
+        """Gradients of the consts, the carry and the (dense) rows of xs; `cts`: of the carry, of the ys.
+
+        Without a tape the steps are evaluated again on the way.
+        """
         whole = [*cts[0], *cts[1]]
         present = tuple([ct is not None for ct in whole])
-        values = [*consts, *carry, *xs, *_dense([ct for ct in whole if ct is not None])]
-        a, b, c = len(consts), len(consts) + len(carry), len(consts) + len(carry) + len(xs)
-        found: list[bool] = []
-
-        def gradient(*values: torch.Tensor) -> list[torch.Tensor]:
-            rest = iter(values[c:])
-            given = [next(rest) if here else None for here in present]
-            carry_cts, stacks = given[: len(cts[0])], given[len(cts[0]) :]
-            rows = self._rows(values[b:c], reverse)
-            y_cts = [
-                [None if ct is None else ct.select(0, self._at(k, reverse)) for ct in stacks]
-                for k in range(self.size)
-            ]
-            grads = pull(self._several, values[:a], list(values[a:b]), rows, carry_cts, y_cts, needs)
-            flat = [*grads[0], *grads[1], *self._x_grads(grads[2], values[b:c], reverse)]
-            found[:] = [grad is not None for grad in flat]
-            return [grad for grad in flat if grad is not None]
-
-        key = "pull", reverse, present, tuple(needs[0]), tuple(needs[1]), _signature(values)
-        if key not in self.made:
-            made = self._compiled(gradient, values)
-            self.made[key] = made, tuple(found)
-        run, here = self.made[key]
-        outs = iter(run(*values) if any(here) else ())
+        given = [ct.contiguous() for ct in whole if ct is not None]
+        key = "pull", present, tape is not None
+        values = [*self.consts, *dense(carry), *xs, *given, *(tape or ())]
+        if key not in self._found:
+            full = *key, len(cts[0]), tuple(needs[0]), tuple(needs[1])
+            self._found[key] = self._lookup(
+                full,
+                values,
+                lambda: self._made_pull(values, len(carry), len(xs), len(tape or ()), cts, needs),
+            )
+        call, here = self._found[key]
+        outs = iter(call(*values))
         flat = [next(outs) if yes else None for yes in here]
+        a, b = len(self.consts), len(self.consts) + len(carry)
         return flat[:a], flat[a:b], flat[b:]
 
-    def _at(self, k: int, reverse: bool) -> int:
-        return self.size - 1 - k if reverse else k
+    def tape_of(self, carry: Tensors, xs: Tensors) -> list[tuple[torch.Tensor, bool]]:
+        """Tensors such as a block's tape has of each step, and which of them belong on the host."""
+        return [*((t, False) for t in carry), *self._selected(self.consts, carry, xs)[1]]
 
-    def _rows(self, xs: Sequence[torch.Tensor], reverse: bool) -> list[list[torch.Tensor]]:
-        return [[x.select(0, self._at(k, reverse)) for x in xs] for k in range(self.size)]
+    def host(self, carry: int) -> list[bool]:
+        """Which of a tape's tensors belong on the host; known once a tape has been made."""
+        return [False] * carry + [out for _, out in self._found.get("kept", ((), ()))[1]]
 
-    def _several(self, consts: Tensors, carry: Leaves, rows: Any) -> tuple[Leaves, list[Any]]:
-        ys = []
-        for x in rows:
-            carry, y = self.step(consts, carry, x)
-            ys.append(y)
-        return carry, ys
+    def _lookup(self, key: Any, values: list[torch.Tensor], make: Callable[[], Any]) -> Any:
+        made, full = self.blocks.made, (*key, self.size, self.reverse, _signature(values))
+        if full not in made:
+            before, _local.owner = getattr(_local, "owner", None), made.setdefault("inside", [])
+            try:
+                made[full] = make()
+            finally:
+                _local.owner = before
+        return made[full]
+
+    # -- what is compiled ----------------------------------------------------------------------------------
+
+    def _made_run(self, values: list[torch.Tensor], b: int, tape: bool) -> Callable[..., Any]:
+        a = len(self.consts)
+        wanted = self._wanted(values[:a], values[a : a + b], values[a + b :]) if tape else []
+
+        def block(*values: torch.Tensor) -> list[torch.Tensor]:
+            state: Leaves = list(values[a : a + b])
+            tapes, columns = [], []
+            for x in self._rows(values[a + b :]):
+                state, ys, kept = self._step(values[:a], state, x, bool(wanted))
+                tapes.append([*state, *(kept[i] for i in wanted)])
+                columns.append(ys)
+            ordered = columns[::-1] if self.reverse else columns
+            return [*_stacked(tapes), *_stacked(ordered)]
+
+        return self._compiled(_traced(block, values, self.blocks.compiler))
+
+    def _made_pull(
+        self, values: list[torch.Tensor], b: int, c: int, tapes: int, cts: Any, needs: tuple[Any, Any]
+    ) -> tuple[Callable[..., Any], tuple[bool, ...]]:
+        a = len(self.consts)
+        wanted = self._wanted(values[:a], values[a : a + b], values[a + b : a + b + c]) if tapes > b else []
+        graph, here, _ = self._pulling(values, a, b, c, tapes, cts, needs, wanted)
+        return self._compiled(graph), here
+
+    def _pulling(
+        self,
+        values: list[torch.Tensor],
+        a: int,
+        b: int,
+        c: int,
+        tapes: int,
+        cts: Any,
+        needs: tuple[Any, Any],
+        wanted: Sequence[int],
+    ) -> tuple[torch.fx.GraphModule, tuple[bool, ...], list[bool]]:
+        """The graph that pulls back, which of the gradients it makes, which of the tape it reads."""
+        present = [ct is not None for ct in (*cts[0], *cts[1])]
+        found: list[bool] = []
+        first = len(values) - tapes
+
+        def gradient(*values: torch.Tensor) -> list[torch.Tensor]:
+            rest = iter(values[a + b + c : first])
+            given = [next(rest) if here else None for here in present]
+            y_cts = [
+                [None if ct is None else ct.select(0, self._at(k)) for ct in given[len(cts[0]) :]]
+                for k in range(self.size)
+            ]
+            made: list[torch.Tensor] = []
+
+            def steps(consts: Tensors, carry: Leaves, rows: Any) -> tuple[Leaves, list[Any]]:
+                ys = []
+                for x in rows:
+                    carry, y, kept = self._step(consts, carry, x, bool(wanted))
+                    ys.append(y)
+                    made.extend([*carry, *(kept[i] for i in wanted)])
+                return carry, ys
+
+            rows = self._rows(values[a + b : a + b + c])
+            carry_cts = given[: len(cts[0])]
+            grads = pull(steps, values[:a], list(values[a : a + b]), rows, carry_cts, y_cts, needs)
+            flat = [*grads[0], *grads[1], *self._x_grads(grads[2], values[a + b : a + b + c])]
+            found[:] = [grad is not None for grad in flat]
+            outs = [grad for grad in flat if grad is not None]
+            if not tapes:
+                return outs
+            # The next carry of the last step is read by nobody.
+            known = [t.select(0, k) for k in range(self.size) for t in values[first:]]
+            return [*outs, *known, *made]
+
+        graph = _traced(gradient, values, self.blocks.compiler)
+        reads = put_in_place(graph, self.size * tapes, tapes)
+        products_joined(graph)
+        return graph, tuple(found), reads
+
+    def _step(
+        self, consts: Tensors, carry: Leaves, x: Tensors, keep: bool
+    ) -> tuple[Leaves, list[torch.Tensor], Sequence[torch.Tensor]]:
+        return self.blocks.kept(consts, carry, x) if keep else (*self.blocks.step(consts, carry, x), ())
+
+    # -- what the selector keeps ---------------------------------------------------------------------------
+
+    def _wanted(self, consts: Tensors, carry: Tensors, xs: Tensors) -> list[int]:
+        """Which of the values that the selector keeps of a step a pull-back reads."""
+        return self._selected(consts, carry, xs)[0]
+
+    def _selected(self, consts: Tensors, carry: Tensors, xs: Tensors) -> Any:
+        if self.blocks.selector is None:
+            return [], []
+        if "kept" not in self._found:
+            key, values = ("kept",), [*consts, *carry, *(x.narrow(0, 0, 1) for x in xs)]
+            make = lambda: self._select(values, len(consts), len(carry))  # noqa: E731
+            self._found["kept"] = self._lookup(key, values, make)
+        return self._found["kept"]
+
+    def _select(self, values: list[torch.Tensor], a: int, b: int) -> Any:
+        # Of one step, pulled back through with a cotangent for every result: whatever a pull-back may read.
+        one = Bound(
+            Blocks(self.blocks.step, 1, False, self.blocks.compiler, self.blocks.selector), values[:a]
+        )
+        like: list[Any] = []
+
+        def look(*values: torch.Tensor) -> list[torch.Tensor]:
+            new, ys, kept = self.blocks.kept(
+                values[:a], list(values[a : a + b]), [x.select(0, 0) for x in values[a + b :]]
+            )
+            like[:] = [len(new), len(ys), *zip(kept, kept.host, strict=True)]
+            return [*new, *ys, *kept]
+
+        rows = values[a + b :]
+        graph = _traced(look, values, self.blocks.compiler)
+        metas = [_empty(node.meta["val"]) for node in results(graph)]
+        hosts = [host for _, host in like[2:]]
+        news, ys, kept = metas[:b], metas[b : b + like[1]], metas[b + like[1] :]
+        cts = (
+            [t if t.is_floating_point() else None for t in news],
+            [y.unsqueeze(0) if y.is_floating_point() else None for y in ys],
+        )
+        given = [ct for ct in (*cts[0], *cts[1]) if ct is not None]
+        tape = [t.unsqueeze(0) for t in (*news, *kept)]
+        needs = [True] * a, [True] * len(rows)
+        count = len(tape)
+        full = [*values[: a + b], *rows, *given, *tape]
+        reads = one._pulling(full, a, b, len(rows), count, cts, needs, range(len(kept)))[2]
+        at = [i for i in range(len(kept)) if reads[b + i]]
+        return at, [(kept[i], hosts[i]) for i in at]
+
+    # -- rows ----------------------------------------------------------------------------------------------
+
+    def _at(self, k: int) -> int:
+        return self.size - 1 - k if self.reverse else k
+
+    def _rows(self, xs: Sequence[torch.Tensor]) -> Columns:
+        return [[x.select(0, self._at(k)) for x in xs] for k in range(self.size)]
 
     def _x_grads(
-        self, rows: list[list[torch.Tensor | None]], xs: Sequence[torch.Tensor], reverse: bool
+        self, rows: list[list[torch.Tensor | None]], xs: Sequence[torch.Tensor]
     ) -> list[torch.Tensor | None]:
         found: list[torch.Tensor | None] = []
         for i, x in enumerate(xs):
-            column = [row[i] for row in (rows[::-1] if reverse else rows)]
+            column = [row[i] for row in (rows[::-1] if self.reverse else rows)]
             zero = None if all(g is None for g in column) else torch.zeros_like(x.select(0, 0))
             found.append(None if zero is None else torch.stack([zero if g is None else g for g in column]))
         return found
 
-    def _compiled(self, function: Callable[..., Any], values: list[torch.Tensor]) -> Callable[..., Any]:
+    def _compiled(self, graph: torch.fx.GraphModule) -> Callable[..., Any]:
+        if not results(graph):
+            return lambda *_: ()
+        inputs = [_empty(node.meta["val"]) for node in graph.graph.find_nodes(op="placeholder")]
+        return _torch_compiler.compiled_lean(self.blocks.compiler, graph, inputs)
+
+
+def _traced(
+    function: Callable[..., Any], values: Sequence[torch.Tensor], compiler: Callable[..., Any]
+) -> torch.fx.GraphModule:
+    with _torch.outside_all_modes():
         # Not the values themselves: rows lie in larger tensors, and forward-mode AD looks at that.
-        like = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in values]
-        traced = _torch_compiler.traced_functionally(function, like, self.compiler)
-        return self.compiler(traced, values) if len(_results(traced)) else (lambda *_: ())
+        with _torch.fake_mode([]):
+            like = [_empty(t) for t in values]
+        return _torch_compiler.traced_functionally(function, like, compiler)
 
 
-def _results(module: torch.fx.GraphModule) -> Any:
-    return module.graph.output_node().args[0]
+def _empty(t: torch.Tensor) -> torch.Tensor:
+    sizes, strides = (tuple(map(_torch_compiler.example_of, s)) for s in (t.shape, t.stride()))
+    return torch.empty_strided(sizes, strides, dtype=t.dtype, device=t.device)
 
 
-def _dense(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    # Alike in every block: compiled code is for certain strides, and rows of a tensor are contiguous.
+def dense(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Alike in every block: compiled code is for certain strides, and rows of a tensor are contiguous."""
     return [t.detach().contiguous() for t in tensors]
 
 
@@ -137,6 +344,5 @@ def _signature(values: Sequence[torch.Tensor]) -> Any:
     return tuple([(t.shape, t.stride(), t.dtype, t.device) for t in values])
 
 
-def _stacked(columns: list[list[torch.Tensor]], reverse: bool) -> list[torch.Tensor]:
-    ordered = columns[::-1] if reverse else columns
-    return [torch.stack(column) for column in zip(*ordered, strict=True)]
+def _stacked(columns: Columns) -> list[torch.Tensor]:
+    return [torch.stack(column) for column in zip(*columns, strict=True)]

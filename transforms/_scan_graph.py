@@ -8,7 +8,10 @@ below them forward and pull-back are one opaque op each (`_scan_opaque`), whatev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +21,14 @@ from remat.transforms._actions import Schedule
 from remat.transforms._body import Leaves
 from remat.transforms._compile import Graph
 from remat.transforms._errors import RematError
-from remat.transforms._scan_opaque import Opaque, evaluating, evaluation
+from remat.transforms._scan_blocks import Blocks
+from remat.transforms._scan_opaque import Opaque, evaluating, evaluation, unwritten
 from remat.transforms._scan_state import Tensors, make
 from remat.transforms._state import Ambient, device_kinds
 
 # Steps whose graph and operands are small are compiled several at a time: a call takes longer than they do.
-BLOCK = 8
+# In eager it is more of them where there are as many: a call costs more there.
+BLOCK, LONG_BLOCK = 8, 16
 _SMALL_GRAPH = 64
 _SMALL_ROW = 1 << 16
 
@@ -42,11 +47,46 @@ class Facts(NamedTuple):
     offload: bool
 
 
-def run(facts: Facts, schedule: Schedule, graph: Graph, operands: tuple[Any, ...]) -> tuple[Any, ...]:
+class Whole(NamedTuple):
+    """A scan in eager whose step Dynamo is to trace: what it is shown are stand-ins of one row."""
+
+    carry: list[torch.Tensor]
+    xs: list[torch.Tensor]
+    n: int
+    schedule: Schedule
+    backend: str
+    graded: bool
+    options: dict[str, Any]
+
+
+_local = threading.local()
+_made: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def showing(whole: Whole) -> Iterator[list[Whole]]:
+    """Within, the next scan that runs from a graph of Dynamo's is this one; empty once it has begun."""
+    before, _local.whole = getattr(_local, "whole", None), [whole]
+    try:
+        yield _local.whole
+    finally:
+        _local.whole = before
+
+
+def shown() -> Whole | None:
+    """The scan that Dynamo was shown stand-ins of, once."""
+    whole = getattr(_local, "whole", None)
+    return whole.pop() if whole else None
+
+
+def run(
+    facts: Facts, schedule: Schedule, graph: Graph, operands: tuple[Any, ...], selector: Any = None
+) -> tuple[Any, ...]:
     """The results of Dynamo's node: the tensors of carry and xs as they are, the last carry, the ys.
 
     `graph` takes what it reads of the tensors of the carry, of xs (all rows of them) and of captured ones. It
     returns the tensors of the carry and of xs, the next carry, and ys of which only the first row counts.
+    `selector` makes what selects the values that are kept inside steps.
     """
     step = _GraphStep(graph, facts, operands)
     consts, carry, xs = step.split(operands)
@@ -54,12 +94,15 @@ def run(facts: Facts, schedule: Schedule, graph: Graph, operands: tuple[Any, ...
     if traced and step.draws(operands):
         step.seeded = True
         xs = [*xs, _seeds(facts.n, operands)]
-    opaque = None
-    if traced:
-        size, schedule = _in_blocks(schedule, _block(graph, carry, xs))
+    options: dict[str, Any] = {"reverse": facts.reverse, "name": facts.name}
+    if traced and (compiler := _torch_compiler.compiler()) is not None:
+        size, schedule = in_blocks(schedule, _block(graph, carry, xs), facts.n)
         ambient = Ambient(device_kinds([*consts, *carry, *xs]))
-        opaque = Opaque(facts.name, _torch_compiler.compiler(), size, ambient)
-    options: dict[str, Any] = {"reverse": facts.reverse, "name": facts.name, "opaque": opaque}
+        options["opaque"] = Opaque(facts.name, compiler, size, ambient)
+        options["taped"], options["selector"] = schedule.keeps_tapes, selector
+    elif traced:
+        ambient = Ambient(device_kinds([*consts, *carry, *xs]))
+        options["opaque"] = Opaque(facts.name, None, 1, ambient)
     if facts.offload:
         options["offloaded"] = _always
     scan, flat = make(step, consts, carry, xs, facts.n, schedule, **options)
@@ -75,14 +118,39 @@ def run(facts: Facts, schedule: Schedule, graph: Graph, operands: tuple[Any, ...
     return (*given, *end, *ys)
 
 
+def run_whole(
+    whole: Whole, facts: Facts, graph: Graph, operands: tuple[Any, ...], selector: Any
+) -> tuple[Any, ...]:
+    """As `run`, in eager: on the scan that `operands` stand in for, its steps compiled in blocks."""
+    step = _GraphStep(graph, facts, operands)
+    consts, carry, xs = step.split(operands)
+    kept = _made.get(graph.module)
+    if kept is None:
+        kept = _made[graph.module] = step.draws(operands), {}
+    draws, made = kept
+    # What Dynamo left open besides tensors is a constant of what is compiled.
+    made = made.setdefault(tuple([v for v in step.fixed if v is not None]), {})
+    options, schedule = dict(whole.options), whole.schedule
+    if not draws:
+        size, schedule = in_blocks(schedule, _block(graph, carry, xs, LONG_BLOCK), whole.n)
+        compiler = _torch.backend(whole.backend)
+        options["blocks"] = Blocks(step, size, options["reverse"], compiler, selector, made)
+        options["taped"] = schedule.keeps_tapes
+    scan, flat = make(step, consts, whole.carry, whole.xs, whole.n, schedule, **options)
+    with torch.set_grad_enabled(whole.graded):
+        end, ys = _scan.run(scan, flat)
+    given = [operands[i] for i in step.places]
+    return (*given, *end, *ys)
+
+
 def _always(_: int) -> bool:
     return True
 
 
-def _block(graph: Graph, carry: Tensors, xs: Tensors) -> int:
+def _block(graph: Graph, carry: Tensors, xs: Tensors, most: int = BLOCK) -> int:
     sizes = [_bytes(t) for t in carry] + [_bytes(t) // max(1, _example(t.shape[0])) for t in xs]
     small = len(graph.module.graph.nodes) <= _SMALL_GRAPH and sum(sizes) <= _SMALL_ROW
-    return BLOCK if small else 1
+    return most if small else 1
 
 
 def _example(size: Any) -> int:
@@ -96,10 +164,12 @@ def _bytes(tensor: torch.Tensor) -> int:
     return count
 
 
-def _in_blocks(schedule: Schedule, size: int) -> tuple[int, Schedule]:
+def in_blocks(schedule: Schedule, size: int, n: int) -> tuple[int, Schedule]:
     """How many steps are compiled at a time, and the schedule of such blocks."""
-    blocks = None if size == 1 else schedule.in_blocks(size)
-    return (1, schedule) if blocks is None else (size, blocks)
+    for count in (size, min(size, BLOCK), 1):
+        if count <= n and (blocks := schedule.in_blocks(count, n)) is not None:
+            return count, blocks
+    return 1, schedule
 
 
 class _GraphStep:
@@ -152,7 +222,7 @@ class _GraphStep:
                 return [_ungraded(t) for t in self.graph(*given)]
 
     def draws(self, operands: Sequence[Any]) -> bool:
-        """Whether a step draws random numbers, found out on tensors without data."""
+        """Whether a step draws random numbers, found out on tensors without data; refuses writes."""
         with _torch.outside_all_modes():
             mode = _torch.fake_mode([])
             # Fakes are made of the sizes that one example has, below all levels.
@@ -162,7 +232,8 @@ class _GraphStep:
                 look = _Looking()
                 with evaluation(), look:
                     rows = [x.select(0, 0) for x in xs]
-                    _call.run_transparently(self._evaluated, (consts, carry, rows), {})
+                    with unwritten(self.facts.name, [*carry, *rows]):
+                        _call.run_transparently(self._evaluated, (consts, carry, rows), {})
         return look.found
 
 

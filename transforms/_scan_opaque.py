@@ -14,6 +14,7 @@ import contextlib
 import functools
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,7 +26,7 @@ from remat.transforms._body import version
 from remat.transforms._call import run_transparently
 from remat.transforms._errors import RematError
 from remat.transforms._reversal import pull_back
-from remat.transforms._scan_blocks import StepBlocks
+from remat.transforms._scan_blocks import Blocks, dense, owner
 from remat.transforms._scan_state import Record, Scan, State, Tensors
 from remat.transforms._state import Ambient, RandomState
 from remat.transforms._sweep import sweep
@@ -35,8 +36,10 @@ _library.define("scan_forward(str scan, Tensor[] operands) -> Tensor[]")
 _library.define("scan_pull(str scan, bool[] needs, bool[] present, Tensor[] tensors) -> Tensor[]")
 _local = threading.local()
 _numbers = itertools.count()
-# A graph holds a string only, and lives as long as torch pleases: so do these.
-_entries: dict[str, Entry] = {}
+# A graph holds a string only. What it stands for lives with the code that Dynamo makes of the graph, with the
+# blocks of steps that hold the graph, or, where neither is known, for good.
+_entries: weakref.WeakValueDictionary[str, Entry] = weakref.WeakValueDictionary()
+_for_good: list[Entry] = []
 
 
 @contextlib.contextmanager
@@ -52,6 +55,18 @@ def evaluation() -> Iterator[None]:
 def evaluating() -> bool:
     """Whether a step is being evaluated for its shapes alone."""
     return getattr(_local, "evaluating", False)
+
+
+@contextlib.contextmanager
+def unwritten(name: str, tensors: Tensors) -> Iterator[None]:
+    """Raise if what runs within writes into these tensors, the operands of a step."""
+    before = [version(t) for t in tensors]
+    yield
+    if before != [version(t) for t in tensors]:
+        raise RematError(
+            f"{name}: the body wrote into its carry or its x in place. The recomputation would "
+            "start from what was written; make a new tensor (`carry = carry + ...`) and return it."
+        )
 
 
 @dataclass
@@ -77,10 +92,16 @@ class Opaque:
         if found is None:
             key = f"{next(_numbers)} {self.name}"
             found = self.entries[id(scan.step)] = _entries[key] = Entry(key, scan, self)
+            if (inside := owner()) is not None:
+                inside.append(found)
+            elif not _torch_compiler.live_with_graph(found):
+                _for_good.append(found)
         return found
 
     def kept(self, scan: Scan) -> int:
         """How many results of the forward are kept carries."""
+        if scan.taped:
+            return self.entry(scan).tape
         return len(scan.tensors) if rows_kept(scan) else 0
 
     def forward(self, scan: Scan, flat: Tensors) -> list[torch.Tensor]:
@@ -138,38 +159,86 @@ class _Slots(dict[Any, State]):
         super().__setitem__(slot, state)
 
 
+class _Tapes(dict[int, list[torch.Tensor]]):
+    """The tapes of the blocks, each in its row of one tensor of shape [blocks, size, ...]."""
+
+    def __init__(self, size: int, buffers: list[torch.Tensor], device: torch.device) -> None:
+        super().__init__()
+        self.size, self.buffers, self.device = size, buffers, device
+
+    def __setitem__(self, step: int, tape: list[torch.Tensor]) -> None:
+        for buffer, tensor in zip(self.buffers, tape, strict=True):
+            buffer.select(0, step // self.size).copy_(tensor)
+
+    def pop(self, step: int, *_: Any) -> list[torch.Tensor]:
+        return [buffer.select(0, step // self.size) for buffer in self.buffers]
+
+    def carry(self, step: int, count: int) -> list[torch.Tensor]:
+        """The carry before a block: the last one of the block before."""
+        rows = [b.select(0, step // self.size - 1).select(0, -1) for b in self.buffers[:count]]
+        return [row.to(self.device) for row in rows]
+
+
 class Entry:
     """What a scan's two ops do."""
 
     def __init__(self, key: str, scan: Scan, opaque: Opaque) -> None:
         self.key, self.opaque = key, opaque
-        self.scan = replace(scan, plain=True, levels=False, opaque=None, on_step=None, around=None)
-        self.compiled: dict[Any, Any] = {}
+        scan = replace(scan, plain=True, levels=False, opaque=None, on_step=None, around=None)
+        if opaque.compiler is not None:
+            blocks = Blocks(scan.step, opaque.size, scan.reverse, opaque.compiler, scan.selector)
+            scan = replace(scan, blocks=blocks)
+        self.scan = scan
+        self.tape = 0  # how many tensors a tape has
 
-    def _prepared(self, flat: Tensors, states: dict[int | None, State]) -> Scan:
-        record = Record(self.opaque.ambient, RandomState(flat), states=states)
-        consts, compiler, blocks = flat[: self.scan.sizes[0]], self.opaque.compiler, None
-        if compiler is not None:
-            blocks = StepBlocks(self.scan.step, consts, self.opaque.size, self.compiled, compiler)
-        return replace(self.scan, record=record, blocks=blocks)
+    def _tape(self, flat: Tensors) -> list[tuple[torch.Tensor, bool]]:
+        """What a block's tape has of each step, and which of it belongs on the host."""
+        consts, carry, xs = self.scan.split(flat)
+        found = self.scan.blocks.at(consts).tape_of(carry, xs)
+        self.tape = len(found)
+        return found
+
+    def _buffers(self, flat: Tensors) -> list[torch.Tensor]:
+        """Where what the forward keeps is to lie."""
+        _, carry, _ = self.scan.split(flat)
+        host = self.scan.offloaded is not None
+        if not self.scan.taped:
+            count = rows_kept(self.scan)
+            return [_buffer(t, (count,), host) for t in carry if count]
+        rows = self.scan.length // self.opaque.size, self.opaque.size
+        return [_buffer(t, rows, host or out, carry[0].device) for t, out in self._tape(flat)]
 
     def forward(self, flat: Tensors) -> list[torch.Tensor]:
-        flat = [t.detach().contiguous() for t in flat]
-        a, b, _ = self.scan.sizes
-        rows, count = layout(self.scan.schedule, self.scan.length), rows_kept(self.scan)
-        host = self.scan.offloaded is not None
-        buffers = [_buffer(t, count, host) for t in flat[a : a + b]] if count else []
-        scan = self._prepared(flat, _Slots(rows, buffers))
+        flat = dense(flat)
+        rows, buffers = layout(self.scan.schedule, self.scan.length), self._buffers(flat)
+        record = Record(self.opaque.ambient, RandomState(flat))
+        if self.scan.taped:
+            record.tapes = _Tapes(self.opaque.size, buffers, flat[self.scan.sizes[0]].device)
+        else:
+            record.states = _Slots(rows, buffers)
+        scan = replace(self.scan, record=record)
         with torch.no_grad(), self.surroundings():
             carry, ys = sweep(scan, flat)
+        for buffer in buffers:
+            buffer.scan = self  # type: ignore[attr-defined]  the backward may outlive the compiled code
         return [*_apart([*carry, *ys], flat), *buffers]
 
     def pull(self, flat: Tensors, kept: Tensors, needs: Any, cts: Any) -> list[torch.Tensor]:
-        flat = [t.detach().contiguous() for t in flat]
+        flat = dense(flat)
         cts = [None if ct is None else ct.contiguous() for ct in cts]
         a, b, _ = self.scan.sizes
+        record = Record(self.opaque.ambient, RandomState(flat))
+        tapes = _Tapes(self.opaque.size, list(kept), flat[a].device)
+        if self.scan.taped and len(kept) == len(self._tape(flat)):
+            record.tapes = tapes
+
+        def kept_carry(step: int, row: int) -> list[torch.Tensor]:
+            if row < 0:
+                return list(flat[a : a + b])
+            return tapes.carry(step, b) if self.scan.taped else [t.select(0, row) for t in kept]
+
         states = {
-            slot: State(step, list(flat[a : a + b]) if row < 0 else [t.select(0, row) for t in kept], None)
+            slot: State(step, kept_carry(step, row), None)
             for slot, (step, row) in layout(self.scan.schedule, self.scan.length).items()
         }
         if None in states:  # the state in hand is worked on where the operands are
@@ -177,7 +246,8 @@ class Entry:
                 states[None],
                 carry=[t.to(d.device) for t, d in zip(states[None].carry, flat[a : a + b], strict=True)],
             )
-        scan = self._prepared(flat, states)
+        record.states = states
+        scan = replace(self.scan, record=record)
         with torch.no_grad():
             grads = pull_back(scan, flat, states, needs, cts)
         wanted = [
@@ -198,27 +268,23 @@ class Entry:
         scan = self.scan
         consts, carry, xs = scan.split(flat)
         first = [x.select(0, 0) for x in xs]
-        before = [version(t) for t in (*carry, *first)]
-        with torch.no_grad(), self.surroundings(), evaluation():
+        with torch.no_grad(), self.surroundings(), evaluation(), unwritten(scan.name, [*carry, *first]):
             new, ys = run_transparently(scan.step, (consts, carry, first), {})
-        if before != [version(t) for t in (*carry, *first)]:
-            raise RematError(
-                f"{scan.name}: the body wrote into its carry or its x in place. The recomputation would "
-                "start from what was written; make a new tensor (`carry = carry + ...`) and return it."
-            )
-        count, host = rows_kept(scan), scan.offloaded is not None
         stacks = [y.new_empty((scan.length, *y.shape)) for y in ys]
         return [
             *(t.new_empty(t.shape) for t in new),
             *stacks,
-            *(_buffer(t, count, host) for t in carry if count),
+            *self._buffers(flat),
         ]
 
 
-def _buffer(like: torch.Tensor, rows: int, host: bool) -> torch.Tensor:
-    pinned = host and like.is_cuda
-    device = torch.device("cpu") if host else like.device
-    return torch.empty((rows, *like.shape), dtype=like.dtype, device=device, pin_memory=pinned)
+def _buffer(
+    like: torch.Tensor, rows: tuple[int, ...], host: bool, device: torch.device | None = None
+) -> torch.Tensor:
+    device = device or like.device
+    pinned = host and device.type == "cuda"
+    device = torch.device("cpu") if host else device
+    return torch.empty((*rows, *like.shape), dtype=like.dtype, device=device, pin_memory=pinned)
 
 
 def _apart(outs: Sequence[torch.Tensor], operands: Tensors) -> list[torch.Tensor]:
@@ -244,8 +310,9 @@ def _split_pull(entry: Entry, present: Sequence[bool], tensors: Tensors) -> tupl
 def _entry(key: str) -> Entry:
     if key not in _entries:
         raise RematError(
-            f"scan {key!r} was compiled by another process; a compiled graph with a scan_remat in it cannot "
-            "be taken from one process to another. Compile it here."
+            f"scan {key!r} was compiled by another process, or its compiled code is gone "
+            "(torch._dynamo.reset). A compiled graph with a scan_remat in it cannot be taken from one "
+            "process to another, nor be run without its code. Compile it here, reset after the backward."
         )
     return _entries[key]
 

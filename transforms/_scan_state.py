@@ -38,6 +38,7 @@ class Record:
     kept: list[torch.Tensor] = field(default_factory=list)
     count: int = 0  # kept tensors
     length: int = 0
+    tapes: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # of compiled blocks, by first step
     final: Leaves = field(default_factory=list)
 
 
@@ -68,7 +69,9 @@ class Scan:
     )
     levels: bool = False  # called under functorch: its backward may meet tensors of levels that are gone
     record: Record = field(default_factory=Record, compare=False)
-    blocks: Any = None  # compiled blocks of steps, for a schedule whose segments are whole blocks
+    blocks: Any = None  # compiled `Blocks` of steps, for a schedule whose segments are whole blocks
+    taped: bool = False  # whether the forward keeps the tape of every block
+    selector: Callable[[], Any] | None = None  # makes what selects the values that tapes hold beside carries
     opaque: Any = None  # in a graph that is being traced: makes one op of the forward, one of the pull-back
 
     @property
@@ -109,14 +112,19 @@ class Scan:
         if self.offloaded is None or slot is None or not self.offloaded(slot):
             return tensors
         if back is None:
-            return [_to_host(t) if isinstance(t, torch.Tensor) else t for t in tensors]
+            return [to_host(t) if isinstance(t, torch.Tensor) else t for t in tensors]
         return [
             t.to(b.device, non_blocking=True) if isinstance(t, torch.Tensor) else t
             for t, b in zip(tensors, back, strict=True)
         ]
 
+    def stowed(self, tape: Tensors, host: Sequence[bool]) -> list[torch.Tensor]:
+        """A tape as it lies between forward and pull-back."""
+        every = self.offloaded is not None
+        return [to_host(t) if every or out else t for t, out in zip(tape, host, strict=True)]
 
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in pinned host memory, made while the device goes on; on the CPU the tensor itself."""
     if tensor.device.type == "cpu":
         return tensor

@@ -8,6 +8,7 @@ import torch
 
 from remat.transforms._body import Leaves, version
 from remat.transforms._errors import RematError
+from remat.transforms._scan_blocks import dense
 from remat.transforms._scan_state import Scan, State, Tensors, compact, now, numbered, uncached_casts
 from remat.transforms._state import Ambient, RandomState, device_kinds
 
@@ -16,6 +17,7 @@ def sweep(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     """Run all steps at the bottom of the functorch stack, leaving the scheduled states in `scan.record`."""
     record = scan.record
     record.states.clear()
+    record.tapes.clear()
     record.ambient, record.start = Ambient(device_kinds(flat)), RandomState(flat)
     xs = flat[len(flat) - scan.sizes[2] :]
     before = [version(x) for x in xs]
@@ -28,6 +30,7 @@ def sweep(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
             # steps did, which do not draw the same numbers again: once more.
             record.random = True
             record.states.clear()
+            record.tapes.clear()
             record.start.restore()
             carry, stacks = forward(scan, flat)
     if before != [version(x) for x in xs]:
@@ -75,19 +78,24 @@ def _sweep_known(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]
 def _sweep_blocks(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     """Compiled blocks of steps, the schedule's states lying between them; what is left over runs as it is."""
     consts, carry, xs = scan.split(flat)
-    n, size, states = scan.length, scan.blocks.size, scan.record.states
+    n, size, record = scan.length, scan.blocks.size, scan.record
+    blocks, states, dense_xs = scan.blocks.at(consts), record.states, dense(xs)
     place, hand = scan.schedule.place(n), scan.schedule.hand(n)
+    # The carries are rows of the tapes, where those are kept.
+    kept = list if scan.taped and scan.offloaded is None else compact
     stacks: list[torch.Tensor] = []
     k = 0
     while k < n:
         if (slot := place(k) if k < n - 1 else None) is not None:
-            states[slot] = State(k, scan.moved(compact(carry), slot) if k else carry, scan.record.start)
+            states[slot] = State(k, scan.moved(kept(carry), slot) if k else carry, record.start)
         if k == hand:
-            states[None] = State(k, carry, scan.record.start)
+            states[None] = State(k, carry, record.start)
         count = size if k + size <= n else 1
-        rows = scan.block(xs, k, count)
+        rows = scan.block(dense_xs, k, count)
         if count == size:
-            carry, ys = scan.blocks.run(carry, rows, scan.reverse)
+            carry, ys, tape = blocks.run(carry, rows, scan.taped)
+            if scan.taped:
+                record.tapes[k] = scan.stowed(tape, blocks.host(len(carry)))
         else:
             carry, ys = numbered(scan, k, consts, carry, [row[0] for row in rows])
             ys = [y.unsqueeze(0) for y in ys]

@@ -6,6 +6,7 @@ Tried on 2.11.0, 2.13.0 and 2.15.0 (CPU), by the whole test suite, unless a line
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -185,6 +186,28 @@ def compiler() -> Callable[..., Any] | None:
     return getattr(found, "_torchdynamo_orig_backend", found)
 
 
+def live_with_graph(thing: Any) -> bool:
+    """Keep `thing` for as long as the code that Dynamo is making now; whether it is making any.
+
+    (2.11, 2.13, 2.15)
+    """
+    from torch._dynamo.symbolic_convert import tls
+
+    translator = getattr(tls, "current_tx", None)
+    if translator is None:
+        return False
+    # What is called once the code is gone, and let go of then.
+    translator.output.cleanups.append(functools.partial(bool, thing))
+    return True
+
+
+def dynamo_errors() -> type[Exception]:
+    """What Dynamo raises where it cannot trace a function."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return TorchDynamoException
+
+
 def traced_functionally(
     function: Callable[..., Any], values: list[torch.Tensor], inner: Callable[..., Any]
 ) -> torch.fx.GraphModule:
@@ -202,6 +225,29 @@ def traced_functionally(
             return make_fx(plain, tracing_mode="fake")(*values)
     finally:
         _compiling.compiler = before
+
+
+def compiled_lean(
+    compiler: Callable[..., Any], graph: torch.fx.GraphModule, inputs: list[torch.Tensor]
+) -> Callable[..., Any]:
+    """`graph` compiled such that calls cost little: with code in C++ around Inductor's kernels on the CPU.
+
+    That is an option of Inductor's (`cpp_wrapper`), which knows torch's own ops only. Others compile as ever.
+    """
+    own = all(
+        getattr(node.target, "namespace", "aten") in ("aten", "prims")
+        for node in graph.graph.nodes
+        if node.op == "call_function"
+    )
+    lean: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if own and all(t.device.type == "cpu" for t in inputs):
+        from torch._inductor import config
+
+        lean = config.patch(cpp_wrapper=True)
+    with lean:
+        made = compiler(graph, inputs)
+    # What keeps Dynamo from looking inside takes longer than a small step, and Dynamo does not look here.
+    return getattr(made, "_torchdynamo_orig_callable", made)
 
 
 def above_all(fake: bool = False) -> contextlib.AbstractContextManager[Any]:

@@ -97,8 +97,11 @@ class Schedule:
         """Slots this schedule may use for `n` steps, the initial state's counted."""
         raise NotImplementedError
 
-    def in_blocks(self, size: int) -> Schedule | None:
-        """This schedule with steps evaluated `size` at a time, None where it needs them one by one."""
+    # Whether what compiled blocks of steps leave for their pull-back is kept from the forward on.
+    keeps_tapes = False
+
+    def in_blocks(self, size: int, n: int) -> Schedule | None:
+        """This schedule with `n` steps evaluated `size` at a time, None where it needs them one by one."""
         return None
 
     def hand(self, n: int) -> int:

@@ -104,8 +104,8 @@ class All(Schedule):
     def leap(self, at: int, end: int, free: int) -> int:
         return 1
 
-    def in_blocks(self, size: int) -> Schedule | None:
-        return Segmented(size, self)
+    def in_blocks(self, size: int, n: int) -> Schedule | None:
+        return Taped(size, self)
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,8 @@ class Sqrt(Schedule):
     def leap(self, at: int, end: int, free: int) -> int:
         return 1
 
-    def in_blocks(self, size: int) -> Schedule | None:
-        return Segmented(size, self)
+    def in_blocks(self, size: int, n: int) -> Schedule | None:
+        return Segmented(-(-self.stride(n) // size) * size)
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class Segmented(Schedule):
         if self.length < 1:
             raise ValueError(f"Segmented: got length={self.length}; a segment has at least one step.")
 
-    def in_blocks(self, size: int) -> Schedule | None:
+    def in_blocks(self, size: int, n: int) -> Schedule | None:
         return None if self.length % size else self
 
     def _count(self, n: int) -> int:
@@ -210,6 +210,13 @@ class Segmented(Schedule):
                     yield Restore(start * self.length, slot)
                 case Free():
                     yield action
+
+
+@dataclass(frozen=True)
+class Taped(Segmented):
+    """`All` in blocks of `length` steps: every carry is kept, in the tape of its block."""
+
+    keeps_tapes = True
 
 
 def check_slots(c: object) -> None:

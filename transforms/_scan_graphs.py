@@ -1,0 +1,119 @@
+"""What is done to the graphs of a scan's blocks before they are compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+aten = torch.ops.aten
+_ALIASES = (aten.detach.default, aten.alias.default)
+_TRANSPOSES = (aten.t.default, aten.permute.default, aten.transpose.int)
+
+
+def results(module: torch.fx.GraphModule) -> list[Node]:
+    """The nodes of a graph's results."""
+    found: Any = module.graph.output_node().args[0]
+    return list(found)
+
+
+def put_in_place(module: torch.fx.GraphModule, count: int, tapes: int) -> list[bool]:
+    """Let values that are known stand for those that the graph computes, and drop what is then not needed.
+
+    The last `2 count` results are `count` known values and, in the same order, what computes them; they are
+    results no longer. Known are rows of the last `tapes` inputs. Says which of these inputs are read.
+    """
+    outs = results(module)
+    real, known, made = (
+        outs[: len(outs) - 2 * count],
+        outs[len(outs) - 2 * count :][:count],
+        outs[len(outs) - count :],
+    )
+    module.graph.output_node().args = (real,)
+    done: set[Node] = set()
+    start = next(node for node in module.graph.nodes if node.op != "placeholder")
+    computed: Any
+    for value, computed in zip(known, made, strict=True):
+        node = computed
+        if value is not start:
+            start.prepend(value)  # rows of inputs: they must be there before all else
+        while _same(node):
+            node = node.args[0]
+        if node.op != "call_function" or node in done:
+            continue  # an input of the graph is there anyway; one value may be two results
+        done.add(node)
+        node.replace_all_uses_with(value)
+    _clean(module)
+    inputs = module.graph.find_nodes(op="placeholder")
+    return [bool(node.users) for node in inputs[len(inputs) - tapes :]] if tapes else []
+
+
+def _same(node: Node) -> bool:
+    """Whether a node is its operand under another name."""
+    if node.target is not aten.view.default:
+        return node.target in _ALIASES
+    operand = node.args[0]
+    assert isinstance(operand, Node)
+    return operand.meta["val"].shape == node.meta["val"].shape
+
+
+def products_joined(module: torch.fx.GraphModule) -> None:
+    """Write a sum of matrix products as one product: a_1 b_1 + a_2 b_2 = [a_1 a_2] [b_1; b_2].
+
+    A weight's gradient is such a sum, over the steps of a block.
+    """
+    graph: Any = module.graph
+    for node in reversed(list(graph.nodes)):
+        if not _adds(node) or any(_adds(user) for user in node.users):
+            continue
+        terms = list(_terms(node))
+        products = [t for t in terms if t.target is aten.mm.default and len(t.users) == 1]
+        if len(products) < 2:
+            continue
+        with graph.inserting_before(node):
+            left = _beside([t.args[0] for t in products], graph)
+            right = graph.call_function(aten.cat.default, ([t.args[1] for t in products], 0))
+            total = graph.call_function(aten.mm.default, (left, right))
+            for term in terms:
+                if term not in products:
+                    total = graph.call_function(aten.add.Tensor, (total, term))
+        total.meta = dict(node.meta)
+        node.replace_all_uses_with(total)
+    _clean(module)
+
+
+def _adds(node: Node) -> bool:
+    """Whether a node is the sum of two tensors of its own shape and dtype."""
+    if node.target is not aten.add.Tensor or node.kwargs or "val" not in node.meta:
+        return False
+    value = node.meta["val"]
+    return all(
+        isinstance(a, Node) and (a.meta["val"].shape, a.meta["val"].dtype) == (value.shape, value.dtype)
+        for a in node.args
+    )
+
+
+def _terms(node: Node) -> Iterator[Node]:
+    for term in node.args:
+        assert isinstance(term, Node)
+        if _adds(term) and len(term.users) == 1:
+            yield from _terms(term)
+        else:
+            yield term
+
+
+def _beside(factors: list[Any], graph: Any) -> Node:
+    """[a_1 a_2 ...]; of transposed factors the transpose of those stacked, whose rows lie in memory as they
+    are."""
+    if all(f.target in _TRANSPOSES for f in factors):
+        stacked = graph.call_function(aten.cat.default, ([f.args[0] for f in factors], 0))
+        return graph.call_function(aten.permute.default, (stacked, [1, 0]))
+    return graph.call_function(aten.cat.default, (factors, 1))
+
+
+def _clean(module: torch.fx.GraphModule) -> None:
+    module.graph.eliminate_dead_code()
+    module.graph.lint()
+    module.recompile()
