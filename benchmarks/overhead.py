@@ -3,8 +3,9 @@
     python -m benchmarks.overhead
 
 At this size the time is bookkeeping and dispatch, not arithmetic. All rows take turns in every round, and a
-row's overhead is its time less that of no remat in the same round, per block; medians over the rounds. Time
-is the process's CPU time: what other processes take of the machine does not count.
+row's overhead is its time less that of no remat in the same round, per block; medians over the rounds. A turn
+is a few steps after one that warms up, as in training, where a step follows one of its own kind. Time is the
+process's CPU time: what other processes take of the machine does not count.
 """
 
 from __future__ import annotations
@@ -63,8 +64,10 @@ class Overhead:
     """Blocks."""
     width: int = 16
     """Width of a block."""
-    rounds: int = 60
+    rounds: int = 30
     """Interleaved rounds after the warm-up."""
+    steps: int = 3
+    """Steps of a turn that count."""
     save: bool = True
     """Write results/overhead.csv."""
 
@@ -77,8 +80,8 @@ class Overhead:
     def run(self) -> list[Record]:
         steps = {row.name: self.step(row) for row in self.rows()}
         for _ in range(max(3, self.rounds // 10)):
-            times(steps)
-        rounds = [times(steps) for _ in range(self.rounds)]
+            times(steps, self.steps)
+        rounds = [times(steps, self.steps) for _ in range(self.rounds)]
         return [record for name in steps for record in self.records(name, rounds)]
 
     def rows(self) -> list[Row]:
@@ -112,14 +115,16 @@ class Overhead:
         ]
 
 
-def times(steps: dict[str, Callable[[], None]]) -> dict[str, float]:
-    """CPU seconds of one step of each row, in turn; garbage of one row is not another's to collect."""
+def times(steps: dict[str, Callable[[], None]], count: int) -> dict[str, float]:
+    """CPU seconds of a step of each row, in turn; garbage of one row is its own to collect."""
     taken = {}
     for name, step in steps.items():
         gc.collect()
-        start = time.process_time()
         step()
-        taken[name] = time.process_time() - start
+        start = time.process_time()
+        for _ in range(count):
+            step()
+        taken[name] = (time.process_time() - start) / count
     return taken
 
 

@@ -52,7 +52,7 @@ def keeping_everything() -> bool:
 
 def run(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `region`: by a frame in plain autograd, by the primitive under functorch levels."""
-    if keeping_everything():
+    if _keeping.everything:
         return region.function(*args, **kwargs)
     if _torch.in_transform():
         return _run_batched(region, args, kwargs) if _only_batched() else _run_primitive(region, args, kwargs)
@@ -104,7 +104,7 @@ def _run_frame(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     key = None if region.key is None or inputs.taps else inputs.signature()
     plan = None if key is None else _known(inputs, key)
     if plan is None:
-        frame = Traced(inputs, learns=key is not None and key not in region.memory.hopeless)
+        frame = Traced(inputs, learns=key is not None and key not in region.lessons.hopeless)
     else:
         frame = Plain(inputs, plan) if plan.program is None else Following(inputs, plan)
     if _trace.enclosing() or _torch.profiling():
@@ -113,22 +113,26 @@ def _run_frame(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     else:
         out = frame.forward(args, kwargs)
     if isinstance(frame, Traced) and key is not None:
-        region.memory.remember(key, frame.lesson(), final=frame.learns)
+        region.lessons.remember(key, frame.lesson(), final=frame.learns)
     elif isinstance(frame, Following) and frame.lost:
-        region.memory.plans.pop(key, None)
+        region.lessons.plans.pop(key, None)
     inputs.tensors = []
-    stop_enclosing(inputs)
+    if inputs.hooks is not None:
+        stop_enclosing(inputs)
     return out
 
 
 def _known(inputs: Inputs, key: Any) -> Plan | None:
     """What an earlier trace taught, if it holds here."""
-    if not _torch.memory_is_real():
+    plan = inputs.region.lessons.plans.get(key)
+    if plan is None or plan.near != len(inputs.bindings.near):
         return None
-    if inputs.region.determinism_check == "exact" or _observe.listening() or watcher(inputs.hooks):
+    if inputs.region.determinism_check == "exact" or _observe.listening():
         return None
-    plan = inputs.region.memory.plans.get(key)
-    if plan is None or plan.near != len(inputs.bindings.near) or may_keep_around():
+    if inputs.hooks is None and not _torch.modes_active():
+        # Then there is no region around either.
+        return plan
+    if watcher(inputs.hooks) or may_keep_around() or not _torch.memory_is_real():
         return None
     return plan if plan.program is None or (inputs.hooks is None and _trace.enclosing() is None) else None
 

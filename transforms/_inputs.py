@@ -61,7 +61,7 @@ class Inputs:
         shapes = tuple([(t.shape, t.dtype, t.requires_grad) for t in self.tensors])
         training = getattr(self.region.function, "training", None)
         steering = tuple(self._steering()) if len(self.leaves) > len(self.tensors) else ()
-        return self.region.key, shapes, training, self.ambient.autocast, self.spec, steering
+        return shapes, training, self.ambient.autocast, self.spec, steering
 
     def _steering(self) -> Iterator[Any]:
         for leaf in self.leaves:
@@ -96,7 +96,8 @@ class Inputs:
             needed.append(self.swap.lenient())
         if self.bindings.changed():
             needed.append(self.bindings.restored())
-        needed.extend(self.ambient_contexts())
+        if self.ambient.must_be_restored():
+            needed.append(self.ambient.restored())
         if _torch.modules_watched():
             # They would add ops of their own to the replay: inputs are leaves there, not in the forward.
             needed.append(_torch.without_module_trackers())

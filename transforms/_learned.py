@@ -40,30 +40,52 @@ class Plan:
     program: Program | None
 
 
-class Memory:
-    """What is known of one function.
+class Lessons:
+    """What is known of one function under one policy.
 
     Attributes:
         plans: by the signatures of calls.
-        uses_func: whether it was seen to use torch.func inside; then it cannot run under saved-tensor hooks.
         hopeless: signatures of calls that teach nothing.
-        differentiates: whether it was seen to call `torch.autograd.grad` or `backward` on values of its own.
     """
 
-    __slots__ = ("differentiates", "hopeless", "plans", "uses_func")
+    __slots__ = ("hopeless", "plans")
 
     def __init__(self) -> None:
         self.plans: dict[Hashable, Plan] = {}
         self.hopeless: set[Hashable] = set()
+
+    def remember(self, call: Hashable, plan: Plan | None, final: bool) -> None:
+        """Note what a call with this signature taught; None: nothing, `final`: nor will another."""
+        if plan is not None and len(self.plans) < _MOST:
+            self.plans[call] = plan
+        elif plan is None and final and len(self.hopeless) < _MOST:
+            self.hopeless.add(call)
+
+
+class Memory:
+    """What is known of one function.
+
+    Attributes:
+        lessons: by what a policy's verdicts depend on.
+        uses_func: whether it was seen to use torch.func inside; then it cannot run under saved-tensor hooks.
+        differentiates: whether it was seen to call `torch.autograd.grad` or `backward` on values of its own.
+    """
+
+    __slots__ = ("differentiates", "lessons", "uses_func")
+
+    def __init__(self) -> None:
+        self.lessons: dict[Hashable, Lessons] = {}
         self.uses_func = False
         self.differentiates = False
 
-    def remember(self, key: Hashable, plan: Plan | None, final: bool) -> None:
-        """Note what a call with this signature taught; None: nothing, `final`: nor will another."""
-        if plan is not None and len(self.plans) < _MOST:
-            self.plans[key] = plan
-        elif plan is None and final and len(self.hopeless) < _MOST:
-            self.hopeless.add(key)
+    def under(self, key: Hashable) -> Lessons:
+        """What is known of the function under the policies with this key."""
+        found = self.lessons.get(key)
+        if found is None:
+            found = Lessons()
+            if len(self.lessons) < _MOST:
+                self.lessons[key] = found
+        return found
 
 
 def memory_of(anchor: Any) -> Memory:
@@ -77,8 +99,9 @@ def memory_of(anchor: Any) -> Memory:
 def forget_all() -> None:
     """Drop every plan: what policies say of ops has changed."""
     for memory in list(_memories.values()):
-        memory.plans.clear()
-        memory.hopeless.clear()
+        for lessons in memory.lessons.values():
+            lessons.plans.clear()
+            lessons.hopeless.clear()
 
 
 def reach(trace: Trace, near: Sequence[torch.Tensor | None], checked: set[int]) -> list[int] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
@@ -13,7 +14,7 @@ import torch
 from torch.autograd.profiler import record_function
 
 from remat.transforms import _torch
-from remat.transforms._learned import Memory
+from remat.transforms._learned import Lessons, Memory
 from remat.transforms._trace import Node, Record, Trace, quiet
 
 
@@ -78,6 +79,11 @@ class Region:
     determinism_check: str
     memory: Memory
     key: Hashable | None = None
+
+    @functools.cached_property
+    def lessons(self) -> Lessons:
+        """What earlier calls taught, under this policy. (To hash a policy takes longer than a small op.)"""
+        return self.memory.under(self.key)
 
     @property
     def digest(self) -> Callable[[Any], Any] | None:

@@ -127,7 +127,7 @@ def top_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
 
 def watched() -> bool:
     """Whether saved-tensor hooks or a dispatch mode follow what runs here, as an enclosing region does."""
-    return top_hooks() is not None or torch._C._len_torch_dispatch_stack() > 0
+    return top_hooks() is not None or modes_active() > 0
 
 
 @contextlib.contextmanager
@@ -289,6 +289,9 @@ def storage_key(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage()._cdata
 
 
+# How many dispatch modes are active, torch's own for tracing included.
+modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
 _INFRASTRUCTURE = (
     torch._C._TorchDispatchModeKey.FAKE,
     torch._C._TorchDispatchModeKey.PROXY,
@@ -298,7 +301,7 @@ _INFRASTRUCTURE = (
 
 def memory_is_real() -> bool:
     """Whether new tensors have memory: not while something is traced or tried without data (2.11 to 2.15)."""
-    if torch._C._len_torch_dispatch_stack() == 0:
+    if modes_active() == 0:
         return True
     return all([torch._C._get_dispatch_mode(kind) is None for kind in _INFRASTRUCTURE])
 
