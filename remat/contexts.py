@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from remat.opinfo import Call, Decision, OpInfo, describe
 from remat.policies import Policy, check_verdict
 from remat.policies._unmatched import report_unmatched
-from remat.transforms import _trace
+from remat.transforms import _record
 from remat.transforms._trace import Node, Trace
 
 
@@ -69,7 +69,7 @@ class PolicySelector:
             self.said[at] = info, verdict
         return verdict.value
 
-    def name(self, record: _trace.Record, at: int, value: torch.Tensor, name: str) -> None:
+    def name(self, record: _record.Record, at: int, value: torch.Tensor, name: str) -> None:
         """Judge a value once more, now that it has a name."""
         node = record.trace.nodes[at]
         owner = record.owner(node, value)
@@ -80,7 +80,7 @@ class PolicySelector:
             verdict = self._name_owner(record, owner, value, name)
         self.named[name] = self.named.get(name, False) or verdict != Decision.RECOMPUTE.value
 
-    def _name_owner(self, record: _trace.Record, owner: int, value: torch.Tensor, name: str) -> int:
+    def _name_owner(self, record: _record.Record, owner: int, value: torch.Tensor, name: str) -> int:
         """Judge the op that made a value: what autograd reads there, and what others read, is one memory."""
         node = record.trace.nodes[owner]
         if owner not in self.said:

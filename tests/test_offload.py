@@ -28,7 +28,7 @@ from remat import (
     saved_residuals,
 )
 from remat.policies import offload
-from remat.transforms import _offload, _trace
+from remat.transforms import _modes, _offload
 from tests.helpers import rand, same
 
 WIDTH = 4
@@ -65,7 +65,7 @@ class Late(_offload.Lane):
 
     def wait(self, mark: int) -> None:
         while self.done < mark:
-            _trace.quiet(self.pending.pop(0))
+            _modes.quiet(self.pending.pop(0))
             self.done += 1
 
     def finish(self) -> None:

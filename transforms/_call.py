@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms import _capture, _observe, _taps, _torch, _torch_compiler, _trace, _tree
+from remat.transforms import _capture, _modes, _observe, _taps, _torch, _torch_compiler, _tree
 from remat.transforms._errors import RematError
 from remat.transforms._following import Following
 from remat.transforms._frame import Plain, enclosed, stop_enclosing
@@ -32,7 +32,7 @@ _keeping = _Keeping()
 
 def outermost() -> bool:
     """Whether no other region is being recorded or recomputed around here."""
-    return _trace.enclosing() is None and not enclosed()
+    return _modes.enclosing() is None and not enclosed()
 
 
 def run_transparently(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -107,8 +107,8 @@ def _run_frame(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         frame = Traced(inputs, learns=key is not None and key not in region.lessons.hopeless)
     else:
         frame = Plain(inputs, plan) if plan.program is None else Following(inputs, plan)
-    if _trace.enclosing() or _torch.profiling():
-        with labelled("forward", region.name), _trace.inside():
+    if _modes.enclosing() or _torch.profiling():
+        with labelled("forward", region.name), _modes.inside():
             out = frame.forward(args, kwargs)
     else:
         out = frame.forward(args, kwargs)
@@ -134,7 +134,7 @@ def _known(inputs: Inputs, key: Any) -> Plan | None:
         return plan
     if watcher(inputs.hooks) or may_keep_around() or not _torch.memory_is_real():
         return None
-    return plan if plan.program is None or (inputs.hooks is None and _trace.enclosing() is None) else None
+    return plan if plan.program is None or (inputs.hooks is None and _modes.enclosing() is None) else None
 
 
 def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from remat.transforms import _torch, _trace
+from remat.transforms import _modes, _torch
 
 # Composite: below autograd and functorch only the alias is left, which has all their rules.
 _library = torch.library.Library("remat", "FRAGMENT")
@@ -15,7 +15,7 @@ def give_name(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """`named` outside of Dynamo."""
     # An op of its own: the value that is named may be one of several results of the op that made it.
     alias = tensor.view_as(tensor)
-    for mode in _trace.recordings():
+    for mode in _modes.recordings():
         mode.name(_torch.unwrapped(alias), name)
     return alias
 

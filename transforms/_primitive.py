@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd import forward_ad
 
-from remat.transforms import _blanks, _observe, _torch, _torch_compiler, _trace, _tree
+from remat.transforms import _blanks, _modes, _observe, _replay, _torch, _torch_compiler, _trace, _tree
 from remat.transforms._ends import Ends
 from remat.transforms._errors import RematError
 from remat.transforms._region import Region, recomputing
@@ -390,7 +390,7 @@ def _hollow(tensor: torch.Tensor) -> torch.Tensor:
             return _torch.add_batch_dim(_hollow(inner), dim, level)
         return _torch.wrap_for_grad(_hollow(_torch.unwrap_once(tensor)), level)
     # A factory's result is wrapped by the level at hand.
-    empty = _torch.unwrapped(_trace.quiet(_blanks.hollow, _blanks.metadata(tensor)))
+    empty = _torch.unwrapped(_modes.quiet(_blanks.hollow, _blanks.metadata(tensor)))
     empty.untyped_storage().resize_(0)
     return empty
 
@@ -563,7 +563,7 @@ def _batched_first(pull: Body, in_dims: tuple[int | None, ...], size: int, rando
 
 def _variable(tensor: torch.Tensor, again: bool) -> torch.Tensor:
     # An alias each, so that one tensor passed twice gets two gradients.
-    return _trace.quiet(tensor.view_as, tensor) if again and tensor.requires_grad else _leaf(tensor)
+    return _modes.quiet(tensor.view_as, tensor) if again and tensor.requires_grad else _leaf(tensor)
 
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:
@@ -600,14 +600,14 @@ def _execute(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
     world = prim.family.world
     if prim.pulls:
         return _execute_pull(prim, operands) if world is None else world.pull(prim, operands)
-    with _trace.inside():
+    with _modes.inside():
         if world is not None:
             outs = world.forward(prim, operands)
         else:
             outs = _execute_recorded(prim, operands) if prim.sinks else prim.body(*operands)
     # A result that is an operand itself would be taken for an in-place result by autograd.Function.
     taken = {id(t) for t in operands}
-    return tuple([_trace.quiet(t.view_as, t) if id(t) in taken else t for t in outs])
+    return tuple([_modes.quiet(t.view_as, t) if id(t) in taken else t for t in outs])
 
 
 def _execute_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
@@ -680,6 +680,6 @@ def _execute_pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
             part = source.part(prim.present)
             digest = family.region.digest
             stack.enter_context(source.trace.fetched(part))
-            replay = _trace.Replay(source.trace, early_stop=False, check=check, digest=digest, part=part)
+            replay = _replay.Replay(source.trace, early_stop=False, check=check, digest=digest, part=part)
         stack.enter_context(replaying(replay, family.region.name))
         return tuple(prim.body(*operands))

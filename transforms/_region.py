@@ -15,7 +15,9 @@ from torch.autograd.profiler import record_function
 
 from remat.transforms import _torch
 from remat.transforms._learned import Lessons, Memory
-from remat.transforms._trace import Node, Record, Trace, quiet
+from remat.transforms._modes import quiet
+from remat.transforms._record import Record
+from remat.transforms._trace import Node, Trace
 
 
 class _Local(threading.local):

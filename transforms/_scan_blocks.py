@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms import _ops, _torch, _torch_compiler, _trace
+from remat.transforms import _ops, _record, _torch, _torch_compiler, _trace
 from remat.transforms._body import Leaves, Step
 from remat.transforms._pull import pull
 from remat.transforms._scan_graphs import products_joined, put_in_place, results
@@ -74,7 +74,7 @@ class Blocks:
         return new, ys, record.found()
 
 
-class _Keeping(_trace.Record):
+class _Keeping(_record.Record):
     """Keeps values where they are, and notes which of them belong on the host."""
 
     def judge(self, node: _trace.Node, verdict: int, out: Any) -> None:

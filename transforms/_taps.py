@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms import _torch, _trace, _tree
+from remat.transforms import _modes, _torch, _tree
 from remat.transforms._errors import RematError
 
 
@@ -132,7 +132,7 @@ class Offsets(Given):
         own: list[torch.Tensor] = []
 
         def make(tensor: torch.Tensor) -> torch.Tensor:
-            own.append(_trace.quiet(self.make, tensor))
+            own.append(_modes.quiet(self.make, tensor))
             return own[0]
 
         self.offsets.append(_seeded(leaf, self.depth, make))
@@ -260,7 +260,7 @@ def lifted(tensor: torch.Tensor, depth: int) -> torch.Tensor:
         return tensor
     inner, batch = _peeled(level, tensor)
     with level.lower():
-        return lifted(_trace.quiet(_batch_first, inner, *batch), depth)
+        return lifted(_modes.quiet(_batch_first, inner, *batch), depth)
 
 
 def _seeded(tensor: torch.Tensor, depth: int, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -270,7 +270,7 @@ def _seeded(tensor: torch.Tensor, depth: int, make: Callable[[torch.Tensor], tor
         return make(tensor)
     inner, batch = _peeled(level, tensor)
     with level.lower():
-        made = _seeded(_trace.quiet(_batch_first, inner, *batch), depth, make)
+        made = _seeded(_modes.quiet(_batch_first, inner, *batch), depth, make)
     return _torch.add_batch_dim(made, 0, level.level()) if batch else made
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms import _learned, _observe, _ops, _torch, _trace, _tree
+from remat.transforms import _learned, _modes, _observe, _ops, _record, _replay, _torch, _trace, _tree
 from remat.transforms._ends import Ends
 from remat.transforms._frame import Selective
 from remat.transforms._held import Absent, Held, watcher
@@ -51,7 +51,7 @@ class Packed:
 
 
 class Traced(Selective):
-    """Records its forward (`_trace.Record`) and replays it (`_trace.Replay`)."""
+    """Records its forward (`_record.Record`) and replays it (`_replay.Replay`)."""
 
     __slots__ = (
         "again",
@@ -87,7 +87,7 @@ class Traced(Selective):
         self.again = False  # whether what was kept went to an earlier recomputation
         self.tell = watcher(inputs.hooks)
         self.part: set[int] | None = None  # the packed values that the recomputation makes, None for all
-        self.record: _trace.Record | None = None
+        self.record: _record.Record | None = None
 
     # -- forward ---------------------------------------------------------------------------------------
 
@@ -150,7 +150,7 @@ class Traced(Selective):
             ends = Ends(tensors, self.start)
             self.ends = ends if ends.differ else None
 
-    def _settle(self, record: _trace.Record, out: Any) -> None:
+    def _settle(self, record: _record.Record, out: Any) -> None:
         """Keep what is needed of arguments and values, now that all is known that the backward may read."""
         trace, inputs = self.trace, self.inputs
         for i, packed in enumerate(self.packed if record.taken_back else ()):
@@ -266,14 +266,14 @@ class Traced(Selective):
             return self._get_early(handle.at, self.record)
         return self.get(handle.at)
 
-    def _get_early(self, at: int, record: _trace.Record) -> torch.Tensor:
+    def _get_early(self, at: int, record: _record.Record) -> torch.Tensor:
         """A value for a backward pass that the function itself runs."""
         if self.alive is not None:
             return self.alive[at]
-        value = _trace.quiet(self.get, at)
+        value = _modes.quiet(self.get, at)
         if (made := self.packed[at].made) is not None:
             record.adopt(value, made)
-        for other in _trace.recordings():
+        for other in _modes.recordings():
             # To those around, the value came from nowhere.
             other.trace.opaque = other.trace.opaque or other is not record
         return value
@@ -310,7 +310,9 @@ class Traced(Selective):
             spend = self.part is None and self.ends is None and self.spends()
             if spend:
                 self.spent = self.again = True
-            replay = _trace.Replay(trace, early_stop=True, check=check, digest=digest, part=part, spend=spend)
+            replay = _replay.Replay(
+                trace, early_stop=True, check=check, digest=digest, part=part, spend=spend
+            )
             if inputs.ambient.casts:
                 replay.uncached = inputs.uncached(_tree.split(_tree.flatten((args, kwargs))[0])[0])
             contexts.append(replay)
@@ -346,7 +348,7 @@ class Traced(Selective):
 
 def may_keep_around() -> bool:
     """Whether a region around the call at hand may keep values, which this one must then not recompute."""
-    mode = _trace.enclosing()
+    mode = _modes.enclosing()
     trace = None if mode is None else mode.trace
     while trace is not None:
         if trace.selective:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms import _blanks, _offload, _ops, _seeded, _torch_compiler, _trace
+from remat.transforms import _blanks, _modes, _offload, _ops, _record, _seeded, _torch_compiler, _trace
 from remat.transforms._errors import RematError
 from remat.transforms._fence import fence
 from remat.transforms._origins import Origins
@@ -85,7 +85,7 @@ class Written:
             return tuple(prim.body(*fenced))
 
 
-class GraphRecord(_trace.Record):
+class GraphRecord(_record.Record):
     """Writes down a region's ops, and what of their results the recomputation takes from the forward.
 
     Attributes:
@@ -111,7 +111,7 @@ class GraphRecord(_trace.Record):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         facts = _ops.traits(func)
-        if _trace.is_quiet() or facts.ignored or _ops.is_shape_arithmetic(args):
+        if _modes.is_quiet() or facts.ignored or _ops.is_shape_arithmetic(args):
             return func(*args, **kwargs)
         for tensor in _trace.targets(facts, args, kwargs):
             self._before_writing(_torch_compiler.graph_storage(tensor))
@@ -157,7 +157,7 @@ class GraphRecord(_trace.Record):
             node.kept = None
         elif node.kept is None:
             hold = Sent if verdict == _trace.OFFLOAD else torch.Tensor.detach
-            node.kept = _trace.quiet(_trace.map_tensors, hold, out)
+            node.kept = _modes.quiet(_trace.map_tensors, hold, out)
             self.keeps = True
 
     def _before_writing(self, storage: int) -> None:
@@ -167,14 +167,14 @@ class GraphRecord(_trace.Record):
         self.rewritten.add(storage)
         at = self.given.get(storage)
         if at is not None:
-            self.before[at] = _trace.quiet(torch.clone, self.operands[at])
+            self.before[at] = _modes.quiet(torch.clone, self.operands[at])
         for node, where in self.storages.items():
             made = self.trace.nodes[node]
             if where == storage and made.kept is not None and made.verdict == _trace.SAVE:
-                made.kept = _trace.quiet(_trace.map_tensors, torch.clone, made.kept)
+                made.kept = _modes.quiet(_trace.map_tensors, torch.clone, made.kept)
 
 
-class GraphReplay(_trace.Mode):
+class GraphReplay(_modes.Mode):
     """Runs a region again: hands out kept values, draws from the same seeds, and checks that the ops are
     the same.
 
@@ -204,7 +204,7 @@ class GraphReplay(_trace.Mode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         facts = _ops.traits(func)
-        if self.done or _trace.is_quiet() or facts.ignored or _ops.is_shape_arithmetic(args):
+        if self.done or _modes.is_quiet() or facts.ignored or _ops.is_shape_arithmetic(args):
             return func(*args, **kwargs)
         at, self.at = self.at, self.at + 1
         if facts.random and _ops.draws(func, args, kwargs):
@@ -217,7 +217,7 @@ class GraphReplay(_trace.Mode):
         return self._hand_out(node)
 
     def _hand_out(self, node: _trace.Node) -> Any:
-        return _trace.quiet(_trace.map_tensors, self._fenced, node.kept)
+        return _modes.quiet(_trace.map_tensors, self._fenced, node.kept)
 
     def _fenced(self, value: Any) -> torch.Tensor:
         if isinstance(value, Sent):
@@ -233,7 +233,7 @@ class GraphReplay(_trace.Mode):
         seed = self.record.seeds.get(at)
         if seed is None:
             return self._write(func, args, kwargs, self._hand_out(node))
-        return _seeded.draw(_trace.quiet(fence, seed, self.after), func, args, kwargs)
+        return _seeded.draw(_modes.quiet(fence, seed, self.after), func, args, kwargs)
 
     @staticmethod
     def _write(func: Any, args: Any, kwargs: Any, value: Any) -> Any:
@@ -257,7 +257,7 @@ class GraphReplay(_trace.Mode):
 
 def _enclosing_value(record: GraphRecord, func: Any) -> Any:
     """What the region around this one has kept of the op that just ran, None for nothing."""
-    around = _trace.around(record)
+    around = _modes.around(record)
     if around is None or not 0 < around.position <= len(around.trace.nodes):
         return None
     node = around.trace.nodes[around.position - 1]

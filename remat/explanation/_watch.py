@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.opinfo import OpInfo, describe
 from remat.policies._catalogue import kind_of
-from remat.transforms import _observe, _ops, _region, _torch, _trace, _tree
+from remat.transforms import _modes, _observe, _ops, _region, _torch, _trace, _tree
 
 PASSES = ("forward", "recompute", "backward")
 KINDS = ("matmul", "convolution", "attention", "normalization", "pointwise", "reduction", "custom", "other")
@@ -77,7 +77,7 @@ class Watch(TorchDispatchMode):
         moved = sum(_bytes(t) for t in _tree.flatten((args, kwargs, out))[0] if isinstance(t, Tensor))
         again = _region.recomputed_region()
         when = "recompute" if again is not None else self._when()
-        recordings = _trace.recordings() if when == "forward" else []
+        recordings = _modes.recordings() if when == "forward" else []
         region = recordings[-1].trace.region if recordings else again
         call = self._call(recordings[0].trace) if recordings else None
         inner = len(recordings) > 1
