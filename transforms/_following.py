@@ -64,9 +64,7 @@ class Following(Selective):
         self.inputs.check_near(self.plan.read, self.versions)
 
     def _recompute(self, task: int) -> None:
-        if not self.settled:
-            return super()._recompute(task)
-        if self.lost:
+        if self.lost or not self.settled:
             self.check_readable()
             return super()._recompute(task)
         self.task = task
@@ -95,8 +93,7 @@ class Following(Selective):
         if at in self.direct:
             with _torch.unseen(tensor):
                 return tensor.detach()
-        if (tensor.shape, tensor.dtype, tensor.device, tensor._version) != self.metas[at]:
-            self.check(at, tensor, tensor._version)
+        self.check(at, tensor, tensor._version)
         # An op's own result, packed as it is, would hold on to the op: nothing frees that cycle.
         with _torch.unseen(tensor):
             self.values[at] = alias = tensor.detach()

@@ -96,8 +96,7 @@ class Inputs:
             needed.append(self.swap.lenient())
         if self.bindings.changed():
             needed.append(self.bindings.restored())
-        if self.ambient.must_be_restored():
-            needed.append(self.ambient.restored())
+        needed.extend(self.ambient_contexts())
         if _torch.modules_watched():
             # They would add ops of their own to the replay: inputs are leaves there, not in the forward.
             needed.append(_torch.without_module_trackers())

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms import _torch
+from remat.transforms import _ops, _torch
 
 
 class Lane:
@@ -191,11 +191,7 @@ def send(value: torch.Tensor, root: Any = None) -> Away:
 
 def away_in(kept: Any) -> Iterable[Away]:
     """The values among what is kept of an op that lie in host memory."""
-    if isinstance(kept, Away):
-        yield kept
-    elif isinstance(kept, (tuple, list)):
-        for part in kept:
-            yield from away_in(part)
+    return _ops.instances(Away, kept)
 
 
 def _span(tensor: torch.Tensor) -> int:

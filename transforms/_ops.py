@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, TypeVar
 
 import torch
 
+T = TypeVar("T")
 # Ops that torch dispatches or not depending on grad mode, hooks and caches, and that compute nothing: the
 # forward and its recomputation may differ in them.
 _aten = torch.ops.aten
@@ -122,6 +124,18 @@ def draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
             return True
         probability = args[at] if at < len(args) else schema[at].default_value
     return bool(probability)
+
+
+def instances(kind: type[T], value: Any) -> Iterator[T]:
+    """Everything of one kind among the arguments or results of an op."""
+    if isinstance(value, kind):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from instances(kind, part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from instances(kind, part)
 
 
 def user_place() -> str | None:

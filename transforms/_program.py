@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from remat.transforms import _blanks, _torch
+from remat.transforms import _blanks, _ops, _torch
 from remat.transforms._trace import KEPT, RUN, Trace
-from remat.transforms._values import Calls, Ref, Unknown, refs
+from remat.transforms._values import Calls, Ref, Unknown
 
 Recompute = Callable[[dict[int, torch.Tensor], Sequence[Any], Callable[[int], Any]], dict[int, torch.Tensor]]
 
@@ -122,7 +122,7 @@ class _Writer:
         yield f"return {{{', '.join(f'{at}: {_name(number)}' for at, number in wanted.items())}}}"
 
     def _read(self, at: int) -> set[int]:
-        return set(refs(self.calls.made[at])) if self.nodes[at].action == RUN else set()
+        return set(_ops.instances(Ref, self.calls.made[at])) if self.nodes[at].action == RUN else set()
 
     def _outside(self, numbers: set[int]) -> Iterator[str]:
         for number in sorted(numbers, reverse=True):
@@ -146,7 +146,7 @@ class _Writer:
             return repr(value)
         if type(value) is list:
             return f"[{', '.join(map(self._text, value))}]"
-        if any(True for _ in refs(value)):
+        if any(True for _ in _ops.instances(Ref, value)):
             raise Unknown
         return self._constant(value, "constant")
 

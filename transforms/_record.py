@@ -24,6 +24,7 @@ from remat.transforms._trace import (
     tensors_in,
     version_of,
 )
+from remat.transforms._values import Makers
 
 
 class Record(Mode):
@@ -52,7 +53,7 @@ class Record(Mode):
         self.digest = digest
         self.calls: Any = None  # a `_values.Calls` to write down how each op is called, or None
         self.kept_bytes = 0
-        self._made = _Makers()
+        self._made = Makers()
         self._keys: dict[int, int] = {}  # outside tensors whose id another one had before
         self._by_address: dict[int, int] = {}
         self._by_storage: dict[int, int] = {}
@@ -336,22 +337,6 @@ class Record(Mode):
             f"{tuple(tensor.shape)} {tensor.dtype} tensor from outside the region, {how}. A recomputation "
             "would write again. Write out of place, or into a `.clone()` made inside the region."
         )
-
-
-class _Makers:
-    """Which node made a tensor. An id is reused once its tensor is gone, so each entry knows its own."""
-
-    __slots__ = ("_at",)
-
-    def __init__(self) -> None:
-        self._at: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-
-    def get(self, tensor: torch.Tensor) -> int | None:
-        found = self._at.get(id(tensor))
-        return found[1] if found is not None and found[0]() is tensor else None
-
-    def set(self, tensor: torch.Tensor, at: int) -> None:
-        self._at[id(tensor)] = weakref.ref(tensor), at
 
 
 def _address(tensor: torch.Tensor) -> int:

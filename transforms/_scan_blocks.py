@@ -160,7 +160,7 @@ class Bound:
     def _lookup(self, key: Any, values: list[torch.Tensor], make: Callable[[], Any]) -> Any:
         made, full = self.blocks.made, (*key, self.size, self.reverse, _signature(values))
         if full not in made:
-            before, _local.owner = getattr(_local, "owner", None), made.setdefault("inside", [])
+            before, _local.owner = owner(), made.setdefault("inside", [])
             try:
                 made[full] = make()
             finally:

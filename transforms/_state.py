@@ -62,10 +62,7 @@ class Ambient:
 
     def differs(self) -> bool:
         """Whether the present state is another than the snapshot."""
-        task, found = _found
-        if task == -1 or task != _torch.graph_task():
-            found = _switches_now()
-        if self.device is not None or found != self.switches:
+        if self.device is not None or _switches_now() != self.switches:
             return True
         if not self.casts and not _torch.autocasting():
             return False

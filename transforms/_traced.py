@@ -74,8 +74,8 @@ class Traced(Selective):
             learns: whether later calls are to know what this one does.
         """
         super().__init__(inputs)
-        # With hooks of others around, and under autocast, what is packed depends on more than the ops.
         self.calls: Calls | None = None
+        # With hooks of others around, and under autocast, what is packed depends on more than the ops.
         self.learns = learns and inputs.hooks is None and not inputs.ambient.casts
         self.trace = _trace.Trace(self.region.name)
         self.packed: list[Packed] = []
@@ -231,8 +231,9 @@ class Traced(Selective):
         # With no dispatch mode around, torch.cond compiles itself, and Dynamo refuses the hooks.
         if self.ends is not None or not self.metas or trace.higher_order or self.region.memory.differentiates:
             return None
-        plain = self._is_plain()
-        if not plain and (calls is None or not _learned.repeats(trace)):
+        if self._is_plain():
+            calls = None
+        elif calls is None or not _learned.repeats(trace):
             return None
         # Autograd, or the frame itself, checks what it holds; the rest must be looked after.
         checked = self._read_by_autograd() | trace.arguments
@@ -241,11 +242,7 @@ class Traced(Selective):
             return None
         absent = frozenset(i for i, held in enumerate(inputs.held) if isinstance(held, Absent))
         try:
-            program = (
-                None
-                if plain or calls is None
-                else Program(trace, calls, len(inputs.tensors), frozenset(self.direct))
-            )
+            program = calls and Program(trace, calls, len(inputs.tensors), frozenset(self.direct))
         except Unknown:
             return None
         return _learned.Plan(len(inputs.bindings.near), read, absent, program)

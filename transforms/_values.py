@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,22 @@ class Ref(int):
     """Stands for the value of this number among the arguments of a call."""
 
 
+class Makers:
+    """Numbers of tensor objects. An id is reused once its tensor is gone, so each entry knows its own."""
+
+    __slots__ = ("_at",)
+
+    def __init__(self) -> None:
+        self._at: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+
+    def get(self, tensor: torch.Tensor) -> int | None:
+        found = self._at.get(id(tensor))
+        return found[1] if found is not None and found[0]() is tensor else None
+
+    def set(self, tensor: torch.Tensor, at: int) -> None:
+        self._at[id(tensor)] = weakref.ref(tensor), at
+
+
 class Values:
     """Numbers for the tensors that a forward meets: 0, 1, ... for results of ops, -1, -2, ... from outside.
 
@@ -33,13 +49,12 @@ class Values:
     def __init__(self, outside: Sequence[torch.Tensor | None]) -> None:
         self.count = 0
         self._outer = {id(t): -1 - i for i, t in enumerate(outside)}
-        # An id is reused once its tensor is gone, so each entry knows its own.
-        self._made: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._made = Makers()
 
     def add(self, out: Any) -> None:
         """Number the tensors among an op's results."""
         if isinstance(out, torch.Tensor):
-            self._made[id(out)] = weakref.ref(out), self.count
+            self._made.set(out, self.count)
             self.count += 1
         else:
             for tensor in tensors_in(out):
@@ -49,14 +64,12 @@ class Values:
         """Note what an op that computes nothing returned."""
         number = self.find(args[0]) if func in _ALIASES else None
         if number is not None:
-            self._made[id(out)] = weakref.ref(out), number
+            self._made.set(out, number)
 
     def find(self, tensor: torch.Tensor) -> int | None:
         """The number of this tensor object; None for one that came from nowhere."""
-        found = self._made.get(id(tensor))
-        if found is not None and found[0]() is tensor:
-            return found[1]
-        return self._outer.get(id(tensor))
+        number = self._made.get(tensor)
+        return self._outer.get(id(tensor)) if number is None else number
 
 
 class Calls:
@@ -103,14 +116,3 @@ class Calls:
         if isinstance(value, dict):
             return {k: self._template(v) for k, v in value.items()}
         return value
-
-
-def refs(value: Any) -> Iterator[Ref]:
-    """All values among the arguments of a call."""
-    if isinstance(value, Ref):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for v in value:
-            yield from refs(v)
-    elif isinstance(value, dict):
-        yield from refs(tuple(value.values()))
