@@ -3,16 +3,19 @@
     python -m benchmarks.overhead
 
 At this size the time is bookkeeping and dispatch, not arithmetic. All rows take turns in every round, and a
-row's overhead is its time less that of no remat in the same round, per block; medians over the rounds. A turn
-is a few steps after one that warms up, as in training, where a step follows one of its own kind. Time is the
-process's CPU time: what other processes take of the machine does not count.
+row's overhead is its time less that of no remat in the same round, per block; medians over the rounds of
+several fresh processes (where memory happens to lie moves a row by several percent for as long as a process
+lives). A turn is a few steps after one that warms up, as in training, where a step follows one of its own
+kind. Time is the process's CPU time: what other processes take of the machine does not count.
 """
 
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,25 +67,34 @@ class Overhead:
     """Blocks."""
     width: int = 16
     """Width of a block."""
-    rounds: int = 30
-    """Interleaved rounds after the warm-up."""
+    processes: int = 5
+    """Processes, one after another."""
+    rounds: int = 10
+    """Interleaved rounds in a process, after the warm-up."""
     steps: int = 3
     """Steps of a turn that count."""
     save: bool = True
     """Write results/overhead.csv."""
 
     def __call__(self) -> int:
-        torch.set_num_threads(1)
         records = self.run()
         title = f"{self.depth} transformer blocks, {self.width} wide: us per block"
         return conclude("overhead", title, records, targets(records), self.save)
 
     def run(self) -> list[Record]:
+        fresh = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, fresh, max_tasks_per_child=1) as pool:
+            runs = [pool.submit(self.measure) for _ in range(self.processes)]
+            rounds = [taken for run in runs for taken in run.result()]
+        return [record for row in self.rows() for record in self.records(row.name, rounds)]
+
+    def measure(self) -> list[dict[str, float]]:
+        """The rounds of one process: CPU seconds of a step of each row."""
+        torch.set_num_threads(1)
         steps = {row.name: self.step(row) for row in self.rows()}
-        for _ in range(max(3, self.rounds // 10)):
+        for _ in range(3):
             times(steps, self.steps)
-        rounds = [times(steps, self.steps) for _ in range(self.rounds)]
-        return [record for name in steps for record in self.records(name, rounds)]
+        return [times(steps, self.steps) for _ in range(self.rounds)]
 
     def rows(self) -> list[Row]:
         named = rows(("none", "torch_checkpoint", "torch_sac", "save_nothing", "save_matmuls"))

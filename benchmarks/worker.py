@@ -38,7 +38,7 @@ def records(case: Case, deadline: Deadline) -> Iterator[Measured]:
 
     known: dict[str, Callable[[], list[Record]]] = {
         "memory": Memory(width=128, batch=1024).run,
-        "overhead": Overhead(rounds=case.rounds or 30).run,
+        "overhead": Overhead(processes=3, rounds=(case.rounds or 30) // 3).run,
     }
     for record in known[case.model]():
         row = replace(Measured.of(case), mode=record.mode, peer=record.policy, metric=record.metric)

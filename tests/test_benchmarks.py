@@ -41,7 +41,7 @@ def test_save_matmuls_lies_between_nothing_and_all(records: list[Record]) -> Non
 
 
 def test_overhead_runs_every_rival_and_ours() -> None:
-    got = Overhead(depth=2, width=16, rounds=2).run()
+    got = Overhead(depth=2, processes=1, rounds=2).run()
     rows = ["none", "torch_checkpoint", "torch_sac", "torch_remat", "save_nothing", "save_matmuls"]
     assert [r.policy for r in got if r.metric == "overhead per block"] == rows
     assert [target.limit for target in overhead_targets(got)] == [0.6, 0.6, 0.7]

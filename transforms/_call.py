@@ -58,8 +58,10 @@ def run(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _run_batched(region, args, kwargs) if _only_batched() else _run_primitive(region, args, kwargs)
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return region.function(*args, **kwargs)
-    # AOTAutograd without Dynamo calls no hooks.
-    if region.memory.uses_func or _torch.hooks_disabled() is not None or _torch_compiler.is_tracing():
+    if region.memory.uses_func or _torch.hooks_disabled() is not None:
+        return _run_primitive(region, args, kwargs)
+    if _torch.modes_active() and _torch_compiler.is_tracing():
+        # AOTAutograd without Dynamo calls no hooks.
         return _run_primitive(region, args, kwargs)
     try:
         return _run_frame(region, args, kwargs)
@@ -179,7 +181,7 @@ class _Flat:
         self.count = len(tensors)
         self.captured = captured
         self.operands = [_capture.as_operand(t) for t in (*tensors, *captured)]
-        self.bindings = _capture.Bindings(region.function)
+        self.bindings = _capture.Bindings(region.function, region.slots)
         world = Written() if _torch_compiler.is_tracing() else None
         self.family = Family(region, Ambient(device_kinds(self.operands)), world)
         self.out_leaves: list[Any] = []

@@ -263,12 +263,13 @@ class Bindings:
     # slots of modules, None in free ones, and behind them those outside of modules.
     near: list[torch.Tensor | None]
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        if isinstance(function, torch.nn.Module):
-            self.slots = _slots_of(function)
+    def __init__(self, function: Callable[..., Any], slots: Slots | None = None) -> None:
+        """What `function` sees now; `slots` are those of a module, if that is what it is."""
+        if slots is not None:
+            self.slots = slots
             self.near = self._now()
         else:
-            found = [_slots_of(module) for module in _modules(function)]
+            found = [slots_of(module) for module in _modules(function)]
             self.slots = [t for tables, _ in found for t in tables], [k for _, keys in found for k in keys]
             self.near = self._now()
             self.near.extend(_loose_tensors(function))
@@ -303,7 +304,8 @@ class Bindings:
                 held[key] = tensor
 
 
-def _slots_of(module: torch.nn.Module) -> Slots:
+def slots_of(module: torch.nn.Module) -> Slots:
+    """Where `module` and those in it hold tensors."""
     slots = _slots.get(module)
     if slots is None:
         tables: list[dict[str, Any]] = [

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from remat.transforms import _ops, _torch, _trace
-from remat.transforms._frame import Selective, entered, note_pass
+from remat.transforms._frame import Selective, entered, passing
 from remat.transforms._held import Held
 from remat.transforms._inputs import Inputs
 from remat.transforms._learned import Plan
@@ -63,13 +63,16 @@ class Following(Selective):
     def check_unwritten(self) -> None:
         self.inputs.check_near(self.plan.read, self.versions)
 
-    def _recompute(self, task: int) -> None:
+    def recompute(self, task: int) -> None:
         if self.lost or not self.settled:
             self.check_readable()
-            return super()._recompute(task)
+            return super().recompute(task)
+        if _torch.in_transform():
+            with _torch.below_levels():
+                return self.recompute(task)
         self.task = task
         self.check_unwritten()
-        note_pass(self, task)
+        passing.add(self, task)
         inputs, program, take = self.inputs, self.program, self.kept.__getitem__
         arguments = {i: inputs.held[i].get(inputs, i) for i in program.reads}
         if self.spends():

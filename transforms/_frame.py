@@ -31,7 +31,6 @@ from remat.transforms._region import recomputing
 Meta = tuple[torch.Size, torch.dtype, torch.device, int]
 # In C throughout: between the ops each step of Python costs several times what it does in a loop.
 _describe = operator.attrgetter("shape", "dtype", "device", "_version")
-_detach = torch.Tensor.detach
 
 
 class Frame(Packer):
@@ -82,12 +81,9 @@ class Frame(Packer):
 
     def recompute(self, task: int) -> None:
         """Run the function again and collect what it packs."""
-        if not _torch.in_transform():
-            return self._recompute(task)
-        with _torch.below_levels():
-            self._recompute(task)
-
-    def _recompute(self, task: int) -> None:
+        if _torch.in_transform():
+            with _torch.below_levels():
+                return self.recompute(task)
         self.forget()
         self.task = task
         if not self.settled:
@@ -96,7 +92,7 @@ class Frame(Packer):
         inputs = self.inputs
         args, kwargs = inputs.rebuild()
         self.check_unwritten()
-        note_pass(self, task)
+        passing.add(self, task)
         now = None if inputs.random is None else inputs.random.again()
         inner, self.inner = self.inner, 0
         try:
@@ -173,8 +169,8 @@ class Plain(Frame):
         super().__init__(inputs)
         self.plan = plan
         self.versions = inputs.near_versions(plan.read)
-        self.fresh: dict[int, torch.Tensor] = {}  # recomputed, waiting for the backward to ask
-        self.now: list[torch.Tensor] = []  # what the recomputation has packed so far
+        self.fresh: list[torch.Tensor | None] = []  # recomputed, waiting for the backward to ask
+        self.now: list[torch.Tensor | None] = []  # what the recomputation has packed so far
         self.seen: list[Meta] = []  # what it was at that point
         self.last = -1  # the number of the value from which on packing takes more than noting it
 
@@ -188,19 +184,24 @@ class Plain(Frame):
 
     def get(self, at: int) -> torch.Tensor:
         # What an earlier pass has left, were it to fail, is as good as what this one would make.
-        value = self.fresh.pop(at, None)
-        return self._get_again(at) if value is None else value
+        fresh = self.fresh
+        value = fresh[at] if at < len(fresh) else None
+        if value is None:
+            return self._get_again(at)
+        fresh[at] = None
+        return value
 
     def _get_again(self, at: int) -> torch.Tensor:
         task = _torch.graph_task()
         self.last = len(self.metas) - 1 if self.settled and not self.early else -1
         self.recompute(task)
         self._check_all()
-        if at not in self.fresh:
+        if at >= len(self.fresh):
             raise self.too_few()
-        value = self.fresh.pop(at)
+        value, self.fresh[at] = self.fresh[at], None
         if task == -1:
-            self.fresh = {}
+            self.fresh = []
+        assert value is not None
         return value
 
     def repack(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -217,19 +218,22 @@ class Plain(Frame):
         return tensor.detach() if self.early else None
 
     def _check_all(self) -> None:
-        """Compare what was packed with what the forward packed, and cut it loose from its graph."""
+        """Compare what was packed with what the forward packed, and have it ready for the backward.
+
+        It stays in the recomputation's graph, whose nodes hold nothing; autograd detaches what it gets.
+        """
         now, metas, seen = self.now, self.metas, self.seen
         self.now, self.seen = [], []
         if len(now) > len(metas):
             raise self.too_many()
         if seen != metas[: len(seen)]:
             for at, (tensor, is_, was) in enumerate(zip(now, seen, metas, strict=False)):
-                if is_ != was:
+                if is_ != was and tensor is not None:
                     self.check(at, tensor, is_[3])
-        self.fresh = dict(enumerate(map(_detach, now)))
+        self.fresh = now
 
     def forget(self) -> None:
-        self.fresh, self.now, self.seen = {}, [], []
+        self.fresh, self.now, self.seen = [], [], []
 
     def check_unwritten(self) -> None:
         self.inputs.check_near(self.plan.read, self.versions)
@@ -328,6 +332,9 @@ class _Passing(threading.local):
     frames: Any = ()
 
     def add(self, frame: Frame, task: int) -> None:
+        """Note that `frame` recomputes values for the backward pass `task`, -1 outside of any."""
+        if task == -1:
+            return
         if task != self.task:
             frames: list[weakref.ref[Frame]] = []
             self.task, self.frames = task, frames
@@ -335,13 +342,7 @@ class _Passing(threading.local):
         self.frames.append(weakref.ref(frame))
 
 
-_passing = _Passing()
-
-
-def note_pass(frame: Frame, task: int) -> None:
-    """Note that `frame` recomputes values for the backward pass `task`, -1 outside of any."""
-    if task != -1:
-        _passing.add(frame, task)
+passing = _Passing()
 
 
 def _forget(frames: list[weakref.ref[Frame]]) -> None:

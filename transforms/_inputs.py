@@ -48,7 +48,7 @@ class Inputs:
         kinds = device_kinds(self.tensors)
         self.random = RandomState(self.tensors, kinds) if region.preserve_rng_state else None
         self.ambient = Ambient(kinds)
-        self.bindings = Bindings(region.function)
+        self.bindings = Bindings(region.function, region.slots)
         self.swap = innermost()
         self.taps = _taps.marks()
 
@@ -85,7 +85,8 @@ class Inputs:
                 # Autocast caches casts of leaves, and this one was none in the forward.
                 with torch.enable_grad():
                     leaves[i] = tensor.view_as(tensor)
-        return _tree.unflatten_call(leaves, self.spec)
+        # The structure of a call with tensors only is not even noted.
+        return (tuple(leaves), {}) if self.spec is None else _tree.unflatten(leaves, self.spec)
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
         """What has to be put back for the function to see what it saw."""

@@ -14,6 +14,7 @@ import torch
 from torch.autograd.profiler import record_function
 
 from remat.transforms import _torch
+from remat.transforms._capture import Slots, slots_of
 from remat.transforms._learned import Lessons, Memory
 from remat.transforms._modes import quiet
 from remat.transforms._record import Record
@@ -86,6 +87,11 @@ class Region:
     def lessons(self) -> Lessons:
         """What earlier calls taught, under this policy. (To hash a policy takes longer than a small op.)"""
         return self.memory.under(self.key)
+
+    @functools.cached_property
+    def slots(self) -> Slots | None:
+        """Where a module and those in it hold tensors, for `Bindings`; None for any other function."""
+        return slots_of(self.function) if isinstance(self.function, torch.nn.Module) else None
 
     @property
     def digest(self) -> Callable[[Any], Any] | None:

@@ -7,6 +7,7 @@ Supported: torch 2.11 to 2.15. Unless a line says otherwise a name was tried on 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -118,11 +119,10 @@ running_node: Callable[[], Any] = torch._C._current_autograd_node
 # The number that this thread's next autograd node gets.
 next_node: Callable[[], int] = torch.autograd._get_sequence_nr  # pyright: ignore[reportPrivateImportUsage]
 graph_kept: Callable[[], bool] = _autograd_c._get_current_graph_task_keep_graph
-
-
-def top_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """The innermost saved-tensor hooks of this thread: inner ones hide them, so a region asks them itself."""
-    return _autograd_c._top_saved_tensors_default_hooks(True)
+# The innermost saved-tensor hooks of this thread: inner ones hide them, so a region asks them itself.
+top_hooks: Callable[[], tuple[Callable[..., Any], Callable[..., Any]] | None] = functools.partial(
+    _autograd_c._top_saved_tensors_default_hooks, True
+)
 
 
 def watched() -> bool:
@@ -145,11 +145,8 @@ def hooks_aside() -> Iterator[None]:
             push_hooks(*pair)
 
 
-def hooks_disabled() -> str | None:
-    """The message with which saved-tensor hooks are refused at this point, or None where they work."""
-    return _autograd_c._saved_tensors_hooks_get_disabled_error_message()
-
-
+# The message with which saved-tensor hooks are refused at this point, or None where they work.
+hooks_disabled: Callable[[], str | None] = _autograd_c._saved_tensors_hooks_get_disabled_error_message
 allow_hooks: Callable[[], None] = _autograd_c._saved_tensors_hooks_enable
 
 

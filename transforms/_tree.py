@@ -19,14 +19,12 @@ Spec = torch_pytree.TreeSpec
 
 def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Spec | None]:
     """Leaves and structure of a call; the structure is None where there are tensors only, as is common."""
-    if not kwargs and all([isinstance(arg, torch.Tensor) for arg in args]):
-        return list(args), None
-    return flatten((args, kwargs))
-
-
-def unflatten_call(leaves: list[Any], spec: Spec | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments again."""
-    return (tuple(leaves), {}) if spec is None else unflatten(leaves, spec)
+    if kwargs:
+        return flatten((args, kwargs))
+    for arg in args:
+        if not isinstance(arg, torch.Tensor):
+            return flatten((args, kwargs))
+    return list(args), None
 
 
 def flatten(tree: Any) -> tuple[list[Any], Spec]:
