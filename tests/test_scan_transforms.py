@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
+from remat import remat
 from remat.policies import save_everything, save_matmuls, save_nothing
 from remat.scan import scan_remat
 from remat.schedules import Multilevel, Revolve, Segmented
@@ -218,3 +219,22 @@ def test_saved_tensor_hooks_see_the_kept_carries(args):
     assert packed.count(torch.Size([D])) >= 4
     expected = torch.autograd.grad(rnn(loop)(w, h, xs), (w, h, xs))
     torch.testing.assert_close(torch.autograd.grad(value, (w, h, xs)), expected)
+
+
+@pytest.mark.parametrize("checkpoints", ["all", "sqrt", 1])
+def test_jacobian_of_one_number_through_a_region(checkpoints):
+    """A batch of one: what stands for a batched weight is a view of it, not a copy."""
+    w, x = torch.randn(4, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+
+    def looped(w):
+        h = x
+        for _ in range(3):
+            h = torch.sin(h * w)
+        return h.sum()
+
+    def scanned(w):
+        return scan_remat(lambda h, _: (torch.sin(h * w), None), x, length=3, checkpoints=checkpoints)[0]
+
+    region = remat(scanned)
+    torch.testing.assert_close(jacrev(lambda w: region(w).sum())(w), jacrev(looped)(w))
+    torch.testing.assert_close(hessian(lambda w: region(w).sum())(w), hessian(looped)(w))

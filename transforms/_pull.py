@@ -140,7 +140,9 @@ def _with_autograd(
 
 def _alias(tensor: torch.Tensor, create: bool, const: bool) -> torch.Tensor:
     if const and tensor.is_leaf and tensor.requires_grad and not tensor._backward_hooks:
-        return tensor
+        # A view made without grad mode says that it is a leaf too, and gets no gradient.
+        if not tensor._is_view():
+            return tensor
     if create and tensor.requires_grad:
         return tensor.view_as(tensor)
     return tensor.detach().requires_grad_()
