@@ -186,7 +186,9 @@ def _run(facts: Any, n: int | None, plan: Any, graph: Any, *operands: Any) -> An
     known = _scan_graph.Facts(name, n, carry, rows, reverse, offload)
     selector = None
     if policy is not None:
-        selector = functools.partial(PolicySelector, policy.bind(body, operands, {}), name)
+        from remat.plan.policy import amid  # takes longer to import than the rest
+
+        selector = functools.partial(PolicySelector, amid(policy.bind(body, operands, {})), name)
     whole = None if _scan_graph.evaluating() or is_tracing() else _scan_graph.shown()
     if whole is not None:
         return _scan_graph.run_whole(whole, known, body, operands, selector)

@@ -14,7 +14,7 @@ from remat.policies import Policy, as_policy, save_everything, save_nothing
 from remat.schedules import All, Schedule, Segmented, Sqrt, as_schedule, auto
 from remat.transforms import _torch, _torch_compiler, _tree
 from remat.transforms._body import Body
-from remat.transforms._capture import Bindings, Missed, captured
+from remat.transforms._capture import MOST_TRIES, Bindings, Missed, captured, changing
 from remat.transforms._region import selecting
 from remat.transforms._scan import run
 from remat.transforms._scan_graph import Whole
@@ -186,7 +186,7 @@ def _with_captured(
             condition,
         )
     found = captured(roots)
-    while True:
+    for _ in range(MOST_TRIES):
         step = Body(body, init, xs, found, name)
         options: dict[str, Any] = {"reverse": reverse, "on_step": on_step, "name": name}
         options["around"] = Bindings(body).restored
@@ -203,6 +203,7 @@ def _with_captured(
             continue
         carry = _tree.unflatten(end, step.carry_spec)
         return carry, step.stacked(ys) if condition is None else None
+    raise changing(name)
 
 
 def _proceed(step: Body, condition: Callable[[Any], Any], consts: Any, carry: list[Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch import nn
 from torch.func import grad, vmap
 
 from remat import checkpoint_policy, remat
+from remat.compiled import describe
 from remat.plan.policy import BudgetPolicy
+from remat.policies import save_cheaper_than
 from tests.compiled import compiled
 from tests.helpers import rand
 
@@ -95,6 +98,38 @@ def test_a_compiled_region_is_planned_as_in_eager(call, plans):
     plans.clear()
     compiled(fn)(*args)
     assert set(plans) == {eager}
+
+
+POLICIES = {
+    "budget": lambda x: checkpoint_policy(budget=x),
+    "cost": save_cheaper_than,
+    "both": lambda x: checkpoint_policy(budget=x) | save_cheaper_than(x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:A budget of")
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_number_that_changes_is_a_constant_of_each_graph(name):
+    """Dynamo makes a symbol of a float that it finds changed."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    run = compiled(lambda policy, x: remat(lambda y: torch.sin(y @ y).cos(), policy=policy)(x).sum())
+    for number in (0.5, 0.7, 0.9, 0.7):
+        x = rand(4, 4).requires_grad_()
+        run(POLICIES[name](number), x).backward()
+        torch.testing.assert_close(
+            x.grad, torch.func.grad(lambda y: torch.sin(y @ y).cos().sum())(x.detach())
+        )
+    # Equal policies are one: the last number was compiled for already.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
+
+
+def test_equal_policies_have_one_number_which_is_not_pickled():
+    for name, make in POLICIES.items():
+        assert describe(make(0.5)) == describe(make(0.5)) != describe(make(0.25)), name
+        policy = make(0.5)
+        assert pickle.loads(pickle.dumps(policy)) == policy
+        assert b"number" not in pickle.dumps(policy)
 
 
 @pytest.mark.parametrize("call", ["module", "captured"])

@@ -9,7 +9,7 @@ from torch.func import grad, jacrev, jvp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from remat import checkpoint_policy, remat
+from remat import checkpoint_policy, remat, scan_remat
 from remat.plan import BudgetPolicy, Plan, plan_model
 from remat.transforms import _observe
 from remat.transforms._errors import RematError
@@ -146,6 +146,48 @@ def test_budgets_compose_with_torch_func(name, budget):
     region = remat(layer, policy=checkpoint_policy(budget=budget))
     run = TRANSFORMS[name]
     torch.testing.assert_close(run(region, params, x), run(layer, params, x))
+
+
+def of_region(region, w, x):
+    return region(region(x, w), w)
+
+
+def of_region_with_captured(region, w, x):
+    return remat(lambda x: region(x, w))(x)
+
+
+def of_scan_with_captured(region, w, x):
+    return scan_remat(lambda h, _: (region(h, w), None), x, length=3)[0]
+
+
+@pytest.mark.parametrize("checkpoints", ["all", "sqrt", 2])
+def test_budget_of_a_scan_whose_body_captures_its_weights(checkpoints):
+    w, x = torch.randn(8, 8, dtype=torch.float64, requires_grad=True), torch.randn(3, 8, dtype=torch.float64)
+
+    def gradient(**options):
+        end, _ = scan_remat(lambda h, _: (torch.sin(torch.tanh(h @ w) @ w), None), x, length=5, **options)
+        return torch.autograd.grad(end.sum(), w)
+
+    torch.testing.assert_close(
+        gradient(checkpoints=checkpoints, policy=checkpoint_policy(budget="free")), gradient()
+    )
+
+
+@pytest.mark.parametrize("outer", [of_region, of_region_with_captured, of_scan_with_captured])
+@pytest.mark.parametrize("transform", [grad, jacrev])
+def test_planned_inside_another_region(outer, transform):
+    """What the outer region puts in the place of captured tensors is not asked of a plan's stand-ins."""
+    w, x = torch.randn(4, 4, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
+
+    def inner(x, w):
+        return torch.sin(torch.tanh(x @ w) @ w)
+
+    def closing(w):
+        region = remat(lambda x, _: inner(x, w), policy=checkpoint_policy(budget="free"))
+        return remat(partial(outer, region))(w, x).sum()
+
+    expected = transform(lambda w: outer(inner, w, x).sum())(w)
+    torch.testing.assert_close(transform(closing)(w), expected)
 
 
 @pytest.mark.parametrize("name", ["grad", "grad(vmap)", "vmap(grad)"])

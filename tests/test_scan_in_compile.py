@@ -11,7 +11,7 @@ import torch
 from torch._dynamo import exc
 from torch.func import grad, hessian, jacrev, jvp, vmap
 
-from remat import remat, save_matmuls, save_nothing, scan_remat
+from remat import checkpoint_policy, remat, save_matmuls, save_nothing, scan_remat
 from remat.layers import scan_layers, stack_params
 from remat.schedules import Multilevel, Revolve, Segmented
 from remat.transforms import _scan_opaque, value_and_grad
@@ -202,6 +202,24 @@ def test_trees_constants_and_captured_modules():
     targets = [*leaves, *cell.parameters()]
     found = torch.autograd.grad(compiled(loss)(*leaves), targets)
     close(found, torch.autograd.grad(loss(*leaves), targets))
+
+
+def test_budgets_of_a_scan():
+    """Floats that differ from call to call, and a plan for a step among other ops."""
+
+    def loss(policy, w, h, xs):
+        body = lambda h, x: step(w, torch.tanh(h @ w), x)  # noqa: E731
+        end, ys = scan_remat(body, h[None], xs, checkpoints="all", policy=policy)
+        return end.sum() + ys.pow(2).sum()
+
+    args = make(n=BLOCK)
+    saved = []
+    for budget in (1.0, 0.8, "free"):
+        step_of = functools.partial(loss, checkpoint_policy(budget=budget))
+        run = Graphs(step_of)
+        close(backward(run, args), backward(step_of, args))
+        saved.append(run.saved_bytes)
+    assert saved[0] > saved[2]
 
 
 @pytest.mark.parametrize("transform", ["backward", "vmap of grad", "jacobian"])

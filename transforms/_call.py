@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from remat.transforms import _capture, _modes, _observe, _taps, _torch, _torch_compiler, _tree
-from remat.transforms._errors import RematError
 from remat.transforms._following import Following
 from remat.transforms._frame import Plain, enclosed, stop_enclosing
 from remat.transforms._held import unread, watcher
@@ -19,8 +18,6 @@ from remat.transforms._region import Region, labelled
 from remat.transforms._state import Ambient, RandomState, device_kinds
 from remat.transforms._traced import Traced, may_keep_around
 from remat.transforms._written import Written
-
-_MOST_TRIES = 50
 
 
 class _Keeping(threading.local):
@@ -145,7 +142,7 @@ def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]
     taps = _taps.Mirrors(lambda: _dry_run(region, args, kwargs, tensors)) if _taps.current() else None
     found = [*_capture.captured(region.function), *(taps.offsets if taps else ())]
     random = RandomState(tensors)
-    for _ in range(_MOST_TRIES):
+    for _ in range(_capture.MOST_TRIES):
         try:
             return _Flat(region, leaves, spec, at, tensors, found, taps)()
         except _capture.Missed as missed:
@@ -156,10 +153,7 @@ def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]
             pass
         # What the broken-off run drew is drawn again.
         random.restore()
-    raise RematError(
-        f"region {region.name!r} reads tensors that carry derivatives and that change from run to run, so "
-        "they cannot be made operands. Pass them as arguments."
-    )
+    raise _capture.changing(region.name)
 
 
 def _dry_run(region: Region, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:

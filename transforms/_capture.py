@@ -39,6 +39,8 @@ _ATOMS = (
     torch.device,
 )
 _MOST = 100_000
+# How often a region starts over with one more captured tensor among its operands.
+MOST_TRIES = 50
 
 
 class _Swaps(threading.local):
@@ -145,6 +147,7 @@ class Swap(TorchFunctionMode):
         self._note([*operands, *table.values()])
         self.start = _torch.next_node()
         self.strict = True
+        self.trials = 0  # how many runs on stand-ins are going on
 
     def lenient(self) -> Swap:
         """The same substitution for a later recomputation, which makes its tensors anew."""
@@ -172,6 +175,8 @@ class Swap(TorchFunctionMode):
             if known is not None:
                 return known
             if self.strict and differentiable(value) and not self._is_inside(value):
+                if self.trials and _torch.is_fake(value):
+                    return value
                 raise Missed(value)
             return value
         if type(value) in (tuple, list):
@@ -226,11 +231,40 @@ def _branches(pred: Any, true_fn: Any, false_fn: Any, operands: Any) -> Any:
     return _tree.unflatten(list(out), specs[0])
 
 
+@contextlib.contextmanager
+def trial() -> Iterator[None]:
+    """Within, a function is tried on fake tensors: those are no captured ones."""
+    modes = list(_swaps.stack)
+    for mode in modes:
+        mode.trials += 1
+    try:
+        yield
+    finally:
+        for mode in modes:
+            mode.trials -= 1
+
+
+def changing(name: str) -> RematError:
+    """What to raise when every start over meets another captured tensor."""
+    return RematError(
+        f"region {name!r} reads tensors that carry derivatives and that change from run to run, so they "
+        "cannot be made operands. Pass them as arguments."
+    )
+
+
 def as_operand(tensor: torch.Tensor) -> torch.Tensor:
     """What the enclosing region, if any, has put in the place of `tensor`."""
     for mode in reversed(_swaps.stack):
         return mode.swap(tensor)
     return tensor
+
+
+def as_operands(tree: Any) -> Any:
+    """`tree` with what the enclosing region has put in the place of its tensors."""
+    if not _swaps.stack:
+        return tree
+    leaves, spec = _tree.flatten(tree)
+    return _tree.unflatten([as_operand(t) if isinstance(t, torch.Tensor) else t for t in leaves], spec)
 
 
 def made_inside(tensors: Iterable[torch.Tensor]) -> None:

@@ -8,6 +8,7 @@ here be carried out there. `detach`, which autograd inserts when it saves an out
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat.transforms import _ops
+from remat.transforms import _capture, _ops
 from remat.transforms._errors import RematError
 from remat.transforms._torch import (
     fake_mode,
@@ -220,7 +221,10 @@ class Recorder(TorchDispatchMode):
         self.captured[id(tensor)] = tensor
         number = self.add(tensor, "parameter")
         if not is_fake(tensor) and tensor.layout == torch.strided:
-            stand_in = self.mode.from_tensor(tensor)
+            with warnings.catch_warnings():
+                # It asks for the gradient of every tensor, and is warned that some have none.
+                warnings.simplefilter("ignore")
+                stand_in = self.mode.from_tensor(tensor)
             self._storage[storage_key(stand_in)] = self.values[number].storage
             self.tensors[number] = stand_in
         return number
@@ -290,7 +294,7 @@ def record(
             kernel; names the op and the user's line.
     """
     recorder = Recorder()
-    with outside_all_modes(), without_module_trackers():
+    with outside_all_modes(), without_module_trackers(), _capture.trial():
         results = _trace(fn, args, kwargs or {}, recorder, _run_functional if functional else _run)
         kept = tuple(t.detach() for t in recorder.tensors) if tensors else ()
     return Joint(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from remat.opinfo import Decision, OpInfo
 from remat.plan.budget import check_budget, check_peak, resolve
@@ -18,16 +21,19 @@ from remat.plan.problem import Problem
 from remat.plan.solve import Solved, least, solve
 from remat.plan.torch_plans import candidates
 from remat.policies import Policy, save_everything
-from remat.transforms import _torch
+from remat.policies._base import Numbered
+from remat.transforms import _capture, _ops, _torch
 from remat.transforms._errors import RematError
 
 # Torch's planner takes seconds to import and to run: not asked where it could not do better than this.
 _PROVEN = 1e-3
+# Stands among the numbers of ops for the one that comes next.
+_NEXT = -1
 _PLANS: dict[Any, tuple[Graph, Plan]] = {}
 
 
 @dataclass(frozen=True)
-class BudgetPolicy(Policy):
+class BudgetPolicy(Numbered):
     """Keep at most so much, and recompute as little as can be for it.
 
     Attributes:
@@ -50,6 +56,7 @@ class BudgetPolicy(Policy):
         if self.peak is not None:
             object.__setattr__(self, "peak", check_peak(self.peak))
         cost_model(self.cost, self.device)
+        super().__post_init__()
 
     def plan(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
         """The plan for the region `fn(*args, **kwargs)`.
@@ -70,6 +77,7 @@ class BudgetPolicy(Policy):
 
     def bind(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
         """The plan for this call: a policy by op position."""
+        args, kwargs = _capture.as_operands((args, kwargs))
         planned, plan = meet(fn, args, kwargs)
         if planned and plan is None:
             return save_everything
@@ -95,27 +103,50 @@ class Bound(Policy):
 
 @dataclass(frozen=True)
 class Following(Policy):
-    """A plan carried out under functorch levels: ops that were not planned for are recomputed.
+    """A plan carried out among other ops, which are recomputed; those of the plan come in order.
 
-    Forward-mode levels weave tangent ops between those of the plan; the planned ones still come in order.
+    Forward-mode levels weave tangent ops between those of the plan; a step of a compiled scan takes its row
+    out of a block of rows first. Views come and go; they are nobody's to keep.
     """
 
     plan: Plan
-    progress: list[int] = field(default_factory=lambda: [0, -1], compare=False, repr=False)
+    # The number of an op in the forward -> its position in the plan; `_NEXT` -> the position to be met next.
+    places: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
+    counts = True
+
+    def fresh(self) -> Policy:
+        return Following(self.plan)
 
     def __call__(self, info: OpInfo) -> Decision:
-        position, last = self.progress
-        if info.index < last:
-            position = 0
-        elif info.index == last:
-            # The same op once more, now that its value has a name.
-            position -= 1
-        # The engine asks nothing about writes in place, which are never kept.
-        while position < len(self.plan.ops) and self.plan.ops[position].split(".")[1].endswith("_"):
+        # An op is asked about once more when its value has got a name.
+        if info.index not in self.places:
+            self.places[info.index] = self._place(info.op)
+        return Decision.SAVE if self.places[info.index] in self.plan.chosen else Decision.RECOMPUTE
+
+    def _place(self, op: Any) -> int:
+        """The position in the plan of an op that was met now, -1 where it has none."""
+        if _ops.traits(op).view:
+            return -1
+        position, ops = self.places.get(_NEXT, 0), self.plan.ops
+        while position < len(ops) and _passed_over(ops[position]):
             position += 1
-        met = position < len(self.plan.ops) and self.plan.ops[position] == str(info.op)
-        self.progress[:] = [position + met, info.index]
-        return Decision.SAVE if met and position in self.plan.chosen else Decision.RECOMPUTE
+        met = position < len(ops) and ops[position] == str(op)
+        self.places[_NEXT] = position + met
+        return position if met else -1
+
+
+@functools.cache
+def _passed_over(name: str) -> bool:
+    """Whether nothing is asked about an op: it is a view, or writes in place, whose result is never kept."""
+    namespace, _, rest = name.partition(".")
+    kind, _, overload = rest.partition(".")
+    op = getattr(getattr(getattr(torch.ops, namespace), kind, None), overload, None)
+    return kind.endswith("_") or (op is not None and _ops.traits(op).view)
+
+
+def amid(policy: Policy) -> Policy:
+    """`policy` for a function with more ops around those that it was bound to."""
+    return Following(policy.plan) if isinstance(policy, Bound) else policy
 
 
 def plan_graph(graph: Graph, policy: BudgetPolicy, region: str) -> Plan:

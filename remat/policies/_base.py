@@ -11,7 +11,7 @@ import torch
 
 from remat.opinfo import Decision, OpInfo
 from remat.transforms._errors import RematError
-from remat.transforms._numbers import register
+from remat.transforms._numbers import intern, register
 
 
 class PolicyError(RematError, TypeError):
@@ -89,6 +89,22 @@ class Constant(Named):
 
     def quick(self, op: Any) -> Decision:
         return self.decision
+
+
+class Numbered(Policy):
+    """A policy that torch.compile must not look into: Dynamo makes a float that changes a symbol.
+
+    Code that is traced finds it by its number, which those equal to it share.
+    """
+
+    def __post_init__(self) -> None:
+        # What is made in code that is traced has no number.
+        if not torch.compiler.is_dynamo_compiling():
+            object.__setattr__(self, "number", intern(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        return type(self), tuple([getattr(self, field.name) for field in fields])
 
 
 @dataclass(frozen=True, repr=False)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from remat.opinfo import Decision, OpInfo
-from remat.policies._base import Combined, Policy, PolicyError, as_policy, check_verdict
+from remat.policies._base import Combined, Numbered, Policy, PolicyError, as_policy, check_verdict
 from remat.policies._ready import save_everything
 from remat.sizes import parse_bytes
 
@@ -165,7 +165,7 @@ def save_larger_than(bytes: int | str) -> SaveLarger:
 
 
 @dataclass(frozen=True, repr=False)
-class SaveCheaper(Policy):
+class SaveCheaper(Numbered):
     """Saves results that spare more than so many FLOPs for a byte kept."""
 
     flops_per_byte: float
