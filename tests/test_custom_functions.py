@@ -144,3 +144,46 @@ def test_function_whose_backward_needs_a_value_that_is_no_output():
         torch.autograd.grad(remat(lambda x: Stash.apply(x * 2).exp())(x).sum(), x),  # type: ignore[union-attr]
         torch.autograd.grad((x * 2).sin().exp().sum(), x),
     )
+
+
+class OnTheContext(torch.autograd.Function):
+    """Keeps a tensor as an attribute, of which no saved-tensor hook is told; `held` says in what."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, factor, held):
+        return x * factor
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, factor, held = inputs
+        ctx.kept = held(factor)
+
+    @staticmethod
+    def backward(ctx, g):
+        kept = ctx.kept
+        while not isinstance(kept, torch.Tensor):
+            kept = next(iter(kept.values() if isinstance(kept, dict) else kept))
+        return g * kept, None, None
+
+
+HELD = {"itself": lambda t: t, "a list": lambda t: [t], "a dict of pairs": lambda t: {"t": (t, 1)}}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("held", HELD)
+def test_tensor_that_a_function_keeps_as_an_attribute(held, policy):
+    """An argument that nothing else reads, and a value that the region makes for it alone."""
+    w, x = rand(4), rand(3, 4)
+
+    def both(w, x):
+        made = OnTheContext.apply(x, w.sin(), HELD[held])
+        return OnTheContext.apply(made, w, HELD[held]).sum()
+
+    region = remat(both, policy=POLICIES[policy])
+    for transform in (grad(lambda x: region(w, x)), vmap(grad(lambda x: region(w, x)))):
+        same(transform(x), (w * w.sin()).expand(3, 4))
+    leaf = x.clone().requires_grad_()
+    for _ in range(3):
+        same(torch.autograd.grad(region(w, leaf), leaf)[0], (w * w.sin()).expand(3, 4))

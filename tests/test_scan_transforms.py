@@ -238,3 +238,24 @@ def test_jacobian_of_one_number_through_a_region(checkpoints):
     region = remat(scanned)
     torch.testing.assert_close(jacrev(lambda w: region(w).sum())(w), jacrev(looped)(w))
     torch.testing.assert_close(hessian(lambda w: region(w).sum())(w), hessian(looped)(w))
+
+
+@pytest.mark.parametrize("checkpoints", ["all", "sqrt", 1])
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls, save_everything])
+def test_region_around_a_scan_that_captures_what_is_not_differentiated(policy, checkpoints):
+    """No operand of the scan, so that nobody hears of it, and yet its steps read it again."""
+    w, x = torch.randn(4, 4, dtype=torch.float64), torch.randn(2, 3, 4, dtype=torch.float64)
+
+    def looped(w, x):
+        for _ in range(3):
+            x = torch.sin(torch.tanh(x @ w) @ w)
+        return x.sum()
+
+    def scanned(w, x):
+        body = lambda h, _: (torch.sin(torch.tanh(h @ w) @ w), None)  # noqa: E731
+        return scan_remat(body, x, length=3, checkpoints=checkpoints)[0].sum()
+
+    region = remat(scanned, policy=policy)
+    for transform in (vmap(grad(region, 1), (None, 0)), vmap(jacrev(region, 1), (None, 0)), grad(region, 1)):
+        expected = vmap(grad(looped, 1), (None, 0))(w, x)
+        torch.testing.assert_close(transform(w, x), expected)

@@ -8,7 +8,7 @@ made, and a node packs right after it was made.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -58,17 +58,55 @@ class Ends:
         return self.idle_without(present)
 
 
+def holds_unseen(outs: Sequence[torch.Tensor], start: int) -> bool:
+    """Whether a node behind `outs` may read tensors that no saved-tensor hook was told of.
+
+    What an autograd.Function writes on its context, in place of calling save_for_backward, it reads in its
+    backward like anything else; so do functions in C++.
+    """
+    return any(map(_opaque, _nodes([t.grad_fn for t in outs], start)))
+
+
+def _opaque(node: Any) -> bool:
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        said = [more for value in vars(node).values() if (more := _reads_more(value)) is not None]
+        if said:
+            return any(said)
+        return any(_holds_tensor(value, 3) for value in vars(node).values())
+    # What torch knows no Python class for: a function of somebody's C++ extension.
+    return type(node).__name__ == "CppFunction"
+
+
+def _reads_more(value: Any) -> bool | None:
+    """For what our own nodes hold: whether they read more than they have saved."""
+    return getattr(type(value), "reads_more", None)
+
+
+def _holds_tensor(value: Any, depth: int) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    if isinstance(value, (tuple, list)):
+        parts: Any = value
+    else:
+        parts = (value if isinstance(value, dict) else getattr(value, "__dict__", {})).values()
+    return depth > 0 and any(_holds_tensor(part, depth - 1) for part in parts)
+
+
 def _behind(node: Any, start: int) -> frozenset[int]:
-    found: set[int] = set()
-    stack = [node]
-    while stack:
-        node = stack.pop()
+    return frozenset([found._sequence_nr() for found in _nodes([node], start)])
+
+
+def _nodes(roots: list[Any], start: int) -> Iterator[Any]:
+    """The nodes behind `roots`, those included, with numbers from `start` on."""
+    seen: set[int] = set()
+    while roots:
+        node = roots.pop()
         if node is None:
             continue
         number = node._sequence_nr()
         # Nodes that accumulate into leaves have the largest number there is.
-        if number < start or number in found:
+        if number < start or number in seen:
             continue
-        found.add(number)
-        stack.extend([following for following, _ in node.next_functions])
-    return frozenset(found)
+        seen.add(number)
+        yield node
+        roots.extend([following for following, _ in node.next_functions])

@@ -25,7 +25,7 @@ import torch
 from torch.autograd import forward_ad
 
 from remat.transforms import _blanks, _modes, _observe, _replay, _torch, _torch_compiler, _trace, _tree
-from remat.transforms._ends import Ends
+from remat.transforms._ends import Ends, holds_unseen
 from remat.transforms._errors import RematError
 from remat.transforms._region import Region, recomputing
 from remat.transforms._state import Ambient, RandomState
@@ -101,6 +101,8 @@ class Prim:
         cotangents: pull-back only: which of the operands are its cotangents.
         dual: whether tangents are computed along; then op sequences cannot be compared (`Trace.loose`).
     """
+
+    reads_more = False  # a region inside another tells that one's hooks of all it reads
 
     body: Body
     family: Family
@@ -620,6 +622,7 @@ def _execute_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
     outside: set[int] = set()
     packed: list[tuple[int, int]] = []
     ends: list[Ends] = []
+    unseen: list[bool] = []
     start = _torch.next_node()
 
     def watch(tensor: torch.Tensor) -> None:
@@ -630,12 +633,18 @@ def _execute_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
         if made is not None:
             packed.extend((source, _torch.next_node() - 1) for source in record.sources(made))
 
-    family.watch, family.made = watch, lambda outs: ends.append(Ends(outs, start)) if len(outs) > 1 else None
+    def note(outs: Tensors) -> None:
+        unseen.append(holds_unseen(outs, start))
+        if len(outs) > 1:
+            ends.append(Ends(outs, start))
+
+    family.watch, family.made = watch, note
     try:
         with selector.watching() if selector else contextlib.nullcontext(), record:
             outs = (prim.recorded or prim.body)(*operands)
     finally:
-        watched, family.watch, family.made = family.watch is not None, None, None
+        watched = family.watch is not None and not any(unseen)
+        family.watch, family.made = None, None
     trace.settle({made for made, _ in packed} if watched else None)
     trace.finish(record, [_torch.unwrapped(t) for t in outs])
     if watched:

@@ -50,6 +50,9 @@ class Scan:
     follows.
     """
 
+    # Tensors without a derivative that the body captures are no operands: nobody is told of them.
+    reads_more = True
+
     step: Step
     n: int | None
     schedule: Schedule
