@@ -138,3 +138,19 @@ def test_recursion():
     same(grad(lambda x: halve(x).sum())(x), grad(lambda x: plain(x).sum())(x))
     leaf = x.clone().requires_grad_()
     same(torch.autograd.grad(halve(leaf).sum(), leaf)[0], grad(lambda x: plain(x).sum())(x))
+
+
+@pytest.mark.parametrize("outer", ["nothing", "matmuls"])
+@pytest.mark.parametrize("inner", ["nothing", "matmuls", "everything"])
+def test_inner_region_captures_an_argument_of_the_outer_one_that_has_no_derivative(outer, inner):
+    """The outer region keeps of its arguments what is read again, by a region inside too."""
+    w, x = rand(4, 4), rand(3, 4)
+
+    def closing(w, x):
+        return remat(lambda x: torch.tanh(x @ w), policy=POLICIES[inner])(x).sum()
+
+    region = remat(closing, policy=POLICIES[outer])
+    expected = grad(lambda x: torch.tanh(x @ w).sum())(x)
+    same(grad(region, 1)(w, x), expected)
+    same(vmap(grad(region, 1), (None, 0))(w, x[:, None])[:, 0], expected)
+    same(grad(lambda x: vmap(region, (None, 0))(w, x[:, None]).sum())(x), expected)

@@ -376,6 +376,32 @@ def test_while():
     assert torch.equal(while_remat(lambda x: False, lambda x: x * 2, a, checkpoints=2), a)
 
 
+@pytest.mark.parametrize("steps", [0, 1, 2, 4, 5, 9])
+@pytest.mark.parametrize("checkpoints", [1, 2, None])
+def test_a_loop_that_ends_before_or_at_its_most_steps(steps, checkpoints):
+    w = torch.randn(4, dtype=torch.float64)
+    options: dict[str, Any] = (
+        {"max_steps": 5} if checkpoints is None else {"max_steps": 5, "checkpoints": checkpoints}
+    )
+
+    def loop(w):
+        body = lambda c: (torch.sin(c[0] + w), c[1] + 1)  # noqa: E731
+        return while_remat(lambda c: c[1] < steps, body, (w * 2, torch.tensor(0)), **options)[0].sum()
+
+    def looped(w):
+        h = w * 2
+        for _ in range(min(steps, 5)):
+            h = torch.sin(h + w)
+        return h.sum()
+
+    leaf = w.clone().requires_grad_()
+    torch.testing.assert_close(torch.autograd.grad(loop(leaf), leaf)[0], torch.func.grad(looped)(w))
+    torch.testing.assert_close(torch.func.grad(loop)(w), torch.func.grad(looped)(w))
+    batch = torch.stack([w, -w])
+    found = torch.func.vmap(torch.func.grad(loop))(batch)
+    torch.testing.assert_close(found, torch.func.vmap(torch.func.grad(looped))(batch))
+
+
 def test_default_slots_recompute_no_step_twice():
     for n in range(1, 200):
         c = default_slots(n)

@@ -259,3 +259,24 @@ def test_region_around_a_scan_that_captures_what_is_not_differentiated(policy, c
     for transform in (vmap(grad(region, 1), (None, 0)), vmap(jacrev(region, 1), (None, 0)), grad(region, 1)):
         expected = vmap(grad(looped, 1), (None, 0))(w, x)
         torch.testing.assert_close(transform(w, x), expected)
+
+
+@pytest.mark.parametrize("checkpoints", ["all", "sqrt", 1])
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls])
+def test_levels_that_differentiate_different_operands_of_a_region_around_a_scan(policy, checkpoints):
+    w, x = torch.randn(4, 4, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
+
+    def looped(w, x):
+        for _ in range(3):
+            x = torch.tanh(x @ w)
+        return x.sum()
+
+    def scanned(w, x):
+        return scan_remat(lambda h, _: (torch.tanh(h @ w), None), x, length=3, checkpoints=checkpoints)[
+            0
+        ].sum()
+
+    def mixed(f):
+        return grad(lambda x: grad(f)(w, x).pow(2).sum())(x)
+
+    torch.testing.assert_close(mixed(remat(scanned, policy=policy)), mixed(looped))

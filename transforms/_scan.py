@@ -30,7 +30,8 @@ def run(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     """The final carry and the stacked ys, differentiable with respect to `flat`."""
     if torch._C._len_torch_function_stack():
         # A mode that swaps captured tensors sees torch functions, not Functions: let it see these operands.
-        flat = [t.view_as(t) if _tree.smooth(t) and _torch_differentiable(t) else t for t in flat]
+        # By an op that traces pass over: of a region's levels each differentiates other operands.
+        flat = [torch.ops.aten.alias(t) if _tree.smooth(t) and _torch_differentiable(t) else t for t in flat]
     # Whoever watches (an enclosing region, offloading hooks) must see the states as saved tensors.
     levels = _torch.in_transform()
     plain, ambient = not (levels or _torch.watched()), None

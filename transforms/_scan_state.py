@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from remat.transforms import _torch
 from remat.transforms._actions import Schedule
 from remat.transforms._body import Leaves, Step
 from remat.transforms._state import Ambient, RandomState
@@ -104,7 +105,7 @@ class Scan:
     @property
     def length(self) -> int:
         """The number of steps; of a loop, once it has run."""
-        return self.record.length if self.n is None else self.n
+        return self.record.length if self.proceed is not None or self.n is None else self.n
 
     def at(self, step: int) -> int:
         """The row of xs and ys that `step` works on."""
@@ -149,9 +150,10 @@ def make(
 def now(before: RandomState) -> RandomState:
     """The generators' state: `before` itself where nothing was drawn since, so that steps share one copy."""
     now = before.again()
-    same = torch.equal(now.cpu, before.cpu) and all(
-        torch.equal(a, b) for (_, a), (_, b) in zip(now.devices, before.devices, strict=True)
-    )
+    with _torch.unseen(now.cpu):  # real tensors, also where a plan is made on fake ones
+        same = torch.equal(now.cpu, before.cpu) and all(
+            torch.equal(a, b) for (_, a), (_, b) in zip(now.devices, before.devices, strict=True)
+        )
     return before if same else now
 
 

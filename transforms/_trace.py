@@ -310,6 +310,12 @@ class Trace:
             key for key, (_, _, where) in self.externals.items() if where in storages
         )
 
+    def tell(self, watch: Callable[[torch.Tensor], Any]) -> None:
+        """Let whom an enclosing region has set to watch know what is read from outside again."""
+        for key in self.needed_externals:
+            if (tensor := self.externals[key][0]()) is not None:
+                watch(tensor)
+
     def check_unwritten(self, function: Callable[..., Any]) -> None:
         """Raise when an outside tensor that the recomputation of `function` reads was written to since the
         forward."""

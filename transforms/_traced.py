@@ -168,9 +168,7 @@ class Traced(Selective):
         trace.finish(record, _tree.flatten(out)[0])
         self.settled = True
         if self.tell is not None:
-            for key in trace.needed_externals:
-                if (tensor := trace.externals[key][0]()) is not None:
-                    self.tell(tensor)
+            trace.tell(self.tell)
         if _observe.listening():
             self._report()
 
