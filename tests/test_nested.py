@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import grad, vmap
 
-from remat import remat
+from remat import remat, scan_remat
 from remat.policies import save_everything, save_matmuls, save_nothing, save_ops
 from tests.helpers import POLICIES, OpCounter, rand, same
 
@@ -154,3 +154,17 @@ def test_inner_region_captures_an_argument_of_the_outer_one_that_has_no_derivati
     same(grad(region, 1)(w, x), expected)
     same(vmap(grad(region, 1), (None, 0))(w, x[:, None])[:, 0], expected)
     same(grad(lambda x: vmap(region, (None, 0))(w, x[:, None]).sum())(x), expected)
+
+
+def test_scan_in_a_region_in_a_region_by_capturing():
+    ws, x = rand(2, 4, 4), rand(3, 4)
+
+    def scanned(w, x):
+        body = lambda h, _: (torch.tanh(h @ w), None)  # noqa: E731
+        return scan_remat(body, x, length=1, checkpoints="sqrt", policy=save_ops(aten.tanh))[0]
+
+    inner = lambda w, x: remat(lambda x: scanned(w, x), policy=save_matmuls)(x)  # noqa: E731
+    region = remat(lambda w, x: inner(w, x).sum(), policy=save_matmuls)
+    expected = vmap(lambda w: grad(lambda x: torch.tanh(x @ w).sum())(x))(ws)
+    for _ in range(5):  # memory that nobody has written may hold the right numbers
+        same(vmap(lambda w: grad(region, 1)(w, x))(ws), expected)

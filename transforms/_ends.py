@@ -69,21 +69,14 @@ def holds_unseen(outs: Sequence[torch.Tensor], start: int) -> bool:
 
 def _opaque(node: Any) -> bool:
     if isinstance(node, torch.autograd.function.BackwardCFunction):
-        said = [more for value in vars(node).values() if (more := _reads_more(value)) is not None]
-        if said:
-            return any(said)
         return any(_holds_tensor(value, 3) for value in vars(node).values())
     # What torch knows no Python class for: a function of somebody's C++ extension.
     return type(node).__name__ == "CppFunction"
 
 
-def _reads_more(value: Any) -> bool | None:
-    """For what our own nodes hold: whether they read more than they have saved."""
-    return getattr(type(value), "reads_more", None)
-
-
 def _holds_tensor(value: Any, depth: int) -> bool:
-    if isinstance(value, torch.Tensor):
+    # Our own nodes hold no tensors there, but say whether they read more than they have saved.
+    if isinstance(value, torch.Tensor) or getattr(type(value), "reads_more", False):
         return True
     if isinstance(value, (tuple, list)):
         parts: Any = value

@@ -103,7 +103,7 @@ class Prim:
         dual: whether tangents are computed along; then op sequences cannot be compared (`Trace.loose`).
     """
 
-    reads_more = False  # a region inside another tells that one's hooks of all it reads
+    reads_more = True  # what a region inside captures without a derivative, its hooks do not always tell
 
     body: Body
     family: Family
