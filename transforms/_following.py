@@ -63,13 +63,10 @@ class Following(Selective):
     def check_unwritten(self) -> None:
         self.inputs.check_near(self.plan.read, self.versions)
 
-    def recompute(self, task: int) -> None:
+    def _recompute(self, task: int) -> None:
         if self.lost or not self.settled:
             self.check_readable()
-            return super().recompute(task)
-        if _torch.in_transform():
-            with _torch.below_levels():
-                return self.recompute(task)
+            return super()._recompute(task)
         self.task = task
         self.check_unwritten()
         passing.add(self, task)

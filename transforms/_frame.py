@@ -81,9 +81,12 @@ class Frame(Packer):
 
     def recompute(self, task: int) -> None:
         """Run the function again and collect what it packs."""
-        if _torch.in_transform():
-            with _torch.below_levels():
-                return self.recompute(task)
+        if not _torch.in_transform():
+            return self._recompute(task)
+        with _torch.below_levels():
+            self._recompute(task)
+
+    def _recompute(self, task: int) -> None:
         self.forget()
         self.task = task
         if not self.settled:

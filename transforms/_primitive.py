@@ -27,7 +27,6 @@ from torch.autograd import forward_ad
 from remat.transforms import _blanks, _modes, _observe, _replay, _torch, _torch_compiler, _trace, _tree
 from remat.transforms._ends import Ends, holds_unseen
 from remat.transforms._errors import RematError
-from remat.transforms._held import watcher
 from remat.transforms._region import Region, recomputing
 from remat.transforms._state import Ambient, RandomState
 
@@ -624,7 +623,6 @@ def _execute_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
     packed: list[tuple[int, int]] = []
     ends: list[Ends] = []
     unseen: list[bool] = []
-    tell = watcher(_torch.top_hooks())  # of an enclosing region, which learns of our operands alone
     start = _torch.next_node()
 
     def watch(tensor: torch.Tensor) -> None:
@@ -651,8 +649,6 @@ def _execute_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
     trace.finish(record, [_torch.unwrapped(t) for t in outs])
     if watched:
         trace.also_reads(outside)
-    if tell is not None:
-        trace.tell(tell)
     for sink in prim.sinks:
         sink.trace, sink.random, sink.outside = trace, random, outside if watched else None
         # Of several levels that differentiate, each has its own graph: then all is needed.

@@ -47,8 +47,8 @@ class Record:
 class Scan:
     """The constants of one scan; its operands are `consts`, the tensors of the carry, `xs`, in this order.
 
-    A loop of unknown length has `n` None and a `proceed(consts, carry)` that says whether another step
-    follows.
+    A loop has a `proceed(consts, carry)` that says whether another step follows, and `n` is the most steps or
+    None.
     """
 
     # Tensors without a derivative that the body captures are no operands: nobody is told of them.

@@ -97,10 +97,12 @@ class Numbered(Policy):
     Code that is traced finds it by its number, which those equal to it share.
     """
 
+    numbering = staticmethod(intern)
+
     def __post_init__(self) -> None:
         # What is made in code that is traced has no number.
         if not torch.compiler.is_dynamo_compiling():
-            object.__setattr__(self, "number", intern(self))
+            object.__setattr__(self, "number", self.numbering(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
@@ -108,20 +110,14 @@ class Numbered(Policy):
 
 
 @dataclass(frozen=True, repr=False)
-class FromCallable(Policy):
+class FromCallable(Numbered):
     """The verdicts of a user's function of an `OpInfo`."""
 
     rule: Callable[[OpInfo], Decision | bool]
     # What the function reads cannot be known, so it is given all there is.
     needs_calls = True
-
-    def __post_init__(self) -> None:
-        # For code that torch.compile traces; what is made there has no number.
-        if not torch.compiler.is_dynamo_compiling():
-            object.__setattr__(self, "number", register(self))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.rule,)
+    # One of its own each, so that what the function closes over does not live for good.
+    numbering = staticmethod(register)
 
     def __call__(self, info: OpInfo) -> Decision:
         return check_verdict(self, info, self.rule(info))
