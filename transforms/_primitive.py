@@ -429,11 +429,15 @@ def _as_differentiated(body: Body, mask: list[int], family: Family) -> Body:
         if family.made is not None:
             family.made(outs)
 
+    def tracked(operand: torch.Tensor) -> torch.Tensor:
+        # In a graph that is traced another leaf is another op to trace, and whose history this is, is all one.
+        return operand if family.world is not None and operand.requires_grad else _leaf(operand)
+
     def run(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         split: list[list[int]] = [[]]
         if not _torch.in_transform():
             with torch.enable_grad():
-                outs = body(*_merged(operands, mask, [_leaf(operands[i]) for i in mask]))
+                outs = body(*_merged(operands, mask, [tracked(operands[i]) for i in mask]))
             note(outs)
             return tuple([t.detach() for t in outs])
 
