@@ -67,6 +67,12 @@ def differentiable(tensor: torch.Tensor) -> bool:
 
 def captured(function: Callable[..., Any]) -> list[torch.Tensor]:
     """The tensors reachable from `function` that could carry a derivative or a batch dimension."""
+    # A substitution in force would answer for its operands, where what is asked about is the captured tensor.
+    with _torch.functions_as_they_are():
+        return _captured(function)
+
+
+def _captured(function: Callable[..., Any]) -> list[torch.Tensor]:
     found: dict[int, torch.Tensor] = {}
     seen: set[int] = set()
     stack: list[Any] = [function]

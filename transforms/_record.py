@@ -95,6 +95,11 @@ class Record(Mode):
         out = func(*args, **kwargs)
         if func is torch.ops.aten._has_same_storage_numel.default:
             self.trace.loose = True
+        if func is torch.ops.aten._new_zeros_with_same_feature_meta.default:
+            # Memory of its own, which a tangent is then copied into.
+            self.trace.loose = True
+            self._add(func, _ops.traits(func), args, kwargs, out)
+            return out
         first = next(iter(tensors_in(args)), None)
         if isinstance(out, torch.Tensor) and first is not None and out is not first:
             if self.calls is not None:

@@ -282,10 +282,12 @@ def default_device_in_context() -> torch.device | None:
 def storage_key(tensor: torch.Tensor) -> int:
     """An address that aliases share: the storage object (works for fake tensors, which have no data)."""
     # A pack hook may ask while a torch-function mode is on, which would take this for a call of the user's.
-    with torch._C.DisableTorchFunction():
+    with functions_as_they_are():
         return tensor.untyped_storage()._cdata
 
 
+# A context in which no torch-function mode answers for an attribute such as `requires_grad`.
+functions_as_they_are: Callable[[], contextlib.AbstractContextManager[None]] = torch._C.DisableTorchFunction
 # How many dispatch modes are active, torch's own for tracing included.
 modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
