@@ -1,5 +1,5 @@
-"""Nests drawn at random of regions, scans, loops of unknown length and captured weights, each differentiated in
-ways drawn at random, against the same nest as plain Python.
+"""Nests drawn at random of regions, scans, loops of unknown length and captured weights, each differentiated
+in ways drawn at random, against the same nest as plain Python.
 
 For what pairs of features do not show: a scan inside a region that another scan captures, a vmap over a loop
 that ends early, a forward derivative of the gradient of all that. `REMAT_NESTS=400:9000` draws other seeds.
@@ -115,7 +115,7 @@ def nest(draw: random.Random, depth: int = DEPTH) -> tuple[Step, Step]:
             return capturing(ours, policy), plain
 
 
-# -- ways to differentiate: x is [ROWS, WIDTH], each weight [WIDTH, WIDTH] ------------------------------------
+# -- ways to differentiate: x is [ROWS, WIDTH], each weight [WIDTH, WIDTH] -----------------------------------
 
 
 def of_weight(step: Step, w: Weights, x: Tensor) -> Callable[[Tensor], Tensor]:
@@ -172,8 +172,8 @@ def mixed(step: Step, w: Weights, x: Tensor) -> Any:
 
 
 WAYS = (
-    backward, grad_of_x, grad_of_weight, per_sample, over_weights, grad_of_vmap, jacobian, jacobian_of_a_number,
-    tangent, curvature, mixed,
+    backward, grad_of_x, grad_of_weight, per_sample, over_weights, grad_of_vmap, jacobian,
+    jacobian_of_a_number, tangent, curvature, mixed,
 )  # fmt: skip
 
 

@@ -430,7 +430,7 @@ def _as_differentiated(body: Body, mask: list[int], family: Family) -> Body:
             family.made(outs)
 
     def tracked(operand: torch.Tensor) -> torch.Tensor:
-        # In a graph that is traced another leaf is another op to trace, and whose history this is, is all one.
+        # In a traced graph a leaf is an op more to trace, and whose history the operand has is all one.
         return operand if family.world is not None and operand.requires_grad else _leaf(operand)
 
     def run(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
