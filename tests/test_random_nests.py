@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 import random
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -32,6 +31,7 @@ from tests.helpers import same
 
 START, STOP = map(int, os.environ.get("REMAT_NESTS", "0:60").split(":"))
 DEPTH, WIDTH, ROWS, LOOPED = 3, 4, 2, 5
+KINDS = ("scan", "loop", "region", "capture", "chain", "residual")
 POLICIES = (save_nothing, save_matmuls, save_everything, save_names("hidden"))
 Weights = tuple[Tensor, Tensor]
 Step = Callable[[Weights, Tensor], Tensor]
@@ -90,17 +90,17 @@ def capturing(step: Step, policy: Any) -> Step:
     return lambda w, x: remat(lambda x: step(w, x), policy=policy)(x)
 
 
-def nest(draw: random.Random, depth: int = DEPTH) -> tuple[Step, Step]:
+def nest(draw: random.Random, kinds: Sequence[str], depth: int = DEPTH) -> tuple[Step, Step]:
     """The same function twice: as the library runs it, and as plain Python."""
-    kind = draw.choice(("scan", "loop", "region", "capture", "chain", "residual") if depth else ("leaf",))
-    if kind == "leaf":
+    if not depth:
         step = draw.choice((matmul, pointwise))(draw.randrange(2))
         return step, step
-    ours, plain = nest(draw, depth - 1)
+    kind = draw.choice(kinds)
+    ours, plain = nest(draw, kinds, depth - 1)
     policy, times = draw.choice(POLICIES), draw.randint(1, 3)
     match kind:
         case "chain":
-            other, simple = nest(draw, depth - 1)
+            other, simple = nest(draw, kinds, depth - 1)
             return chain(ours, other), chain(plain, simple)
         case "residual":
             return residual(ours), residual(plain)
@@ -177,15 +177,30 @@ WAYS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(START, STOP))
-def test_a_nest_has_the_derivatives_it_has_in_plain_python(seed: int) -> None:
-    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    ours, plain = nest(draw)
+def example(seed: int) -> tuple[Weights, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
     shapes = ((WIDTH, WIDTH), (WIDTH, WIDTH), (ROWS, WIDTH))
     first, second, x = (torch.randn(s, generator=generator, dtype=torch.float64) / 2 for s in shapes)
+    return (first, second), x
+
+
+@pytest.mark.filterwarnings("ignore")  # names that a region does not have, regions that keep everything
+@pytest.mark.parametrize("seed", range(START, STOP))
+def test_a_nest_has_the_derivatives_it_has_in_plain_python(seed: int) -> None:
+    draw = random.Random(seed)
+    ours, plain = nest(draw, KINDS)
+    w, x = example(seed)
     for way in draw.sample(WAYS, 3):
-        expected = way(plain, (first, second), x)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # names that a region does not have, regions that keep everything
-            got = way(ours, (first, second), x)
-        same(got, expected, 1e-8)
+        same(way(ours, w, x), way(plain, w, x), 1e-8)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("seed", range(START, START + (STOP - START) // 5))
+def test_a_nest_compiles_to_one_graph_with_these_derivatives(seed: int) -> None:
+    torch._dynamo.reset()  # one lambda for all nests
+    draw = random.Random(seed)
+    ours, plain = nest(draw, [kind for kind in KINDS if kind != "loop"])  # whose length depends on data
+    w, x = example(seed)
+    way = draw.choice([way for way in WAYS if way is not backward])
+    run = torch.compile(lambda w, x: way(ours, w, x), backend="aot_eager", fullgraph=True)
+    same(run(w, x), way(plain, w, x), 1e-8)

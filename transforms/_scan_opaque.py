@@ -25,6 +25,7 @@ from remat.transforms import _torch_compiler
 from remat.transforms._body import version
 from remat.transforms._call import run_transparently
 from remat.transforms._errors import RematError
+from remat.transforms._modes import quiet
 from remat.transforms._reversal import pull_back
 from remat.transforms._scan_blocks import Blocks, dense, owner
 from remat.transforms._scan_state import Record, Scan, State, Tensors
@@ -106,7 +107,12 @@ class Opaque:
 
     def forward(self, scan: Scan, flat: Tensors) -> list[torch.Tensor]:
         """The tensors of the last carry, ys, and the kept carries."""
-        return torch.ops.remat.scan_forward.default(self.entry(scan).key, list(flat))
+        entry = self.entry(scan)
+        found = torch.ops.remat.scan_forward.default(entry.key, list(flat))
+        if scan.taped and not entry.tape:
+            # A region around that repeats its forward has handed out what the op returned there.
+            quiet(torch.ops.remat.scan_forward.default, entry.key, list(flat))
+        return found
 
     def pull(
         self,
