@@ -14,18 +14,39 @@ from __future__ import annotations
 
 from remat.plan.maxflow import Network
 from remat.plan.problem import INF, Problem, Solution, complete
+from remat.plan.split import split
 
 # Prices become integers of about this total, so that cuts are exact; the rounding is below 1e-12.
 _RESOLUTION = 1 << 44
 
 
 class Cuts:
-    """Minimum cuts of one problem at any exchange rate between price and bytes."""
+    """Minimum cuts of one problem at any exchange rate of price and bytes: of each part, equal ones once."""
 
     def __init__(self, problem: Problem):
         self.problem = problem
         total = sum(c for c in problem.cost if c < INF) + sum(problem.keep) or 1.0
         self.scale = _RESOLUTION / total
+        self.parts = [(_Cut(part.problem, self.scale), part.places) for part in split(problem)]
+
+    def at(self, price: int, byte: int) -> Solution | None:
+        """The minimum of `price * cost + byte * bytes`."""
+        saved = ((cut.saved(price, byte), places) for cut, places in self.parts)
+        return complete(self.problem, (place[v] for kept, places in saved for place in places for v in kept))
+
+    def extremes(self) -> tuple[Solution, Solution] | None:
+        """The solution of least bytes and the one of least price, ties broken by the other measure."""
+        most = sum(int(s) for s in self.problem.size if s < INF) + 1
+        least = self.at(1, 2 * _RESOLUTION)
+        cheap = self.at(most, 1)
+        return None if least is None or cheap is None else (least, cheap)
+
+
+class _Cut:
+    """The network of one part."""
+
+    def __init__(self, problem: Problem, scale: float):
+        self.problem, self.scale = problem, scale
         self._lay_out()
 
     def _lay_out(self) -> None:
@@ -65,8 +86,8 @@ class Cuts:
             (place[v], node[o]) for o in node for v in problem.reads[o] if place[v] != 1 and node[o] != 0
         }
 
-    def at(self, price: int, byte: int) -> Solution | None:
-        """The minimum of `price * cost + byte * bytes`."""
+    def saved(self, price: int, byte: int) -> list[int]:
+        """What the minimum of `price * cost + byte * bytes` keeps."""
         problem, scale = self.problem, self.scale
         run = [(n, price * round(c * scale)) for n, c in self.run]
         hold = [
@@ -85,14 +106,7 @@ class Cuts:
             if a != b:
                 net.add(a, b, never)
         side = net.source_side(0, 1)
-        return complete(problem, (v for a, b, v in self.hold if side[a] and not side[b]))
-
-    def extremes(self) -> tuple[Solution, Solution] | None:
-        """The solution of least bytes and the one of least price, ties broken by the other measure."""
-        most = sum(int(s) for s in self.problem.size if s < INF) + 1
-        least = self.at(1, 2 * _RESOLUTION)
-        cheap = self.at(most, 1)
-        return None if least is None or cheap is None else (least, cheap)
+        return [v for a, b, v in self.hold if side[a] and not side[b]]
 
 
 def hull(problem: Problem, limit: int = 400, around: float | None = None) -> list[Solution]:

@@ -26,7 +26,7 @@ def available() -> bool:
 
 @dataclass(frozen=True)
 class Exact:
-    """What HiGHS found: the best solution (None where it found none) and the bound it proved."""
+    """What a search found: the best solution (None where it found none) and the bound it proved."""
 
     solution: Solution | None
     lower_bound: float
@@ -82,12 +82,12 @@ def solve_exactly(
             break
         again = search.once(ceiling, left)
         # What the barred ops could be part of costs more than the plan in hand, which bounds the rest.
-        best = _better(best, Exact(again.solution, min(again.lower_bound, ceiling)))
+        best = better(best, Exact(again.solution, min(again.lower_bound, ceiling)))
         dearest = ceiling
     return best
 
 
-def _better(one: Exact, other: Exact) -> Exact:
+def better(one: Exact, other: Exact) -> Exact:
     """The cheaper solution of two, the first where they are alike, and the higher bound."""
     floor = max(one.lower_bound, other.lower_bound)
     if one.solution is None or (other.solution is not None and other.solution.cost < one.solution.cost):
@@ -132,8 +132,8 @@ class _Search:
         if self.proved(loose) or loose.lower_bound == INF:
             return loose
         tight = _solve(problem, self.budget, ceiling, time_limit / 4, gap, 0.0, self.run, tight=True)
-        best = _better(loose, Exact(tight.solution, 0.0))
-        return best if self.proved(best) else _better(best, self._coarse(ceiling, time_limit / 4))
+        best = better(loose, Exact(tight.solution, 0.0))
+        return best if self.proved(best) else better(best, self._coarse(ceiling, time_limit / 4))
 
     def _coarse(self, ceiling: float, time_limit: float) -> Exact:
         """With prices rounded down to whole numbers: such a bound holds too, and is often found sooner."""
@@ -156,7 +156,7 @@ class _Search:
         if self.proved(first):
             return first
         second = self._coarse(ceiling, 2 * time_limit / 3)
-        best = _better(first, second)
+        best = better(first, second)
         if first.solution is not None and best.solution is not None:
             tied = first.solution.cost <= best.solution.cost * (1 + self.tie_break)
             return Exact(first.solution if tied else best.solution, best.lower_bound)

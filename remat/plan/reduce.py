@@ -28,11 +28,6 @@ class Reduced:
         """A saved set of the smaller problem in the original's numbers."""
         return frozenset(self.values[v] for v in saved)
 
-    def offered(self, saved: Iterable[int]) -> frozenset[int]:
-        """A saved set of the original in the smaller problem's numbers; what is not there has no use."""
-        place = {v: k for k, v in enumerate(self.values)}
-        return frozenset(place[v] for v in saved if v in place)
-
 
 def reduce(problem: Problem) -> Reduced:
     """`problem` without its views and without what nothing needs."""

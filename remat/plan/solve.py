@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from remat.plan import milp
+from remat.plan.contract import contract
 from remat.plan.hull import bound, hull
+from remat.plan.parts import solve_parts
 from remat.plan.problem import INF, Problem, Solution, complete, keep_all
-from remat.plan.reduce import reduce
 from remat.plan.repeats import Repeats, repeats
 from remat.transforms._errors import RematError
 
@@ -44,7 +45,7 @@ def solve(
     *,
     time_limit: float = 0.5,
     gap: float = 1e-3,
-    exact: bool | None = None,
+    exact: bool = True,
     candidates: Sequence[tuple[str, Iterable[int]]] = (),
 ) -> Solved:
     """The cheapest solution within `budget` bytes, with a proven bound.
@@ -54,7 +55,8 @@ def solve(
         budget: bytes that may be kept.
         time_limit: seconds for the exact solver; when it runs out, the gap says what is proven.
         gap: relative gap at which the exact solver may stop.
-        exact: use SciPy's solver; None means where SciPy is installed.
+        exact: look for the optimum; without, the hull and what fills it up are all there is. Parts that are
+            too tangled for their own search are left to SciPy's solver, where SciPy is installed.
         candidates: saved sets of other planners by name: the result is never worse than any that fits.
 
     Raises:
@@ -70,11 +72,10 @@ def solve(
     ]
     floor = 0.0
     if not found or found[0][1].cost > 0:
-        use = milp.available() if exact is None else exact
-        smaller = reduce(problem)
+        smaller = contract(problem)
         search = _Search(smaller.problem, budget, start + time_limit, gap)
         ceiling = min((s.cost for _, s in found), default=INF)
-        for name, solution in search.run(use, ceiling):
+        for name, solution in search.run(exact, ceiling):
             whole = complete(problem, smaller.original(solution.saved))
             assert whole is not None
             found.append((name, whole))
@@ -84,7 +85,7 @@ def solve(
 
 
 class _Search:
-    """Hull, layers as one, the whole program: in that order, until the proof is there."""
+    """Hull, part by part, layers as one, the whole program: in that order, until the proof is there."""
 
     def __init__(self, problem: Problem, budget: float, end: float, gap: float) -> None:
         self.problem, self.budget, self.end, self.gap = problem, budget, end, gap
@@ -102,23 +103,52 @@ class _Search:
         inside = max((c for c in corners if c.bytes <= self.budget), key=lambda c: c.bytes)
         self.found.append(("hull", inside))
         ceiling = min(ceiling, inside.cost)
-        layers = repeats(self.problem) if exact and ceiling > self.floor else None
-        for run in (layers, None) if layers else (None,) if exact else ():
-            ceiling = min(ceiling, *(s.cost for _, s in self.found))
-            if self.floor < ceiling * (1 - self.gap):
-                self._exactly(run, ceiling)
+        if exact and ceiling > self.floor:
+            self._by_parts(corners, ceiling)
+        layers = repeats(self.problem) if exact and milp.available() and not self._proved(ceiling) else None
+        for run in (layers, None) if layers else (None,) if exact and milp.available() else ():
+            if not self._proved(ceiling):
+                self._exactly(run, min(ceiling, *(s.cost for _, s in self.found)))
         if min(ceiling, *(s.cost for _, s in self.found)) > self.floor and len(self.found) == 1:
             self.found.append(("fill", fill(self.problem, corners, self.budget)))
         return self.found
+
+    def _proved(self, ceiling: float) -> bool:
+        return self.floor >= min(ceiling, *(s.cost for _, s in self.found)) * (1 - self.gap)
+
+    def _by_parts(self, corners: list[Solution], ceiling: float) -> None:
+        result = solve_parts(self.problem, self.budget, corners, ceiling=ceiling, gap=self.gap, end=self.end)
+        if result is None:
+            return
+        self._take(result.solution, min(result.lower_bound, ceiling))
+        if result.solution is not None and (lighter := self._lighter(result.solution)) is not None:
+            self.found.append(("exact", lighter))
+
+    def _lighter(self, best: Solution) -> Solution | None:
+        """The same choice of dear ops with fewer of the cheap ones, whose prices are lost in the gap."""
+        problem, cost = self.problem, self.problem.cost
+        light = self.gap * best.cost / max(len(best.replayed), 1)
+        if not any(0 < cost[o] <= light for o in best.replayed):
+            return None
+        settled = tuple(c if c <= light else 0.0 if o in best.replayed else INF for o, c in enumerate(cost))
+        smaller = contract(replace(problem, cost=settled))
+        corners = hull(smaller.problem, around=self.budget)
+        found = solve_parts(smaller.problem, self.budget, corners, gap=self.gap, end=self.end)
+        if found is None or found.solution is None:
+            return None
+        return complete(problem, smaller.original(found.solution.saved))
+
+    def _take(self, solution: Solution | None, bound: float) -> None:
+        self.floor = max(self.floor, bound)
+        if solution is not None:
+            self.found.append(("exact", solution))
 
     def _exactly(self, run: Repeats | None, ceiling: float) -> None:
         left = max(self.end - time.perf_counter(), 0.02)
         result = milp.solve_exactly(
             self.problem, self.budget, run=run, time_limit=left, gap=self.gap, ceiling=ceiling
         )
-        self.floor = max(self.floor, min(result.lower_bound, ceiling))
-        if result.solution is not None:
-            self.found.append(("exact", result.solution))
+        self._take(result.solution, min(result.lower_bound, ceiling))
 
 
 def check_feasible(corners: list[Solution], budget: float) -> None:
