@@ -49,9 +49,10 @@ class States:
             for value in problem.outputs[op]:
                 if value in self.last:
                     self.bit[value] = spare.pop() if spare else 1 << len(self.bit)
-            here = self._steps(op, states)
-            states = list(dict.fromkeys(step[0] for steps in here.values() for step in steps))
-            if len(states) > _STATES:
+            # An op of many results has that many ways to keep some of them.
+            here = self._steps(op, states) if 1 << len(self._optional(op)) <= _STATES else None
+            states = list(dict.fromkeys(step[0] for steps in (here or {}).values() for step in steps))
+            if here is None or len(states) > _STATES:
                 self.table = None
                 return
             self.table.append(here)
@@ -71,13 +72,18 @@ class States:
                 found[state].append(((state | made) & live, 0, again, ()))
         return found
 
+    def _optional(self, op: int) -> list[int]:
+        """The values of an op that nothing needs but that later ops could read."""
+        problem, need = self.problem, self.problem.need
+        return [v for v in problem.outputs[op] if v in self.last and v not in need and problem.size[v] < INF]
+
     def _ways(self, op: int) -> Iterable[Step]:
         """What may be kept of an op that does not run again: what is needed, any of what is read later."""
         problem, made = self.problem, self.problem.outputs[op]
         must = tuple(v for v in made if v in problem.need)
         if any(problem.size[v] == INF for v in must):
             return
-        may = [v for v in made if v in self.last and v not in problem.need and problem.size[v] < INF]
+        may = self._optional(op)
         for more in itertools.chain.from_iterable(
             itertools.combinations(may, count) for count in range(len(may) + 1)
         ):

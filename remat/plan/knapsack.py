@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from bisect import bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +10,6 @@ from itertools import accumulate
 
 from remat.plan.choices import undominated
 
-# Labels looked at before the search gives up: some seconds of work.
-_LABELS = 3_000_000
 # Labels kept at a time by the first, quick search.
 _BEAM = 64
 
@@ -34,7 +31,7 @@ def pack(
     top: int,
     *,
     gap: float,
-    end: float = math.inf,
+    labels: float = math.inf,
 ) -> Packed:
     """The choices `(bytes, price)`, one of each class, of least price within `budget` bytes.
 
@@ -43,7 +40,7 @@ def pack(
         budget: bytes of all choices together.
         top: dearer solutions are of no interest.
         gap: how far, as a share of the price, the solution may be from the bound.
-        end: when to stop (`time.perf_counter()`); what is proved by then is returned.
+        labels: partial solutions looked at before the search gives up; what is proved by then is returned.
 
     Partial solutions are built class by class, the largest classes first, so that small ones fill what is
     left. One is dropped where another is as small and as cheap, or where the LP bound on the rest says that
@@ -59,18 +56,18 @@ def pack(
         >>> pack([[(0, 5), (3, 0)], [(0, 3), (2, 0)], [(0, 3), (2, 0)]], 4, 11, gap=0.0)
         Packed(taken=[0, 1, 1], lower_bound=5.0)
     """
-    return _Pack(classes, budget, end).run(top, gap)
+    return _Pack(classes, budget, labels).run(top, gap)
 
 
 class _Pack:
-    def __init__(self, classes: Sequence[Sequence[tuple[int, int]]], budget: float, end: float) -> None:
+    def __init__(self, classes: Sequence[Sequence[tuple[int, int]]], budget: float, labels: float) -> None:
         # Of equal classes the last ones come first: among equal sums the first choice of the others wins.
         several = (k for k, choices in enumerate(classes) if len(choices) > 1)
         self.order = sorted(several, key=lambda k: (-_spread(classes[k]), tuple(classes[k]), -k))
         self.classes = [classes[k] for k in self.order]
         single = [choices[0] for choices in classes if len(choices) == 1]
         self.start: Label = (sum(b for b, _ in single), sum(c for _, c in single), None, -1)
-        self.count, self.budget, self.end, self.left = len(classes), budget, end, _LABELS
+        self.count, self.budget, self.left = len(classes), budget, labels
         self.rests = _rests(self.classes)
 
     def run(self, top: int, gap: float) -> Packed:
@@ -104,8 +101,7 @@ class _Pack:
         for choices, rest in zip(self.classes, self.rests[1:], strict=True):
             more = [(s[0] + b, s[1] + c, s, k) for k, (b, c) in enumerate(choices) for s in labels]
             self.left -= len(more)
-            if self.left <= 0 or time.perf_counter() > self.end:
-                self.left = 0
+            if self.left <= 0:
                 return None
             bounded = self.within(undominated(more), rest, limit)
             if beam is not None and len(bounded) > beam:

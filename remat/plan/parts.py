@@ -6,7 +6,6 @@ every layer. What remains is a knapsack, which is solved to proven optimality in
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 
 from remat.plan.choices import Choice, States
@@ -28,7 +27,7 @@ def solve_parts(
     *,
     ceiling: float = INF,
     gap: float = 1e-3,
-    end: float = INF,
+    labels: float = INF,
 ) -> Exact | None:
     """Least price within `budget` bytes, or None where a part is too tangled for this way.
 
@@ -38,7 +37,8 @@ def solve_parts(
         corners: those of the hull on both sides of the budget, at least.
         ceiling: the price of a plan in hand: a dearer one is of no interest.
         gap: how far, as a share of the price, the solution may be from the bound.
-        end: when to stop (`time.perf_counter()`).
+        labels: how much is looked at before the search gives up (see `pack`). That is not counted in
+            seconds, so that a plan does not depend on how busy the machine is.
 
     Prices are rounded down to whole units, which bounds from below too; ops that alone cost more than the
     plan in hand are barred. Small prices become nothing, so that more can be contracted. Where the solution
@@ -49,14 +49,14 @@ def solve_parts(
     if ceiling <= best.lower_bound:
         return best
     ahead = min((c for c in corners if c.bytes > budget), key=lambda c: c.bytes)
-    search = _Search(problem, budget, inside, ahead, best.lower_bound, gap, end)
+    search = _Search(problem, budget, inside, ahead, best.lower_bound, gap, labels)
     while True:
         found = search.below(ceiling)
         if found is None:
             return None
         best = better(best, found)
         cost = ceiling if best.solution is None else min(ceiling, best.solution.cost)
-        if best.lower_bound >= cost * (1 - gap) or cost > ceiling / 2 or time.perf_counter() > end:
+        if best.lower_bound >= cost * (1 - gap) or cost > ceiling / 2:
             return best
         ceiling = cost
 
@@ -71,7 +71,7 @@ class _Search:
     ahead: Solution
     floor: float
     gap: float
-    end: float
+    labels: float
 
     def below(self, ceiling: float) -> Exact | None:
         """The best solution cheaper than `ceiling`, in units that fit that price."""
@@ -92,7 +92,7 @@ class _Search:
         if not all(choices for choices, _ in classes):
             return Exact(None, ceiling)
         points = [[(c.bytes, c.cost) for c in choices] for choices, _ in classes]
-        packed = pack(points, self.budget, top, gap=self.gap, end=self.end)
+        packed = pack(points, self.budget, top, gap=self.gap, labels=self.labels)
         floor = min(packed.lower_bound * unit, ceiling)
         if packed.taken is None:
             return Exact(None, floor)

@@ -14,6 +14,9 @@ from remat.plan.problem import INF, Problem, Solution, complete, keep_all
 from remat.plan.repeats import Repeats, repeats
 from remat.transforms._errors import RematError
 
+# Partial solutions that the search part by part looks at in a second.
+_LABELS = 1e6
+
 
 @dataclass(frozen=True)
 class Solved:
@@ -53,7 +56,7 @@ def solve(
     Args:
         problem: what may be kept and run again.
         budget: bytes that may be kept.
-        time_limit: seconds for the exact solver; when it runs out, the gap says what is proven.
+        time_limit: seconds for the exact search, roughly; when it runs out, the gap says what is proven.
         gap: relative gap at which the exact solver may stop.
         exact: look for the optimum; without, the hull and what fills it up are all there is. Parts that are
             too tangled for their own search are left to SciPy's solver, where SciPy is installed.
@@ -73,7 +76,7 @@ def solve(
     floor = 0.0
     if not found or found[0][1].cost > 0:
         smaller = contract(problem)
-        search = _Search(smaller.problem, budget, start + time_limit, gap)
+        search = _Search(smaller.problem, budget, start, time_limit, gap)
         ceiling = min((s.cost for _, s in found), default=INF)
         for name, solution in search.run(exact, ceiling):
             whole = complete(problem, smaller.original(solution.saved))
@@ -87,8 +90,9 @@ def solve(
 class _Search:
     """Hull, part by part, layers as one, the whole program: in that order, until the proof is there."""
 
-    def __init__(self, problem: Problem, budget: float, end: float, gap: float) -> None:
-        self.problem, self.budget, self.end, self.gap = problem, budget, end, gap
+    def __init__(self, problem: Problem, budget: float, start: float, limit: float, gap: float) -> None:
+        self.problem, self.budget, self.gap = problem, budget, gap
+        self.end, self.labels = start + limit, limit * _LABELS
         self.floor = 0.0
         self.found: list[tuple[str, Solution]] = []
 
@@ -117,7 +121,9 @@ class _Search:
         return self.floor >= min(ceiling, *(s.cost for _, s in self.found)) * (1 - self.gap)
 
     def _by_parts(self, corners: list[Solution], ceiling: float) -> None:
-        result = solve_parts(self.problem, self.budget, corners, ceiling=ceiling, gap=self.gap, end=self.end)
+        result = solve_parts(
+            self.problem, self.budget, corners, ceiling=ceiling, gap=self.gap, labels=self.labels
+        )
         if result is None:
             return
         self._take(result.solution, min(result.lower_bound, ceiling))
@@ -133,7 +139,7 @@ class _Search:
         settled = tuple(c if c <= light else 0.0 if o in best.replayed else INF for o, c in enumerate(cost))
         smaller = contract(replace(problem, cost=settled))
         corners = hull(smaller.problem, around=self.budget)
-        found = solve_parts(smaller.problem, self.budget, corners, gap=self.gap, end=self.end)
+        found = solve_parts(smaller.problem, self.budget, corners, gap=self.gap, labels=self.labels)
         if found is None or found.solution is None:
             return None
         return complete(problem, smaller.original(found.solution.saved))
