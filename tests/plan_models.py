@@ -56,3 +56,31 @@ class LlamaBlock(nn.Module):
         x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
         y = self.norm(x, self.norm2)
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Attention(nn.Module):
+    """The first half of a GPT block."""
+
+    def __init__(self, width, heads, dropout=0.0):
+        super().__init__()
+        self.heads, self.dropout, self.norm = heads, dropout, nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm(x)).split(width, -1)
+        q, k, v = (z.view(batch, length, self.heads, -1).transpose(1, 2) for z in (q, k, v))
+        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, length, width)
+        return x + F.dropout(self.out(attended), self.dropout, self.training)
+
+
+class MLP(nn.Module):
+    """The second half."""
+
+    def __init__(self, width, dropout=0.0):
+        super().__init__()
+        self.dropout, self.norm = dropout, nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), self.dropout, self.training)

@@ -100,6 +100,7 @@ class Joint:
         saved: values that autograd packed for the backward, in order, without repetition.
         results: the function's tensor outputs.
         gradients: the values that the backward ends in, of those inputs that have a gradient.
+        differentiated: those inputs, in the same order.
         tensors: a fake tensor for every value, where asked for.
     """
 
@@ -109,6 +110,7 @@ class Joint:
     saved: tuple[int, ...]
     results: tuple[int, ...]
     gradients: tuple[int, ...] = ()
+    differentiated: tuple[int, ...] = ()
     tensors: tuple[torch.Tensor, ...] = field(default=(), repr=False, compare=False)
 
     @functools.cached_property
@@ -168,6 +170,7 @@ class Recorder(TorchDispatchMode):
         self.saved: dict[int, None] = {}
         self.captured: dict[int, torch.Tensor] = {}
         self.gradients: tuple[int, ...] = ()
+        self.differentiated: tuple[int, ...] = ()
         self.tensors: list[torch.Tensor] = []
         self.in_forward = True
         self.last = ("", "")
@@ -304,6 +307,7 @@ def record(
         saved=tuple(recorder.saved),
         results=results,
         gradients=recorder.gradients,
+        differentiated=recorder.differentiated,
         tensors=kept,
     )
 
@@ -376,7 +380,9 @@ def _run(
         for tangent in tangents:
             recorder.add(tangent, "tangent")
         found = torch.autograd.grad(active, wanted, tangents, allow_unused=True)
-        recorder.gradients = tuple(recorder.number(g) for g in found if g is not None)
+        graded = [(recorder.number(t), g) for t, g in zip(wanted, found, strict=True) if g is not None]
+        recorder.differentiated = tuple(number for number, _ in graded)
+        recorder.gradients = tuple(recorder.number(g) for _, g in graded)
     return numbers
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -39,6 +39,15 @@ class Graph:
     def names(self) -> tuple[str, ...]:
         """Their names: the identity that a plan is checked against."""
         return tuple(op.name for op in self.ops)
+
+    @cached_property
+    def signature(self) -> tuple[Hashable, ...]:
+        """What graphs must have in common for plans and prices of one to be those of the other."""
+        joint = self.joint
+        ops = tuple(
+            (op.name, repr((op.args, op.kwargs)), op.reads, op.outputs, op.forward) for op in joint.ops
+        )
+        return ops, joint.values, joint.storages, joint.saved, joint.gradients, joint.differentiated
 
     @cached_property
     def flops(self) -> tuple[float, ...]:

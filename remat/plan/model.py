@@ -234,16 +234,17 @@ def _regions(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[tuple[str, 
 
     leaves, spec = pytree.tree_flatten((args, kwargs))
     mode = _torch.fake_mode(leaves)
+    fakes = [as_fake(leaf, mode) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     with warnings.catch_warnings(), _handling(note), mode, torch.enable_grad():
         # The engine asks for addresses, which fake tensors grudgingly give.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        fakes = [_fake(leaf, mode) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(fakes, spec)
         fn(*args, **kwargs)
     return found
 
 
-def _fake(tensor: torch.Tensor, mode: Any) -> torch.Tensor:
+def as_fake(tensor: torch.Tensor, mode: Any) -> torch.Tensor:
+    """A fake tensor of `mode` with the metadata of `tensor`."""
     if _torch.is_fake(tensor):
         return tensor
     made = mode.from_tensor(tensor.detach())

@@ -8,7 +8,7 @@ kernels are not counted, nor what lives before the step (parameters, inputs).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -83,6 +83,34 @@ def live_bytes(joint: Joint, ops: Sequence[Op], start: set[int], forever: set[in
                 live.remove(storage)
                 total -= joint.storages[storage]
     return most
+
+
+def compiled_order(joint: Joint, there: Set[int], late: Iterable[int]) -> list[Op]:
+    """The ops of a compiled backward in order: what runs again does so right before its first reader.
+
+    Args:
+        there: the values that need not be made again.
+        late: positions of the ops that run in any case.
+    """
+    done: set[int] = set()
+    order: list[Op] = []
+
+    def run(position: int) -> None:
+        todo = [position]
+        while todo:
+            op = joint.ops[todo[-1]]
+            makers = {joint.values[v].producer for v in op.reads if v not in there}
+            missing = [m for m in makers if m >= 0 and m not in done]
+            if missing:
+                todo += sorted(missing, reverse=True)
+                continue
+            if (last := todo.pop()) not in done:
+                done.add(last)
+                order.append(op)
+
+    for position in sorted(late):
+        run(position)
+    return order
 
 
 def step_peak(profiles: Sequence[Profile]) -> int:
