@@ -63,10 +63,15 @@ class GPTBlock(nn.Module):
         self.up, self.down = linear(width, 4 * width), linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.feed(self.attend(x))
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
         q, k, v = self.qkv(self.norm1(x)).split(width, -1)
         q, k, v = (z.view(batch, length, self.heads, -1).transpose(1, 2) for z in (q, k, v))
-        x = x + self.out(self.attention(q, k, v).transpose(1, 2).reshape(batch, length, width))
+        return x + self.out(self.attention(q, k, v).transpose(1, 2).reshape(batch, length, width))
+
+    def feed(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.mlp(self.norm2(x))
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
@@ -95,13 +100,18 @@ class LlamaBlock(nn.Module):
         return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return self.feed(self.attend(x, cos, sin), cos, sin)
+
+    def attend(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
         y = self.norm(x, self.norm1)
         q, k, v = (f(y).view(batch, length, -1, self.head).transpose(1, 2) for f in (self.q, self.k, self.v))
         q, k = self.rotate(q, cos, sin), self.rotate(k, cos, sin)
         repeats = q.shape[1] // k.shape[1]
         k, v = (z[:, :, None].expand(-1, -1, repeats, -1, -1).reshape(q.shape) for z in (k, v))
-        x = x + self.out(flash(q, k, v, True).transpose(1, 2).reshape(batch, length, width))
+        return x + self.out(flash(q, k, v, True).transpose(1, 2).reshape(batch, length, width))
+
+    def feed(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         y = self.norm(x, self.norm2)
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
@@ -197,44 +207,52 @@ class Stack(nn.Module):
         return x
 
 
-def _llama(depth: int, width: int = 1024, length: int = 2048, linear: Any = None) -> Any:
+def llama(depth: int, width: int = 1024, length: int = 2048, linear: Any = None, batch: int = 1) -> Any:
     plain = linear or (lambda a, b: nn.Linear(a, b, bias=False))
     heads = width // 128
     model = Stack(lambda: LlamaBlock(width, heads, max(heads // 4, 1), 7 * width // 2, plain), depth)
-    return model, [(1, length, width)], [(length, 64), (length, 64)]
+    return model, [(batch, length, width)], [(length, 64), (length, 64)]
 
 
-def _gpt(
+def gpt(
     depth: int, width: int = 1024, length: int = 2048, attention: Attention = flash, batch: int = 4
 ) -> Any:
     return Stack(lambda: GPTBlock(width, width // 64, attention), depth), [(batch, length, width)], []
 
 
 MODELS: dict[str, Callable[[], Any]] = {
-    "GPT 1": lambda: _gpt(1, width=4096, batch=1),
-    "GPT 12": lambda: _gpt(12),
-    "GPT 24": lambda: _gpt(24),
-    "Llama 1": lambda: _llama(1, width=4096),
-    "Llama 16": lambda: _llama(16),
-    "Llama 32": lambda: _llama(32),
+    "GPT 1": lambda: gpt(1, width=4096, batch=1),
+    "GPT 12": lambda: gpt(12),
+    "GPT 24": lambda: gpt(24),
+    "Llama 1": lambda: llama(1, width=4096),
+    "Llama 16": lambda: llama(16),
+    "Llama 32": lambda: llama(32),
     "MoE 12": lambda: (Stack(lambda: MoEBlock(1024, 16), 12), [(4, 2048, 1024)], []),
-    "ViT 24": lambda: _gpt(24, length=256, batch=64),
+    "ViT 24": lambda: gpt(24, length=256, batch=64),
     "U-Net": lambda: (UNet(), [(8, 4, 64, 64)], []),
-    "LoRA 4": lambda: _llama(4, width=4096, linear=LoRA),
-    "32k custom": lambda: _gpt(1, length=32768, attention=custom, batch=1),
-    "32k cuDNN": lambda: _gpt(1, length=32768, attention=cudnn, batch=1),
+    "LoRA 4": lambda: llama(4, width=4096, linear=LoRA),
+    "32k custom": lambda: gpt(1, length=32768, attention=custom, batch=1),
+    "32k cuDNN": lambda: gpt(1, length=32768, attention=cudnn, batch=1),
 }
 
 
-def joint(name: str) -> Joint:
-    """The joint graph of a model of the set, in bfloat16, as one in the middle of a network: x is no leaf."""
+def built(name: str) -> tuple[nn.Module, list[torch.Tensor], list[torch.Tensor]]:
+    """A model of the set in bfloat16 on fake tensors, its inputs and its constants.
+
+    It is one in the middle of a network: x is no leaf.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with fake_mode([]):
             model, data, shared = MODELS[name]()
             inputs = [torch.empty(*shape, requires_grad=True) * 1 for shape in data]
-            constants = [torch.empty(*shape) for shape in shared]
+            return model, inputs, [torch.empty(*shape) for shape in shared]
     finally:
         torch.set_default_dtype(before)
+
+
+def joint(name: str) -> Joint:
+    """The joint graph of a model of the set."""
+    model, inputs, constants = built(name)
     return record(model, (*inputs, *constants), tensors=True)

@@ -2,13 +2,19 @@
 
     python benchmarks/planner_peak.py --out benchmarks/results/planner_peak.csv
 
-Both choose what a compiled forward hands to a compiled backward, from the same joint graph. Torch is asked at
-evenly spaced budgets; at every peak that it reaches, its best plan within that peak is compared with the one
-that `highest_within` finds, the search behind `checkpoint_policy(peak=...)`. The backward runs as torch lays
-it out (`reordering_to_mimic_autograd_engine`): what runs again does so right before its first reader. Live
-bytes are counted storage by storage, no fusion, gradients included; a saved storage goes after its last
-reader. `asked` is a share for torch and a peak in bytes for us. The last row of a model has the geometric
-mean of torch's FLOPs over ours, and the lowest peaks of both.
+The backward is a compiled one, laid out as torch does (`reordering_to_mimic_autograd_engine`): what runs
+again does so right before its first reader. Live bytes are counted storage by storage, no fusion; a saved
+storage goes after its last reader; parameters, the model's input, its result and the result's gradient live
+outside. With `gradients` "held" parameters' gradients stay once made; with "added" they are added to buffers
+that live before, as where gradients are accumulated, and go.
+
+Torch is asked at evenly spaced budgets. At every peak that it reaches, its best plan within that peak is
+compared with the best of ours: that of `plan_chain` over attention and MLP halves, that of
+`highest_within`, the search behind `checkpoint_policy(peak=...)`, over the whole model as one region, and
+torch's own plan where neither is better, as in that policy. `bound_flops` is what no schedule within that
+peak can recompute less than (`planner_bound.py`), and `bound_ratio` torch's FLOPs over that. The last row
+has the geometric means of both ratios, and the lowest peaks; `eager` is for the eager engine, which
+recomputes a whole region before its backward.
 """
 
 from __future__ import annotations
@@ -22,41 +28,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from planner_models import MODELS, GPTBlock, Stack, joint
+from planner_bound import Bound
+from planner_models import MODELS, built, gpt, joint, llama
 
 from remat.plan import Flops
+from remat.plan.chain_plan import Task, trace
+from remat.plan.chain_search import best_parts
 from remat.plan.costs import flops_of
 from remat.plan.hull import hull
-from remat.plan.peak import highest_within, live_bytes
+from remat.plan.peak import compiled_order, highest_within, live_bytes
 from remat.plan.problem import Solution, complete
 from remat.plan.solve import solve
 from remat.plan.torch_plans import compiled_problem, torch_plan
-from remat.transforms._joint import Joint, Op
+from remat.transforms._errors import RematError
 
-MODELS["GPT 16"] = lambda: (Stack(lambda: GPTBlock(1024, 16), 16), [(4, 2048, 1024)], [])
-
-
-def backward(graph: Joint, saved: frozenset[int], late: frozenset[int]) -> list[Op]:
-    """The ops of the compiled backward in order."""
-    done: set[int] = set()
-    order: list[Op] = []
-
-    def run(position: int) -> None:
-        todo = [position]
-        while todo:
-            op = graph.ops[todo[-1]]
-            makers = {graph.values[v].producer for v in op.reads if v not in saved}
-            missing = [m for m in makers if m >= 0 and m not in done]
-            if missing:
-                todo += sorted(missing, reverse=True)
-                continue
-            if (last := todo.pop()) not in done:
-                done.add(last)
-                order.append(op)
-
-    for position in sorted(late):
-        run(position)
-    return order
+MODELS |= {"GPT 16": lambda: gpt(16), "Llama 16 x 4": lambda: llama(16, batch=4)}
 
 
 class Search:
@@ -67,74 +53,129 @@ class Search:
         self.compiled = compiled_problem(self.graph, Flops())
         corners = hull(self.compiled.problem)
         self.low, self.high = corners[0].bytes, corners[-1].bytes
-        self.ours = functools.cache(self._ours)
+        self.solved = functools.cache(self._solved)
+        self.model, (self.x,), self.shared = built(name)
+        self.stages = [f for block in self.model.blocks for f in (block.attend, block.feed)]  # type: ignore
+        self.traced = trace(self.stages, self.x, tuple(self.shared))
 
-    def row(self, planner: str, asked: float, found: Solution) -> dict[str, Any]:
-        """One plan: FLOPs run again, and the most bytes live in the backward."""
-        ops = backward(self.graph, found.saved, self.compiled.late)
-        values = self.graph.values
-        kept = {values[v].storage for v in found.saved if values[v].producer >= 0}
-        results = {values[v].storage for v in self.graph.gradients}
-        return {
-            "model": self.name,
-            "planner": planner,
-            "asked": asked,
-            "kept_bytes": found.bytes,
-            "peak_bytes": live_bytes(self.graph, ops, start=kept, forever=results),
-            "flops": sum(flops_of(self.graph, op) for op in ops if op.forward),
-        }
-
-    def _ours(self, budget: int) -> dict[str, Any]:
-        return self.row("remat", budget, solve(self.compiled.problem, budget, time_limit=0.5).solution)
-
-    def theirs(self, count: int) -> Iterator[dict[str, Any]]:
+    def theirs(self, count: int) -> Iterator[tuple[float, Solution]]:
         """Torch's plans at evenly spaced budgets."""
         for k in range(count + 1):
             saved = self.compiled.saved(set(torch_plan(self.graph, k / count).values))
             found = complete(self.compiled.problem, saved)
             if found is not None:
-                yield self.row("torch dp", round(k / count, 4), found)
+                yield round(k / count, 4), found
 
-    def within(self, limit: int) -> dict[str, Any]:
-        """Our plan for a peak, as `checkpoint_policy(peak=...)` looks for it."""
-        return highest_within(limit, self.low, self.high, self.ours, lambda row: row["peak_bytes"])
+    def _solved(self, budget: int) -> Solution:
+        return solve(self.compiled.problem, budget, time_limit=0.5).solution
 
-    def lowest(self) -> int:
-        """The lowest peak of ours on the grid of that search."""
-        grid = (self.low + (self.high - self.low) * k // 64 for k in range(65))
-        return min(self.ours(budget)["peak_bytes"] for budget in grid)
+    def chain(self, **options: bool) -> Task:
+        """The same model as a chain of halves."""
+        return Task(self.stages, self.traced, Flops(), **options)
 
 
-def compare(search: Search, count: int) -> list[dict[str, Any]]:
+class Peaks:
+    """Peaks with parameters' gradients held, or added to what is there."""
+
+    def __init__(self, search: Search, held: bool) -> None:
+        self.search, self.graph, self.held = search, search.graph, held
+        values = self.graph.values
+        pairs = zip(self.graph.gradients, self.graph.differentiated, strict=True)
+        self.forever = {values[g].storage for g, v in pairs if held or values[v].origin != "parameter"}
+        self.chains = {c: search.chain(compiled=c, accumulating=not held).chain for c in (True, False)}
+        self.x = self.chains[True].stages[0].input
+        self.bound = Bound(self.graph, self.forever)
+        self.ours = functools.cache(lambda budget: self.row("remat region", budget, search.solved(budget)))
+
+    def row(self, planner: str, asked: float, found: Solution) -> dict[str, Any]:
+        """A plan of the whole model as one region: FLOPs run again, most bytes live in the backward."""
+        graph, late = self.graph, self.search.compiled.late
+        ops = compiled_order(graph, found.saved, late)
+        kept = {graph.values[v].storage for v in found.saved if graph.values[v].producer >= 0}
+        peak = live_bytes(graph, ops, start=kept, forever=self.forever)
+        flops = sum(flops_of(graph, op) for op in ops if op.forward)
+        return self.line(planner, asked, found.bytes, peak, flops)
+
+    def line(self, planner: str, asked: float, kept: int, peak: int, flops: float) -> dict[str, Any]:
+        gradients = "held" if self.held else "added"
+        return {
+            "model": self.search.name,
+            "gradients": gradients,
+            "planner": planner,
+            "asked": asked,
+            "kept_bytes": kept,
+            "peak_bytes": peak,
+            "flops": flops,
+        }
+
+    def chained(self, limit: int, compiled: bool = True) -> dict[str, Any] | None:
+        """The plan of `plan_chain` within a peak."""
+        # To a chain its input counts.
+        chain = self.chains[compiled]
+        parts = best_parts(chain, limit + self.x)
+        if parts is None:
+            return None
+        kept, peak = sum(map(chain.kept, parts)), chain.peak(parts) - self.x
+        return self.line(f"remat chain{'' if compiled else ', eager'}", limit, kept, peak, chain.flops(parts))
+
+    def within(self, limit: int, torchs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The best of the portfolio within a peak; the first of those that are equal."""
+        found = [self.chained(limit)]
+        try:
+            found.append(highest_within(limit, self.search.low, self.search.high, self.ours, _peak))
+        except RematError:
+            pass
+        found += [row for row in torchs if row["peak_bytes"] <= limit]
+        best = min((row for row in found if row is not None), key=lambda row: row["flops"])
+        return best | {"asked": limit, "bound_flops": self.bound.flops(limit)}
+
+
+def _peak(row: dict[str, Any]) -> int:
+    return row["peak_bytes"]
+
+
+def compare(peaks: Peaks, plans: Sequence[tuple[float, Solution]]) -> list[dict[str, Any]]:
     """All plans, and the summary."""
-    torchs = list(search.theirs(count))
-    ratios, free, rows = [], 0, list(torchs)
+    torchs = [peaks.row("torch dp", asked, found) for asked, found in plans]
+    rows, free = list(torchs), 0
     for limit in sorted({row["peak_bytes"] for row in torchs}):
         theirs = min(row["flops"] for row in torchs if row["peak_bytes"] <= limit)
-        ours = search.within(limit)
-        rows.append(ours | {"asked": limit, "planner": "remat within that peak"})
-        if theirs and not ours["flops"]:
-            free += 1
-        elif theirs:
-            ratios.append(theirs / ours["flops"])
-    mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else float("nan")
+        ours = peaks.within(limit, torchs)
+        if theirs and ours["flops"]:
+            ours["ratio"] = round(theirs / ours["flops"], 4)
+            ours["bound_ratio"] = round(theirs / ours["bound_flops"], 4) if ours["bound_flops"] else math.inf
+        else:
+            free += bool(theirs)
+        rows.append(ours)
+    ratios = [row["ratio"] for row in rows if "ratio" in row]
+    lowest = {c: chain.lowest() - peaks.x for c, chain in peaks.chains.items()}
+    rows += [row for row in (peaks.chained(lowest[True]), peaks.chained(lowest[False], False)) if row]
     summary = {
-        "model": search.name,
+        "model": peaks.search.name,
+        "gradients": "held" if peaks.held else "added",
         "planner": "ratio",
-        "ratio_geomean": round(mean, 4),
-        "ratio_min": round(min(ratios), 4) if ratios else "",
-        "ratio_max": round(max(ratios), 4) if ratios else "",
+        "ratio": _mean(ratios),
+        "bound_ratio": _mean([row["bound_ratio"] for row in rows if "bound_ratio" in row]),
+        "ratio_min": min(ratios, default=""),
+        "ratio_max": max(ratios, default=""),
         "peaks": len(ratios),
         "peaks_where_ours_runs_nothing_again": free,
-        "torch_lowest_peak": min(row["peak_bytes"] for row in torchs),
-        "remat_lowest_peak": search.lowest(),
+        "torch_lowest_peak": min(map(_peak, torchs)),
+        "remat_lowest_peak": lowest[True],
+        "remat_lowest_peak_eager": lowest[False],
+        "bound_lowest_peak": peaks.bound.lowest,
     }
     return [*rows, summary]
 
 
+def _mean(ratios: Sequence[float]) -> Any:
+    return round(math.exp(sum(map(math.log, ratios)) / len(ratios)), 4) if ratios else ""
+
+
 COLUMNS: Sequence[str] = (
-    "model planner asked kept_bytes peak_bytes flops ratio_geomean ratio_min ratio_max peaks "
-    "peaks_where_ours_runs_nothing_again torch_lowest_peak remat_lowest_peak torch"
+    "model gradients planner asked kept_bytes peak_bytes flops bound_flops ratio bound_ratio ratio_min "
+    "ratio_max peaks peaks_where_ours_runs_nothing_again torch_lowest_peak remat_lowest_peak "
+    "remat_lowest_peak_eager bound_lowest_peak torch"
 ).split()
 
 
@@ -143,7 +184,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "planner_peak.csv")
-    parser.add_argument("--models", nargs="*", default=["GPT 16", "Llama 16"], choices=list(MODELS))
+    names = ["GPT 16", "Llama 16", "Llama 16 x 4"]
+    parser.add_argument("--models", nargs="*", default=names, choices=list(MODELS))
     parser.add_argument("--budgets", type=int, default=40)
     options = parser.parse_args()
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -151,10 +193,13 @@ def main() -> None:
         writer = csv.DictWriter(file, COLUMNS, restval="")
         writer.writeheader()
         for name in options.models:
-            rows = compare(Search(name), options.budgets)
-            writer.writerows(row | {"torch": torch.__version__} for row in rows)
-            file.flush()
-            print(rows[-1], flush=True)
+            search = Search(name)
+            plans = list(search.theirs(options.budgets))
+            for held in (True, False):
+                rows = compare(Peaks(search, held), plans)
+                writer.writerows(row | {"torch": torch.__version__} for row in rows)
+                file.flush()
+                print(rows[-1], flush=True)
 
 
 if __name__ == "__main__":

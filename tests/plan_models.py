@@ -1,8 +1,11 @@
-"""Blocks that several planner tests share."""
+"""Blocks that several planner tests share, and what is measured of them."""
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from remat.flops import known_flops
+from tests.helpers import LiveBytes
 
 
 class GPTBlock(nn.Module):
@@ -84,3 +87,19 @@ class MLP(nn.Module):
 
     def forward(self, x):
         return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), self.dropout, self.training)
+
+
+class Watch(LiveBytes):
+    """The most bytes alive at once, and FLOPs by the planner's formulas."""
+
+    def __init__(self):
+        super().__init__()
+        self.peak = self.flops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        outs = out if isinstance(out, (tuple, list)) else (out,)
+        self.peak = max(self.peak, self.bytes)
+        found = known_flops(func, args, kwargs or {}, outs, lambda x: isinstance(x, torch.Tensor))
+        self.flops += found or 0
+        return out

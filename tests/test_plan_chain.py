@@ -7,13 +7,18 @@ import re
 import pytest
 import torch
 
+from benchmarks.dry import Live
+from benchmarks.planner_models import MODELS, built, gpt
 from remat.plan import Flops, plan_chain
 from remat.plan.chain import Chain, Part
 from remat.plan.chain_search import best_parts
 from remat.plan.stages import Choice, Stage
 from remat.transforms._errors import RematError
-from tests.helpers import LiveBytes
-from tests.plan_models import MLP, Attention
+from tests.plan_models import MLP, Attention, Watch
+
+MODELS["GPT 16"] = lambda: gpt(16)
+# Of torch 2.13 (`benchmarks/results/planner_peak.csv`).
+TORCH_LOWEST = 822_118_784
 
 # -- the search, on numbers ---------------------------------------------------------------------------------
 
@@ -88,24 +93,6 @@ def test_no_parts_are_better_than_those_found(seed):
 # -- the engine ---------------------------------------------------------------------------------------------
 
 
-class Watch(LiveBytes):
-    """The most bytes alive at once, and FLOPs by the planner's formulas."""
-
-    def __init__(self):
-        super().__init__()
-        self.peak = self.flops = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        from remat.flops import known_flops
-
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        outs = out if isinstance(out, (tuple, list)) else (out,)
-        self.peak = max(self.peak, self.bytes)
-        found = known_flops(func, args, kwargs or {}, outs, lambda x: isinstance(x, torch.Tensor))
-        self.flops += found or 0
-        return out
-
-
 def halves(count=3, width=32, dropout=0.0):
     torch.manual_seed(0)
     stages = [m for _ in range(count) for m in (Attention(width, 4, dropout), MLP(width, dropout))]
@@ -126,7 +113,8 @@ def gradients(fn, stages, x):
         stage.zero_grad(set_to_none=True)
     x = x.detach().clone().requires_grad_()
     fn(x).square().sum().backward()
-    return [x.grad, *(p.grad for stage in stages for p in stage.parameters())]
+    found = [x.grad, *(p.grad for stage in stages for p in stage.parameters())]
+    return [grad for grad in found if grad is not None]
 
 
 def lowest_of(stages, x, **options):
@@ -170,6 +158,21 @@ def test_the_lowest_peak_takes_nested_regions():
     assert nested and "recomputed as a whole from its input, then\n    " in str(plan)
     every_half = plan_chain(stages, x, peak="1GiB").default_bytes
     assert plan.kept_bytes < every_half / 5
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_sixteen_gpt_blocks_in_full_size():
+    """On the engine, with fake tensors: a peak a fifth below the lowest of torch's memory budgets."""
+    model, (x,), _ = built("GPT 16")
+    blocks: list = list(model.get_submodule("blocks").children())
+    stages = [half for block in blocks for half in (block.attend, block.feed)]
+    plan = plan_chain(stages, x, peak=TORCH_LOWEST * 4 // 5 + x.nbytes, cost="flops")
+    with Live() as live:
+        live.known.add(x.untyped_storage())
+        y = plan(x)
+        y.backward(torch.empty_like(y))
+    # The user holds the result and its gradient; the input was there before.
+    assert live.peak - 2 * y.nbytes <= plan.peak_bytes - x.nbytes <= TORCH_LOWEST * 4 // 5
 
 
 def test_a_wider_peak_never_costs_more():

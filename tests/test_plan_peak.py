@@ -1,14 +1,20 @@
 """Budgets on the peak: simulated live bytes through forward and backward."""
 
+import re
+
 import pytest
 import torch
 
 from remat import checkpoint_policy, remat
-from remat.plan import BudgetPolicy, Plan, plan_model
-from remat.plan.peak import highest_within
+from remat.plan import BudgetPolicy, Flops, Plan, plan_model
+from remat.plan.cache import graph_of
+from remat.plan.peak import highest_within, profile, step_peak
+from remat.plan.policy import plan_graph
+from remat.plan.problem import complete
+from remat.plan.torch_plans import candidates
 from remat.policies import Policy
 from remat.transforms._errors import RematError
-from tests.plan_models import GPTBlock
+from tests.plan_models import GPTBlock, Watch
 
 
 def budgeted(policy: Policy) -> BudgetPolicy:
@@ -16,23 +22,57 @@ def budgeted(policy: Policy) -> BudgetPolicy:
     return policy
 
 
-def deep():
-    return torch.nn.Sequential(*[GPTBlock(32, 4) for _ in range(3)]), torch.randn(
-        2, 8, 32, requires_grad=True
-    )
+def deep(batch=2):
+    model = torch.nn.Sequential(*[GPTBlock(32, 4) for _ in range(3)])
+    return model, torch.randn(batch, 32, 32, requires_grad=True)
+
+
+def compiled_plan(model, x, **options):
+    """The plan for a region in compiled code."""
+    return plan_graph(graph_of(model, (x * 1,)), BudgetPolicy(**options), "deep", compiled=True)
 
 
 def test_a_wider_peak_never_recomputes_more():
-    model, x = deep()
-    low, high = (BudgetPolicy(b).plan(model, x * 1) for b in (0, 1.0))
-    plans = []
-    for peak in range(low.peak_bytes, high.peak_bytes + 16384, 16384):
-        plans.append(budgeted(checkpoint_policy(peak=peak)).plan(model, x * 1))
-        assert plans[-1].peak_bytes <= peak
+    model, x = deep(8)
+    low, high = (compiled_plan(model, x, budget=b) for b in (0, 1.0))
+    peaks = range(high.peak_bytes * 6 // 10, high.peak_bytes + 1, high.peak_bytes // 8)
+    plans = [compiled_plan(model, x, budget=1.0, peak=peak) for peak in (*peaks, high.peak_bytes)]
+    assert all(plan.peak_bytes <= peak for plan, peak in zip(plans, peaks, strict=False))
     costs = [plan.cost for plan in plans]
-    assert costs == sorted(costs, reverse=True)
+    assert costs == sorted(costs, reverse=True) and low.cost >= costs[0]
     assert costs[0] > costs[len(costs) // 2] > costs[-1] == 0
     assert plans[-1].kept_bytes == high.kept_bytes
+
+
+def test_in_eager_a_region_runs_again_as_a_whole():
+    """Whatever it keeps, its own peak is that of all its values; what it keeps matters to other regions."""
+    model, x = deep(8)
+    peaks = [BudgetPolicy(b).plan(model, x * 1).peak_bytes for b in (0, 0.4, 0.8)]
+    assert max(peaks) < 1.01 * min(peaks)
+    for budget, planned in zip((0, 0.4, 0.8), peaks, strict=True):
+        region = remat(model, policy=checkpoint_policy(budget=budget))
+        y = region(given := x * 1)
+        seed = torch.ones_like(y)
+        with Watch() as watch:
+            y.backward(seed)
+        # What lived before the backward is among the bytes of the plan, and goes as the backward reads it.
+        kept = BudgetPolicy(budget).plan(model, given).kept_bytes
+        assert watch.peak <= planned <= watch.peak + kept + seed.nbytes
+        model.zero_grad(set_to_none=True)
+
+
+def test_torchs_plans_compete_for_a_peak():
+    """At every peak that torch's own plans reach the plan is no dearer than theirs."""
+    model, x = deep(8)
+    graph = graph_of(model, (x * 1,))
+    problem = graph.problem(Flops())
+    for share in (0.1, 0.3):
+        for _, saved in candidates(graph, int(share * graph.kept_by_default)):
+            theirs = complete(problem, saved)
+            assert theirs is not None
+            peak = step_peak([profile(graph, theirs, compiled=True)])
+            ours = compiled_plan(model, x, budget=1.0, peak=peak, cost="flops")
+            assert ours.cost <= theirs.cost and ours.peak_bytes <= peak
 
 
 def test_peaks_that_do_not_rise_with_the_budget():
@@ -83,8 +123,12 @@ def test_a_model_plan_within_a_peak():
     plans = [plan_model(through, x, peak=p) for p in range(low, high, (high - low) // 6)]
     costs = [plan.cost for plan in plans]
     assert costs == sorted(costs, reverse=True) and costs[0] > costs[-1]
-    with pytest.raises(RematError, match=f"lowest that was found is {low:,} bytes"):
-        plan_model(through, x, peak=low - 1)
+    with pytest.raises(RematError, match="lowest that was found is") as error:
+        plan_model(through, x, peak=1000)
+    lowest = int(re.findall(r"peak=(\d+)", str(error.value))[0])
+    assert lowest <= low and plan_model(through, x, peak=lowest).peak_bytes == lowest
+    with pytest.raises(RematError, match=f"lowest that was found is {lowest:,} bytes"):
+        plan_model(through, x, peak=lowest - 1)
 
 
 @pytest.mark.parametrize(

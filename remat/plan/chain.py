@@ -120,11 +120,11 @@ class Chain:
         return self.nothing(part.start, part.stop) if part.parts else self.choice(part).forward
 
     def _nothing(self, start: int, stop: int) -> int:
-        """The most live in a forward that keeps nothing; the first input lives outside."""
+        """The most live in a forward that keeps nothing but its input, which is included."""
         one = self.stages[stop - 1]
         if stop == start + 1:
             return one.choices[0].forward
-        return max(self.nothing(start, stop - 1), one.input + one.choices[0].forward)
+        return max(self.nothing(start, stop - 1), self.stages[start].input + one.choices[0].forward)
 
     def _backward(self, part: Part) -> int:
         """The most live in the backward of a part, over its input."""
@@ -133,7 +133,7 @@ class Chain:
         *before, last = part.parts
         held = most = 0
         for one in before:
-            most = max(most, held + self._forward(one))
+            most = max(most, held + self._forward(one) - self.stages[one.start].input)
             held += self.beyond(one)
         most = max(most, held + self.leanest(last.start, last.stop))
         made = self.gradients(last.start, last.stop)
@@ -154,7 +154,7 @@ class Chain:
 
     # -- the lowest peak -----------------------------------------------------------------------------------
 
-    def lowest(self) -> int:
+    def lowest(self, *, nested: bool = True) -> int:
         """The lowest peak of all."""
         count = len(self.stages)
         least = [0] * (count + 1)
@@ -165,6 +165,8 @@ class Chain:
                 found += [
                     max(c.kept + least[stop], behind + c.backward, c.forward) for c in self.plans(i, stop)
                 ]
+                if not nested:
+                    continue
                 again = behind + kept + self._least_inside(i, stop)
                 found.append(max(kept + least[stop], again, self.nothing(i, stop)))
             least[i] = min(found)
@@ -174,11 +176,12 @@ class Chain:
         """The fewest bytes over their input in which stages run again and backward."""
         found = [self.leanest(start, stop)] if self.plans(start, stop) else []
         for cut in range(start + 1, stop):
-            first = max(self._least_inside(start, cut) + self.gradients(cut, stop), self.nothing(start, cut))
+            forward = self.nothing(start, cut) - self.stages[start].input
+            first = max(self._least_inside(start, cut) + self.gradients(cut, stop), forward)
             found.append(max(first, self.stages[cut].input + self._least_inside(cut, stop)))
         if stop > start + 1:
             one = Part(start, start + 1)
             behind = self._backward(one) + self.gradients(start + 1, stop)
             rest = self.beyond(one) + self._least_inside(start + 1, stop)
-            found.append(max(behind, rest, self._forward(one)))
+            found.append(max(behind, rest, self._forward(one) - self.stages[start].input))
         return min(found)

@@ -96,6 +96,7 @@ def plan_chain(
     cost: str | CostModel = "roofline",
     device: Any = None,
     compiled: bool = False,
+    accumulating: bool = False,
 ) -> ChainPlan:
     """Plan regions for `x = stage(x, *args)` over all stages, within a peak of live bytes.
 
@@ -113,6 +114,8 @@ def plan_chain(
         cost, device: as for `BudgetPolicy`.
         compiled: plan for a backward under `torch.compile`, where what runs again does so right before its
             first reader. In eager a region runs again as a whole when its backward begins.
+        accumulating: parameters have their `.grad` before the step: what the step makes is added to it and
+            goes at once.
 
     Returns:
         A function of (x, *args) that carries the plan out.
@@ -135,7 +138,7 @@ def plan_chain(
     if not stages:
         raise RematError("plan_chain got no stages: write plan_chain([block1, block2], x, peak='20GiB').")
     limit, model = check_peak(peak), cost_model(cost, device)
-    task = _Task(list(stages), _graphs(stages, x, args), model, compiled)
+    task = Task(list(stages), trace(stages, x, args), model, compiled, accumulating)
     parts = best_parts(task.chain, limit)
     if parts is None:
         lowest = task.chain.lowest()
@@ -147,7 +150,7 @@ def plan_chain(
     return task.plan(parts, time.perf_counter() - start)
 
 
-class _Task:
+class Task:
     """The stages of a chain, traced and measured, equal ones once."""
 
     def __init__(
@@ -155,9 +158,11 @@ class _Task:
         stages: list[Callable[..., Any]],
         graphs: tuple[list[Graph], list[Graph]],
         model: CostModel,
-        compiled: bool,
+        compiled: bool = False,
+        accumulating: bool = False,
     ) -> None:
-        self.stages, self.model, self.compiled = stages, model, compiled
+        self.stages, self.model = stages, model
+        self.options = {"compiled": compiled, "accumulating": accumulating}
         self.graphs, self.pairs = graphs
         self.measured: dict[Any, Any] = {}
         count = len(stages)
@@ -174,7 +179,7 @@ class _Task:
     def _once(self, what: str, graph: Graph, last: bool, of: Callable[[Measure], Any]) -> Any:
         key = what, last, graph.signature
         if key not in self.measured:
-            self.measured[key] = of(Measure(graph, self.model, last=last, compiled=self.compiled))
+            self.measured[key] = of(Measure(graph, self.model, last=last, **self.options))
         return self.measured[key]
 
     def plan(self, parts: tuple[Part, ...], seconds: float) -> ChainPlan:
@@ -253,7 +258,7 @@ def _sequence(functions: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
     return run
 
 
-def _graphs(stages: Stages, x: Any, args: tuple[Any, ...]) -> tuple[list[Graph], list[Graph]]:
+def trace(stages: Stages, x: Any, args: tuple[Any, ...]) -> tuple[list[Graph], list[Graph]]:
     """The joint graphs of the stages and of pairs of neighbours."""
     leaves, spec = pytree.tree_flatten((x, args))
     mode = _torch.fake_mode(leaves)

@@ -17,10 +17,13 @@ from remat.transforms import _torch
 _CELLS = 1 << 15
 
 
-def best_parts(chain: Chain, limit: int) -> tuple[Part, ...] | None:
-    """The cheapest parts found that keep within a peak of `limit` bytes; None where there are none."""
+def best_parts(chain: Chain, limit: int, *, nested: bool = True) -> tuple[Part, ...] | None:
+    """The cheapest parts found that keep within a peak of `limit` bytes; None where there are none.
+
+    Where they are not to be `nested`, every part is a region of its own.
+    """
     with _torch.outside_all_modes():
-        return _Search(chain, limit).parts()
+        return _Search(chain, limit, nested).parts()
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,8 @@ class _Way:
 
 
 class _Search:
-    def __init__(self, chain: Chain, limit: int) -> None:
+    def __init__(self, chain: Chain, limit: int, nested: bool) -> None:
+        self.nested = nested
         self.chain, self.stages, self.limit = chain, chain.stages, limit
         self.count = len(self.stages)
         self.cell = max(1, -(-limit // _CELLS))
@@ -100,22 +104,22 @@ class _Search:
             for k, choice in enumerate(chain.plans(start, stop)):
                 least = max(choice.backward + behind, choice.forward)
                 yield _Way(Part(start, stop, k), choice.cost, least, choice.kept)
-            if stop > start + 1:
+            if self.nested and stop > start + 1:
                 part = Part(start, stop)
                 yield _Way(part, 0.0, chain.nothing(start, stop), held, again=held + behind)
 
     def _again(self, start: int, stop: int) -> Iterator[_Way]:
         """What may begin at a stage when it runs again, its input being there."""
-        chain = self.chain
+        chain, held = self.chain, self.stages[start].input
         for choice in chain.plans(start, stop)[:1]:
             yield _Way(Part(start, stop), choice.cost, chain.leanest(start, stop), 0, stop)
         for cut in range(start + 1, stop):
             part, behind, taken = Part(start, cut), chain.gradients(cut, stop), self.stages[cut].input
-            cost, least = chain.whole(start, cut), chain.nothing(start, cut)
+            cost, least = chain.whole(start, cut), chain.nothing(start, cut) - held
             yield _Way(part, cost, least, taken, stop, behind)
             if cut == start + 1:
                 plain = self.stages[start].plain
-                least = max(plain.backward - self.stages[start].input + behind, plain.forward)
+                least = max(plain.backward + behind, plain.forward) - held
                 yield _Way(part, cost, least, chain.beyond(part), stop)
 
     # -- prices --------------------------------------------------------------------------------------------

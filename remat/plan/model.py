@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,12 +16,16 @@ import torch.utils._pytree as pytree
 
 from remat.plan.budget import check_budget, check_peak
 from remat.plan.cache import graph_of
+from remat.plan.chain import Chain
+from remat.plan.chain_search import best_parts
 from remat.plan.costs import CostModel, cost_model
 from remat.plan.graph import Graph
-from remat.plan.peak import highest_within, profile, step_peak
+from remat.plan.hull import bound, hull
+from remat.plan.peak import OutOfReach, highest_within, profile, step_peak
 from remat.plan.plan import Plan, size_text
-from remat.plan.problem import INF, Problem, Solution, keep_all
+from remat.plan.problem import INF, Problem, Solution, complete, keep_all
 from remat.plan.solve import Solved, least, solve
+from remat.plan.stages import Measure, Stage
 from remat.transforms import _torch
 from remat.transforms._errors import RematError
 
@@ -175,13 +181,16 @@ class _Task:
         time_limit: float,
     ) -> None:
         self.fn, self.graphs, self.unit, self.time_limit = fn, graphs, model.unit, time_limit
+        self.model = model
         self.parts = [graph.problem(model, keep_heavy=free) for _, graph in graphs]
         self.whole = union(self.parts)
         self.default = sum(graph.kept_by_default for _, graph in graphs)
 
     def plan(self, budget: int) -> ModelPlan:
         """The cheapest plan that keeps at most `budget` bytes."""
-        solved = solve(self.whole, budget, time_limit=self.time_limit)
+        return self._model_plan(solve(self.whole, budget, time_limit=self.time_limit), budget)
+
+    def _model_plan(self, solved: Solved, budget: int) -> ModelPlan:
         pieces = split(self.parts, solved.solution)
         peak = step_peak(
             [profile(graph, piece) for (_, graph), piece in zip(self.graphs, pieces, strict=True)]
@@ -208,7 +217,40 @@ class _Task:
     def within_peak(self, limit: int) -> ModelPlan:
         """The cheapest plan found whose simulated peak is within `limit`."""
         low = least(self.whole).bytes
-        return highest_within(limit, low, max(self.default, low), self.plan, lambda plan: plan.peak_bytes)
+        found = [self._chained(limit)]
+        lowest = self.chain.lowest(nested=False)
+        try:
+            high = max(self.default, low)
+            found.append(highest_within(limit, low, high, self.plan, lambda plan: plan.peak_bytes))
+        except OutOfReach as error:
+            lowest = min(lowest, error.lowest)
+        plans = [plan for plan in found if plan is not None]
+        if not plans:
+            raise OutOfReach(limit, lowest)
+        return min(plans, key=lambda plan: plan.cost)
+
+    @cached_property
+    def chain(self) -> Chain:
+        """The regions in the order in which they are called, equal ones measured once."""
+        made: dict[Any, Stage] = {}
+        for _, graph in self.graphs:
+            if graph.signature not in made:
+                made[graph.signature] = Measure(graph, self.model).stage()
+        return Chain([made[graph.signature] for _, graph in self.graphs])
+
+    def _chained(self, limit: int) -> ModelPlan | None:
+        """The plan of the search that knows when kept bytes go (`chain_search`); None where it finds none."""
+        start = time.perf_counter()
+        parts = best_parts(self.chain, limit, nested=False)
+        if parts is None:
+            return None
+        pieces = [
+            complete(part, self.chain.choice(one).saved) for part, one in zip(self.parts, parts, strict=True)
+        ]
+        solution = joined(self.parts, [piece for piece in pieces if piece is not None])
+        floor = bound(hull(self.whole, around=solution.bytes), solution.bytes)
+        solved = Solved(solution, min(floor, solution.cost), "chain", time.perf_counter() - start)
+        return self._model_plan(solved, solution.bytes)
 
 
 def _bytes(budget: float | int | str, problem: Problem, default: int) -> int:
@@ -279,3 +321,16 @@ def split(parts: Sequence[Problem], solution: Solution) -> list[Solution]:
         pieces.append(Solution(saved, replayed, size, sum(part.cost[o] for o in replayed)))
         ops, values = ops + len(part.cost), values + len(part.producer)
     return pieces
+
+
+def joined(parts: Sequence[Problem], pieces: Sequence[Solution]) -> Solution:
+    """The other way round: solutions of each part as one of `union(parts)`."""
+    ops = values = 0
+    saved: set[int] = set()
+    replayed: set[int] = set()
+    for part, piece in zip(parts, pieces, strict=True):
+        saved |= {v + values for v in piece.saved}
+        replayed |= {o + ops for o in piece.replayed}
+        ops, values = ops + len(part.cost), values + len(part.producer)
+    total = sum(piece.bytes for piece in pieces), sum(piece.cost for piece in pieces)
+    return Solution(frozenset(saved), frozenset(replayed), *total)

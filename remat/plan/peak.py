@@ -1,7 +1,8 @@
 """Live bytes through a step, simulated from the joint graphs: what a byte budget means for the peak.
 
-The model is that of the eager engine. Between passes a region holds what its plan keeps. In its backward it
-first goes through its forward again, then differentiates; what it kept goes when it is through.
+The model is that of the engine. Between passes a region holds what its plan keeps. In its backward it
+first goes through its forward again, then differentiates; what it kept goes as it is read. In a compiled
+backward what runs again does so right before its first reader.
 A storage lives from the op that allocates it to its last reader. Allocator rounding and workspaces inside
 kernels are not counted, nor what lives before the step (parameters, inputs).
 """
@@ -28,7 +29,8 @@ class Profile:
     Attributes:
         kept: between its forward and its backward.
         forward: the most that is live at once in its forward, results and kept values included.
-        backward: the most in its recomputation and backward, kept values and gradients included.
+        backward: the most in its recomputation and backward: kept values, the gradients of its results and
+            those that it makes included.
         gradients: of parameters and captured tensors, which outlive the backward.
     """
 
@@ -38,25 +40,40 @@ class Profile:
     gradients: int
 
 
-def profile(graph: Graph, solution: Solution) -> Profile:
+def profile(graph: Graph, solution: Solution, *, compiled: bool = False) -> Profile:
     """Simulate one region that keeps `solution.saved` (as `Graph.problem` numbers it)."""
-    joint = graph.joint
-    count = len(graph.ops)
-    kept = {s for k in solution.saved if k < count for s in _fresh(joint, graph.ops[k], k)}
-    last = max((k for k in solution.replayed if k < count), default=-1)
-    # The engine gives memory to the results of ops that it skips, too: the user's code may look at them.
-    again = graph.ops[: last + 1]
+    joint, kept = graph.joint, fresh(graph, solution.saved)
+    order = backward_order(graph, solution.saved, solution.replayed, compiled)
     results = {joint.values[v].storage for v in joint.results}
+    tangents = {v.storage for v in joint.values if v.origin == "tangent"}
     gradients = {joint.values[v].storage for v in joint.gradients}
     forward = live_bytes(joint, graph.ops, start=set(), forever=kept | results)
-    backward = live_bytes(joint, [*again, *joint.backward], start=set(kept), forever=kept | gradients)
-    owned = sum(joint.storages[s] for s in gradients)
+    backward = live_bytes(joint, order, start=kept | tangents, forever=gradients)
+    owned = sum(joint.storages[s] for s in gradients_left(joint))
     inputs = solution.bytes - sum(joint.storages[s] for s in kept)
     return Profile(solution.bytes, forward + inputs, backward + inputs, owned)
 
 
-def _fresh(joint: Joint, op: Op, position: int) -> set[int]:
-    return {s for o in op.outputs if joint.owner[s := joint.values[o].storage] == position}
+def backward_order(graph: Graph, saved: Set[int], replayed: Set[int], compiled: bool) -> list[Op]:
+    """The ops of a region's backward in order, those that run again included."""
+    joint, ops = graph.joint, graph.ops
+    if not compiled:
+        return [*(ops[k] for k in sorted(replayed) if k < len(ops)), *joint.backward]
+    there = {o for k in saved if k < len(ops) for o in ops[k].outputs}
+    return compiled_order(joint, there, range(len(ops), len(joint.ops)))
+
+
+def fresh(graph: Graph, saved: Set[int]) -> set[int]:
+    """The storages that saved ops allocated."""
+    joint, ops = graph.joint, graph.ops
+    made = ((k, joint.values[o].storage) for k in saved if k < len(ops) for o in ops[k].outputs)
+    return {s for k, s in made if joint.owner[s] == k}
+
+
+def gradients_left(joint: Joint) -> set[int]:
+    """The storages of parameters' gradients, which outlive the backward."""
+    pairs = zip(joint.gradients, joint.differentiated, strict=True)
+    return {joint.values[g].storage for g, v in pairs if joint.values[v].origin == "parameter"}
 
 
 def live_bytes(joint: Joint, ops: Sequence[Op], start: set[int], forever: set[int]) -> int:
@@ -151,11 +168,20 @@ def highest_within(limit: int, low: int, high: int, plan: Callable[[int], T], pe
         lowest = peak(found) if lowest is None else min(lowest, peak(found))
         if peak(found) <= limit:
             return found if cell == _CELLS else _halve(limit, grid[cell], grid[cell + 1], found, plan, peak)
-    raise RematError(
-        f"A peak of {limit:,} bytes cannot be met by choosing what to keep: the lowest that was found is "
-        f"{lowest:,} bytes, what one region needs in its backward. Write peak={lowest} or more, or make the "
-        "regions (one block each) or the batch smaller."
-    )
+    assert lowest is not None
+    raise OutOfReach(limit, lowest)
+
+
+class OutOfReach(RematError):
+    """A peak that no choice of what to keep meets; `lowest` is the lowest that was found."""
+
+    def __init__(self, limit: int, lowest: int) -> None:
+        self.lowest = lowest
+        super().__init__(
+            f"A peak of {limit:,} bytes cannot be met by choosing what to keep: the lowest that was found is "
+            f"{lowest:,} bytes. Write peak={lowest} or more, make the regions (one block each) or the batch "
+            "smaller, or recompute more than once, with remat.plan.plan_chain."
+        )
 
 
 def _halve(

@@ -14,22 +14,27 @@ from remat.plan.budget import check_budget, check_peak, resolve
 from remat.plan.cache import graph_of
 from remat.plan.costs import CostModel, cost_model
 from remat.plan.graph import Graph
+from remat.plan.hull import bound, hull
 from remat.plan.model import meet
-from remat.plan.peak import highest_within, profile, step_peak
+from remat.plan.peak import OutOfReach, highest_within, profile, step_peak
 from remat.plan.plan import Plan
-from remat.plan.problem import Problem
+from remat.plan.problem import INF, Problem, Solution, complete
 from remat.plan.solve import Solved, least, solve
+from remat.plan.stages import frontier
 from remat.plan.torch_plans import candidates
 from remat.policies import Policy, save_everything
 from remat.policies._base import Numbered
-from remat.transforms import _capture, _ops, _torch
+from remat.transforms import _capture, _ops, _torch, _torch_compiler
 from remat.transforms._errors import RematError
 
 # Torch's planner takes seconds to import and to run: not asked where it could not do better than this.
 _PROVEN = 1e-3
+# Torch is asked for plans that keep these shares; a peak may be met by one of them only.
+_SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
 # Stands among the numbers of ops for the one that comes next.
 _NEXT = -1
 _PLANS: dict[Any, tuple[Graph, Plan]] = {}
+_RIVALS: dict[Any, tuple[Graph, list[tuple[int, str, Solution]]]] = {}
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,9 @@ class BudgetPolicy(Numbered):
         device: what `cost="roofline"` or "measured" is meant for; None means this machine's accelerator.
         time_limit: seconds for the exact solver; the plan's gap says what was proven by then.
         peak: the most bytes that may be live at once in the region's forward and backward, by simulation
-            (see `remat.plan.peak`), beside the budget; None means any.
+            (see `remat.plan.peak`), beside the budget; None means any. Of use in compiled code: in eager a
+            region runs again as a whole before its backward, so that its own peak hardly depends on what it
+            keeps; for the peak of many regions there are `plan_model` and `plan_chain`.
     """
 
     budget: float | int | str
@@ -68,11 +75,12 @@ class BudgetPolicy(Numbered):
 
     def _plan(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         graph = graph_of(fn, args, kwargs)
-        key = (id(graph), self)
+        compiled = self.peak is not None and _torch_compiler.is_tracing()
+        key = (id(graph), self, compiled)
         hit = _PLANS.get(key)
         if hit is None:
             name = getattr(fn, "__name__", None) or type(fn).__name__
-            hit = _PLANS[key] = (graph, plan_graph(graph, self, name))
+            hit = _PLANS[key] = (graph, plan_graph(graph, self, name, compiled=compiled))
         return hit[1]
 
     def bind(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
@@ -149,21 +157,58 @@ def amid(policy: Policy) -> Policy:
     return Following(policy.plan) if isinstance(policy, Bound) else policy
 
 
-def plan_graph(graph: Graph, policy: BudgetPolicy, region: str) -> Plan:
-    """Solve one graph under a policy's budget and prices."""
+def plan_graph(graph: Graph, policy: BudgetPolicy, region: str, *, compiled: bool = False) -> Plan:
+    """Solve one graph under a policy's budget and prices; for a peak, that of a compiled backward or not."""
     model = cost_model(policy.cost, policy.device)
     problem = graph.problem(model, keep_heavy=policy.budget == "free")
     budget = resolve(policy.budget, graph, problem)
 
-    def at(budget: int) -> Plan:
-        solved = _solved(graph, problem, budget, policy.time_limit)
-        peak = step_peak([profile(graph, solved.solution)])
+    def plan(solved: Solved, budget: int) -> Plan:
+        peak = step_peak([profile(graph, solved.solution, compiled=compiled)])
         return Plan.of(graph, problem, solved, region=region, budget=budget, unit=model.unit, peak=peak)
+
+    def at(budget: int) -> Plan:
+        return plan(_solved(graph, problem, budget, policy.time_limit), budget)
 
     if policy.peak is None:
         return at(budget)
-    low = min(least(problem).bytes, budget)
-    return highest_within(policy.peak, low, budget, at, lambda plan: plan.peak_bytes)
+    found, lowest = [], INF
+    try:
+        low = min(least(problem).bytes, budget)
+        found.append(highest_within(policy.peak, low, budget, at, lambda plan: plan.peak_bytes))
+    except OutOfReach as error:
+        lowest = error.lowest
+    if not found or found[0].cost > 0:
+        rivals = [rival for rival in _rivals(graph, policy, problem, compiled) if rival[2].bytes <= budget]
+        fitting = [(name, solution) for peak, name, solution in rivals if peak <= policy.peak]
+        lowest = min([lowest, *(peak for peak, _, _ in rivals)])
+        if fitting:
+            name, solution = min(fitting, key=lambda pair: pair[1].cost)
+            floor = min(bound(hull(problem, around=solution.bytes), solution.bytes), solution.cost)
+            found.append(plan(Solved(solution, floor, name, 0.0), solution.bytes))
+    if not found:
+        raise OutOfReach(policy.peak, int(lowest))
+    return min(found, key=lambda plan: plan.cost)
+
+
+def _rivals(
+    graph: Graph, policy: BudgetPolicy, problem: Problem, compiled: bool
+) -> list[tuple[int, str, Solution]]:
+    """Plans that the search by bytes may miss, with their peaks: mixtures, and torch's own. Once a graph."""
+    key = (id(graph), policy.cost, policy.device, policy.budget == "free", compiled)
+    if key not in _RIVALS:
+        tried = [("mixture", solution) for solution in frontier(problem)]
+        for share in _SHARES if graph.joint.tensors else ():
+            for name, saved in candidates(graph, int(share * graph.kept_by_default), shares=(1.0,)):
+                solution = complete(problem, saved)
+                tried += [(name, solution)] if solution is not None else []
+        distinct = {solution.saved: (name, solution) for name, solution in reversed(tried)}
+        found = [
+            (step_peak([profile(graph, solution, compiled=compiled)]), name, solution)
+            for name, solution in distinct.values()
+        ]
+        _RIVALS[key] = (graph, found)
+    return _RIVALS[key][1]
 
 
 def _solved(graph: Graph, problem: Problem, budget: int, time_limit: float) -> Solved:

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from remat.plan.costs import CostModel
 from remat.plan.graph import Graph
 from remat.plan.hull import hull
-from remat.plan.peak import compiled_order, live_bytes
+from remat.plan.peak import backward_order, fresh, gradients_left, live_bytes
 from remat.plan.problem import INF, Problem, Solution, complete, keep_all
 from remat.plan.solve import least, solve
 
 # Budgets that are tried between the least and the most that a stage can keep.
 _BUDGETS = 12
-# Of so many values every set is tried.
-_MIXED = 7
+# Of so many values every set is tried, in problems of at most so many ops.
+_MIXED, _OPS = 7, 400
 _SECONDS = 0.3
 
 
@@ -33,7 +33,7 @@ class Choice:
         saved: what is kept, as `Graph.problem` numbers it; empty where there is no region at all.
         cost, flops: price and FLOPs of what runs again.
         kept: bytes between forward and backward, the stage's input included where it is needed.
-        forward: the most live in the forward over what lives before it (the input is among that).
+        forward: the most live in the forward, the input included where it is needed.
         backward: the most live in the backward, over what others keep and parameters' gradients made before;
             kept bytes, the result's gradient and the gradients made are included.
     """
@@ -74,25 +74,35 @@ class Measure:
         model: prices.
         last: of the last stage of a chain the result's gradient is not counted: it lives before.
         compiled: the backward is a compiled one, where what runs again does so right before its first reader.
+        accumulating: parameters' gradients are added to buffers that live before, and go at once.
     """
 
-    def __init__(self, graph: Graph, model: CostModel, *, last: bool = False, compiled: bool = False) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        model: CostModel,
+        *,
+        last: bool = False,
+        compiled: bool = False,
+        accumulating: bool = False,
+    ) -> None:
         self.graph, self.joint, self.compiled = graph, graph.joint, compiled
         self.problem = graph.problem(model)
+        left = gradients_left(self.joint)
+        self.left = set() if accumulating else left
+        self.ended = {self.joint.values[v].storage for v in self.joint.gradients} - (left - self.left)
         self.tangents = set() if last else {v.storage for v in self.joint.values if v.origin == "tangent"}
 
     def stage(self) -> Stage:
         """The stage of a chain that the graph is of."""
-        choices, joint = self.choices(), self.joint
-        pairs = zip(joint.gradients, joint.differentiated, strict=True)
-        owned = {joint.values[g].storage for g, v in pairs if joint.values[v].origin == "parameter"}
+        choices = self.choices()
         return Stage(
             choices=choices,
             plain=self._plain(),
             whole=sum(c for c in self.problem.cost if c < INF),
             flops=sum(self.graph.flops),
-            input=choices[0].kept - self._bytes(self._storages(choices[0].saved)),
-            gradients=self._bytes(owned),
+            input=choices[0].kept - self._bytes(fresh(self.graph, choices[0].saved)),
+            gradients=self._bytes(self.left),
         )
 
     def choices(self) -> tuple[Choice, ...]:
@@ -112,11 +122,13 @@ class Measure:
 
     def choice(self, solution: Solution) -> Choice:
         """What one plan takes."""
-        kept = self._storages(solution.saved)
+        kept = fresh(self.graph, solution.saved)
         held = solution.bytes - self._bytes(kept)
         backward = self._backward(kept, solution.saved, solution.replayed) + held
         flops = sum(self.graph.flops[k] for k in solution.replayed if k < len(self.graph.ops))
-        return Choice(solution.saved, solution.cost, flops, solution.bytes, self._forward(kept), backward)
+        return Choice(
+            solution.saved, solution.cost, flops, solution.bytes, self._forward(kept) + held, backward
+        )
 
     def _plain(self) -> Choice:
         """What autograd takes without a region."""
@@ -124,7 +136,7 @@ class Measure:
         kept = {s for v in joint.saved if joint.owner[s := joint.values[v].storage] >= 0}
         held = self.graph.kept_by_default - self._bytes(kept)
         backward = self._backward(kept, frozenset(range(count)), frozenset()) + held
-        return Choice(frozenset(), 0.0, 0.0, self.graph.kept_by_default, self._forward(kept), backward)
+        return Choice(frozenset(), 0.0, 0.0, self.graph.kept_by_default, self._forward(kept) + held, backward)
 
     def _forward(self, kept: Set[int]) -> int:
         results = {self.joint.values[v].storage for v in self.joint.results}
@@ -132,20 +144,8 @@ class Measure:
 
     def _backward(self, kept: Set[int], saved: Set[int], replayed: Set[int]) -> int:
         """The most live in the backward, inputs aside."""
-        joint, ops = self.joint, self.graph.ops
-        if self.compiled:
-            there = {o for k in saved if k < len(ops) for o in ops[k].outputs}
-            order = compiled_order(joint, there, range(len(ops), len(joint.ops)))
-        else:
-            order = [*(ops[k] for k in sorted(replayed) if k < len(ops)), *joint.backward]
-        ended = {joint.values[v].storage for v in joint.gradients}
-        return live_bytes(joint, order, start={*kept, *self.tangents}, forever=ended)
-
-    def _storages(self, saved: Set[int]) -> set[int]:
-        """What the saved ops allocated."""
-        joint, ops = self.joint, self.graph.ops
-        made = ((k, joint.values[o].storage) for k in saved if k < len(ops) for o in ops[k].outputs)
-        return {s for k, s in made if joint.owner[s] == k}
+        order = backward_order(self.graph, saved, replayed, self.compiled)
+        return live_bytes(self.joint, order, start={*kept, *self.tangents}, forever=self.ended)
 
     def _bytes(self, storages: Set[int]) -> int:
         return sum(self.joint.storages[s] for s in storages)
@@ -165,6 +165,8 @@ def frontier(problem: Problem) -> Iterator[Solution]:
     budgets = (low.bytes + (high.bytes - low.bytes) * k // _BUDGETS for k in range(1, _BUDGETS))
     found += [solve(problem, budget, time_limit=_SECONDS).solution for budget in budgets]
     yield from found
+    if len(problem.cost) > _OPS:
+        return
     seen = {v for solution in found for v in solution.saved if 0 < problem.size[v] < INF}
     largest = sorted(seen - low.saved, key=lambda v: (-problem.size[v], v))[:_MIXED]
     for count in range(1, len(largest) + 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -162,18 +163,18 @@ def torch_plan(joint: Joint, budget: float, solver: str = "dp") -> TorchPlan:
     return TorchPlan(solver, budget, values, seconds)
 
 
-def candidates(graph: Graph, budget: int) -> list[tuple[str, set[int]]]:
+def candidates(graph: Graph, budget: int, shares: Sequence[float] = (1.0, 0.9)) -> list[tuple[str, set[int]]]:
     """Torch's plans within `budget` bytes as saved sets of `graph.problem`, for `solve(candidates=...)`.
 
     None for in-place code, which torch's partitioner does not take. Torch counts its budget as a share of
-    what its own default keeps, and may keep more than asked, so a smaller share is asked for too.
+    what its own default keeps, and may keep more than asked, so `shares` of it are asked for.
     """
     joint = graph.joint
     if not joint.tensors or any(op.mutates for op in joint.ops):
         return []
     share = min(budget / max(graph.kept_by_default, 1), 1.0)
     found = []
-    for asked in dict.fromkeys((share, 0.9 * share)):
+    for asked in dict.fromkeys(share * part for part in shares):
         plan = torch_plan(joint, asked)
         bases = {joint.family[joint.values[v].storage][0] for v in plan.values}
         found.append((f"torch (budget {asked:.2f})", set(graph.places(bases))))
