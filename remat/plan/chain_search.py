@@ -54,7 +54,7 @@ class _Search:
         self.count = len(self.stages)
         self.cell = max(1, -(-limit // _CELLS))
         # Sizes are rounded to the nearest: what is found is measured, and fewer cells are tried if need be.
-        self.room = limit // self.cell + self.count
+        self.room = limit // self.cell + 2 * self.count
         # Equal runs of stages have equal prices.
         numbers: dict[Any, int] = {}
         self.kinds = [numbers.setdefault(stage, len(numbers)) for stage in self.stages]
