@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.func import vmap
 
-from remat import RematError, remat
-from tests.helpers import POLICIES, batched, check, inexact, matrix, rand, same, scalar
+from remat import remat
+from tests.helpers import POLICIES, batched, check, inexact, matrix, rand, same
 
 
 @matrix("vmap")
@@ -58,37 +58,6 @@ def test_chunks(name, policy):
         return vmap(fn, randomness="different", chunk_size=2)(*batched(args, 3)), inexact(args)
 
     check(name, policy, run)
-
-
-@pytest.mark.parametrize("graded", [True, False], ids=["grad mode", "no_grad"])
-def test_torch_cond_where_nothing_is_differentiated(graded):
-    def f(x):
-        return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))
-
-    x = torch.tensor([[1.0, 2.0], [-1.0, -2.0]])
-    with torch.set_grad_enabled(graded):
-        found = torch.func.vmap(remat(f))(x)
-    torch.testing.assert_close(found, torch.stack([x[0].sin(), x[1].cos()]))
-
-
-@pytest.mark.parametrize("tree", [lambda t: t, lambda t: (t,), lambda t: {"a": [t]}])
-def test_torch_cond_that_plain_autograd_differentiates(tree):
-    """Where a dispatch mode keeps torch.cond from compiling itself, its batching rule takes a tensor for a
-    tuple of its rows."""
-
-    def f(x):
-        return torch.cond(x.sum() > 0, lambda x: tree(x.sin()), lambda x: tree(x.cos()), (x,))
-
-    def expected(x):
-        return tree(torch.where(x.sum() > 0, x.sin(), x.cos()))
-
-    x = torch.tensor([[1.0, 2.0], [-1.0, -2.0]], requires_grad=True)
-    found, right = torch.func.vmap(remat(f))(x), torch.func.vmap(expected)(x)
-    torch.testing.assert_close(found, right)
-    grads = [torch.autograd.grad(scalar(out), x)[0] for out in (found, right)]
-    torch.testing.assert_close(*grads)
-    with pytest.raises(RematError, match="return 2 tensors: under vmap torch.cond batches one"):
-        torch.func.vmap(remat(lambda x: torch.cond(x.sum() > 0, lambda x: (x, x), lambda x: (x, x), (x,))))(x)
 
 
 def test_a_captured_tensor_that_the_search_misses_is_still_differentiated():

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms import _capture, _modes, _observe, _taps, _torch, _torch_compiler, _tree
+from remat.transforms import _branches, _capture, _modes, _observe, _taps, _torch, _torch_compiler, _tree
 from remat.transforms._following import Following
 from remat.transforms._frame import Plain, enclosed, stop_enclosing
 from remat.transforms._held import unread, watcher
@@ -151,6 +151,9 @@ def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]
             found.append(missed.tensor)
         except _Again:
             pass
+        except Exception as error:
+            if not _branches.not_compiled(error):
+                raise
         # What the broken-off run drew is drawn again.
         random.restore()
     raise _capture.changing(region.name)
@@ -198,7 +201,7 @@ class _Flat:
         own, captured = operands[: self.count], operands[self.count :]
         args, kwargs = _tree.unflatten(_tree.merge(self.leaves, self.at, list(own)), self.spec)
         table = {id(t): operand for t, operand in zip(self.captured, captured, strict=True)}
-        with self.bindings.restored(), _capture.Swap(table, own):
+        with self.bindings.restored(), _capture.Swap(table, own), _branches.kept_whole():
             out, named = self._tapped(args, kwargs) if self.taps else (self._watched(args, kwargs), ())
         _tree.check_results(out, self.region.name)
         self.out_leaves, self.out_spec = _tree.flatten((out, named))

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from remat.transforms import _torch, _tree
+from remat.transforms import _branches, _torch, _tree
 from remat.transforms._errors import RematError
 
 _ATOMS = (
@@ -171,9 +171,16 @@ class Swap(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = self.swap(args), self.swap(kwargs or {})
-        out = _branches(*args) if func is _torch.cond and len(args) == 4 else func(*args, **kwargs)
+        if func is _torch.cond and len(args) == 4 and _branches.chosen_here():
+            return self._chosen(*args)
+        out = func(*args, **kwargs)
         self._note(out)
         return out
+
+    def _chosen(self, *args: Any) -> Any:
+        # This mode is off in here, and what the branches capture is to be swapped as well.
+        with self:
+            return _branches.choose(*args)
 
     def swap(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -211,30 +218,6 @@ class Swap(TorchFunctionMode):
         elif isinstance(out, (tuple, list)):
             for value in out:
                 self._note(value)
-
-
-def _branches(pred: Any, true_fn: Any, false_fn: Any, operands: Any) -> Any:
-    """`torch.cond` by its operator, whose batching rule takes a branch's tensor for a tuple of its rows.
-
-    Without dispatch modes torch.cond compiles itself, and what is compiled returns tuples.
-    """
-    specs: list[Any] = []
-
-    def flat(branch: Any) -> Any:
-        def run(*given: Any) -> Any:
-            leaves, spec = _tree.flatten(branch(*given))
-            specs.append(spec)
-            return tuple(leaves)
-
-        return run
-
-    out = _torch.cond(pred, flat(true_fn), flat(false_fn), operands)
-    if len(out) != specs[0].num_leaves:
-        raise RematError(
-            f"torch.cond with branches that return {specs[0].num_leaves} tensors: under vmap torch.cond "
-            "batches one. Stack them inside the branches, or write torch.where."
-        )
-    return _tree.unflatten(list(out), specs[0])
 
 
 @contextlib.contextmanager

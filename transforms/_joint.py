@@ -160,6 +160,7 @@ class Recorder(TorchDispatchMode):
     """Writes down every op below autograd, with values numbered by tensor identity."""
 
     supports_higher_order_operators = True
+    plans = True
 
     def __init__(self) -> None:
         super().__init__()

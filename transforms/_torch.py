@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch._functorch.pyfunctorch import (
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._functorch.vmap import restore_vmap
 from torch._higher_order_ops.cond import cond_op
+from torch._ops import _compute_keyset
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.nn.modules import module as _modules
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -246,6 +248,44 @@ def direct_call(op: Any) -> Callable[..., Any]:
 cond: Any = cond_op
 
 
+@contextlib.contextmanager
+def uncompiled_branches() -> Iterator[None]:
+    """Within, Dynamo looks at nothing, and afterwards it compiles torch.cond again where no mode is active.
+
+    torch.cond has Dynamo look at what it calls. Under a dispatch mode Dynamo leaves those frames, and marks
+    their code to be left for good: later calls of torch.cond, without any mode, then fail.
+    """
+    frames: Any = torch._C._dynamo.eval_frame  # type: ignore[reportAttributeAccessIssue]
+    before = frames.set_eval_frame(None)
+    try:
+        yield
+    finally:
+        frames.set_eval_frame(before)
+        usual = frames._FrameAction.DEFAULT
+        for code in torch.cond.__code__.co_consts:
+            if isinstance(code, types.CodeType):
+                frames.set_code_exec_strategy(code, frames._FrameExecStrategy(usual, usual))
+
+
+def intercept_under_modes(op: Any, kernel: Callable[..., Any]) -> None:
+    """Have `kernel` run in place of an operator on functions where a dispatch mode is active.
+
+    A mode itself is asked below autograd only, when the operator has made its node. `kernel` may return
+    NotImplemented; the operator then does what it does without it. `PythonTLSSnapshot` is the key that modes
+    add above autograd, for which no operator on functions has a kernel.
+    """
+    key = torch._C.DispatchKey.PythonTLSSnapshot
+
+    def first(*args: Any, **kwargs: Any) -> Any:
+        out = kernel(*args, **kwargs)
+        if out is not NotImplemented:
+            return out
+        keys = _compute_keyset(args, kwargs, op.non_fallthrough_keys.remove(key))
+        return op.dispatch(keys.highestPriorityTypeId(), *args, **kwargs)
+
+    op.py_impl(key)(first)
+
+
 def unseen(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """Within, ops on `tensor` reach no dispatch mode; those on a subclass do, which are computed there."""
     plain = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
@@ -290,6 +330,14 @@ def storage_key(tensor: torch.Tensor) -> int:
 functions_as_they_are: Callable[[], contextlib.AbstractContextManager[None]] = torch._C.DisableTorchFunction
 # How many dispatch modes are active, torch's own for tracing included.
 modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+def modes() -> list[TorchDispatchMode]:
+    """Those modes, outermost first."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return _get_current_dispatch_mode_stack()
+
 
 _INFRASTRUCTURE = (
     torch._C._TorchDispatchModeKey.FAKE,

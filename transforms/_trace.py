@@ -90,6 +90,7 @@ class Trace:
         self.loose = False
         self.opaque = False  # whether something computed that torch's dispatcher did not see
         self.higher_order = False  # whether an operator on functions is among the ops
+        self.branches = False  # whether torch.cond chose some of the ops (`_branches`)
         # Sharded parameters are gathered inside, without gradients, and not in both passes (FSDP2's hooks see
         # to it that they are there): what runs without gradients is then left out of the sequence, and
         # nothing is skipped.

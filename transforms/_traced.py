@@ -226,8 +226,10 @@ class Traced(Selective):
         trace, inputs = self.trace, self.inputs
         # It holds on to all arguments.
         calls, self.calls = self.calls, None
+        if self.ends is not None or not self.metas or self.region.memory.differentiates:
+            return None
         # With no dispatch mode around, torch.cond compiles itself, and Dynamo refuses the hooks.
-        if self.ends is not None or not self.metas or trace.higher_order or self.region.memory.differentiates:
+        if trace.higher_order or trace.branches:
             return None
         if self._is_plain():
             calls = None

@@ -1,0 +1,179 @@
+"""torch.cond in regions: in eager code the branch's own ops, as after an `if`; in compiled code one op."""
+
+import pytest
+import torch
+from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
+
+import remat as package
+from remat import (
+    RematError,
+    checkpoint_name,
+    checkpoint_policy,
+    offload_names,
+    remat,
+    save_matmuls,
+    save_names,
+    save_nothing,
+)
+from tests.helpers import OpCounter, scalar
+
+W = torch.eye(3) + 0.1
+X = torch.tensor([[0.5, -0.2, 0.3], [0.1, 0.4, -0.1]])
+
+
+def block(cond, w):
+    """A predicate of the argument; branches that capture `w`, name a value and return one tensor."""
+
+    def positive(x):
+        return checkpoint_name(torch.sin(torch.sin(x) @ w), "h").sin()
+
+    def other(x):
+        return checkpoint_name(torch.cos(x @ w.sin()), "h").exp()
+
+    return lambda x: torch.tanh(cond(x.sum() > 0, positive, other, (x,)))
+
+
+def by_if(pred, true_fn, false_fn, operands):
+    return true_fn(*operands) if pred else false_fn(*operands)
+
+
+def by_where(pred, true_fn, false_fn, operands):
+    return torch.where(pred, true_fn(*operands), false_fn(*operands))
+
+
+POLICIES = [save_nothing, save_matmuls, save_names("h"), offload_names("h"), save_matmuls & ~save_names("h")]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_plain_autograd(policy):
+    """Two orders, with respect to the argument and to what the branches capture, call after call."""
+    w = W.clone().requires_grad_()
+    region = remat(block(torch.cond, w), policy=policy)
+    for data in (X, -X, X, 2 * X):
+        x = data.clone().requires_grad_()
+        for order in (1, 2):
+            found, right = (derivatives(fn, x, w, order) for fn in (region, block(by_if, w)))
+            torch.testing.assert_close(found, right)
+
+
+def derivatives(fn, x, w, order):
+    grads = torch.autograd.grad(fn(x).sum(), (x, w), create_graph=order == 2)
+    return grads if order == 1 else torch.autograd.grad(grads[0].sin().sum(), (x, w))
+
+
+TRANSFORMS = {
+    "grad": lambda f, x: grad(lambda x: f(x).sum())(x),
+    "jacrev": lambda f, x: jacrev(f)(x),
+    "jvp": lambda f, x: jvp(f, (x,), (x.cos(),)),
+    "hessian": lambda f, x: hessian(lambda x: f(x).sum())(x),
+    "vmap": lambda f, x: vmap(f)(torch.stack([x, -x])),
+    "vmap(grad)": lambda f, x: vmap(grad(lambda x: f(x).sum()))(torch.stack([x, -x])),
+    "grad(vmap)": lambda f, x: grad(lambda x: vmap(f)(torch.stack([x, -x])).sum())(x),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES[:3], ids=str)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_torch_func(transform, policy):
+    """Where torch itself has no rule, too: under `grad` with captured tensors, `jvp`, `hessian`."""
+    run, w = TRANSFORMS[transform], W.clone().requires_grad_()
+    expected = block(by_where if "vmap" in transform else by_if, w)
+    torch.testing.assert_close(run(remat(block(torch.cond, w), policy=policy), X), run(expected, X))
+
+
+def test_a_policy_sees_the_ops_of_the_branch():
+    for policy, products in ((save_nothing, 2), (save_matmuls, 1)):
+        out = remat(block(torch.cond, W), policy=policy)(X.clone().requires_grad_())
+        with OpCounter() as ops:
+            out.sum().backward()
+        assert ops.counts["mm"] == products, policy
+
+
+@pytest.mark.parametrize("tree", [lambda t: t, lambda t: (t, t.sin()), lambda t: {"a": [t]}])
+def test_results_of_any_shape(tree):
+    def f(cond):
+        return lambda x: cond(x.sum() > 0, lambda x: tree(x.sin()), lambda x: tree(x.cos()), (x,))
+
+    x = X.clone().requires_grad_()
+    found, right = remat(f(torch.cond))(x), f(by_if)(x)
+    torch.testing.assert_close(found, right)
+    torch.testing.assert_close(*[torch.autograd.grad(scalar(out), x) for out in (found, right)])
+
+
+def test_torch_cond_outside_still_compiles_itself():
+    """Dynamo leaves for good what it met under a dispatch mode: torch.cond's own code must not be left so."""
+    w = W.clone().requires_grad_()
+    for fn in (remat(block(torch.cond, w)), block(torch.cond, w), remat(block(torch.cond, w))):
+        x = X.clone().requires_grad_()
+        torch.testing.assert_close(derivatives(fn, x, w, 1), derivatives(block(by_if, w), x, w, 1))
+
+
+def test_inside_each_other_and_around_regions():
+    inner = remat(lambda x: torch.sin(torch.sin(x) @ W), policy=save_matmuls)
+
+    def f(cond):
+        def deep(x):
+            return cond(x.sum() > 5, lambda x: x.exp(), inner, (x,)).cos()
+
+        return lambda x: cond(x.sum() > 0, deep, torch.tanh, (x,))
+
+    for run in TRANSFORMS["grad"], TRANSFORMS["hessian"]:
+        torch.testing.assert_close(run(remat(f(torch.cond)), X), run(f(by_if), X))
+    x = X.clone().requires_grad_()
+    found, right = (torch.autograd.grad(fn(x).sum(), x) for fn in (remat(f(torch.cond)), f(by_if)))
+    torch.testing.assert_close(found, right)
+
+
+def test_a_module_and_the_names_inside():
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(W.clone())
+
+        def forward(self, x):
+            return block(torch.cond, self.w)(x)
+
+    block_ = Block()
+    module = remat(block_)
+    value, named = package.capture(module, "h")(X)
+    torch.testing.assert_close(named["h"], torch.sin(torch.sin(X) @ W))
+    params = {"w": W.clone()}
+    grads = grad(lambda p: remat(lambda p, x: functional_call(block_, p, x))(p, X).sum())(params)
+    right = grad(lambda w: block(by_if, w)(X).sum())(W)
+    torch.testing.assert_close(grads["w"], right)
+    assert value.requires_grad
+
+
+def test_a_budget_cannot_be_planned():
+    with pytest.raises(RematError, match="cannot be planned.*branches on values out of the region"):
+        remat(block(torch.cond, W), policy=checkpoint_policy(budget=0.5))(X.clone().requires_grad_())
+
+
+@pytest.mark.parametrize("graded", [True, False], ids=["grad mode", "no_grad"])
+def test_torch_cond_where_nothing_is_differentiated(graded):
+    def f(x):
+        return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))
+
+    x = torch.tensor([[1.0, 2.0], [-1.0, -2.0]])
+    with torch.set_grad_enabled(graded):
+        found = torch.func.vmap(remat(f))(x)
+    torch.testing.assert_close(found, torch.stack([x[0].sin(), x[1].cos()]))
+
+
+@pytest.mark.parametrize("tree", [lambda t: t, lambda t: (t,), lambda t: {"a": [t]}])
+def test_torch_cond_that_plain_autograd_differentiates(tree):
+    """Under a dispatch mode torch.cond's own batching rule takes a tensor for a tuple of its rows."""
+
+    def f(x):
+        return torch.cond(x.sum() > 0, lambda x: tree(x.sin()), lambda x: tree(x.cos()), (x,))
+
+    def expected(x):
+        return tree(torch.where(x.sum() > 0, x.sin(), x.cos()))
+
+    x = torch.tensor([[1.0, 2.0], [-1.0, -2.0]], requires_grad=True)
+    found, right = torch.func.vmap(remat(f))(x), torch.func.vmap(expected)(x)
+    torch.testing.assert_close(found, right)
+    grads = [torch.autograd.grad(scalar(out), x)[0] for out in (found, right)]
+    torch.testing.assert_close(*grads)
+    region = remat(lambda x: torch.cond(x.sum() > 0, lambda x: (x, x.sin()), lambda x: (-x, x.cos()), (x,)))
+    torch.testing.assert_close(torch.func.vmap(region)(x)[1], torch.stack([x[0].sin(), x[1].cos()]))
