@@ -441,3 +441,28 @@ def test_a_product_of_batches_of_a_captured_parameter():
     x = rand(2, 1, 4, 6)
     region = remat(fn, policy=save_matmuls)
     same(compiled(vmap(grad(region)))(x), vmap(grad(fn))(x))
+
+
+@pytest.mark.parametrize("policy", [save_matmuls, ~save_matmuls], ids=str)
+@pytest.mark.parametrize("transform", ["vmap(grad)", "grad(grad)", "hessian"])
+def test_a_bias_added_in_place_to_a_view_of_a_captured_product(transform, policy):
+    """Which levels differentiate the operands decides what ops that comes down to: every recomputation has
+    those of the forward, whichever level it pulls back for, AOTAutograd's for the parameters included."""
+    w, b = (torch.nn.Parameter(t) for t in (rand(2, 3, 3), rand(2, 3)))
+
+    def fn(x: Tensor) -> Tensor:
+        h = torch.einsum("thc,hcd->thd", x.sin().view(-1, 2, 3), w).add_(b).flatten(1)
+        return (torch.tanh(h) @ h.T).square().sum()
+
+    made = {
+        "vmap(grad)": lambda f: vmap(grad(f)),
+        "grad(grad)": lambda f: grad(lambda x: grad(f)(x).sin().sum()),
+        "hessian": lambda f: torch.func.hessian(f),
+    }[transform]
+    x = rand(2, 2, 6) if transform == "vmap(grad)" else rand(2, 6)
+    found, right = compiled(made(remat(fn, policy=policy)))(x), made(fn)(x)
+    same(found, right)
+    for got, expected in zip(
+        *[torch.autograd.grad(o.sin().sum(), (w, b)) for o in (found, right)], strict=True
+    ):
+        same(got, expected)

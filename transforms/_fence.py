@@ -48,11 +48,14 @@ def fence(value: torch.Tensor, after: Sequence[torch.Tensor]) -> torch.Tensor:
         value: a tensor of any shape and dtype.
         after: tensors that have to be there first; with none of them the result is `value` itself.
     """
-    if not after:
-        return value
-    if torch.is_grad_enabled() or _torch.in_transform():
+    if after and (torch.is_grad_enabled() or _torch.in_transform()):
         return _Fence.apply(value, *after)
-    return torch.ops.remat.fence.default(value, list(after))
+    return fence_below(value, after)
+
+
+def fence_below(value: torch.Tensor, after: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`fence` in a dispatch mode, where autograd and functorch have been: it leaves no node of its own."""
+    return torch.ops.remat.fence.default(value, list(after)) if after else value
 
 
 class _Fence(torch.autograd.Function):

@@ -91,7 +91,8 @@ class Prim:
 
     Attributes:
         body: the function.
-        recorded: the function as the nodes above want it recorded (see `_as_differentiated`), None when none.
+        recorded: the function as the nodes above want it recorded (see `_as_differentiated`), None when none;
+            of a pull-back only where ops are compared (`_compares`).
         family: what it shares with its relatives.
         pulls: whether this is a pull-back, which recomputes.
         sinks: forward only: where the recorded run leaves its residuals.
@@ -272,10 +273,12 @@ def _tracked_below(tensor: torch.Tensor) -> bool:
 
 def _recorded(prim: Prim, mask: list[int]) -> tuple[Prim, Residuals | None]:
     """The primitive to run in the forward of a node that differentiates the operands at `mask`."""
-    if prim.pulls:
+    if prim.pulls and not _compares(prim):
         return prim, None
-    residuals = Residuals()
     recorded = _as_differentiated(prim.recorded or prim.body, mask, prim.family)
+    if prim.pulls:
+        return replace(prim, recorded=recorded), None
+    residuals = Residuals()
     return replace(prim, recorded=recorded, sinks=(*prim.sinks, residuals)), residuals
 
 
@@ -287,10 +290,11 @@ def _backward(ctx: Any, cotangents: tuple[Any, ...], level: int | None) -> list[
     present = [i for i, ct in enumerate(cotangents) if ct is not None]
     if not mask or not present:
         return grads
-    body = _PullBack(ctx.prim.body, len(saved), mask, present)
     dead = level is not None and any(_torch.is_dead(t) for t in saved)
     # A pull-back of a pull-back recomputes the same forward, so the same residuals serve.
     source = ctx.residuals or ctx.prim.source
+    as_recorded = ctx.prim.recorded is not None and _compares(replace(ctx.prim, source=source))
+    body = _PullBack(ctx.prim.recorded if as_recorded else ctx.prim.body, len(saved), mask, present)
     # A second derivative still pulls back from the same results of the region.
     ends = ctx.prim.present if ctx.prim.pulls else tuple(present)
     own = None if dead else level
@@ -317,6 +321,14 @@ def _saved(ctx: Any) -> Tensors:
         raise RematError(
             f"region {name!r}: an argument or captured tensor was written in place: {error}"
         ) from error
+
+
+def _compares(prim: Prim) -> bool:
+    """Whether a recomputation must run ops just as the forward did, by the same levels, those that it is not
+    pulled back for included: in a graph, where kept values are told apart by what comes before them. (By
+    which levels differentiate what, matmul and in-place ops on views come down to other ops.)"""
+    written = prim.source and prim.source.written
+    return written is not None and written.keeps and not written.trace.loose
 
 
 def _freed(*_: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -429,17 +441,20 @@ def _as_differentiated(body: Body, mask: list[int], family: Family) -> Body:
         if family.made is not None:
             family.made(outs)
 
-    def tracked(operand: torch.Tensor) -> torch.Tensor:
-        # In a traced graph a leaf is an op more to trace, and whose history the operand has is all one.
-        return operand if family.world is not None and operand.requires_grad else _leaf(operand)
+    # In a traced graph a leaf is an op more to trace, and whose history an operand has is all one.
+    traced = family.world is not None
 
     def run(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         split: list[list[int]] = [[]]
         if not _torch.in_transform():
+            # A pull-back that runs this again differentiates some operands already, for good.
+            around = torch.is_grad_enabled() and any(t.requires_grad for t in operands)
             with torch.enable_grad():
-                outs = body(*_merged(operands, mask, [tracked(operands[i]) for i in mask]))
+                given = [operands[i] for i in mask]
+                own = [t if (around or traced) and t.requires_grad else _leaf(t) for t in given]
+                outs = body(*_merged(operands, mask, own))
             note(outs)
-            return tuple([t.detach() for t in outs])
+            return tuple(outs) if around else tuple([t.detach() for t in outs])
 
         def of(*moving: torch.Tensor) -> Any:
             outs = body(*_merged(operands, mask, moving))

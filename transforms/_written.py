@@ -16,7 +16,7 @@ import torch
 
 from remat.transforms import _blanks, _modes, _offload, _ops, _record, _seeded, _torch_compiler, _trace
 from remat.transforms._errors import RematError
-from remat.transforms._fence import fence
+from remat.transforms._fence import fence, fence_below
 from remat.transforms._origins import Origins
 from remat.transforms._primitive import Prim, replaying
 from remat.transforms._region import Region
@@ -56,6 +56,7 @@ class Written:
         region = prim.family.region
         selector = region.selector() if region.selector else None
         record = GraphRecord(region, selector, operands)
+        record.trace.loose = prim.dual
         with selector.watching() if selector else contextlib.nullcontext(), record:
             outs = (prim.recorded or prim.body)(*operands)
         for sink in prim.sinks:
@@ -78,11 +79,11 @@ class Written:
                 t if first <= i < last or record.origins.bare(i) else fence(record.before.get(i, t), after)
                 for i, t in enumerate(operands)
             ]
-            replay = GraphReplay(record, after, prim.dual, tag.close)
+            replay = GraphReplay(record, after, prim.dual or record.trace.loose, tag.close)
             if ambient.must_be_restored():
                 stack.enter_context(ambient.restored())
             stack.enter_context(replaying(replay, region.name))
-            return tuple(prim.body(*fenced))
+            return tuple((prim.recorded or prim.body)(*fenced))
 
 
 class GraphRecord(_record.Record):
@@ -221,8 +222,8 @@ class GraphReplay(_modes.Mode):
 
     def _fenced(self, value: Any) -> torch.Tensor:
         if isinstance(value, Sent):
-            return fence(value.host, self.after).to(value.device)
-        return fence(value, self.after)
+            return fence_below(value.host, self.after).to(value.device)
+        return fence_below(value, self.after)
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         turn, self.drawn = self.drawn, self.drawn + 1
@@ -233,7 +234,7 @@ class GraphReplay(_modes.Mode):
         seed = self.record.seeds.get(at)
         if seed is None:
             return self._write(func, args, kwargs, self._hand_out(node))
-        return _seeded.draw(_modes.quiet(fence, seed, self.after), func, args, kwargs)
+        return _seeded.draw(_modes.quiet(fence_below, seed, self.after), func, args, kwargs)
 
     @staticmethod
     def _write(func: Any, args: Any, kwargs: Any, value: Any) -> Any:
