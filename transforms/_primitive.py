@@ -293,8 +293,8 @@ def _backward(ctx: Any, cotangents: tuple[Any, ...], level: int | None) -> list[
     dead = level is not None and any(_torch.is_dead(t) for t in saved)
     # A pull-back of a pull-back recomputes the same forward, so the same residuals serve.
     source = ctx.residuals or ctx.prim.source
-    as_recorded = ctx.prim.recorded is not None and _compares(replace(ctx.prim, source=source))
-    body = _PullBack(ctx.prim.recorded if as_recorded else ctx.prim.body, len(saved), mask, present)
+    recorded = ctx.prim.recorded if _compares(replace(ctx.prim, source=source)) else None
+    body = _PullBack(recorded or ctx.prim.body, len(saved), mask, present)
     # A second derivative still pulls back from the same results of the region.
     ends = ctx.prim.present if ctx.prim.pulls else tuple(present)
     own = None if dead else level
@@ -327,7 +327,7 @@ def _compares(prim: Prim) -> bool:
     """Whether a recomputation must run ops just as the forward did, by the same levels, those that it is not
     pulled back for included: in a graph, where kept values are told apart by what comes before them. (By
     which levels differentiate what, matmul and in-place ops on views come down to other ops.)"""
-    written = prim.source and prim.source.written
+    written = None if prim.source is None else prim.source.written
     return written is not None and written.keeps and not written.trace.loose
 
 
