@@ -27,6 +27,9 @@ aten = torch.ops.aten
 NO_REUSE = " without buffer reuse"
 # What the peers that choose by place keep: the inputs of nothing but cheap steps are left out.
 KEPT = ("qkv", "q", "k", "v", "attention", "up", "gate")
+# Of a Llama block, as policies are written.
+LLAMA_KEPT = ", ".join(repr(name) for name in KEPT if name != "qkv")
+KEPT_NAMES, OFFLOADED_NAMES = f"save_names({LLAMA_KEPT})", f"offload_names({LLAMA_KEPT})"
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.cases import Case
 from benchmarks.models import SIZES
+from benchmarks.peers import KEPT_NAMES, OFFLOADED_NAMES
 
 TORCH = ("torch checkpoint", "torch SAC", "torch SAC titan", "torch_remat", "torch_remat regions")
 BUDGETS = tuple(f"torch budget dp {share}" for share in (0.1, 0.3, 0.5, 0.7, 0.9))
@@ -36,8 +37,10 @@ ALTERNATE = "save_every(2, save_matmuls) | save_attention"
 PLANNED = tuple(f"budget {share}" for share in (0.1, 0.3, 0.5, 0.7, 0.9))
 JAX = ("jax none", "jax save_nothing", "jax save_matmuls", "jax save_unbatched_matmuls")
 FUNCTIONAL = ("torch checkpoint", "torch_remat")
+# Named values kept, in host memory, and computed again.
+OFFLOAD = (KEPT_NAMES, OFFLOADED_NAMES, "save_nothing", "torch checkpoint")
 MEMORY = ("none", "torch checkpoint", "torch SAC", "save_nothing", "save_matmuls")
-REHEARSED = ("none", "torch checkpoint", "save_matmuls", "jax save_nothing")
+REHEARSED = (KEPT_NAMES, OFFLOADED_NAMES, "none", "torch checkpoint", "save_matmuls", "jax save_nothing")
 # One thread on a CPU: what else a shared machine does takes another core then, not a part of each product.
 THREADS = 1
 
@@ -147,6 +150,8 @@ def h200() -> list[Case]:
         panel("gpt2-xl", "blocks", xl, 120, **compiled),
         # The second call begins about here.
         panel("llama3-8b", "backward", few, 60, **compiled),
+        # Compiled graphs fetch nothing ahead.
+        panel("llama3-8b", "backward", OFFLOAD, 30, rounds=6, sizes=sizes(depth=16)),
         panel("moe", "blocks", (*short, *JAX[1:3]), 55, **compiled),
         panel("llama-32k", "blocks", (*few, JAX[1]), 100, compiled=True, rounds=4),
         panel("llama-128k", "blocks", (*basic[:3], JAX[1]), 110, compiled=True, rounds=3),

@@ -11,6 +11,8 @@ import torch
 
 from benchmarks.memory import MODES, Memory
 from benchmarks.memory import targets as memory_targets
+from benchmarks.offload import Offload
+from benchmarks.offload import targets as offload_targets
 from benchmarks.overhead import Overhead
 from benchmarks.overhead import targets as overhead_targets
 from benchmarks.records import Record, Target, ratio, save, told
@@ -38,6 +40,13 @@ def test_save_matmuls_lies_between_nothing_and_all(records: list[Record]) -> Non
     for mode in MODES:
         nothing, matmuls, none = (peak[mode, p] for p in ("save_nothing", "save_matmuls", "none"))
         assert nothing and matmuls and none and nothing < matmuls < none, mode
+
+
+def test_every_byte_of_an_offload_is_accounted_for() -> None:
+    records = Offload(depth=3, width=64, seq=64).run()
+    found = {target.claim: (target.value, target.limit) for target in offload_targets(records, 3)}
+    # Not less either: that would be a byte that the ledger has not seen.
+    assert all(value == limit for value, limit in found.values()), found
 
 
 def test_overhead_runs_every_rival_and_ours() -> None:
