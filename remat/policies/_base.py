@@ -12,6 +12,10 @@ import torch
 from remat.opinfo import Decision, OpInfo
 from remat.transforms._errors import RematError
 from remat.transforms._numbers import intern, register
+from remat.transforms._ops import traits
+
+# A view by all but its schema.
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
 
 class PolicyError(RematError, TypeError):
@@ -214,16 +218,25 @@ class Both(_Pair):
 
 @dataclass(frozen=True, repr=False)
 class Not(Combined):
-    """`~a`: save what `a` recomputes, recompute what it saves or offloads."""
+    """`~a`: save what `a` recomputes, recompute what it saves or offloads.
+
+    Views stay recomputed, which costs nothing: the value is what they look into, and that is judged. (Or
+    `~save_matmuls` would keep a product by the view that `vmap` makes of it.)
+    """
 
     inner: Policy
 
     def __call__(self, info: OpInfo) -> Decision:
-        return self._flip(check_verdict(self.inner, info, self.inner(info)))
+        verdict = check_verdict(self.inner, info, self.inner(info))
+        return verdict if self._passes(verdict, info.op) else self._flip(verdict)
 
     def quick(self, op: Any) -> Decision | None:
         verdict = self.inner.quick(op)
-        return None if verdict is None else self._flip(verdict)
+        return verdict if verdict is None or self._passes(verdict, op) else self._flip(verdict)
+
+    @staticmethod
+    def _passes(verdict: Decision, op: Any) -> bool:
+        return verdict is Decision.RECOMPUTE and (op is _UNSAFE_VIEW or traits(op).view)
 
     @staticmethod
     def _flip(decision: Decision) -> Decision:

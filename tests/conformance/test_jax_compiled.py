@@ -176,11 +176,11 @@ VERDICTS = {
     "one or the other": save_names("q") | save_ops(aten._softmax),
     "both": save_matmuls & ~save_larger_than(12 * 8),
     "not": ~save_matmuls,
+    "all but": save_everything & ~save_unbatched,
     "torch's": from_torch_policy([aten.mm.default, aten.bmm.default]),
 }
-# What goes by the position of an op, or by bytes in memory, is another matter for a batch. So is what keeps
-# the views of products: a batched product has more of them, and a view that is kept is kept with its memory.
-BY_EXAMPLE = [name for name in VERDICTS if name not in ("rule", "where", "larger", "both", "not")]
+# What goes by the position of an op, or by bytes in memory, is another matter for a batch.
+BY_EXAMPLE = [name for name in VERDICTS if name not in ("rule", "where", "larger", "both")]
 COSTLY = ("mm", "bmm", "tanh", "_softmax", "sin")
 
 
