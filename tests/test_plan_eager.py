@@ -295,3 +295,33 @@ class Scaled(torch.nn.Module):
 
     def forward(self, x, scale):
         return torch.sin(self.linear(x)) * scale
+
+
+@pytest.mark.parametrize("inside", ["scan", "region", "planned region"])
+@pytest.mark.parametrize("transform", ["jacrev", "grad(vmap)", "vmap(grad)"])
+def test_what_torch_func_differentiates_may_be_captured(transform, inside):
+    """By a function that is planned, and read there by a scan or by a region."""
+    w, x = torch.randn(4, 4).double() / 2, torch.randn(3, 2, 4).double()
+
+    def network(w, x, remat_it):
+        def inner(h):
+            return torch.sin(h @ w)
+
+        def repeated(h):
+            if inside == "scan":
+                return scan_remat(lambda h, _: (inner(h), None), h, length=2)[0]
+            policy = {"policy": checkpoint_policy(budget=0.5)} if inside == "planned region" else {}
+            return remat(inner, **policy)(h) if remat_it else inner(h)
+
+        def outer(x):
+            return repeated(x * w.sum(0)).cos()
+
+        return (remat(outer, policy=checkpoint_policy(budget=0.5)) if remat_it else outer)(x).sum()
+
+    run = {
+        "jacrev": lambda f: jacrev(lambda w: f(w, x[0])[None])(w),
+        "grad(vmap)": lambda f: grad(lambda w: vmap(f, (None, 0))(w, x).sum())(w),
+        "vmap(grad)": lambda f: vmap(grad(f), (None, 0))(w, x),
+    }[transform]
+    expected = run(lambda w, x: network(w, x, False))
+    torch.testing.assert_close(run(lambda w, x: network(w, x, True)), expected)

@@ -241,6 +241,11 @@ def changing(name: str) -> RematError:
     )
 
 
+def swapping() -> bool:
+    """Whether a region around here reads its captured tensors as operands."""
+    return bool(_swaps.stack)
+
+
 def as_operand(tensor: torch.Tensor) -> torch.Tensor:
     """What the enclosing region, if any, has put in the place of `tensor`."""
     for mode in reversed(_swaps.stack):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from remat.transforms import _torch, _torch_compiler, _tree
+from remat.transforms import _capture, _torch, _torch_compiler, _tree
 from remat.transforms._joint import Joint, record
 
 
@@ -21,17 +22,26 @@ class Peeled:
         leaves: the flattened arguments at the bottom; differentiated ones require grad.
         steps: from the innermost level out, `("vmap", in_dims, randomness)` or `("grad", positions)`.
         direct: for each leaf whether it is an argument itself, not one inside a container.
+        captured: the tensors that the last leaves stand for, which the function reads from elsewhere.
     """
 
     leaves: tuple[Any, ...]
     spec: Any
     steps: tuple[tuple[Any, ...], ...]
     direct: tuple[bool, ...]
+    captured: tuple[torch.Tensor, ...] = ()
 
 
-def peel(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Peeled:
-    """Take every functorch wrapper off the tensors of a call."""
+def captured_at_levels(fn: Callable[..., Any]) -> tuple[torch.Tensor, ...]:
+    """What `fn` captures that belongs to a level, or in whose place a region around has put an operand."""
+    found = _capture.captured(fn)
+    return tuple([t for t in found if _torch.is_wrapped(t) or _capture.as_operand(t) is not t])
+
+
+def peel(args: tuple[Any, ...], kwargs: dict[str, Any], captured: tuple[torch.Tensor, ...] = ()) -> Peeled:
+    """Take every functorch wrapper off the tensors of a call, and off those that its function captures."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves += [_capture.as_operand(t) for t in captured]
     steps: list[tuple[Any, ...]] = []
     tracked: set[int] = set()
     alone = {id(a) for a in (*args, *kwargs.values())}
@@ -57,7 +67,7 @@ def peel(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Peeled:
         if isinstance(leaf, torch.Tensor):
             leaf = _torch.unwrapped(leaf)
             leaves[k] = _stand_alone(leaf, (k in tracked and _tree.smooth(leaf)) or leaf.requires_grad)
-    return Peeled(tuple(leaves), spec, tuple(steps), direct)
+    return Peeled(tuple(leaves), spec, tuple(steps), direct, captured)
 
 
 def _stand_alone(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
@@ -72,16 +82,22 @@ def _stand_alone(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
 
 def record_peeled(fn: Callable[..., Any], call: Peeled) -> Joint:
     """The joint graph of what the levels run at the bottom."""
+    count = call.spec.num_leaves
 
     def at_example(*leaves: Any) -> Any:
-        args, kwargs = pytree.tree_unflatten(list(leaves), call.spec)
-        return fn(*args, **kwargs)
+        args, kwargs = pytree.tree_unflatten(list(leaves[:count]), call.spec)
+        table = {id(t): leaf for t, leaf in zip(call.captured, leaves[count:], strict=True)}
+        with _capture.Swap(table, ()).lenient() if table else contextlib.nullcontext():
+            out = fn(*args, **kwargs)
+        # vmap takes nothing else.
+        return [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
 
     steps = list(call.steps)
     body: Callable[..., Any] = at_example
     while steps and steps[0][0] == "vmap":
         body = _batched(body, steps.pop(0))
-    held = _regrouped(getattr(fn, "held", frozenset()), call.direct)
+    elsewhere = range(count, len(call.leaves))
+    held = _regrouped(getattr(fn, "held", frozenset()).union(elsewhere), call.direct)
     if not any(kind == "vmap" for kind, *_ in steps):
         return record(_holding(_apart(body, call.direct), held), _grouped(call))
     # A vmap around a grad: torch.func differentiates inside it.

@@ -11,9 +11,9 @@ import torch
 import torch.utils._pytree as pytree
 
 from remat.plan.graph import Graph
-from remat.transforms import _torch
+from remat.transforms import _capture, _torch
 from remat.transforms._joint import record
-from remat.transforms._levels import Peeled, peel, record_peeled
+from remat.transforms._levels import Peeled, captured_at_levels, peel, record_peeled
 
 # Entries hold on to their function, so that its identity cannot be taken by another.
 _GRAPHS: OrderedDict[Hashable, tuple[Any, Graph]] = OrderedDict()
@@ -27,7 +27,9 @@ def graph_of(
 
     Under functorch levels: the graph of what they run at the bottom.
     """
-    call = peel(args, kwargs or {}) if _torch.in_transform() else None
+    # Below a region around, what is captured may belong to levels that are not in force here.
+    captured = captured_at_levels(fn) if _torch.in_transform() or _capture.swapping() else ()
+    call = peel(args, kwargs or {}, captured) if _torch.in_transform() or captured else None
     key = call_key(fn, args, kwargs or {}) if call is None else _peeled_key(fn, call)
     hit = _GRAPHS.get(key)
     if hit is None:
@@ -41,7 +43,7 @@ def graph_of(
 
 
 def _peeled_key(fn: Callable[..., Any], call: Peeled) -> Hashable:
-    return call_key(fn, call.leaves, {}), call.steps, str(call.spec)
+    return call_key(fn, call.leaves, {}), call.steps, str(call.spec), len(call.captured)
 
 
 def call_key(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
