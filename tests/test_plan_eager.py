@@ -9,7 +9,7 @@ from torch.func import grad, jacrev, jvp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from remat import checkpoint_policy, remat, scan_remat
+from remat import checkpoint_policy, remat, save_nothing, scan_remat
 from remat.plan import BudgetPolicy, Plan, plan_model
 from remat.transforms import _observe
 from remat.transforms._errors import RematError
@@ -310,8 +310,8 @@ def test_what_torch_func_differentiates_may_be_captured(transform, inside):
         def repeated(h):
             if inside == "scan":
                 return scan_remat(lambda h, _: (inner(h), None), h, length=2)[0]
-            policy = {"policy": checkpoint_policy(budget=0.5)} if inside == "planned region" else {}
-            return remat(inner, **policy)(h) if remat_it else inner(h)
+            policy = checkpoint_policy(budget=0.5) if inside == "planned region" else save_nothing
+            return remat(inner, policy=policy)(h) if remat_it else inner(h)
 
         def outer(x):
             return repeated(x * w.sum(0)).cos()
