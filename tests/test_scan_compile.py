@@ -20,6 +20,7 @@ from remat.scan import scan_remat
 from remat.schedules import All, Revolve, Segmented
 from remat.transforms import _scan_blocks, _scan_graph
 from remat.transforms._scan_blocks import Bound
+from remat.transforms._scan_sums import Sums
 from tests.compiled import ops
 
 D = 3
@@ -29,7 +30,7 @@ SIZE = 4
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch):
     """Blocks of four steps: what is tested does not depend on it, and less is compiled."""
-    monkeypatch.setattr(_scan_graph, "LONG_BLOCK", SIZE)
+    monkeypatch.setattr(_scan_graph, "BLOCK", SIZE)
     monkeypatch.setattr(_scan_graph, "BLOCK", SIZE)
 
 
@@ -230,8 +231,8 @@ def test_policies_inside_compiled_steps(name, args, graphs):
     found = run(compile="aot_eager", checkpoints="all")
     torch.testing.assert_close(found, run(checkpoints="all"))
     pulled = ops(graphs[-1])
-    # What is left of a block: two products a step for the carry, and the joined one for the weight.
-    again = pulled["sin"], pulled["mm"] - (2 * SIZE + 1), pulled["sigmoid"]
+    # What is left of a block: two products a step for the carry. Those for the weight are made outside.
+    again = pulled["sin"], pulled["mm"] - 2 * SIZE, pulled["sigmoid"]
     assert again == tuple(SIZE * count for count in expected)
 
 
@@ -242,8 +243,16 @@ def test_policies_in_segments_of_compiled_steps(args):
     torch.testing.assert_close(run(checkpoints=Segmented(2 * SIZE), compile="aot_eager"), expected)
 
 
-def test_a_weights_gradient_is_one_product_a_block(args, graphs):
+def test_a_weights_gradient_is_one_product_of_many_blocks(args, graphs, monkeypatch):
     w, h, xs = args
+    products, multiply = [], Sums.multiply
+
+    def counted(self):
+        products.extend(len(pairs) for pairs in self.waiting.values())
+        multiply(self)
+
+    monkeypatch.setattr(Sums, "multiply", counted)
     found = gradients(rnn(w), h[None], xs, args, checkpoints="all", compile="aot_eager")
     torch.testing.assert_close(found, gradients(rnn(w), h[None], xs, args))
-    assert ops(graphs[-1])["mm"] == SIZE + 1
+    assert ops(graphs[-1])["mm"] == SIZE
+    assert products == [len(xs) // SIZE]

@@ -14,8 +14,9 @@ from remat.transforms._body import Leaves
 from remat.transforms._capture import Missed
 from remat.transforms._errors import RematError
 from remat.transforms._pull import OneByOne, pull
-from remat.transforms._scan_blocks import Bound, dense
+from remat.transforms._scan_blocks import MOST, Bound, dense
 from remat.transforms._scan_state import Scan, State, Tensors, as_in_forward, compact, numbered
+from remat.transforms._scan_sums import Sums
 
 
 class _Reversal:
@@ -59,11 +60,13 @@ class _Reversal:
         size = blocks.size if blocks is not None else 0
         with torch.no_grad():
             while blocks is not None and start + size <= stop:
-                carry, _, _ = blocks.run(carry, self.scan.block(self.xs, start, size), False)
+                end = min(start + MOST * size, stop - (stop - start) % size)
+                for rows in self._rows(self.xs, start, end):
+                    carry, _, _ = blocks.run(carry, rows, False)
                 if self.scan.on_step is not None:
-                    for k in range(start, start + size):
+                    for k in range(start, end):
                         self.scan.on_step("advance", k)
-                start += size
+                start = end
             for k in range(start, stop):
                 carry, _ = numbered(self.scan, k, self.consts, carry, self._x(k))
                 if self.scan.on_step is not None:
@@ -87,6 +90,14 @@ class _Reversal:
             self._reverse_steps(start, stop)
         else:
             self._reverse_blocks(self.blocks, start, stop)
+
+    def all_taped(self) -> bool:
+        """Pull back through everything, if the forward has left the tape of every block."""
+        if self.blocks is None or len(self.tapes) < self.scan.length // self.blocks.size:
+            return False
+        self.hand = State(0, self.devices, None)
+        self.reverse(0, self.scan.length)
+        return True
 
     def _reverse_steps(self, start: int, stop: int) -> None:
         self._seed()
@@ -124,39 +135,60 @@ class _Reversal:
         self._put(at, by_x)
         self._say_reversed(k, k + 1)
 
+    def _rows(self, xs: Tensors, start: int, stop: int) -> Sequence[Sequence[torch.Tensor]]:
+        """The rows of the blocks of these steps."""
+        assert self.blocks is not None
+        return self.blocks.rows(self.scan.block(xs, start, stop - start), (stop - start) // self.blocks.size)
+
     def _reverse_blocks(self, blocks: Bound, start: int, stop: int) -> None:
         """Blocks, and the steps left over. The tapes are there, or are made; a single block needs none."""
-        size, carry, parts = blocks.size, self.hand.carry, []
-        rest = stop - (stop - start) % size
-        for k in range(start, rest, size):
-            tape, first = self.tapes.pop(k, None), carry
-            if tape is None and stop - start > size:
-                carry, _, tape = blocks.run(first, self.scan.block(self.xs, k, size), True)
-            parts.append((k, first, tape))
-        self.hand = State(rest, carry, None)
+        size, first = blocks.size, self.hand.carry
+        rest, most = stop - (stop - start) % size, MOST * size
+        tapes = [self.tapes.pop(k, None) for k in range(start, rest, size)]
+        if tapes[0] is None and stop - start > size:
+            carry, tapes = first, []
+            for low in range(start, rest, most):
+                for rows in self._rows(self.xs, low, min(low + most, rest)):
+                    carry, _, tape = blocks.run(carry, rows, True)
+                    tapes.append(tape)
         if rest < stop:
+            self.hand = State(rest, self._ends(tapes[-1]), None)
             self._reverse_steps(rest, stop)
         self.hand = State(start, [], None)
-        while parts:
-            self._reverse_block(blocks, *parts.pop())
+        if self.scan.on_step is not None:
+            most = size
+        for low in range(start + (rest - start - 1) // most * most, start - 1, -most):
+            self._pull_blocks(blocks, first, tapes, low, min(low + most, rest))
 
-    def _reverse_block(
-        self, blocks: Bound, start: int, carry: Leaves, tape: list[torch.Tensor] | None
-    ) -> None:
-        scan, count = self.scan, blocks.size
-        y_cts = [None if ct is None else scan.block([ct], start, count)[0] for ct in self.y_cts]
-        needs = self.needs[0], self.needs[2]
-        rows = scan.block(self.xs, start, count)
-        cts = self.carry_cts, y_cts
-        if tape is not None:
-            tape = [t.to(self.device) for t in tape]
-        grads = blocks.pull(carry, rows, tape, cts, needs)
-        self.carry_cts = grads[1]
-        self._add_consts(grads[0])
-        for i, grad in enumerate(grads[2]):
-            if grad is not None:
-                scan.block([self._x_grad(i)], start, count)[0].copy_(grad)
-        self._say_reversed(start, start + count)
+    def _ends(self, tape: Sequence[torch.Tensor] | None) -> Leaves:
+        """The carry after a block."""
+        assert tape is not None
+        return [t.select(0, -1).to(self.device) for t in tape[: len(self.devices)]]
+
+    def _pull_blocks(self, blocks: Bound, first: Leaves, tapes: list[Any], start: int, stop: int) -> None:
+        """Pull back through the blocks of these steps, the last ones that have tapes; `first`: the carry
+        before the first one that has."""
+        at = [i for i, ct in enumerate(self.y_cts) if ct is not None]
+        given = dense([ct for ct in self.y_cts if ct is not None])
+        rows, y_rows = list(self._rows(self.xs, start, stop)), list(self._rows(given, start, stop))
+        y_cts: list[Any] = [None] * len(self.y_cts)
+        needs, sums, found = (self.needs[0], self.needs[2]), Sums(self.consts, self.const_grads), []
+        while rows:
+            tape = tapes.pop()
+            if tape is not None:
+                tape = [t.to(self.device) for t in tape]
+            carry = self._ends(tapes[-1]) if tapes else first
+            for i, ct in zip(at, y_rows.pop(), strict=True):
+                y_cts[i] = ct
+            cts = self.carry_cts, y_cts
+            self.carry_cts, by_x = blocks.pull(carry, rows.pop(), tape, cts, needs, sums)
+            found.append(by_x)
+        self.const_grads = sums.result()
+        for i, parts in enumerate(zip(*found, strict=True)):
+            if parts[0] is not None:
+                out = self.scan.block([self._x_grad(i)], start, stop - start)[0]
+                torch.cat(parts if self.scan.reverse else parts[::-1], out=out)
+        self._say_reversed(start, stop)
 
     def _say_reversed(self, start: int, stop: int) -> None:
         if self.scan.on_step is not None:
@@ -214,7 +246,8 @@ def pull_back(
     stored = {state.step: slot for slot, state in states.items() if slot is not None}
     try:
         with torch.no_grad(), as_in_forward(scan):
-            execute(scan.schedule.actions(scan.length, stored), machine)
+            if not machine.all_taped():
+                execute(scan.schedule.actions(scan.length, stored), machine)
     except Missed as missed:
         raise RematError(
             f"{scan.name}: evaluated again, the body reads a tensor ({tuple(missed.tensor.shape)}) that it "

@@ -151,7 +151,10 @@ class _PullBack(torch.autograd.Function):
         if scan.opaque is not None:
             found = scan.opaque.pull(scan, flat, kept, needs, cts)
             return tuple(g for g in found if g is not None)
-        grads = pull_back(scan, flat, lift_states(scan, flat, kept), needs, cts)
+        states = lift_states(scan, flat, kept)
+        # Other derivatives may need the tapes again.
+        scan = replace(scan, record=replace(scan.record, tapes=dict(scan.record.tapes)))
+        grads = pull_back(scan, flat, states, needs, cts)
         zeros = (torch.zeros_like(t) if g is None else g for g, t in zip(grads, flat, strict=True))
         # Cotangents passed through unchanged would be outputs that are operands.
         given = {id(t) for t in tensors}

@@ -8,6 +8,7 @@ the graph that pulls back they stand in the place of the ops that made them.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,14 +16,26 @@ from typing import Any
 
 import torch
 
-from remat.transforms import _ops, _record, _torch, _torch_compiler, _trace
+from remat.transforms import _ops, _record, _scan_inductor, _torch, _torch_compiler, _trace
 from remat.transforms._body import Leaves, Step
 from remat.transforms._pull import pull
-from remat.transforms._scan_graphs import products_joined, put_in_place, results
+from remat.transforms._scan_graphs import (
+    added_to_inputs,
+    aliases_dropped,
+    factors_given,
+    products_joined,
+    put_in_place,
+    results,
+)
 from remat.transforms._scan_state import Tensors
+from remat.transforms._scan_sums import Sums
 
 Columns = list[list[torch.Tensor]]
+# What is compiled, and the consts whose transposes it takes after all else.
+Made = tuple[Callable[..., Any], list[int]]
 
+# Blocks whose rows are looked up at a time.
+MOST = 256
 
 _local = threading.local()
 
@@ -102,52 +115,67 @@ class Bound:
         self.blocks, self.consts = blocks, [t.detach() for t in consts]
         self.size, self.reverse = blocks.size, blocks.reverse
         self._found: dict[Any, Any] = {}
+        self._transposed: dict[int, torch.Tensor] = {}
 
     # -- calls ---------------------------------------------------------------------------------------------
 
     def run(
         self, carry: Leaves, xs: Sequence[torch.Tensor], tape: bool
-    ) -> tuple[Leaves, list[torch.Tensor], list[torch.Tensor]]:
-        """The carry after a block, its ys stacked, and what pulling back needs; `xs` are dense rows."""
+    ) -> tuple[Leaves, Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """The carry after a block, its ys stacked, and what pulling back needs; carry and `xs` are dense."""
         tape = tape and self.blocks.selector is not None  # carries are there anyway
-        key, carry = ("run", tape), dense(carry)
-        if key not in self._found:
-            values = [*self.consts, *carry, *xs]
-            self._found[key] = self._lookup(key, values, lambda: self._made_run(values, len(carry), tape))
-        outs = self._found[key](*self.consts, *carry, *xs)
-        b = len(carry)
-        count = b + (len(self._wanted(self.consts, carry, xs)) if tape else 0)
-        return [t[-1] for t in outs[:b]], list(outs[count:]), list(outs[:count])
+        found = self._found.get(tape)
+        if found is None:
+            values, b = [*self.consts, *carry, *xs], len(carry)
+            made = self._lookup(("run", tape), values, lambda: self._made_run(values, b, tape))
+            count = b + (len(self._wanted(self.consts, carry, xs)) if tape else 0)
+            found = self._found[tape] = *self._ready(made), b, count
+        call, more, b, count = found
+        outs = call(*self.consts, *carry, *xs, *more)
+        return [t.select(0, -1) for t in outs[:b]], outs[count:], outs[:count]
 
     def pull(
         self,
         carry: Leaves,
         xs: Sequence[torch.Tensor],
         tape: Sequence[torch.Tensor] | None,
-        cts: Any,
+        cts: tuple[Any, Any],
         needs: tuple[Any, Any],
-    ) -> tuple[Any, Any, Any]:
-        """Gradients of the consts, the carry and the (dense) rows of xs; `cts`: of the carry, of the ys.
+        sums: Sums,
+    ) -> tuple[Any, Any]:
+        """Gradients of the carry and of the rows of xs, those of the consts added to `sums`; carry and `xs`
+        are dense. `cts`: of the carry, of the ys.
 
         Without a tape the steps are evaluated again on the way.
         """
         whole = [*cts[0], *cts[1]]
-        present = tuple([ct is not None for ct in whole])
+        key = tuple([ct is not None for ct in whole]), tape is not None
         given = [ct.contiguous() for ct in whole if ct is not None]
-        key = "pull", present, tape is not None
-        values = [*self.consts, *dense(carry), *xs, *given, *(tape or ())]
-        if key not in self._found:
-            full = *key, len(cts[0]), tuple(needs[0]), tuple(needs[1])
-            self._found[key] = self._lookup(
-                full,
-                values,
-                lambda: self._made_pull(values, len(carry), len(xs), len(tape or ()), cts, needs),
-            )
-        call, here = self._found[key]
-        outs = iter(call(*values))
-        flat = [next(outs) if yes else None for yes in here]
-        a, b = len(self.consts), len(self.consts) + len(carry)
-        return flat[:a], flat[a:b], flat[b:]
+        values = [*self.consts, *carry, *xs, *given, *(tape or ())]
+        found = self._found.get(key)
+        if found is None:
+            full = "pull", *key, len(cts[0]), tuple(needs[0]), tuple(needs[1])
+            sizes = len(carry), len(xs), len(tape or ())
+            made, *where = self._lookup(full, values, lambda: self._made_pull(values, *sizes, cts, needs))
+            found = self._found[key] = *self._ready(made), *where
+        call, more, added, here, factored = found
+        before = [sums.of(i) for i in added]
+        outs = call(*values, *before, *more)
+        count = len(before)
+        for i, total in zip(added, outs, strict=False):
+            sums.found[i] = total
+        if factored:
+            sums.later(factored, outs[len(outs) - 2 * len(factored) :])
+        flat = [None if at is None else outs[count + at] for at in here]
+        b = len(carry)
+        return flat[:b], flat[b:]
+
+    def rows(self, xs: Sequence[torch.Tensor], count: int) -> Sequence[Sequence[torch.Tensor]]:
+        """The rows of `count` blocks, in the order in which they run; `xs` are all of them, and dense."""
+        if not xs:
+            return [()] * count
+        columns = [x.view(count, self.size, *x.shape[1:]).unbind(0) for x in xs]
+        return list(zip(*(column[::-1] if self.reverse else column for column in columns), strict=True))
 
     def tape_of(self, carry: Tensors, xs: Tensors) -> list[tuple[torch.Tensor, bool]]:
         """Tensors such as a block's tape has of each step, and which of them belong on the host."""
@@ -169,7 +197,7 @@ class Bound:
 
     # -- what is compiled ----------------------------------------------------------------------------------
 
-    def _made_run(self, values: list[torch.Tensor], b: int, tape: bool) -> Callable[..., Any]:
+    def _made_run(self, values: list[torch.Tensor], b: int, tape: bool) -> Made:
         a = len(self.consts)
         wanted = self._wanted(values[:a], values[a : a + b], values[a + b :]) if tape else []
 
@@ -187,11 +215,18 @@ class Bound:
 
     def _made_pull(
         self, values: list[torch.Tensor], b: int, c: int, tapes: int, cts: Any, needs: tuple[Any, Any]
-    ) -> tuple[Callable[..., Any], tuple[bool, ...]]:
+    ) -> tuple[Made, list[int], list[int | None], list[int]]:
+        """What pulls back, the consts whose gradients it adds up, where the others' gradients are, and the
+        consts of whose gradients it gives factors."""
         a = len(self.consts)
         wanted = self._wanted(values[:a], values[a : a + b], values[a + b : a + b + c]) if tapes > b else []
         graph, here, _ = self._pulling(values, a, b, c, tapes, cts, needs, wanted)
-        return self._compiled(graph), here
+        consts = [i for i in range(a) if here[i]]
+        factored = [consts[i] for i in factors_given(graph, len(consts))]
+        added = [i for i in consts if i not in factored]
+        added_to_inputs(graph, len(added))
+        rest = itertools.count()
+        return self._compiled(graph), added, [next(rest) if yes else None for yes in here[a:]], factored
 
     def _pulling(
         self,
@@ -313,11 +348,25 @@ class Bound:
             found.append(None if zero is None else torch.stack([zero if g is None else g for g in column]))
         return found
 
-    def _compiled(self, graph: torch.fx.GraphModule) -> Callable[..., Any]:
+    def _compiled(self, graph: torch.fx.GraphModule) -> Made:
         if not results(graph):
-            return lambda *_: ()
+            return (lambda *_: ()), []
         inputs = [_empty(node.meta["val"]) for node in graph.graph.find_nodes(op="placeholder")]
-        return _torch_compiler.compiled_lean(self.blocks.compiler, graph, inputs)
+        options = _scan_inductor.options_of(self.blocks.compiler)
+        if options is None or not _scan_inductor.fits(graph, inputs):
+            return _torch_compiler.compiled_bare(self.blocks.compiler, graph, inputs), []
+        aliases_dropped(graph)
+        given = _scan_inductor.transposes_given(graph, len(self.consts))
+        inputs += [_empty(inputs[i].t().contiguous()) for i in given]
+        return _scan_inductor.compiled(graph, inputs, options), given
+
+    def _ready(self, made: Made) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+        """What is compiled, and the transposes that it takes."""
+        call, given = made
+        for i in given:
+            if i not in self._transposed:
+                self._transposed[i] = self.consts[i].t().contiguous()
+        return call, [self._transposed[i] for i in given]
 
 
 def _traced(

@@ -27,8 +27,8 @@ from remat.transforms._scan_state import Tensors, make
 from remat.transforms._state import Ambient, device_kinds
 
 # Steps whose graph and operands are small are compiled several at a time: a call takes longer than they do.
-# In eager it is more of them where there are as many: a call costs more there.
-BLOCK, LONG_BLOCK = 8, 16
+# They are as many in a short scan as in a long one, and so compiling takes as long.
+BLOCK = 8
 _SMALL_GRAPH = 64
 _SMALL_ROW = 1 << 16
 
@@ -132,7 +132,7 @@ def run_whole(
     made = made.setdefault(tuple([v for v in step.fixed if v is not None]), {})
     options, schedule = dict(whole.options), whole.schedule
     if not draws:
-        size, schedule = in_blocks(schedule, _block(graph, carry, xs, LONG_BLOCK), whole.n)
+        size, schedule = in_blocks(schedule, _block(graph, carry, xs), whole.n)
         compiler = _torch.backend(whole.backend)
         options["blocks"] = Blocks(step, size, options["reverse"], compiler, selector, made)
         options["taped"] = schedule.keeps_tapes
@@ -147,10 +147,10 @@ def _always(_: int) -> bool:
     return True
 
 
-def _block(graph: Graph, carry: Tensors, xs: Tensors, most: int = BLOCK) -> int:
+def _block(graph: Graph, carry: Tensors, xs: Tensors) -> int:
     sizes = [_bytes(t) for t in carry] + [_bytes(t) // max(1, _example(t.shape[0])) for t in xs]
     small = len(graph.module.graph.nodes) <= _SMALL_GRAPH and sum(sizes) <= _SMALL_ROW
-    return most if small else 1
+    return BLOCK if small else 1
 
 
 def _example(size: Any) -> int:
@@ -166,7 +166,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 def in_blocks(schedule: Schedule, size: int, n: int) -> tuple[int, Schedule]:
     """How many steps are compiled at a time, and the schedule of such blocks."""
-    for count in (size, min(size, BLOCK), 1):
+    for count in (size, 1):
         if count <= n and (blocks := schedule.in_blocks(count, n)) is not None:
             return count, blocks
     return 1, schedule

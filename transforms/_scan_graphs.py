@@ -9,6 +9,7 @@ import torch
 from torch.fx import Node
 
 aten = torch.ops.aten
+_FACTORS = "remat_factors"
 _ALIASES = (aten.detach.default, aten.alias.default)
 _TRANSPOSES = (aten.t.default, aten.permute.default, aten.transpose.int)
 
@@ -69,7 +70,7 @@ def products_joined(module: torch.fx.GraphModule) -> None:
         if not _adds(node) or any(_adds(user) for user in node.users):
             continue
         terms = list(_terms(node))
-        products = [t for t in terms if t.target is aten.mm.default and len(t.users) == 1]
+        products: list[Any] = [t for t in terms if t.target is aten.mm.default and len(t.users) == 1]
         if len(products) < 2:
             continue
         with graph.inserting_before(node):
@@ -80,8 +81,33 @@ def products_joined(module: torch.fx.GraphModule) -> None:
                 if term not in products:
                     total = graph.call_function(aten.add.Tensor, (total, term))
         total.meta = dict(node.meta)
+        if len(products) == len(terms) and left.target is aten.permute.default:
+            rows, value = sum(t.args[1].meta["val"].shape[0] for t in products), node.meta["val"]
+            total.meta[_FACTORS] = [value.new_empty(rows, size) for size in value.shape]
         node.replace_all_uses_with(total)
     _clean(module)
+
+
+def factors_given(module: torch.fx.GraphModule, count: int) -> list[int]:
+    """Of the first `count` results, let those that are joined products a^T b be given as a, b at the end.
+
+    Says which. Many blocks' factors are then multiplied at once, and a block is left with small ops alone.
+    """
+    outs: list[Any] = results(module)
+    given: list[int] = []
+    factors: list[Any] = []
+    for i, out in enumerate(outs[:count]):
+        if _FACTORS in out.meta:
+            given.append(i)
+            left, right = out.args
+            pair = left.args[0], right
+            for factor, value in zip(pair, out.meta[_FACTORS], strict=True):
+                factor.meta["val"] = value
+            factors += pair
+    kept = [out for i, out in enumerate(outs) if i not in given]
+    module.graph.output_node().args = ([*kept, *factors],)
+    _clean(module)
+    return given
 
 
 def _adds(node: Node) -> bool:
@@ -111,6 +137,31 @@ def _beside(factors: list[Any], graph: Any) -> Node:
         stacked = graph.call_function(aten.cat.default, ([f.args[0] for f in factors], 0))
         return graph.call_function(aten.permute.default, (stacked, [1, 0]))
     return graph.call_function(aten.cat.default, (factors, 1))
+
+
+def added_to_inputs(module: torch.fx.GraphModule, count: int) -> None:
+    """Add the first `count` results each to an input of its own, after all others: sums over blocks."""
+    graph: Any = module.graph
+    outs, sums = results(module), []
+    last = graph.find_nodes(op="placeholder")[-1]
+    for i, out in enumerate(outs[:count]):
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"sum_before_{i}")
+        value = out.meta["val"]
+        last.meta["val"] = value.new_empty(value.shape)
+        with graph.inserting_before(graph.output_node()):
+            sums.append(graph.call_function(aten.add.Tensor, (last, out)))
+        sums[-1].meta["val"] = last.meta["val"]
+    graph.output_node().args = ([*sums, *outs[count:]],)
+    _clean(module)
+
+
+def aliases_dropped(module: torch.fx.GraphModule) -> None:
+    """Take out ops that make another tensor of the same values: only autograd tells them apart."""
+    for target in _ALIASES:
+        for node in module.graph.find_nodes(op="call_function", target=target):
+            node.replace_all_uses_with(node.args[0])
+    _clean(module)
 
 
 def _clean(module: torch.fx.GraphModule) -> None:

@@ -171,13 +171,18 @@ class _Tapes(dict[int, list[torch.Tensor]]):
     def __init__(self, size: int, buffers: list[torch.Tensor], device: torch.device) -> None:
         super().__init__()
         self.size, self.buffers, self.device = size, buffers, device
+        # Of every block, what it has in each buffer.
+        self.rows = list(zip(*(buffer.unbind(0) for buffer in buffers), strict=True))
+
+    def __len__(self) -> int:
+        return len(self.rows)
 
     def __setitem__(self, step: int, tape: list[torch.Tensor]) -> None:
-        for buffer, tensor in zip(self.buffers, tape, strict=True):
-            buffer.select(0, step // self.size).copy_(tensor)
+        for row, tensor in zip(self.rows[step // self.size], tape, strict=True):
+            row.copy_(tensor)
 
     def pop(self, step: int, *_: Any) -> list[torch.Tensor]:
-        return [buffer.select(0, step // self.size) for buffer in self.buffers]
+        return list(self.rows[step // self.size])
 
     def carry(self, step: int, count: int) -> list[torch.Tensor]:
         """The carry before a block: the last one of the block before."""
@@ -233,20 +238,19 @@ class Entry:
         flat = dense(flat)
         cts = [None if ct is None else ct.contiguous() for ct in cts]
         a, b, _ = self.scan.sizes
-        record = Record(self.opaque.ambient, RandomState(flat))
-        tapes = _Tapes(self.opaque.size, list(kept), flat[a].device)
-        if self.scan.taped and len(kept) == len(self._tape(flat)):
-            record.tapes = tapes
+        record, tapes = Record(self.opaque.ambient, RandomState(flat)), None
+        if self.scan.taped:
+            tapes = _Tapes(self.opaque.size, list(kept), flat[a].device)
+            if len(kept) == len(self._tape(flat)):
+                record.tapes = tapes
 
         def kept_carry(step: int, row: int) -> list[torch.Tensor]:
             if row < 0:
                 return list(flat[a : a + b])
-            return tapes.carry(step, b) if self.scan.taped else [t.select(0, row) for t in kept]
+            return [t.select(0, row) for t in kept] if tapes is None else tapes.carry(step, b)
 
-        states = {
-            slot: State(step, kept_carry(step, row), None)
-            for slot, (step, row) in layout(self.scan.schedule, self.scan.length).items()
-        }
+        rows = layout(self.scan.schedule, self.scan.length) if tapes is not record.tapes else {}
+        states = {slot: State(step, kept_carry(step, row), None) for slot, (step, row) in rows.items()}
         if None in states:  # the state in hand is worked on where the operands are
             states[None] = replace(
                 states[None],

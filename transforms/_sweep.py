@@ -8,7 +8,7 @@ import torch
 
 from remat.transforms._body import Leaves, version
 from remat.transforms._errors import RematError
-from remat.transforms._scan_blocks import dense
+from remat.transforms._scan_blocks import MOST, Bound, dense
 from remat.transforms._scan_state import Scan, State, Tensors, compact, now, numbered, uncached_casts
 from remat.transforms._state import Ambient, RandomState, device_kinds
 
@@ -79,34 +79,55 @@ def _sweep_blocks(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]
     """Compiled blocks of steps, the schedule's states lying between them; what is left over runs as it is."""
     consts, carry, xs = scan.split(flat)
     n, size, record = scan.length, scan.blocks.size, scan.record
-    blocks, states, dense_xs = scan.blocks.at(consts), record.states, dense(xs)
+    blocks, dense_xs, carry = scan.blocks.at(consts), dense(xs), dense(carry)
     place, hand = scan.schedule.place(n), scan.schedule.hand(n)
-    # The carries are rows of the tapes, where those are kept.
-    kept = list if scan.taped and scan.offloaded is None else compact
+    most = size if scan.on_step is not None else MOST * size
     stacks: list[torch.Tensor] = []
-    k = 0
+
+    def slot_at(k: int) -> int | None:
+        slot = place(k) if k < n - 1 else None
+        return None if k and scan.taped else slot  # the carries are rows of the tapes
+
+    k, slot = 0, slot_at(0)
     while k < n:
-        if (slot := place(k) if k < n - 1 else None) is not None:
-            states[slot] = State(k, scan.moved(kept(carry), slot) if k else carry, record.start)
+        if slot is not None:
+            record.states[slot] = State(k, scan.moved(compact(carry), slot) if k else carry, record.start)
         if k == hand:
-            states[None] = State(k, carry, record.start)
-        count = size if k + size <= n else 1
-        rows = scan.block(dense_xs, k, count)
-        if count == size:
-            carry, ys, tape = blocks.run(carry, rows, scan.taped)
-            if scan.taped:
-                record.tapes[k] = scan.stowed(tape, blocks.host(len(carry)))
+            record.states[None] = State(k, carry, record.start)
+        start, k = k, k + size
+        if k <= n:
+            slot = slot_at(k)
+            while slot is None and k != hand and k + size <= n and k - start < most:
+                k += size
+                slot = slot_at(k)
+            part = scan.block(dense_xs, start, k - start)
+            carry, ys = _run_blocks(scan, blocks, carry, part, start, k)
         else:
-            carry, ys = numbered(scan, k, consts, carry, [row[0] for row in rows])
-            ys = [y.unsqueeze(0) for y in ys]
-        stacks = stacks or [y.new_empty((n, *y.shape[1:])) for y in ys]
-        for stack, y in zip(scan.block(stacks, k, count), ys, strict=True):
-            stack.copy_(y)
+            k = start + 1
+            slot = slot_at(k)
+            rows = scan.block(dense_xs, start, 1)
+            carry, outs = numbered(scan, start, consts, carry, [row[0] for row in rows])
+            ys = [(y.unsqueeze(0),) for y in outs]
+        stacks = stacks or [y[0].new_empty((n, *y[0].shape[1:])) for y in ys]
+        for stack, parts in zip(scan.block(stacks, start, k - start), ys, strict=True):
+            torch.cat(parts[::-1] if scan.reverse else parts, out=stack)
         if scan.on_step is not None:
-            for step in range(k, k + count):
+            for step in range(start, k):
                 scan.on_step("forward", step)
-        k += count
     return carry, stacks
+
+
+def _run_blocks(
+    scan: Scan, blocks: Bound, carry: Leaves, xs: Tensors, start: int, stop: int
+) -> tuple[Leaves, list[tuple[torch.Tensor, ...]]]:
+    """The carry after the blocks of these steps, and of each y what every block gives; `xs`: their rows."""
+    size, tapes, ys = blocks.size, scan.record.tapes, []
+    for k, rows in zip(range(start, stop, size), blocks.rows(xs, (stop - start) // size), strict=True):
+        carry, outs, tape = blocks.run(carry, rows, scan.taped)
+        ys.append(outs)
+        if scan.taped:
+            tapes[k] = scan.stowed(tape, blocks.host(len(carry)))
+    return carry, list(zip(*ys, strict=True))
 
 
 def _sweep_open(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:

@@ -227,26 +227,12 @@ def traced_functionally(
         _compiling.compiler = before
 
 
-def compiled_lean(
+def compiled_bare(
     compiler: Callable[..., Any], graph: torch.fx.GraphModule, inputs: list[torch.Tensor]
 ) -> Callable[..., Any]:
-    """`graph` compiled such that calls cost little: with code in C++ around Inductor's kernels on the CPU.
-
-    That is an option of Inductor's (`cpp_wrapper`), which knows torch's own ops only. Others compile as ever.
-    """
-    own = all(
-        getattr(node.target, "namespace", "aten") in ("aten", "prims")
-        for node in graph.graph.nodes
-        if node.op == "call_function"
-    )
-    lean: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if own and all(t.device.type == "cpu" for t in inputs):
-        from torch._inductor import config
-
-        lean = config.patch(cpp_wrapper=True)
-    with lean:
-        made = compiler(graph, inputs)
-    # What keeps Dynamo from looking inside takes longer than a small step, and Dynamo does not look here.
+    """`graph` compiled by a backend, without what keeps Dynamo from looking inside: that takes longer than a
+    small step, and Dynamo does not look here."""
+    made = compiler(graph, inputs)
     return getattr(made, "_torchdynamo_orig_callable", made)
 
 
