@@ -2,14 +2,21 @@
 
     python -m benchmarks.scan_in_compile [--backend inductor] [--repeats 5]
 
-Compiling is timed as the first gradient less what runs steps in it, in CPU seconds of this process, with the
-compiler's caches off; lengths take turns, so that drift of the machine meets all alike, and medians
-are compared. Times a step are those of whole gradients of an RNN 64 wide, ways taking turns.
+Compiling is timed as the first gradient less what runs steps in it, in CPU seconds. Each time is taken in a
+process of its own, with caches of its own and after a scan of another body has paid for what is loaded and
+built once; C++ compilers that it calls are counted. Lengths take turns, so that drift of the machine meets
+all alike, and medians are compared. Times a step are those of whole gradients of an RNN 64 wide, ways taking
+turns.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,11 +30,12 @@ from benchmarks.records import Record, Target, save, show
 from benchmarks.scan_memory import installed
 from benchmarks.scan_ways import cell, ways
 from remat import scan_remat
+from remat.transforms import _scan, _scan_opaque
 from remat.transforms._scan_blocks import Bound
-from remat.transforms._scan_opaque import Entry
 
 WIDTH = 16
 LENGTHS = (10, 10_000)
+PLACES = "inside torch.compile", "compile=True"
 WAYS = (
     "loop",
     "loop, each step again",
@@ -54,18 +62,14 @@ class ScanInCompile:
     """Write results/scan_compile.csv."""
 
     def __call__(self) -> int:
-        torch._inductor.config.force_disable_caches = True
         records, met = [], []
-        for backend in self.backends:
-            found = compile_seconds(backend, self.repeats)
+        for backend, place in itertools.product(self.backends if self.repeats else (), PLACES):
+            found = compile_seconds(backend, place, self.repeats)
             for n, seconds in found.items():
-                records.append(
-                    record(f"inside torch.compile, {backend}", f"{n} steps", "compile", "CPU s", seconds)
-                )
+                records.append(record(f"{place}, {backend}", f"{n} steps", "compile", "CPU s", seconds))
             short, long = (statistics.median(found[n]) for n in LENGTHS)
-            met.append(
-                Target(f"{backend}: compile time of {LENGTHS[1]} steps over {LENGTHS[0]}", long / short, 1.1)
-            )
+            said = f"{place}, {backend}: compile time of {LENGTHS[1]} steps over {LENGTHS[0]}"
+            met.append(Target(said, long / short, 1.1))
         for model in self.models if self.steps else ():
             found = step_micros(model, self.steps)
             for way, micros in found.items():
@@ -103,49 +107,77 @@ def record(mode: str, policy: str, metric: str, unit: str, values: list[float]) 
     )
 
 
-def gradient(n: int, backend: str) -> Callable[[], object]:
+def gradient(n: int, backend: str, place: str, wave: Callable[..., Any]) -> Callable[[], object]:
     """A function that computes one compiled gradient of an RNN of `n` steps."""
     sizes = (WIDTH, WIDTH), (WIDTH,), (n, WIDTH)
     leaves = [torch.randn(size, requires_grad=True) for size in sizes]
+    inside = place == PLACES[0]
 
     def loss(w: torch.Tensor, h: torch.Tensor, xs: torch.Tensor) -> torch.Tensor:
         def body(h: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             h = torch.tanh(h @ w + x)
-            return h, h.sin()
+            return h, wave(h)
 
-        end, ys = scan_remat(body, h, xs, checkpoints="all")
+        end, ys = scan_remat(body, h, xs, checkpoints="all", compile=False if inside else backend)
         return end.sum() + ys.sum()
 
-    compiled = torch.compile(loss, backend=backend, fullgraph=True)
-    return lambda: torch.autograd.grad(compiled(*leaves), leaves)
+    run: Any = torch.compile(loss, backend=backend, fullgraph=True) if inside else loss
+    return lambda: torch.autograd.grad(run(*leaves), leaves)
 
 
-def compile_seconds(backend: str, repeats: int) -> dict[int, list[float]]:
-    """CPU seconds to compile each length, `repeats` times in turns: the first gradient less running steps."""
+def compile_seconds(backend: str, place: str, repeats: int) -> dict[int, list[float]]:
+    """CPU seconds to compile each length, `repeats` times in turns."""
     found: dict[int, list[float]] = {n: [] for n in LENGTHS}
-    ran, made = spent_in(Entry, "forward", "pull"), spent_in(Bound, "_lookup")
-    for turn in range(repeats + 1):
+    for _ in range(repeats):
         for n in LENGTHS:
-            torch._dynamo.reset()
-            before = ran[0] - made[0]
-            (first,) = timed(gradient(n, backend), 1)
-            if turn:  # the first turn pays for what is loaded and built once
-                found[n].append(first - (ran[0] - made[0] - before))
+            command = [sys.executable, "-m", "benchmarks.scan_in_compile", "--one", backend, place, str(n)]
+            with tempfile.TemporaryDirectory() as caches:
+                told = subprocess.run(
+                    command,
+                    env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": caches},
+                    capture_output=True,
+                    text=True,
+                    check=True,
+                )
+            found[n].append(float(told.stdout.splitlines()[-1]))
     return found
 
 
-def spent_in(kind: type, *names: str) -> list[float]:
-    """CPU seconds spent in methods of a class from now on, in a list of one."""
+def one(backend: str, place: str, n: int) -> None:
+    """Time one compilation in this process, and print it."""
+    torch._inductor.config.compile_threads = 1
+    # What both places run their steps in, and what compiles within.
+    ran, made = spent_in(_scan_opaque, "sweep", "pull_back"), spent_in(Bound, "_lookup")
+    ran_in_eager = spent_in(_scan, "sweep", "pull_back")
+    gradient(LENGTHS[0], backend, place, torch.cos)()
+
+    def running() -> float:
+        return ran[0] + ran_in_eager[0] - made[0]
+
+    before, run = running(), gradient(n, backend, place, torch.sin)
+    start = cpu_seconds()
+    run()
+    print(cpu_seconds() - start - (running() - before))
+
+
+def cpu_seconds() -> float:
+    """Of this process and of those that it has waited for."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def spent_in(kind: Any, *names: str) -> list[float]:
+    """CPU seconds spent in functions of a class or module from now on, in a list of one."""
     total = [0.0]
     for name in names:
-        method = getattr(kind, name)
+        function = getattr(kind, name)
 
-        def timed(self: Any, *args: Any, method: Callable[..., Any] = method) -> Any:
-            start = time.process_time()
+        def timed(*args: Any, function: Callable[..., Any] = function) -> Any:
+            start = cpu_seconds()
             try:
-                return method(self, *args)
+                return function(*args)
             finally:
-                total[0] += time.process_time() - start
+                total[0] += cpu_seconds() - start
 
         setattr(kind, name, timed)
     return total
@@ -176,4 +208,7 @@ def timed(run: Callable[[], Any], times: int) -> list[float]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if sys.argv[1:2] == ["--one"]:
+        one(sys.argv[2], sys.argv[3], int(sys.argv[4]))
+        raise SystemExit
     raise SystemExit(tyro.cli(ScanInCompile)())
