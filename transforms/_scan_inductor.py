@@ -8,7 +8,7 @@ somebody compiles with it. Three things are other than in `torch.compile`:
 - products of small matrices are written as sums, so that a block is one kernel. A call of a matrix library
   takes longer than such a product.
 
-Tried on 2.11.0, 2.13.0 and 2.15.0 (CPU).
+Tried on 2.13.0, and in part on 2.15.0 (CPU).
 """
 
 from __future__ import annotations
