@@ -441,9 +441,6 @@ def _as_differentiated(body: Body, mask: list[int], family: Family) -> Body:
         if family.made is not None:
             family.made(outs)
 
-    # In a traced graph a leaf is an op more to trace, and whose history an operand has is all one.
-    traced = family.world is not None
-
     def run(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         split: list[list[int]] = [[]]
         if not _torch.in_transform():
@@ -451,7 +448,7 @@ def _as_differentiated(body: Body, mask: list[int], family: Family) -> Body:
             around = torch.is_grad_enabled() and any(t.requires_grad for t in operands)
             with torch.enable_grad():
                 given = [operands[i] for i in mask]
-                own = [t if (around or traced) and t.requires_grad else _leaf(t) for t in given]
+                own = [t if around and t.requires_grad else _leaf(t) for t in given]
                 outs = body(*_merged(operands, mask, own))
             note(outs)
             return tuple(outs) if around else tuple([t.detach() for t in outs])
