@@ -61,7 +61,7 @@ def quick() -> list[Case]:
         panel("gpt2-medium", "vmap", (*FUNCTIONAL, *few[:2]), 12, rounds=5, sizes=gpt),
         panel("llama3-8b", "step", few[:1], 25, rounds=5, sizes=llama, compiled=True),
         *depths("gpt2-medium", (1, 4, 16), 4),
-        Case("records", "overhead", rounds=9, seconds=15),
+        Case("records", "overhead", rounds=8, seconds=15),
         fit("llama3-8b", "batch", 1, 48, MEMORY, 10, sizes=llama),
         Case(
             "plan",
