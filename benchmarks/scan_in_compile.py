@@ -52,6 +52,8 @@ class ScanInCompile:
 
     backends: tuple[str, ...] = ("aot_eager", "inductor")
     """Backends to compile with."""
+    places: tuple[str, ...] = PLACES
+    """Where scans are compiled."""
     repeats: int = 5
     """Compilations of each length."""
     steps: int = 4000
@@ -59,11 +61,11 @@ class ScanInCompile:
     models: tuple[str, ...] = ("rnn", "gru")
     """Cells of benchmarks.scan_ways."""
     save: bool = True
-    """Write results/scan_compile.csv."""
+    """Write results/scan_compile.csv; what it holds of other backends, places and cells stays."""
 
     def __call__(self) -> int:
         records, met = [], []
-        for backend, place in itertools.product(self.backends if self.repeats else (), PLACES):
+        for backend, place in itertools.product(self.backends if self.repeats else (), self.places):
             found = compile_seconds(backend, place, self.repeats)
             for n, seconds in found.items():
                 records.append(record(f"{place}, {backend}", f"{n} steps", "compile", "CPU s", seconds))
@@ -95,7 +97,7 @@ class ScanInCompile:
                 )
         show("Compiled scans", records, met)
         if self.save:
-            print(save("scan_compile", records))
+            print(save("scan_compile", records, beside=True))
         return int(not all(target.met for target in met))
 
 
