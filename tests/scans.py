@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from remat import scan_remat
 from remat.transforms._scan_graph import BLOCK
 
 D, N = 3, 2 * BLOCK + 3
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
 
 
 def make(*batch: int, n: int = N) -> tuple[torch.Tensor, ...]:

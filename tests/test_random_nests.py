@@ -27,6 +27,7 @@ from remat import (
     scan_remat,
     while_remat,
 )
+from tests.compiled import compiled
 from tests.helpers import same
 
 START, STOP = map(int, os.environ.get("REMAT_NESTS", "0:60").split(":"))
@@ -202,5 +203,5 @@ def test_a_nest_compiles_to_one_graph_with_these_derivatives(seed: int) -> None:
     ours, plain = nest(draw, [kind for kind in KINDS if kind != "loop"])  # whose length depends on data
     w, x = example(seed)
     way = draw.choice([way for way in WAYS if way is not backward])
-    run = torch.compile(lambda w, x: way(ours, w, x), backend="aot_eager", fullgraph=True)
+    run = compiled(lambda w, x: way(ours, w, x))
     same(run(w, x), way(plain, w, x), 1e-8)

@@ -13,16 +13,9 @@ from remat.transforms import value_and_grad
 from remat.transforms._scan_graph import BLOCK
 from tests.compiled import compiled
 from tests.scans import D, backward, close, make, nested, of_loop, of_scan, step
+from tests.scans import fresh as fresh
 
 nn = torch.nn.functional
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
 
 
 def inside(w, h, xs):

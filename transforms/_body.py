@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from remat.transforms import _taps, _torch, _tree
-from remat.transforms._capture import Swap, innermost, made_inside
+from remat.transforms._capture import Swap, made_inside, swapping
 from remat.transforms._errors import RematError
 
 Leaves = list[Any]
@@ -71,7 +71,7 @@ class Body:
     def _step(
         self, consts: Sequence[torch.Tensor], carry: Leaves, x: Sequence[torch.Tensor]
     ) -> tuple[Leaves, list[torch.Tensor]]:
-        if innermost() is not None:
+        if swapping():
             # A rule that wraps operands anew makes no torch call that the region around would have seen.
             fresh = [new for old, new in zip(self.captured, consts, strict=True) if new is not old]
             made_inside([t for t in (*fresh, *carry, *x) if isinstance(t, torch.Tensor)])

@@ -14,9 +14,6 @@ from remat.transforms._errors import RematError
 from remat.transforms._numbers import intern, register
 from remat.transforms._ops import traits
 
-# A view by all but its schema.
-_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
-
 
 class PolicyError(RematError, TypeError):
     """A policy that is none, or that answered with something that is no verdict."""
@@ -236,7 +233,7 @@ class Not(Combined):
 
     @staticmethod
     def _passes(verdict: Decision, op: Any) -> bool:
-        return verdict is Decision.RECOMPUTE and (op is _UNSAFE_VIEW or traits(op).view)
+        return verdict is Decision.RECOMPUTE and traits(op).view
 
     @staticmethod
     def _flip(decision: Decision) -> Decision:
