@@ -367,6 +367,21 @@ def inputs_returned(wrap):
     return fn, (rand(2, 2), rand(2, 2, seed=1))
 
 
+@case(lacks="grad_jvp")
+def results_in_one_memory(wrap):
+    def block(x, w):
+        h = torch.tanh(x) @ w + 1
+        return h, h.view(-1), h[1], h.t(), h
+
+    def fn(x, w):
+        h, flat, row, turned, again = wrap(block)(x, w)
+        h.mul_(2)
+        row.sin_()
+        return flat.exp(), turned @ x, again
+
+    return fn, (rand(3, 2), rand(2, 2, seed=1))
+
+
 @case()
 def keyword_arguments(wrap):
     def block(x, *rest, scale, shift=None, **more):

@@ -7,7 +7,17 @@ from typing import Any
 
 import torch
 
-from remat.transforms import _branches, _capture, _modes, _observe, _taps, _torch, _torch_compiler, _tree
+from remat.transforms import (
+    _branches,
+    _capture,
+    _modes,
+    _observe,
+    _results,
+    _taps,
+    _torch,
+    _torch_compiler,
+    _tree,
+)
 from remat.transforms._following import Following
 from remat.transforms._frame import Plain, enclosed, stop_enclosing
 from remat.transforms._held import unread, watcher
@@ -179,17 +189,19 @@ class _Flat:
         self.captured = captured
         self.operands = [_capture.as_operand(t) for t in (*tensors, *captured)]
         self.bindings = _capture.Bindings(region.function, region.slots)
-        world = Written() if _torch_compiler.is_tracing() else None
+        world = Written(region) if _torch_compiler.is_tracing() else None
         self.family = Family(region, Ambient(device_kinds(self.operands)), world)
         self.out_leaves: list[Any] = []
         self.out_at: list[int] = []
         self.out_spec: Any = None
+        self.looks: list[_results.Look | None] | None = None  # once the function has run
 
     def __call__(self) -> Any:
         with labelled("forward", self.region.name):
             outs = call(Prim(self.body, self.family), self.operands)
         _capture.made_inside(outs)
-        out, named = _tree.unflatten(_tree.merge(self.out_leaves, self.out_at, list(outs)), self.out_spec)
+        outs = list(outs) if self.looks is None else _results.seen(outs, self.looks)
+        out, named = _tree.unflatten(_tree.merge(self.out_leaves, self.out_at, outs), self.out_spec)
         if self.taps is not None:
             self.taps.pass_on(named)
         return out
@@ -208,7 +220,10 @@ class _Flat:
         tensors, self.out_at = _tree.split(self.out_leaves)
         self.out_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in self.out_leaves]
         # A captured tensor may be returned as it is, without any torch call that would have met it.
-        return tuple([table.get(id(t), t) for t in tensors])
+        tensors = [table.get(id(t), t) for t in tensors]
+        if self.looks is None:
+            self.looks = _results.looks(tensors)
+        return _results.leaving(tensors, self.looks)
 
     def _tapped(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         # Named values leave as results like any other: every run of the body has the same ones.

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from remat.transforms import _call, _torch, _torch_compiler, _tree
+from remat.transforms import _call, _results, _torch, _torch_compiler, _tree
+from remat.transforms._alike import Alike, likeness
 from remat.transforms._primitive import Family, Prim, call
 from remat.transforms._region import Region
 from remat.transforms._state import Ambient, device_kinds
@@ -164,16 +165,24 @@ class _TracedCall:
         self.operands = list(operands)
         self.tensors, self.at = _tree.split(self.operands)
         self.outs: list[Any] = []
-        self.family = Family(region, Ambient(device_kinds(self.tensors)), world=Written())
+        self.looks: list[_results.Look | None] | None = None  # once the function has run
+        ambient = Ambient(device_kinds(self.tensors))
+        # What runs in another region is that one's to record.
+        like = likeness(region, operands, ambient) if _local.depth == 1 else None
+        self.family = Family(region, ambient, Written(region, Alike(like, self.outs, _TENSOR)))
 
     def __call__(self) -> tuple[Any, ...]:
-        made = iter(call(Prim(self.body, self.family), self.tensors))
-        return tuple([next(made) if out is _TENSOR else out for out in self.outs])
+        made = call(Prim(self.body, self.family), self.tensors)
+        results = iter(_results.seen(made, self.looks) if self.looks else made)
+        return tuple([next(results) if out is _TENSOR else out for out in self.outs])
 
     def body(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outs = self.region.function(*_tree.merge(self.operands, self.at, list(tensors)))
-        self.outs = [_TENSOR if isinstance(out, torch.Tensor) else out for out in outs]
-        return tuple([out for out in outs if isinstance(out, torch.Tensor)])
+        self.outs[:] = [_TENSOR if isinstance(out, torch.Tensor) else out for out in outs]
+        found = [out for out in outs if isinstance(out, torch.Tensor)]
+        if self.looks is None:
+            self.looks = _results.looks(found)
+        return _results.leaving(found, self.looks)
 
 
 _TENSOR = object()

@@ -101,6 +101,8 @@ class Prim:
         present: pull-back only: the results of the region that have a cotangent, or None for all.
         cotangents: pull-back only: which of the operands are its cotangents.
         dual: whether tangents are computed along; then op sequences cannot be compared (`Trace.loose`).
+        mapped: whether `body` is a batched or a dual form of the function.
+        masks: forward only: the operands that each of the nodes above differentiates.
     """
 
     reads_more = True  # what a region inside captures without a derivative, its hooks do not always tell
@@ -115,6 +117,8 @@ class Prim:
     present: tuple[int, ...] | None = None
     dual: bool = False
     cotangents: tuple[int, int] = (0, 0)
+    mapped: bool = False
+    masks: tuple[tuple[int, ...], ...] = ()
 
 
 def call(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
@@ -170,7 +174,7 @@ def _vmap_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor,
     size = level.batch_size()
 
     def batched(body: Body) -> Body:
-        if isinstance(body, _PullBack) and (pull := body.batched(in_dims, size, randomness)) is not None:
+        if isinstance(body, PullBack) and (pull := body.batched(in_dims, size, randomness)) is not None:
             out_dims[:] = [0] * len(body.mask)
             return pull
         over = _torch.restore_vmap(lambda *ts: tuple(body(*ts)), in_dims, size, randomness)
@@ -237,7 +241,7 @@ def _with_tangents(body: Body, count: int, at: list[int], split: list[list[int]]
 
 def _mapped(prim: Prim, transform: Callable[[Body], Body]) -> Prim:
     recorded = transform(prim.recorded) if prim.recorded is not None else None
-    return replace(prim, body=transform(prim.body), recorded=recorded)
+    return replace(prim, body=transform(prim.body), recorded=recorded, mapped=True)
 
 
 def _known_jvp_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
@@ -279,7 +283,8 @@ def _recorded(prim: Prim, mask: list[int]) -> tuple[Prim, Residuals | None]:
     if prim.pulls:
         return replace(prim, recorded=recorded), None
     residuals = Residuals()
-    return replace(prim, recorded=recorded, sinks=(*prim.sinks, residuals)), residuals
+    masks = (*prim.masks, tuple(mask))
+    return replace(prim, recorded=recorded, sinks=(*prim.sinks, residuals), masks=masks), residuals
 
 
 def _backward(ctx: Any, cotangents: tuple[Any, ...], level: int | None) -> list[Any]:
@@ -294,7 +299,7 @@ def _backward(ctx: Any, cotangents: tuple[Any, ...], level: int | None) -> list[
     # A pull-back of a pull-back recomputes the same forward, so the same residuals serve.
     source = ctx.residuals or ctx.prim.source
     recorded = ctx.prim.recorded if _compares(replace(ctx.prim, source=source)) else None
-    body = _PullBack(recorded or ctx.prim.body, len(saved), mask, present)
+    body = PullBack(recorded or ctx.prim.body, len(saved), mask, present)
     # A second derivative still pulls back from the same results of the region.
     ends = ctx.prim.present if ctx.prim.pulls else tuple(present)
     own = None if dead else level
@@ -467,7 +472,7 @@ def _as_differentiated(body: Body, mask: list[int], family: Family) -> Body:
 
 
 @dataclass(frozen=True)
-class _PullBack:
+class PullBack:
     """(operands, cotangents of the outs at `present`) -> gradients of the operands at `mask`.
 
     `over` holds the vmaps that see cotangents only, from the innermost: there the function is recomputed
@@ -529,7 +534,7 @@ class _PullBack:
 
         return self._staged(pull)(*cotangents)
 
-    def batched(self, in_dims: tuple[int | None, ...], size: int, randomness: str) -> _PullBack | None:
+    def batched(self, in_dims: tuple[int | None, ...], size: int, randomness: str) -> PullBack | None:
         """The same under a vmap whose batch is in the cotangents only, None if it is in the operands too."""
         if any(dim is not None for dim in in_dims[: self.count]):
             return None

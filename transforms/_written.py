@@ -8,17 +8,30 @@ Everything that a recomputation starts from passes a fence (`_origins` says what
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from remat.transforms import _blanks, _modes, _offload, _ops, _record, _seeded, _torch_compiler, _trace
+from remat.transforms import (
+    _blanks,
+    _modes,
+    _offload,
+    _ops,
+    _record,
+    _seeded,
+    _torch_compiler,
+    _torch_tracer,
+    _trace,
+)
+from remat.transforms._alike import Alike
 from remat.transforms._errors import RematError
 from remat.transforms._fence import fence, fence_below
 from remat.transforms._origins import Origins
-from remat.transforms._primitive import Prim, replaying
+from remat.transforms._primitive import Prim, PullBack, replaying
 from remat.transforms._region import Region
 
 Tensors = Sequence[torch.Tensor]
@@ -44,29 +57,51 @@ class Sent(_offload.Elsewhere):
 
 
 class Written:
-    """Runs primitives at the bottom of the functorch levels (a `_primitive.World`)."""
+    """Runs primitives at the bottom of the functorch levels (a `_primitive.World`).
 
-    def __init__(self) -> None:
-        self.serial = next(_serials)
+    Args:
+        region: whose primitives.
+        alike: how to copy others of the graph, or to be copied.
+    """
+
+    def __init__(self, region: Region, alike: Alike | None = None) -> None:
+        self.tags = {RECOMPUTED: f"{next(_serials)} {region.name}"}
+        self.alike = alike or Alike()
 
     def forward(self, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
         """Run a region; with a node above it that will pull back, note what its recomputation needs."""
         if not prim.sinks:
             return tuple(prim.body(*operands))
+        run = functools.partial(self._forward, prim, operands)
+        record, outs = run() if prim.mapped else self.alike.forward(operands, prim.masks, run)
+        for sink in prim.sinks:
+            sink.written = record
+        return tuple(outs)
+
+    @staticmethod
+    def _forward(prim: Prim, operands: Tensors) -> tuple[GraphRecord, Tensors]:
         region = prim.family.region
         selector = region.selector() if region.selector else None
         record = GraphRecord(region, selector, operands)
         record.trace.loose = prim.dual
         with selector.watching() if selector else contextlib.nullcontext(), record:
             outs = (prim.recorded or prim.body)(*operands)
-        for sink in prim.sinks:
-            sink.written = record
         if selector:
             selector.finished(record.trace)
-        return tuple(outs)
+        return record, outs
 
     def pull(self, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
         """Recompute a region behind a fence, and pull its cotangents back."""
+        run = functools.partial(self._pull, prim, operands)
+        body = prim.body
+        assert prim.source is not None
+        record: GraphRecord = prim.source.written
+        # The pull-back of a pull-back has more operands than the forward.
+        if prim.mapped or not isinstance(body, PullBack) or body.count != len(record.operands):
+            return run()
+        return tuple(self.alike.pull(operands, record, body, self.tags, run))
+
+    def _pull(self, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
         first, last = prim.cotangents
         after = operands[first:last]
         assert prim.source is not None
@@ -74,7 +109,7 @@ class Written:
         region, ambient = prim.family.region, prim.family.ambient
         with contextlib.ExitStack() as stack:
             tag = stack.enter_context(contextlib.ExitStack())
-            tag.enter_context(_torch_compiler.tagged({RECOMPUTED: f"{self.serial} {region.name}"}))
+            tag.enter_context(_torch_compiler.tagged(self.tags))
             fenced = [
                 t if first <= i < last or record.origins.bare(i) else fence(record.before.get(i, t), after)
                 for i, t in enumerate(operands)
@@ -108,6 +143,33 @@ class GraphRecord(_record.Record):
         self.storages: dict[int, int] = {}  # node -> storage of its first result
         self.rewritten: set[int] = set()
         self.keeps = False  # whether anything was kept but seeds
+
+    def values(self) -> list[torch.Tensor] | None:
+        """What is held beside the operands; None where it is more than tensors of the graph."""
+        held: list[Any] = []
+        for node in self.trace.nodes:
+            if node.kept is not None:
+                _trace.map_tensors(held.append, node.kept)
+        if self.rewritten or any(isinstance(value, _offload.Elsewhere) for value in held):
+            return None
+        return [*held, *self.seeds.values()]
+
+    def like(self, operands: Tensors, values: Tensors) -> GraphRecord:
+        """The same forward of other operands, which holds other values."""
+        left = iter(values)
+        made = copy.copy(self)
+        made.operands, made.trace = list(operands), copy.copy(self.trace)
+        made.trace.nodes = [self._with_kept(node, left) for node in self.trace.nodes]
+        made.seeds = dict(zip(self.seeds, left, strict=True))
+        return made
+
+    @staticmethod
+    def _with_kept(node: _trace.Node, values: Iterator[torch.Tensor]) -> _trace.Node:
+        if node.kept is None:
+            return node
+        other = copy.copy(node)
+        other.kept = _trace.map_tensors(lambda _: next(values), node.kept)
+        return other
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -157,22 +219,18 @@ class GraphRecord(_record.Record):
         if verdict == _trace.RECOMPUTE:
             node.kept = None
         elif node.kept is None:
-            hold = Sent if verdict == _trace.OFFLOAD else torch.Tensor.detach
+            hold = Sent if verdict == _trace.OFFLOAD else _torch_tracer.as_it_is
             node.kept = _modes.quiet(_trace.map_tensors, hold, out)
             self.keeps = True
 
     def _before_writing(self, storage: int) -> None:
-        """Copy what aliases a storage that is about to be written to; copies nobody reads are dropped."""
+        """Copy an operand that is about to be written to; copies nobody reads are dropped."""
         if storage in self.rewritten:
             return
         self.rewritten.add(storage)
         at = self.given.get(storage)
         if at is not None:
             self.before[at] = _modes.quiet(torch.clone, self.operands[at])
-        for node, where in self.storages.items():
-            made = self.trace.nodes[node]
-            if where == storage and made.kept is not None and made.verdict == _trace.SAVE:
-                made.kept = _modes.quiet(_trace.map_tensors, torch.clone, made.kept)
 
 
 class GraphReplay(_modes.Mode):
