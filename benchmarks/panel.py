@@ -130,8 +130,8 @@ class Panel:
     def compared(self, got: Any, row: Measured) -> list[Measured]:
         apart = difference(got, self.expected)
         if row.family == "none":
-            # Compiled kernels round elsewhere than eager ones: that much is no fault of a peer. More than half
-            # of all digits is a wrong term.
+            # Compiled kernels round elsewhere than eager ones: that much is no fault of a peer, but more than
+            # half of all digits is a wrong term.
             self.allowed = max(self.allowed, min(2 * apart, self.most))
         if not apart <= self.allowed:
             raise WrongGradient(f"off by {apart:.1e}, where {self.allowed:.1e} is rounding")
