@@ -643,11 +643,11 @@ def _execute_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
 
     def watch(tensor: torch.Tensor) -> None:
         bottom = _torch.unwrapped(tensor)
-        made = record.find(bottom)
-        if made is None or record.from_outside(made):
+        found = record.find(bottom)
+        if record.origin(bottom) is None:
             outside.add(_trace.storage(bottom))
-        if made is not None:
-            packed.extend((source, _torch.next_node() - 1) for source in record.sources(made))
+        if found is not None:
+            packed.extend((source, _torch.next_node() - 1) for source in record.sources(found))
 
     def note(outs: Tensors) -> None:
         unseen.append(holds_unseen(outs, start))
