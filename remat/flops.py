@@ -71,7 +71,7 @@ def known_flops(op: Any, args: Any, kwargs: Any, outputs: Any, is_meta: Callable
 
 
 def _as_masked(out: tuple[Any, ...], mask: Any) -> tuple[Any, ...]:
-    """The results in the places where the formula looks for them, also where those not wanted were left out."""
+    """The results in the places where the formula looks for them, though those not wanted were left out."""
     found = iter([value for value in out if value is not None])
     return tuple([next(found, None) if wanted else None for wanted in mask])
 

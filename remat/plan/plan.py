@@ -155,7 +155,7 @@ class Plan(Policy):
         )
 
     def bind(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
-        """The plan for this call, after a look (once per function and input metadata) at the function's ops."""
+        """The plan for this call, after a look (once per function and metadata) at the function's ops."""
         from remat.plan.cache import graph_of
         from remat.plan.policy import carried_out
 
