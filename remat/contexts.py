@@ -14,6 +14,7 @@ from remat.opinfo import Call, Decision, OpInfo, describe
 from remat.policies import Policy, check_verdict
 from remat.policies._unmatched import report_unmatched
 from remat.transforms import _record
+from remat.transforms._ops import traits
 from remat.transforms._trace import Node, Trace
 
 
@@ -51,8 +52,12 @@ class PolicySelector:
         self.named: dict[str, bool] = {}
         # What was said of unnamed ops, which a name given to their result later may change.
         self.said: dict[int, tuple[OpInfo, Decision]] = {}
+        # Values that are not to be kept for their name, and looks at them: a look would keep the whole.
+        self.barred: set[int] = set()
 
     def decide(self, at: int, node: Node, args: Any, kwargs: Any, out: Any) -> int:
+        if self.barred and self._looks_at_barred(at, node):
+            return Decision.RECOMPUTE.value
         quick = self.policy.quick(node.op)
         if quick is not None:
             return quick.value
@@ -78,7 +83,19 @@ class PolicySelector:
             record.judge(node, verdict, value)
         else:
             verdict = self._name_owner(record, owner, value, name)
+        place = at if owner is None else owner
+        if verdict != Decision.RECOMPUTE.value:
+            self.barred -= {at, place}
+        elif place in self.said and self.said[place][1] is not Decision.RECOMPUTE:
+            # It is the name that bars it.
+            self.barred |= {at, place}
         self.named[name] = self.named.get(name, False) or verdict != Decision.RECOMPUTE.value
+
+    def _looks_at_barred(self, at: int, node: Node) -> bool:
+        found = traits(node.op).view and not self.barred.isdisjoint((node.root, *node.deps[:1]))
+        if found:
+            self.barred.add(at)
+        return found
 
     def _name_owner(self, record: _record.Record, owner: int, value: torch.Tensor, name: str) -> int:
         """Judge the op that made a value: what autograd reads there, and what others read, is one memory."""
