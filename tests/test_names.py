@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
-from remat import RematError, checkpoint_name, remat, saved_residuals
+from remat import RematError, checkpoint_name, debug, remat, saved_residuals
 from remat.policies import (
     _unmatched,
     checkpoint_policy,
@@ -239,6 +239,18 @@ def test_looks_at_a_barred_value_do_not_keep_it(look, policy, written):
             got = run(X)
         torch.testing.assert_close(got, expected)
         assert (ops["sub"], ops["mul_"], ops["sin"]) == ((1, 2, 1) if written else (2, 0, 1))
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_looks_at_a_barred_value_do_not_keep_it_in_a_graph(look):
+    torch._dynamo.reset()
+    region = remat(
+        lambda x: LOOKS[look](checkpoint_name(torch.exp(x.sin()), "barred")),
+        policy=save_all_but_names("barred"),
+        name="block",
+    )
+    (found,) = debug.recomputed(torch.compile(region, backend="aot_eager"), X.clone().requires_grad_())
+    assert found.ops["exp"] == 1 and found.ops["sin"] == 0 and not found.lost
 
 
 def test_a_barred_part_leaves_the_whole():

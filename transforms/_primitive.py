@@ -656,7 +656,7 @@ def _execute_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
 
     family.watch, family.made = watch, note
     try:
-        with selector.watching() if selector else contextlib.nullcontext(), record:
+        with selector.watching(levels=True) if selector else contextlib.nullcontext(), record:
             outs = (prim.recorded or prim.body)(*operands)
     finally:
         watched = family.watch is not None and not any(unseen)

@@ -39,8 +39,8 @@ class Selector(Protocol):
         """RECOMPUTE, OFFLOAD or SAVE for the op that just ran."""
         ...
 
-    def watching(self) -> AbstractContextManager[Any]:
-        """A context around the user's function in its forward."""
+    def watching(self, levels: bool = False) -> AbstractContextManager[Any]:
+        """A context around the user's function in its forward; `levels`: torch.func may batch it."""
         ...
 
     def finished(self, trace: Trace) -> None:
