@@ -37,7 +37,7 @@ _PLANS: dict[Any, tuple[Graph, Plan]] = {}
 _RIVALS: dict[Any, tuple[Graph, list[tuple[int, str, Solution]]]] = {}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class BudgetPolicy(Numbered):
     """Keep at most so much, and recompute as little as can be for it.
 
@@ -64,6 +64,14 @@ class BudgetPolicy(Numbered):
             object.__setattr__(self, "peak", check_peak(self.peak))
         cost_model(self.cost, self.device)
         super().__post_init__()
+
+    def __repr__(self) -> str:
+        shown = {"budget": self.budget, "peak": self.peak, "cost": self.cost, "device": self.device}
+        usual = {"peak": None, "cost": "roofline", "device": None}
+        if self.peak is not None:
+            usual["budget"] = 1.0
+        options = [f"{k}={v!r}" for k, v in shown.items() if k not in usual or v != usual[k]]
+        return f"checkpoint_policy({', '.join(options)})"
 
     def plan(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
         """The plan for the region `fn(*args, **kwargs)`.
