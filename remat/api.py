@@ -12,14 +12,14 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 
-from remat import compiled
+from remat import compiled, logs
 from remat.contexts import PolicySelector
 from remat.policies import Policy, as_policy, save_everything, save_nothing
 from remat.transforms._call import outermost, run, run_transparently
 from remat.transforms._errors import RematError
 from remat.transforms._learned import memory_of
 from remat.transforms._numbers import register
-from remat.transforms._region import Region
+from remat.transforms._region import Region, choosing
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -206,7 +206,8 @@ def _wrap(fn: Callable[..., Any], options: _Options) -> Callable[..., Any]:
         if forced is not None and options.policy is not forced:
             return _wrap(fn, options.under(forced))(*args, **kwargs)
         if keeps_everything and outermost():
-            return run_transparently(fn, args, kwargs)
+            with choosing():
+                return run_transparently(fn, args, kwargs)
         if static:
             return _call_static(fn, options, args, kwargs)
         bound = options.policy.bind(fn, args, kwargs) if binds else options.policy
@@ -216,6 +217,8 @@ def _wrap(fn: Callable[..., Any], options: _Options) -> Callable[..., Any]:
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return compile_call(label, number, fn, args, kwargs)
+        if logs.wanted():
+            return logs.told(label, functools.partial(eager, args, kwargs))
         return eager(args, kwargs)
 
     # Tracebacks name the region, those of torch.compile too; and what Dynamo keeps for a region's code, and

@@ -65,7 +65,15 @@ def known_flops(op: Any, args: Any, kwargs: Any, outputs: Any, is_meta: Callable
         # Registered with get_raw=True: it reads `.shape` itself, and the lengths of packed sequences, which
         # it takes to be the longest wherever the operands say that they have no data.
         shapes, keywords, out = _replaced(call, is_meta, _Hollow)
+    if name == "aten::convolution_backward":
+        out = _as_masked(out, shapes[-1])
     return int(formula(*shapes, **keywords, out_val=out[0] if len(out) == 1 else out))
+
+
+def _as_masked(out: tuple[Any, ...], mask: Any) -> tuple[Any, ...]:
+    """The results in the places where the formula looks for them, though those not wanted were left out."""
+    found = iter([value for value in out if value is not None])
+    return tuple([next(found, None) if wanted else None for wanted in mask])
 
 
 def _replaced(tree: Any, is_meta: Callable[[Any], bool], made: Callable[[Any], Any]) -> Any:

@@ -4,8 +4,15 @@ import pytest
 import torch
 from torch.func import grad, vmap
 
-from remat import remat
-from remat.policies import save_everything, save_matmuls, save_nothing, save_ops, save_unbatched_matmuls
+from remat import checkpoint_name, remat
+from remat.policies import (
+    save_everything,
+    save_matmuls,
+    save_names,
+    save_nothing,
+    save_ops,
+    save_unbatched_matmuls,
+)
 from tests.helpers import (
     LiveBytes,
     OpCounter,
@@ -263,6 +270,22 @@ def test_never_more_than_without_remat(kept):
 def test_values_saved_that_are_also_outputs_are_kept_once(kept):
     fn = remat(lambda x: torch.tanh(x.sin()), policy=save_ops(aten.tanh))
     assert kept(fn, rand(5, 5)) == 0
+
+
+@pytest.mark.parametrize("policy", [save_names("h"), save_everything, save_ops(aten.sin)])
+@pytest.mark.parametrize("mode", ["backward", "vjp"])
+def test_saved_values_that_are_outputs_or_inputs_are_held_once(mode, policy):
+    """A named input, and a named output that is read through a view: exactly the results' bytes are alive."""
+
+    def fn(x):
+        y = checkpoint_name(torch.sin(checkpoint_name(x, "h")), "h")
+        return y, y.view(-1).cos()
+
+    (leaf,) = leaves_of((rand(5, 5),))
+    with LiveBytes() as live:
+        region = remat(fn, policy=policy)
+        outs, _pull = (region(leaf), None) if mode == "backward" else vjp(region, leaf.detach())
+        assert live.bytes == sum(t.nbytes for t in outs)
 
 
 @KEPT

@@ -131,3 +131,20 @@ def test_an_op_without_formula_is_told_from_one_that_costs_nothing():
     assert (
         known_flops(aten.sin.default, (meta(3),), {}, (meta(3),), lambda x: isinstance(x, TensorMeta)) is None
     )
+
+
+@pytest.mark.parametrize("mask", [(True, False, False), (False, True, False), (True, True, False)])
+@pytest.mark.parametrize("left_out", [False, True])
+def test_a_convolutions_gradients_that_are_not_wanted(mask, left_out):
+    """They are None among the results, or are left out of a graph's: one is counted as two are."""
+    grad, x, w = (
+        TensorMeta.of(torch.empty(s, device="meta")) for s in ((2, 4, 6, 6), (2, 3, 8, 8), (4, 3, 3, 3))
+    )
+    args = (grad, x, w, [4], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, list(mask))
+    outs = [made if wanted else None for made, wanted in zip((x, w, None), mask, strict=True)]
+    outs = [out for out in outs if out is not None] if left_out else outs
+    forward = 2 * 2 * 4 * 3 * 36 * 9
+    flops = known_flops(
+        aten.convolution_backward.default, args, {}, tuple(outs), lambda t: isinstance(t, TensorMeta)
+    )
+    assert flops == forward * sum(mask)

@@ -6,8 +6,15 @@ import pytest
 import torch
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
-from remat import RematError, checkpoint_name, remat, saved_residuals
-from remat.policies import _unmatched, save_all_but_names, save_everything, save_matmuls, save_names
+from remat import RematError, checkpoint_name, debug, remat, saved_residuals
+from remat.policies import (
+    _unmatched,
+    checkpoint_policy,
+    save_all_but_names,
+    save_everything,
+    save_matmuls,
+    save_names,
+)
 from remat.policies._unmatched import UnmatchedName
 from tests.helpers import OpCounter, leaves_of, rand
 
@@ -199,6 +206,51 @@ def test_a_barred_view_bars_what_it_is_a_view_of(view):
 
     assert kept(remat(fn, policy=save_all_but_names("barred")), X) == []
     assert kept(remat(fn, policy=save_everything), X) != []
+
+
+LOOKS = {
+    "flat": lambda h: h.view(-1).log1p().sum(),
+    "transposed": lambda h: h.t().log1p().sum(),
+    "row": lambda h: h[0].log1p().sum(),
+    "expanded": lambda h: h.expand(2, 3, 4).log1p().sum(),
+    "operand": lambda h: (h @ h.t()).sum(),
+    "look at a look": lambda h: h.t()[1:].log1p().sum(),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize(
+    "policy", [save_all_but_names("barred"), checkpoint_policy(lambda info: info.name != "barred")]
+)
+def test_looks_at_a_barred_value_do_not_keep_it(look, policy, written):
+    def fn(x):
+        h = torch.sub(x.sin(), -3)
+        if written:
+            h.mul_(2)
+        return LOOKS[look](checkpoint_name(h, "barred"))
+
+    region = remat(fn, policy=policy)
+    # What it is computed again of: the value before the write is another, which no name bars.
+    assert kept(region, X) == ["aten.sub.Tensor" if written else "aten.sin.default"]
+    expected = grad(fn)(X)
+    for run in (grad(region), lambda x: torch.autograd.grad(region(leaf := leaves_of((x,))[0]), leaf)[0]):
+        with OpCounter() as ops:
+            got = run(X)
+        torch.testing.assert_close(got, expected)
+        assert (ops["sub"], ops["mul_"], ops["sin"]) == ((1, 2, 1) if written else (2, 0, 1))
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_looks_at_a_barred_value_do_not_keep_it_in_a_graph(look):
+    torch._dynamo.reset()
+    region = remat(
+        lambda x: LOOKS[look](checkpoint_name(torch.exp(x.sin()), "barred")),
+        policy=save_all_but_names("barred"),
+        name="block",
+    )
+    (found,) = debug.recomputed(torch.compile(region, backend="aot_eager"), X.clone().requires_grad_())
+    assert found.ops["exp"] == 1 and found.ops["sin"] == 0 and not found.lost
 
 
 def test_a_barred_part_leaves_the_whole():

@@ -98,6 +98,25 @@ def test_is_a_value(text):
         policy.needs_calls = True
 
 
+BUDGETS = {
+    "checkpoint_policy(budget=0.4)": lambda: checkpoint_policy(budget=0.4),
+    "checkpoint_policy(budget=2048)": lambda: checkpoint_policy(budget="2KiB"),
+    "checkpoint_policy(peak=4096)": lambda: checkpoint_policy(peak="4KiB"),
+    "checkpoint_policy(budget=0.5, peak=4096)": lambda: checkpoint_policy(budget=0.5, peak=4096),
+    "checkpoint_policy(budget=0.4) | save_names('q')": lambda: checkpoint_policy(budget=0.4) | ["q"],
+    "~checkpoint_policy(budget=0.4)": lambda: ~checkpoint_policy(budget=0.4),
+}
+
+
+@pytest.mark.parametrize("text", BUDGETS)
+def test_budgets_are_values_too(text):
+    policy = BUDGETS[text]()
+    again = pickle.loads(pickle.dumps(policy))
+    assert again == policy == BUDGETS[text]() and hash(again) == hash(policy)
+    assert repr(policy) == text
+    assert sum(policy == other() for other in BUDGETS.values()) == 1
+
+
 SQUARE, STACK, IMAGE = meta(2, 2), meta(2, 2, 2), meta(1, 1, 3, 3)
 OPS = {
     aten.mm.default: (SQUARE, SQUARE),

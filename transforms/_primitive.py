@@ -648,11 +648,11 @@ def _execute_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
 
     def watch(tensor: torch.Tensor) -> None:
         bottom = _torch.unwrapped(tensor)
-        made = record.find(bottom)
-        if made is None or record.from_outside(made):
+        found = record.find(bottom)
+        if record.origin(bottom) is None:
             outside.add(_trace.storage(bottom))
-        if made is not None:
-            packed.extend((source, _torch.next_node() - 1) for source in record.sources(made))
+        if found is not None:
+            packed.extend((source, _torch.next_node() - 1) for source in record.sources(found))
 
     def note(outs: Tensors) -> None:
         unseen.append(holds_unseen(outs, start))
@@ -661,7 +661,7 @@ def _execute_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
 
     family.watch, family.made = watch, note
     try:
-        with selector.watching() if selector else contextlib.nullcontext(), record:
+        with selector.watching(levels=True) if selector else contextlib.nullcontext(), record:
             outs = (prim.recorded or prim.body)(*operands)
     finally:
         watched = family.watch is not None and not any(unseen)

@@ -226,10 +226,18 @@ class Record(Mode):
             return (at,)
         return at, *[i for i in self._writers.get(self.trace.nodes[at].root, ()) if i > at]
 
-    def from_outside(self, at: int) -> bool:
-        """Whether node `at` only looks at a tensor from outside, of which nothing was sent to the host."""
-        node = self.trace.nodes[at]
-        return self.trace.passes(node) or (node.root == OUTSIDE and not self._is_sent(at))
+    def origin(self, tensor: torch.Tensor) -> int | None:
+        """The node whose result autograd saved when it saved `tensor`; None for a tensor from outside.
+
+        A look at a tensor from outside is that tensor, unless it was sent to the host; and then it is only
+        where it is the look that was saved: at one address lie the tensor itself and others' looks at it.
+        """
+        at = self.find(tensor)
+        if at is None or self.trace.passes(self.trace.nodes[at]):
+            return None
+        if self.trace.nodes[at].root != OUTSIDE:
+            return at
+        return at if self._made.get(tensor) is not None and self._is_sent(at) else None
 
     def _is_sent(self, at: int) -> bool:
         """Whether node `at` is, or looks at, an alias of a tensor from outside that was sent to the host."""

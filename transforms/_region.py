@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -39,8 +39,8 @@ class Selector(Protocol):
         """RECOMPUTE, OFFLOAD or SAVE for the op that just ran."""
         ...
 
-    def watching(self) -> AbstractContextManager[Any]:
-        """A context around the user's function in its forward."""
+    def watching(self, levels: bool = False) -> AbstractContextManager[Any]:
+        """A context around the user's function in its forward; `levels`: torch.func may batch it."""
         ...
 
     def finished(self, trace: Trace) -> None:
@@ -58,6 +58,17 @@ _selecting = _Selecting()
 def selecting() -> bool:
     """Whether the innermost region that runs around here, for the first time or again, may keep values."""
     return _selecting.innermost
+
+
+@contextlib.contextmanager
+def choosing() -> Iterator[None]:
+    """Around a function that a policy lets run as it is: the innermost region there keeps all values."""
+    before = _selecting.innermost
+    _selecting.innermost = True
+    try:
+        yield
+    finally:
+        _selecting.innermost = before
 
 
 @dataclass(frozen=True)
@@ -178,6 +189,7 @@ def _checksum_tensor(tensor: torch.Tensor) -> int:
 __all__ = [
     "Region",
     "Selector",
+    "choosing",
     "is_recomputing",
     "labelled",
     "quiet",

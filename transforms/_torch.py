@@ -62,6 +62,15 @@ add_batch_dim: Callable[[torch.Tensor, int | None, int], torch.Tensor] = _functo
 unwrap_batched: Callable[[torch.Tensor, int], tuple[torch.Tensor, int | None]] = _functorch_c._unwrap_batched
 
 
+def is_batched_below(tensor: torch.Tensor) -> bool:
+    """Whether any level around here has a batch of this tensor."""
+    while is_wrapped(tensor):
+        if is_batched(tensor):
+            return True
+        tensor = unwrap_once(tensor)
+    return False
+
+
 def is_batched_anyhow(tensor: torch.Tensor) -> bool:
     """Whether writing `tensor` into a plain tensor would fail for a batch dimension.
 

@@ -121,7 +121,7 @@ class Traced(Selective):
         if record.calls is not None:
             record.calls.save(tensor)
         found = record.find(tensor)
-        made = None if found is None or record.from_outside(found) else found
+        made = record.origin(tensor)
         sources = () if found is None else record.sources(found)
         # What a region inside this one keeps is no node's of this one.
         owner = None if self.inner else _torch.next_node() - 1

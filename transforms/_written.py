@@ -84,7 +84,7 @@ class Written:
         selector = region.selector() if region.selector else None
         record = GraphRecord(region, selector, operands)
         record.trace.loose = prim.dual
-        with selector.watching() if selector else contextlib.nullcontext(), record:
+        with selector.watching(levels=True) if selector else contextlib.nullcontext(), record:
             outs = (prim.recorded or prim.body)(*operands)
         if selector:
             selector.finished(record.trace)
@@ -199,8 +199,11 @@ class GraphRecord(_record.Record):
         node = _trace.Node()
         node.op, node.name, node.kept, node.verdict, node.root = func, None, None, _trace.RECOMPUTE, at
         node.outs = _blanks.metadata(out)
+        node.deps = []
         if facts.view and (root := self._root(args)) >= 0:
             node.root = root
+            made = self._made.get(next(iter(_trace.tensors_in(args))))
+            node.deps = [made] if made is not None else []
         self.trace.nodes.append(node)
         for tensor in _trace.tensors_in(out):
             self._made.set(tensor, at)

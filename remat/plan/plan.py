@@ -125,7 +125,7 @@ class Plan(Policy):
         """
         planned = self.ops[info.index] if info.index < len(self.ops) else None
         if planned != str(info.op):
-            raise RematError(self._difference(info.index, planned, str(info.op)))
+            raise RematError(self.difference(info.index, planned, str(info.op)))
         return Decision.SAVE if info.index in self.chosen else Decision.RECOMPUTE
 
     @cached_property
@@ -143,9 +143,10 @@ class Plan(Policy):
             planned = self.ops[position] if position < len(self.ops) else None
             met = names[position] if position < len(names) else None
             if planned != met:
-                raise RematError(self._difference(position, planned, met))
+                raise RematError(self.difference(position, planned, met))
 
-    def _difference(self, position: int, planned: str | None, met: str | None) -> str:
+    def difference(self, position: int, planned: str | None, met: str | None) -> str:
+        """The message for an op that is not the one planned for."""
         return (
             f"The plan for {self.region} does not fit this function: op {position} is "
             f"{met or 'missing (it ends)'}, planned was {planned or f'the end, after {len(self.ops)} ops'}. "
@@ -154,11 +155,12 @@ class Plan(Policy):
         )
 
     def bind(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
-        """The plan itself, after a look (once per function and input metadata) at the function's ops."""
+        """The plan for this call, after a look (once per function and metadata) at the function's ops."""
         from remat.plan.cache import graph_of
+        from remat.plan.policy import carried_out
 
         self.check(graph_of(fn, args, kwargs).names)
-        return self
+        return carried_out(self)
 
     def to_json(self) -> str:
         """The plan as JSON text; without the user's file names."""

@@ -37,7 +37,7 @@ _PLANS: dict[Any, tuple[Graph, Plan]] = {}
 _RIVALS: dict[Any, tuple[Graph, list[tuple[int, str, Solution]]]] = {}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class BudgetPolicy(Numbered):
     """Keep at most so much, and recompute as little as can be for it.
 
@@ -65,6 +65,14 @@ class BudgetPolicy(Numbered):
         cost_model(self.cost, self.device)
         super().__post_init__()
 
+    def __repr__(self) -> str:
+        shown = {"budget": self.budget, "peak": self.peak, "cost": self.cost, "device": self.device}
+        usual = {"peak": None, "cost": "roofline", "device": None}
+        if self.peak is not None:
+            usual["budget"] = 1.0
+        options = [f"{k}={v!r}" for k, v in shown.items() if k not in usual or v != usual[k]]
+        return f"checkpoint_policy({', '.join(options)})"
+
     def plan(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
         """The plan for the region `fn(*args, **kwargs)`.
 
@@ -90,7 +98,7 @@ class BudgetPolicy(Numbered):
         if planned and plan is None:
             return save_everything
         plan = plan or self._plan(fn, args, kwargs)
-        return Following(plan) if _torch.in_transform() else Bound(plan)
+        return carried_out(plan)
 
     def __call__(self, info: OpInfo) -> Decision:
         raise RematError(
@@ -100,21 +108,12 @@ class BudgetPolicy(Numbered):
 
 
 @dataclass(frozen=True)
-class Bound(Policy):
-    """A plan that was made for this very call."""
-
-    plan: Plan
-
-    def __call__(self, info: OpInfo) -> Decision:
-        return self.plan(info)
-
-
-@dataclass(frozen=True)
 class Following(Policy):
     """A plan carried out among other ops, which are recomputed; those of the plan come in order.
 
     Forward-mode levels weave tangent ops between those of the plan; a step of a compiled scan takes its row
-    out of a block of rows first. Views come and go; they are nobody's to keep.
+    out of a block of rows first. Views come and go; they are nobody's to keep. (Where a view was written to,
+    autograd makes it anew of its base: by an op in the trace that was planned, without one in eager.)
     """
 
     plan: Plan
@@ -123,7 +122,7 @@ class Following(Policy):
     counts = True
 
     def fresh(self) -> Policy:
-        return Following(self.plan)
+        return type(self)(self.plan)
 
     def __call__(self, info: OpInfo) -> Decision:
         # An op is asked about once more when its value has got a name.
@@ -140,7 +139,25 @@ class Following(Policy):
             position += 1
         met = position < len(ops) and ops[position] == str(op)
         self.places[_NEXT] = position + met
-        return position if met else -1
+        return position if met else self._unplanned(position, op)
+
+    def _unplanned(self, position: int, op: Any) -> int:
+        """What is said of an op that is not the one planned next, which is at `position`."""
+        return -1
+
+
+@dataclass(frozen=True)
+class Bound(Following):
+    """A plan that was made for this very call: there is no other op."""
+
+    def _unplanned(self, position: int, op: Any) -> int:
+        planned = self.plan.ops[position] if position < len(self.plan.ops) else None
+        raise RematError(self.plan.difference(position, planned, str(op)))
+
+
+def carried_out(plan: Plan) -> Following:
+    """The policy that carries `plan` out in the world at hand."""
+    return Following(plan) if _torch.in_transform() else Bound(plan)
 
 
 @functools.cache
@@ -149,7 +166,10 @@ def _passed_over(name: str) -> bool:
     namespace, _, rest = name.partition(".")
     kind, _, overload = rest.partition(".")
     op = getattr(getattr(getattr(torch.ops, namespace), kind, None), overload, None)
-    return kind.endswith("_") or (op is not None and _ops.traits(op).view)
+    if op is None:
+        return kind.endswith("_")
+    facts = _ops.traits(op)
+    return facts.view or (bool(facts.writes) and facts.conditional is None)
 
 
 def amid(policy: Policy) -> Policy:

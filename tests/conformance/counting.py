@@ -11,6 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from remat import save_everything, save_nothing, save_ops
 from remat.inspection import saved_residuals
 from tests.helpers import OpCounter, scalar, vjp
 
@@ -58,3 +59,42 @@ def check_grads(fn: Callable[..., Any], *args: Tensor, forward: bool = True) -> 
 def residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[str]:
     """What is kept, as text."""
     return [str(r) for r in saved_residuals(fn, *args, **kwargs)]
+
+
+class Linearized(torch.autograd.Function):
+    """`sin` as JAX linearizes it: the derivative's cosine is a value of the forward, to be saved or not."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.sin(x), torch.cos(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, _: Any) -> Tensor:  # type: ignore[override]
+        return g * ctx.saved_tensors[0]
+
+
+def jax_sin(x: Tensor) -> Tensor:
+    """A sine whose cosine counts as it does in JAX (to first order: the cosine has no derivative)."""
+    return Linearized.apply(x)[0]  # type: ignore[index]
+
+
+aten = torch.ops.aten
+# JAX's policies by a primitive's name.
+save_sin, save_cos = save_ops(aten.sin), save_ops(aten.cos)
+# The policies of JAX's "funky" tests, with the sines and cosines that each leaves to the backward.
+FUNKY = pytest.mark.parametrize(
+    ("policy", "left"),
+    [(save_cos, (0, 0)), (save_sin, (0, 1)), (save_everything, (0, 0)), (save_nothing, (0, 1))],
+    ids=["save_cos", "save_sin", "everything", "nothing"],
+)
+
+
+def sines(ops: OpCounter) -> tuple[int, int]:
+    return ops["sin"], ops["cos"]

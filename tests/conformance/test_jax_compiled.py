@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.func import grad, vmap
 
 from remat import checkpoint_name, jax_names, policies, remat, save_matmuls, save_nothing, save_ops
@@ -156,6 +157,12 @@ def attention(x, w):
     return torch.sin(torch.einsum("td,sd->ts", q, x).softmax(-1) @ torch.tanh(q))
 
 
+def mlp(x, w):
+    """Products with a bias, of which vmap makes a product and a sum."""
+    h = checkpoint_name(torch.tanh(F.linear(x, w, w[0])), "q")
+    return torch.sin(torch.addmm(w[1], F.linear(h, w, bias=w[2]), w))
+
+
 VERDICTS = {
     "nothing": save_nothing,
     "matmuls": save_matmuls,
@@ -178,10 +185,11 @@ VERDICTS = {
     "not": ~save_matmuls,
     "all but": save_everything & ~save_unbatched,
     "torch's": from_torch_policy([aten.mm.default, aten.bmm.default]),
+    "with a bias": save_ops(aten.addmm),
 }
 # What goes by the position of an op, or by bytes in memory, is another matter for a batch.
 BY_EXAMPLE = [name for name in VERDICTS if name not in ("rule", "where", "larger", "both")]
-COSTLY = ("mm", "bmm", "tanh", "_softmax", "sin")
+COSTLY = ("mm", "bmm", "addmm", "tanh", "_softmax", "sin")
 
 
 def test_every_policy_is_in_the_table():
@@ -195,15 +203,17 @@ def test_every_policy_is_in_the_table():
     assert kinds - {Policy} <= made
 
 
+@pytest.mark.parametrize("program", [attention, mlp])
 @pytest.mark.parametrize("policy", VERDICTS)
-def test_verdicts_are_the_same_compiled_and_under_vmap(policy):
-    """What runs in forward and backward together, eager, compiled, and vmapped over examples."""
+def test_verdicts_are_the_same_compiled_and_under_vmap(policy, program):
+    """What runs in forward and backward together, eager, compiled, and vmapped over examples, in and out."""
 
     def counted(run):
         return tuple(run(name) for name in COSTLY)
 
-    region = remat(attention, policy=VERDICTS[policy])
+    region = remat(program, policy=VERDICTS[policy])
     x, w = rand(3, 4), rand(4, 4)
+    xs = torch.stack([x, 2 * x])
 
     def loss(x, w):
         return region(x, w).sum()
@@ -214,9 +224,11 @@ def test_verdicts_are_the_same_compiled_and_under_vmap(policy):
     torch.testing.assert_close(compiled(grad(loss, (0, 1)), graphs)(x, w), expected)
     assert counted(lambda n: graphs.count(n, "forward")) == counted(lambda n: eager[n])
     with OpCounter() as batched:
-        per_example = vmap(grad(loss, (0, 1)), (0, None))(torch.stack([x, 2 * x]), w)
+        per_example = vmap(grad(loss, (0, 1)), (0, None))(xs, w)
     torch.testing.assert_close(per_example[0][0], expected[0])
-    if policy in BY_EXAMPLE:
+    with OpCounter() as outside:
+        grad(lambda x, w: vmap(region, (0, None))(x, w).sum(), (0, 1))(xs, w)
+    for ops in (batched, outside) if policy in BY_EXAMPLE else ():
         # One matmul of the user's is one op, whatever its kind.
-        assert batched.dots == eager.dots
-        assert [batched[n] for n in COSTLY[2:]] == [eager[n] for n in COSTLY[2:]]
+        assert ops.dots == eager.dots
+        assert [ops[n] for n in COSTLY[3:]] == [eager[n] for n in COSTLY[3:]]

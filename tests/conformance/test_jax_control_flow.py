@@ -8,17 +8,31 @@ import pytest
 import torch
 from torch.func import grad
 
-from remat import remat, save_everything, save_matmuls, save_nothing, save_ops, scan_remat, while_remat
+from remat import remat, save_everything, save_matmuls, save_nothing, scan_remat, while_remat
 from remat.jax_names import checkpoint_name, checkpoint_policies
 from remat.policies import offload_names, save_names
-from tests.conformance.counting import BACKWARDS, check_grads
+from remat.transforms import _learned
+from tests.conformance.counting import (
+    BACKWARDS,
+    FUNKY,
+    check_grads,
+    jax_sin,
+    pullback_ops,
+    save_cos,
+    save_sin,
+    sines,
+)
 from tests.conformance.test_jax_policies import Sine, Sum
-from tests.helpers import LiveBytes, OpCounter, rand, vjp
+from tests.helpers import LiveBytes, OpCounter, rand
 
-aten = torch.ops.aten
-save_sin = save_ops(aten.sin)
 X, W, ROW = rand(3), rand(5, 5) * 0.3, rand(5)
 POSITIVE = X.abs()
+
+
+@pytest.fixture(autouse=True)
+def unlearned():
+    """Functions of one code and other closures: the first call of each would be taken for the last one's."""
+    _learned.forget_all()
 
 
 def scan(body, init, xs=None, **options):
@@ -94,25 +108,27 @@ def test_remat_scan2():
 @BACKWARDS
 @pytest.mark.parametrize("form", ["policy of the scan", "loop of regions"])
 def test_remat_checkpoint_dots_inside_scan(ops_of, form):
-    """2 sin, 3 cos and 6 dots a step: the carry is kept, which saves a sine; the first is a constant."""
+    """2 sin, 3 cos and 6 dots a step: the carry is kept, which saves a sine.
 
-    def of_scan(w):
-        return scan(lambda x, _: (three_dots(x, w), None), ROW, length=2, policy=save_matmuls)[0]
+    By the weight alone a dot less in all: the first carry is a constant, which JAX's loop does not know.
+    """
 
-    def of_loop(w):
-        x = ROW
+    def of_scan(w, x=ROW):
+        return scan(lambda x, _: (three_dots(x, w), None), x, length=2, policy=save_matmuls)[0]
+
+    def of_loop(w, x=ROW):
         for _ in range(2):
             x = remat(three_dots, policy=save_matmuls)(x, w)
         return x
 
     f = of_scan if form == "policy of the scan" else of_loop
-    ops = ops_of(f, W)
-    assert (ops["sin"], ops["cos"], ops.dots) == (2 * 2, 2 * 3, 2 * 6 - 1)
+    ops = ops_of(f, W, ROW)
+    assert (*sines(ops), ops.dots) == (2 * 2, 2 * 3, 2 * 6)
+    assert ops_of(f, W).dots == 2 * 6 - 1
     check_grads(f, W)
 
 
-def looped(w):
-    x = ROW
+def looped(w, x=ROW):
     for _ in range(2):
         x = three_dots(x, w)
     return x
@@ -123,14 +139,14 @@ def looped(w):
     "loop",
     [
         looped,
-        lambda w: scan(lambda x, _: (three_dots(x, w), None), ROW, length=2)[0],
+        lambda w, x=ROW: scan(lambda x, _: (three_dots(x, w), None), x, length=2)[0],
     ],
     ids=["python", "scan_remat"],
 )
 def test_remat_checkpoint_dots_outside_scan(ops_of, loop):
-    """3 sin, 3 cos and 6 dots a step in JAX. Written out, the last sine of all is dead."""
-    ops = ops_of(remat(loop, policy=save_matmuls), W)
-    assert (ops["sin"], ops["cos"], ops.dots) == (2 * 3 - 1, 2 * 3, 2 * 6 - 1)
+    """3 sin, 3 cos and 6 dots a step; the last sine of all is dead, which JAX's loop does not know."""
+    ops = ops_of(remat(loop, policy=save_matmuls), W, ROW)
+    assert (*sines(ops), ops.dots) == (2 * 3 - 1, 2 * 3, 2 * 6)
     check_grads(remat(loop, policy=save_matmuls), W)
 
 
@@ -166,13 +182,15 @@ def test_remat_of_scan_unused_extensive_output_grad():
 @BACKWARDS
 @pytest.mark.parametrize("around", [False, True])
 def test_remat_of_scan_policy(ops_of, around):
-    """JAX saves cos; torch's forward has none, so the sin stands for it: none is computed again."""
+    def step(c, _):
+        return jax_sin(c), jax_sin(c)
+
     if around:
-        f = remat(lambda x: scan(two_sines, x, length=3), policy=save_sin)
+        f = remat(lambda x: scan(step, x, length=3), policy=save_cos)
     else:
-        f = lambda x: scan(two_sines, x, length=3, policy=save_sin)  # noqa: E731
-    ops = ops_of(f, X)
-    assert (ops["sin"], ops["cos"]) == (0, 6)
+        f = lambda x: scan(step, x, length=3, policy=save_cos)  # noqa: E731
+    assert sines(ops_of(f, X)) == (0, 0)
+    check_grads(remat(lambda x: scan(two_sines, x, length=3)[1], policy=save_cos), X, forward=False)
 
 
 def test_remat_offload_names_of_scan_jaxpr():
@@ -254,36 +272,41 @@ def branch(f, x):
     return f(x) if x.sum() > -torch.inf else x
 
 
-FUNKY = pytest.mark.parametrize(
-    ("policy", "sines"),
-    [(save_sin, 0), (save_everything, 0), (save_nothing, 0)],
-    ids=["save_sin", "everything", "nothing"],
-)
+def twice_smooth(apply):
+    return lambda x: apply(Sine.apply, apply(Sine.apply, x))
 
 
+@BACKWARDS
 @FUNKY
-@pytest.mark.parametrize("inside", [Sine.apply, lambda x: branch(Sine.apply, x)], ids=["rule", "nested"])
-def test_remat_of_cond_funky_custom_jvp(policy, sines, inside):
-    """One sin, whose value nobody reads in the backward; two of them, of which the first is read."""
-    f = remat(lambda x: branch(inside, x), policy=policy)
-    g = remat(lambda x: branch(inside, branch(inside, x)), policy=policy)
-    assert (sine_counts(f), sine_counts(g)) == ((sines, 1), (1 if policy == save_nothing else 0, 2))
-    check_grads(g, POSITIVE, forward=False)
+@pytest.mark.parametrize("depth", [1, 2], ids=["", "2"])
+def test_remat_of_scan_funky_custom_jvp(ops_of, policy, left, depth):
+    """Once with a plain rule, once with a loop in its place. A loop is a region, too."""
+
+    def sin(x):
+        return jax_sin(x) if depth == 1 else once(jax_sin, x)
+
+    f = remat(lambda x: once(sin, x), policy=policy)
+    # JAX's one and one: here every loop is a region of its own, and runs a forward in those around it.
+    runs = depth + (ops_of is pullback_ops)
+    assert sines(ops_of(f, POSITIVE)) == ((runs, runs) if policy == save_nothing else left)
+    check_grads(remat(twice_smooth(once), policy=policy), POSITIVE, forward=False)
 
 
+@BACKWARDS
 @FUNKY
-def test_remat_of_scan_funky_custom_jvp(policy, sines):
-    """As above through loops of one step, whose carries are kept."""
-    f = lambda x: scan(lambda c, _: (Sine.apply(c), None), x, length=1, policy=policy)[0]  # noqa: E731
-    assert sine_counts(f)[1] == 1 and sine_counts(f)[0] <= 1 + sines
-    check_grads(remat(lambda x: once(Sine.apply, once(Sine.apply, x)), policy=policy), X, forward=False)
+@pytest.mark.parametrize("depth", [1, 2], ids=["", "2"])
+def test_remat_of_cond_funky_custom_jvp(ops_of, policy, left, depth):
+    """Once with a plain rule, once with a branch in its place."""
 
+    def sin(x):
+        return jax_sin(x) if depth == 1 else branch(jax_sin, x)
 
-def sine_counts(fn):
-    out, pull = vjp(fn, POSITIVE)
-    with OpCounter() as ops:
-        pull(torch.ones_like(out))
-    return ops["sin"], ops["cos"]
+    f = remat(lambda x: branch(sin, x), policy=policy)
+    assert sines(ops_of(f, POSITIVE)) == left
+    if policy == save_nothing:
+        g = remat(lambda x: branch(sin, branch(sin, x)), policy=policy)
+        assert sines(ops_of(g, POSITIVE)) == (1, 2)
+    check_grads(remat(twice_smooth(branch), policy=policy), POSITIVE, forward=False)
 
 
 # -- cond ---------------------------------------------------------------------------------------------
@@ -325,30 +348,31 @@ def test_const_in_jvp_cond():
     torch.testing.assert_close(grad(region)(POSITIVE), torch.arange(3.0).double())
 
 
-@BACKWARDS
-@pytest.mark.parametrize("inside", [True, False])
-def test_remat_checkpoint_dots_cond(ops_of, inside):
-    """Inside and outside of the branch alike; five dots, since the first one's operand is a constant."""
-
-    def chosen(w):
-        run = (
-            remat(lambda w: three_dots(ROW, w), policy=save_matmuls)
-            if inside
-            else lambda w: three_dots(ROW, w)
-        )
-        return run(w) if ROW.sum() > -torch.inf else ROW
-
-    f = chosen if inside else remat(chosen, policy=save_matmuls)
+def check_dots_and_cond(ops_of, f):
+    """Five dots, since the first one's operand is a constant."""
     ops = ops_of(f, W)
-    assert (ops["sin"], ops["cos"], ops.dots) == (2, 3, 5)
+    assert (*sines(ops), ops.dots) == (2, 3, 5)
     check_grads(f, W)
 
 
 @BACKWARDS
+def test_remat_checkpoint_dots_inside_cond(ops_of):
+    inside = remat(lambda w: three_dots(ROW, w), policy=save_matmuls)
+    check_dots_and_cond(ops_of, lambda w: inside(w) if ROW.sum() > -torch.inf else ROW)
+
+
+@BACKWARDS
+def test_remat_checkpoint_dots_outside_cond(ops_of):
+    chosen = lambda w: three_dots(ROW, w) if ROW.sum() > -torch.inf else ROW  # noqa: E731
+    check_dots_and_cond(ops_of, remat(chosen, policy=save_matmuls))
+
+
+@BACKWARDS
 def test_remat_of_cond_policy(ops_of):
+    f = remat(lambda x: branch(jax_sin, x), policy=save_cos)
+    assert sines(ops_of(f, POSITIVE)) == (0, 0)
     f = remat(lambda x: torch.sin(torch.sin(x)) if x.sum() > 0 else x, policy=save_sin)
-    ops = ops_of(f, POSITIVE)
-    assert (ops["sin"], ops["cos"]) == (0, 2)
+    assert sines(ops_of(f, POSITIVE)) == (0, 2)
 
 
 # -- while --------------------------------------------------------------------------------------------

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.func import grad, vmap
 
-from remat import jax_names, print_saved_residuals, remat, save_matmuls, save_nothing, save_ops
+from remat import jax_names, remat, save_matmuls, save_nothing, save_ops
 from remat import save_unbatched_matmuls as save_unbatched
 from remat.inspection import saved_residuals
 from remat.jax_names import checkpoint_name, checkpoint_policies
-from tests.conformance.counting import BACKWARDS, check_grads, residuals
+from tests.conformance.counting import BACKWARDS, check_grads, jax_sin, residuals, sines
 from tests.helpers import OpCounter, leaves_of, rand
 
 aten = torch.ops.aten
@@ -23,33 +23,36 @@ def sin_sin(x):
     return torch.sin(torch.sin(x))
 
 
-NAMED_SIN = lambda x: checkpoint_name(torch.sin(x), "sin")  # noqa: E731
-
-
 @BACKWARDS
 @pytest.mark.parametrize(
-    ("policy", "sines"),
+    ("policy", "counts"),
     [
-        (checkpoint_policies.everything_saveable, 0),
-        (None, 1),
-        (checkpoint_policies.save_only_these_names("sin"), 0),
+        (checkpoint_policies.everything_saveable, (0, 0)),
+        (None, (1, 2)),
+        (checkpoint_policies.save_only_these_names("sin"), (0, 2)),
     ],
     ids=["save_anything", "save_nothing", "save_sin"],
 )
-def test_remat_custom_policy(ops_of, policy, sines):
-    """torch computes the cosines of a derivative in the backward, under every policy."""
-    f = jax_names.checkpoint(lambda x: NAMED_SIN(NAMED_SIN(x) ** 2), policy=policy)
-    ops = ops_of(f, X)
-    assert (ops["sin"], ops["cos"]) == (sines, 2)
-    check_grads(f, X)
+def test_remat_custom_policy(ops_of, policy, counts):
+    """JAX's sine, and torch's own, whose backward computes the cosine under every policy."""
+    for sin, expected in ((jax_sin, counts), (torch.sin, (counts[0], 2))):
+
+        def f(x, sin=sin):
+            named = lambda x: checkpoint_name(sin(x), "sin")  # noqa: E731
+            return named(named(x) ** 2)
+
+        region = jax_names.checkpoint(f, policy=policy)
+        assert sines(ops_of(region, X)) == expected
+    check_grads(region, X)
 
 
 @BACKWARDS
 def test_remat_custom_policy_save_cos(ops_of):
-    """A policy that goes by the op's name; torch has no cos in this forward, so it saves the sin."""
+    """Policies that go by the op's name."""
+    f = remat(lambda x: jax_sin(jax_sin(x)), policy=lambda info: str(info.op) == "aten.cos.default")
+    assert sines(ops_of(f, X)) == (0, 0)
     f = remat(sin_sin, policy=lambda info: str(info.op) == "aten.sin.default")
-    ops = ops_of(f, X)
-    assert (ops["sin"], ops["cos"]) == (0, 2)
+    assert sines(ops_of(f, X)) == (0, 2)
     check_grads(f, X)
 
 
@@ -62,22 +65,30 @@ def three_dots(dot):
     return f
 
 
-@BACKWARDS
-@pytest.mark.parametrize(
-    ("policy", "equation", "shape", "sines", "dots"),
-    [
-        (checkpoint_policies.checkpoint_dots, "ij,jk->ik", (2, 2), 2, 6),
-        (checkpoint_policies.checkpoint_dots, "nij,njk->nik", (3, 2, 2), 2, 6),
-        (checkpoint_policies.checkpoint_dots_with_no_batch_dims, "ij,jk->ik", (2, 2), 2, 6),
-        (checkpoint_policies.checkpoint_dots_with_no_batch_dims, "nij,njk->nik", (3, 2, 2), 2, 9),
-    ],
-    ids=["dots", "dots_batched", "dots_with_no_batch_dims", "dots_with_no_batch_dims2"],
-)
-def test_remat_checkpoint_dots(ops_of, policy, equation, shape, sines, dots):
+def check_three_dots(ops_of, policy, equation, shape, dots):
     f = remat(three_dots(lambda a, b: torch.einsum(equation, a, b)), policy=policy)
     ops = ops_of(f, rand(*shape))
-    assert (ops["sin"], ops["cos"], ops.dots) == (sines, 3, dots)
+    assert (*sines(ops), ops.dots) == (2, 3, dots)
     check_grads(f, rand(*shape))
+
+
+@BACKWARDS
+def test_remat_checkpoint_dots(ops_of):
+    check_three_dots(ops_of, checkpoint_policies.checkpoint_dots, "ij,jk->ik", (2, 2), 6)
+    check_three_dots(ops_of, checkpoint_policies.checkpoint_dots, "nij,njk->nik", (3, 2, 2), 6)
+
+
+unbatched_dots = checkpoint_policies.checkpoint_dots_with_no_batch_dims
+
+
+@BACKWARDS
+def test_remat_checkpoint_dots_with_no_batch_dims(ops_of):
+    check_three_dots(ops_of, unbatched_dots, "ij,jk->ik", (2, 2), 6)
+
+
+@BACKWARDS
+def test_remat_checkpoint_dots_with_no_batch_dims2(ops_of):
+    check_three_dots(ops_of, unbatched_dots, "nij,njk->nik", (3, 2, 2), 9)
 
 
 class Sine(torch.autograd.Function):
@@ -177,14 +188,18 @@ def test_constants_not_hoisted(fn, count):
     assert [r.path for r in found] == ["x"] * count
 
 
-@pytest.mark.parametrize("tree", [False, True], ids=["input", "pytree"])
-def test_name_saveable(tree):
-    def f(x):
-        x = checkpoint_name({"a": x @ x}, "foo")["a"] if tree else checkpoint_name(x @ x, "foo")
-        return x @ x
-
-    found = residuals(remat(f, policy=checkpoint_policies.save_only_these_names("foo")), rand(3, 3))
+def check_saveable(name):
+    f = remat(lambda x: (y := name(x @ x)) @ y, policy=checkpoint_policies.save_only_these_names("foo"))
+    found = residuals(f, rand(3, 3))
     assert len(found) == 2 and "from the argument x" in found[0] and "named 'foo'" in found[1]
+
+
+def test_name_saveable_input():
+    check_saveable(lambda y: checkpoint_name(y, "foo"))
+
+
+def test_name_pytree():
+    check_saveable(lambda y: checkpoint_name({"a": y}, "foo")["a"])
 
 
 def constants(x):
@@ -235,6 +250,22 @@ def test_saved_residuals_utility():
         "output of aten.mul ",
     ]
     assert found[3].shape == (1,) and all(found[i].shape == () for i in (0, 1, 2, 4, 5))
+
+
+def test_saved_residuals_utility_jit():
+    """Of a compiled function what it keeps as it is written: the same six entries, with the user's lines."""
+    three = torch.tensor(3.0)
+
+    def f(x, y):
+        x1, x2 = x
+        z = checkpoint_name(torch.sin(three), "z")
+        return z * ((x1 * x2) * y) * torch.tensor([3.0])
+
+    scalars = [torch.tensor(v) for v in (2.0, 3.0, 4.0)]
+    args = (tuple(scalars[:2]), scalars[2])
+    compiled = torch.compile(f, backend="aot_eager")
+    assert residuals(compiled, *args) == residuals(f, *args)
+    assert len(residuals(compiled, *args)) == 6
 
 
 def test_remat_of_jit_residual_forwarding():
@@ -301,20 +332,35 @@ def test_remat_offload_dot_with_no_batch_dims_jaxpr():
         checkpoint_policies.offload_dot_with_no_batch_dims("device", "disk")
 
 
-def test_remat_residual_logging(capsys):
-    """What JAX logs is printed on demand: inputs, intermediates, or both."""
+@pytest.mark.parametrize("run", ["backward", "grad"])
+def test_remat_residual_logging(caplog, run):
+    """Inputs, intermediates, or both."""
+    caplog.set_level("DEBUG", logger="remat")
 
     def f(x):
-        return torch.cos(torch.sin(x).sum())
+        return jax_sin(jax_sin(x).sum())
 
-    def printed(policy):
-        print_saved_residuals(remat(f, policy=policy), X)
-        return capsys.readouterr().out
+    def logged(policy):
+        caplog.clear()
+        region = remat(f, policy=policy, name="block")
+        grad(region)(X) if run == "grad" else region(X.clone().requires_grad_()).backward()
+        (message,) = caplog.messages
+        assert message.startswith("region 'block' saving ")
+        return message
 
-    inputs, everything, some = printed(save_nothing), printed(lambda info: True), printed(save_ops(aten.sum))
-    assert "from the argument x" in inputs and "output of" not in inputs
-    assert "output of aten.sum" in everything
-    assert "from the argument x" in some and "output of aten.sum" in some and "aten.sin" not in some
+    inputs, everything, some = logged(save_nothing), logged(lambda info: True), logged(save_ops(aten.sum))
+    # One line for the argument, which autograd holds, too.
+    assert inputs.endswith("saving inputs with shapes:\n  float64[3], 24 bytes, argument")
+    assert "saving these intermediates:" in everything and "saving inputs" not in everything
+    assert "aten.cos.default" in everything
+    assert "saving inputs" in some and "and saving these intermediates:" in some
+    assert "aten.sum.default" in some and "aten.cos" not in some
+    # Without a listener nothing is said, and a debugger of something else is none.
+    caplog.set_level("DEBUG")
+    caplog.set_level("NOTSET", logger="remat")
+    caplog.clear()
+    grad(remat(f))(X)
+    assert not caplog.messages
 
 
 def test_outer_policy_wins():

@@ -11,6 +11,7 @@ HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "jax.md"
 FILES = {
     "R": "test_jax_remat",
+    "K": "test_jax_calls",
     "P": "test_jax_policies",
     "C": "test_jax_control_flow",
     "T": "test_jax_compiled",
@@ -18,24 +19,16 @@ FILES = {
 # Where one test of ours holds several of JAX's, by parameters or one after the other.
 ELSEWHERE = {
     **{(row, "T"): "test_caching" for row in (5, 6, 47, 48, 49, 50, 51)},
-    (6, "R"): "test_remat_retracing",
     (24, "T"): "test_no_cse_widget",
-    **{(row, "R"): "test_prevent_cse" for row in (25, 77, 78, 79)},
-    **{(row, "P"): "test_remat_checkpoint_dots" for row in (29, 30)},
     **{(row, "C"): "test_remat_custom_rules_in_scan" for row in (33, 34, 36)},
-    **{(row, "P"): "test_name_saveable" for row in (38, 39)},
-    **{(row, "R"): "test_vjp_caching" for row in (47, 49)},
-    (51, "R"): "test_fwd_caching",
     (62, "C"): "test_remat_of_scan_funky_custom_jvp",
-    **{(row, "C"): "test_remat_checkpoint_dots_cond" for row in (65, 66)},
     (69, "C"): "test_remat_of_cond_funky_custom_jvp",
-    (75, "R"): "test_concreteness_error_includes_user_code",
 }
 
 
 def rows() -> list[tuple[int, str, str, list[str]]]:
     found = re.findall(
-        r"^\| (\d+) \| (\S+)(?: \(\d\))? \| (pass|adapted|no meaning) \| ([RPCT, ]*?) ?\|",
+        r"^\| (\d+) \| (\S+)(?: \(\d\))? \| (pass|adapted|no meaning) \| ([RKPCT, ]*?) ?\|",
         PAGE.read_text(),
         re.MULTILINE,
     )
