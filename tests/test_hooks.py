@@ -6,9 +6,18 @@ import os
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch.func import grad, vmap
 
-from remat import RematError, is_recomputing, remat, save_everything, save_matmuls, save_nothing
+from remat import (
+    RematError,
+    checkpoint_policy,
+    is_recomputing,
+    remat,
+    save_everything,
+    save_matmuls,
+    save_nothing,
+)
 from tests.helpers import rand, same
 
 POLICIES = pytest.mark.parametrize("policy", [save_nothing, save_matmuls, save_everything], ids=repr)
@@ -115,6 +124,23 @@ def test_tensor_hooks_inside_a_region_run_once_per_backward(policy):
     got = run(lambda f: remat(f, policy=policy))
     assert got[0] == expected[0] and len(got[0]) == 2
     same(got[1:], expected[1:])
+
+
+def test_hooks_are_told_where_a_budget_is_planned():
+    """It is planned once, on tensors without data, in a run that is none of the passes."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    seen = []
+    model[1].register_forward_hook(lambda m, args, out: seen.append((is_recomputing(), type(out))))
+    model[1].register_full_backward_hook(lambda m, *_: seen.append((is_recomputing(), "backward")))
+    region = remat(model, policy=checkpoint_policy(budget=1.0))
+    for _ in range(2):
+        region(X.clone().requires_grad_()).sum().backward()
+    assert [what for again, what in seen if not again] == [torch.Tensor, "backward"] * 2
+    assert [what for again, what in seen if again][:2] == [FakeTensor, "backward"]
+    assert [what for _, what in seen].count(FakeTensor) == 1
+    seen.clear()
+    vmap(remat(model[1], policy=checkpoint_policy(budget=1.0)))(X)
+    assert [again for again, _ in seen].count(False) == 1
 
 
 MODES = {

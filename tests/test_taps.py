@@ -15,6 +15,7 @@ from remat import (
     capture,
     capture_grads,
     checkpoint_name,
+    checkpoint_policy,
     remat,
     save_matmuls,
     save_names,
@@ -30,6 +31,7 @@ WRAPS = {
     "names": lambda f: remat(f, policy=save_names("h")),
     "matmuls": lambda f: remat(f, policy=save_matmuls),
     "nested": lambda f: remat(remat(f, policy=save_names("h"))),
+    "budget": lambda f: remat(f, policy=checkpoint_policy(budget=1.0)),
     "nested names": lambda f: remat(remat(f), policy=save_names("h")),
 }
 wraps = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
@@ -165,6 +167,36 @@ def test_nothing_outlives_the_results(mode):
         # A graph that is dropped without a backward: no cycle through autograd may hold it.
         vmap(capture(f, "h"), (0, None))(X, w)
         assert live.bytes == 0
+
+
+@pytest.mark.parametrize("first", ["capture", "plain"])
+def test_budgets_are_kept_to_beside_captures(first):
+    """What is planned is the function alone: offsets are no ops of it, and stand-ins are not collected."""
+
+    def block(x, w):
+        h = checkpoint_name(torch.tanh(x @ w), "h").sin() @ w + x.exp()
+        # The sum that is kept: not the one before it, which it is if the offset's is taken for one of them.
+        return checkpoint_name(h + x, "sum").cos().sum()
+
+    region = remat(block, policy=checkpoint_policy(budget=0.9))
+    x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
+    runs = {
+        "plain": lambda: region(x, w).backward(),
+        "capture": lambda: capture(region, "h")(x, w)[0].backward(),
+        "capture_grads": lambda: capture_grads(region, "h")(x, w)[0].backward(),
+    }
+    runs[first]()
+    kept = {}
+    for name, function in {
+        "plain": region,
+        "capture": lambda x, w: capture(region, "h")(x, w)[0],
+        "capture_grads": lambda x, w: capture_grads(region, "h")(x, w)[0],
+    }.items():
+        kept[name] = [(r.op, r.name) for r in saved_residuals(function, x, w) if r.why == "policy"]
+        runs[name]()
+    assert (torch.ops.aten.add.Tensor, "sum") in kept["plain"]
+    assert kept["capture"] == kept["plain"]
+    assert kept["capture_grads"] == kept["plain"]
 
 
 def test_hidden_state_of_a_capture_ends_with_it():

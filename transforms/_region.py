@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -128,6 +128,16 @@ def recomputing(name: str) -> Callable[[], Any]:
     return end
 
 
+@contextlib.contextmanager
+def planning(name: str) -> Iterator[None]:
+    """Run the region `name` on stand-ins: to user code a run beside the one proper, as a recomputation is."""
+    _local.names.append(name)
+    try:
+        yield
+    finally:
+        _local.names.pop()
+
+
 def labelled(phase: str, name: str) -> AbstractContextManager[Any]:
     """A label for the profiler's trace, such as `remat::recompute block`, if a profiler is on."""
     return record_function(f"remat::{phase} {name}") if _torch.profiling() else _NOTHING
@@ -142,7 +152,8 @@ def recomputed_region() -> str | None:
 def is_recomputing() -> bool:
     """Whether the code that asks runs as part of a recomputation.
 
-    For counters, prints and logs. The same torch ops must run in both passes, and a tensor that code sets
+    Also where a budget is planned: once for each shape of the arguments, on tensors without data. For
+    counters, prints and logs. The same torch ops must run in both passes, and a tensor that code sets
     aside in the recomputation holds no numbers where the backward does not read it: for intermediates there
     is `remat.capture`.
 
@@ -180,6 +191,7 @@ __all__ = [
     "Selector",
     "is_recomputing",
     "labelled",
+    "planning",
     "quiet",
     "recomputed_region",
     "recomputing",

@@ -154,11 +154,13 @@ class Plan(Policy):
         )
 
     def bind(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
-        """The plan itself, after a look (once per function and input metadata) at the function's ops."""
+        """The plan for this call, after a look at the function's ops (once per input metadata)."""
         from remat.plan.cache import graph_of
+        from remat.plan.policy import Bound, carried_out
 
         self.check(graph_of(fn, args, kwargs).names)
-        return self
+        bound = carried_out(self)
+        return self if isinstance(bound, Bound) else bound
 
     def to_json(self) -> str:
         """The plan as JSON text; without the user's file names."""

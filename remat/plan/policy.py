@@ -24,7 +24,7 @@ from remat.plan.stages import frontier
 from remat.plan.torch_plans import candidates
 from remat.policies import Policy, save_everything
 from remat.policies._base import Numbered
-from remat.transforms import _capture, _ops, _torch, _torch_compiler
+from remat.transforms import _capture, _ops, _taps, _torch, _torch_compiler
 from remat.transforms._errors import RematError
 
 # Torch's planner takes seconds to import and to run: not asked where it could not do better than this.
@@ -90,7 +90,7 @@ class BudgetPolicy(Numbered):
         if planned and plan is None:
             return save_everything
         plan = plan or self._plan(fn, args, kwargs)
-        return Following(plan) if _torch.in_transform() else Bound(plan)
+        return carried_out(plan)
 
     def __call__(self, info: OpInfo) -> Decision:
         raise RematError(
@@ -113,8 +113,9 @@ class Bound(Policy):
 class Following(Policy):
     """A plan carried out among other ops, which are recomputed; those of the plan come in order.
 
-    Forward-mode levels weave tangent ops between those of the plan; a step of a compiled scan takes its row
-    out of a block of rows first. Views come and go; they are nobody's to keep.
+    Forward-mode levels weave tangent ops between those of the plan, `capture_grads` adds offsets to named
+    values; a step of a compiled scan takes its row out of a block of rows first. Views come and go; they are
+    nobody's to keep.
     """
 
     plan: Plan
@@ -133,7 +134,7 @@ class Following(Policy):
 
     def _place(self, op: Any) -> int:
         """The position in the plan of an op that was met now, -1 where it has none."""
-        if _ops.traits(op).view:
+        if _ops.traits(op).view or _taps.moving():
             return -1
         position, ops = self.places.get(_NEXT, 0), self.plan.ops
         while position < len(ops) and _passed_over(ops[position]):
@@ -150,6 +151,11 @@ def _passed_over(name: str) -> bool:
     kind, _, overload = rest.partition(".")
     op = getattr(getattr(getattr(torch.ops, namespace), kind, None), overload, None)
     return kind.endswith("_") or (op is not None and _ops.traits(op).view)
+
+
+def carried_out(plan: Plan) -> Policy:
+    """A plan for the call that is about to run: by position, or in order where other ops come in between."""
+    return Following(plan) if _torch.in_transform() or _taps.current() else Bound(plan)
 
 
 def amid(policy: Policy) -> Policy:
