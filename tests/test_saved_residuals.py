@@ -244,4 +244,6 @@ def test_what_is_offloaded_is_listed(under):
 
     region = remat(fn, policy=offload_names("z"))
     found = saved_residuals(region if under == "backward" else torch.func.grad(region), x)
-    assert [(r.op, r.name, r.bytes) for r in found if r.why == "policy"] == [(aten.sin.default, "z", 24)]
+    kept = [(r.op, r.name, r.bytes, r.host) for r in found if r.why == "policy"]
+    assert kept == [(aten.sin.default, "z", 24, True)] and found.host_bytes == 24
+    assert sum(line.endswith("(fn), offloaded by policy") for line in str(found).splitlines()) == 1
