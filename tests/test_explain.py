@@ -427,10 +427,28 @@ def test_the_module_is_a_command():
     assert "tanh" in done.stdout and "kept: 128 B" in done.stdout
 
 
+def nothing():
+    return ()
+
+
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        (["nowhere:fn"], "cannot be loaded"),
+        (["nowhere:fn"], "cannot be loaded: No module named 'nowhere'"),
+        (["torch"], "'torch' names no function: write MODULE:FN, as in torch:block"),
+        (["./models/a.py:fn"], "names no function: write MODULE:FN, as in models.a:fn"),
+        ([":fn"], "':fn' names no function"),
+        (["torch:tanhh", "--input", "4"], "torch has no 'tanhh' (nearest: 'tanh')."),
+        (["remat/nn.py:apply"], "Write remat.nn:apply."),
+        (["torch:pi"], "torch:pi is no function or module but 3.14"),
+        (["torch:pi", "--input", "4"], "torch:pi is no function or module but 3.14"),
+        ([f"{__name__}:nothing"], "must return (fn, *args), got ()"),
+        (["torch:tanh", "--input", "4xb"], "--input 4xb --dtype float32 --device cpu is no tensor"),
+        (["torch:tanh", "--input", "4", "--device", "tpu"], "--device tpu is no tensor"),
+        (
+            ["torch:tanh", "--input", "4", "--html", "nowhere/at/all.html"],
+            "all.html cannot be written: No such file",
+        ),
         ([f"{__name__}:block"], "takes arguments"),
         (["torch:argmax", "--input", "4"], "no backward to look at"),
         ([f"{__name__}:case", "--policy", "save_all"], "there is no policy"),
