@@ -99,6 +99,10 @@ def selective(policy):
 def matmuls(ctx, op, *args, **kwargs):
     assert not ctx.is_recompute
     mine = op is aten.mm.default and args[1].shape == (4, 4) and ctx.op_output.shape == (3, 4)
+    if mine:
+        # As such functions ask real tensors.
+        left = args[0]
+        assert (left.size(), left.size(-1), left.dim(), left.ndim, left.numel()) == ((3, 4), 4, 2, 2, 12)
     return CheckpointPolicy.MUST_SAVE if mine else CheckpointPolicy.PREFER_RECOMPUTE
 
 
