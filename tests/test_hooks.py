@@ -63,6 +63,45 @@ def test_module_hooks_see_right_values_once_per_pass(policy, passes):
 
 
 @POLICIES
+@pytest.mark.parametrize("inner", [save_nothing, save_matmuls], ids=repr)
+def test_module_hooks_in_nested_regions(policy, inner):
+    """In forward and backward once each; what runs again may run for the outer and for the inner one."""
+    expected, gradients = observed(lambda m: m, 3)
+
+    def nested(model):
+        part = remat(nn.Sequential(*model[1:4]), policy=inner)
+        return remat(lambda x: model[4](part(model[0](x))), policy=policy)
+
+    seen, got = observed(nested, 3)
+    same(got, gradients)
+    assert {key: values for key, values in seen.items() if not key[1]} == expected
+    again = {(at, False, i, hook): v for (at, twice, i, hook), v in seen.items() if twice}
+    assert bool(again) == (policy is not save_everything)
+    assert all(set(values) == set(expected[key]) for key, values in again.items())
+    assert not any(hook.startswith("backward") for _, _, _, hook in again)
+
+
+@POLICIES
+def test_module_hooks_of_a_retained_graph_run_once_per_backward(policy):
+    def run(wrap):
+        torch.manual_seed(0)
+        model, seen = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double(), []
+        for i, layer in enumerate(model):
+            layer.register_full_backward_hook(
+                lambda m, gin, gout, i=i: seen.append((is_recomputing(), i, gin[0].norm().item()))
+            )
+        out = wrap(model)(X.clone().requires_grad_()).square().sum()
+        for retain in (True, True, False):
+            out.backward(retain_graph=retain)
+        return seen, [p.grad for p in model.parameters()]
+
+    seen, got = run(lambda m: remat(m, policy=policy))
+    expected, gradients = run(lambda m: m)
+    assert seen == expected and len(seen) == 9
+    same(got, gradients)
+
+
+@POLICIES
 def test_hooks_that_change_values_change_them_in_both_passes(policy):
     def gradients(wrap):
         torch.manual_seed(0)

@@ -151,6 +151,39 @@ def test_nothing_more_is_kept_or_run_again(wrap):
     assert counts[0] == counts[1]
 
 
+@wraps
+@pytest.mark.parametrize("under", ["backward", "grad", "vmap grad", "jacrev", "jvp grad"])
+def test_between_forward_and_backward_only_what_is_named_lives_besides(wrap, under):
+    """Of the bytes alive when the forward is over, a capture's are those of its results and no other."""
+    f = model(wrap)
+
+    def step(x, w, captures):
+        with LiveBytes() as live:
+            if captures:
+                value, named = capture(f, ["h", "out"])(x, w)
+                del named
+            else:
+                value = f(x, w)
+            found.append(live.bytes)
+        return value
+
+    runs = {
+        "backward": lambda run: run(W.clone().requires_grad_()).backward(),
+        "grad": lambda run: grad(run)(W),
+        "vmap grad": lambda run: vmap(grad(run))(torch.stack([W, 2 * W])),
+        "jacrev": lambda run: jacrev(run)(W),
+        "jvp grad": lambda run: jvp(grad(run), (W,), (W.cos(),)),
+    }
+    kept = []
+    for captures in (False, True):
+        # A first call may plan, search and learn.
+        for _ in range(2):
+            found: list[int] = []
+            runs[under](lambda w, captures=captures: step(X, w, captures))
+        kept.append(found)
+    assert kept[0] == kept[1] and kept[0]
+
+
 @pytest.mark.parametrize("mode", ["plain", "func"])
 def test_nothing_outlives_the_results(mode):
     f = remat(lambda x, w: checkpoint_name(torch.tanh(x @ w), "h").sin() @ w)
