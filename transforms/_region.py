@@ -178,8 +178,10 @@ def _checksum_tensor(tensor: torch.Tensor) -> int:
     if tensor.numel() == 0 or tensor.layout is not torch.strided:
         return 0
     # Integer arithmetic modulo 2**64: exact, and the same on every device and in every order of summation.
-    octets = torch.view_as_real(tensor).contiguous() if tensor.is_complex() else tensor.contiguous()
-    words = octets.view(torch.uint8).reshape(-1).to(torch.int64)
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    parts = torch.view_as_real(plain) if plain.is_complex() else plain
+    # Flat before: a number of no dimension cannot be looked at as octets.
+    words = parts.reshape(-1).view(torch.uint8).to(torch.int64)
     weights = (
         torch.arange(1, words.numel() + 1, device=words.device, dtype=torch.int64) * 0x9E3779B97F4A7C1 | 1
     )
