@@ -11,6 +11,8 @@ from torch.func import grad, vmap
 
 from remat import (
     RematError,
+    capture_grads,
+    checkpoint_name,
     checkpoint_policy,
     is_recomputing,
     remat,
@@ -180,6 +182,34 @@ def test_hooks_are_told_where_a_budget_is_planned():
     seen.clear()
     vmap(remat(model[1], policy=checkpoint_policy(budget=1.0)))(X)
     assert [again for again, _ in seen].count(False) == 1
+
+
+def test_gradients_that_hooks_change_are_differentiated_as_by_plain_autograd():
+    """docs/looking.md says so: torch.func itself calls them in the inner pass only."""
+
+    def region(x):
+        h = torch.tanh(x)
+        if h.requires_grad:
+            h.register_hook(lambda g: g * 2)
+        return h.sin()
+
+    x = X.clone().requires_grad_()
+    (first,) = torch.autograd.grad(region(x).sum(), x, create_graph=True)
+    (plain,) = torch.autograd.grad(first.sum(), x)
+    twice = lambda f: grad(lambda x: grad(lambda x: f(x).sum())(x).sum())(X)  # noqa: E731
+    same(twice(remat(region)), plain)
+    same(2 * twice(region), plain)
+
+
+def test_hooks_are_told_where_names_are_looked_for():
+    told = []
+
+    def region(x):
+        told.append(is_recomputing())
+        return checkpoint_name(x.sin(), "h").exp().sum()
+
+    vmap(capture_grads(remat(region), "h"))(X)
+    assert told.count(False) == 1
 
 
 MODES = {

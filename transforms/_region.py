@@ -130,7 +130,7 @@ def recomputing(name: str) -> Callable[[], Any]:
 
 @contextlib.contextmanager
 def planning(name: str) -> Iterator[None]:
-    """Run the region `name` on stand-ins: to user code a run beside the one proper, as a recomputation is."""
+    """Run the region `name` for what it would do: a run beside the passes, as a recomputation is."""
     _local.names.append(name)
     try:
         yield
@@ -152,10 +152,10 @@ def recomputed_region() -> str | None:
 def is_recomputing() -> bool:
     """Whether the code that asks runs as part of a recomputation.
 
-    Also where a budget is planned: once for each shape of the arguments, on tensors without data. For
-    counters, prints and logs. The same torch ops must run in both passes, and a tensor that code sets
-    aside in the recomputation holds no numbers where the backward does not read it: for intermediates there
-    is `remat.capture`.
+    Also where a budget is planned (once for each shape of the arguments, on tensors without data), and where
+    `capture_grads` looks for names under `torch.func`. For counters, prints and logs: the same torch ops must
+    run in both passes, and a tensor that code sets aside in the recomputation holds no numbers where the
+    backward does not read it. For intermediates there is `remat.capture`.
 
     Example:
         >>> from remat import is_recomputing
