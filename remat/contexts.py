@@ -139,6 +139,8 @@ class PolicySelector:
     def _name_owner(self, record: _record.Record, owner: int, value: torch.Tensor, name: str) -> int:
         """Judge the op that made a value: what autograd reads there, and what others read, is one memory."""
         node = record.trace.nodes[owner]
+        # Reports say the name whoever keeps the value.
+        node.name = node.name or name
         if owner not in self.said:
             # The policy needs no more than the op: a name changes nothing.
             return node.verdict

@@ -34,6 +34,7 @@ class Residual:
         name: its `checkpoint_name`, or None.
         location: `file:line (function)` of the user's code that made it, or None.
         path: where it is found among the arguments, such as `params['layers'][0]['w']`, or None.
+        host: whether a policy sent it to host memory.
     """
 
     shape: tuple[int, ...]
@@ -45,6 +46,7 @@ class Residual:
     name: str | None = None
     location: str | None = None
     path: str | None = None
+    host: bool = False
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
@@ -62,7 +64,8 @@ class Residual:
         made = f"output of {getattr(self.op, 'overloadpacket', self.op)}"
         made = made if self.name is None else f"named {self.name!r}, {made}"
         file, _, rest = (self.location or "an unknown line").rpartition(os.sep)
-        return f"{made} from {rest}" + (", saved by policy" if self.why == "policy" else "")
+        kept = ", offloaded by policy" if self.host else ", saved by policy" if self.why == "policy" else ""
+        return f"{made} from {rest}{kept}"
 
 
 class Residuals(list[Residual]):
@@ -73,10 +76,17 @@ class Residuals(list[Residual]):
         """Bytes of all of them: nothing is counted twice."""
         return sum(r.bytes for r in self)
 
+    @property
+    def host_bytes(self) -> int:
+        """Of them, bytes that policies sent to host memory."""
+        return sum(r.bytes for r in self if r.host)
+
     def __str__(self) -> str:
         inputs = sum(r.bytes for r in self if r.why in ("argument", "captured"))
         total = f"total {_human(self.bytes)} in {len(self)} tensors"
-        return "\n".join([*map(str, self), f"{total}, {_human(inputs)} of it arguments and captured tensors"])
+        total += f", {_human(inputs)} of it arguments and captured tensors"
+        total += f", {_human(self.host_bytes)} offloaded" if self.host_bytes else ""
+        return "\n".join([*map(str, self), total])
 
 
 def _human(count: int) -> str:
@@ -253,7 +263,9 @@ class _Table:
             why = "output"
         if kept is not None and kept.why in ("policy", "random"):
             why = kept.why
-        residual = Residual(tuple(tensor.shape), tensor.dtype, tensor.device, size, why, op, name, line, path)
+        away = kept is not None and kept.away
+        shape = tuple(tensor.shape)
+        residual = Residual(shape, tensor.dtype, tensor.device, size, why, op, name, line, path, away)
         rank = {"argument": 0, "captured": 1, "random": 2}.get(why, 3)
         self.found[key] = (rank, order if rank == 3 else place), residual
 

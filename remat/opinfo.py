@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +33,7 @@ class Decision(enum.Enum):
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """A tensor without its data."""
+    """A tensor without its data; sizes are asked for as a tensor's are."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -42,10 +43,21 @@ class TensorMeta:
     @property
     def bytes(self) -> int:
         """Bytes of a dense tensor of this shape."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * self.dtype.itemsize
+        return self.numel() * self.dtype.itemsize
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        """The shape, or one size of it."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorMeta:

@@ -76,7 +76,8 @@ def capture_grads(
         RuntimeError: when called, if `fn` returns no scalar.
 
     Gradients are those of an offset that is added to each named tensor: a negative zero, which changes no
-    bit. Under `torch.func` a region's function runs once more, without gradients, for the offsets' shapes.
+    bit. Under `torch.func` a region's function runs once more, without gradients, for the offsets' shapes;
+    `is_recomputing()` is true there.
 
     Example:
         >>> import torch

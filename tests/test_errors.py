@@ -302,6 +302,28 @@ def test_checks_pass_where_the_function_replays(mode, check):
     run(mode, remat(lambda x: x.sin().exp(), determinism_check=check))
 
 
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: x.exp().sum().sin(),
+        lambda x: (torch.fft.fft(x).conj() * x).imag.exp().sin(),
+        lambda x: torch.where(x.exp() > 1, x.bfloat16().sin().double(), x[:0].sum())[None].t().exp(),
+    ],
+    ids=["number", "complex", "others"],
+)
+def test_exact_check_takes_every_tensor(fn):
+    run("backward", remat(fn, determinism_check="exact"))
+
+
+@MODES
+def test_exact_check_compares_numbers_of_no_dimension(mode):
+    fn = flips(
+        lambda x: (x.sum() * 1.0).sin() * x.exp().sin(), lambda x: (x.sum() * 2.0).sin() * x.exp().sin()
+    )
+    with pytest.raises(RematError, match="(?s)my_block.*aten.mul"):
+        run(mode, remat(fn, determinism_check="exact", name="my_block"))
+
+
 def test_no_check_is_no_error():
     fn = flips(lambda x: (x * 1.0).sin().exp(), lambda x: (x * 2.0).sin().exp())
     run("backward", remat(fn, determinism_check="none"))

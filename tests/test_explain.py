@@ -18,6 +18,7 @@ from remat import (
     checkpoint_name,
     compare,
     explain,
+    offload_matmuls,
     remat,
     save_everything,
     save_matmuls,
@@ -153,6 +154,50 @@ def test_no_note_where_a_remat_helps():
     assert noted(loss(remat, depth=6), x, w1, w2) == ""
 
 
+def test_what_is_offloaded_is_told_apart():
+    x = rand(64, 8)
+    h, product = FLOAT * 64 * 16, FLOAT * 64 * 8
+    saved, away = (explain(remat(block, policy=p), x, W1, W2) for p in (save_matmuls, offload_matmuls))
+    assert away.host_bytes == h + product and saved.host_bytes == 0
+    assert away.kept_bytes == saved.kept_bytes - away.host_bytes == FLOAT * (64 * 8 + 2 * 8 * 16)
+    assert away.plain_bytes == saved.plain_bytes
+    assert [(r.why, r.host, r.bytes) for r in away.kept if r.host] == [
+        ("policy", True, h),
+        ("policy", True, product),
+    ]
+    # The same ops run again, no more; beside them each value travels once each way.
+    assert away.now.recomputed == saved.now.recomputed
+    assert all(away.now.total(when) == saved.now.total(when) for when in ("forward", "recompute", "backward"))
+    assert (
+        work(away.now, "forward", "transfer") == work(away.now, "backward", "transfer") == (2, 0, h + product)
+    )
+    (region,) = away.now.regions
+    assert (region.saved, region.offloaded, region.forward.ops) == (0, h + product, 5)
+    assert (region.share, saved.now.regions[0].share) == (1.0, 1.0)
+    peaks = [
+        explain(loss(lambda f, p=p: remat(f, policy=p)), x, W1, W2).now.peak
+        for p in (save_nothing, offload_matmuls, save_matmuls)
+    ]
+    assert sorted(peaks) == peaks and len(set(peaks)) == 3
+    # It does help: of a matmul that is kept where it is the opposite is said.
+    assert not any("as much as no remat" in note for note in away.notes)
+    assert any(
+        "as much as no remat" in note for note in explain(remat(block, policy=save_matmuls), X, W1, W2).notes
+    )
+    text = str(away).splitlines()
+    assert (
+        text[0]
+        == "block keeps 6.0 KiB of 18.0 KiB without remat (33%) for its backward, and 12.0 KiB in host memory"
+    )
+    assert "kept: 18.0 KiB, 12.0 KiB of it in host memory" in text
+    assert sum("offloaded by policy" in line for line in text) == 2
+    assert ["to", "the", "host", "and", "back", *["12.0", "KiB"] * 2] in [line.split() for line in text]
+    table = compare(block, x, W1, W2, policies=[save_matmuls, offload_matmuls])
+    assert "  offload_matmuls   6.0 KiB    33%  12.0 KiB" in str(table)
+    assert str(saved.kept).endswith("captured tensors")
+    assert str(away.kept).endswith("captured tensors, 12.0 KiB offloaded")
+
+
 def test_peaks_tell_blocks_from_the_whole():
     x, w1, w2 = rand(256, 8), rand(8, 16), rand(16, 8)
     without, blocks = (explain(loss(wrap, 8), x, w1, w2).now.peak for wrap in (lambda f: f, remat))
@@ -222,7 +267,7 @@ def test_text():
         "    bytes  times  why              each       from",
         "  1.0 KiB         argument         f64[8,16]  w1",
         "  1.0 KiB         argument         f64[16,8]  w2",
-        f"    512 B         saved by policy  f64[4,16]  aten.tanh at test_explain.py:{first} (block)",
+        f"    512 B         saved by policy  f64[4,16]  'h', aten.tanh at test_explain.py:{first} (block)",
         "    256 B         argument         f64[4,8]   x",
         "",
         "recomputed: 1 ops, 1.02 K FLOPs, 1.8 KiB moved",
@@ -259,7 +304,10 @@ class Balanced(html.parser.HTMLParser):
 
     def __init__(self):
         super().__init__()
-        self.open, self.rows = [], 0
+        self.open, self.rows, self.decl = [], 0, ""
+
+    def handle_decl(self, decl):
+        self.decl = decl
 
     def handle_starttag(self, tag, attrs):
         self.rows += tag == "tr"
@@ -278,7 +326,21 @@ def test_html(tmp_path):
     parser.feed(text)
     assert not parser.open and parser.rows == sum(1 + len(t.rows) for t in found.page().tables)
     assert "<b>&" not in text and "&lt;b&gt;&amp;" in text
-    assert found._repr_html_() in text
+    # Nothing is fetched from elsewhere; styles stand in the head.
+    assert not re.search(r"https?:|src=|href=|@import|url\(", text)
+    head, _, body = text.partition("</head>")
+    assert "<style>" in head and "<style" not in body and parser.decl == "doctype html"
+    shown = found._repr_html_()
+    assert shown.partition("</style>")[2] in body
+    # A notebook's own page is left as it is.
+    rules = re.findall(r"([^{}]+){", shown.partition("</style>")[0].removeprefix("<style>"))
+    assert all(part.strip().startswith(".remat ") for rule in rules for part in rule.split(","))
+
+
+def test_an_interactive_session_shows_the_report():
+    found = explain(remat(block), X, W1, W2)
+    assert repr(found) == str(found)
+    assert repr(compare(block, X, W1, W2)).startswith("block under 5 policies")
 
 
 def test_rich():
@@ -327,7 +389,7 @@ def test_comparisons_are_pages_too(tmp_path):
     parser = Balanced()
     parser.feed(text)
     assert not parser.open and parser.rows == 1 + 3
-    assert found._repr_html_() in text and "save_everything" in text
+    assert found._repr_html_().partition("</style>")[2] in text and "save_everything" in text
 
 
 def test_comparison_prints_a_row_each():
@@ -365,10 +427,28 @@ def test_the_module_is_a_command():
     assert "tanh" in done.stdout and "kept: 128 B" in done.stdout
 
 
+def nothing():
+    return ()
+
+
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        (["nowhere:fn"], "cannot be loaded"),
+        (["nowhere:fn"], "cannot be loaded: No module named 'nowhere'"),
+        (["torch"], "'torch' names no function: write MODULE:FN, as in torch:block"),
+        (["./models/a.py:fn"], "names no function: write MODULE:FN, as in models.a:fn"),
+        ([":fn"], "':fn' names no function"),
+        (["torch:tanhh", "--input", "4"], "torch has no 'tanhh' (nearest: 'tanh')."),
+        (["remat/nn.py:apply"], "Write remat.nn:apply."),
+        (["torch:pi"], "torch:pi is no function or module but 3.14"),
+        (["torch:pi", "--input", "4"], "torch:pi is no function or module but 3.14"),
+        ([f"{__name__}:nothing"], "must return (fn, *args), got ()"),
+        (["torch:tanh", "--input", "4xb"], "--input 4xb --dtype float32 --device cpu is no tensor"),
+        (["torch:tanh", "--input", "4", "--device", "tpu"], "--device tpu is no tensor"),
+        (
+            ["torch:tanh", "--input", "4", "--html", "nowhere/at/all.html"],
+            "all.html cannot be written: No such file",
+        ),
         ([f"{__name__}:block"], "takes arguments"),
         (["torch:argmax", "--input", "4"], "no backward to look at"),
         ([f"{__name__}:case", "--policy", "save_all"], "there is no policy"),

@@ -6,9 +6,20 @@ import os
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch.func import grad, vmap
 
-from remat import RematError, is_recomputing, remat, save_everything, save_matmuls, save_nothing
+from remat import (
+    RematError,
+    capture_grads,
+    checkpoint_name,
+    checkpoint_policy,
+    is_recomputing,
+    remat,
+    save_everything,
+    save_matmuls,
+    save_nothing,
+)
 from tests.helpers import rand, same
 
 POLICIES = pytest.mark.parametrize("policy", [save_nothing, save_matmuls, save_everything], ids=repr)
@@ -51,6 +62,45 @@ def test_module_hooks_see_right_values_once_per_pass(policy, passes):
     assert all(expected[key] == values for key, values in again.items())
     assert not any(hook.startswith("backward") for _, _, _, hook in again)
     assert bool(again) == (policy is not save_everything)
+
+
+@POLICIES
+@pytest.mark.parametrize("inner", [save_nothing, save_matmuls], ids=repr)
+def test_module_hooks_in_nested_regions(policy, inner):
+    """In forward and backward once each; what runs again may run for the outer and for the inner one."""
+    expected, gradients = observed(lambda m: m, 3)
+
+    def nested(model):
+        part = remat(nn.Sequential(*model[1:4]), policy=inner)
+        return remat(lambda x: model[4](part(model[0](x))), policy=policy)
+
+    seen, got = observed(nested, 3)
+    same(got, gradients)
+    assert {key: values for key, values in seen.items() if not key[1]} == expected
+    again = {(at, False, i, hook): v for (at, twice, i, hook), v in seen.items() if twice}
+    assert bool(again) == (policy is not save_everything)
+    assert all(set(values) == set(expected[key]) for key, values in again.items())
+    assert not any(hook.startswith("backward") for _, _, _, hook in again)
+
+
+@POLICIES
+def test_module_hooks_of_a_retained_graph_run_once_per_backward(policy):
+    def run(wrap):
+        torch.manual_seed(0)
+        model, seen = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double(), []
+        for i, layer in enumerate(model):
+            layer.register_full_backward_hook(
+                lambda m, gin, gout, i=i: seen.append((is_recomputing(), i, gin[0].norm().item()))
+            )
+        out = wrap(model)(X.clone().requires_grad_()).square().sum()
+        for retain in (True, True, False):
+            out.backward(retain_graph=retain)
+        return seen, [p.grad for p in model.parameters()]
+
+    seen, got = run(lambda m: remat(m, policy=policy))
+    expected, gradients = run(lambda m: m)
+    assert seen == expected and len(seen) == 9
+    same(got, gradients)
 
 
 @POLICIES
@@ -115,6 +165,51 @@ def test_tensor_hooks_inside_a_region_run_once_per_backward(policy):
     got = run(lambda f: remat(f, policy=policy))
     assert got[0] == expected[0] and len(got[0]) == 2
     same(got[1:], expected[1:])
+
+
+def test_hooks_are_told_where_a_budget_is_planned():
+    """It is planned once, on tensors without data, in a run that is none of the passes."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    seen = []
+    model[1].register_forward_hook(lambda m, args, out: seen.append((is_recomputing(), type(out))))
+    model[1].register_full_backward_hook(lambda m, *_: seen.append((is_recomputing(), "backward")))
+    region = remat(model, policy=checkpoint_policy(budget=1.0))
+    for _ in range(2):
+        region(X.clone().requires_grad_()).sum().backward()
+    assert [what for again, what in seen if not again] == [torch.Tensor, "backward"] * 2
+    assert [what for again, what in seen if again][:2] == [FakeTensor, "backward"]
+    assert [what for _, what in seen].count(FakeTensor) == 1
+    seen.clear()
+    vmap(remat(model[1], policy=checkpoint_policy(budget=1.0)))(X)
+    assert [again for again, _ in seen].count(False) == 1
+
+
+def test_gradients_that_hooks_change_are_differentiated_as_by_plain_autograd():
+    """docs/looking.md says so: torch.func itself calls them in the inner pass only."""
+
+    def region(x):
+        h = torch.tanh(x)
+        if h.requires_grad:
+            h.register_hook(lambda g: g * 2)
+        return h.sin()
+
+    x = X.clone().requires_grad_()
+    (first,) = torch.autograd.grad(region(x).sum(), x, create_graph=True)
+    (plain,) = torch.autograd.grad(first.sum(), x)
+    twice = lambda f: grad(lambda x: grad(lambda x: f(x).sum())(x).sum())(X)  # noqa: E731
+    same(twice(remat(region)), plain)
+    same(2 * twice(region), plain)
+
+
+def test_hooks_are_told_where_names_are_looked_for():
+    told = []
+
+    def region(x):
+        told.append(is_recomputing())
+        return checkpoint_name(x.sin(), "h").exp().sum()
+
+    vmap(capture_grads(remat(region), "h"))(X)
+    assert told.count(False) == 1
 
 
 MODES = {

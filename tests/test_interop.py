@@ -41,26 +41,6 @@ def recomputed(fn, *args, **kwargs):
 # -- checkpoint ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"use_reentrant": True},
-        {"use_reentrant": None, "preserve_rng_state": False, "early_stop": False, "debug": True},
-        {"determinism_check": "none"},
-        {"determinism_check": "exact"},
-    ],
-    ids=str,
-)
-def test_checkpoint_takes_torchs_options(options):
-    ops, got = recomputed(functools.partial(checkpoint, block, **options), X, W, scale=2.0)
-    _, expected = recomputed(block, X, W, scale=2.0)
-    torch.testing.assert_close(got, expected)
-    assert ops.dots == 4 + 2 and ops["sin"] == 1  # tanh reads its own value
-    with torch.no_grad():
-        torch.testing.assert_close(checkpoint(block, X, W, **options), block(X, W), rtol=0, atol=0)
-
-
 def test_checkpoint_under_torch_func():
     def loss(run):
         return lambda w, x: run(block, x, w).sum()
@@ -99,6 +79,10 @@ def selective(policy):
 def matmuls(ctx, op, *args, **kwargs):
     assert not ctx.is_recompute
     mine = op is aten.mm.default and args[1].shape == (4, 4) and ctx.op_output.shape == (3, 4)
+    if mine:
+        # As such functions ask real tensors.
+        left = args[0]
+        assert (left.size(), left.size(-1), left.dim(), left.ndim, left.numel()) == ((3, 4), 4, 2, 2, 12)
     return CheckpointPolicy.MUST_SAVE if mine else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch.func import grad, vmap
 
-from remat import checkpoint_name, offload_names, remat
+from remat import checkpoint_name, offload_matmuls, offload_names, remat
 from remat.inspection import Residual, print_saved_residuals, saved_residuals
 from remat.policies import save_everything, save_matmuls, save_names, save_nothing
 from tests.helpers import CASES, POLICIES, LiveBytes, OpCounter, leaves_of, rand
@@ -224,6 +224,17 @@ def test_line_of_every_maker_is_in_this_file():
             assert re.fullmatch(re.escape(__file__) + r":\d+ \(mlp\)", residual.location or "")
 
 
+@pytest.mark.parametrize("policy", [save_matmuls, offload_matmuls, save_names("b")])
+def test_names_are_told_whatever_kept_the_value(policy):
+    def fn(x):
+        b = checkpoint_name(checkpoint_name(x @ x, "b"), "c")
+        return b.sin().sum()
+
+    for under in (lambda f: f, torch.func.grad):
+        found = saved_residuals(under(remat(fn, policy=policy)), rand(3, 3))
+        assert [(r.op, r.name) for r in found if r.why == "policy"] == [(aten.mm.default, "b")]
+
+
 @pytest.mark.parametrize("under", ["backward", "grad"])
 def test_what_is_offloaded_is_listed(under):
     x = rand(3)
@@ -233,4 +244,6 @@ def test_what_is_offloaded_is_listed(under):
 
     region = remat(fn, policy=offload_names("z"))
     found = saved_residuals(region if under == "backward" else torch.func.grad(region), x)
-    assert [(r.op, r.name, r.bytes) for r in found if r.why == "policy"] == [(aten.sin.default, "z", 24)]
+    kept = [(r.op, r.name, r.bytes, r.host) for r in found if r.why == "policy"]
+    assert kept == [(aten.sin.default, "z", 24, True)] and found.host_bytes == 24
+    assert sum(line.endswith("(fn), offloaded by policy") for line in str(found).splitlines()) == 1

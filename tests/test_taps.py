@@ -15,6 +15,7 @@ from remat import (
     capture,
     capture_grads,
     checkpoint_name,
+    checkpoint_policy,
     remat,
     save_matmuls,
     save_names,
@@ -30,6 +31,7 @@ WRAPS = {
     "names": lambda f: remat(f, policy=save_names("h")),
     "matmuls": lambda f: remat(f, policy=save_matmuls),
     "nested": lambda f: remat(remat(f, policy=save_names("h"))),
+    "budget": lambda f: remat(f, policy=checkpoint_policy(budget=1.0)),
     "nested names": lambda f: remat(remat(f), policy=save_names("h")),
 }
 wraps = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
@@ -149,6 +151,39 @@ def test_nothing_more_is_kept_or_run_again(wrap):
     assert counts[0] == counts[1]
 
 
+@wraps
+@pytest.mark.parametrize("under", ["backward", "grad", "vmap grad", "jacrev", "jvp grad"])
+def test_between_forward_and_backward_only_what_is_named_lives_besides(wrap, under):
+    """Of the bytes alive when the forward is over, a capture's are those of its results and no other."""
+    f = model(wrap)
+
+    def step(x, w, captures):
+        with LiveBytes() as live:
+            if captures:
+                value, named = capture(f, ["h", "out"])(x, w)
+                del named
+            else:
+                value = f(x, w)
+            found.append(live.bytes)
+        return value
+
+    runs = {
+        "backward": lambda run: run(W.clone().requires_grad_()).backward(),
+        "grad": lambda run: grad(run)(W),
+        "vmap grad": lambda run: vmap(grad(run))(torch.stack([W, 2 * W])),
+        "jacrev": lambda run: jacrev(run)(W),
+        "jvp grad": lambda run: jvp(grad(run), (W,), (W.cos(),)),
+    }
+    kept = []
+    for captures in (False, True):
+        # A first call may plan, search and learn.
+        for _ in range(2):
+            found: list[int] = []
+            runs[under](lambda w, captures=captures: step(X, w, captures))
+        kept.append(found)
+    assert kept[0] == kept[1] and kept[0]
+
+
 @pytest.mark.parametrize("mode", ["plain", "func"])
 def test_nothing_outlives_the_results(mode):
     f = remat(lambda x, w: checkpoint_name(torch.tanh(x @ w), "h").sin() @ w)
@@ -165,6 +200,36 @@ def test_nothing_outlives_the_results(mode):
         # A graph that is dropped without a backward: no cycle through autograd may hold it.
         vmap(capture(f, "h"), (0, None))(X, w)
         assert live.bytes == 0
+
+
+@pytest.mark.parametrize("first", ["capture", "plain"])
+def test_budgets_are_kept_to_beside_captures(first):
+    """What is planned is the function alone: offsets are no ops of it, and stand-ins are not collected."""
+
+    def block(x, w):
+        h = checkpoint_name(torch.tanh(x @ w), "h").sin() @ w + x.exp()
+        # The sum that is kept: not the one before it, which it is if the offset's is taken for one of them.
+        return checkpoint_name(h + x, "sum").cos().sum()
+
+    region = remat(block, policy=checkpoint_policy(budget=0.9))
+    x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
+    runs = {
+        "plain": lambda: region(x, w).backward(),
+        "capture": lambda: capture(region, "h")(x, w)[0].backward(),
+        "capture_grads": lambda: capture_grads(region, "h")(x, w)[0].backward(),
+    }
+    runs[first]()
+    kept = {}
+    for name, function in {
+        "plain": region,
+        "capture": lambda x, w: capture(region, "h")(x, w)[0],
+        "capture_grads": lambda x, w: capture_grads(region, "h")(x, w)[0],
+    }.items():
+        kept[name] = [(r.op, r.name) for r in saved_residuals(function, x, w) if r.why == "policy"]
+        runs[name]()
+    assert (torch.ops.aten.add.Tensor, "sum") in kept["plain"]
+    assert kept["capture"] == kept["plain"]
+    assert kept["capture_grads"] == kept["plain"]
 
 
 def test_hidden_state_of_a_capture_ends_with_it():

@@ -24,7 +24,7 @@ from remat.transforms._held import unread, watcher
 from remat.transforms._inputs import Inputs
 from remat.transforms._learned import Plan
 from remat.transforms._primitive import Family, Prim, call
-from remat.transforms._region import Region, labelled
+from remat.transforms._region import Region, labelled, planning
 from remat.transforms._state import Ambient, RandomState, device_kinds
 from remat.transforms._traced import Traced, may_keep_around
 from remat.transforms._written import Written
@@ -172,7 +172,7 @@ def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _dry_run(region: Region, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
     random = RandomState(tensors)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), planning(region.name):
             run_transparently(region.function, args, kwargs)
     finally:
         random.restore()

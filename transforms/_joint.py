@@ -17,7 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat.transforms import _capture, _ops
+from remat.transforms import _capture, _ops, _region, _taps
 from remat.transforms._errors import RematError
 from remat.transforms._torch import (
     fake_mode,
@@ -291,14 +291,21 @@ def record(
     Inputs that require grad are differentiated, captured ones too. The current autocast, default dtype and
     grad state are those of the call; gradients are enabled. `tensors` keeps a fake tensor for every value, to
     build other graphs from. With `functional`, `fn` differentiates by itself: it is called with a switch
-    before its arguments, and calls that between its forward and its backward.
+    before its arguments, and calls that between its forward and its backward. Nobody collects named values
+    meanwhile, and `is_recomputing()` is true: what counts or prints has its turn in the run proper.
 
     Raises:
         RematError: where the function looks at data (`.item()`, a branch on a value) or an op has no fake
             kernel; names the op and the user's line.
     """
     recorder = Recorder()
-    with outside_all_modes(), without_module_trackers(), _capture.trial():
+    with (
+        outside_all_modes(),
+        without_module_trackers(),
+        _capture.trial(),
+        _taps.only(()),
+        _region.planning(getattr(fn, "__name__", type(fn).__name__)),
+    ):
         results = _trace(fn, args, kwargs or {}, recorder, _run_functional if functional else _run)
         kept = tuple(t.detach() for t in recorder.tensors) if tensors else ()
     return Joint(

@@ -33,6 +33,7 @@ class Kept:
         index: the argument's position among the region's tensors, or the op's position in the region.
         op: the op that made it, None for arguments.
         name: its `checkpoint_name`, or None.
+        away: whether it lies in host memory, sent there.
     """
 
     why: str
@@ -41,6 +42,7 @@ class Kept:
     index: int
     op: Any = None
     name: str | None = None
+    away: bool = False
 
 
 def made_by(args: Any, kwargs: Any, out: Any) -> Iterator[tuple[int, torch.UntypedStorage]]:

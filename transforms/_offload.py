@@ -11,6 +11,7 @@ PyTorch's own `torch.autograd.graph.save_on_cpu` copies on the computing stream;
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
@@ -87,6 +88,28 @@ class StreamLane(Lane):
         return tensor
 
 
+class _Travel(threading.local):
+    where: str | None = None
+
+
+_travel = _Travel()
+
+
+def travelling() -> str | None:
+    """Where what runs now brings a value, "host" or "device"; None for what is no part of a transfer."""
+    return _travel.where
+
+
+@contextlib.contextmanager
+def _to(where: str) -> Iterator[None]:
+    before = _travel.where
+    _travel.where = where
+    try:
+        yield
+    finally:
+        _travel.where = before
+
+
 _at_once = Lane()
 _lanes: dict[torch.device, Lane] = {}
 
@@ -113,7 +136,8 @@ class Parcel:
         tensor = tensor.detach()
         self._lane = lane(tensor)
         self.device = tensor.device
-        self.host, self.sent = self._lane.send(tensor)
+        with _to("host"):
+            self.host, self.sent = self._lane.send(tensor)
         # Where it lay, for views of it.
         self.offset, self.stride = tensor.storage_offset(), tensor.stride()
         self.fetched: tuple[torch.Tensor, Any] | None = None
@@ -135,15 +159,19 @@ class Parcel:
         """Begin to bring it back for so many values."""
         self.takers = takers
         if self.fetched is None:
-            self.fetched = self._lane.fetch(self.host, self.device)
+            self.fetched = self._fetch()
 
     def take(self) -> torch.Tensor:
         """The tensor on its device, fetched now if it was not before."""
-        fetched = self.fetched or self._lane.fetch(self.host, self.device)
+        fetched = self.fetched or self._fetch()
         self.takers -= 1
         if self.takers <= 0:
             self.fetched = None
         return self._lane.arrived(*fetched)
+
+    def _fetch(self) -> tuple[torch.Tensor, Any]:
+        with _to("device"):
+            return self._lane.fetch(self.host, self.device)
 
     def drop(self) -> None:
         """Let go of the copy on the device."""

@@ -687,8 +687,8 @@ def _report(name: str, trace: _trace.Trace, sink: Residuals, operands: Tensors) 
         if sink.needs(tensor):
             _observe.report(_observe.Kept("argument", tensor, name, i))
     for at, node in enumerate(trace.nodes):
-        for tensor in _trace.held_tensors(node.kept):
-            _observe.report(_observe.Kept("policy", tensor, name, at, node.op, node.name))
+        for tensor, away in _trace.held_tensors(node.kept):
+            _observe.report(_observe.Kept("policy", tensor, name, at, node.op, node.name, away))
 
 
 def _execute_pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:

@@ -139,6 +139,16 @@ def recomputing(name: str) -> Callable[[], Any]:
     return end
 
 
+@contextlib.contextmanager
+def planning(name: str) -> Iterator[None]:
+    """Run the region `name` for what it would do: a run beside the passes, as a recomputation is."""
+    _local.names.append(name)
+    try:
+        yield
+    finally:
+        _local.names.pop()
+
+
 def labelled(phase: str, name: str) -> AbstractContextManager[Any]:
     """A label for the profiler's trace, such as `remat::recompute block`, if a profiler is on."""
     return record_function(f"remat::{phase} {name}") if _torch.profiling() else _NOTHING
@@ -153,9 +163,10 @@ def recomputed_region() -> str | None:
 def is_recomputing() -> bool:
     """Whether the code that asks runs as part of a recomputation.
 
-    For counters, prints and logs. The same torch ops must run in both passes, and a tensor that code sets
-    aside in the recomputation holds no numbers where the backward does not read it: for intermediates there
-    is `remat.capture`.
+    Also where a budget is planned (once for each shape of the arguments, on tensors without data), and where
+    `capture_grads` looks for names under `torch.func`. For counters, prints and logs: the same torch ops must
+    run in both passes, and a tensor that code sets aside in the recomputation holds no numbers where the
+    backward does not read it. For intermediates there is `remat.capture`.
 
     Example:
         >>> from remat import is_recomputing
@@ -178,8 +189,10 @@ def _checksum_tensor(tensor: torch.Tensor) -> int:
     if tensor.numel() == 0 or tensor.layout is not torch.strided:
         return 0
     # Integer arithmetic modulo 2**64: exact, and the same on every device and in every order of summation.
-    octets = torch.view_as_real(tensor).contiguous() if tensor.is_complex() else tensor.contiguous()
-    words = octets.view(torch.uint8).reshape(-1).to(torch.int64)
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    parts = torch.view_as_real(plain) if plain.is_complex() else plain
+    # Flat before: a number of no dimension cannot be looked at as octets.
+    words = parts.reshape(-1).view(torch.uint8).to(torch.int64)
     weights = (
         torch.arange(1, words.numel() + 1, device=words.device, dtype=torch.int64) * 0x9E3779B97F4A7C1 | 1
     )
@@ -192,6 +205,7 @@ __all__ = [
     "choosing",
     "is_recomputing",
     "labelled",
+    "planning",
     "quiet",
     "recomputed_region",
     "recomputing",

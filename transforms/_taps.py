@@ -21,6 +21,7 @@ from remat.transforms._errors import RematError
 
 class _Local(threading.local):
     sessions: tuple[Session, ...] = ()
+    moving = False
 
 
 _local = _Local()
@@ -101,7 +102,11 @@ class Given(Session):
         if not _tree.smooth(tensor):
             return tensor
         self.at += 1
-        return tensor + self.offsets[self.at - 1]
+        _local.moving = True
+        try:
+            return tensor + self.offsets[self.at - 1]
+        finally:
+            _local.moving = False
 
     def since(self, mark: int) -> Given:
         """What stands in for it where the function runs again from a point at which `at` was `mark`."""
@@ -137,6 +142,11 @@ class Offsets(Given):
 
         self.offsets.append(_seeded(leaf, self.depth, make))
         return own[0]
+
+
+def moving() -> bool:
+    """Whether what runs now adds an offset: no op of the user's."""
+    return _local.moving
 
 
 # -- the sessions of this thread ----------------------------------------------------------------------

@@ -375,10 +375,10 @@ def tensors_in(values: Any) -> Iterable[torch.Tensor]:
         yield from tensors_in(tuple(values.values()))
 
 
-def held_tensors(kept: Any) -> Iterable[torch.Tensor]:
-    """The tensors that are held for a kept value, where they are: an offloaded one on its host."""
-    yield from [away.host for away in _offload.away_in(kept)]
-    yield from tensors_in(kept)
+def held_tensors(kept: Any) -> Iterable[tuple[torch.Tensor, bool]]:
+    """The tensors that are held for a kept value, and whether each is an offloaded one, on its host."""
+    yield from [(away.host, True) for away in _offload.away_in(kept)]
+    yield from [(tensor, False) for tensor in tensors_in(kept)]
 
 
 def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:

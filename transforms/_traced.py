@@ -197,8 +197,8 @@ class Traced(Selective):
             if isinstance(held, Held) and not held.enclosed:
                 _observe.report(_observe.Kept("argument", tensor, name, i))
         for at, node in enumerate(nodes):
-            for tensor in _trace.held_tensors(node.kept):
-                _observe.report(_observe.Kept("policy", tensor, name, at, node.op, node.name))
+            for tensor, away in _trace.held_tensors(node.kept):
+                _observe.report(_observe.Kept("policy", tensor, name, at, node.op, node.name, away))
         for i, held in self.direct.items():
             assert held is not None
             made, root = self.packed[i].made, self.root(self.packed[i])

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import tyro
 
+from remat.cli.errors import UsageError
 from remat.cli.rows import parse
 from remat.cli.target import load
 from remat.explanation import compare, explain
@@ -43,5 +44,8 @@ class Explain:
             found = explain(fn, *args)
         Console(highlight=False).print(found)
         if self.html:
-            found.save(self.html)
+            try:
+                found.save(self.html)
+            except OSError as error:
+                raise UsageError(f"--html {self.html} cannot be written: {error.strerror}.") from error
         return 0

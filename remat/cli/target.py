@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import sys
@@ -34,6 +35,8 @@ def load(
         torch.Size([2, 3])
     """
     fn = named(target)
+    if not callable(fn):
+        raise UsageError(f"{target} is no function or module but {fn!r} of type {type(fn).__name__}.")
     if shapes:
         return fn, tuple(tensor(shape, dtype, device) for shape in shapes)
     if isinstance(fn, torch.nn.Module) or takes_arguments(fn):
@@ -42,26 +45,43 @@ def load(
             "that returns (fn, *args)."
         )
     made = fn()
-    if not isinstance(made, tuple) or not callable(made[0]):
-        raise UsageError(f"{target} must return (fn, *args), got {type(made).__name__}.")
+    if not isinstance(made, tuple) or not made or not callable(made[0]):
+        raise UsageError(f"{target} must return (fn, *args), got {made!r} of type {type(made).__name__}.")
     return made[0], made[1:]
 
 
 def named(target: str) -> Any:
     module, _, name = target.partition(":")
-    if not name:
-        raise UsageError(f"{target!r} names no function: write MODULE:FN, as in mypackage.model:block.")
+    if not name or not module or module.startswith("."):
+        raise UsageError(
+            f"{target!r} names no function: write MODULE:FN, as in {_as_module(module) or 'mypackage.model'}:"
+            f"{name or 'block'}."
+        )
     # As `python -m` does: modules beside the user are found without being installed.
     sys.path.insert(0, "")
     try:
         found: Any = importlib.import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
+            found = _member(found, part)
     except (ImportError, AttributeError) as error:
-        raise UsageError(f"{target!r} cannot be loaded: {error}.") from error
+        hint = "" if _as_module(module) == module else f" Write {_as_module(module)}:{name}."
+        raise UsageError(f"{target!r} cannot be loaded: {error}.{hint}") from error
     finally:
         sys.path.remove("")
     return found
+
+
+def _member(found: Any, name: str) -> Any:
+    if not hasattr(found, name):
+        near = difflib.get_close_matches(name, dir(found), n=1)
+        what = getattr(found, "__name__", None) or type(found).__name__
+        raise AttributeError(f"{what} has no {name!r}" + (f" (nearest: {near[0]!r})" if near else ""))
+    return getattr(found, name)
+
+
+def _as_module(path: str) -> str:
+    """A module as `import` spells it, where it was written as a file."""
+    return path.removesuffix(".py").strip("./").replace("/", ".")
 
 
 def takes_arguments(fn: Callable[..., Any]) -> bool:
@@ -81,7 +101,8 @@ def tensor(shape: str, dtype: str, device: str = "meta") -> torch.Tensor:
         if not kind.is_floating_point:
             return torch.zeros(sizes, dtype=kind, device=device)
         return torch.randn(sizes, dtype=kind, device=device).requires_grad_()
-    except (ValueError, AttributeError, RuntimeError) as error:
+    except (ValueError, AttributeError, RuntimeError, AssertionError) as error:
+        where = "" if device == "meta" else f" --device {device}"
         raise UsageError(
-            f"--input {shape} --dtype {dtype} is no tensor: {error}. Write sizes as 4x128x256."
+            f"--input {shape} --dtype {dtype}{where} is no tensor: {error}. Write sizes as 4x128x256."
         ) from error

@@ -31,7 +31,7 @@ DEFAULT: tuple[Policy, ...] = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison(Shown):
     """A function under several policies. It prints as a table; `save` writes an HTML file.
 
@@ -50,19 +50,23 @@ class Comparison(Shown):
         return dict(self.rows)[as_policy(policy)]
 
     def page(self) -> Page:
-        columns = ("policy", ">kept", ">share", ">peak", ">ops again", ">FLOPs again", ">more")
-        first = ("no remat", _human(self.plain.kept.bytes), "", _human(self.plain.peak), "", "", "")
-        table = Table("policies", columns, (first, *self._rows()))
+        away = any(found.host_bytes for _, found in self.rows)
+        host = (">host",) if away else ()
+        columns = ("policy", ">kept", ">share", *host, ">peak", ">ops again", ">FLOPs again", ">more")
+        plain, blank = self.plain, ("",) * away
+        first = ("no remat", _human(plain.kept_bytes), "", *blank, _human(plain.peak), "", "", "")
+        table = Table("policies", columns, (first, *self._rows(away)))
         return Page((f"{self.name} under {len(self.rows)} policies",), (table,))
 
-    def _rows(self) -> Iterator[tuple[str, ...]]:
-        before = max(self.plain.kept.bytes, 1)
+    def _rows(self, away: bool) -> Iterator[tuple[str, ...]]:
+        before = max(self.plain.kept_bytes, 1)
         for policy, found in self.rows:
             again = found.recomputed
             yield (
                 repr(policy),
                 _human(found.kept_bytes),
                 f"{found.kept_bytes / before:.0%}",
+                *([_human(found.host_bytes) if found.host_bytes else ""] if away else []),
                 _human(found.now.peak),
                 f"{again.ops}",
                 si(again.flops),

@@ -11,13 +11,13 @@ from typing import Any
 from remat import debug
 from remat.explanation._measure import Measured, RegionUse, Work, measure
 from remat.explanation._tables import Page, Shown, Table
-from remat.explanation._watch import KINDS, PASSES
+from remat.explanation._watch import KINDS, PASSES, TRANSFER
 from remat.inspection import Residual, Residuals, _human
 
 _WHOLE, _LITTLE = 0.9, 0.02
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation(Shown):
     """What `explain` found. It prints as text, in rich, and in notebooks; `save` writes an HTML file.
 
@@ -40,7 +40,13 @@ class Explanation(Shown):
 
     @property
     def kept_bytes(self) -> int:
-        return self.now.kept.bytes
+        """Of `kept`, bytes that stay where they were made."""
+        return self.now.kept_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Of `kept`, bytes that policies offload."""
+        return self.now.kept.host_bytes
 
     @property
     def plain_bytes(self) -> int:
@@ -63,7 +69,8 @@ class Explanation(Shown):
     def _headline(self) -> Iterator[str]:
         kept, plain = self.kept_bytes, self.plain_bytes
         of = f" of {_human(plain)} without remat ({_percent(kept, plain)})" if self.now.regions else ""
-        yield f"{self.name} keeps {_human(kept)}{of} for its backward"
+        host = f", and {_human(self.host_bytes)} in host memory" if self.host_bytes else ""
+        yield f"{self.name} keeps {_human(kept)}{of} for its backward{host}"
         peaks = f", {_human(self.plain.peak)} without remat" if self.now.regions else ""
         yield f"peak of what its ops make: {_human(self.now.peak)}{peaks}"
         forward, again, backward = (self.now.total(when).flops for when in PASSES)
@@ -118,7 +125,7 @@ def notes(now: Measured, plain: Measured) -> Iterator[str]:
             "another policy than save_everything"
         )
         return
-    kept, before = now.kept.bytes, plain.kept.bytes
+    kept, before = now.kept_bytes, plain.kept_bytes
     if kept >= before:
         yield f"the regions keep as much as no remat does ({_human(before)}): they cost and save nothing"
     elif kept > (1 - _LITTLE) * before:
@@ -151,10 +158,15 @@ def _kept_table(kept: Residuals) -> Table:
         (_human(r.bytes * times), f"{times}" if times > 1 else "", _why(r), str(r).split(" ")[0], _source(r))
         for r, times in sorted(groups.items(), key=lambda pair: pair[0].bytes * pair[1], reverse=True)
     ]
-    return Table(f"kept: {_human(kept.bytes)}", (">bytes", ">times", "why", "each", "from"), tuple(rows))
+    host = f", {_human(kept.host_bytes)} of it in host memory" if kept.host_bytes else ""
+    return Table(
+        f"kept: {_human(kept.bytes)}{host}", (">bytes", ">times", "why", "each", "from"), tuple(rows)
+    )
 
 
 def _why(residual: Residual) -> str:
+    if residual.host:
+        return "offloaded by policy"
     return "saved by policy" if residual.why == "policy" else residual.why
 
 
@@ -187,8 +199,11 @@ def _work_table(now: Measured) -> Table:
     columns = ("class of ops", ">FLOPs", ">again", ">backward", ">moved", ">again", ">backward")
     kinds = [kind for kind in KINDS if any((when, kind) in now.work for when in PASSES)]
     rows = [(kind, *_cells([now.work.get((when, kind), Work()) for when in PASSES])) for kind in kinds]
-    total = ("all", *_cells([now.total(when) for when in PASSES]))
-    return Table("FLOPs and bytes moved: forward, again, backward", columns, (*rows, total))
+    rows.append(("all", *_cells([now.total(when) for when in PASSES])))
+    if now.kept.host_bytes:
+        moved = [now.work.get((when, TRANSFER), Work()) for when in PASSES]
+        rows.append(("to the host and back", *_cells(moved)))
+    return Table("FLOPs and bytes moved: forward, again, backward", columns, tuple(rows))
 
 
 def _cells(works: list[Work]) -> Iterator[str]:
@@ -197,6 +212,7 @@ def _cells(works: list[Work]) -> Iterator[str]:
 
 
 def _region_table(now: Measured) -> Table:
+    away = any(r.offloaded for r in now.regions)
     rows = [
         (
             r.name,
@@ -205,12 +221,14 @@ def _region_table(now: Measured) -> Table:
             f"{r.recomputed.ops}",
             si(r.recomputed.flops),
             _human(r.saved),
+            *([_human(r.offloaded)] if away else []),
             _human(r.inputs),
         )
         for r in now.regions
     ]
-    columns = ("region", ">calls", ">ops", ">again", ">FLOPs again", ">saved by policy", ">inputs held")
-    return Table("regions", columns, tuple(rows))
+    offloaded = (">offloaded",) if away else ()
+    columns = ("region", ">calls", ">ops", ">again", ">FLOPs again", ">saved by policy", *offloaded)
+    return Table("regions", (*columns, ">inputs held"), tuple(rows))
 
 
 def short(location: str | None) -> str:

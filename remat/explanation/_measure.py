@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat.explanation._watch import Ran, Untouched, Watch
+from remat.explanation._watch import TRANSFER, Ran, Untouched, Watch
 from remat.inspection import Residuals, saved_residuals
 from remat.transforms import _observe, _torch, _tree
 from remat.transforms._call import run_transparently
@@ -54,7 +54,8 @@ class RegionUse:
         name: the region's name.
         calls: how often it was called outside of other regions; 0 for one that is only called inside others.
         forward, recomputed: the work of its own ops, those of regions inside it aside.
-        saved: bytes that its policy saves.
+        saved: bytes that its policy saves where they are.
+        offloaded: bytes that its policy sends to the host.
         inputs: bytes of arguments and captured tensors that it holds.
         holds_regions: whether other regions are called inside it.
         share: the largest share of all forward ops that one call of it runs.
@@ -65,6 +66,7 @@ class RegionUse:
     forward: Work
     recomputed: Work
     saved: int
+    offloaded: int
     inputs: int
     holds_regions: bool
     share: float
@@ -76,8 +78,9 @@ class Measured:
 
     Attributes:
         kept: what is kept between them.
-        peak: the most bytes alive at once of what ops made, in both.
-        work: (pass, class of op) -> work; passes are "forward", "recompute", "backward".
+        peak: the most bytes alive at once of what ops made, in both; those in host memory aside.
+        work: (pass, class of op) -> work; passes are "forward", "recompute", "backward". What is offloaded is
+            sent in the first and comes back in the last, as the class "transfer".
         recomputed: what runs again, most expensive first.
         regions: the regions that were met, in order.
     """
@@ -89,8 +92,14 @@ class Measured:
     regions: tuple[RegionUse, ...]
 
     def total(self, when: str) -> Work:
-        """The work of one pass."""
-        return sum((work for (at, _), work in self.work.items() if at == when), Work())
+        """The work of one pass, transfers aside."""
+        found = [work for (at, kind), work in self.work.items() if at == when and kind != TRANSFER]
+        return sum(found, Work())
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that are kept, those in host memory aside."""
+        return self.kept.bytes - self.kept.host_bytes
 
     @property
     def flops(self) -> int:
@@ -197,7 +206,7 @@ def _work(ran: Ran) -> Work:
 
 
 def _regions(watch: Watch) -> Iterable[RegionUse]:
-    forward = [ran for ran in watch.ran if ran.when == "forward"]
+    forward = [ran for ran in watch.ran if ran.when == "forward" and ran.kind != TRANSFER]
     # A call's outermost region is the one whose ops are not inner; a region of one call holds the others.
     owner = {ran.call: ran.region for ran in forward if ran.call is not None and not ran.inner}
     sizes: dict[Any, int] = defaultdict(int)
@@ -212,6 +221,7 @@ def _regions(watch: Watch) -> Iterable[RegionUse]:
             sum((_work(r) for r in forward if r.region == name), Work()),
             sum((_work(r) for r in watch.ran if r.region == name and r.when == "recompute"), Work()),
             watch.kept.bytes.get((name, "policy"), 0),
+            watch.kept.bytes.get((name, "offloaded"), 0),
             watch.kept.bytes.get((name, "argument"), 0) + watch.kept.bytes.get((name, "captured"), 0),
             name in holders,
             max((sizes[call] for call in calls), default=0) / max(len(forward), 1),

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# Of a page of its own. In a notebook the page is not ours.
+_BODY = "body { font: 14px/1.5 system-ui, sans-serif; margin: 2em; color: #1c1c1c; background: #fff }"
 _STYLE = """
-body { font: 14px/1.5 system-ui, sans-serif; margin: 2em; color: #1c1c1c; background: #fff }
 .remat table { border-collapse: collapse; margin: .3em 0 1.5em }
 .remat caption { text-align: left; font-weight: 600; padding: .2em 0 }
 .remat th, .remat td { padding: .15em .7em; border-bottom: 1px solid #ddd }
@@ -106,10 +107,14 @@ def as_rich(page: Page, most: int = 40) -> Any:
 
 def as_html(page: Page) -> str:
     """The page as an HTML fragment with a style of its own and all rows."""
+    return f"<style>{_STYLE}</style>{_html_body(page)}"
+
+
+def _html_body(page: Page) -> str:
     head = "".join(f"<p>{html.escape(line)}</p>" for line in page.headline)
     tables = "".join(map(_html_table, page.tables))
     notes = "".join(f'<p class="note">{html.escape(note)}</p>' for note in page.notes)
-    return f'<style>{_STYLE}</style><div class="remat">{head}{notes}{tables}</div>'
+    return f'<div class="remat">{head}{notes}{tables}</div>'
 
 
 def _html_table(table: Table) -> str:
@@ -128,8 +133,9 @@ def _html_table(table: Table) -> str:
 def save_html(page: Page, path: str | Path) -> None:
     """Write the page as a file that needs nothing else."""
     title = html.escape(page.headline[0])
-    start = f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title></head>'
-    Path(path).write_text(f"{start}<body>{as_html(page)}</body></html>\n", encoding="utf-8")
+    head = f'<meta charset="utf-8"><title>{title}</title><style>{_BODY}{_STYLE}</style>'
+    text = f'<!doctype html><html lang="en"><head>{head}</head><body>{_html_body(page)}</body></html>\n'
+    Path(path).write_text(text, encoding="utf-8")
 
 
 class Shown:
@@ -140,6 +146,9 @@ class Shown:
 
     def __str__(self) -> str:
         return as_text(self.page())
+
+    # What an interactive session shows.
+    __repr__ = __str__
 
     def __rich__(self) -> Any:
         return as_rich(self.page())

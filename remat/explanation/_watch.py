@@ -13,10 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.opinfo import OpInfo, describe
 from remat.policies._catalogue import kind_of
-from remat.transforms import _modes, _observe, _ops, _region, _torch, _trace, _tree
+from remat.transforms import _modes, _observe, _offload, _ops, _region, _torch, _trace, _tree
 
 PASSES = ("forward", "recompute", "backward")
 KINDS = ("matmul", "convolution", "attention", "normalization", "pointwise", "reduction", "custom", "other")
+TRANSFER = "transfer"  # of an offloaded value, to the host or back
 # They move no number: counting them would call bookkeeping a recomputation.
 _BOOKKEEPING = ("empty", "new_empty", "detach", "alias", "_unsafe_view", "set_", "resize_")
 _NORMALIZATION = ("norm", "softmax")
@@ -29,7 +30,7 @@ class Ran:
     Attributes:
         when: "forward", "recompute" or "backward".
         op: the overload.
-        kind: its class, one of `KINDS`.
+        kind: its class, one of `KINDS`, or `TRANSFER`.
         flops: floating point operations, 0 for ops without a formula.
         bytes: of its operands and results.
         region: the region that it ran for, or None.
@@ -72,6 +73,9 @@ class Watch(TorchDispatchMode):
         return out
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> Ran:
+        if _offload.travelling():
+            # Kept or not, no op of the user's or of a region's: what it takes are the bytes on the way.
+            return Ran(self._when(), func, TRANSFER, 0, _bytes(out), None, None, False, _ops.user_line())
         outs = out if isinstance(out, (tuple, list)) else (out,)
         info = OpInfo(func, describe(args), describe(kwargs), describe(tuple(outs)))
         moved = sum(_bytes(t) for t in _tree.flatten((args, kwargs, out))[0] if isinstance(t, Tensor))
@@ -95,6 +99,8 @@ class Watch(TorchDispatchMode):
         return len(self._calls) - 1
 
     def _follow(self, args: Any, kwargs: Any, out: Any) -> None:
+        if _offload.travelling() == "host":
+            return
         self._alive = {key: pair for key, pair in self._alive.items() if not pair[0].expired()}
         for key, storage in _observe.made_by(args, kwargs, out):
             self._alive.setdefault(key, (StorageWeakRef(storage), storage.nbytes()))
@@ -114,7 +120,7 @@ class KeptByRegion:
             return
         storage = tensor.untyped_storage()
         self._seen[_torch.storage_key(tensor)] = StorageWeakRef(storage)
-        key = kept.region, kept.why
+        key = kept.region, "offloaded" if kept.away else kept.why
         self.bytes[key] = self.bytes.get(key, 0) + storage.nbytes()
 
 

@@ -41,8 +41,8 @@ def checkpoint(
         function: what to run; left out, this is a decorator with the other options (torch 2.14 on).
         args, kwargs: its arguments.
         use_reentrant: accepted; what runs is never reentrant, and needs none of reentrant autograd's care.
-        context_fn: from `create_selective_checkpoint_contexts`, its policy is used; of any other pair the
-            first context is around the forward, the second around the recomputation.
+        context_fn: from `create_selective_checkpoint_contexts`, its policy is used, compiled too; of any
+            other pair the first context is around the forward, the second around the recomputation, in eager.
         preserve_rng_state: as in torch, under `torch.func` too.
         determinism_check: "default" (shape, dtype, device), "none", or this library's "exact".
         debug: accepted; errors always name the op and the line.
@@ -89,6 +89,9 @@ def _region(
 ) -> Callable[..., Any]:
     if context_fn is noop_context_fn:
         return remat(function, policy=save_nothing if policy is None else policy, **options)
+    if torch.compiler.is_dynamo_compiling():
+        # Dynamo runs no contexts of torch's: what they select is looked up when the graph is traced.
+        return remat(function, policy=ContextPolicy(context_fn), **options)
     contexts = context_fn()
     if policy_function(contexts) is not None:
         return remat(function, policy=ContextPolicy(context_fn), **options)

@@ -50,8 +50,14 @@ class ContextPolicy(Policy):
     counts = True
 
     def fresh(self) -> Policy:
-        found = policy_function(self.context_fn())
-        assert found is not None, "context_fn made contexts of another kind this time"
+        contexts = self.context_fn()
+        found = policy_function(contexts)
+        if found is None:
+            raise PolicyError(
+                f"checkpoint(context_fn=...): got {contexts!r}, expected what "
+                "create_selective_checkpoint_contexts makes, every time. In code that torch.compile compiles "
+                "nothing else can be entered around a region: enter it inside the function."
+            )
         return TorchPolicy(found)
 
     def __call__(self, info: OpInfo) -> Decision | bool:
@@ -76,8 +82,8 @@ def from_torch_policy(policy: Any) -> Policy:
     Args:
         policy: what torch's `create_selective_checkpoint_contexts` takes: a function
             `(ctx, op, *args, **kwargs)` to a `CheckpointPolicy` or bool, or a list of ops. Tensors come as
-            `TensorMeta` (shape, dtype, device, stride; no data). MUST and PREFER are the same here; the
-            CPU_OFFLOAD values offload.
+            `TensorMeta` (shape, size, dim, numel, dtype, device; no data). MUST and PREFER are the same here;
+            the CPU_OFFLOAD values offload.
 
     Raises:
         RematError: neither a function nor a list (also a TypeError). An answer that is neither a

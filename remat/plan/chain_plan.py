@@ -21,7 +21,7 @@ from remat.plan.costs import CostModel, cost_model
 from remat.plan.graph import Graph
 from remat.plan.model import as_fake
 from remat.plan.plan import Plan, size_text
-from remat.plan.policy import Bound, Following
+from remat.plan.policy import Following, carried_out
 from remat.plan.problem import Problem, complete
 from remat.plan.solve import Solved
 from remat.plan.stages import Choice, Measure, Stage
@@ -231,8 +231,7 @@ class _Given(Numbered):
     plan: Plan
 
     def bind(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
-        other = _torch.in_transform() or _torch_compiler.is_tracing()
-        return Following(self.plan) if other else Bound(self.plan)
+        return Following(self.plan) if _torch_compiler.is_tracing() else carried_out(self.plan)
 
     def __call__(self, info: OpInfo) -> Decision:
         return self.plan(info)

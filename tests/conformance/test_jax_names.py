@@ -1,0 +1,52 @@
+"""`remat.jax_names` against the installed JAX: every public name is there, and takes JAX's arguments."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from remat import jax_names
+from remat.policies import Policy
+
+jax: Any = pytest.importorskip("jax")
+ad_checkpoint: Any = pytest.importorskip("jax.ad_checkpoint")
+
+
+def public(module: Any) -> set[str]:
+    return {name for name in vars(module) if not name.startswith("_")}
+
+
+def test_every_policy_of_jax_is_there() -> None:
+    theirs, ours = public(jax.checkpoint_policies), public(jax_names.checkpoint_policies)
+    assert len(theirs) >= 12 and theirs == ours
+    for name in theirs:
+        made = getattr(jax_names.checkpoint_policies, name)
+        takes = inspect.signature(getattr(jax.checkpoint_policies, name)).parameters
+        if {"prim", "_"} & set(takes):
+            # A policy itself; the others make one.
+            assert isinstance(made, Policy), name
+        else:
+            assert [p.kind for p in inspect.signature(made).parameters.values()] == [
+                p.kind for p in takes.values()
+            ], name
+            if not any(p.kind is p.VAR_POSITIONAL for p in takes.values()):
+                assert list(inspect.signature(made).parameters) == list(takes), name
+
+
+def test_every_name_beside_the_policies_is_there() -> None:
+    assert public(ad_checkpoint) <= public(jax_names)
+    assert isinstance(jax_names.checkpoint_policies, SimpleNamespace)
+    assert jax_names.remat is jax_names.checkpoint
+
+
+def test_checkpoint_takes_jaxs_arguments() -> None:
+    # `concrete` was removed from JAX and is there to say so.
+    theirs = [name for name in inspect.signature(jax.checkpoint).parameters if name != "concrete"]
+    assert list(inspect.signature(jax_names.checkpoint).parameters) == theirs
+
+
+def test_a_name_that_is_missing_would_be_found() -> None:
+    assert not public(SimpleNamespace(new_policy=1)) <= public(jax_names.checkpoint_policies)
