@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from remat.opinfo import Call, Decision, OpInfo, describe
 from remat.policies import Policy, check_verdict
 from remat.policies._unmatched import report_unmatched
-from remat.transforms import _record
+from remat.transforms import _record, _taps
 from remat.transforms._trace import Node, Trace
 
 
@@ -38,6 +39,15 @@ class Calls(TorchFunctionMode):
             return None
         func, args, kwargs = self.latest
         return Call(func, describe(args), describe(kwargs))
+
+
+def bind(policy: Policy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
+    """`policy` for one call of a region. Captures around it see nothing of what it runs to find out."""
+    if not _taps.current():
+        return policy.bind(fn, args, kwargs)
+    with _taps.only(()):
+        bound = policy.bind(fn, args, kwargs)
+    return bound.amid()  # what captures put in are further ops
 
 
 class PolicySelector:

@@ -105,6 +105,9 @@ class Bound(Policy):
 
     plan: Plan
 
+    def amid(self) -> Policy:
+        return Following(self.plan)
+
     def __call__(self, info: OpInfo) -> Decision:
         return self.plan(info)
 
@@ -150,11 +153,6 @@ def _passed_over(name: str) -> bool:
     kind, _, overload = rest.partition(".")
     op = getattr(getattr(getattr(torch.ops, namespace), kind, None), overload, None)
     return kind.endswith("_") or (op is not None and _ops.traits(op).view)
-
-
-def amid(policy: Policy) -> Policy:
-    """`policy` for a function with more ops around those that it was bound to."""
-    return Following(policy.plan) if isinstance(policy, Bound) else policy
 
 
 def plan_graph(graph: Graph, policy: BudgetPolicy, region: str, *, compiled: bool = False) -> Plan:
