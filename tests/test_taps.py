@@ -353,3 +353,14 @@ def test_a_plan_is_the_same_under_a_capture(policy):
     for transform in (capture, capture_grads):
         same(transform(planned, "h")(X, w), transform(plain, "h")(X, w))
         same(vmap(transform(planned, "h"), (0, None))(X, W), vmap(transform(plain, "h"), (0, None))(X, W))
+
+
+@pytest.mark.parametrize("mode", ["plain", "func"])
+def test_policies_are_not_asked_about_offsets(mode):
+    asked = []
+    policy = checkpoint_policy(lambda info: asked.append(str(info.op)) or False)
+    f = remat(lambda w: checkpoint_name(torch.tanh(X @ w), "h").sin().sum(), policy=policy)
+    for g in (value_and_grad(f), capture_grads(f, "h", argnums=0)):
+        (g if mode == "plain" else vmap(g))(W if mode == "plain" else W[None])
+    half = len(asked) // 2
+    assert asked[:half] == asked[half:] != []

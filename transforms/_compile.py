@@ -139,7 +139,9 @@ class Graph:
         self.returned: list[int | None] = [inputs.get(node) for node in results]
         # Names, and examples, of the values among its results that a capture around it wants.
         self.named: list[tuple[str, torch.Tensor]] = [
-            (node.args[1], node.meta["example_value"]) for node in results if node.target is CAPTURED
+            (node.args[1], node.meta["example_value"])
+            for node in results
+            if getattr(node, "target", None) is CAPTURED
         ]
 
     def bare(self) -> Graph:
@@ -148,7 +150,7 @@ class Graph:
             return self
         copy = torch.fx.Graph()
         results: Any = copy.graph_copy(self.module.graph, {})
-        copy.output(tuple([node for node in results if node.target is not CAPTURED]))
+        copy.output(tuple([node for node in results if getattr(node, "target", None) is not CAPTURED]))
         for node in reversed(copy.find_nodes(op="call_function", target=CAPTURED)):
             copy.erase_node(node)
         return Graph(torch.fx.GraphModule(self.module, copy), self.given)
