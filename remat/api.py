@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 import torch
 
 from remat import compiled, logs
-from remat.contexts import PolicySelector
+from remat.contexts import PolicySelector, bind
 from remat.policies import Policy, as_policy, save_everything, save_nothing
 from remat.transforms._call import outermost, run, run_transparently
 from remat.transforms._errors import RematError
@@ -210,7 +210,7 @@ def _wrap(fn: Callable[..., Any], options: _Options) -> Callable[..., Any]:
                 return run_transparently(fn, args, kwargs)
         if static:
             return _call_static(fn, options, args, kwargs)
-        bound = options.policy.bind(fn, args, kwargs) if binds else options.policy
+        bound = bind(options.policy, fn, args, kwargs) if binds else options.policy
         return run(region if bound is options.policy else options.region(fn, bound), args, kwargs)
 
     # Dynamo looks into every cell, so this one closes over strings and functions alone.
@@ -273,7 +273,7 @@ def _call_static(
                 "ordinary one"
             )
     call = _Static(fn, args, fixed, settled)
-    bound = options.policy.bind(call, moving, {k: v for k, v in kwargs.items() if k not in settled})
+    bound = bind(options.policy, call, moving, {k: v for k, v in kwargs.items() if k not in settled})
     region = options.region(call, bound)
     return run(region, moving, {k: v for k, v in kwargs.items() if k not in settled})
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from remat import compiled_taps
+from remat.contexts import bind
 from remat.policies import Policy, save_everything
 from remat.transforms import _compile
 from remat.transforms._call import run_transparently
@@ -29,12 +31,16 @@ bypass = bypassing_wrapper()
 def call(label: str, at: str, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call the region with the options numbered `at` while Dynamo traces."""
     run = functools.partial(enter, label, at)
+    if compiled_taps.sessions():
+        return compiled_taps.through(run, fn, args, kwargs)
     return bypass(run, fn, *args, **kwargs)  # write torch.where for if, return values, draw and print outside
 
 
 def call_planned(label: str, at: str, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """`call` for policies that look at a whole call: which of the operands are arguments matters to them."""
     run = functools.partial(enter, label, at, given=given(args, kwargs))
+    if compiled_taps.sessions():
+        return compiled_taps.through(run, fn, args, kwargs)
     return bypass(run, fn, *args, **kwargs)  # write torch.where for if, return values, draw and print outside
 
 
@@ -59,6 +65,8 @@ def wrap(fn: Callable[..., Any], options: Any) -> Callable[..., Any]:
 
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
         run = functools.partial(enter_described, label, spec, given=given(args, kwargs) if binds else None)
+        if compiled_taps.sessions():
+            return compiled_taps.through(run, fn, args, kwargs)
         return bypass(run, fn, *args, **kwargs)  # write torch.where for if, return values, draw outside
 
     return rematerialized
@@ -92,7 +100,9 @@ def _run(options: Any, label: str, graph: Any, given: Any, *operands: Any, **kwa
     body = _compile.Graph(graph, _compile.Given(*given) if given else None)
     if options.policy == save_everything and _compile.outermost():
         return run_transparently(body, operands, {})
-    policy: Policy = options.policy.bind(body, operands, {})
+    policy: Policy = bind(options.policy, body.bare(), operands, {})
+    if body.named:
+        policy = policy.amid()
     return _compile.run(options.region(body, policy, label), body, operands)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from remat import compiled
+from remat import compiled, compiled_taps
 from remat.compiled import bypass
 from remat.contexts import PolicySelector
 from remat.policies import Policy, save_nothing
@@ -40,6 +40,8 @@ def call(
 ) -> Any:
     """`scan_remat` while Dynamo traces."""
     name = f"scan_remat({getattr(body, '__qualname__', type(body).__name__)})"
+    if compiled_taps.sessions():
+        body = compiled_taps.refusing(name, body)
     _refuse(name, checkpoints, budget, on_step)
     carry, spec = pytree.tree_flatten(init)
     rows, x_spec = pytree.tree_flatten(xs)
@@ -186,9 +188,7 @@ def _run(facts: Any, n: int | None, plan: Any, graph: Any, *operands: Any) -> An
     known = _scan_graph.Facts(name, n, carry, rows, reverse, offload)
     selector = None
     if policy is not None:
-        from remat.plan.policy import amid  # takes longer to import than the rest
-
-        selector = functools.partial(PolicySelector, amid(policy.bind(body, operands, {})), name)
+        selector = functools.partial(PolicySelector, policy.bind(body, operands, {}).amid(), name)
     whole = None if _scan_graph.evaluating() or is_tracing() else _scan_graph.shown()
     if whole is not None:
         return _scan_graph.run_whole(whole, known, body, operands, selector)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from remat.opinfo import Call, Decision, OpInfo, TensorMeta, describe
 from remat.policies import Policy, check_verdict
 from remat.policies._unmatched import report_unmatched
-from remat.transforms import _record, _torch
+from remat.transforms import _record, _taps, _torch
 from remat.transforms._ops import traits
 from remat.transforms._trace import Node, Trace, tensors_in
 
@@ -61,6 +62,15 @@ def _as_operands(op: Any, left: TensorMeta, right: TensorMeta) -> tuple[TensorMe
     rows, columns = left.shape[0] * left.shape[1], left.shape[2]
     flat = dataclasses.replace(left, shape=(rows, columns), stride=(columns, 1))
     return flat, dataclasses.replace(right, shape=right.shape[1:], stride=right.stride[1:])
+
+
+def bind(policy: Policy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
+    """`policy` for one call of a region. Captures around it see nothing of what it runs to find out."""
+    if not _taps.current():
+        return policy.bind(fn, args, kwargs)
+    with _taps.only(()):
+        bound = policy.bind(fn, args, kwargs)
+    return bound.amid()  # what captures put in are further ops
 
 
 class PolicySelector:

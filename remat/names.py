@@ -7,6 +7,7 @@ from typing import TypeVar
 import torch
 import torch.utils._pytree as torch_pytree
 
+from remat import compiled_taps
 from remat.transforms import _taps
 from remat.transforms._named import named
 
@@ -40,4 +41,7 @@ def checkpoint_name(tree: Tree, name: str) -> Tree:
             "'attn')"
         )
     marked = torch_pytree.tree_map_only(torch.Tensor, lambda tensor: named(tensor, name), tree)
-    return marked if torch.compiler.is_dynamo_compiling() else _taps.tap(name, marked)
+    if torch.compiler.is_dynamo_compiling():
+        compiled_taps.tap(name, marked)
+        return marked
+    return _taps.tap(name, marked)

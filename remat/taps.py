@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from remat import compiled_taps
 from remat.transforms import _grad, _taps, _torch, _tree
 from remat.transforms._errors import RematError
 
@@ -29,7 +30,7 @@ def capture(fn: Callable[..., Any], names: str | Iterable[str]) -> Callable[...,
 
     Raises:
         RematError: when called, if `fn` gives no such name, or gives it inside a `scan_remat` (return it
-            among the ys instead) or in code that torch.compile compiles.
+            among the ys instead), or has been compiled (compile the capture instead).
 
     Example:
         >>> import torch
@@ -41,15 +42,16 @@ def capture(fn: Callable[..., Any], names: str | Iterable[str]) -> Callable[...,
     """
     wanted = _wanted(names)
 
-    @functools.wraps(fn, updated=())
     def captured(*args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        _refuse_tracing("capture")
-        session = _taps.Values(wanted)
+        if torch.compiler.is_dynamo_compiling():
+            result, found, seen = compiled_taps.capture(fn, wanted, args, kwargs)
+            return result, _by_name(wanted, found, seen)
+        session = _taps.Values(frozenset(wanted))
         with _taps.opened(session):
             result = fn(*args, **kwargs)
-        return result, _by_name(session, session.found)
+        return result, _by_name(wanted, session.found, session.seen)
 
-    return captured
+    return _grad._like(fn, captured)
 
 
 def capture_grads(
@@ -71,8 +73,8 @@ def capture_grads(
         takes part that requires grad, and their graph is then kept: under `torch.no_grad()` nothing is.
 
     Raises:
-        RematError: when called, if `fn` gives no such name, or gives it inside a `scan_remat` or in code that
-            torch.compile compiles.
+        RematError: when called, if `fn` gives no such name, gives it inside a `scan_remat`, or has been
+            compiled.
         RuntimeError: when called, if `fn` returns no scalar.
 
     Gradients are those of an offset that is added to each named tensor: a negative zero, which changes no
@@ -88,48 +90,55 @@ def capture_grads(
     """
     wanted = _wanted(names)
 
-    @functools.wraps(fn, updated=())
     def captured(*args: Any, **kwargs: Any) -> Any:
-        _refuse_tracing("capture_grads")
         positions = () if argnums is None else _grad._positions(argnums, len(args))
+        if torch.compiler.is_dynamo_compiling():
+            value, grads, found, seen = compiled_taps.capture_grads(fn, wanted, positions, args, kwargs)
+            named = _by_name(wanted, found, seen)
+            return (value, named) if argnums is None else (value, grads, named)
         chosen = args[positions] if isinstance(positions, int) else tuple(args[i] for i in positions)
         flat, spec = _tree.flatten(chosen)
 
-        def run(leaves: list[Tensor]) -> tuple[Tensor, _taps.Offsets]:
-            session = _taps.Offsets(wanted, functools.partial(_offset, leaves[0]))
+        def run(leaves: list[Tensor]) -> tuple[Tensor, _taps.Offsets, list[Tensor]]:
+            session = _taps.Offsets(frozenset(wanted), functools.partial(offset, leaves[0]))
             with _taps.opened(session):
                 moved = _tree.unflatten(leaves[1:], spec)
                 value = fn(*_grad._replace(args, positions, moved), **kwargs)
             _grad._check_scalar(value)
-            return value, session
+            return value, session, []
 
-        # Every offset is made of this one, so that it carries a derivative wherever it is made.
-        leaves = [torch.full((), -0.0), *flat]
-        levels = _torch.in_transform() or torch.is_inference_mode_enabled()
-        value, grads, session, found = (_at_a_level if levels else _plainly)(run, leaves)
-        named = _by_name(session, found)
+        value, grads, session, found, _ = differentiated(run, flat)
+        named = _by_name(wanted, found, session.seen)
         return (value, named) if argnums is None else (value, _tree.unflatten(grads, spec), named)
 
-    return captured
+    return _grad._like(fn, captured)
 
 
-def _refuse_tracing(maker: str) -> None:
-    """Raise in code that torch.compile traces: Dynamo lets no value out of a region but its results."""
-    if torch.compiler.is_dynamo_compiling():
-        raise RematError(f"{maker} inside torch.compile: {_COMPILED}")
+def differentiated(
+    run: Callable[[list[Tensor]], tuple[Tensor, _taps.Offsets, list[Tensor]]],
+    leaves: list[Tensor],
+    at_a_level: bool = False,
+) -> tuple[Tensor, list[Tensor], _taps.Offsets, list[tuple[str, Any]], list[Tensor]]:
+    """The value that `run` returns first, differentiated by `leaves` and by what the session has offset.
+
+    `run` gets a scalar, of which it is to make every offset, so that they carry a derivative wherever they
+    are made, and the leaves; what else it returns is handed through.
+    """
+    leaves = [torch.full((), -0.0), *leaves]
+    levels = at_a_level or _torch.in_transform() or torch.is_inference_mode_enabled()
+    return (_at_a_level if levels else _plainly)(run, leaves)
 
 
-_COMPILED = "names that compiled code gives cannot be looked at. Return the value from the function."
+def _wanted(names: str | Iterable[str]) -> tuple[str, ...]:
+    wanted = (names,) if isinstance(names, str) else tuple(names)
+    for name in wanted:
+        if not isinstance(name, str):
+            raise TypeError(f"capture(fn, names): names must be strings, got {name!r}")
+    return tuple(sorted(set(wanted)))
 
 
-def _wanted(names: str | Iterable[str]) -> frozenset[str]:
-    wanted = frozenset([names] if isinstance(names, str) else names)
-    if not all(isinstance(name, str) for name in wanted):
-        raise TypeError(f"capture(fn, names): names must be strings, got {sorted(map(repr, wanted))}")
-    return wanted
-
-
-def _offset(zero: Tensor, tensor: Tensor) -> Tensor:
+def offset(zero: Tensor, tensor: Tensor) -> Tensor:
+    """The offset of one tensor: a negative zero, which changes no bit."""
     with torch.enable_grad():
         return zero.to(tensor.device, tensor.dtype).expand(tensor.shape)
 
@@ -138,31 +147,33 @@ def _plainly(run: Callable[..., Any], leaves: list[Tensor]) -> tuple[Any, ...]:
     outer = torch.is_grad_enabled()
     with torch.enable_grad():
         own = [x if outer and x.requires_grad else _grad._leaf(x) for x in leaves]
-        value, session = run(own)
+        value, session, others = run(own)
         fresh = [mine for mine, given in zip(own, leaves, strict=True) if mine is not given]
         attached = outer and _grad._reaches_other_leaves([value], fresh)
         grads, found = _gradients(value, own[1:], session, create_graph=attached)
-    return value if attached else value.detach(), grads, session, found
+    if not attached:
+        value, others = value.detach(), [t.detach() for t in others]
+    return value, grads, session, found, others
 
 
 def _at_a_level(run: Callable[..., Any], leaves: list[Tensor]) -> tuple[Any, ...]:
     rest: list[Any] = []
 
-    def of(*leaves: Tensor) -> tuple[Tensor, list[Tensor]]:
-        value, session = run(list(leaves))
+    def of(*leaves: Tensor) -> tuple[Tensor, list[list[Tensor]]]:
+        value, session, others = run(list(leaves))
         grads, found = _gradients(value, list(leaves[1:]), session, create_graph=True)
         flat, spec = _tree.flatten(found)
         tensors, at = _tree.split(flat)
         # Only tensors leave a transform, and the offsets must not.
         session.found, session.offsets = [], []
         rest[:] = [session, spec, [None if isinstance(x, Tensor) else x for x in flat], at]
-        return value, [value, *grads, *tensors]
+        return value, [[value, *grads], tensors, others]
 
     # The function is differentiated inside, at the level that this opens: the offsets are made there.
-    _, _, (value, *made) = torch.func.vjp(of, *leaves, has_aux=True)  # type: ignore[misc]
+    with _torch.hooks_aside():
+        _, _, ((value, *grads), tensors, others) = torch.func.vjp(of, *leaves, has_aux=True)  # type: ignore[misc]
     session, spec, blank, at = rest
-    grads, tensors = made[: len(leaves) - 1], made[len(leaves) - 1 :]
-    return value, grads, session, _tree.unflatten(_tree.merge(blank, at, tensors), spec)
+    return value, grads, session, _tree.unflatten(_tree.merge(blank, at, tensors), spec), others
 
 
 def _gradients(
@@ -176,19 +187,26 @@ def _gradients(
     return grads[: len(leaves)], _tree.unflatten(_tree.merge(flat, at, grads[len(leaves) :]), spec)
 
 
-def _by_name(session: _taps.Session, found: list[tuple[str, Any]]) -> dict[str, Any]:
-    values: dict[str, list[Any]] = {}
+def _by_name(wanted: tuple[str, ...], found: list[tuple[str, Any]], seen: Iterable[str]) -> dict[str, Any]:
+    values: dict[str, list[Any]] = {name: [] for name in wanted}
     for name, tree in found:
-        values.setdefault(name, []).append(tree)
-    if missing := sorted(session.wanted - values.keys()):
-        raise RematError(_unknown(missing[0], session.seen))
-    return {name: trees[0] if len(trees) == 1 else trees for name, trees in sorted(values.items())}
+        values[name].append(tree)
+    for name, trees in values.items():
+        if not trees:
+            raise RematError(_unknown(name, tuple(seen)))
+    return {name: trees[0] if len(trees) == 1 else trees for name, trees in values.items()}
 
 
-def _unknown(name: str, seen: set[str]) -> str:
+def _unknown(name: str, seen: tuple[str, ...]) -> str:
     near = difflib.get_close_matches(name, seen, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    none = f"It gave none at all (if torch.compile made it: {_COMPILED})"
+    none = (
+        "It gave none at all (if torch.compile made it, its names cannot be looked at from outside: compile "
+        "the capture instead, torch.compile(capture(fn, names)))"
+    )
     gave = f"It gave {', '.join(map(repr, sorted(seen)))}{hint}" if seen else none
     write = f"x = checkpoint_name(x, {name!r})"
     return f"capture: the function gave nothing the name {name!r}. {gave}. Write {write}."
+
+
+_unknown._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo calls it

@@ -214,7 +214,7 @@ class _Flat:
         args, kwargs = _tree.unflatten(_tree.merge(self.leaves, self.at, list(own)), self.spec)
         table = {id(t): operand for t, operand in zip(self.captured, captured, strict=True)}
         with self.bindings.restored(), _capture.Swap(table, own), _branches.kept_whole():
-            out, named = self._tapped(args, kwargs) if self.taps else (self._watched(args, kwargs), ())
+            out, named = self._tapped(args, kwargs, table) if self.taps else (self._watched(args, kwargs), ())
         _tree.check_results(out, self.region.name)
         self.out_leaves, self.out_spec = _tree.flatten((out, named))
         tensors, self.out_at = _tree.split(self.out_leaves)
@@ -225,9 +225,9 @@ class _Flat:
             self.looks = _results.looks(tensors)
         return _results.leaving(tensors, self.looks)
 
-    def _tapped(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _tapped(self, args: Any, kwargs: Any, table: dict[int, torch.Tensor]) -> tuple[Any, Any]:
         # Named values leave as results like any other: every run of the body has the same ones.
-        context, mirrors = self.taps.opened()
+        context, mirrors = self.taps.opened(table)
         with context:
             out = self._watched(args, kwargs)
         return out, self.taps.found(mirrors)

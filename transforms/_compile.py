@@ -12,6 +12,7 @@ compiler drops.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -20,8 +21,9 @@ from typing import Any
 
 import torch
 
-from remat.transforms import _call, _results, _torch, _torch_compiler, _tree
+from remat.transforms import _call, _results, _taps, _torch, _torch_compiler, _tree
 from remat.transforms._alike import Alike, likeness
+from remat.transforms._named import CAPTURED, NAMED
 from remat.transforms._primitive import Family, Prim, call
 from remat.transforms._region import Region
 from remat.transforms._state import Ambient, device_kinds
@@ -37,27 +39,37 @@ def outermost() -> bool:
 
 def run(region: Region, graph: Graph, operands: tuple[Any, ...]) -> tuple[Any, ...]:
     """Call a region whose function is `graph`."""
-    outs = _run(region, operands)
+    outs = _run(region, graph, operands)
     # Dynamo takes a result that is an argument for the argument itself from then on, also where that is what
     # one differentiates by.
     return tuple([out if i is None else operands[i] for out, i in zip(outs, graph.returned, strict=True)])
 
 
-def _run(region: Region, operands: tuple[Any, ...]) -> tuple[Any, ...]:
+def _run(region: Region, graph: Graph, operands: tuple[Any, ...]) -> tuple[Any, ...]:
     if not _torch_compiler.is_tracing() or _call.keeping_everything():
         # A backend that executes Dynamo's graph as it is, such as "eager".
         return _call.run(region, operands, {})
-    outermost = not getattr(_local, "depth", 0)
     _local.depth = getattr(_local, "depth", 0) + 1
     try:
-        return _run_traced(region, operands)
+        with levels_left():
+            return _run_traced(region, graph, operands)
+    finally:
+        _local.depth -= 1
+
+
+@contextlib.contextmanager
+def levels_left() -> Iterator[None]:
+    """Leave, should it fail, the functorch levels that the graph around has entered: nobody else would."""
+    outermost = not getattr(_local, "guarded", False)
+    _local.guarded = True
+    try:
+        yield
     except BaseException:
-        # The levels that the graph has entered would stay on this thread: nobody else leaves them.
         if outermost:
             _torch_compiler.unwind_levels()
         raise
     finally:
-        _local.depth -= 1
+        _local.guarded = not outermost
 
 
 def _teach_inductor() -> None:
@@ -66,11 +78,11 @@ def _teach_inductor() -> None:
         from remat.transforms import _inductor  # noqa: F401
 
 
-def _run_traced(region: Region, operands: tuple[Any, ...]) -> tuple[Any, ...]:
+def _run_traced(region: Region, graph: Graph, operands: tuple[Any, ...]) -> tuple[Any, ...]:
     _teach_inductor()
     if not torch.is_grad_enabled() and not _torch.in_transform():
         return region.function(*operands)
-    return _TracedCall(region, operands)()
+    return _TracedCall(region, graph, operands)()
 
 
 @dataclass(frozen=True)
@@ -115,7 +127,7 @@ class Graph:
     """
 
     def __init__(self, module: torch.fx.GraphModule, given: Given | None = None) -> None:
-        self.module = module
+        self.module, self.given = module, given
         placeholders = module.graph.find_nodes(op="placeholder")
         self.held = frozenset(
             given.held([n.meta.get("example_value") for n in placeholders]) if given else ()
@@ -126,6 +138,23 @@ class Graph:
         inputs = {node: i for i, node in enumerate(placeholders)}
         results: Any = module.graph.output_node().args[0]
         self.returned: list[int | None] = [inputs.get(node) for node in results]
+        # Names, and examples, of the values among its results that a capture around it wants.
+        self.named: list[tuple[str, torch.Tensor]] = [
+            (node.args[1], node.meta["example_value"])
+            for node in results
+            if getattr(node, "target", None) is CAPTURED
+        ]
+
+    def bare(self) -> Graph:
+        """The function without what a capture wants of it."""
+        if not self.named:
+            return self
+        copy = torch.fx.Graph()
+        results: Any = copy.graph_copy(self.module.graph, {})
+        copy.output(tuple([node for node in results if getattr(node, "target", None) is not CAPTURED]))
+        for node in reversed(copy.find_nodes(op="call_function", target=CAPTURED)):
+            copy.erase_node(node)
+        return Graph(torch.fx.GraphModule(self.module, copy), self.given)
 
     def __call__(self, *operands: Any) -> Any:
         return _Interpreter(self.module, self.depth).run(*operands)
@@ -152,7 +181,8 @@ class _Interpreter(torch.fx.Interpreter):
         _local.traced_depth = _torch_compiler.depth() - self.shift
         try:
             with _torch_compiler.tagged(self.tags):
-                return super().call_function(target, args, kwargs)
+                out = super().call_function(target, args, kwargs)
+                return _taps.tap(args[1], out, graph=True) if target is NAMED else out
         finally:
             _local.traced_depth = before
 
@@ -160,24 +190,29 @@ class _Interpreter(torch.fx.Interpreter):
 class _TracedCall:
     """One call of a region in a graph that is being traced."""
 
-    def __init__(self, region: Region, operands: tuple[Any, ...]) -> None:
+    def __init__(self, region: Region, graph: Graph, operands: tuple[Any, ...]) -> None:
         self.region = region
         self.operands = list(operands)
         self.tensors, self.at = _tree.split(self.operands)
+        self.taps = _taps.Handed(graph.named) if _taps.current() else None
         self.outs: list[Any] = []
         self.looks: list[_results.Look | None] | None = None  # once the function has run
         ambient = Ambient(device_kinds(self.tensors))
-        # What runs in another region is that one's to record.
-        like = likeness(region, operands, ambient) if _local.depth == 1 else None
+        # What runs in another region is that one's to record; captures count what they are given.
+        alone = _local.depth == 1 and self.taps is None
+        like = likeness(region, operands, ambient) if alone else None
         self.family = Family(region, ambient, Written(region, Alike(like, self.outs, _TENSOR)))
 
     def __call__(self) -> tuple[Any, ...]:
-        made = call(Prim(self.body, self.family), self.tensors)
+        operands = [*self.tensors, *(self.taps.offsets if self.taps else ())]
+        made = call(Prim(self.body, self.family), operands)
         results = iter(_results.seen(made, self.looks) if self.looks else made)
         return tuple([next(results) if out is _TENSOR else out for out in self.outs])
 
-    def body(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        outs = self.region.function(*_tree.merge(self.operands, self.at, list(tensors)))
+    def body(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        tensors, offsets = operands[: len(self.at)], operands[len(self.at) :]
+        with self.taps.opened(offsets) if self.taps else contextlib.nullcontext():
+            outs = self.region.function(*_tree.merge(self.operands, self.at, list(tensors)))
         self.outs[:] = [_TENSOR if isinstance(out, torch.Tensor) else out for out in outs]
         found = [out for out in outs if isinstance(out, torch.Tensor)]
         if self.looks is None:

@@ -154,12 +154,16 @@ def _replace(args: tuple[Any, ...], positions: int | tuple[int, ...], new: Any) 
 
 
 def _leaf(x: Any) -> Tensor:
+    return _tensor(x).detach().requires_grad_()
+
+
+def _tensor(x: Any) -> Tensor:
     if not isinstance(x, Tensor):
         raise ValueError(
             f"An argument to differentiate must be a pytree of tensors, got {x!r} of type {type(x)} in it. "
             f"Pass it as another argument, or choose the arguments to differentiate with argnums."
         )
-    return x.detach().requires_grad_()
+    return x
 
 
 def _split(output: Any) -> tuple[Any, Any]:

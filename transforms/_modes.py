@@ -20,6 +20,7 @@ class _Active(threading.local):
 
     stack: Any = ()
     quiet = False
+    unasked = False
 
 
 active = _Active()
@@ -103,3 +104,13 @@ def quiet(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
     finally:
         active.quiet = before
+
+
+def unasked(function: Callable[..., Any], *args: Any) -> Any:
+    """Run an op of the engine's own, which recordings count, and no selector is asked about."""
+    before = active.unasked
+    active.unasked = True
+    try:
+        return function(*args)
+    finally:
+        active.unasked = before

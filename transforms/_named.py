@@ -9,6 +9,10 @@ from remat.transforms import _modes, _torch
 # Composite: below autograd and functorch only the alias is left, which has all their rules.
 _library = torch.library.Library("remat", "FRAGMENT")
 _library.define("checkpoint_name(Tensor(a) value, str name) -> Tensor(a)")
+# Signposts in Dynamo's graphs: what a region hands out because `capture` wants it, and what `capture_grads`
+# differentiates by.
+_library.define("captured(Tensor(a) value, str name) -> Tensor(a)")
+_library.define("variable(Tensor(a) value) -> Tensor(a)")
 
 
 def give_name(tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -20,14 +24,22 @@ def give_name(tensor: torch.Tensor, name: str) -> torch.Tensor:
     return alias
 
 
-_library.impl("checkpoint_name", give_name, "CompositeImplicitAutograd")
-# torch.vmap does not take the composite for a rule of its own.
-_library.impl("checkpoint_name", give_name, "FuncTorchBatchedDecomposition")
+def _alias(tensor: torch.Tensor, *_: str) -> torch.Tensor:
+    return tensor.view_as(tensor)
+
+
+for _op, _kernel in (("checkpoint_name", give_name), ("captured", _alias), ("variable", _alias)):
+    _library.impl(_op, _kernel, "CompositeImplicitAutograd")
+    # torch.vmap does not take the composite for a rule of its own.
+    _library.impl(_op, _kernel, "FuncTorchBatchedDecomposition")
+NAMED = torch.ops.remat.checkpoint_name.default
+CAPTURED = torch.ops.remat.captured.default
+VARIABLE = torch.ops.remat.variable.default
 
 
 def named(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """An alias of `tensor` that every recording in progress knows by `name`."""
     if torch.compiler.is_dynamo_compiling():
         # Nothing is recorded yet: the op stands in the graph until it is traced.
-        return torch.ops.remat.checkpoint_name.default(tensor, name)
+        return NAMED(tensor, name)
     return give_name(tensor, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -148,7 +149,8 @@ class Record(Mode):
         if self.digest is not None and not facts.uninitialized:
             node.digest = quiet(self.digest, out)
         # What an op wrote in place is handed to its caller by reference, so it cannot be kept in its stead.
-        if self.selector is not None and (not facts.writes or facts.conditional is not None):
+        asked = not facts.writes or facts.conditional is not None
+        if self.selector is not None and asked and not active.unasked:
             self.judge(node, self.selector.decide(at, node, args, kwargs, out), out)
 
     def judge(self, node: Node, verdict: int, out: Any) -> None:
@@ -176,7 +178,8 @@ class Record(Mode):
         at = node.root
         if at == OUTSIDE or at in self._writers or self.trace.nodes[at] is node or value.storage_offset():
             return None
-        outs = [m for m in _blanks.metas(self.trace.nodes[at].outs) if m[0].numel() == value.numel()]
+        # Size.numel() would make numbers of symbolic sizes, for which the graph then holds alone.
+        outs = [m for m in _blanks.metas(self.trace.nodes[at].outs) if math.prod(m[0]) == value.numel()]
         return at if any(m[2] is value.dtype for m in outs) else None
 
     def judge_again(self, at: int, verdict: int, value: torch.Tensor) -> None:

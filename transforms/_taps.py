@@ -21,7 +21,6 @@ from remat.transforms._errors import RematError
 
 class _Local(threading.local):
     sessions: tuple[Session, ...] = ()
-    moving = False
 
 
 _local = _Local()
@@ -40,6 +39,8 @@ class Session:
         wanted: the names it asks for.
         seen: every name that was given.
     """
+
+    graph = False  # whether the nodes of a compiler's graph give to it, instead of `tap`
 
     def __init__(self, wanted: frozenset[str]) -> None:
         self.wanted = wanted
@@ -87,12 +88,15 @@ class Given(Session):
 
     Args:
         wanted: the names.
-        offsets: one for each tensor, in the order of the function.
+        offsets: one for each tensor, in the order of the function, at the session's own level.
     """
 
-    def __init__(self, wanted: frozenset[str], offsets: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(
+        self, wanted: frozenset[str], offsets: Sequence[torch.Tensor] = (), graph: bool = False
+    ) -> None:
         super().__init__(wanted)
         self.offsets = list(offsets)
+        self.graph = graph
         self.at = 0
 
     def take(self, name: str, tree: Any) -> Any:
@@ -102,15 +106,15 @@ class Given(Session):
         if not _tree.smooth(tensor):
             return tensor
         self.at += 1
-        _local.moving = True
-        try:
-            return tensor + self.offsets[self.at - 1]
-        finally:
-            _local.moving = False
+        return _modes.unasked(torch.add, tensor, raised(self.offsets[self.at - 1], self.depth))
+
+    def here(self, start: int) -> list[torch.Tensor]:
+        """The offsets from `start` on that were used, at the present levels."""
+        return [raised(t, self.depth) for t in self.offsets[start : self.at]]
 
     def since(self, mark: int) -> Given:
         """What stands in for it where the function runs again from a point at which `at` was `mark`."""
-        return Given(self.wanted, self.offsets[mark:])
+        return Given(self.wanted, self.offsets[mark:], self.graph)
 
 
 class Offsets(Given):
@@ -121,8 +125,10 @@ class Offsets(Given):
         make: the offset for a tensor, at the session's own level.
     """
 
-    def __init__(self, wanted: frozenset[str], make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__(wanted)
+    def __init__(
+        self, wanted: frozenset[str], make: Callable[[torch.Tensor], torch.Tensor], graph: bool = False
+    ) -> None:
+        super().__init__(wanted, graph=graph)
         self.make = make
         self.found: list[tuple[str, Any]] = []  # trees of offsets, at the session's own level
 
@@ -140,13 +146,9 @@ class Offsets(Given):
             own.append(_modes.quiet(self.make, tensor))
             return own[0]
 
-        self.offsets.append(_seeded(leaf, self.depth, make))
+        _made_below(leaf, self.depth, make)
+        self.offsets.append(own[0])
         return own[0]
-
-
-def moving() -> bool:
-    """Whether what runs now adds an offset: no op of the user's."""
-    return _local.moving
 
 
 # -- the sessions of this thread ----------------------------------------------------------------------
@@ -179,11 +181,12 @@ def opened(session: Session) -> Iterator[None]:
         yield
 
 
-def tap(name: str, tree: Any) -> Any:
-    """Give a named tree to the open sessions."""
+def tap(name: str, tree: Any, graph: bool = False) -> Any:
+    """Give a named tree to the open sessions; those of graphs or those of the user's code."""
     # From the outermost: what an inner function collects is used outside of it, with the outer offset.
     for session in current():
-        tree = session.give(name, tree)
+        if session.graph == graph:
+            tree = session.give(name, tree)
     return tree
 
 
@@ -227,9 +230,14 @@ class Mirrors:
         self.names: list[list[str]] = []
         self.seen: list[set[str]] = []
 
-    def opened(self) -> tuple[contextlib.AbstractContextManager[None], list[Session]]:
-        """Fresh mirrors for one run of the region's body."""
+    def opened(
+        self, operands: dict[int, torch.Tensor]
+    ) -> tuple[contextlib.AbstractContextManager[None], list[Session]]:
+        """Fresh mirrors for one run of the region's body, in which `operands` stand for the offsets."""
         made = [make() for make in self.makers]
+        for session in made:
+            if isinstance(session, Given):
+                session.offsets = [operands[id(t)] for t in session.offsets]
         return only(made), made
 
     def found(self, made: list[Session]) -> list[Any]:
@@ -257,7 +265,42 @@ def _mirrored(session: Session, dry_run: Callable[[], Any]) -> Callable[[], Sess
     start = session.at
     with only([session]):
         dry_run()
-    return functools.partial(Given, session.wanted, session.offsets[start : session.at])
+    return functools.partial(Given, session.wanted, session.here(start), session.graph)
+
+
+class Handed:
+    """The open sessions of a graph, as a region of that graph can serve them.
+
+    Args:
+        named: for each value that the region names, in order, the name and an example of its metadata.
+
+    Attributes:
+        offsets: the region's further operands.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        self.offsets: list[torch.Tensor] = []
+        self.counts: list[tuple[frozenset[str], int]] = []
+        for session in current():
+            if isinstance(session, Given) and session.graph:
+                start = session.at
+                for name, example in named:
+                    # All that becomes of it is an offset of its shape, at the session's level.
+                    _modes.quiet(session.give, name, _modes.quiet(_blank, example))
+                self.offsets += session.here(start)
+                self.counts.append((session.wanted, session.at - start))
+
+    def opened(self, offsets: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
+        """Sessions for one run of the region's body, which got `offsets` as operands."""
+        made, rest = [], list(offsets)
+        for wanted, count in self.counts:
+            made.append(Given(wanted, rest[:count], graph=True))
+            del rest[:count]
+        return only(made)
+
+
+def _blank(example: torch.Tensor) -> torch.Tensor:
+    return torch.empty(example.shape, dtype=example.dtype, device=example.device)
 
 
 # -- levels -------------------------------------------------------------------------------------------
@@ -273,15 +316,25 @@ def lifted(tensor: torch.Tensor, depth: int) -> torch.Tensor:
         return lifted(_modes.quiet(_batch_first, inner, *batch), depth)
 
 
-def _seeded(tensor: torch.Tensor, depth: int, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """What `make` makes at `depth` for the lifted tensor, brought back to the present levels."""
+def raised(tensor: torch.Tensor, depth: int) -> torch.Tensor:
+    """What `lifted` brought to `depth`, at the present levels again."""
     level = _torch.interpreter()
     if level is None or level.level() <= depth:
-        return make(tensor)
+        return tensor
+    with level.lower():
+        inner = raised(tensor, depth)
+    return _torch.add_batch_dim(inner, 0, level.level()) if level.key() == _torch.VMAP else inner
+
+
+def _made_below(tensor: torch.Tensor, depth: int, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Call `make` at `depth`, with the lifted tensor."""
+    level = _torch.interpreter()
+    if level is None or level.level() <= depth:
+        make(tensor)
+        return
     inner, batch = _peeled(level, tensor)
     with level.lower():
-        made = _seeded(_modes.quiet(_batch_first, inner, *batch), depth, make)
-    return _torch.add_batch_dim(made, 0, level.level()) if batch else made
+        _made_below(_modes.quiet(_batch_first, inner, *batch), depth, make)
 
 
 def _peeled(level: Any, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[Any, ...]]:

@@ -447,13 +447,22 @@ def without_module_trackers() -> Iterator[None]:
 def levels() -> list[tuple[int, Any, str]]:
     """The active functorch levels from the outermost: number, kind (GRAD, VMAP, JVP, ...), vmap's
     randomness."""
-    stack = _functorch_c.get_interpreter_stack() or []
     found = []
-    for level in stack:
+    for level in interpreters():
         kind = level.key()
         chance = _functorch_c.CVmapInterpreterPtr(level).randomness().name.lower() if kind == VMAP else ""
         found.append((level.level(), kind, chance))
     return found
+
+
+def interpreters() -> list[Any]:
+    """The active functorch levels as torch has them, from the outermost."""
+    return _functorch_c.get_interpreter_stack() or []
+
+
+def batch_size(level: Any) -> Any:
+    """The batch size, perhaps symbolic, of a vmap's level."""
+    return _functorch_c.CVmapInterpreterPtr(level).batchSize()
 
 
 # -- torch.compile ------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from remat.plan.stages import frontier
 from remat.plan.torch_plans import candidates
 from remat.policies import Policy, save_everything
 from remat.policies._base import Numbered
-from remat.transforms import _capture, _ops, _taps, _torch, _torch_compiler
+from remat.transforms import _capture, _ops, _torch, _torch_compiler
 from remat.transforms._errors import RematError
 
 # Torch's planner takes seconds to import and to run: not asked where it could not do better than this.
@@ -111,10 +111,9 @@ class BudgetPolicy(Numbered):
 class Following(Policy):
     """A plan carried out among other ops, which are recomputed; those of the plan come in order.
 
-    Forward-mode levels weave tangent ops between those of the plan, `capture_grads` adds offsets to named
-    values; a step of a compiled scan takes its row out of a block of rows first. Views come and go; they are
-    nobody's to keep. (Where a view was written to, autograd makes it anew of its base: by an op in the trace
-    that was planned, without one in eager.)
+    Forward-mode levels weave tangent ops between those of the plan; a step of a compiled scan takes its row
+    out of a block of rows first. Views come and go; they are nobody's to keep. (Where a view was written to,
+    autograd makes it anew of its base: by an op in the trace that was planned, without one in eager.)
     """
 
     plan: Plan
@@ -133,7 +132,7 @@ class Following(Policy):
 
     def _place(self, op: Any) -> int:
         """The position in the plan of an op that was met now, -1 where it has none."""
-        if _ops.traits(op).view or _taps.moving():
+        if _ops.traits(op).view:
             return -1
         position, ops = self.places.get(_NEXT, 0), self.plan.ops
         while position < len(ops) and _passed_over(ops[position]):
@@ -151,6 +150,9 @@ class Following(Policy):
 class Bound(Following):
     """A plan that was made for this very call: there is no other op."""
 
+    def amid(self) -> Policy:
+        return Following(self.plan)
+
     def _unplanned(self, position: int, op: Any) -> int:
         planned = self.plan.ops[position] if position < len(self.plan.ops) else None
         raise RematError(self.plan.difference(position, planned, str(op)))
@@ -158,7 +160,7 @@ class Bound(Following):
 
 def carried_out(plan: Plan) -> Following:
     """The policy for the call that is about to run: where other ops may come in between, or where none do."""
-    return Following(plan) if _torch.in_transform() or _taps.current() else Bound(plan)
+    return Following(plan) if _torch.in_transform() else Bound(plan)
 
 
 @functools.cache
@@ -171,11 +173,6 @@ def _passed_over(name: str) -> bool:
         return kind.endswith("_")
     facts = _ops.traits(op)
     return facts.view or (bool(facts.writes) and facts.conditional is None)
-
-
-def amid(policy: Policy) -> Policy:
-    """`policy` for a function with more ops around those that it was bound to."""
-    return Following(policy.plan) if isinstance(policy, Bound) else policy
 
 
 def plan_graph(graph: Graph, policy: BudgetPolicy, region: str, *, compiled: bool = False) -> Plan:

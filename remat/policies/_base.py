@@ -44,6 +44,10 @@ class Policy:
         """The policy for one call `fn(*args, **kwargs)` of a region; asked before its forward."""
         return self
 
+    def amid(self) -> Policy:
+        """The policy for a function with more ops around those that it was bound to."""
+        return self
+
     def fresh(self) -> Policy:
         """The policy for one run of a forward: one that counts answers with a copy whose count is zero."""
         return self
@@ -150,6 +154,9 @@ class Combined(Policy):
 
     def bind(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
         return self._with({name: part.bind(fn, args, kwargs) for name, part in self.parts().items()})
+
+    def amid(self) -> Policy:
+        return self._with({name: part.amid() for name, part in self.parts().items()})
 
     def fresh(self) -> Policy:
         return (
