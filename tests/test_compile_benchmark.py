@@ -46,7 +46,8 @@ def test_targets():
         record("gpt backward", p, v) for p, v in (("none", 10), ("save_matmuls", 5), ("torch_sac", 6))
     ]
     records += [
-        record("compile 24 blocks", p, v, "processor time") for p, v in (("none", 10), ("save_nothing", 12))
+        record("compile 24 blocks", p, v, "processor time")
+        for p, v in (("none", 10), ("save_nothing", 12), ("save_matmuls", 14))
     ]
     got = {target.claim: target.met for target in targets(records)}
     assert got == {
@@ -54,6 +55,7 @@ def test_targets():
         "mlp backward: save_nothing over torch_checkpoint": False,
         "gpt backward: save_matmuls over torch_sac": True,
         "compile 24 blocks: save_nothing over none": True,
+        "compile 24 blocks: save_matmuls over none": False,
     }
 
 
