@@ -26,7 +26,7 @@ bench: $(STAMP)
 	# JAX is one of the peers, and of use for nothing else here.
 	$(BIN)/python -m pip install --quiet -c constraints.txt 'jax>=0.4.30'
 	$(BIN)/python -m benchmarks run --suite quick --fresh $(ARGS)
-	$(BIN)/python -m benchmarks report
+	$(BIN)/python -m benchmarks report --suites quick
 
 docs: $(STAMP)
 	$(BIN)/mkdocs build --strict

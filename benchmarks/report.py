@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from benchmarks import tables
 from benchmarks.loaded import Results
 from benchmarks.records import RESULTS
 
 ROOT = Path(__file__).parent.parent
-SUITES = {
+Suite = Literal["quick", "cpu", "h200", "versions"]
+SUITES: dict[Suite, str] = {
     "quick": "Quick: README's figures",
     "cpu": "All models and modes on a CPU",
     "h200": "One H200",
@@ -29,9 +31,11 @@ class Report:
     """Folder with the CSVs."""
     root: Path = ROOT
     """The checkout whose README.md and docs/ are written."""
+    suites: tuple[Suite, ...] = tuple(SUITES)
+    """Suites whose figures and tables are made anew."""
 
     def __call__(self) -> int:
-        found = {suite: Results.load(self.results / f"{suite}.csv") for suite in SUITES}
+        found = {suite: Results.load(self.results / f"{suite}.csv") for suite in self.suites}
         for results in filter(None, found.values()):
             from benchmarks.plots import draw
 
@@ -39,7 +43,7 @@ class Report:
                 print(path)
         texts = {suite: section(suite, results, self.root) for suite, results in found.items()}
         rewrite(self.root / "docs" / "benchmarks.md", texts)
-        quick = found[HEADLINE]
+        quick = found.get(HEADLINE)
         if quick is not None:
             rewrite(self.root / "README.md", {"headline": headline(quick)})
         return 0
