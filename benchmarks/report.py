@@ -80,7 +80,7 @@ def headline(results: Results) -> str:
     return "\n".join(f"{part.rstrip()}\n" for part in parts)
 
 
-def section(suite: str, results: Results | None, root: Path) -> str:
+def section(suite: Suite, results: Results | None, root: Path) -> str:
     """A suite's part of docs/benchmarks.md."""
     heading = f"## {SUITES[suite]}\n"
     if results is None:
