@@ -35,7 +35,9 @@ class Report:
     """Suites whose figures and tables are made anew."""
 
     def __call__(self) -> int:
-        found = {suite: Results.load(self.results / f"{suite}.csv") for suite in self.suites}
+        found: dict[Suite, Results | None] = {
+            suite: Results.load(self.results / f"{suite}.csv") for suite in self.suites
+        }
         for results in filter(None, found.values()):
             from benchmarks.plots import draw
 
