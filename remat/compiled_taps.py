@@ -71,11 +71,12 @@ def tap(name: str, tree: Any) -> None:
 
 
 def _give(session: Names, name: str, tree: Any) -> None:
+    if name in session.wanted and session.refusal:
+        # Before anything is noted: Dynamo would speak of that instead, 2.11's.
+        raise RematError(f"capture: the name {name!r} is given inside {session.refusal}")
     if name not in session.seen:
         session.seen.append(name)
     if name in session.wanted:
-        if session.refusal:
-            raise RematError(f"capture: the name {name!r} is given inside {session.refusal}")
         leaves, spec = pytree.tree_flatten(tree)
         lifted = [_lifted(leaf, session.depth) for leaf in leaves]
         session.found.append((name, pytree.tree_unflatten(lifted, spec)))

@@ -382,6 +382,21 @@ def results_in_one_memory(wrap):
     return fn, (rand(3, 2), rand(2, 2, seed=1))
 
 
+@case(lacks="grad_jvp")
+def results_in_parts_of_one_memory(wrap):
+    def block(x, w):
+        h = x @ w + 1
+        with torch.no_grad():
+            seen = h.view(-1)
+        return *h.chunk(2), h.detach(), h, seen, h.real
+
+    def fn(x, w):
+        top, bottom, fixed, h, seen, real = wrap(block)(x, w)
+        return top.sin() * bottom, fixed * h, seen * h.view(-1), real.exp()
+
+    return fn, (rand(4, 2), rand(2, 2, seed=1))
+
+
 @case()
 def keyword_arguments(wrap):
     def block(x, *rest, scale, shift=None, **more):

@@ -16,6 +16,7 @@ record at its own level. Peeling by hand follows torch._functorch.autograd_funct
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -519,7 +520,9 @@ class PullBack:
 
         def pull(*cotangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
             pairs = [
-                (outs[i], ct) for i, ct in zip(self.present, cotangents, strict=True) if outs[i].requires_grad
+                (outs[i], ct)
+                for i, ct in zip(self.present, cotangents, strict=True)
+                if outs[i].requires_grad and not _torch.cut_off(outs[i])
             ]
             if not pairs:
                 return tuple([torch.zeros_like(t) for t in leaves])
@@ -604,8 +607,11 @@ def _smooth_first(
     outs: Tensors, split: list[list[int]]
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     """Differentiable results and the others; torch.func takes only the former, the others go as auxiliary."""
-    split[0] = [i for i, t in enumerate(outs) if _tree.smooth(t)]
-    return tuple([t for t in outs if _tree.smooth(t)]), tuple([t for t in outs if not _tree.smooth(t)])
+    smooth = [_tree.smooth(t) and not _torch.cut_off(t) for t in outs]
+    split[0] = [i for i, is_smooth in enumerate(smooth) if is_smooth]
+    return tuple(itertools.compress(outs, smooth)), tuple(
+        [t for t, s in zip(outs, smooth, strict=True) if not s]
+    )
 
 
 def _reassemble(smooth: Tensors, rest: Tensors, at: list[int]) -> list[torch.Tensor]:

@@ -38,12 +38,14 @@ def looks(tensors: Tensors) -> list[Look | None]:
         if tensor.layout is torch.strided:
             bottom = _torch.unwrapped(tensor)
             together.setdefault(_torch_compiler.graph_storage(bottom), []).append(i)
-    for group in together.values():
-        whole = [i for i in group if tensors[i].is_contiguous()]
-        if len(group) > 1 and whole:
-            base = max(whole, key=lambda i: tensors[i].numel())
-            for i in group:
-                found[i] = None if i == base else _look(tensors, base, i)
+    # Asked of tensors whose attributes a torch-function mode would take for calls of the user's.
+    with _torch.functions_as_they_are():
+        for group in together.values():
+            whole = [i for i in group if tensors[i].is_contiguous()]
+            if len(group) > 1 and whole:
+                base = max(whole, key=lambda i: tensors[i].numel())
+                for i in group:
+                    found[i] = None if i == base else _look(tensors, base, i)
     return found
 
 
@@ -51,13 +53,28 @@ def _look(tensors: Tensors, base: int, at: int) -> Look | None:
     whole, part = tensors[base], tensors[at]
     if part is whole:
         return Look(base)
-    if part.dtype == whole.dtype and part.numel() == whole.numel() and part.is_contiguous():
-        return Look(base, tuple(part.shape))
     start = part.storage_offset() - whole.storage_offset()
     last = start + sum((n - 1) * s for n, s in zip(part.shape, part.stride(), strict=True))
-    if part.dtype != whole.dtype or not part.numel() or start < 0 or last >= whole.numel():
+    inside = part.numel() and start >= 0 and last < whole.numel()
+    if not inside or part.dtype != whole.dtype or not _follows(part, whole):
         return None
+    if part.numel() == whole.numel() and part.is_contiguous():
+        return Look(base, tuple(part.shape))
     return Look(base, tuple(part.shape), part.stride(), start)
+
+
+def _follows(part: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Whether autograd, at every level, has the one for a view of the other, derivatives and all: not so for
+    what was detached, or looked at without gradients."""
+    while part.requires_grad == whole.requires_grad and (part.grad_fn is None) == (whole.grad_fn is None):
+        wrapped = _torch.is_wrapped(part)
+        if wrapped != _torch.is_wrapped(whole):
+            return False
+        if not wrapped:
+            bases = [t if t._base is None else t._base for t in (part, whole)]
+            return bases[0] is bases[1]
+        part, whole = _torch.unwrap_once(part), _torch.unwrap_once(whole)
+    return False
 
 
 def leaving(tensors: Tensors, looks: Sequence[Look | None]) -> tuple[torch.Tensor, ...]:

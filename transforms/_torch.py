@@ -117,6 +117,13 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def cut_off(tensor: torch.Tensor) -> bool:
+    """Whether this is a view made with gradients off: torch says that it requires them, as its base does, and
+    fails where it is differentiated."""
+    with functions_as_they_are():
+        return tensor.requires_grad and tensor.grad_fn is None and tensor._base is not None
+
+
 # -- saved-tensor hooks -------------------------------------------------------------------------------
 # The context manager of torch.autograd.graph costs a Python object and a generator a region; a region may
 # pass 24 times a step, so the frame pushes and pops by hand.

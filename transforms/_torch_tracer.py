@@ -200,7 +200,7 @@ class Template:
                 )
                 copy = tracer.graph.create_node("call_function", node.target, args, kwargs)
                 copy.meta = {k: v for k, v in node.meta.items() if k not in _PROVENANCE}
-                copy.meta["val"] = pytree.tree_map_only(torch.Tensor, copies.of, node.meta["val"])
+                copy.meta["val"] = pytree.tree_map_only(torch.Tensor, copies.of, node.meta.get("val"))
                 copy.meta["seq_nr"] = at
                 if custom := copy.meta.get("custom"):
                     copy.meta["custom"] = {k: tags.get(k, v) for k, v in custom.items()}
