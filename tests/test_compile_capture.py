@@ -306,7 +306,10 @@ REFUSED = {
 def test_errors(transform, f, message):
     with pytest.raises(exc.Unsupported) as refused:
         compiled(transform(f, "hiden" if "hidden" in message else "c"))(X)
-    assert message in str(refused.value).replace("\\'", "'")
+    text = str(refused.value).replace("\\'", "'")
+    # On 2.11 an exception that leaves an operator's graph may be a side effect to Dynamo.
+    old = torch.__version__.startswith("2.11") and f in (scanned, torch_)
+    assert message in text or (old and "Unsafe side effect" in text)
     if f is not torch_ or transform is capture:  # torch.func refuses torch.utils.checkpoint
         # What is not asked for may stand anywhere.
         equal(transform(f, []), X)
