@@ -55,12 +55,12 @@ def quick() -> list[Case]:
     few = ("save_nothing", "save_matmuls", "budget 0.5")
     compiled = (*TORCH[:2], TORCH[4], BUDGETS[3], *few, OURS[-1], JAX[1])
     return on_cpu(
-        panel("gpt2-medium", "backward", (*TORCH, *OURS, "names", *PLANNED[1::2]), 25, rounds=3, sizes=gpt),
+        panel("gpt2-medium", "backward", (*TORCH, *OURS, *PLANNED[1::2]), 25, rounds=3, sizes=gpt),
         panel("llama3-8b", "backward", compiled, 80, rounds=4, sizes=llama, compiled=True),
-        panel("gpt2-medium", "func", (*FUNCTIONAL, *few), 12, rounds=5, sizes=gpt),
-        panel("gpt2-medium", "vmap", (*FUNCTIONAL, *few[:2]), 12, rounds=5, sizes=gpt),
+        panel("gpt2-medium", "func", (*FUNCTIONAL, *few), 12, rounds=3, sizes=gpt),
+        panel("gpt2-medium", "vmap", (*FUNCTIONAL, *few[:2]), 12, rounds=3, sizes=gpt),
         panel("llama3-8b", "step", few[:1], 18, rounds=5, sizes=sizes(depth=1), compiled=True),
-        *depths("gpt2-medium", (1, 4, 16), 4),
+        *depths("gpt2-medium", (1, 4, 8), 4),
         Case("records", "overhead", rounds=4, seconds=15),
         fit("llama3-8b", "batch", 1, 48, MEMORY, 10, sizes=llama),
         Case(

@@ -38,7 +38,7 @@ def records(case: Case, deadline: Deadline) -> Iterator[Measured]:
 
     # A fresh process takes as long as several rounds.
     rounds = case.rounds or 30
-    processes = 3 if rounds > 10 else 2
+    processes = 3 if rounds > 10 else 2 if rounds > 5 else 1
     known: dict[str, Callable[[], list[Record]]] = {
         "memory": Memory(width=128, batch=1024).run,
         "overhead": Overhead(processes=processes, rounds=rounds // processes).run,
