@@ -65,12 +65,9 @@ def _as_operands(op: Any, left: TensorMeta, right: TensorMeta) -> tuple[TensorMe
 
 
 def bind(policy: Policy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
-    """`policy` for one call of a region. Captures around it see nothing of what it runs to find out."""
-    if not _taps.current():
-        return policy.bind(fn, args, kwargs)
-    with _taps.only(()):
-        bound = policy.bind(fn, args, kwargs)
-    return bound.amid()  # what captures put in are further ops
+    """`policy` for one call of a region."""
+    bound = policy.bind(fn, args, kwargs)
+    return bound.amid() if _taps.current() else bound  # what captures put in are further ops
 
 
 class PolicySelector:

@@ -16,6 +16,8 @@ import torch
 from torch.fx import Node, map_arg
 from torch.utils import _pytree as pytree
 
+from remat.transforms import _torch
+
 Tensors = Sequence[torch.Tensor]
 _aten = torch.ops.aten
 # Views that count from where the memory begins, or in elements that are larger than their operand's.
@@ -37,13 +39,12 @@ def tracer_at_work() -> Any | None:
     from torch._subclasses.functional_tensor import FunctionalTensorMode
     from torch.fx import traceback
     from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, get_proxy_mode
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
     mode = get_proxy_mode()
     if mode is None or "recompute" in traceback.current_meta:
         return None
     usual = {FakeTensorMode, FunctionalTensorMode, ProxyTorchDispatchMode}
-    return mode.tracer if {type(m) for m in _get_current_dispatch_mode_stack()} <= usual else None
+    return mode.tracer if {type(m) for m in _torch.modes()} <= usual else None
 
 
 def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
