@@ -11,9 +11,9 @@ from typing import Any, cast
 import torch
 import torch.utils._pytree as torch_pytree
 
-from remat.transforms import _torch_compiler
-from remat.transforms._errors import RematError
-from remat.transforms._written import RECOMPUTED
+from remat.transforms.compat.aot import compiled_for_graphs, example_of
+from remat.transforms.compiled.lowering import RECOMPUTED
+from remat.transforms.errors import RematError
 
 __all__ = ["Recomputed", "Taken", "assert_recomputed", "recomputed"]
 
@@ -187,7 +187,7 @@ def uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _compile_and_run(fn: Any, args: Any, kwargs: Any, wanted: _Graphs, found: _Graphs) -> None:
-    out = _torch_compiler.compiled_for_graphs(uncompiled(fn), wanted.add, found.add)(*args, **kwargs)
+    out = compiled_for_graphs(uncompiled(fn), wanted.add, found.add)(*args, **kwargs)
     ends = [t for t in torch_pytree.tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad]
     if ends:
         torch.autograd.grad(ends, _leaves(ends), [torch.ones_like(t) for t in ends], allow_unused=True)
@@ -278,5 +278,5 @@ def _reads_input(node: torch.fx.Node) -> bool:
 
 def _taken(node: torch.fx.Node, source: torch.fx.Node, makers: dict[str, str]) -> Taken:
     value = node.meta["val"]
-    size = _torch_compiler.example_of(value.untyped_storage().nbytes())
+    size = example_of(value.untyped_storage().nbytes())
     return Taken(tuple(value.shape), value.dtype, size, makers.get(source.name))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.func import grad, vmap
 
 from remat import checkpoint_name, remat
-from remat.opinfo import Decision
+from remat._core.opinfo import Decision
 from remat.policies import (
     checkpoint_policy,
     offload,

@@ -28,13 +28,14 @@ from remat import (
     saved_residuals,
 )
 from remat.policies import offload
-from remat.transforms import _modes, _offload
+from remat.transforms.context import quiet
+from remat.transforms.offload import transfer
 from tests.helpers import rand, same
 
 WIDTH = 4
 
 
-class Late(_offload.Lane):
+class Late(transfer.Lane):
     """A stream that does nothing before somebody waits for it; it writes down what is asked of it.
 
     Attributes:
@@ -65,7 +66,7 @@ class Late(_offload.Lane):
 
     def wait(self, mark: int) -> None:
         while self.done < mark:
-            _modes.quiet(self.pending.pop(0))
+            quiet(self.pending.pop(0))
             self.done += 1
 
     def finish(self) -> None:
@@ -107,7 +108,7 @@ def _size(tensor: Tensor) -> int:
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> Late:
     made = Late()
-    monkeypatch.setattr(_offload, "lane", lambda tensor: made)
+    monkeypatch.setattr(transfer, "lane", lambda tensor: made)
     return made
 
 
@@ -161,7 +162,7 @@ def test_the_region_before_is_fetched_while_one_computes(late, run):
     assert late.take() == SENT + READ
     # While one is read there is at most one more.
     assert late.most == 2
-    assert late.held() == set() and late.waiting() == set() and not _offload._passes
+    assert late.held() == set() and late.waiting() == set() and not transfer._passes
 
 
 def test_host_memory_goes_as_the_backward_reads_it(late):
@@ -256,7 +257,7 @@ def test_a_backward_that_stops_early_lets_go_of_what_it_fetched_ahead(late):
     late.take()
     same(torch.autograd.grad(loss, ws[2:], retain_graph=True), torch.autograd.grad(model(X, ws), ws[2:]), 0.0)
     assert late.take() == ["fetch 7", "fetch 6", "use 7"]
-    assert late.waiting() == set() and not _offload._passes
+    assert late.waiting() == set() and not transfer._passes
 
 
 def test_what_has_nothing_left_is_passed_over(late):
@@ -277,29 +278,29 @@ def test_what_has_nothing_left_is_passed_over(late):
 def test_what_had_its_turn_is_not_fetched_ahead_again(late, monkeypatch):
     class Op:
         def __init__(self, size: int) -> None:
-            self.kept = _offload.send(torch.zeros(size))
+            self.kept = transfer.send(torch.zeros(size))
 
-    one, two, three = [_offload.Store({0: Op(size)}) for size in (1, 2, 3)]
-    monkeypatch.setattr(_offload._torch, "graph_task", lambda: 77)
+    one, two, three = [transfer.Store({0: Op(size)}) for size in (1, 2, 3)]
+    monkeypatch.setattr(transfer, "graph_task", lambda: 77)
     ends: list[Any] = []
-    monkeypatch.setattr(_offload._torch, "at_backward_end", ends.append)
+    monkeypatch.setattr(transfer, "at_backward_end", ends.append)
     late.take()
     for store in (two, one, two):
         store.begin(None)
         store.end()
     assert late.take() == ["fetch 2", "fetch 1", "fetch 2"]
-    monkeypatch.setattr(_offload._torch, "graph_task", lambda: 78)
+    monkeypatch.setattr(transfer, "graph_task", lambda: 78)
     # What runs inside a recomputation fetches nothing of the region around it.
     two.begin(None)
     two.nodes[0].kept.get()
-    monkeypatch.setattr(_offload._torch, "graph_task", lambda: 79)
+    monkeypatch.setattr(transfer, "graph_task", lambda: 79)
     three.begin(None)
     assert late.take() == ["fetch 2", "fetch 1", "use 2", "fetch 3"]
     for store in (three, two):
         store.end()
     for end in ends:
         end()
-    assert late.waiting() == set() and not _offload._passes
+    assert late.waiting() == set() and not transfer._passes
 
 
 def test_steps_whose_forwards_both_come_first(late):
@@ -352,7 +353,7 @@ def test_a_failing_backward_leaves_nothing_on_the_device(late):
         torch.autograd.grad(loss, ws, retain_graph=True)
     # The hook stands before the second region, which was fetched ahead.
     assert late.take() == READ[:3]
-    assert late.waiting() == set() and not _offload._passes
+    assert late.waiting() == set() and not transfer._passes
     fail[0] = False
     same(torch.autograd.grad(loss, ws), torch.autograd.grad(model(X, ws), ws), 0.0)
     assert late.take() == READ
@@ -374,7 +375,7 @@ def test_a_failing_recomputation_leaves_nothing_on_the_device(late, run):
     region = remat(fails, policy=offload_names("h"))
     with pytest.raises(ZeroDivisionError):
         run(region, ws)
-    assert late.waiting() == set() and not _offload._passes
+    assert late.waiting() == set() and not transfer._passes
     fail[0] = False
     same(run(region, ws), run(fails, ws), 0.0)
     assert late.waiting() == set() and late.held() == set()
@@ -502,7 +503,7 @@ def test_nested_regions(late):
     ws = weights(5, 6)
     for run in (by_backward, by_grad, by_vmap_of_grad):
         same(run(outer, ws), run(plain, ws), 1e-14)
-        assert late.waiting() == set() and late.held() == set() and not _offload._passes
+        assert late.waiting() == set() and late.held() == set() and not transfer._passes
 
 
 def test_second_order(late):
@@ -524,7 +525,7 @@ def test_second_order(late):
     same(got, second, 1e-12)
     first = grad(lambda ws: model(X, ws, OFFLOADED))(values)
     del first
-    assert late.waiting() == set() and late.held() == set() and not _offload._passes
+    assert late.waiting() == set() and late.held() == set() and not transfer._passes
 
 
 def test_with_budgets_and_other_names(late):
@@ -633,8 +634,8 @@ class Stream:
 def test_what_streams_are_told(monkeypatch):
     streams = Streams()
     copy = Tensor.copy_
-    monkeypatch.setattr(_offload, "torch", streams)
-    monkeypatch.setattr(_offload, "_lanes", {})
+    monkeypatch.setattr(transfer, "torch", streams)
+    monkeypatch.setattr(transfer, "_lanes", {})
 
     def copied(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         streams.log.append(f"{streams.now} copies{'' if non_blocking else ' and blocks'}")
@@ -643,7 +644,7 @@ def test_what_streams_are_told(monkeypatch):
     monkeypatch.setattr(Tensor, "copy_", copied)
     monkeypatch.setattr(Tensor, "record_stream", lambda t, s: streams.log.append(f"memory used by {s.name}"))
     value = torch.ones(3)
-    away = _offload.send(value)
+    away = transfer.send(value)
     copying = ["side waits for computing", "side copies", "side marks", "memory used by side"]
     assert streams.log == ["new pinned", *copying]
     streams.log.clear()
@@ -656,8 +657,8 @@ def test_what_streams_are_told(monkeypatch):
     streams.log.clear()
     away.parcel.wait()
     assert streams.log == ["computing waits for mark"]
-    assert _offload.lane(value) is _offload.lane(value)
-    assert not isinstance(_offload.lane(torch.empty(3, device="meta")), _offload.StreamLane)
+    assert transfer.lane(value) is transfer.lane(value)
+    assert not isinstance(transfer.lane(torch.empty(3, device="meta")), transfer.StreamLane)
 
 
 needs_accelerator = pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator")
@@ -688,9 +689,9 @@ def test_on_an_accelerator(run):
     if run == "backward":
         # On the device stay the inputs of the layers.
         assert kept <= 9 * x.nbytes < all_of_it / 4
-    lane = _offload.lane(x)
-    assert isinstance(lane, _offload.StreamLane)
-    assert _offload.send(x).host.is_pinned()
+    lane = transfer.lane(x)
+    assert isinstance(lane, transfer.StreamLane)
+    assert transfer.send(x).host.is_pinned()
 
 
 @needs_accelerator
@@ -698,7 +699,7 @@ def test_the_side_stream_may_lag_behind():
     """What is written to or let go of right away is sent as it was, however late the copy begins."""
     device = torch.accelerator.current_accelerator()
     assert device is not None
-    lane = _offload.StreamLane(torch.device(device.type, torch.accelerator.current_device_index()))
+    lane = transfer.StreamLane(torch.device(device.type, torch.accelerator.current_device_index()))
     a = rand(2048, 2048).to(lane.stream.device)
     for i in range(50):
         value = (a @ a).div_(i + 1)

@@ -10,7 +10,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import checkpoint_name, remat
-from remat.opinfo import Call, Decision, OpInfo, TensorMeta
+from remat._core.opinfo import Call, Decision, OpInfo, TensorMeta
 from remat.policies import (
     Policy,
     as_policy,
@@ -34,8 +34,8 @@ from remat.policies import (
     where,
 )
 from remat.policies import _catalogue as catalogue
-from remat.transforms import _learned
-from remat.transforms._errors import RematError
+from remat.transforms.errors import RematError
+from remat.transforms.region.cache import forget_all
 
 aten = torch.ops.aten
 SAVE, OFFLOAD, RECOMPUTE = Decision.SAVE, Decision.OFFLOAD, Decision.RECOMPUTE
@@ -515,7 +515,7 @@ def test_a_registered_attention_op_is_kept_in_a_region(how):
     finally:
         catalogue._COSTLY.pop(name, None)
         catalogue._KIND_OF.clear()
-        _learned.forget_all()
+        forget_all()
 
 
 def test_registering_refuses_mistakes():

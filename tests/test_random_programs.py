@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.func import grad, jvp, vmap
 
 from remat import remat
-from remat.transforms import _learned
+from remat.transforms.region.cache import forget_all
 from tests.programs import N, draw, draw_flat
 
 START, STOP = map(int, os.environ.get("REMAT_PROGRAMS", "0:60").split(":"))
@@ -142,7 +142,7 @@ def test_two_programs_take_turns(seed: int) -> None:
     programs = draw_flat(seed)
     plain = [p.build(lambda fn, policy: fn) for p in programs]
     regions = [p.build(lambda fn, policy: remat(fn, policy=policy)) for p in programs]
-    _learned.forget_all()
+    forget_all()
     for run in (once, two_backwards, partial_backwards, double_backward):
         try:
             expected = [run(fn, seed) for fn in plain]

@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from remat import RematError, remat, save_matmuls, save_nothing, save_ops
-from remat.transforms import _call
+from remat.transforms.entry import dispatch
 from tests.helpers import OpCounter, check, gradients, leaves_of, matrix, rand, same, scalar
 
 aten = torch.ops.aten
@@ -44,10 +44,10 @@ def frames(monkeypatch):
     """The kinds of frame that calls get, in order."""
     seen = []
     for kind in ("Traced", "Plain", "Following"):
-        made = getattr(_call, kind)
+        made = getattr(dispatch, kind)
         # A subclass, for `isinstance`; empty slots keep it as it is.
         body = {"__slots__": (), "__init__": _noting(seen, kind, made)}
-        monkeypatch.setattr(_call, kind, type(kind, (made,), body))
+        monkeypatch.setattr(dispatch, kind, type(kind, (made,), body))
     return seen
 
 

@@ -9,11 +9,11 @@ import torch
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from remat import checkpoint_name, remat
-from remat.loops import while_remat
+from remat._scan.scan import scan_remat
+from remat._scan.while_loop import while_remat
 from remat.policies import save_matmuls, save_names
-from remat.scan import scan_remat
 from remat.schedules import Multilevel
-from remat.transforms._errors import RematError
+from remat.transforms.errors import RematError
 from tests.helpers import loop
 
 W = torch.randn(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

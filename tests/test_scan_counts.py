@@ -12,12 +12,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import remat, saved_residuals
-from remat.loops import while_remat
+from remat._scan.scan import scan_remat
+from remat._scan.while_loop import while_remat
 from remat.policies import save_everything, save_matmuls
-from remat.scan import scan_remat
 from remat.schedules import Multilevel, Revolve, Sqrt
-from remat.transforms import _scan_state
-from remat.transforms._actions import Store
+from remat.transforms.scan import spec
+from remat.transforms.scan.instructions import Store
 
 STEPS = 4
 
@@ -185,7 +185,7 @@ def test_multilevel_counts_as_one_level(schedule):
 )
 def test_which_carries_go_to_the_host(options, monkeypatch):
     sent = []
-    monkeypatch.setattr(_scan_state, "to_host", lambda t: sent.append(t) or t.clone())
+    monkeypatch.setattr(spec, "to_host", lambda t: sent.append(t) or t.clone())
     h, n = torch.ones(3, requires_grad=True), 20
     schedule = options.get("checkpoints", Revolve(3))
     end, _ = scan_remat(lambda h, _: (h.sin(), None), h, length=n, **{"checkpoints": 3, **options})

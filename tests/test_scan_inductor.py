@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from remat import save_matmuls, scan_remat
-from remat.transforms import _scan_inductor
+from remat.transforms.scan.compiled import cpu
 
 N, B, D = 19, 2, 8
 
@@ -84,7 +84,7 @@ def test_bodies(kind, args):
 def test_small_products_are_sums_in_one_kernel(args, monkeypatch):
     """No matrix library is called in a block: neither forward, nor for the carry's gradient."""
     w, h, xs = args
-    graphs, decompositions = [], _scan_inductor._decompositions
+    graphs, decompositions = [], cpu._decompositions
 
     def noted():
         table = decompositions()
@@ -99,7 +99,7 @@ def test_small_products_are_sums_in_one_kernel(args, monkeypatch):
             table[op] = called
         return table
 
-    monkeypatch.setattr(_scan_inductor, "_decompositions", noted)
+    monkeypatch.setattr(cpu, "_decompositions", noted)
     check(lambda h, x: (torch.tanh(h @ w + x), None), h, xs, args)
     assert len(graphs) == 16 and all(graphs)
 

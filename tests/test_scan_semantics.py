@@ -12,17 +12,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import remat.layers
-import remat.loops
-import remat.scan
+import remat._scan.scan
+import remat._scan.stacked_layers
+import remat._scan.while_loop
 from remat import remat as region
+from remat._scan.scan import scan_remat
+from remat._scan.stacked_layers import scan_layers, stack_params, unstack_params
+from remat._scan.while_loop import default_slots, while_remat
 from remat.cli.measure import trace_memory
-from remat.layers import scan_layers, stack_params, unstack_params
-from remat.loops import default_slots, while_remat
 from remat.policies import save_matmuls
-from remat.scan import scan_remat
 from remat.schedules import Online, Revolve, Segmented, Sqrt, advances
-from remat.transforms._errors import RematError
+from remat.transforms.errors import RematError
 from tests.helpers import loop
 
 
@@ -468,7 +468,7 @@ def test_stacking_tied_parameters_and_unsaved_buffers():
 
 
 def test_documented_examples_run():
-    for module in (remat.scan, remat.loops, remat.layers):
+    for module in (remat._scan.scan, remat._scan.while_loop, remat._scan.stacked_layers):
         result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
         assert result.attempted and not result.failed
 

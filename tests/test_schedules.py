@@ -23,7 +23,7 @@ from remat.schedules import (
     auto,
     beta,
 )
-from remat.transforms._actions import Advance, Reverse
+from remat.transforms.scan.instructions import Advance, Reverse
 
 
 @cache

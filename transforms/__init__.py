@@ -3,5 +3,5 @@
 Import name `remat.transforms` (the folder is linked into the package).
 """
 
-from remat.transforms._grad import grad as grad
-from remat.transforms._grad import value_and_grad as value_and_grad
+from remat.transforms.grad import grad as grad
+from remat.transforms.grad import value_and_grad as value_and_grad

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from remat.opinfo import Decision, OpInfo
+from remat._core.opinfo import Decision, OpInfo
 from remat.policies import Policy, check_verdict, save_ops
 from remat.policies._base import PolicyError
 

@@ -14,7 +14,7 @@ from torchtitan.distributed.activation_checkpoint import (  # type: ignore[repor
 
 from remat import nn, policies
 from remat.policies import Policy, checkpoint_policy
-from remat.transforms._errors import RematError
+from remat.transforms.errors import RematError
 
 _CHECKS = {"default": "metadata"}
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from remat import sizes
-from remat.plan.graph import Graph
-from remat.plan.problem import Problem, keep_all
-from remat.plan.solve import least
-from remat.transforms._errors import RematError
+from remat._core.units import parse_bytes as units_parse_bytes
+from remat.plan.graph.graph import Graph
+from remat.plan.solve.portfolio import least
+from remat.plan.solve.problem import Problem, keep_all
+from remat.transforms.errors import RematError
 
 
 def check_budget(budget: Any) -> float | int | str:
@@ -65,7 +65,7 @@ def parse_bytes(text: str, advice: str = "") -> int:
         RematError: where the text is no amount of bytes.
     """
     try:
-        return sizes.parse_bytes(text)
+        return units_parse_bytes(text)
     except ValueError:
         raise RematError(f"{text!r} is no {'peak' if advice else 'budget'}. {advice or _WRITE}") from None
 

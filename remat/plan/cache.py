@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from remat.plan.graph import Graph
-from remat.transforms import _capture, _torch
-from remat.transforms._joint import record
-from remat.transforms._levels import Peeled, captured_at_levels, peel, record_peeled
+from remat.plan.graph.graph import Graph
+from remat.transforms.closure.convert import swapping
+from remat.transforms.compat.functorch import in_transform
+from remat.transforms.joint.graph import record
+from remat.transforms.joint.levels import Peeled, captured_at_levels, peel, record_peeled
 
 # Entries hold on to their function, so that its identity cannot be taken by another.
 _GRAPHS: OrderedDict[Hashable, tuple[Any, Graph]] = OrderedDict()
@@ -28,8 +29,8 @@ def graph_of(
     Under functorch levels: the graph of what they run at the bottom.
     """
     # Below a region around, what is captured may belong to levels that are not in force here.
-    captured = captured_at_levels(fn) if _torch.in_transform() or _capture.swapping() else ()
-    call = peel(args, kwargs or {}, captured) if _torch.in_transform() or captured else None
+    captured = captured_at_levels(fn) if in_transform() or swapping() else ()
+    call = peel(args, kwargs or {}, captured) if in_transform() or captured else None
     key = call_key(fn, args, kwargs or {}) if call is None else _peeled_key(fn, call)
     hit = _GRAPHS.get(key)
     if hit is None:

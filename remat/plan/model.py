@@ -16,18 +16,18 @@ import torch.utils._pytree as pytree
 
 from remat.plan.budget import check_budget, check_peak
 from remat.plan.cache import graph_of
-from remat.plan.chain import Chain
-from remat.plan.chain_search import best_parts
-from remat.plan.costs import CostModel, cost_model
-from remat.plan.graph import Graph
-from remat.plan.hull import bound, hull
+from remat.plan.chain.chain import Chain
+from remat.plan.chain.search import best_parts
+from remat.plan.chain.stages import Measure, Stage
+from remat.plan.graph.costs import CostModel, cost_model
+from remat.plan.graph.graph import Graph
 from remat.plan.peak import OutOfReach, highest_within, profile, step_peak
 from remat.plan.plan import Plan, size_text
-from remat.plan.problem import INF, Problem, Solution, complete, keep_all
-from remat.plan.solve import Solved, least, solve
-from remat.plan.stages import Measure, Stage
-from remat.transforms import _torch
-from remat.transforms._errors import RematError
+from remat.plan.solve.hull import bound, hull
+from remat.plan.solve.portfolio import Solved, least, solve
+from remat.plan.solve.problem import INF, Problem, Solution, complete, keep_all
+from remat.transforms.compat.modes import fake_mode, is_fake
+from remat.transforms.errors import RematError
 
 # What a budget policy does when it meets a region: None is to plan that region on its own.
 _meeting: ContextVar[Callable[..., Plan | None] | None] = ContextVar("remat_plan_meeting", default=None)
@@ -275,7 +275,7 @@ def _regions(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[tuple[str, 
         found.append((name, graph_of(region, args, kwargs)))
 
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    mode = _torch.fake_mode(leaves)
+    mode = fake_mode(leaves)
     fakes = [as_fake(leaf, mode) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     with warnings.catch_warnings(), _handling(note), mode, torch.enable_grad():
         # The engine asks for addresses, which fake tensors grudgingly give.
@@ -287,7 +287,7 @@ def _regions(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[tuple[str, 
 
 def as_fake(tensor: torch.Tensor, mode: Any) -> torch.Tensor:
     """A fake tensor of `mode` with the metadata of `tensor`."""
-    if _torch.is_fake(tensor):
+    if is_fake(tensor):
         return tensor
     made = mode.from_tensor(tensor.detach())
     return made.requires_grad_(tensor.requires_grad)

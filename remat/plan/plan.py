@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
-from remat.opinfo import Decision, OpInfo
-from remat.plan.graph import Graph
-from remat.plan.problem import Problem
-from remat.plan.solve import Solved
+from remat._core.opinfo import Decision, OpInfo
+from remat.plan.graph.graph import Graph
+from remat.plan.solve.portfolio import Solved
+from remat.plan.solve.problem import Problem
 from remat.policies import Policy
-from remat.transforms._errors import RematError
+from remat.transforms.errors import RematError
 
 
 @dataclass(frozen=True)

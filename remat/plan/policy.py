@@ -9,23 +9,26 @@ from typing import Any
 
 import torch
 
-from remat.opinfo import Decision, OpInfo
+from remat._core.opinfo import Decision, OpInfo
 from remat.plan.budget import check_budget, check_peak, resolve
 from remat.plan.cache import graph_of
-from remat.plan.costs import CostModel, cost_model
-from remat.plan.graph import Graph
-from remat.plan.hull import bound, hull
+from remat.plan.chain.stages import frontier
+from remat.plan.graph.costs import CostModel, cost_model
+from remat.plan.graph.graph import Graph
 from remat.plan.model import meet
 from remat.plan.peak import OutOfReach, highest_within, profile, step_peak
 from remat.plan.plan import Plan
-from remat.plan.problem import INF, Problem, Solution, complete
-from remat.plan.solve import Solved, least, solve
-from remat.plan.stages import frontier
+from remat.plan.solve.hull import bound, hull
+from remat.plan.solve.portfolio import Solved, least, solve
+from remat.plan.solve.problem import INF, Problem, Solution, complete
 from remat.plan.torch_plans import candidates
 from remat.policies import Policy, save_everything
 from remat.policies._base import Numbered
-from remat.transforms import _capture, _ops, _torch, _torch_compiler
-from remat.transforms._errors import RematError
+from remat.transforms.closure.convert import as_operands
+from remat.transforms.compat.aot import is_tracing
+from remat.transforms.compat.functorch import in_transform
+from remat.transforms.errors import RematError
+from remat.transforms.ops import traits
 
 # Torch's planner takes seconds to import and to run: not asked where it could not do better than this.
 _PROVEN = 1e-3
@@ -83,7 +86,7 @@ class BudgetPolicy(Numbered):
 
     def _plan(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         graph = graph_of(fn, args, kwargs)
-        compiled = self.peak is not None and _torch_compiler.is_tracing()
+        compiled = self.peak is not None and is_tracing()
         key = (id(graph), self, compiled)
         hit = _PLANS.get(key)
         if hit is None:
@@ -93,7 +96,7 @@ class BudgetPolicy(Numbered):
 
     def bind(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
         """The plan for this call: a policy by op position."""
-        args, kwargs = _capture.as_operands((args, kwargs))
+        args, kwargs = as_operands((args, kwargs))
         planned, plan = meet(fn, args, kwargs)
         if planned and plan is None:
             return save_everything
@@ -132,7 +135,7 @@ class Following(Policy):
 
     def _place(self, op: Any) -> int:
         """The position in the plan of an op that was met now, -1 where it has none."""
-        if _ops.traits(op).view:
+        if traits(op).view:
             return -1
         position, ops = self.places.get(_NEXT, 0), self.plan.ops
         while position < len(ops) and _passed_over(ops[position]):
@@ -160,7 +163,7 @@ class Bound(Following):
 
 def carried_out(plan: Plan) -> Following:
     """The policy for the call that is about to run: where other ops may come in between, or where none do."""
-    return Following(plan) if _torch.in_transform() else Bound(plan)
+    return Following(plan) if in_transform() else Bound(plan)
 
 
 @functools.cache
@@ -171,7 +174,7 @@ def _passed_over(name: str) -> bool:
     op = getattr(getattr(getattr(torch.ops, namespace), kind, None), overload, None)
     if op is None:
         return kind.endswith("_")
-    facts = _ops.traits(op)
+    facts = traits(op)
     return facts.view or (bool(facts.writes) and facts.conditional is None)
 
 

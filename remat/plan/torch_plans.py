@@ -10,12 +10,13 @@ from dataclasses import dataclass
 import torch
 import torch.utils._pytree as pytree
 
-from remat.plan.costs import CostModel, is_view
-from remat.plan.graph import Graph
-from remat.plan.problem import INF, Problem
-from remat.transforms import _ops, _torch
-from remat.transforms._errors import RematError
-from remat.transforms._joint import Joint, Ref
+from remat.plan.graph.costs import CostModel, is_view
+from remat.plan.graph.graph import Graph
+from remat.plan.solve.problem import INF, Problem
+from remat.transforms.compat.aot import partitioner_choice
+from remat.transforms.errors import RematError
+from remat.transforms.joint.graph import Joint, Ref
+from remat.transforms.ops import draws, traits
 
 SOLVERS = ("dp", "ilp", "greedy")
 
@@ -80,8 +81,8 @@ def _after_tangents(joint: Joint) -> set[int]:
 
 def _price(joint: Joint, position: int, model: CostModel) -> float:
     op = joint.ops[position]
-    facts = _ops.traits(op.target)
-    if facts.outside or (facts.random and _ops.draws(op.target, op.args, op.kwargs)):
+    facts = traits(op.target)
+    if facts.outside or (facts.random and draws(op.target, op.args, op.kwargs)):
         return INF
     # What the forward has no use for is computed once, wherever that is.
     return 0.0 if is_view(joint, op) or not op.forward else model.price(joint, op)
@@ -157,7 +158,7 @@ def torch_plan(joint: Joint, budget: float, solver: str = "dp") -> TorchPlan:
     inputs = [v for v, value in enumerate(joint.values) if value.producer < 0 and value.origin != "tangent"]
     held = [k for k, v in enumerate(inputs) if joint.values[v].origin == "parameter"]
     start = time.perf_counter()
-    names = _torch.partitioner_choice(module, len(joint.results), held, budget, solver)
+    names = partitioner_choice(module, len(joint.results), held, budget, solver)
     seconds = time.perf_counter() - start
     values = frozenset(int(name[1:]) for name in names if name[1:].isdigit())
     return TorchPlan(solver, budget, values, seconds)

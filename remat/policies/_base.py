@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from remat.opinfo import Decision, OpInfo
-from remat.transforms._errors import RematError
-from remat.transforms._numbers import intern, register
-from remat.transforms._ops import traits
+from remat._core.opinfo import Decision, OpInfo
+from remat.transforms.errors import RematError
+from remat.transforms.ops import traits
+from remat.transforms.registry import intern, register
 
 
 class PolicyError(RematError, TypeError):

@@ -9,7 +9,7 @@ from typing import Any
 from remat.policies._base import FromCallable, Policy, PolicyError
 from remat.policies._ready import is_op, offload_names, save_all_but_names, save_names, save_ops
 from remat.policies._selective import offload, save_cheaper_than, save_every, save_larger_than, where
-from remat.transforms._errors import RematError
+from remat.transforms.errors import RematError
 
 
 def checkpoint_policy(

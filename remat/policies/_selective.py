@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from remat.opinfo import Decision, OpInfo
+from remat._core.opinfo import Decision, OpInfo
+from remat._core.units import parse_bytes
 from remat.policies._base import Combined, Numbered, Policy, PolicyError, as_policy, check_verdict
 from remat.policies._ready import save_everything
-from remat.sizes import parse_bytes
 
 
 class Narrowed(Combined):

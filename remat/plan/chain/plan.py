@@ -1,0 +1,292 @@
+"""A plan for functions called one after another: which regions they form, nested ones too."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from remat._core.opinfo import Decision, OpInfo
+from remat.plan.budget import check_peak
+from remat.plan.chain.chain import Chain, Part
+from remat.plan.chain.search import best_parts
+from remat.plan.chain.stages import Choice, Measure, Stage
+from remat.plan.graph.costs import CostModel, cost_model
+from remat.plan.graph.graph import Graph
+from remat.plan.model import as_fake
+from remat.plan.plan import Plan, size_text
+from remat.plan.policy import Following, carried_out
+from remat.plan.solve.portfolio import Solved
+from remat.plan.solve.problem import Problem, complete
+from remat.policies import Policy
+from remat.policies._base import Numbered
+from remat.transforms.compat.aot import is_tracing
+from remat.transforms.compat.modes import fake_mode
+from remat.transforms.errors import RematError
+from remat.transforms.joint.graph import record
+
+Stages = Sequence[Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class ChainPlan:
+    """A chain of functions with the regions that keep it within a peak; calling it carries the plan out.
+
+    Attributes:
+        fn: the chain with its regions.
+        parts: the regions, by the stages that they hold; those of a region that is recomputed as a whole are
+            inside it.
+        plans: the plans of the regions that keep more than their input, by the first stage of each.
+        peak_bytes: the most live at once in forward and backward, simulated.
+        kept_bytes, default_bytes: bytes between forward and backward, with the plan and without remat.
+        recomputed_flops: FLOPs run again.
+        cost, unit: modelled price of that.
+        seconds: time that planning took.
+    """
+
+    fn: Callable[..., Any] = field(repr=False, compare=False)
+    names: tuple[str, ...]
+    parts: tuple[Part, ...]
+    plans: dict[int, Plan] = field(repr=False)
+    peak_bytes: int
+    kept_bytes: int
+    default_bytes: int
+    recomputed_flops: float
+    cost: float
+    unit: str
+    seconds: float = field(default=0.0, compare=False, repr=False)
+
+    def __call__(self, x: Any, *args: Any) -> Any:
+        """The chain's result for `x`."""
+        return self.fn(x, *args)
+
+    def __str__(self) -> str:
+        head = (
+            f"{len(self.names)} stages keep {size_text(self.kept_bytes)} of {size_text(self.default_bytes)}, "
+            f"peak at {size_text(self.peak_bytes)} (simulated), recompute {self.recomputed_flops:.4g} FLOPs; "
+            f"cost {self.cost:.4g} {self.unit}"
+        )
+        return "\n".join([head, *self._lines(self.parts, 1)])
+
+    def _lines(self, parts: tuple[Part, ...], depth: int) -> Iterator[str]:
+        for part in parts:
+            names = ", ".join(dict.fromkeys(self.names[part.start : part.stop]))
+            stages = f"{'  ' * depth}{part.start}-{part.stop - 1} ({names})"
+            if part.parts:
+                yield f"{stages}: recomputed as a whole from its input, then"
+                yield from self._lines(part.parts, depth + 1)
+            elif part.choice < 0:
+                yield f"{stages}: as without remat"
+            else:
+                plan = self.plans[part.start]
+                yield f"{stages}: keeps {size_text(plan.kept_bytes)}, {plan.recomputed_flops:.4g} FLOPs"
+
+
+def plan_chain(
+    stages: Stages,
+    x: Any,
+    *args: Any,
+    peak: int | str,
+    cost: str | CostModel = "roofline",
+    device: Any = None,
+    compiled: bool = False,
+    accumulating: bool = False,
+) -> ChainPlan:
+    """Plan regions for `x = stage(x, *args)` over all stages, within a peak of live bytes.
+
+    Stages are made regions of their own, in pairs, or in longer runs that are recomputed as a whole and hold
+    such regions in their turn: what lies deep inside runs more than twice, and peaks are reached that no
+    recomputation of every op at most once can reach. Plans are for shapes alone; nothing is computed.
+
+    Args:
+        stages: functions of (x, *args), or modules, such as the halves of a model's blocks. The finer they
+            are, the lower the peaks that can be reached.
+        x: the first stage's input, any pytree.
+        args: what every stage gets besides.
+        peak: the most bytes that may be live at once in forward and backward, such as "20GiB": parameters'
+            gradients count, and `x`; parameters, `args`, the chain's result and its gradient do not.
+        cost, device: as for `BudgetPolicy`.
+        compiled: plan for a backward under `torch.compile`, where what runs again does so right before its
+            first reader. In eager a region runs again as a whole when its backward begins.
+        accumulating: parameters have their `.grad` before the step: what the step makes is added to it and
+            goes at once.
+
+    Returns:
+        A function of (x, *args) that carries the plan out.
+
+    Raises:
+        RematError: no stages, a stage that cannot be traced without data, or a peak out of reach (the message
+            gives the lowest).
+
+    Example:
+        >>> import torch
+        >>> from remat.plan import plan_chain
+        >>> layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(4)]
+        >>> x = torch.ones(256, 64)
+        >>> planned = plan_chain(layers, x, peak="400KiB")
+        >>> planned(x).sum().backward()
+        >>> planned.peak_bytes <= 400 * 2**10
+        True
+    """
+    start = time.perf_counter()
+    if not stages:
+        raise RematError("plan_chain got no stages: write plan_chain([block1, block2], x, peak='20GiB').")
+    limit, model = check_peak(peak), cost_model(cost, device)
+    task = Task(list(stages), trace(stages, x, args), model, compiled, accumulating)
+    parts = best_parts(task.chain, limit)
+    if parts is None:
+        # The search rounds bytes: what it is told to write must be what it finds.
+        tried = (int(task.chain.lowest() * share) for share in (1.0, 1.001, 1.01))
+        lowest = next((low for low in tried if best_parts(task.chain, low)), task.chain.lowest())
+        raise RematError(
+            f"A peak of {limit:,} bytes cannot be met by this chain: the lowest that was found is {lowest:,} "
+            f"bytes. Write peak={lowest} or more, or make the stages finer (attention and MLP apart) or the "
+            "batch smaller."
+        )
+    return task.plan(parts, time.perf_counter() - start)
+
+
+class Task:
+    """The stages of a chain, traced and measured, equal ones once."""
+
+    def __init__(
+        self,
+        stages: list[Callable[..., Any]],
+        graphs: tuple[list[Graph], list[Graph]],
+        model: CostModel,
+        compiled: bool = False,
+        accumulating: bool = False,
+    ) -> None:
+        self.stages, self.model = stages, model
+        self.options = {"compiled": compiled, "accumulating": accumulating}
+        self.graphs, self.pairs = graphs
+        self.measured: dict[Any, Any] = {}
+        count = len(stages)
+        alone = [self._stage(g, k == count - 1) for k, g in enumerate(self.graphs)]
+        joined = {(k, k + 2): self._choices(g, k == count - 2) for k, g in enumerate(self.pairs)}
+        self.chain = Chain(alone, joined)
+
+    def _stage(self, graph: Graph, last: bool) -> Stage:
+        return self._once("stage", graph, last, lambda measure: measure.stage())
+
+    def _choices(self, graph: Graph, last: bool) -> tuple[Choice, ...]:
+        return self._once("choices", graph, last, lambda measure: measure.choices())
+
+    def _once(self, what: str, graph: Graph, last: bool, of: Callable[[Measure], Any]) -> Any:
+        key = what, last, graph.signature
+        if key not in self.measured:
+            self.measured[key] = of(Measure(graph, self.model, last=last, **self.options))
+        return self.measured[key]
+
+    def plan(self, parts: tuple[Part, ...], seconds: float) -> ChainPlan:
+        """The plan that `parts` stand for."""
+        chain = self.chain
+        plans = {p.start: self._plan(p) for p in parts if not p.parts}
+        return ChainPlan(
+            fn=_sequence([self._carried_out(part, plans) for part in parts]),
+            names=tuple(map(_name, self.stages)),
+            parts=parts,
+            plans=plans,
+            peak_bytes=chain.peak(parts),
+            kept_bytes=sum(map(chain.kept, parts)),
+            default_bytes=sum(graph.kept_by_default for graph in self.graphs),
+            recomputed_flops=chain.flops(parts),
+            cost=chain.cost(parts),
+            unit=self.model.unit,
+            seconds=seconds,
+        )
+
+    def _plan(self, part: Part) -> Plan:
+        graph = self.graphs[part.start] if part.stop == part.start + 1 else self.pairs[part.start]
+        problem: Problem = graph.problem(self.model)
+        solution = complete(problem, self.chain.choice(part).saved)
+        assert solution is not None
+        solved = Solved(solution, 0.0, "chain", 0.0)
+        region = ", ".join(map(_name, self.stages[part.start : part.stop]))
+        return Plan.of(graph, problem, solved, region=region, budget=solution.bytes, unit=self.model.unit)
+
+    def _carried_out(self, part: Part, plans: dict[int, Plan]) -> Callable[..., Any]:
+        """The stages of a part in the regions that it says."""
+        from remat._api import remat
+
+        if part.parts:
+            return remat(_sequence([self._carried_out(one, {}) for one in part.parts]))
+        run = _sequence(self.stages[part.start : part.stop])
+        return run if part.choice < 0 else remat(run, policy=_Given(plans[part.start]))
+
+
+@dataclass(frozen=True)
+class _Given(Numbered):
+    """A plan for a region that may be called in another way than it was planned in.
+
+    Traced, a function may run a few other ops (a dropout that drops nothing is a copy there).
+    """
+
+    plan: Plan
+
+    def bind(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
+        return Following(self.plan) if is_tracing() else carried_out(self.plan)
+
+    def __call__(self, info: OpInfo) -> Decision:
+        return self.plan(info)
+
+
+def _name(stage: Any) -> str:
+    return getattr(stage, "__name__", None) or type(stage).__name__
+
+
+def _sequence(functions: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+    """The functions one after another."""
+    if len(functions) == 1:
+        return functions[0]
+    functions = tuple(functions)
+
+    def run(x: Any, *args: Any) -> Any:
+        for function in functions:
+            x = function(x, *args)
+        return x
+
+    # What the engine learns of a function it remembers by its code.
+    label = "_".join(dict.fromkeys(map(_name, functions)))
+    run.__name__ = run.__qualname__ = label
+    run.__code__ = run.__code__.replace(co_name=label)
+    return run
+
+
+def trace(stages: Stages, x: Any, args: tuple[Any, ...]) -> tuple[list[Graph], list[Graph]]:
+    """The joint graphs of the stages and of pairs of neighbours."""
+    leaves, spec = pytree.tree_flatten((x, args))
+    mode = fake_mode(leaves)
+    fakes = [as_fake(leaf, mode) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    with warnings.catch_warnings(), mode, torch.enable_grad():
+        # The engine asks for addresses, which fake tensors grudgingly give.
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        x, args = pytree.tree_unflatten(fakes, spec)
+        inputs = [x]
+        for stage in stages[:-1]:
+            inputs.append(stage(inputs[-1], *args))
+
+    def graph(first: int, count: int) -> Graph:
+        run = _sequence(stages[first : first + count])
+        # What all stages share is held by the caller, as what a function captures is.
+        return Graph(record(functools.partial(_with, run, args), (inputs[first],)))
+
+    alone = [graph(k, 1) for k in range(len(stages))]
+    pairs: list[Graph] = []
+    seen: dict[Any, Graph] = {}
+    for k, kind in enumerate(itertools.pairwise(one.signature for one in alone)):
+        if kind not in seen:
+            seen[kind] = graph(k, 2)
+        pairs.append(seen[kind])
+    return alone, pairs
+
+
+def _with(run: Callable[..., Any], args: tuple[Any, ...], x: Any) -> Any:
+    return run(x, *args)

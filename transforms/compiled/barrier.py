@@ -1,0 +1,87 @@
+"""An optimization barrier: the identity on a value, ordered after other values.
+
+A recomputation that is written out in a graph repeats the forward op by op. Compilers undo that:
+common-subexpression elimination merges the two, and schedulers fuse or interleave them. A recomputation
+that starts from `fence(x, cotangents)` has other inputs than the forward, and cannot start before the
+backward has reached it. (JAX puts its `optimization_barrier` in the same place, `jax._src.ad_checkpoint`.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from remat.transforms.compat.functorch import in_transform
+
+_library = torch.library.Library("remat", "FRAGMENT")
+_library.define("fence(Tensor value, Tensor[] after) -> Tensor")
+
+
+def _copy(value: torch.Tensor, after: Sequence[torch.Tensor]) -> torch.Tensor:
+    copy = value.clone()
+    if copy.stride() == value.stride():
+        return copy
+    # Expanded, or with gaps: the strides that were promised are those of a copy of the memory it spans.
+    last = sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
+    span = value.as_strided((last + 1,), (1,)) if value.numel() else value.flatten()
+    return span.clone().as_strided(value.shape, value.stride())
+
+
+def _like(value: torch.Tensor, after: Sequence[torch.Tensor]) -> torch.Tensor:
+    # By its schema the op makes a new tensor, so functionalization tells the two apart; by its memory it is
+    # the same, so that no later pass writes into what it takes for a buffer of its own.
+    return value.view_as(value)
+
+
+_library.impl("fence", _copy, "CompositeExplicitAutograd")
+torch.library.register_fake("remat::fence", _like, lib=_library)
+
+
+def fence(value: torch.Tensor, after: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`value`, as a compiler must compute with it: after `after`, and never for what it was before.
+
+    The identity for derivatives of every order and kind, which go to `value` alone.
+
+    Args:
+        value: a tensor of any shape and dtype.
+        after: tensors that have to be there first; with none of them the result is `value` itself.
+    """
+    if after and (torch.is_grad_enabled() or in_transform()):
+        return _Fence.apply(value, *after)
+    return fence_below(value, after)
+
+
+def fence_below(value: torch.Tensor, after: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`fence` in a dispatch mode, where autograd and functorch have been: it leaves no node of its own."""
+    return torch.ops.remat.fence.default(value, list(after)) if after else value
+
+
+class _Fence(torch.autograd.Function):
+    """The rules: torch's custom ops have none for torch.func."""
+
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(value: torch.Tensor, *after: torch.Tensor) -> torch.Tensor:
+        return torch.ops.remat.fence.default(value, list(after))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+        ctx.count = len(inputs) - 1
+        if not output.is_floating_point() and not output.is_complex():
+            ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Any) -> Any:
+        return cotangent, *[None] * ctx.count
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:
+        return None if tangent is None else tangent.view_as(tangent)
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, value: torch.Tensor, *after: torch.Tensor) -> Any:
+        # The order holds whatever the batch dimensions of `after` are.
+        return fence(value, after), dims[0]

@@ -1,0 +1,197 @@
+"""A scan's blocks compiled by Inductor for the CPU, where a call takes longer than a small step.
+
+A third module of private torch names, beside `compat.functorch` and `compat.aot`; it needs Inductor only once
+somebody compiles with it. Three things are other than in `torch.compile`:
+
+- the graph goes to Inductor without AOTAutograd around it: it is functional and has no gradients;
+- code that calls the kernels is C++ too (Inductor's option `cpp_wrapper`);
+- products of small matrices are written as sums, so that a block is one kernel. A call of a matrix library
+  takes longer than such a product.
+
+Tried on 2.13.0, and in part on 2.15.0 (CPU).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+aten = torch.ops.aten
+# Rows of 16 numbers that a product may add up and still be faster as a sum; 4 x 64 by 64 x 64 has 1024.
+_MOST = 2048
+_ROW = 16
+# What only kernels of one graph read lies on the stack: an allocation takes longer than a small kernel.
+# Inductor sees to it that ops outside of kernels get none of it. No buffer becomes another one, so that a
+# result is allocated as one.
+_ON_STACK = {
+    "aot_inductor.allow_stack_allocation": True,
+    "allow_buffer_reuse": False,
+    "inplace_buffers": False,
+}
+
+
+def options_of(compiler: Any) -> dict[str, Any] | None:
+    """The options of a backend that is Inductor, None where it is another."""
+    if isinstance(compiler, torch._TorchCompileInductorWrapper):
+        return dict(compiler.config)
+    name = getattr(compiler, "__name__", ""), getattr(compiler, "__module__", "")
+    return {} if name == ("inductor", "torch._dynamo.backends.inductor") else None
+
+
+def fits(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> bool:
+    """Whether a graph is for the CPU, and of torch's own ops: others are unknown to C++."""
+    own = all(
+        getattr(node.target, "namespace", "aten") in ("aten", "prims")
+        for node in graph.graph.nodes
+        if node.op == "call_function"
+    )
+    return own and all(t.device.type == "cpu" for t in inputs)
+
+
+def compiled(
+    graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], options: dict[str, Any]
+) -> Callable[..., Any]:
+    """A functional graph without gradients, compiled; called with what `inputs` stand for."""
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from remat.transforms.compat import inductor  # noqa: F401  how the product is lowered
+
+    # The graph has its casts written out, and what it calls must not add others.
+    casts = torch._C._is_any_autocast_enabled()
+    patches = {**options, "cpp_wrapper": True, **_ON_STACK}
+    with _results_on_heap(), config.patch(patches), torch.no_grad(), torch._C._DisableAutocast():
+        plain = dispatch_functionalize(graph, FunctionalTensorMode())
+        lowered = make_fx(plain, decomposition_table=_decompositions(), tracing_mode="fake")(*inputs)
+        lowered = joint_graph_passes(lowered)
+        # Strides of results are part of what was traced: they are inputs of the next block.
+        out: Any = lowered.graph.output_node()
+        out.meta["user_visible_output_idxs"] = list(range(len(out.args[0])))
+        fakes = [node.meta["val"] for node in lowered.graph.find_nodes(op="placeholder")]
+        made: Any = compile_fx_inner(lowered, fakes, cpp_wrapper=True, is_inference=True)
+    call = made.current_callable
+
+    def run(*values: torch.Tensor, made: Any = made) -> Any:  # `made` cleans up when it is let go of
+        return call(list(values))
+
+    def run_without_casts(*values: torch.Tensor) -> Any:
+        with torch._C._DisableAutocast():
+            return run(*values)
+
+    return run_without_casts if casts else run
+
+
+@contextlib.contextmanager
+def _results_on_heap() -> Iterator[None]:
+    """Inductor's results on the stack are copied to memory that the next call writes to again: allocate them
+    as ever."""
+    from torch._inductor.codegen.cpp_wrapper_cpu_array_ref import CppWrapperCpuArrayRef
+    from torch._inductor.virtualized import V
+
+    before = CppWrapperCpuArrayRef.can_stack_allocate_buffer
+
+    def can(self: Any, buffer: Any) -> bool:
+        return before(self, buffer) and buffer.get_name() not in V.graph.get_output_names()
+
+    CppWrapperCpuArrayRef.can_stack_allocate_buffer = can
+    try:
+        yield
+    finally:
+        CppWrapperCpuArrayRef.can_stack_allocate_buffer = before
+
+
+def transposes_given(module: torch.fx.GraphModule, consts: int) -> list[int]:
+    """Let a graph take the transposes of some of its first inputs, after all others; says of which.
+
+    They are those of small products: a sum runs along the rows of its right factor. Blocks all read the same
+    constants, so the transpose is written once a scan.
+    """
+    graph: Any = module.graph
+    inputs, given = graph.find_nodes(op="placeholder"), []
+    last = inputs[-1]
+    for i, const in enumerate(inputs[:consts]):
+        users = [user for t in const.users if _transposes(t) for user in t.users if _is_small(user, t)]
+        if not users:
+            continue
+        value = const.meta["val"]
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"transposed_{i}")
+        last.meta["val"] = value.t().new_empty(tuple(value.t().shape))
+        for user in users:
+            user.args = (*user.args[:-1], last)
+        given.append(i)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    return given
+
+
+def _transposes(node: Node) -> bool:
+    if node.target is aten.t.default:
+        return node.args[0].meta["val"].dim() == 2  # type: ignore[union-attr]
+    if node.target is aten.transpose.int:
+        return sorted(d % 2 for d in node.args[1:]) == [0, 1] and node.meta["val"].dim() == 2  # type: ignore[operator]
+    return node.target is aten.permute.default and list(node.args[1]) == [1, 0]  # type: ignore[arg-type]
+
+
+def _is_small(node: Node, right: Node) -> bool:
+    if node.target not in (aten.mm.default, aten.addmm.default) or node.args[-1] is not right:
+        return False
+    left: Any = node.args[-2]
+    return _small(left.meta["val"], right.meta["val"])
+
+
+def _small(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the product of two matrices is better a sum."""
+    if a.dtype not in (torch.float32, torch.float64) or b.dtype != a.dtype:
+        return False
+    (m, k), n = a.shape, b.shape[1]
+    return 0 < m * k * -(-n // _ROW) <= _MOST
+
+
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    from torch._inductor.decomposition import select_decomp_table
+
+    table = dict(select_decomp_table())
+    table[aten.mm.default] = _or_as_before(_product, table.get(aten.mm.default))
+    table[aten.addmm.default] = _or_as_before(_sum_and_product, table.get(aten.addmm.default))
+    return table
+
+
+def _or_as_before(rule: Callable[..., Any], before: Any) -> Callable[..., Any]:
+    def decomposed(*args: Any, **kwargs: Any) -> Any:
+        found = rule(*args, **kwargs)
+        return before(*args, **kwargs) if found is NotImplemented and before is not None else found
+
+    return decomposed
+
+
+def _sum_and_product(
+    c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1
+) -> Any:
+    found = _product(a, b) if beta == alpha == 1 else NotImplemented
+    return found if found is NotImplemented else found + c
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> Any:
+    # Rows of the right factor must lie in memory as they are.
+    if not (_small(a, b) and b.is_contiguous()):
+        return NotImplemented
+    return torch.ops.remat.product.default(a, b)
+
+
+def _multiplied(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a @ b
+
+
+_library = torch.library.Library("remat", "FRAGMENT")
+# A product of matrices that Inductor writes as a sum (`compat.inductor`).
+_library.define("product(Tensor a, Tensor b) -> Tensor")
+_library.impl("product", _multiplied, "CompositeExplicitAutograd")
+torch.library.register_fake("remat::product", _multiplied, lib=_library)
