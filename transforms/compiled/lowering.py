@@ -24,7 +24,7 @@ from remat.transforms.compiled.dedup import Alike
 from remat.transforms.context import Mode, is_quiet, quiet
 from remat.transforms.context import around as context_around
 from remat.transforms.errors import RematError
-from remat.transforms.functorch.primitive import Prim, PullBack, replaying
+from remat.transforms.functorch import Prim, PullBack, replaying
 from remat.transforms.offload.transfer import Elsewhere
 from remat.transforms.ops import Traits, draws, is_shape_arithmetic, traits
 from remat.transforms.placeholders import metadata
@@ -56,7 +56,7 @@ class Sent(Elsewhere):
 
 
 class Written:
-    """Runs primitives at the bottom of the functorch levels (a `functorch.primitive.World`).
+    """Runs primitives at the bottom of the functorch levels (a `functorch.World`).
 
     Args:
         region: whose primitives.

@@ -2,7 +2,7 @@
 
 Dynamo sees a region as one call of `torch`'s wrapper operator: it traces the user's function into a graph
 module, with captured tensors lifted to operands, and leaves what is done with it to us. When the graph is
-then traced below autograd, `run` calls the region's primitive (`functorch.primitive`) there and then, under
+then traced below autograd, `run` calls the region's primitive (`functorch`) there and then, under
 whatever functorch levels are active: the recomputation is written out in the graph. A fence on all that the
 recomputation reads keeps the compiler from undoing it.
 
@@ -29,8 +29,7 @@ from remat.transforms.compiled.names import CAPTURED, NAMED
 from remat.transforms.entry.dispatch import keeping_everything
 from remat.transforms.entry.dispatch import outermost as dispatch_outermost
 from remat.transforms.entry.dispatch import run as dispatch_run
-from remat.transforms.functorch.aliasing import Look, leaving, looks, seen
-from remat.transforms.functorch.primitive import Family, Prim, call
+from remat.transforms.functorch import Family, Look, Prim, call, leaving, looks, seen
 from remat.transforms.intermediates.taps import Handed, current, tap
 from remat.transforms.pytree import merge, split
 from remat.transforms.region.region import Region

@@ -7,26 +7,11 @@ from typing import Any
 
 import torch
 
-from remat.transforms.closure.cond import kept_whole, not_compiled
-from remat.transforms.closure.convert import (
-    MOST_TRIES,
-    Bindings,
-    Missed,
-    Swap,
-    as_operand,
-    changing,
-    made_inside,
-)
+from remat.transforms.closure.cond import not_compiled
+from remat.transforms.closure.convert import MOST_TRIES, Missed, changing
 from remat.transforms.closure.convert import captured as convert_captured
 from remat.transforms.compat.aot import is_tracing
-from remat.transforms.compat.autograd import (
-    hooks_allowed,
-    hooks_disabled,
-    is_hook_refusal,
-    pop_hooks,
-    profiling,
-    push_hooks,
-)
+from remat.transforms.compat.autograd import hooks_disabled, is_hook_refusal, profiling
 from remat.transforms.compat.functorch import VMAP, in_transform, levels, unwrapped
 from remat.transforms.compat.modes import memory_is_real, modes_active
 from remat.transforms.compiled.lowering import Written
@@ -35,14 +20,13 @@ from remat.transforms.eager.frame import Plain, enclosed, stop_enclosing
 from remat.transforms.eager.guarded import Following
 from remat.transforms.eager.inputs import Inputs
 from remat.transforms.eager.recording import Traced, may_keep_around
-from remat.transforms.eager.saved import unread, watcher
-from remat.transforms.functorch.aliasing import Look, leaving, looks, seen
-from remat.transforms.functorch.primitive import Family, Prim, call
+from remat.transforms.eager.saved import watcher
+from remat.transforms.functorch import FlatCall, WatchingRefused
 from remat.transforms.intermediates.taps import Mirrors, current
-from remat.transforms.pytree import check_results, flatten, merge, split, unflatten
+from remat.transforms.pytree import flatten, split
 from remat.transforms.region.cache import Plan
 from remat.transforms.region.region import Region, labelled, planning
-from remat.transforms.state.ambient import Ambient, RandomState, device_kinds
+from remat.transforms.state.ambient import RandomState
 from remat.transforms.tape.observers import listening
 
 
@@ -170,12 +154,13 @@ def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]
     random = RandomState(tensors)
     for _ in range(MOST_TRIES):
         try:
-            return _Flat(region, leaves, spec, at, tensors, found, taps)()
+            world = Written(region) if is_tracing() else None
+            return FlatCall(region, leaves, spec, at, tensors, found, taps, world)()
         except Missed as missed:
             if any(t is missed.tensor for t in (*tensors, *found)):
                 raise
             found.append(missed.tensor)
-        except _Again:
+        except WatchingRefused:
             pass
         except Exception as error:
             if not not_compiled(error):
@@ -192,80 +177,3 @@ def _dry_run(region: Region, args: Any, kwargs: Any, tensors: list[torch.Tensor]
             run_transparently(region.function, args, kwargs)
     finally:
         random.restore()
-
-
-class _Flat:
-    """A region's call with every tensor it depends on as a flat operand."""
-
-    def __init__(
-        self, region: Region, leaves: Any, spec: Any, at: Any, tensors: Any, captured: Any, taps: Any
-    ) -> None:
-        self.region, self.leaves, self.spec, self.at, self.taps = region, leaves, spec, at, taps
-        self.count = len(tensors)
-        self.captured = captured
-        self.operands = [as_operand(t) for t in (*tensors, *captured)]
-        self.bindings = Bindings(region.function, region.slots)
-        world = Written(region) if is_tracing() else None
-        self.family = Family(region, Ambient(device_kinds(self.operands)), world)
-        self.out_leaves: list[Any] = []
-        self.out_at: list[int] = []
-        self.out_spec: Any = None
-        self.looks: list[Look | None] | None = None  # once the function has run
-
-    def __call__(self) -> Any:
-        with labelled("forward", self.region.name):
-            outs = call(Prim(self.body, self.family), self.operands)
-        made_inside(outs)
-        outs = list(outs) if self.looks is None else seen(outs, self.looks)
-        out, named = unflatten(merge(self.out_leaves, self.out_at, outs), self.out_spec)
-        if self.taps is not None:
-            self.taps.pass_on(named)
-        return out
-
-    def body(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        if self.family.ambient.casts:
-            # Autocast caches casts of leaves; below the levels every operand would be one, above them none.
-            operands = tuple([t.view_as(t) for t in operands])
-        own, captured = operands[: self.count], operands[self.count :]
-        args, kwargs = unflatten(merge(self.leaves, self.at, list(own)), self.spec)
-        table = {id(t): operand for t, operand in zip(self.captured, captured, strict=True)}
-        with self.bindings.restored(), Swap(table, own), kept_whole():
-            out, named = self._tapped(args, kwargs, table) if self.taps else (self._watched(args, kwargs), ())
-        check_results(out, self.region.name)
-        self.out_leaves, self.out_spec = flatten((out, named))
-        tensors, self.out_at = split(self.out_leaves)
-        self.out_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in self.out_leaves]
-        # A captured tensor may be returned as it is, without any torch call that would have met it.
-        tensors = [table.get(id(t), t) for t in tensors]
-        if self.looks is None:
-            self.looks = looks(tensors)
-        return leaving(tensors, self.looks)
-
-    def _tapped(self, args: Any, kwargs: Any, table: dict[int, torch.Tensor]) -> tuple[Any, Any]:
-        # Named values leave as results like any other: every run of the body has the same ones.
-        context, mirrors = self.taps.opened(table)
-        with context:
-            out = self._watched(args, kwargs)
-        return out, self.taps.found(mirrors)
-
-    def _watched(self, args: Any, kwargs: Any) -> Any:
-        watch = self.family.watch
-        if watch is None or self.region.memory.uses_func:
-            self.family.watch = None
-            return self.region.run(args, kwargs)
-        with hooks_allowed():
-            push_hooks(watch, unread)
-            try:
-                return self.region.run(args, kwargs)
-            except RuntimeError as error:
-                if not is_hook_refusal(error):
-                    raise
-            finally:
-                pop_hooks()
-        # The function uses torch.func itself; what the backward reads stays unknown, so all of it runs again.
-        self.region.memory.uses_func = True
-        raise _Again
-
-
-class _Again(BaseException):
-    """The forward must be run afresh, without watching."""

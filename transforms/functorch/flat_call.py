@@ -1,0 +1,101 @@
+"""A region's call as a call of its primitive: arguments, captured tensors and offsets as flat operands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from remat.transforms.closure.cond import kept_whole
+from remat.transforms.closure.convert import Bindings, Swap, as_operand, made_inside
+from remat.transforms.compat.autograd import hooks_allowed, is_hook_refusal, pop_hooks, push_hooks
+from remat.transforms.eager.saved import unread
+from remat.transforms.functorch.aliasing import Look, leaving, looks, seen
+from remat.transforms.functorch.primitive import Family, Prim, World, call
+from remat.transforms.pytree import check_results, flatten, merge, split, unflatten
+from remat.transforms.region.region import Region, labelled
+from remat.transforms.state.ambient import Ambient, device_kinds
+
+
+class FlatCall:
+    """A region's call with every tensor it depends on as a flat operand."""
+
+    def __init__(
+        self,
+        region: Region,
+        leaves: Any,
+        spec: Any,
+        at: Any,
+        tensors: Any,
+        captured: Any,
+        taps: Any,
+        world: World | None,
+    ) -> None:
+        self.region, self.leaves, self.spec, self.at, self.taps = region, leaves, spec, at, taps
+        self.count = len(tensors)
+        self.captured = captured
+        self.operands = [as_operand(t) for t in (*tensors, *captured)]
+        self.bindings = Bindings(region.function, region.slots)
+        self.family = Family(region, Ambient(device_kinds(self.operands)), world)
+        self.out_leaves: list[Any] = []
+        self.out_at: list[int] = []
+        self.out_spec: Any = None
+        self.looks: list[Look | None] | None = None  # once the function has run
+
+    def __call__(self) -> Any:
+        with labelled("forward", self.region.name):
+            outs = call(Prim(self.body, self.family), self.operands)
+        made_inside(outs)
+        outs = list(outs) if self.looks is None else seen(outs, self.looks)
+        out, named = unflatten(merge(self.out_leaves, self.out_at, outs), self.out_spec)
+        if self.taps is not None:
+            self.taps.pass_on(named)
+        return out
+
+    def body(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if self.family.ambient.casts:
+            # Autocast caches casts of leaves; below the levels every operand would be one, above them none.
+            operands = tuple([t.view_as(t) for t in operands])
+        own, captured = operands[: self.count], operands[self.count :]
+        args, kwargs = unflatten(merge(self.leaves, self.at, list(own)), self.spec)
+        table = {id(t): operand for t, operand in zip(self.captured, captured, strict=True)}
+        with self.bindings.restored(), Swap(table, own), kept_whole():
+            out, named = self._tapped(args, kwargs, table) if self.taps else (self._watched(args, kwargs), ())
+        check_results(out, self.region.name)
+        self.out_leaves, self.out_spec = flatten((out, named))
+        tensors, self.out_at = split(self.out_leaves)
+        self.out_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in self.out_leaves]
+        # A captured tensor may be returned as it is, without any torch call that would have met it.
+        tensors = [table.get(id(t), t) for t in tensors]
+        if self.looks is None:
+            self.looks = looks(tensors)
+        return leaving(tensors, self.looks)
+
+    def _tapped(self, args: Any, kwargs: Any, table: dict[int, torch.Tensor]) -> tuple[Any, Any]:
+        # Named values leave as results like any other: every run of the body has the same ones.
+        context, mirrors = self.taps.opened(table)
+        with context:
+            out = self._watched(args, kwargs)
+        return out, self.taps.found(mirrors)
+
+    def _watched(self, args: Any, kwargs: Any) -> Any:
+        watch = self.family.watch
+        if watch is None or self.region.memory.uses_func:
+            self.family.watch = None
+            return self.region.run(args, kwargs)
+        with hooks_allowed():
+            push_hooks(watch, unread)
+            try:
+                return self.region.run(args, kwargs)
+            except RuntimeError as error:
+                if not is_hook_refusal(error):
+                    raise
+            finally:
+                pop_hooks()
+        # The function uses torch.func itself; what the backward reads stays unknown, so all of it runs again.
+        self.region.memory.uses_func = True
+        raise WatchingRefused
+
+
+class WatchingRefused(BaseException):
+    """The forward must be run afresh, without watching."""
