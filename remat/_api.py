@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 
-from remat._dynamo.region import call as region_call
+from remat._dynamo.region import call_region
 from remat._dynamo.region import call_planned, looks_at_calls, wrap
 from remat._inspect.logging import told, wanted
 from remat.policies import Policy, as_policy, save_everything, save_nothing
@@ -197,7 +197,7 @@ def _wrap(fn: Callable[..., Any], options: _Options) -> Callable[..., Any]:
     label, number = region.name, register(options)
     # Most policies are the same for every call; asking them takes longer than a small op.
     binds = looks_at_calls(options.policy)
-    compile_call = call_planned if binds else region_call
+    compile_call = call_planned if binds else call_region
 
     ordinary = not (keeps_everything or static or binds)
 

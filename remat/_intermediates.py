@@ -15,8 +15,15 @@ from remat._dynamo.intermediates import capture_grads as intermediates_capture_g
 from remat.transforms.compat.autograd import hooks_aside
 from remat.transforms.compat.functorch import in_transform
 from remat.transforms.errors import RematError
-from remat.transforms.grad import _check_scalar, _leaf, _like, _positions, _reaches_other_leaves, _replace
-from remat.transforms.grad import _gradients as grad_gradients
+from remat.transforms.grad import (
+    argument_positions,
+    check_scalar,
+    fresh_leaf,
+    gradients_of,
+    named_like,
+    reaches_other_leaves,
+    replace_arguments,
+)
 from remat.transforms.intermediates.taps import Offsets, Values, opened
 from remat.transforms.pytree import flatten, merge, split, unflatten
 
@@ -57,7 +64,7 @@ def capture(fn: Callable[..., Any], names: str | Iterable[str]) -> Callable[...,
             result = fn(*args, **kwargs)
         return result, _by_name(wanted, session.found, session.seen)
 
-    return _like(fn, captured)
+    return named_like(fn, captured)
 
 
 def capture_grads(
@@ -97,7 +104,7 @@ def capture_grads(
     wanted = _wanted(names)
 
     def captured(*args: Any, **kwargs: Any) -> Any:
-        positions = () if argnums is None else _positions(argnums, len(args))
+        positions = () if argnums is None else argument_positions(argnums, len(args))
         if torch.compiler.is_dynamo_compiling():
             value, grads, found, seen = intermediates_capture_grads(fn, wanted, positions, args, kwargs)
             named = _by_name(wanted, found, seen)
@@ -109,15 +116,15 @@ def capture_grads(
             session = Offsets(frozenset(wanted), functools.partial(offset, leaves[0]))
             with opened(session):
                 moved = unflatten(leaves[1:], spec)
-                value = fn(*_replace(args, positions, moved), **kwargs)
-            _check_scalar(value)
+                value = fn(*replace_arguments(args, positions, moved), **kwargs)
+            check_scalar(value)
             return value, session, []
 
         value, grads, session, found, _ = differentiated(run, flat)
         named = _by_name(wanted, found, session.seen)
         return (value, named) if argnums is None else (value, unflatten(grads, spec), named)
 
-    return _like(fn, captured)
+    return named_like(fn, captured)
 
 
 def differentiated(
@@ -152,10 +159,10 @@ def offset(zero: Tensor, tensor: Tensor) -> Tensor:
 def _plainly(run: Callable[..., Any], leaves: list[Tensor]) -> tuple[Any, ...]:
     outer = torch.is_grad_enabled()
     with torch.enable_grad():
-        own = [x if outer and x.requires_grad else _leaf(x) for x in leaves]
+        own = [x if outer and x.requires_grad else fresh_leaf(x) for x in leaves]
         value, session, others = run(own)
         fresh = [mine for mine, given in zip(own, leaves, strict=True) if mine is not given]
-        attached = outer and _reaches_other_leaves([value], fresh)
+        attached = outer and reaches_other_leaves([value], fresh)
         grads, found = _gradients(value, own[1:], session, create_graph=attached)
     if not attached:
         value, others = value.detach(), [t.detach() for t in others]
@@ -189,7 +196,7 @@ def _gradients(
     flat, spec = flatten(session.found)
     offsets, at = split(flat)
     wanted = [*leaves, *offsets]
-    grads = grad_gradients(value, wanted, create_graph) if wanted else []
+    grads = gradients_of(value, wanted, create_graph) if wanted else []
     return grads[: len(leaves)], unflatten(merge(flat, at, grads[len(leaves) :]), spec)
 
 

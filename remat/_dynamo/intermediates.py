@@ -26,14 +26,14 @@ from remat.transforms.compat.dynamo import (
     push,
     ready,
     remove_batch_dim,
-    unwrap_for_grad,
+    traced_depth,
+    traced_unwrap,
 )
-from remat.transforms.compat.dynamo import depth as dynamo_depth
 from remat.transforms.compat.dynamo import top as dynamo_top
 from remat.transforms.compiled.names import CAPTURED, VARIABLE
 from remat.transforms.entry.compiled import Graph, levels_left
 from remat.transforms.errors import RematError
-from remat.transforms.grad import _check_scalar, _replace, _tensor
+from remat.transforms.grad import check_scalar, checked_tensor, replace_arguments
 from remat.transforms.intermediates.taps import Offsets
 from remat.transforms.intermediates.taps import opened as taps_opened
 from remat.transforms.pytree import flatten, smooth, split
@@ -56,7 +56,7 @@ class Names:
 
     def __init__(self, wanted: tuple[str, ...], refusal: str = "") -> None:
         self.wanted, self.refusal = wanted, refusal
-        self.depth = dynamo_depth()
+        self.depth = traced_depth()
         self.found: list[tuple[str, Any]] = []
         self.seen: list[str] = []
 
@@ -105,7 +105,7 @@ def _lifted(leaf: Any, depth: int) -> Any:
             if batched:
                 leaf = remove_batch_dim(leaf, level, size, 0)
             else:
-                leaf = unwrap_for_grad(leaf, level)
+                leaf = traced_unwrap(leaf, level)
     return leaf
 
 
@@ -188,9 +188,9 @@ def capture_grads(
         variables = [VARIABLE(_checked(leaf)) for leaf in flat]
         own = Names(wanted)
         outer = Names(_wanted(around))
-        moved = _replace(args, positions, pytree.tree_unflatten(variables, spec))
+        moved = replace_arguments(args, positions, pytree.tree_unflatten(variables, spec))
         value = _opened((outer, own) if around else (own,), fn, moved, kwargs)
-        _check_scalar(value)
+        check_scalar(value)
         value = CAPTURED(value, "")
         found = _handed_out(outer)
         # From here on Dynamo's graph is not run: all that counts are shapes, and what depends on what.
@@ -212,7 +212,7 @@ def _checked(leaf: Any) -> Tensor:
         raise RuntimeError(
             f"only Tensors of floating point and complex dtype can require gradients; got {leaf.dtype}"
         )
-    return _tensor(leaf)
+    return checked_tensor(leaf)
 
 
 def _stand_in(leaf: Any, value: Tensor) -> Any:

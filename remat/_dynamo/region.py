@@ -17,8 +17,7 @@ from remat._dynamo.intermediates import sessions, through
 from remat.policies import Policy, save_everything
 from remat.policies._selector import bind
 from remat.transforms.compat.aot import bypassing_wrapper
-from remat.transforms.entry.compiled import Given, Graph, outermost
-from remat.transforms.entry.compiled import run as compiled_run
+from remat.transforms.entry.compiled import Given, Graph, outermost_traced, run_graph
 from remat.transforms.entry.dispatch import run_transparently
 from remat.transforms.errors import RematError
 from remat.transforms.registry import numbered
@@ -29,7 +28,7 @@ from remat.transforms.registry import numbered
 bypass = bypassing_wrapper()
 
 
-def call(label: str, at: str, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def call_region(label: str, at: str, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call the region with the options numbered `at` while Dynamo traces."""
     run = functools.partial(enter, label, at)
     if sessions():
@@ -38,7 +37,7 @@ def call(label: str, at: str, fn: Callable[..., Any], args: Any, kwargs: Any) ->
 
 
 def call_planned(label: str, at: str, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """`call` for policies that look at a whole call: which of the operands are arguments matters to them."""
+    """`call_region` for policies that look at a whole call: which of the operands are arguments matters to them."""
     run = functools.partial(enter, label, at, given=given(args, kwargs))
     if sessions():
         return through(run, fn, args, kwargs)
@@ -99,12 +98,12 @@ def _run(options: Any, label: str, graph: Any, given: Any, *operands: Any, **kwa
 
         return _wrap(graph, options)(*operands, **kwargs)
     body = Graph(graph, Given(*given) if given else None)
-    if options.policy == save_everything and outermost():
+    if options.policy == save_everything and outermost_traced():
         return run_transparently(body, operands, {})
     policy: Policy = bind(options.policy, body.bare(), operands, {})
     if body.named:
         policy = policy.amid()
-    return compiled_run(options.region(body, policy, label), body, operands)
+    return run_graph(options.region(body, policy, label), body, operands)
 
 
 def describe(policy: Policy) -> Any:

@@ -29,7 +29,7 @@ from remat.transforms.errors import RematError
 from remat.transforms.scan.traced.entry import Facts, Whole, evaluating, run, run_whole, showing, shown
 
 
-def call(
+def call_scan(
     body: Callable[[Any, Any], Any],
     init: Any,
     xs: Any,

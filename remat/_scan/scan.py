@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from remat._dynamo.scan import call, run_compiled
+from remat._dynamo.scan import call_scan, run_compiled
 from remat.policies import Policy, as_policy, save_everything, save_nothing
 from remat.schedules import All, Schedule, Segmented, Sqrt, as_schedule, auto
 from remat.transforms.closure.convert import MOST_TRIES, Bindings, Missed, captured, changing
@@ -93,7 +93,7 @@ def scan_remat(
     """
     if torch.compiler.is_dynamo_compiling():
         policy = as_policy(policy)
-        return call(body, init, xs, length, reverse, checkpoints, budget, offload, on_step, policy)
+        return call_scan(body, init, xs, length, reverse, checkpoints, budget, offload, on_step, policy)
     name = f"scan_remat({getattr(body, '__qualname__', type(body).__name__)})"
     policy = as_policy(policy)
     rows, n = _rows(xs, length, name)

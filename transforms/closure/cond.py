@@ -19,10 +19,10 @@ from remat.transforms.compat.aot import is_tracing
 from remat.transforms.compat.functorch import is_batched, is_wrapped, unwrap_once
 from remat.transforms.compat.modes import (
     DispatchMode,
+    active_modes,
     cond,
     intercept_under_modes,
     memory_is_real,
-    modes,
     modes_active,
     uncompiled_branches,
 )
@@ -79,7 +79,7 @@ def _batched(tensor: torch.Tensor) -> bool:
 
 
 def _planning() -> bool:
-    return any(getattr(mode, "plans", False) for mode in modes())
+    return any(getattr(mode, "plans", False) for mode in active_modes())
 
 
 def _in_region(*args: Any) -> Any:

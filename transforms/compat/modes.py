@@ -109,7 +109,7 @@ def watched() -> bool:
     return top_hooks() is not None or modes_active() > 0
 
 
-def modes() -> list[TorchDispatchMode]:
+def active_modes() -> list[TorchDispatchMode]:
     """Those modes, outermost first."""
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 

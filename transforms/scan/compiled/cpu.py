@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from remat.transforms.compat.aot import teach_inductor
+
 aten = torch.ops.aten
 # Rows of 16 numbers that a product may add up and still be faster as a sum; 4 x 64 by 64 x 64 has 1024.
 _MOST = 2048
@@ -62,8 +64,7 @@ def compiled(
     from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from remat.transforms.compat import inductor  # noqa: F401  how the product is lowered
-
+    teach_inductor()
     # The graph has its casts written out, and what it calls must not add others.
     casts = torch._C._is_any_autocast_enabled()
     patches = {**options, "cpp_wrapper": True, **_ON_STACK}

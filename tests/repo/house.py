@@ -1,0 +1,173 @@
+"""Who imports whom in the two packages, read from the sources."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+ENGINE = "remat.transforms"
+
+
+@dataclass(frozen=True)
+class Import:
+    """One name that a module imports; `name` is None for `import module`."""
+
+    importer: str
+    line: int
+    target: str
+    name: str | None
+
+
+@functools.cache
+def modules() -> dict[str, Path]:
+    """All modules of the packages, by import name; the link remat/transforms is not walked through."""
+    found = {}
+    for folder, name in ((ROOT / "remat", "remat"), (ROOT / "transforms", ENGINE)):
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            if name == "remat" and parts[0] == "transforms":
+                continue
+            found[".".join([name, *(part for part in parts if part != "__init__")])] = path
+    return found
+
+
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def is_face(module: str) -> bool:
+    return modules()[module].name == "__init__.py"
+
+
+def room(module: str) -> str:
+    """The package in whose folder a module lies; a face belongs to its own room."""
+    return module if is_face(module) else module.rpartition(".")[0]
+
+
+def within(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def _statements(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Imports anywhere, also in functions; not those for type checkers only."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
+            for other in child.orelse:
+                yield from _statements(other)
+        elif isinstance(child, ast.Import | ast.ImportFrom):
+            yield child
+        else:
+            yield from _statements(child)
+
+
+def _found(importer: str, node: ast.Import | ast.ImportFrom) -> Iterator[Import]:
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            if alias.name in modules():
+                yield Import(importer, node.lineno, alias.name, None)
+        return
+    source = node.module or ""
+    if node.level:
+        package = room(importer).split(".")
+        source = ".".join([*package[: len(package) - node.level + 1], *source.split(".")]).rstrip(".")
+    for alias in node.names:
+        inner = f"{source}.{alias.name}"
+        if inner in modules() and not _binds(source, alias.name):
+            yield Import(importer, node.lineno, inner, None)
+        elif source in modules():
+            yield Import(importer, node.lineno, source, alias.name)
+
+
+@functools.cache
+def _names(module: str) -> frozenset[str]:
+    """What a module binds by `from ... import` and by definitions at its top."""
+    names = set()
+    for node in tree(modules()[module]).body:
+        if isinstance(node, ast.ImportFrom):
+            inner = [a for a in node.names if f"{node.module}.{a.name}" not in modules()]
+            names.update(a.asname or a.name for a in inner)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+    return frozenset(names)
+
+
+def _binds(module: str, name: str) -> bool:
+    """Whether `from module import name` gets a name of the module, not the submodule of that name."""
+    return module in modules() and name in _names(module)
+
+
+@functools.cache
+def imports() -> tuple[Import, ...]:
+    return tuple(
+        found
+        for module, path in modules().items()
+        for node in _statements(tree(path))
+        for found in _found(module, node)
+    )
+
+
+def graph() -> dict[str, set[str]]:
+    """Edges of the import graph: what a module names, and the faces that Python runs on the way there."""
+    edges: dict[str, set[str]] = {module: set() for module in modules()}
+    for found in imports():
+        target = found.target
+        while target:
+            if target == found.target or not within(found.importer, target):
+                edges[found.importer].add(target)
+            target = target.rpartition(".")[0]
+    return edges
+
+
+def cycles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """The strongly connected parts of more than one module, and modules that import themselves."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    parts: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in sorted(edges[node]):
+            if other not in index:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], index[other])
+        if low[node] == index[node]:
+            at = stack.index(node)
+            part = stack[at:]
+            del stack[at:]
+            if len(part) > 1 or node in edges[node]:
+                parts.append(sorted(part))
+
+    for node in edges:
+        if node not in index:
+            visit(node)
+    return parts
+
+
+def back_doors() -> list[Import]:
+    """Imports of files of other rooms, and of the face of a room from within it.
+
+    A file may be imported within its own room and by the rooms that lie in it: what is common to a house
+    lies in its root.
+    """
+    found = []
+    for one in imports():
+        home = room(one.importer)
+        if is_face(one.target):
+            bad = within(home, one.target) and one.importer != one.target
+        elif is_face(one.importer):
+            # A face shows what its own files have.
+            bad = not within(home, room(one.target)) and not within(one.target, home)
+        else:
+            bad = not within(home, room(one.target))
+        if bad:
+            found.append(one)
+    return found
