@@ -12,7 +12,7 @@ import torch
 from remat.transforms.compat.modes import DispatchMode
 
 if TYPE_CHECKING:
-    from remat.transforms.tape.tape import Trace
+    from remat.transforms.tape.tape import Tape
 
 
 class _Active(threading.local):
@@ -29,22 +29,13 @@ active = _Active()
 class Mode(DispatchMode):
     """Shared by recording and replaying: a stack of those active, and silence for the engine's own ops."""
 
-    # Under autocast torch caches casts of leaves, across regions: whether such a cast happens in a forward
-    # and in its recomputation is chance. They are left out of the sequence. The ids of arguments that torch
-    # does not cache.
-    uncached: set[int] | None = None
-
-    def _cached_cast(self, func: Any, args: Any) -> bool:
-        if self.uncached is None or func is not torch.ops.aten._to_copy.default:
-            return False
-        return args[0].is_leaf and args[0].requires_grad and id(args[0]) not in self.uncached
-
-    trace: Trace
+    tape: Tape
     records = False  # whether it watches a forward
+    parent: Mode | None = None  # what records or replays around it
 
     def __enter__(self) -> Any:
         stack = active.__dict__.setdefault("stack", [])
-        self.trace.parent = self.trace.parent or self._link(stack)
+        self.parent = stack[-1] if stack else None
         stack.append(self)
         return super().__enter__()
 
@@ -52,12 +43,9 @@ class Mode(DispatchMode):
         active.stack.pop()
         return super().__exit__(*exc)
 
-    @staticmethod
-    def _link(stack: list[Any]) -> tuple[Trace, int] | None:
-        return (stack[-1].trace, stack[-1].position) if stack else None
-
     @property
     def position(self) -> int:
+        """How many ops it has seen."""
         raise NotImplementedError
 
 
@@ -76,7 +64,7 @@ def inside() -> Iterator[None]:
         return
     start = mode.position
     yield
-    mode.trace.inner.append((start, mode.position))
+    mode.tape.inner.append((start, mode.position))
 
 
 def recordings() -> list[Any]:

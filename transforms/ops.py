@@ -26,6 +26,8 @@ _IGNORED = {
 }
 # Ops that other processes or the outside world take part in; they run in both passes, always.
 _OUTSIDE = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor", "fsdp", "symm_mem", "inductor_debug")
+# Where an op that draws has the tag that says so.
+_TOLD = ("aten", "prims", "prim", "profiler", *_OUTSIDE)
 _ATEN_OUTSIDE = ("_assert", "sym_constrain", "_print", "_functional_assert")
 
 # In a checkout transforms/ is reached through a link, so that it has two spellings.
@@ -42,7 +44,8 @@ _HIDDEN_WRITES = {
 class Traits:
     """Facts of one op, read once from its schema.
 
-    `shape_only`: it makes a new tensor like its operand, whose numbers it does not read.
+    `shape_only`: it makes a new tensor like its operand, whose numbers it does not read. `may_draw`: it draws
+    random numbers, or could without saying so.
     """
 
     __slots__ = (
@@ -50,6 +53,7 @@ class Traits:
         "higher_order",
         "ignored",
         "inplace",
+        "may_draw",
         "outside",
         "random",
         "reshapes",
@@ -68,8 +72,12 @@ class Traits:
         self.conditional: int | None = None  # position of the flag on which the writes depend
         self.view = self.inplace = False
         self.reshapes = torch.Tag.inplace_view in getattr(op, "tags", ())
-        self.shape_only = _basename(op).endswith("_like") or _basename(op).startswith("new_")
-        self.uninitialized = _basename(op).startswith(("empty", "new_empty"))
+        name, ours = _basename(op), getattr(op, "namespace", "") == "aten"
+        # By their names, which mean something among torch's own ops only.
+        self.shape_only = ours and (name.endswith("_like") or name.startswith("new_"))
+        self.uninitialized = ours and name.startswith(("empty", "new_empty"))
+        # An op of somebody else's may draw without saying so.
+        self.may_draw = self.random or getattr(op, "namespace", "aten") not in _TOLD
         self.outside = _acts_outside(op)
         if schema is None:
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -111,6 +111,63 @@ def device_kinds(tensors: Sequence[torch.Tensor]) -> tuple[str, ...]:
         return _ONLY_CPU
     kinds = {t.device.type for t in tensors}
     return ("cpu", *sorted(kinds - {"cpu", "meta"}))
+
+
+class GeneratorState:
+    """The state of the generator that an op is about to draw from."""
+
+    __slots__ = ("device", "generator", "state")
+
+    def __init__(self, args: Any, kwargs: Any) -> None:
+        self.generator: torch.Generator | None = kwargs.get("generator")
+        self.device = _device_of(args, kwargs)
+        if self.generator is None and self.device.type == "cpu":
+            self.generator = torch.default_generator
+        self.state = self._read()
+
+    def _read(self) -> torch.Tensor:
+        if self.generator is not None:
+            return self.generator.get_state()
+        return getattr(torch, self.device.type).get_rng_state(self.device)
+
+    def restore(self) -> None:
+        if self.generator is not None:
+            self.generator.set_state(self.state)
+        else:
+            getattr(torch, self.device.type).set_rng_state(self.state, self.device)
+
+    def now(self) -> GeneratorState:
+        """The present state of the same generator."""
+        made = GeneratorState.__new__(GeneratorState)
+        made.generator, made.device = self.generator, self.device
+        made.state = made._read()
+        return made
+
+
+@contextlib.contextmanager
+def generators_put_back(states: Iterable[GeneratorState]) -> Iterator[None]:
+    """Leave these generators as they are now, whatever is drawn inside."""
+    found: dict[Any, GeneratorState] = {}
+    for state in states:
+        found.setdefault(state.device if state.generator is None else id(state.generator), state)
+    now = [state.now() for state in found.values()]
+    try:
+        yield
+    finally:
+        for state in now:
+            state.restore()
+
+
+_CPU = torch.device("cpu")
+
+
+def _device_of(args: Any, kwargs: Any) -> torch.device:
+    """Where an op draws: on the device of its first tensor, or where it is told to make one."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            return _CPU if value.is_meta else value.device
+    device = kwargs.get("device")
+    return _CPU if device is None or torch.device(device).type == "meta" else torch.device(device)
 
 
 class RandomState:
