@@ -12,14 +12,13 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 
-from remat._dynamo.region import call_region
-from remat._dynamo.region import call_planned, looks_at_calls, wrap
+from remat._dynamo.region import call_planned, call_region, looks_at_calls, wrap
 from remat._inspect.logging import told, wanted
 from remat.policies import Policy, as_policy, save_everything, save_nothing
 from remat.policies._selector import PolicySelector, bind
 from remat.transforms.entry.dispatch import outermost, run, run_transparently
 from remat.transforms.errors import RematError
-from remat.transforms.region.cache import memory_of
+from remat.transforms.region.cache import cache_of
 from remat.transforms.region.region import Region, choosing
 from remat.transforms.registry import register
 
@@ -159,7 +158,7 @@ class _Options:
         label = label or self.label(fn)
         selector = None if policy == save_nothing else functools.partial(PolicySelector, policy, label)
         key = policy if policy.repeatable else None
-        return Region(fn, label, selector, self.random, self.check, memory_of(anchor(fn)), key)
+        return Region(fn, label, selector, self.random, self.check, cache_of(anchor(fn)), key)
 
     def under(self, policy: Policy) -> _Options:
         """The same with another policy."""

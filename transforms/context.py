@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from remat.transforms.compat.modes import DispatchMode
 
@@ -55,28 +52,14 @@ def enclosing() -> Mode | None:
     return stack[-1] if stack else None
 
 
-@contextlib.contextmanager
-def inside() -> Iterator[None]:
-    """Tell the enclosing recording, if any, that what runs now is a region of its own."""
-    mode = enclosing()
-    if mode is None or not mode.records:
-        yield
-        return
-    start = mode.position
-    yield
-    mode.tape.inner.append((start, mode.position))
+def selective_around() -> bool:
+    """Whether a region around may keep values, which one inside must then not recompute."""
+    return any(getattr(mode, "selective", True) for mode in active.stack)
 
 
 def recordings() -> list[Any]:
     """The recordings in progress on this thread, outermost first."""
     return [mode for mode in active.stack if mode.records]
-
-
-def around(mode: Mode) -> Mode | None:
-    """What records or replays around `mode`."""
-    stack = active.stack
-    at = next((i for i, other in enumerate(stack) if other is mode), 0)
-    return stack[at - 1] if at else None
 
 
 def is_quiet() -> bool:

@@ -26,7 +26,7 @@ from remat.transforms.compat.modes import (
     modes_active,
     uncompiled_branches,
 )
-from remat.transforms.context import enclosing, recordings
+from remat.transforms.context import enclosing
 from remat.transforms.pytree import flatten, unflatten
 
 Branch = Callable[..., Any]
@@ -85,9 +85,6 @@ def _planning() -> bool:
 def _in_region(*args: Any) -> Any:
     if len(args) != 4 or not chosen_here() or (enclosing() is None and not _planning()):
         return NotImplemented
-    for mode in recordings():
-        # Without a mode, as in calls that a trace taught how to run, torch.cond would compile itself.
-        mode.trace.branches = True
     return choose(*args)
 
 

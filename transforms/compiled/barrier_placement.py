@@ -13,7 +13,7 @@ import torch
 
 from remat.transforms.compat.aot import graph_storage
 from remat.transforms.ops import Traits
-from remat.transforms.tape.tape import tensors_in
+from remat.transforms.tape.values import tensors_in
 
 _aten = torch.ops.aten
 

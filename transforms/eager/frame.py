@@ -125,6 +125,7 @@ class Frame(Packer):
             region.selector,
             inputs.tensors,
             digest=region.digest,
+            casts=inputs.ambient.casts,
             expected=None if known is None else known.tape,
             expected_kept=frozenset() if known is None else known.kept,
         )
@@ -168,6 +169,8 @@ class Frame(Packer):
         number = recorder.pack(tensor, owner)
         if number < 0 and (tell := watcher(self.inputs.hooks)) is not None:
             tell(tensor)
+        if self.region.cache.differentiates:
+            recorder.alive[number] = tensor
         if self.residuals is not None and not self.residuals.add(tensor):
             self.residuals = None
         return handle
@@ -178,7 +181,7 @@ class Frame(Packer):
         if program is None or not tape.cacheable or tape.meta or self.region.digest is not None:
             return None
         held, kept = frozenset(self.held), frozenset(self.kept)
-        ends = None if self.reach is None else self.reach.pattern
+        ends = None if self.reach is None else self.reach.behind
         return CachedTrace(tape, program, kept, held, self.residuals is not None, ends, self.nodes)
 
     def _settle_as(self, known: CachedTrace, recorder: Recorder, out: Any) -> None:
@@ -190,7 +193,7 @@ class Frame(Packer):
             self.kept = recorder.kept
             self._take(recorder, known.held)
         if known.ends is not None and self.nodes == known.nodes:
-            self.reach = Reachability.again(_differentiated(out), known.ends, self.start)
+            self.reach = Reachability(_differentiated(out), self.start, known.ends)
 
     def _settle(self, recorder: Recorder, out: Any) -> None:
         """Keep what is needed of arguments and values, now that all is known that the backward may read."""
@@ -343,7 +346,7 @@ class Frame(Packer):
 
     def _run(self, at: int) -> None:
         if self.rerun is not None:
-            self.values = self.rerun.run(len(self.tape.packed))
+            self.values = self.rerun.run()
             return
         program = self.program
         assert program is not None
@@ -440,6 +443,8 @@ class Frame(Packer):
         number, position = self.tape.packed[at]
         overwritten = self.tape.last_write.get(self.tape.root_of(number), -1) >= position
         living = None if overwritten else recorder.living(number)
+        # From now on what is saved is held while the function runs: it costs less than to make it again.
+        self.region.cache.differentiates = True
         task = graph_task()
         if living is None and (task != self.task or at not in self.values):
             active.quiet, before = True, active.quiet
@@ -466,8 +471,15 @@ class Frame(Packer):
             )
         self.random, self.snapshots = recorder.random, recorder.snapshots
         return self.execute(
-            Program(self.tape, needs, wanted), lambda i: recorder.outside[i].detach(), recorder.kept.__getitem__
+            Program(self.tape, needs, wanted),
+            lambda i: recorder.outside[i].detach(),
+            recorder.kept.__getitem__,
         )
+
+    def repack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Take the next value that a run of the function saves."""
+        assert self.rerun is not None
+        return self.rerun.pack(tensor)
 
     @property
     def complete(self) -> bool:
@@ -508,5 +520,3 @@ def _forget(frames: list[weakref.ref[Frame]]) -> None:
 
 def _differentiated(out: Any) -> list[torch.Tensor]:
     return [t for t in split(flatten(out)[0])[0] if t.grad_fn is not None]
-
-

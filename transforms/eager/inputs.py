@@ -92,7 +92,9 @@ class Inputs:
         """The arguments again, as leaves of a graph of their own; one that was passed twice is one again."""
         leaves = list(self.leaves) if self.spec is not None else [None] * len(tensors)
         again: dict[int, Any] = {}
-        for i, (tensor, (key, leaf, graded)) in zip(self.arguments, zip(tensors, self.leaf, strict=True), strict=True):
+        for i, (tensor, (key, leaf, graded)) in zip(
+            self.arguments, zip(tensors, self.leaf, strict=True), strict=True
+        ):
             made = again.get(key)
             if made is None:
                 made = tensor.requires_grad_() if graded else tensor

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from remat.transforms.offload.transfer import away_in
 from remat.transforms.tape.observers import Kept, report
-from remat.transforms.tape.values import tensors_in
+from remat.transforms.tape.values import held_tensors
 
 if TYPE_CHECKING:
     from remat.transforms.eager.frame import Frame
@@ -39,8 +38,3 @@ def report_frame(frame: Frame, recorder: Recorder) -> None:
     for snapshot in frame.snapshots.values():
         for tensor in snapshot.tensors():
             report(Kept("captured", tensor, name, -1))
-
-
-def held_tensors(kept: Any) -> list[tuple[Any, bool]]:
-    """The tensors that are held for a kept value, and whether each is an offloaded one, on its host."""
-    return [*((away.host, True) for away in away_in(kept)), *((tensor, False) for tensor in tensors_in(kept))]

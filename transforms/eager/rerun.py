@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from remat.transforms.compat.ambient import set_grad_enabled
-from remat.transforms.compat.autograd import pop_hooks, push_hooks, top_hooks
+from remat.transforms.compat.autograd import pop_hooks, push_hooks
 from remat.transforms.compat.modes import unseen
-from remat.transforms.eager.saved import SavedInput
 from remat.transforms.errors import RematError
 from remat.transforms.region.region import recomputing
 from remat.transforms.state.ambient import generators_put_back
 from remat.transforms.tape.replay import Replay
 from remat.transforms.tape.tape import Needs, Stop, not_repeated
+from remat.transforms.tape.values import storage
 
 if TYPE_CHECKING:
     from remat.transforms.eager.frame import Frame
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class Rerun:
     """Recomputes the saved values of one frame by its function."""
 
-    __slots__ = ("__self__", "count", "frame", "needs", "values")
+    __slots__ = ("count", "frame", "needs", "values")
 
     def __init__(self, frame: Frame, needs: Needs) -> None:
         self.frame, self.needs = frame, needs
@@ -70,7 +70,9 @@ class Rerun:
         values, self.values = self.values, {}
         count, self.count = self.count, -1
         if count < len(frame.tape.packed):
-            raise self._differs(f"it packed fewer values for the backward than the {len(frame.tape.packed)} of it")
+            raise self._differs(
+                f"it packed fewer values for the backward than the {len(frame.tape.packed)} of it"
+            )
         return values
 
     def _replay(self) -> Replay:
@@ -80,11 +82,11 @@ class Rerun:
             self.needs,
             frame.kept,
             random=frame.random if region.preserve_rng_state else {},
-            snapshots={
-                frame.held[at].packed: frame.snapshots[root]
+            snapshots=[
+                (storage(frame.held[at].packed), frame.snapshots[root])
                 for at, root in ((at, frame.tape.outside[at].root) for at in frame.held)
                 if root in frame.snapshots
-            },
+            ],
             check=region.determinism_check != "none",
             digest=region.digest,
             casts=frame.inputs.ambient.casts,
@@ -124,7 +126,9 @@ class Rerun:
         if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
             now = f"{tensor.dtype}{list(tensor.shape)} on {tensor.device}"
             then = f"{dtype}{list(shape)} on {device}"
-            raise self._differs(f"value {at} that it packs for the backward is {now}, in the forward it was {then}")
+            raise self._differs(
+                f"value {at} that it packs for the backward is {now}, in the forward it was {then}"
+            )
 
     def _differs(self, what: str) -> RematError:
         return RematError(not_repeated(self.frame.region.name, what))
@@ -143,6 +147,3 @@ def _is_shared(frame: Frame, at: int) -> bool:
 
 def _identity(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-__all__ = ["Rerun", "SavedInput", "stop_enclosing", "top_hooks"]

@@ -11,20 +11,18 @@ from remat.transforms.closure.cond import not_compiled
 from remat.transforms.closure.convert import MOST_TRIES, Missed, changing
 from remat.transforms.closure.convert import captured as convert_captured
 from remat.transforms.compat.aot import is_tracing
-from remat.transforms.compat.autograd import hooks_disabled, is_hook_refusal, profiling
+from remat.transforms.compat.autograd import hooks_disabled, is_hook_refusal
 from remat.transforms.compat.functorch import VMAP, in_transform, levels, unwrapped
-from remat.transforms.compat.modes import memory_is_real, modes_active
+from remat.transforms.compat.modes import modes_active
 from remat.transforms.compiled.lowering import Written
-from remat.transforms.context import enclosing, inside
-from remat.transforms.eager.frame import Plain, enclosed, stop_enclosing
-from remat.transforms.eager.guarded import Following
+from remat.transforms.context import enclosing, selective_around
+from remat.transforms.eager.frame import Frame
 from remat.transforms.eager.inputs import Inputs
-from remat.transforms.eager.recording import Traced, may_keep_around
-from remat.transforms.eager.saved import watcher
+from remat.transforms.eager.rerun import stop_enclosing
+from remat.transforms.eager.saved import enclosed
 from remat.transforms.functorch import FlatCall, WatchingRefused
 from remat.transforms.intermediates.taps import Mirrors, current
 from remat.transforms.pytree import flatten, split
-from remat.transforms.region.cache import Plan
 from remat.transforms.region.region import Region, labelled, planning
 from remat.transforms.state.ambient import RandomState
 from remat.transforms.tape.observers import listening
@@ -65,7 +63,7 @@ def run(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _run_batched(region, args, kwargs) if _only_batched() else _run_primitive(region, args, kwargs)
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return region.function(*args, **kwargs)
-    if region.memory.uses_func or hooks_disabled() is not None:
+    if region.cache.uses_func or hooks_disabled() is not None:
         return _run_primitive(region, args, kwargs)
     if modes_active() and is_tracing():
         # AOTAutograd without Dynamo calls no hooks.
@@ -75,7 +73,7 @@ def run(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     except RuntimeError as error:
         if not is_hook_refusal(error):
             raise
-    region.memory.uses_func = True
+    region.cache.uses_func = True
     return _run_primitive(region, args, kwargs)
 
 
@@ -109,41 +107,23 @@ def _only_batched() -> bool:
 
 def _run_frame(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     inputs = Inputs(region, args, kwargs)
-    # Offsets add ops to those that earlier calls ran.
-    key = None if region.key is None or inputs.taps else inputs.signature()
-    plan = None if key is None else _known(inputs, key)
-    if plan is None:
-        frame = Traced(inputs, learns=key is not None and key not in region.lessons.hopeless)
-    else:
-        frame = Plain(inputs, plan) if plan.program is None else Following(inputs, plan)
-    if enclosing() or profiling():
-        with labelled("forward", region.name), inside():
-            out = frame.forward(args, kwargs)
-    else:
-        out = frame.forward(args, kwargs)
-    if isinstance(frame, Traced) and key is not None:
-        region.lessons.remember(key, frame.lesson(), final=frame.learns)
-    elif isinstance(frame, Following) and frame.lost:
-        region.lessons.plans.pop(key, None)
-    inputs.tensors = []
+    # Offsets add ops to those that earlier calls ran; who listens is told by recording.
+    key = None if region.key is None or inputs.taps or listening() else inputs.signature()
+    # What a region around keeps decides what this one computes again.
+    key = None if key is not None and enclosing() is not None and selective_around() else key
+    known = None if key is None else region.traces.look(key)
+    frame = Frame(inputs)
+    with labelled("forward", region.name):
+        out = frame.forward(args, kwargs, known)
+    if key is not None and (known is None or frame.tape is not known.tape):
+        if (trace := frame.lesson()) is not None:
+            region.traces.note(key, trace)
+        elif known is not None:
+            region.traces.pop(key, None)
+    inputs.finish()
     if inputs.hooks is not None:
-        stop_enclosing(inputs)
+        stop_enclosing(inputs.hooks)
     return out
-
-
-def _known(inputs: Inputs, key: Any) -> Plan | None:
-    """What an earlier trace taught, if it holds here."""
-    plan = inputs.region.lessons.plans.get(key)
-    if plan is None or plan.near != len(inputs.bindings.near):
-        return None
-    if inputs.region.determinism_check == "exact" or listening():
-        return None
-    if inputs.hooks is None and not modes_active():
-        # Then there is no region around either.
-        return plan
-    if watcher(inputs.hooks) or may_keep_around() or not memory_is_real():
-        return None
-    return plan if plan.program is None or (inputs.hooks is None and enclosing() is None) else None
 
 
 def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

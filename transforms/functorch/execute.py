@@ -9,14 +9,16 @@ import torch
 
 from remat.transforms.compat.autograd import next_node
 from remat.transforms.compat.functorch import unwrapped
-from remat.transforms.context import inside, quiet
+from remat.transforms.context import quiet
 from remat.transforms.functorch.primitive import Prim, Residuals, Tensors
 from remat.transforms.functorch.pullback import replaying
+from remat.transforms.functorch.recorded import Recorded
 from remat.transforms.state.ambient import RandomState
-from remat.transforms.tape.liveness import Ends, holds_unseen
+from remat.transforms.tape.liveness import Reachability, holds_unseen
 from remat.transforms.tape.observers import Kept, listening, report
-from remat.transforms.tape.replay import Replay
-from remat.transforms.tape.tape import Trace, held_tensors, storage
+from remat.transforms.tape.recorder import Recorder
+from remat.transforms.tape.tape import Tape
+from remat.transforms.tape.values import held_tensors, storage
 
 
 def execute(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
@@ -24,11 +26,10 @@ def execute(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
     world = prim.family.world
     if prim.pulls:
         return _execute_pull(prim, operands) if world is None else world.pull(prim, operands)
-    with inside():
-        if world is not None:
-            outs = world.forward(prim, operands)
-        else:
-            outs = _execute_recorded(prim, operands) if prim.sinks else prim.body(*operands)
+    if world is not None:
+        outs = world.forward(prim, operands)
+    else:
+        outs = _execute_recorded(prim, operands) if prim.sinks else prim.body(*operands)
     # A result that is an operand itself would be taken for an in-place result by autograd.Function.
     taken = {id(t) for t in operands}
     return tuple([quiet(t.view_as, t) if id(t) in taken else t for t in outs])
@@ -36,82 +37,76 @@ def execute(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
 
 def _execute_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
     region, family = prim.family.region, prim.family
-    trace = Trace(region.name)
-    trace.loose = prim.dual
-    selector = region.selector() if region.selector else None
-    record = region.record(trace, selector, operands)
+    tape = Tape(region.name)
+    tape.loose = prim.dual
+    recorder = Recorder(tape, region.selector, operands, digest=region.digest)
     random = RandomState(operands) if region.preserve_rng_state else None
-    outside: set[int] = set()
+    saved: set[int] = set()
     packed: list[tuple[int, int]] = []
-    ends: list[Ends] = []
+    reaches: list[Reachability] = []
     unseen: list[bool] = []
     start = next_node()
 
     def watch(tensor: torch.Tensor) -> None:
         bottom = unwrapped(tensor)
-        found = record.find(bottom)
-        if record.origin(bottom) is None:
-            outside.add(storage(bottom))
-        if found is not None:
-            packed.extend((source, next_node() - 1) for source in record.sources(found))
+        number = recorder.number(bottom)
+        if number < 0 or tape.root_of(number) < 0:
+            saved.add(storage(bottom))
+        owner = next_node() - 1 - start
+        packed.extend((source, owner) for source in tape.sources(number, len(tape.nodes)))
 
     def note(outs: Tensors) -> None:
         unseen.append(holds_unseen(outs, start))
         if len(outs) > 1:
-            ends.append(Ends(outs, start))
+            reaches.append(Reachability(outs, start))
 
     family.watch, family.made = watch, note
+    selector = recorder.selector
     try:
-        with selector.watching(levels=True) if selector else contextlib.nullcontext(), record:
+        with selector.watching(levels=True) if selector else contextlib.nullcontext(), recorder:
             outs = (prim.recorded or prim.body)(*operands)
     finally:
         watched = family.watch is not None and not any(unseen)
         family.watch, family.made = None, None
-    trace.settle({made for made, _ in packed} if watched else None)
-    trace.finish(record, [unwrapped(t) for t in outs])
-    if watched:
-        trace.also_reads(outside)
+    recorded = Recorded(
+        region, recorder, packed if watched else None, saved, [unwrapped(t) for t in outs], random
+    )
+    # Of several levels that differentiate, each has its own graph: then all is needed.
+    if watched and len(reaches) == 1 and reaches[0].differ:
+        recorded.reach = reaches[0]
     for sink in prim.sinks:
-        sink.trace, sink.random, sink.outside = trace, random, outside if watched else None
-        # Of several levels that differentiate, each has its own graph: then all is needed.
-        if watched and len(ends) == 1 and ends[0].differ:
-            sink.ends, sink.packed = ends[0], packed
+        sink.recorded = recorded
     if selector:
-        selector.finished(trace)
+        selector.finished(tape)
     if listening():
-        _report(region.name, trace, prim.sinks[-1], operands)
+        _report(recorded, prim.sinks[-1], operands)
     return outs
 
 
-def _report(name: str, trace: Trace, sink: Residuals, operands: Tensors) -> None:
+def _report(recorded: Recorded, sink: Residuals, operands: Tensors) -> None:
+    name = recorded.region.name
     for i, tensor in enumerate(operands):
         if sink.needs(tensor):
             report(Kept("argument", tensor, name, i))
-    for at, node in enumerate(trace.nodes):
-        for tensor, away in held_tensors(node.kept):
+    for at, value in recorded.kept.items():
+        node = recorded.tape.nodes[at]
+        for tensor, away in held_tensors(value):
             report(Kept("policy", tensor, name, at, node.op, node.name, away))
 
 
 def _execute_pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
     family, source = prim.family, prim.source
+    recorded = None if source is None else source.recorded
     with contextlib.ExitStack() as stack:
         stack.enter_context(_filled(operands))
         if family.ambient.must_be_restored():
             stack.enter_context(family.ambient.restored())
-        if source is not None and source.random is not None:
-            stack.callback(source.random.again().restore)
-            source.random.restore()
-        if source is not None and source.trace is not None and source.trace.generators:
-            stack.enter_context(source.trace.generators_rewound())
         replay = None
-        if source is not None and source.trace is not None:
-            source.trace.check_unwritten(family.region.function)
-        if source is not None and source.trace is not None and not source.trace.loose:
-            check = family.region.determinism_check != "none"
-            part = source.part(prim.present)
-            digest = family.region.digest
-            stack.enter_context(source.trace.fetched(part))
-            replay = Replay(source.trace, early_stop=False, check=check, digest=digest, part=part)
+        if recorded is not None:
+            recorded.check_unwritten()
+            needs = recorded.part(prim.present)
+            stack.enter_context(recorded.surroundings(needs))
+            replay = recorded.replay(needs)
         stack.enter_context(replaying(replay, family.region.name))
         return tuple(prim.body(*operands))
 

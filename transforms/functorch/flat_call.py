@@ -80,7 +80,7 @@ class FlatCall:
 
     def _watched(self, args: Any, kwargs: Any) -> Any:
         watch = self.family.watch
-        if watch is None or self.region.memory.uses_func:
+        if watch is None or self.region.cache.uses_func:
             self.family.watch = None
             return self.region.run(args, kwargs)
         with hooks_allowed():
@@ -93,7 +93,7 @@ class FlatCall:
             finally:
                 pop_hooks()
         # The function uses torch.func itself; what the backward reads stays unknown, so all of it runs again.
-        self.region.memory.uses_func = True
+        self.region.cache.uses_func = True
         raise WatchingRefused
 
 

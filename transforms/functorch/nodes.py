@@ -96,7 +96,7 @@ def _backward(ctx: Any, cotangents: tuple[Any, ...], level: int | None) -> list[
     made = call(pull, [*saved, *[cotangents[i] for i in present]])
     if ctx.residuals is not None and not graph_kept():
         # Freed as the backward goes, like autograd's own saved values.
-        ctx.residuals = Residuals() if ctx.residuals.trace is None else None
+        ctx.residuals = Residuals() if ctx.residuals.recorded is None else None
         ctx.prim = replace(ctx.prim, body=_freed)
     for place, (i, grad) in enumerate(zip(mask, made, strict=True)):
         # No gradient is None in plain autograd; torch.func wants zeros.
@@ -121,7 +121,7 @@ def _compares(prim: Prim) -> bool:
     pulled back for included: in a graph, where kept values are told apart by what comes before them. (By
     which levels differentiate what, matmul and in-place ops on views come down to other ops.)"""
     written = None if prim.source is None else prim.source.written
-    return written is not None and written.keeps and not written.trace.loose
+    return written is not None and written.keeps and not written.tape.loose
 
 
 def _freed(*_: torch.Tensor) -> tuple[torch.Tensor, ...]:

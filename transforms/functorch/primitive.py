@@ -22,10 +22,10 @@ from typing import Any, Protocol
 import torch
 
 from remat.transforms.compat.functorch import interpreter, unwrap_if_dead, unwrapped
+from remat.transforms.functorch.recorded import Recorded
 from remat.transforms.region.region import Region
-from remat.transforms.state.ambient import Ambient, RandomState
-from remat.transforms.tape.liveness import Ends
-from remat.transforms.tape.tape import Trace, storage
+from remat.transforms.state.ambient import Ambient
+from remat.transforms.tape.values import storage
 
 Tensors = Sequence[torch.Tensor]
 Body = Callable[..., tuple[torch.Tensor, ...]]
@@ -35,26 +35,15 @@ class Residuals:
     """What the forward of one node leaves for its pull-back, besides the operands."""
 
     def __init__(self) -> None:
-        self.trace: Trace | None = None
-        self.random: RandomState | None = None
-        self.outside: set[int] | None = None  # storages from outside that autograd itself reads
+        self.recorded: Recorded | None = None
         self.written: Any = None  # in a traced graph: what its `World` noted in the forward
-        self.ends: Ends | None = None  # the results, where they do not all need the same values
-        self.packed: list[tuple[int, int]] = []  # (op that made a value, autograd node that saved it)
-
-    def part(self, present: Sequence[int] | None) -> tuple[set[int], int] | None:
-        """What of the trace a pull-back from the results at `present` needs; None for all of it."""
-        if self.ends is None or self.trace is None or present is None:
-            return None
-        idle = self.ends.idle_without(present)
-        return self.trace.part({made for made, owner in self.packed if owner not in idle}) if idle else None
 
     def needs(self, tensor: torch.Tensor) -> bool:
         """Whether the pull-back reads this operand."""
-        if self.trace is None or self.outside is None or self.trace.opaque:
+        recorded = self.recorded
+        if recorded is None or recorded.storages is None:
             return True
-        bottom = unwrapped(tensor)
-        return self.trace.reads(bottom) or storage(bottom) in self.outside
+        return storage(unwrapped(tensor)) in recorded.storages
 
 
 class World(Protocol):
@@ -97,7 +86,7 @@ class Prim:
         own_level: pull-back only: the functorch level whose backward this is, or None.
         present: pull-back only: the results of the region that have a cotangent, or None for all.
         cotangents: pull-back only: which of the operands are its cotangents.
-        dual: whether tangents are computed along; then op sequences cannot be compared (`Trace.loose`).
+        dual: whether tangents are computed along; then op sequences cannot be compared (`Tape.loose`).
         mapped: whether `body` is a batched or a dual form of the function.
         masks: forward only: the operands that each of the nodes above differentiates.
     """

@@ -14,13 +14,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from remat.transforms.compat.autograd import at_backward_end, graph_task
 from remat.transforms.compat.modes import memory_is_real
+from remat.transforms.context import quiet
 from remat.transforms.ops import instances
 
 
@@ -254,11 +255,11 @@ class Store:
     """What one forward of a region sent away; made when it ends.
 
     Args:
-        nodes: the ops of which something was sent away, by their numbers; `kept` is what is kept of one.
+        kept: what is kept, by op; it may lose entries as they are read.
     """
 
-    def __init__(self, nodes: dict[int, Any]) -> None:
-        self.nodes = nodes
+    def __init__(self, kept: Mapping[int, Any]) -> None:
+        self.kept = kept
         self.task = -1  # the backward pass that it was last read in
         self.open = False  # whether it is being read
         self.place = Place(self, _living(_order.last))
@@ -268,7 +269,7 @@ class Store:
         """Whether anything is still on the host."""
         return any(True for _ in self._aways(None))
 
-    def fetch(self, needed: set[int] | None = None) -> None:
+    def fetch(self, needed: Container[int] | None = None) -> None:
         """Begin to bring back what is kept of the ops in `needed`, None for all."""
         takers: dict[Parcel, int] = {}
         for away in self._aways(needed):
@@ -281,7 +282,7 @@ class Store:
         for away in self._aways(None):
             away.parcel.drop()
 
-    def begin(self, needed: set[int] | None) -> None:
+    def begin(self, needed: Container[int] | None) -> None:
         """A recomputation begins that asks for what is kept of the ops in `needed`."""
         self.task, self.open = graph_task(), True
         try:
@@ -291,15 +292,24 @@ class Store:
             self.end()
             raise
 
+    @contextlib.contextmanager
+    def fetched(self, needed: Container[int] | None) -> Iterator[None]:
+        """Around a recomputation that takes what is kept of these ops, None for all."""
+        quiet(self.begin, needed)
+        try:
+            yield
+        finally:
+            self.end()
+
     def end(self) -> None:
         """The recomputation is over."""
         self.open = False
         self.drop()
 
-    def _aways(self, needed: set[int] | None) -> Iterator[Away]:
-        for at, node in self.nodes.items():
+    def _aways(self, needed: Container[int] | None) -> Iterator[Away]:
+        for at, kept in self.kept.items():
             if needed is None or at in needed:
-                yield from away_in(node.kept)
+                yield from away_in(kept)
 
 
 def _living(place: Place | None) -> Place | None:

@@ -16,9 +16,8 @@ from torch.autograd.profiler import record_function
 from remat.transforms.closure.convert import Slots, slots_of
 from remat.transforms.compat.autograd import profiling
 from remat.transforms.context import quiet
-from remat.transforms.region.cache import Lessons, Memory
-from remat.transforms.tape.recorder import Record
-from remat.transforms.tape.tape import Node, Trace
+from remat.transforms.region.cache import Bounded, TraceCache
+from remat.transforms.tape.tape import Node, Tape
 
 
 class _Local(threading.local):
@@ -43,8 +42,8 @@ class Selector(Protocol):
         """A context around the user's function in its forward; `levels`: torch.func may batch it."""
         ...
 
-    def finished(self, trace: Trace) -> None:
-        """Called once the forward is over and the trace is settled."""
+    def finished(self, tape: Tape) -> None:
+        """Called once the forward is over and settled."""
         ...
 
 
@@ -81,7 +80,7 @@ class Region:
         selector: makes the `Selector` of one forward; None keeps nothing (cheaper than one that says so).
         preserve_rng_state: replay random numbers.
         determinism_check: "metadata", "exact" or "none".
-        memory: what earlier calls taught about the function.
+        cache: what earlier calls of the function did.
         key: what the selector's verdicts depend on besides the ops; None where one forward tells
             nothing of the next.
     """
@@ -91,13 +90,13 @@ class Region:
     selector: Callable[[], Selector] | None
     preserve_rng_state: bool
     determinism_check: str
-    memory: Memory
+    cache: TraceCache
     key: Hashable | None = None
 
     @functools.cached_property
-    def lessons(self) -> Lessons:
-        """What earlier calls taught, under this policy. (To hash a policy takes longer than a small op.)"""
-        return self.memory.under(self.key)
+    def traces(self) -> Bounded:
+        """What earlier calls did under this policy. (To hash a policy takes longer than a small op.)"""
+        return self.cache.under(self.key)
 
     @functools.cached_property
     def slots(self) -> Slots | None:
@@ -118,9 +117,6 @@ class Region:
             return self.function(*args, **kwargs)
         finally:
             _selecting.innermost = before
-
-    def record(self, trace: Trace, selector: Selector | None, inputs: Sequence[torch.Tensor]) -> Record:
-        return Record(trace, selector, inputs, self.digest)
 
 
 def recomputing(name: str) -> Callable[[], Any]:

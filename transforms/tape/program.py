@@ -103,7 +103,9 @@ class Program:
             pair = (place, number)
             sources = [i for i in tape.sources(number, position) if i in makers]
             root = tape.root_of(number)
-            later = [s for s in self.steps if s.at >= position and s.call and root in tape.nodes[s.at].written]
+            later = [
+                s for s in self.steps if s.at >= position and s.call and root in tape.nodes[s.at].written
+            ]
             if later:
                 later[0].before += (pair,)
             elif sources:

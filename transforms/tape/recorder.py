@@ -38,7 +38,18 @@ from remat.transforms.tape.values import (
 
 _as_strided = torch.ops.aten.as_strided.default
 # What stands in a template as it is, and means the same in another call.
-_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
 
 
 class Recorder(Mode):
@@ -87,6 +98,8 @@ class Recorder(Mode):
         self.snapshots: dict[int, Snapshot] = {}
         self.outer: dict[int, int] = {}
         self.kept_bytes = 0
+        self.alive: dict[int, torch.Tensor] = {}  # saved values that are held while the function runs
+        self.exposed: str | None = None  # how user code looked at memory itself, if it did
         self.at = 0  # guard mode: how many ops have run
         self.packs = self.named = 0  # guard mode: how many values were saved, how many were named
         self._numbers = ValueNumbering()
@@ -253,7 +266,11 @@ class Recorder(Mode):
                 self.packs = at + 1
                 return expected.packed[at][0]
             unknown = self._numbers.get(tensor) is None and at < len(expected.packed)
-            if unknown and expected.packed[at][1] == self.at and self._binds(-1 - expected.packed[at][0], tensor):
+            if (
+                unknown
+                and expected.packed[at][1] == self.at
+                and self._binds(-1 - expected.packed[at][0], tensor)
+            ):
                 self.packs = at + 1
                 return expected.packed[at][0]
             self.leave()
@@ -290,7 +307,9 @@ class Recorder(Mode):
             # Memory of its own, which a tangent is then copied into.
             self.leave()
             self.tape.loose = self.tape.loose or out.dtype == first.dtype
-            self._add(func, facts, (self._template(args), self._template(kwargs)), args, kwargs, out, optional=True)
+            self._add(
+                func, facts, (self._template(args), self._template(kwargs)), args, kwargs, out, optional=True
+            )
             return out
         if number is None:
             self.leave()
@@ -343,7 +362,7 @@ class Recorder(Mode):
             self.random[at] = draws_from
         self._link_operands(node, facts)
         node.graded = _is_graded(tape, node, facts, args)
-        if facts.outside and facts.namespace_outside:
+        if facts.collective:
             tape.open = tape.open or f"it calls {func}, which acts outside of this process"
             tape.sharded = tape.sharded or not node.graded
         if facts.higher_order:
@@ -409,7 +428,15 @@ class Recorder(Mode):
             self.tape.open = self.tape.open or "it looks at memory as another dtype, unseen"
             return self._from_outside(tensor)
         shape, stride, start = base_look(tensor)
-        self._add(_as_strided, traits(_as_strided), ((Ref(number), shape, stride, start), {}), (), {}, tensor, optional=True)
+        self._add(
+            _as_strided,
+            traits(_as_strided),
+            ((Ref(number), shape, stride, start), {}),
+            (),
+            {},
+            tensor,
+            optional=True,
+        )
         found = self._numbers.get(tensor)
         assert found is not None
         self.tape.nodes[-1].root = root
@@ -474,7 +501,7 @@ class Recorder(Mode):
     # -- writes --------------------------------------------------------------------------------------------
 
     def _before_write(self, func: Any, facts: Traits, args: Any, kwargs: Any) -> None:
-        if facts.namespace_outside or (self.tape.sharded and not torch.is_grad_enabled()):
+        if facts.collective or (self.tape.sharded and not torch.is_grad_enabled()):
             return
         for tensor in targets(facts, args, kwargs):
             root = self.root(tensor)
@@ -608,9 +635,15 @@ class Recorder(Mode):
         if memory is not None and self.expected is None:
             self._remember(memory, self.tape.root_of(number), number, tensor)
 
+    def living_values(self) -> list[tuple[torch.Tensor, int]]:
+        """The tensors that ops have made and that somebody holds."""
+        return list(self._numbers.living())
+
     def living(self, number: int) -> torch.Tensor | None:
         """A tensor with this number, if one is still there."""
-        return self.outside[-1 - number] if number < 0 else self._numbers.tensor(number)
+        if number < 0:
+            return self.outside[-1 - number]
+        return self.alive.get(number)
 
     def origin(self, tensor: torch.Tensor) -> int | None:
         """The op that made a tensor, None for one from outside."""
@@ -654,7 +687,14 @@ def _refs(template: Any) -> list[int]:
 
 def _geometry(tensor: torch.Tensor) -> Any:
     """How a tensor lies in its memory."""
-    return (tensor.dtype, tensor.is_conj(), tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.is_neg())
+    return (
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.storage_offset(),
+        tensor.is_neg(),
+    )
 
 
 def base_look(tensor: torch.Tensor) -> tuple[list[int], list[int], int]:

@@ -30,7 +30,7 @@ class Replay(Mode):
         needs: what runs.
         kept: what is kept, by op.
         random: the generator's state before each op that draws.
-        snapshots: (tensor from outside, its memory before the forward wrote to it).
+        snapshots: (storage of a tensor from outside, what was in it before the forward wrote to it).
         check: compare ops' constants, and shape, dtype and device of their results.
         digest: as for `Recorder`.
         casts: as for `Recorder`.
@@ -43,7 +43,7 @@ class Replay(Mode):
         kept: Mapping[int, Any],
         *,
         random: Mapping[int, Any],
-        snapshots: list[tuple[torch.Tensor, Snapshot]],
+        snapshots: list[tuple[int, Snapshot]],
         check: bool = True,
         digest: Callable[[Any], Any] | None = None,
         casts: bool = False,
@@ -56,7 +56,7 @@ class Replay(Mode):
         self.blanks = Separate()
         copies = {id(snapshot): quiet(snapshot.copy) for _, snapshot in snapshots}
         # Memory from outside that the forward wrote to, by its storage: the outside sees a write once.
-        self._scratch = {storage(tensor): copies[id(snapshot)] for tensor, snapshot in snapshots}
+        self._scratch = {key: copies[id(snapshot)] for key, snapshot in snapshots}
 
     @property
     def position(self) -> int:
@@ -87,15 +87,11 @@ class Replay(Mode):
         action = self.needs.actions[at]
         if action == KEPT:
             return self._hand_out(at)
-        if action == SKIP and not facts.writes and not facts.view:
-            return quiet(self.blanks, node.outs)
-        if action == SKIP and facts.inplace and not facts.reshapes and not self._viewed(node):
-            return next(iter(targets(facts, args, kwargs)))
+        # A view is made: one that is written through tells autograd where in its base the gradient belongs, and
+        # `squeeze_` and the like change the tensor object itself, which later ops look at.
+        if action == SKIP and not facts.view and not facts.reshapes:
+            return next(iter(targets(facts, args, kwargs))) if facts.inplace else quiet(self.blanks, node.outs)
         return self._run(at, node, func, args, kwargs)
-
-    def _viewed(self, node: Node) -> bool:
-        """Whether autograd must see a write, which tells it where in its base a gradient belongs."""
-        return any(root in self.tape.last_write for root in node.written)
 
     def _next(self) -> int:
         """The number of the op that is to come, past those that need not occur."""

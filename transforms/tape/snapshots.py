@@ -34,3 +34,11 @@ class Snapshot:
             return self.tensor
         empty = torch.empty(0, dtype=like.dtype, device=like.device)
         return empty.set_(self.memory, like.storage_offset(), like.shape, like.stride())
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What is held, for reports."""
+        if self.memory is None:
+            return [] if self.tensor is None else [self.tensor]
+        device = self.memory.device
+        empty = torch.empty(0, dtype=torch.uint8, device=device)
+        return [empty.set_(self.memory, 0, (self.memory.nbytes(),), (1,))]

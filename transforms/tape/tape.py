@@ -210,9 +210,7 @@ def _reach(tape: Tape, wanted: Iterable[int], kept: Mapping[int, Any]) -> dict[i
 def _fills_unseen(tape: Tape, live: dict[int, bool]) -> bool:
     """Whether a needed value came about unseen: a raw kernel (Triton, an extension) fills what `empty` made."""
     return any(
-        traits(tape.nodes[i].op).uninitialized
-        and i not in tape.last_write
-        and numel(tape.nodes[i].outs)
+        traits(tape.nodes[i].op).uninitialized and i not in tape.last_write and numel(tape.nodes[i].outs)
         for i in live
     )
 

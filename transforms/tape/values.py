@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from remat.transforms.compat.ambient import functions_as_they_are, storage_key
-from remat.transforms.offload.transfer import Elsewhere
+from remat.transforms.offload.transfer import Elsewhere, away_in
 from remat.transforms.ops import Traits
 
 
@@ -44,10 +44,6 @@ class ValueNumbering:
         for ref, number in list(self._at.values()):
             if (tensor := ref()) is not None:
                 yield tensor, number
-
-    def tensor(self, number: int) -> torch.Tensor | None:
-        """A living tensor with this number, if there is one."""
-        return next((tensor for tensor, at in self.living() if at == number), None)
 
 
 def constants_alike(want: Any, value: Any) -> bool:
@@ -89,6 +85,11 @@ def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)([map_tensors(function, v) for v in value])
     return value
+
+
+def held_tensors(kept: Any) -> list[tuple[torch.Tensor, bool]]:
+    """The tensors that are held for a kept value, and whether each is an offloaded one, on its host."""
+    return [*((away.host, True) for away in away_in(kept)), *((tensor, False) for tensor in tensors_in(kept))]
 
 
 def targets(facts: Traits, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:

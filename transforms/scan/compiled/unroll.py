@@ -32,8 +32,9 @@ from remat.transforms.scan.compiled.fx_passes import (
 from remat.transforms.scan.compiled.sums import Sums
 from remat.transforms.scan.spec import Tensors
 from remat.transforms.scan.vjp import pull
-from remat.transforms.tape.recorder import Record
-from remat.transforms.tape.tape import OFFLOAD, SAVE, Node, Trace, tensors_in
+from remat.transforms.tape.recorder import Recorder
+from remat.transforms.tape.tape import OFFLOAD, SAVE, Tape
+from remat.transforms.tape.values import tensors_in
 
 Columns = list[list[torch.Tensor]]
 # What is compiled, and the consts whose transposes it takes after all else.
@@ -84,31 +85,31 @@ class Blocks:
         """One step, with what the selector keeps of it."""
         if self.selector is None:
             return *self.step(consts, carry, x), Kept()
-        selector = self.selector()
-        record = _Keeping(Trace("step"), selector, [*consts, *carry, *x])
+        record = _Keeping(Tape("step"), self.selector, [*consts, *carry, *x])
+        selector: Any = record.selector
         with selector.watching(), record:
             new, ys = self.step(consts, carry, x)
-        selector.finished(record.trace)
+        selector.finished(record.tape)
         return new, ys, record.found()
 
 
-class _Keeping(Record):
+class _Keeping(Recorder):
     """Keeps values where they are, and notes which of them belong on the host."""
 
-    def judge(self, node: Node, verdict: int, out: Any) -> None:
-        super().judge(node, min(verdict, 1) * SAVE, out)
-        node.verdict = verdict
+    def judge(self, at: int, verdict: int, out: Any) -> None:
+        super().judge(at, min(verdict, 1) * SAVE, out)
+        self.tape.nodes[at].verdict = verdict
 
     def found(self) -> Kept:
-        nodes, kept, host = self.trace.nodes, Kept(), []
-        for i, node in enumerate(nodes):
-            root = node.root
+        nodes, kept, host = self.tape.nodes, Kept(), []
+        for i, value in sorted(self.kept.items()):
+            root = nodes[i].root
             # A view costs nothing to take again of what is there.
-            if root != i and (root < 0 or nodes[root].kept is not None) and traits(node.op).view:
+            if root != i and (root < 0 or root in self.kept) and traits(nodes[i].op).view:
                 continue
-            values = list(tensors_in(node.kept))
+            values = list(tensors_in(value))
             kept += values
-            host += [node.verdict == OFFLOAD] * len(values)
+            host += [nodes[i].verdict == OFFLOAD] * len(values)
         kept.host = tuple(host)
         return kept
 
