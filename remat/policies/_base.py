@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 
-from remat._core.opinfo import Decision, OpInfo
-from remat.transforms.errors import RematError
-from remat.transforms.ops import traits
-from remat.transforms.registry import intern, register
+from remat._core import Decision, OpInfo
+from remat.transforms import RematError, intern, register, traits
 
 
 class PolicyError(RematError, TypeError):
@@ -296,6 +294,15 @@ def as_policy(value: Any) -> Policy:
     Raises:
         RematError: it is none of these (also a TypeError).
     """
-    from remat.policies._makers import policy_from
+    return value if isinstance(value, Policy) else _converters[-1](value)
 
-    return policy_from(value)
+
+# How other values become policies is the matter of `_makers`, which makes policies of every kind and puts its
+# function here when it is imported.
+_converters: list[Callable[[Any], Policy]] = []
+
+
+def converts(convert: Callable[[Any], Policy]) -> Callable[[Any], Policy]:
+    """Let `as_policy` turn by `convert` what is no policy yet."""
+    _converters.append(convert)
+    return convert

@@ -15,16 +15,18 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.aot import is_tracing
-from remat.transforms.compat.functorch import is_batched, is_wrapped, unwrap_once
-from remat.transforms.compat.modes import (
+from remat.transforms.compat import (
     DispatchMode,
     active_modes,
     cond,
     intercept_under_modes,
+    is_batched,
+    is_tracing,
+    is_wrapped,
     memory_is_real,
     modes_active,
     uncompiled_branches,
+    unwrap_once,
 )
 from remat.transforms.context import enclosing, recordings
 from remat.transforms.pytree import flatten, unflatten

@@ -2,9 +2,9 @@
 
 Dynamo sees a region as one call of `torch`'s wrapper operator: it traces the user's function into a graph
 module, with captured tensors lifted to operands, and leaves what is done with it to us. When the graph is
-then traced below autograd, `run_graph` calls the region's primitive (`functorch`) there and then, under
-whatever functorch levels are active: the recomputation is written out in the graph. A fence on all that the
-recomputation reads keeps the compiler from undoing it.
+then traced below autograd, `run_graph` calls the region's primitive (`functorch`) there and then,
+under whatever functorch levels are active: the recomputation is written out in the graph. A fence on all that
+the recomputation reads keeps the compiler from undoing it.
 
 Here, unlike in eager, nothing has to be skipped, freed or put back: what nobody reads is dead code that the
 compiler drops.
@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.aot import (
+from remat.transforms.compat import (
     depth,
+    in_transform,
     is_tracing,
     level_argument,
     tagged,
@@ -30,16 +31,13 @@ from remat.transforms.compat.aot import (
     teach_inductor,
     unwind_levels,
 )
-from remat.transforms.compat.functorch import in_transform
-from remat.transforms.compiled.dedup import Alike, likeness
-from remat.transforms.compiled.lowering import Written
-from remat.transforms.compiled.names import CAPTURED, NAMED
+from remat.transforms.compiled import CAPTURED, NAMED, Alike, Written, likeness
 from remat.transforms.entry.dispatch import keeping_everything, outermost, run
 from remat.transforms.functorch import Family, Look, Prim, call, leaving, looks, seen
-from remat.transforms.intermediates.taps import Handed, current, tap
+from remat.transforms.intermediates import Handed, current, tap
 from remat.transforms.pytree import merge, split
-from remat.transforms.region.region import Region
-from remat.transforms.state.ambient import Ambient, device_kinds
+from remat.transforms.region import Region
+from remat.transforms.state import Ambient, device_kinds
 
 _local = threading.local()
 

@@ -7,27 +7,43 @@ from typing import Any
 
 import torch
 
-from remat.transforms.closure.cond import not_compiled
-from remat.transforms.closure.convert import MOST_TRIES, Missed, changing
-from remat.transforms.closure.convert import captured as convert_captured
-from remat.transforms.compat.aot import is_tracing
-from remat.transforms.compat.autograd import hooks_disabled, is_hook_refusal, profiling
-from remat.transforms.compat.functorch import VMAP, in_transform, levels, unwrapped
-from remat.transforms.compat.modes import memory_is_real, modes_active
-from remat.transforms.compiled.lowering import Written
+from remat.transforms.closure import (
+    MOST_TRIES,
+    Missed,
+    changing,
+    not_compiled,
+)
+from remat.transforms.closure import captured as convert_captured
+from remat.transforms.compat import (
+    VMAP,
+    hooks_disabled,
+    in_transform,
+    is_hook_refusal,
+    is_tracing,
+    levels,
+    memory_is_real,
+    modes_active,
+    profiling,
+    unwrapped,
+)
+from remat.transforms.compiled import Written
 from remat.transforms.context import enclosing, inside
-from remat.transforms.eager.frame import Plain, enclosed, stop_enclosing
-from remat.transforms.eager.guarded import Following
-from remat.transforms.eager.inputs import Inputs
-from remat.transforms.eager.recording import Traced, may_keep_around
-from remat.transforms.eager.saved import watcher
+from remat.transforms.eager import (
+    Following,
+    Inputs,
+    Plain,
+    Traced,
+    enclosed,
+    may_keep_around,
+    stop_enclosing,
+    watcher,
+)
 from remat.transforms.functorch import FlatCall, WatchingRefused
-from remat.transforms.intermediates.taps import Mirrors, current
+from remat.transforms.intermediates import Mirrors, current
 from remat.transforms.pytree import flatten, split
-from remat.transforms.region.cache import Plan
-from remat.transforms.region.region import Region, labelled, planning
-from remat.transforms.state.ambient import RandomState
-from remat.transforms.tape.observers import listening
+from remat.transforms.region import Plan, Region, labelled, planning
+from remat.transforms.state import RandomState
+from remat.transforms.tape import listening
 
 
 class _Keeping(threading.local):

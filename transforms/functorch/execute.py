@@ -7,16 +7,22 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.autograd import next_node
-from remat.transforms.compat.functorch import unwrapped
+from remat.transforms.compat import next_node, unwrapped
 from remat.transforms.context import inside, quiet
 from remat.transforms.functorch.primitive import Prim, Residuals, Tensors
 from remat.transforms.functorch.pullback import replaying
-from remat.transforms.state.ambient import RandomState
-from remat.transforms.tape.liveness import Ends, holds_unseen
-from remat.transforms.tape.observers import Kept, listening, report
-from remat.transforms.tape.replay import Replay
-from remat.transforms.tape.tape import Trace, held_tensors, storage
+from remat.transforms.state import RandomState
+from remat.transforms.tape import (
+    Ends,
+    Kept,
+    Replay,
+    Trace,
+    held_tensors,
+    holds_unseen,
+    listening,
+    report,
+    storage,
+)
 
 
 def execute(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:

@@ -6,15 +6,14 @@ from typing import Any
 
 import torch
 
-from remat.transforms.closure.cond import kept_whole
-from remat.transforms.closure.convert import Bindings, Swap, as_operand, made_inside
-from remat.transforms.compat.autograd import hooks_allowed, is_hook_refusal, pop_hooks, push_hooks
-from remat.transforms.eager.saved import unread
+from remat.transforms.closure import Bindings, Swap, as_operand, kept_whole, made_inside
+from remat.transforms.compat import hooks_allowed, is_hook_refusal, pop_hooks, push_hooks
+from remat.transforms.eager import unread
 from remat.transforms.functorch.aliasing import Look, leaving, looks, seen
 from remat.transforms.functorch.primitive import Family, Prim, World, call
 from remat.transforms.pytree import check_results, flatten, merge, split, unflatten
-from remat.transforms.region.region import Region, labelled
-from remat.transforms.state.ambient import Ambient, device_kinds
+from remat.transforms.region import Region, labelled
+from remat.transforms.state import Ambient, device_kinds
 
 
 class FlatCall:

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.autograd import graph_kept
-from remat.transforms.compat.functorch import (
+from remat.transforms.compat import (
     SingleLevelFunction,
     add_batch_dim,
     forward_grad_enabled,
+    graph_kept,
     is_batched,
     is_dead,
     is_wrapped,
@@ -37,7 +37,7 @@ from remat.transforms.pytree import smooth as pytree_smooth
 
 
 @rule(None)
-def _at_bottom(_: None, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+def at_bottom(_: None, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
     if torch.is_grad_enabled() and any(t.requires_grad for t in operands):
         return BottomNode.apply(prim, *operands)
     return execute(prim, operands)

@@ -21,11 +21,10 @@ from typing import Any, Protocol
 
 import torch
 
-from remat.transforms.compat.functorch import interpreter, unwrap_if_dead, unwrapped
-from remat.transforms.region.region import Region
-from remat.transforms.state.ambient import Ambient, RandomState
-from remat.transforms.tape.liveness import Ends
-from remat.transforms.tape.tape import Trace, storage
+from remat.transforms.compat import interpreter, unwrap_if_dead, unwrapped
+from remat.transforms.region import Region
+from remat.transforms.state import Ambient, RandomState
+from remat.transforms.tape import Ends, Trace, storage
 
 Tensors = Sequence[torch.Tensor]
 Body = Callable[..., tuple[torch.Tensor, ...]]

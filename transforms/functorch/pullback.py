@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.autograd import cut_off, hooks_aside
-from remat.transforms.compat.functorch import in_transform, restore_vmap
+from remat.transforms.compat import cut_off, hooks_aside, in_transform, restore_vmap
 from remat.transforms.context import quiet
 from remat.transforms.functorch.primitive import Body, Family, Tensors
 from remat.transforms.pytree import smooth as pytree_smooth
-from remat.transforms.region.region import recomputing
+from remat.transforms.region import recomputing
 
 
 def as_differentiated(body: Body, mask: list[int], family: Family) -> Body:
