@@ -3,8 +3,8 @@
 from remat import interop as interop
 from remat import nn as nn
 from remat import transforms as transforms
+from remat._api import checkpoint_policy as checkpoint_policy
 from remat._api import remat as remat
-from remat._checkpoint_policy import checkpoint_policy as checkpoint_policy
 from remat._core import Decision as Decision
 from remat._core import OpInfo as OpInfo
 from remat._inspect import Residual as Residual

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from remat._api import remat
 from remat._dynamo import call_scan, run_compiled, runs_in_eager
+from remat._region import with_policy
 from remat.policies import Policy, as_policy, save_everything, save_nothing
 from remat.schedules import All, Schedule, Segmented, Sqrt, as_schedule, auto
 from remat.transforms import flatten, paths, smooth, unflatten
@@ -327,7 +327,7 @@ def _region(body: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
     """The body as a rematerialized region of its own."""
     if policy == save_everything:
         return body
-    return remat(body, policy=policy)
+    return with_policy(body, policy)
 
 
 def _taped(

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from remat._api import remat
 from remat._core import Decision, OpInfo
+from remat._region import with_policy
 from remat.plan.budget import check_peak
 from remat.plan.chain import Chain, Choice, Measure, Part, Stage, best_parts
 from remat.plan.followed import Following, carried_out
@@ -22,7 +22,7 @@ from remat.plan.graph import CostModel, Graph, cost_model
 from remat.plan.model import as_fake
 from remat.plan.plan import Plan, size_text
 from remat.plan.solve import Problem, Solved, complete
-from remat.policies import Numbered, Policy
+from remat.policies import Numbered, Policy, save_nothing
 from remat.transforms import RematError
 from remat.transforms.compat import fake_mode, is_tracing
 from remat.transforms.joint import record
@@ -210,9 +210,9 @@ class Task:
     def _carried_out(self, part: Part, plans: dict[int, Plan]) -> Callable[..., Any]:
         """The stages of a part in the regions that it says."""
         if part.parts:
-            return remat(_sequence([self._carried_out(one, {}) for one in part.parts]))
+            return with_policy(_sequence([self._carried_out(one, {}) for one in part.parts]), save_nothing)
         run = _sequence(self.stages[part.start : part.stop])
-        return run if part.choice < 0 else remat(run, policy=_Given(plans[part.start]))
+        return run if part.choice < 0 else with_policy(run, _Given(plans[part.start]))
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from remat.policies._base import Numbered as Numbered
 from remat.policies._base import Policy as Policy
 from remat.policies._base import PolicyError as PolicyError
+from remat.policies._base import PolicyLike as PolicyLike
 from remat.policies._base import as_policy as as_policy
 from remat.policies._base import check_verdict as check_verdict
 from remat.policies._catalogue import kind_of as kind_of

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -68,6 +68,16 @@ class Policy:
 
     def __invert__(self) -> Policy:
         return Not(self)
+
+
+# What `as_policy` makes a policy of: a policy, a rule, ops (`torch.ops.aten.mm`) and names, one or several.
+PolicyLike: TypeAlias = (
+    Policy
+    | Callable[[OpInfo], Decision | bool]
+    | torch._ops.OpOverload
+    | torch._ops.OpOverloadPacket
+    | Collection[Any]
+)
 
 
 @dataclass(frozen=True)
