@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from remat._dynamo import call_planned, call_region, looks_at_calls, wrap
-from remat._inspect import told, wanted
+from remat._inspect import logger, told, wanted
 from remat.policies import Policy, PolicySelector, bind, save_everything, save_nothing
 from remat.transforms import RematError, register
 from remat.transforms.entry import outermost, run, run_transparently
@@ -129,7 +129,7 @@ def _wrap(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return compile_call(label, number, fn, args, kwargs)
-        if wanted():
+        if logger.level and wanted():
             return told(label, functools.partial(eager, args, kwargs))
         return eager(args, kwargs)
 

@@ -1,6 +1,6 @@
 """What a function closes over, found, named and made an operand."""
 
-from remat.transforms.closure.cond import kept_whole, not_compiled
+from remat.transforms.closure.cond import cond_met, kept_whole, not_compiled
 from remat.transforms.closure.convert import (
     MOST_TRIES,
     Bindings,
@@ -20,6 +20,7 @@ from remat.transforms.closure.convert import (
 from remat.transforms.closure.paths import by_storage, of_arguments, of_captured
 
 __all__ = [
+    "cond_met",  # whether torch.cond was ever called in a region
     "kept_whole",  # within, torch.cond does not compile itself, so that torch-function modes meet it
     "not_compiled",  # whether `error` is Dynamo's about the first torch.cond in a region
     "Bindings",  # which tensors the modules in reach hold, so that a recomputation sees them again

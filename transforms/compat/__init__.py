@@ -3,6 +3,7 @@
 from remat.transforms.compat.ambient import (
     autocasting,
     default_device_in_context,
+    function_modes,
     functions_as_they_are,
     is_strided,
     modules_watched,
@@ -40,8 +41,8 @@ from remat.transforms.compat.aot import (
     unwind_levels,
 )
 from remat.transforms.compat.autograd import (
+    allow_hooks,
     at_backward_end,
-    cut_off,
     engine_grad,
     engine_runs,
     forward_ad_active,
@@ -56,6 +57,7 @@ from remat.transforms.compat.autograd import (
     pop_hooks,
     profiling,
     push_hooks,
+    refuse_hooks,
     running_node,
     top_hooks,
 )
@@ -81,6 +83,7 @@ from remat.transforms.compat.functorch import (
     enable_single_level_autograd_function,
     forward_grad_enabled,
     in_transform,
+    innermost_level,
     interpreter,
     is_batched,
     is_batched_anyhow,
@@ -88,6 +91,7 @@ from remat.transforms.compat.functorch import (
     is_dead,
     is_wrapped,
     level_of,
+    level_stack,
     levels,
     restore_vmap,
     unwrap_batched,
@@ -115,6 +119,11 @@ from remat.transforms.compat.modes import (
 )
 
 __all__ = [
+    "function_modes",  # how many torch-function modes are active
+    "level_stack",  # all of them, from the outermost; None outside every transform
+    "innermost_level",  # the innermost functorch level, where there is one
+    "refuse_hooks",  # refuse them, with this message
+    "allow_hooks",  # accept saved-tensor hooks
     "autocasting",  # whether autocast is on for any device
     "default_device_in_context",  # the device of an enclosing `with torch.device(...)`
     "functions_as_they_are",  # a context without torch-function modes
@@ -151,7 +160,6 @@ __all__ = [
     "traced_functionally",  # a graph of the aten ops of a function
     "unwind_levels",  # leave every functorch level of this thread
     "at_backward_end",  # run `callback` when the running backward pass ends
-    "cut_off",  # whether this is a view made with gradients off
     "engine_grad",  # `torch.autograd.grad` without its checks
     "engine_runs",  # whether the running backward will run a node
     "forward_ad_active",  # whether a plain `forward_ad.dual_level` is open and one of `tensors` has a tangent

@@ -32,7 +32,8 @@ from remat.transforms.compat import (
     unwind_levels,
 )
 from remat.transforms.compiled import CAPTURED, NAMED, Alike, Written, likeness
-from remat.transforms.entry.dispatch import keeping_everything, outermost, run
+from remat.transforms.context import active
+from remat.transforms.entry.dispatch import outermost, run
 from remat.transforms.functorch import Family, Look, Prim, call, leaving, looks, seen
 from remat.transforms.intermediates import Handed, current, tap
 from remat.transforms.pytree import merge, split
@@ -56,7 +57,7 @@ def run_graph(region: Region, graph: Graph, operands: tuple[Any, ...]) -> tuple[
 
 
 def _run(region: Region, graph: Graph, operands: tuple[Any, ...]) -> tuple[Any, ...]:
-    if not is_tracing() or keeping_everything():
+    if not is_tracing() or active.transparent:
         # A backend that executes Dynamo's graph as it is, such as "eager".
         return run(region, operands, {})
     _local.depth = getattr(_local, "depth", 0) + 1
@@ -204,9 +205,9 @@ class _TracedCall:
         self.region = region
         self.operands = list(operands)
         self.tensors, self.at = split(self.operands)
-        self.taps = Handed(graph.named) if current() else None
+        self.taps = Handed(graph.named) if active.sessions and current() else None
         self.outs: list[Any] = []
-        self.looks: list[Look | None] | None = None  # once the function has run
+        self.looks: list[Look | None] | None = None  # once it has run, if it returned several tensors
         ambient = Ambient(device_kinds(self.tensors))
         # What runs in another region is that one's to record; captures count what they are given.
         alone = _local.depth == 1 and self.taps is None
@@ -225,9 +226,9 @@ class _TracedCall:
             outs = self.region.function(*merge(self.operands, self.at, list(tensors)))
         self.outs[:] = [_TENSOR if isinstance(out, torch.Tensor) else out for out in outs]
         found = [out for out in outs if isinstance(out, torch.Tensor)]
-        if self.looks is None:
+        if self.looks is None and len(found) > 1:
             self.looks = looks(found)
-        return leaving(found, self.looks)
+        return tuple(found) if self.looks is None else leaving(found, self.looks)
 
 
 _TENSOR = object()

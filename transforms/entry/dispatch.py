@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
@@ -20,14 +19,14 @@ from remat.transforms.compat import (
     in_transform,
     is_hook_refusal,
     is_tracing,
-    levels,
+    level_stack,
     memory_is_real,
     modes_active,
     profiling,
     unwrapped,
 )
 from remat.transforms.compiled import Written
-from remat.transforms.context import enclosing, inside
+from remat.transforms.context import active, enclosing, inside, labelled, planning
 from remat.transforms.eager import (
     Following,
     Inputs,
@@ -41,16 +40,8 @@ from remat.transforms.eager import (
 from remat.transforms.functorch import FlatCall, WatchingRefused
 from remat.transforms.intermediates import Mirrors, current
 from remat.transforms.pytree import flatten, split
-from remat.transforms.region import Plan, Region, labelled, planning
+from remat.transforms.region import Plan, Region
 from remat.transforms.state import RandomState
-from remat.transforms.tape import listening
-
-
-class _Keeping(threading.local):
-    everything = False
-
-
-_keeping = _Keeping()
 
 
 def outermost() -> bool:
@@ -60,22 +51,17 @@ def outermost() -> bool:
 
 def run_transparently(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `function` and keep what autograd keeps, regions inside it included."""
-    before = _keeping.everything
-    _keeping.everything = True
+    before = active.transparent
+    active.transparent = True
     try:
         return function(*args, **kwargs)
     finally:
-        _keeping.everything = before
-
-
-def keeping_everything() -> bool:
-    """Whether `run_transparently` is at work around here."""
-    return _keeping.everything
+        active.transparent = before
 
 
 def run(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `region`: by a frame in plain autograd, by the primitive under functorch levels."""
-    if _keeping.everything:
+    if active.transparent:
         return region.function(*args, **kwargs)
     if in_transform():
         return _run_batched(region, args, kwargs) if _only_batched() else _run_primitive(region, args, kwargs)
@@ -120,7 +106,7 @@ def _graded(tensor: torch.Tensor) -> bool:
 
 def _only_batched() -> bool:
     """Whether `vmap` is all that torch.func does around here."""
-    return all(kind == VMAP for _, kind, _ in levels())
+    return all([level.key() == VMAP for level in level_stack()])
 
 
 def _run_frame(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -152,7 +138,7 @@ def _known(inputs: Inputs, key: Any) -> Plan | None:
     plan = inputs.region.lessons.plans.get(key)
     if plan is None or plan.near != len(inputs.bindings.near):
         return None
-    if inputs.region.determinism_check == "exact" or listening():
+    if inputs.region.determinism_check == "exact" or active.listeners:
         return None
     if inputs.hooks is None and not modes_active():
         # Then there is no region around either.
@@ -165,12 +151,12 @@ def _known(inputs: Inputs, key: Any) -> Plan | None:
 def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     leaves, spec = flatten((args, kwargs))
     tensors, at = split(leaves)
-    taps = Mirrors(lambda: _dry_run(region, args, kwargs, tensors)) if current() else None
+    taps = Mirrors(lambda: _dry_run(region, args, kwargs, tensors)) if active.sessions and current() else None
     found = [*convert_captured(region.function), *(taps.offsets if taps else ())]
     random = RandomState(tensors)
     for _ in range(MOST_TRIES):
         try:
-            world = Written(region) if is_tracing() else None
+            world = Written(region) if modes_active() and is_tracing() else None
             return FlatCall(region, leaves, spec, at, tensors, found, taps, world)()
         except Missed as missed:
             if any(t is missed.tensor for t in (*tensors, *found)):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from remat.transforms.compat import next_node, unwrapped
-from remat.transforms.context import inside, quiet
+from remat.transforms.context import active
 from remat.transforms.functorch.primitive import Prim, Residuals, Tensors
 from remat.transforms.functorch.pullback import replaying
 from remat.transforms.state import RandomState
@@ -19,25 +19,14 @@ from remat.transforms.tape import (
     Trace,
     held_tensors,
     holds_unseen,
-    listening,
     report,
     storage,
 )
 
 
 def execute(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
-    """Run a primitive's body below every level."""
-    world = prim.family.world
-    if prim.pulls:
-        return _execute_pull(prim, operands) if world is None else world.pull(prim, operands)
-    with inside():
-        if world is not None:
-            outs = world.forward(prim, operands)
-        else:
-            outs = _execute_recorded(prim, operands) if prim.sinks else prim.body(*operands)
-    # A result that is an operand itself would be taken for an in-place result by autograd.Function.
-    taken = {id(t) for t in operands}
-    return tuple([quiet(t.view_as, t) if id(t) in taken else t for t in outs])
+    """Run a region's function; recorded, where a node above it will pull back."""
+    return _execute_recorded(prim, operands) if prim.sinks else prim.body(*operands)
 
 
 def _execute_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
@@ -84,7 +73,7 @@ def _execute_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
             sink.ends, sink.packed = ends[0], packed
     if selector:
         selector.finished(trace)
-    if listening():
+    if active.listeners:
         _report(region.name, trace, prim.sinks[-1], operands)
     return outs
 
@@ -98,7 +87,8 @@ def _report(name: str, trace: Trace, sink: Residuals, operands: Tensors) -> None
             report(Kept("policy", tensor, name, at, node.op, node.name, away))
 
 
-def _execute_pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+def execute_pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+    """Run a region again as it ran in its forward, and pull its cotangents back."""
     family, source = prim.family, prim.source
     with contextlib.ExitStack() as stack:
         stack.enter_context(_filled(operands))

@@ -1,8 +1,6 @@
 """What a call of `remat(fn)` is to the engine, and what earlier calls taught."""
 
-from remat.transforms.region.cache import Plan, forget_all, memory_of, reach, repeats
-from remat.transforms.region.region import (
-    Region,
+from remat.transforms.context import (
     choosing,
     is_recomputing,
     labelled,
@@ -11,6 +9,8 @@ from remat.transforms.region.region import (
     recomputing,
     selecting,
 )
+from remat.transforms.region.cache import Plan, forget_all, memory_of, reach, repeats
+from remat.transforms.region.region import Region
 
 __all__ = [
     "Plan",  # what a trace teaches of the next call with the same signature
