@@ -18,7 +18,7 @@ from remat._inspect import logger, told, wanted
 from remat.policies import Policy, PolicySelector, bind, save_everything, save_nothing
 from remat.transforms import RematError, register
 from remat.transforms.entry import outermost, run, run_transparently
-from remat.transforms.region import Region, choosing, memory_of
+from remat.transforms.region import Region, checksum, choosing
 
 # How a recomputation is compared with its forward.
 Check = Literal["metadata", "exact", "none"]
@@ -55,7 +55,8 @@ class Options:
         label = label or self.label(fn)
         selector = None if policy == save_nothing else functools.partial(PolicySelector, policy, label)
         key = policy if policy.repeatable else None
-        return Region(fn, label, selector, self.random, self.check, memory_of(anchor(fn)), key)
+        digest = checksum if self.check == "exact" else None
+        return Region(fn, label, selector, self.random, self.check, anchor(fn), key, digest)
 
     def eager(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """`fn` as a region, where Dynamo gave it up."""

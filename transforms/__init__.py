@@ -19,7 +19,7 @@ from remat.transforms.grad import (
 )
 from remat.transforms.ops import draws, is_user_frame, traits, user_line, user_place
 from remat.transforms.pytree import flatten, merge, paths, smooth, split, unflatten
-from remat.transforms.registry import intern, numbered, register
+from remat.transforms.registry import intern, register, registered
 
 __all__ = [
     "recordings",  # the recordings in progress on this thread, outermost first
@@ -46,6 +46,6 @@ __all__ = [
     "split",  # the tensors among `leaves`, and their positions
     "unflatten",  # the tree of structure `spec` with these leaves
     "intern",  # the number of everything equal to `thing`, for good
-    "numbered",  # the object that `register` gave this number
+    "registered",  # the objects that `register` gave numbers, by these
     "register",  # a number by which `thing` can be found as long as it lives
 ]

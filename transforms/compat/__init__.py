@@ -1,8 +1,9 @@
 """Every private name of torch that the library touches: the other rooms see only this face."""
 
 from remat.transforms.compat.ambient import (
+    DeviceContext,
     autocasting,
-    default_device_in_context,
+    function_mode_at,
     function_modes,
     functions_as_they_are,
     is_strided,
@@ -125,7 +126,8 @@ __all__ = [
     "refuse_hooks",  # refuse them, with this message
     "allow_hooks",  # accept saved-tensor hooks
     "autocasting",  # whether autocast is on for any device
-    "default_device_in_context",  # the device of an enclosing `with torch.device(...)`
+    "DeviceContext",  # what `with torch.device(...)` makes a torch-function mode
+    "function_mode_at",  # the torch-function mode at this place, from the outermost
     "functions_as_they_are",  # a context without torch-function modes
     "is_strided",  # whether `value` is a tensor with one block of memory behind it
     "modules_watched",  # whether any global module hook is set

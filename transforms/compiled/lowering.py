@@ -2,7 +2,7 @@
 
 Recording and replaying are those of eager, made simple: what nobody reads is dead code that the compiler
 drops, so nothing is skipped or freed here. Values that the selector keeps stay values of the graph.
-Everything that a recomputation starts from passes a fence (`compiled.barrier_placement` says what that is).
+Everything that a recomputation starts from passes a fence (`barrier.Origins` says what that is).
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from remat.transforms.compat import as_it_is, graph_storage, tagged
-from remat.transforms.compiled.barrier import fence, fence_below
-from remat.transforms.compiled.barrier_placement import Origins
+from remat.transforms.compiled.barrier import Origins, fence, fence_below
 from remat.transforms.compiled.dedup import Alike
 from remat.transforms.context import Mode, is_quiet, quiet
 from remat.transforms.context import around as context_around

@@ -36,7 +36,6 @@ from remat.transforms.context import active
 from remat.transforms.entry.dispatch import outermost, run
 from remat.transforms.functorch import Family, Look, Prim, call, leaving, looks, seen
 from remat.transforms.intermediates import Handed, current, tap
-from remat.transforms.pytree import merge, split
 from remat.transforms.region import Region
 from remat.transforms.state import Ambient, device_kinds
 
@@ -204,7 +203,8 @@ class _TracedCall:
     def __init__(self, region: Region, graph: Graph, operands: tuple[Any, ...]) -> None:
         self.region = region
         self.operands = list(operands)
-        self.tensors, self.at = split(self.operands)
+        self.at = [i for i, x in enumerate(self.operands) if isinstance(x, torch.Tensor)]
+        self.tensors = [self.operands[i] for i in self.at]
         self.taps = Handed(graph.named) if active.sessions and current() else None
         self.outs: list[Any] = []
         self.looks: list[Look | None] | None = None  # once it has run, if it returned several tensors
@@ -223,7 +223,8 @@ class _TracedCall:
     def body(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         tensors, offsets = operands[: len(self.at)], operands[len(self.at) :]
         with self.taps.opened(offsets) if self.taps else contextlib.nullcontext():
-            outs = self.region.function(*merge(self.operands, self.at, list(tensors)))
+            given = dict(zip(self.at, tensors, strict=True))
+            outs = self.region.function(*[given.get(i, x) for i, x in enumerate(self.operands)])
         self.outs[:] = [_TENSOR if isinstance(out, torch.Tensor) else out for out in outs]
         found = [out for out in outs if isinstance(out, torch.Tensor)]
         if self.looks is None and len(found) > 1:

@@ -45,7 +45,7 @@ class FlatCall:
         self.count = len(tensors)
         self.captured = captured
         self.operands = [as_operand(t) for t in (*tensors, *captured)]
-        self.bindings = Bindings(region.function, region.slots)
+        self.bindings = Bindings(region.function)
         self.family = Family(region, Ambient(device_kinds(self.operands)), world)
         self.out_leaves: list[Any] = []
         self.out_at: list[int] = []

@@ -9,13 +9,13 @@ from remat.transforms.context import (
     recomputing,
     selecting,
 )
-from remat.transforms.region.cache import Plan, forget_all, memory_of, reach, repeats
-from remat.transforms.region.region import Region
+from remat.transforms.region.cache import Plan, forget_all, reach, repeats
+from remat.transforms.region.region import Region, checksum
 
 __all__ = [
     "Plan",  # what a trace teaches of the next call with the same signature
     "forget_all",  # drop every plan
-    "memory_of",  # the memory that all regions around one function share, for as long as `anchor` lives
+    "checksum",  # a number for every tensor of a result that changes with any bit of it
     "reach",  # positions of outside tensors that the recomputation reads
     "repeats",  # whether another run of the same ops would be treated the same
     "Region",  # a function to be rematerialized, with everything that does not depend on the arguments

@@ -12,7 +12,7 @@ import torch
 
 from remat.transforms.closure import Slots, slots_of
 from remat.transforms.context import active
-from remat.transforms.region.cache import Lessons, Memory
+from remat.transforms.region.cache import Lessons, Memory, memory_of
 from remat.transforms.tape import Node, Record, Trace
 
 
@@ -42,9 +42,10 @@ class Region:
         selector: makes the `Selector` of one forward; None keeps nothing (cheaper than one that says so).
         preserve_rng_state: replay random numbers.
         determinism_check: "metadata", "exact" or "none".
-        memory: what earlier calls taught about the function.
+        anchor: with whose life what was learnt about the function ends.
         key: what the selector's verdicts depend on besides the ops; None where one forward tells
             nothing of the next.
+        digest: a number for an op's results that any other bit changes, None where they are not compared so.
     """
 
     function: Callable[..., Any]
@@ -52,8 +53,14 @@ class Region:
     selector: Callable[[], Selector] | None
     preserve_rng_state: bool
     determinism_check: str
-    memory: Memory
+    anchor: Any
     key: Hashable | None = None
+    digest: Callable[[Any], Any] | None = None
+
+    @functools.cached_property
+    def memory(self) -> Memory:
+        """What earlier calls taught about the function. (Graphs that are traced ask for none.)"""
+        return memory_of(self.anchor)
 
     @functools.cached_property
     def lessons(self) -> Lessons:
@@ -64,10 +71,6 @@ class Region:
     def slots(self) -> Slots | None:
         """Where a module and those in it hold tensors, for `Bindings`; None for any other function."""
         return slots_of(self.function) if isinstance(self.function, torch.nn.Module) else None
-
-    @property
-    def digest(self) -> Callable[[Any], Any] | None:
-        return _checksum if self.determinism_check == "exact" else None
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call the function as a part of a recording or of a recomputation."""
@@ -84,12 +87,12 @@ class Region:
         return Record(trace, selector, inputs, self.digest)
 
 
-def _checksum(out: Any) -> Any:
+def checksum(out: Any) -> Any:
     """A number for every tensor of `out` that changes with any bit of it, and with their order."""
     if isinstance(out, torch.Tensor):
         return _checksum_tensor(out.detach())
     if isinstance(out, (tuple, list)):
-        return tuple([_checksum(value) for value in out])
+        return tuple([checksum(value) for value in out])
     return out
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from remat.transforms.compat import (
+    DeviceContext,
     autocasting,
-    default_device_in_context,
+    function_mode_at,
     function_modes,
     graph_task,
     read_cudnn_sdp,
@@ -48,7 +49,7 @@ class Ambient:
 
     def __init__(self, device_types: Sequence[str]) -> None:
         self.switches = [read() for read in _READERS]
-        self.device = default_device_in_context() if function_modes() else None
+        self.device = _default_device() if function_modes() else None
         # Whether autocast was on for any of the devices, and what it cast to.
         self.casts = False
         self.autocast: tuple[tuple[str, torch.dtype | None], ...] = _NO_AUTOCAST
@@ -78,6 +79,15 @@ class Ambient:
         if not self.casts and not autocasting():
             return False
         return tuple([(kind, _autocast_dtype(kind)) for kind, _ in self.autocast]) != self.autocast
+
+
+def _default_device() -> torch.device | None:
+    """The device of an enclosing `with torch.device(...)` or `set_default_device`, None without one."""
+    for i in reversed(range(function_modes())):
+        mode = function_mode_at(i)
+        if isinstance(mode, DeviceContext):
+            return mode.device
+    return None
 
 
 # The backward pass at hand, and the switches as its first recomputation found them: nobody turns them between
