@@ -11,9 +11,9 @@ from typing import Any, cast
 import torch
 import torch.utils._pytree as torch_pytree
 
-from remat.transforms.compat.aot import compiled_for_graphs, example_of
-from remat.transforms.compiled.lowering import RECOMPUTED
-from remat.transforms.errors import RematError
+from remat.transforms import RematError
+from remat.transforms.compat import compiled_for_graphs, example_of
+from remat.transforms.compiled import RECOMPUTED
 
 __all__ = ["Recomputed", "Taken", "assert_recomputed", "recomputed"]
 

@@ -15,8 +15,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from remat.transforms.compat.autograd import forward_ad_active
-from remat.transforms.compat.functorch import in_transform
+from remat.transforms.compat import forward_ad_active, in_transform
 
 P = ParamSpec("P")
 

@@ -8,14 +8,15 @@ from typing import Any
 
 # What is equal to one of these has its number.
 _interned: dict[Any, str] = {}
-_registered: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+# The objects that `register` gave numbers.
+registered: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
 def register(thing: Any) -> str:
     """A number by which `thing` can be found as long as it lives; a string, as Dynamo changes integers."""
     number = str(next(_numbers))
-    _registered[number] = thing
+    registered[number] = thing
     return number
 
 
@@ -28,8 +29,3 @@ def intern(thing: Any) -> str:
     if number is None:
         number = _interned[thing] = register(thing)
     return number
-
-
-def numbered(number: str) -> Any:
-    """The object that `register` gave this number."""
-    return _registered[number]

@@ -17,10 +17,20 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from remat.transforms.compat.aot import bypassing_wrapper, is_tracing
-from remat.transforms.compat.dynamo import (
+from remat.transforms import (
+    RematError,
+    check_scalar,
+    checked_tensor,
+    flatten,
+    replace_arguments,
+    smooth,
+    split,
+)
+from remat.transforms.compat import (
     BROKEN,
+    bypassing_wrapper,
     is_near,
+    is_tracing,
     levels_of,
     pop,
     push,
@@ -29,14 +39,11 @@ from remat.transforms.compat.dynamo import (
     traced_depth,
     traced_unwrap,
 )
-from remat.transforms.compat.dynamo import top as dynamo_top
-from remat.transforms.compiled.names import CAPTURED, VARIABLE
-from remat.transforms.entry.compiled import Graph, levels_left
-from remat.transforms.errors import RematError
-from remat.transforms.grad import check_scalar, checked_tensor, replace_arguments
-from remat.transforms.intermediates.taps import Offsets
-from remat.transforms.intermediates.taps import opened as taps_opened
-from remat.transforms.pytree import flatten, smooth, split
+from remat.transforms.compat import top as dynamo_top
+from remat.transforms.compiled import CAPTURED, VARIABLE
+from remat.transforms.entry import Graph, levels_left
+from remat.transforms.intermediates import Offsets, differentiated, offset
+from remat.transforms.intermediates import opened as taps_opened
 
 bypass = bypassing_wrapper()
 
@@ -232,8 +239,6 @@ def enter(wanted: tuple[str, ...], graph: Any) -> Callable[..., Any]:
 
 
 def _differentiate(wanted: tuple[str, ...], graph: torch.fx.GraphModule, *operands: Any) -> tuple[Any, ...]:
-    from remat._intermediates import differentiated, offset
-
     module, at = _of_variables(graph)
     body = Graph(module)
 

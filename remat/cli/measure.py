@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat._core.flops import known_flops
+from remat._core import known_flops
 
 T = TypeVar("T")
 Mark = Callable[[], None]

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from remat.plan.graph.graph import Graph
-from remat.transforms.closure.convert import swapping
-from remat.transforms.compat.functorch import in_transform
-from remat.transforms.joint.graph import record
-from remat.transforms.joint.levels import Peeled, captured_at_levels, peel, record_peeled
+from remat.plan.graph import Graph
+from remat.transforms.closure import swapping
+from remat.transforms.compat import in_transform
+from remat.transforms.joint import Peeled, captured_at_levels, peel, record, record_peeled
 
 # Entries hold on to their function, so that its identity cannot be taken by another.
 _GRAPHS: OrderedDict[Hashable, tuple[Any, Graph]] = OrderedDict()

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-from remat._core.opinfo import Decision, OpInfo
-from remat.transforms.errors import RematError
-from remat.transforms.ops import traits
-from remat.transforms.registry import intern, register
+from remat._core import Decision, OpInfo
+from remat.transforms import RematError, intern, register, traits
 
 
 class PolicyError(RematError, TypeError):
@@ -70,6 +68,16 @@ class Policy:
 
     def __invert__(self) -> Policy:
         return Not(self)
+
+
+# What `as_policy` makes a policy of: a policy, a rule, ops (`torch.ops.aten.mm`) and names, one or several.
+PolicyLike: TypeAlias = (
+    Policy
+    | Callable[[OpInfo], Decision | bool]
+    | torch._ops.OpOverload
+    | torch._ops.OpOverloadPacket
+    | Collection[Any]
+)
 
 
 @dataclass(frozen=True)
@@ -296,6 +304,15 @@ def as_policy(value: Any) -> Policy:
     Raises:
         RematError: it is none of these (also a TypeError).
     """
-    from remat.policies._makers import policy_from
+    return value if isinstance(value, Policy) else _converters[-1](value)
 
-    return policy_from(value)
+
+# How other values become policies is the matter of `_makers`, which makes policies of every kind and puts its
+# function here when it is imported.
+_converters: list[Callable[[Any], Policy]] = []
+
+
+def converts(convert: Callable[[Any], Policy]) -> Callable[[Any], Policy]:
+    """Let `as_policy` turn by `convert` what is no policy yet."""
+    _converters.append(convert)
+    return convert

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
-from remat.transforms.errors import RematError
-from remat.transforms.region.cache import forget_all
+from remat.transforms import RematError
+from remat.transforms.region import forget_all
 
 # What `torch.library.custom_op` returns; public in torch.library's namespace though not in its __all__.
 CustomOp: Any = torch.library.CustomOpDef  # type: ignore[reportPrivateImportUsage]

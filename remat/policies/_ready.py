@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
-from remat._core.opinfo import Decision, OpInfo
+from remat._core import Decision, OpInfo
 from remat.policies import _catalogue
 from remat.policies._base import Constant, Named, Policy, PolicyError
 

@@ -10,34 +10,37 @@ ops are ops like any other, which policies see.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from remat.transforms.compat.aot import is_tracing
-from remat.transforms.compat.functorch import is_batched, is_wrapped, unwrap_once
-from remat.transforms.compat.modes import (
+from remat.transforms.compat import (
     DispatchMode,
     active_modes,
     cond,
     intercept_under_modes,
+    is_batched,
+    is_tracing,
+    is_wrapped,
     memory_is_real,
     modes_active,
     uncompiled_branches,
+    unwrap_once,
 )
 from remat.transforms.context import enclosing
 from remat.transforms.pytree import flatten, unflatten
 
 Branch = Callable[..., Any]
 
-_met = False  # whether torch.cond was ever called in a region
+# Whether torch.cond was ever called in a region: until then nothing need be done for it.
+cond_met = threading.Event()
 
 
 def choose(pred: Any, true_fn: Branch, false_fn: Branch, operands: Any) -> Any:
     """What torch.cond returns, by the branches' own ops; both of them where `vmap` batches the predicate."""
-    global _met
-    _met = True
+    cond_met.set()
     with uncompiled_branches():
         if not isinstance(pred, torch.Tensor) or not _batched(pred):
             return true_fn(*operands) if pred else false_fn(*operands)
@@ -53,15 +56,14 @@ def chosen_here() -> bool:
 
 def kept_whole() -> contextlib.AbstractContextManager[Any]:
     """Within, torch.cond does not compile itself, so that torch-function modes meet it."""
-    return _Bystander() if _met and not modes_active() else contextlib.nullcontext()
+    return _Bystander() if cond_met.is_set() and not modes_active() else contextlib.nullcontext()
 
 
 def not_compiled(error: Exception) -> bool:
     """Whether `error` is Dynamo's about the first torch.cond in a region: `kept_whole` spares others."""
-    global _met
-    if _met or type(error).__module__ != "torch._dynamo.exc" or modes_active():
+    if cond_met.is_set() or type(error).__module__ != "torch._dynamo.exc" or modes_active():
         return False
-    _met = True
+    cond_met.set()
     return True
 
 

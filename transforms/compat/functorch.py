@@ -62,11 +62,15 @@ def is_batched_anyhow(tensor: torch.Tensor) -> bool:
     return is_wrapped(tensor) or _functorch_c.is_legacy_batchedtensor(tensor)
 
 
+# The innermost functorch level; only where there is one.
+innermost_level: Callable[[], Any] = retrieve_current_functorch_interpreter
+# All of them, from the outermost; None outside every transform.
+level_stack: Callable[[], list[Any] | None] = _functorch_c.get_interpreter_stack
+
+
 def interpreter() -> Any | None:
     """The innermost functorch level, or None outside every transform."""
-    if not in_transform():
-        return None
-    return retrieve_current_functorch_interpreter()
+    return innermost_level() if in_transform() else None
 
 
 @contextlib.contextmanager
@@ -113,7 +117,7 @@ def levels() -> list[tuple[int, Any, str]]:
 
 def interpreters() -> list[Any]:
     """The active functorch levels as torch has them, from the outermost."""
-    return _functorch_c.get_interpreter_stack() or []
+    return level_stack() or []
 
 
 def batch_size(level: Any) -> Any:

@@ -19,33 +19,28 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.ambient import set_grad_enabled
-from remat.transforms.compat.autograd import (
+from remat.transforms.compat import (
     at_backward_end,
+    below_levels,
     graph_kept,
     graph_task,
+    in_transform,
     next_node,
     pop_hooks,
     push_hooks,
+    set_grad_enabled,
 )
-from remat.transforms.compat.functorch import below_levels, in_transform
 from remat.transforms.context import active, quiet
 from remat.transforms.eager.inputs import Inputs
 from remat.transforms.eager.reports import report_frame
 from remat.transforms.eager.rerun import Rerun
 from remat.transforms.eager.saved import DroppedInput, Packer, Residuals, SavedInput, bytes_of, watcher
 from remat.transforms.errors import RematError
-from remat.transforms.offload.transfer import Store, away_in
+from remat.transforms.offload import Store, away_in
 from remat.transforms.pytree import flatten, split
-from remat.transforms.region.cache import CachedTrace
-from remat.transforms.region.region import recomputing
-from remat.transforms.state.ambient import generators_put_back
-from remat.transforms.tape.liveness import Reachability
-from remat.transforms.tape.observers import listening
-from remat.transforms.tape.program import Program
-from remat.transforms.tape.recorder import Recorder
-from remat.transforms.tape.tape import Needs, Tape
-from remat.transforms.tape.values import tensors_in
+from remat.transforms.region import CachedTrace, recomputing
+from remat.transforms.state import generators_put_back
+from remat.transforms.tape import Needs, Program, Reachability, Recorder, Tape, listening, tensors_in
 
 
 class Handle:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from remat.transforms.tape.observers import Kept, report
-from remat.transforms.tape.values import held_tensors
+from remat.transforms.tape import Kept, held_tensors, report
 
 if TYPE_CHECKING:
     from remat.transforms.eager.frame import Frame
-    from remat.transforms.tape.recorder import Recorder
+    from remat.transforms.tape import Recorder
 
 
 def report_frame(frame: Frame, recorder: Recorder) -> None:

@@ -11,15 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from remat.transforms.compat.ambient import set_grad_enabled
-from remat.transforms.compat.autograd import pop_hooks, push_hooks
-from remat.transforms.compat.modes import unseen
+from remat.transforms.compat import pop_hooks, push_hooks, set_grad_enabled, unseen
 from remat.transforms.errors import RematError
-from remat.transforms.region.region import recomputing
-from remat.transforms.state.ambient import generators_put_back
-from remat.transforms.tape.replay import Replay
-from remat.transforms.tape.tape import Needs, Stop, not_repeated
-from remat.transforms.tape.values import storage
+from remat.transforms.region import recomputing
+from remat.transforms.state import generators_put_back
+from remat.transforms.tape import Needs, Replay, Stop, not_repeated, storage
 
 if TYPE_CHECKING:
     from remat.transforms.eager.frame import Frame

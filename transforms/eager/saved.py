@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.autograd import top_hooks
+from remat.transforms.compat import top_hooks
 from remat.transforms.errors import RematError
-from remat.transforms.tape.tape import written
-from remat.transforms.tape.values import version_of
+from remat.transforms.tape import version_of, written
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 

@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
 
-from remat.transforms.closure.cond import not_compiled
-from remat.transforms.closure.convert import MOST_TRIES, Missed, changing
-from remat.transforms.closure.convert import captured as convert_captured
-from remat.transforms.compat.aot import is_tracing
-from remat.transforms.compat.autograd import hooks_disabled, is_hook_refusal
-from remat.transforms.compat.functorch import VMAP, in_transform, levels, unwrapped
-from remat.transforms.compat.modes import modes_active
-from remat.transforms.compiled.lowering import Written
-from remat.transforms.context import enclosing, selective_around
-from remat.transforms.eager.frame import Frame
-from remat.transforms.eager.inputs import Inputs
-from remat.transforms.eager.rerun import stop_enclosing
-from remat.transforms.eager.saved import enclosed
+from remat.transforms.closure import (
+    MOST_TRIES,
+    Missed,
+    changing,
+    not_compiled,
+)
+from remat.transforms.closure import captured as convert_captured
+from remat.transforms.compat import (
+    VMAP,
+    hooks_disabled,
+    in_transform,
+    is_hook_refusal,
+    is_tracing,
+    level_stack,
+    modes_active,
+    unwrapped,
+)
+from remat.transforms.compiled import Written
+from remat.transforms.context import active, enclosing, labelled, planning, selective_around
+from remat.transforms.eager import Frame, Inputs, enclosed, stop_enclosing
 from remat.transforms.functorch import FlatCall, WatchingRefused
-from remat.transforms.intermediates.taps import Mirrors, current
+from remat.transforms.intermediates import Mirrors, current
 from remat.transforms.pytree import flatten, split
-from remat.transforms.region.region import Region, labelled, planning
-from remat.transforms.state.ambient import RandomState
-from remat.transforms.tape.observers import listening
-
-
-class _Keeping(threading.local):
-    everything = False
-
-
-_keeping = _Keeping()
+from remat.transforms.region import Region
+from remat.transforms.state import RandomState
 
 
 def outermost() -> bool:
@@ -42,22 +40,17 @@ def outermost() -> bool:
 
 def run_transparently(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `function` and keep what autograd keeps, regions inside it included."""
-    before = _keeping.everything
-    _keeping.everything = True
+    before = active.transparent
+    active.transparent = True
     try:
         return function(*args, **kwargs)
     finally:
-        _keeping.everything = before
-
-
-def keeping_everything() -> bool:
-    """Whether `run_transparently` is at work around here."""
-    return _keeping.everything
+        active.transparent = before
 
 
 def run(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `region`: by a frame in plain autograd, by the primitive under functorch levels."""
-    if _keeping.everything:
+    if active.transparent:
         return region.function(*args, **kwargs)
     if in_transform():
         return _run_batched(region, args, kwargs) if _only_batched() else _run_primitive(region, args, kwargs)
@@ -102,13 +95,13 @@ def _graded(tensor: torch.Tensor) -> bool:
 
 def _only_batched() -> bool:
     """Whether `vmap` is all that torch.func does around here."""
-    return all(kind == VMAP for _, kind, _ in levels())
+    return all([level.key() == VMAP for level in level_stack()])
 
 
 def _run_frame(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     inputs = Inputs(region, args, kwargs)
     # Offsets add ops to those that earlier calls ran; who listens is told by recording.
-    key = None if region.key is None or inputs.taps or listening() else inputs.signature()
+    key = None if region.key is None or inputs.taps or active.listeners else inputs.signature()
     # What a region around keeps decides what this one computes again.
     key = None if key is not None and enclosing() is not None and selective_around() else key
     known = None if key is None else region.traces.look(key)
@@ -129,12 +122,12 @@ def _run_frame(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     leaves, spec = flatten((args, kwargs))
     tensors, at = split(leaves)
-    taps = Mirrors(lambda: _dry_run(region, args, kwargs, tensors)) if current() else None
+    taps = Mirrors(lambda: _dry_run(region, args, kwargs, tensors)) if active.sessions and current() else None
     found = [*convert_captured(region.function), *(taps.offsets if taps else ())]
     random = RandomState(tensors)
     for _ in range(MOST_TRIES):
         try:
-            world = Written(region) if is_tracing() else None
+            world = Written(region) if modes_active() and is_tracing() else None
             return FlatCall(region, leaves, spec, at, tensors, found, taps, world)()
         except Missed as missed:
             if any(t is missed.tensor for t in (*tensors, *found)):

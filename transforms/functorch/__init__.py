@@ -1,16 +1,22 @@
-"""Regions under functorch levels and in traced graphs: the function-valued primitive and its rules."""
+"""Regions under functorch levels and in traced graphs: a primitive with rules for grad, vmap and jvp."""
 
-from remat.transforms.functorch import nodes as _nodes  # noqa: F401  (adds the rule below all levels)
-from remat.transforms.functorch import rules as _rules  # noqa: F401  (adds the rules of grad, vmap and jvp)
-from remat.transforms.functorch.aliasing import Look as Look  # how a result lies in the memory of another
-from remat.transforms.functorch.aliasing import leaving as leaving  # the results that leave a node
-from remat.transforms.functorch.aliasing import looks as looks  # which results lie in which
-from remat.transforms.functorch.aliasing import seen as seen  # all results, made of those that left
-from remat.transforms.functorch.flat_call import FlatCall as FlatCall  # an eager region's call
-from remat.transforms.functorch.flat_call import WatchingRefused as WatchingRefused  # run the forward afresh
-from remat.transforms.functorch.primitive import Family as Family  # what the primitives of one call share
-from remat.transforms.functorch.primitive import Prim as Prim  # a function of tensors, for any levels
-from remat.transforms.functorch.primitive import World as World  # where primitives run, if not in eager
-from remat.transforms.functorch.primitive import call as call  # run one under the levels at hand
-from remat.transforms.functorch.pullback import PullBack as PullBack  # the body of a recomputation
-from remat.transforms.functorch.pullback import replaying as replaying  # hand a forward's values out in it
+from remat.transforms.functorch import nodes, rules  # noqa: F401  (they add the rules that `call` looks up)
+from remat.transforms.functorch.aliasing import Look, leaving, looks, seen
+from remat.transforms.functorch.flat_call import FlatCall, WatchingRefused
+from remat.transforms.functorch.primitive import Family, Prim, World, call
+from remat.transforms.functorch.pullback import PullBack, replaying
+
+__all__ = [
+    "Look",  # a view of another result
+    "leaving",  # those results that leave the node
+    "looks",  # for every result, how to see it in another one that holds all of it
+    "seen",  # all results, given those that left the node
+    "FlatCall",  # a region's call with every tensor it depends on as a flat operand
+    "WatchingRefused",  # the forward must be run afresh, without watching
+    "Family",  # what all primitives derived from one call of a region share
+    "Prim",  # a function of tensors to a tuple of tensors, ready to be called under any levels
+    "World",  # where primitives run that do not run in eager
+    "PullBack",  # (operands, cotangents of the outs at `present`) -> gradients of the operands at `mask`
+    "call",  # run `prim` under whatever functorch levels are active
+    "replaying",  # hand out a forward's values (`replay` is a mode, or None) until the backward begins
+]

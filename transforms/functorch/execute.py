@@ -7,32 +7,27 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.autograd import next_node
-from remat.transforms.compat.functorch import unwrapped
-from remat.transforms.context import quiet
+from remat.transforms.compat import next_node, unwrapped
+from remat.transforms.context import active
 from remat.transforms.functorch.primitive import Prim, Residuals, Tensors
 from remat.transforms.functorch.pullback import replaying
 from remat.transforms.functorch.recorded import Recorded
-from remat.transforms.state.ambient import RandomState
-from remat.transforms.tape.liveness import Reachability, holds_unseen
-from remat.transforms.tape.observers import Kept, listening, report
-from remat.transforms.tape.recorder import Recorder
-from remat.transforms.tape.tape import Tape
-from remat.transforms.tape.values import held_tensors, storage
+from remat.transforms.state import RandomState
+from remat.transforms.tape import (
+    Kept,
+    Reachability,
+    Recorder,
+    Tape,
+    held_tensors,
+    holds_unseen,
+    report,
+    storage,
+)
 
 
 def execute(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
-    """Run a primitive's body below every level."""
-    world = prim.family.world
-    if prim.pulls:
-        return _execute_pull(prim, operands) if world is None else world.pull(prim, operands)
-    if world is not None:
-        outs = world.forward(prim, operands)
-    else:
-        outs = _execute_recorded(prim, operands) if prim.sinks else prim.body(*operands)
-    # A result that is an operand itself would be taken for an in-place result by autograd.Function.
-    taken = {id(t) for t in operands}
-    return tuple([quiet(t.view_as, t) if id(t) in taken else t for t in outs])
+    """Run a region's function; recorded, where a node above it will pull back."""
+    return _execute_recorded(prim, operands) if prim.sinks else prim.body(*operands)
 
 
 def _execute_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
@@ -78,7 +73,7 @@ def _execute_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
         sink.recorded = recorded
     if selector:
         selector.finished(tape)
-    if listening():
+    if active.listeners:
         _report(recorded, prim.sinks[-1], operands)
     return outs
 
@@ -94,7 +89,8 @@ def _report(recorded: Recorded, sink: Residuals, operands: Tensors) -> None:
             report(Kept("policy", tensor, name, at, node.op, node.name, away))
 
 
-def _execute_pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+def execute_pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+    """Run a region again as it ran in its forward, and pull its cotangents back."""
     family, source = prim.family, prim.source
     recorded = None if source is None else source.recorded
     with contextlib.ExitStack() as stack:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 
-from remat.transforms.closure.cond import kept_whole
-from remat.transforms.closure.convert import Bindings, Swap, as_operand, made_inside
-from remat.transforms.compat.autograd import hooks_allowed, is_hook_refusal, pop_hooks, push_hooks
-from remat.transforms.eager.saved import unread
+from remat.transforms.closure import Bindings, Swap, as_operand, cond_met, kept_whole, made_inside
+from remat.transforms.compat import (
+    allow_hooks,
+    hooks_disabled,
+    is_hook_refusal,
+    pop_hooks,
+    push_hooks,
+    refuse_hooks,
+)
+from remat.transforms.context import labelled
+from remat.transforms.eager import unread
 from remat.transforms.functorch.aliasing import Look, leaving, looks, seen
 from remat.transforms.functorch.primitive import Family, Prim, World, call
 from remat.transforms.pytree import check_results, flatten, merge, split, unflatten
-from remat.transforms.region.region import Region, labelled
-from remat.transforms.state.ambient import Ambient, device_kinds
+from remat.transforms.region import Region
+from remat.transforms.state import Ambient, device_kinds
+
+_NOTHING = contextlib.nullcontext()
 
 
 class FlatCall:
@@ -35,12 +45,12 @@ class FlatCall:
         self.count = len(tensors)
         self.captured = captured
         self.operands = [as_operand(t) for t in (*tensors, *captured)]
-        self.bindings = Bindings(region.function, region.slots)
+        self.bindings = Bindings(region.function)
         self.family = Family(region, Ambient(device_kinds(self.operands)), world)
         self.out_leaves: list[Any] = []
         self.out_at: list[int] = []
         self.out_spec: Any = None
-        self.looks: list[Look | None] | None = None  # once the function has run
+        self.looks: list[Look | None] | None = None  # once it has run, if it returned several tensors
 
     def __call__(self) -> Any:
         with labelled("forward", self.region.name):
@@ -59,7 +69,7 @@ class FlatCall:
         own, captured = operands[: self.count], operands[self.count :]
         args, kwargs = unflatten(merge(self.leaves, self.at, list(own)), self.spec)
         table = {id(t): operand for t, operand in zip(self.captured, captured, strict=True)}
-        with self.bindings.restored(), Swap(table, own), kept_whole():
+        with self.bindings.restored(), Swap(table, own), kept_whole() if cond_met.is_set() else _NOTHING:
             out, named = self._tapped(args, kwargs, table) if self.taps else (self._watched(args, kwargs), ())
         check_results(out, self.region.name)
         self.out_leaves, self.out_spec = flatten((out, named))
@@ -67,9 +77,9 @@ class FlatCall:
         self.out_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in self.out_leaves]
         # A captured tensor may be returned as it is, without any torch call that would have met it.
         tensors = [table.get(id(t), t) for t in tensors]
-        if self.looks is None:
+        if self.looks is None and len(tensors) > 1:
             self.looks = looks(tensors)
-        return leaving(tensors, self.looks)
+        return tuple(tensors) if self.looks is None else leaving(tensors, self.looks)
 
     def _tapped(self, args: Any, kwargs: Any, table: dict[int, torch.Tensor]) -> tuple[Any, Any]:
         # Named values leave as results like any other: every run of the body has the same ones.
@@ -83,15 +93,19 @@ class FlatCall:
         if watch is None or self.region.cache.uses_func:
             self.family.watch = None
             return self.region.run(args, kwargs)
-        with hooks_allowed():
-            push_hooks(watch, unread)
-            try:
-                return self.region.run(args, kwargs)
-            except RuntimeError as error:
-                if not is_hook_refusal(error):
-                    raise
-            finally:
-                pop_hooks()
+        # torch.func refuses hooks; these only watch, and their values are never asked for.
+        message = hooks_disabled()
+        allow_hooks()
+        push_hooks(watch, unread)
+        try:
+            return self.region.run(args, kwargs)
+        except RuntimeError as error:
+            if not is_hook_refusal(error):
+                raise
+        finally:
+            pop_hooks()
+            if message is not None:
+                refuse_hooks(message)
         # The function uses torch.func itself; what the backward reads stays unknown, so all of it runs again.
         self.region.cache.uses_func = True
         raise WatchingRefused

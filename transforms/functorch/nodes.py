@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.autograd import graph_kept
-from remat.transforms.compat.functorch import (
+from remat.transforms.compat import (
     SingleLevelFunction,
     add_batch_dim,
     forward_grad_enabled,
+    graph_kept,
     is_batched,
     is_dead,
     is_wrapped,
@@ -28,29 +28,40 @@ from remat.transforms.compat.functorch import (
 )
 from remat.transforms.context import quiet
 from remat.transforms.errors import RematError
-from remat.transforms.functorch.execute import execute
+from remat.transforms.functorch.execute import execute, execute_pull
 from remat.transforms.functorch.primitive import Prim, Residuals, Tensors, call, rule
 from remat.transforms.functorch.pullback import PullBack, as_differentiated
 from remat.transforms.placeholders import hollow as placeholders_hollow
 from remat.transforms.placeholders import metadata
-from remat.transforms.pytree import smooth as pytree_smooth
 
 
 @rule(None)
-def _at_bottom(_: None, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+def at_bottom(_: None, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
     if torch.is_grad_enabled() and any(t.requires_grad for t in operands):
         return BottomNode.apply(prim, *operands)
-    return execute(prim, operands)
+    return _run(prim, operands)
+
+
+def _run(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+    """Run a primitive's body, in eager or where else its family lives."""
+    world = prim.family.world
+    if prim.pulls:
+        return execute_pull(prim, operands) if world is None else world.pull(prim, operands)
+    outs = execute(prim, operands) if world is None else world.forward(prim, operands)
+    # A result that is an operand itself would be taken for an in-place result by autograd.Function.
+    taken = {id(t) for t in operands}
+    return tuple([quiet(t.view_as, t) if id(t) in taken else t for t in outs])
 
 
 def _keep(ctx: Any, prim: Prim, operands: Tensors, outs: Tensors, residuals: Residuals | None) -> None:
     """Put on a node what its backward needs."""
     ctx.prim, ctx.residuals = prim, residuals
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*[t for t in outs if not pytree_smooth(t)])
-    needed = [residuals is None or residuals.needs(t) or _tracked_below(t) for t in operands]
+    ctx.mark_non_differentiable(*[t for t in outs if not (t.is_floating_point() or t.is_complex())])
     if prim.family.world is not None:
-        needed = [True] * len(operands)
+        ctx.save_for_backward(*operands)
+        return
+    needed = [residuals is None or residuals.needs(t) or _tracked_below(t) for t in operands]
     ctx.save_for_backward(*[t if keep else _hollow(t) for t, keep in zip(operands, needed, strict=True)])
 
 
@@ -139,7 +150,7 @@ class BottomNode(torch.autograd.Function):
     def forward(ctx: Any, prim: Prim, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         mask = [i for i, t in enumerate(operands) if t.requires_grad]
         run, residuals = _recorded(prim, mask)
-        outs = execute(run, operands)
+        outs = _run(run, operands)
         _keep(ctx, prim, operands, outs, residuals)
         return outs
 

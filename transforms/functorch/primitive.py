@@ -21,11 +21,11 @@ from typing import Any, Protocol
 
 import torch
 
-from remat.transforms.compat.functorch import interpreter, unwrap_if_dead, unwrapped
+from remat.transforms.compat import in_transform, innermost_level, unwrap_if_dead, unwrapped
 from remat.transforms.functorch.recorded import Recorded
-from remat.transforms.region.region import Region
-from remat.transforms.state.ambient import Ambient
-from remat.transforms.tape.values import storage
+from remat.transforms.region import Region
+from remat.transforms.state import Ambient
+from remat.transforms.tape import storage
 
 Tensors = Sequence[torch.Tensor]
 Body = Callable[..., tuple[torch.Tensor, ...]]
@@ -127,7 +127,7 @@ def rule(kind: Any) -> Callable[[Rule], Rule]:
 def call(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
     """Run `prim` under whatever functorch levels are active."""
     operands = [unwrap_if_dead(t) for t in operands]
-    level = interpreter()
+    level = innermost_level() if in_transform() else None
     found = _rules.get(None if level is None else level.key())
     if found is None:
         # torch.func.functionalize: nothing to save there, the function runs as it is.

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from remat.transforms.compat.autograd import cut_off, hooks_aside
-from remat.transforms.compat.functorch import in_transform, restore_vmap
-from remat.transforms.context import quiet
+from remat.transforms.compat import functions_as_they_are, hooks_aside, in_transform, restore_vmap
+from remat.transforms.context import active, quiet, recomputing
 from remat.transforms.functorch.primitive import Body, Family, Tensors
 from remat.transforms.pytree import smooth as pytree_smooth
-from remat.transforms.region.region import recomputing
 
 
 def as_differentiated(body: Body, mask: list[int], family: Family) -> Body:
@@ -128,14 +125,11 @@ class PullBack:
         return pull
 
 
-_replays = threading.local()
-
-
 def forward_done() -> None:
     """The function has been recomputed, the backward begins."""
-    if not getattr(_replays, "stack", None):
+    if not active.replays:
         return
-    replay, again = _replays.stack[-1]
+    replay, again = active.replays[-1]
     again.close()
     if replay is not None:
         replay.forward_done()
@@ -144,15 +138,14 @@ def forward_done() -> None:
 @contextlib.contextmanager
 def replaying(replay: Any, region: str) -> Iterator[None]:
     """Hand out a forward's values (`replay` is a mode, or None) until the backward begins."""
-    stack = _replays.__dict__.setdefault("stack", [])
     with contextlib.ExitStack() as again:
         again.callback(recomputing(region))
-        stack.append((replay, again))
+        active.replays.append((replay, again))
         try:
             with replay if replay is not None else contextlib.nullcontext():
                 yield
         finally:
-            stack.pop()
+            active.replays.pop()
 
 
 def _batched_first(pull: Body, in_dims: tuple[int | None, ...], size: int, randomness: str) -> Body:
@@ -198,3 +191,10 @@ def reassemble(smooth: Tensors, rest: Tensors, at: list[int]) -> list[torch.Tens
     for i, tensor in zip(at, smooth, strict=True):
         outs.insert(i, tensor)
     return outs
+
+
+def cut_off(tensor: torch.Tensor) -> bool:
+    """Whether this is a view made with gradients off: torch says that it requires them, as its base does, and
+    fails where it is differentiated."""
+    with functions_as_they_are():
+        return tensor.requires_grad and tensor.grad_fn is None and tensor._base is not None

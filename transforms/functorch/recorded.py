@@ -13,19 +13,25 @@ from typing import Any, NamedTuple
 
 import torch
 
-from remat.transforms.closure.paths import of_captured
-from remat.transforms.compat.functorch import unwrapped
+from remat.transforms.closure import of_captured
+from remat.transforms.compat import unwrapped
 from remat.transforms.errors import RematError
-from remat.transforms.offload.transfer import Store, away_in
+from remat.transforms.offload import Store, away_in
 from remat.transforms.ops import traits
 from remat.transforms.placeholders import metas
-from remat.transforms.region.region import Region
-from remat.transforms.state.ambient import RandomState, generators_put_back
-from remat.transforms.tape.liveness import Reachability
-from remat.transforms.tape.recorder import Recorder
-from remat.transforms.tape.replay import Replay
-from remat.transforms.tape.tape import SKIP, Needs, Tape, written
-from remat.transforms.tape.values import storage, version_of
+from remat.transforms.region import Region
+from remat.transforms.state import RandomState, generators_put_back
+from remat.transforms.tape import (
+    SKIP,
+    Needs,
+    Reachability,
+    Recorder,
+    Replay,
+    Tape,
+    storage,
+    version_of,
+    written,
+)
 
 
 class Recorded:

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from remat.transforms.compat.aot import dual_level_known
-from remat.transforms.compat.autograd import hooks_aside
-from remat.transforms.compat.functorch import (
+from remat.transforms.compat import (
     GRAD,
     JVP,
     VMAP,
     add_batch_dim,
+    dual_level_known,
     enable_single_level_autograd_function,
+    hooks_aside,
     level_of,
     restore_vmap,
     unwrap_batched,
@@ -32,7 +32,7 @@ from remat.transforms.functorch.pullback import PullBack, merged, reassemble, sm
 
 
 @rule(GRAD)
-def _grad_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+def grad_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
     number = level.level()
     if not (torch.is_grad_enabled() and any(tracked(t, number) for t in operands)):
         with level.lower():
@@ -46,7 +46,7 @@ def _grad_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor,
 
 
 @rule(VMAP)
-def _vmap_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+def vmap_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
     number = level.level()
     pairs = [unwrap_batched(t, number) for t in operands]
     in_dims = tuple([dim for _, dim in pairs])
@@ -78,7 +78,7 @@ def _vmap_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor,
     )
 
 
-def _jvp_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+def _dual_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
     number = level.level()
     duals = [forward_ad.unpack_dual(t) if level_of(t) == number else (t, None) for t in operands]
     primals = [unwrap_for_grad(p, number) for p, _ in duals]
@@ -130,6 +130,6 @@ def _mapped(prim: Prim, transform: Callable[[Body], Body]) -> Prim:
 
 
 @rule(JVP)
-def _known_jvp_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+def jvp_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
     with dual_level_known():
-        return _jvp_rule(level, prim, operands)
+        return _dual_rule(level, prim, operands)

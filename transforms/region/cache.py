@@ -12,8 +12,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from remat.transforms.tape.program import Program
-from remat.transforms.tape.tape import Tape
+from remat.transforms.tape import Program, Tape
 
 # How many signatures of calls, or policies, are told apart; what was used least recently goes first.
 _MOST = 32

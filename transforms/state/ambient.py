@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.ambient import (
+from remat.transforms.compat import (
+    DeviceContext,
     autocasting,
-    default_device_in_context,
+    function_mode_at,
+    function_modes,
+    graph_task,
     read_cudnn_sdp,
     read_deterministic,
     read_efficient_sdp,
@@ -18,7 +21,6 @@ from remat.transforms.compat.ambient import (
     read_math_sdp,
     read_matmul_precision,
 )
-from remat.transforms.compat.autograd import graph_task
 
 # (read, write) of every global that changes which kernel an op picks or what a factory makes. A region that
 # saw another value in its forward would otherwise replay other ops, or other numbers.
@@ -47,7 +49,7 @@ class Ambient:
 
     def __init__(self, device_types: Sequence[str]) -> None:
         self.switches = [read() for read in _READERS]
-        self.device = default_device_in_context()
+        self.device = _default_device() if function_modes() else None
         # Whether autocast was on for any of the devices, and what it cast to.
         self.casts = False
         self.autocast: tuple[tuple[str, torch.dtype | None], ...] = _NO_AUTOCAST
@@ -77,6 +79,15 @@ class Ambient:
         if not self.casts and not autocasting():
             return False
         return tuple([(kind, _autocast_dtype(kind)) for kind, _ in self.autocast]) != self.autocast
+
+
+def _default_device() -> torch.device | None:
+    """The device of an enclosing `with torch.device(...)` or `set_default_device`, None without one."""
+    for i in reversed(range(function_modes())):
+        mode = function_mode_at(i)
+        if isinstance(mode, DeviceContext):
+            return mode.device
+    return None
 
 
 # The backward pass at hand, and the switches as its first recomputation found them: nobody turns them between

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.modes import direct_call
+from remat.transforms.compat import direct_call
 from remat.transforms.context import quiet
 from remat.transforms.errors import RematError
-from remat.transforms.offload.transfer import Elsewhere
+from remat.transforms.offload import Elsewhere
 from remat.transforms.ops import traits
 from remat.transforms.placeholders import Meta
 from remat.transforms.tape.tape import KEPT, SKIP, Needs, Tape, not_repeated

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.functorch import below_levels
+from remat.transforms.compat import below_levels
 from remat.transforms.context import Mode, active, enclosing, quiet, unasked
 from remat.transforms.errors import RematError
-from remat.transforms.offload.transfer import Away, Elsewhere, away_in, send
+from remat.transforms.offload import Away, Elsewhere, away_in, send
 from remat.transforms.ops import Traits, draws, is_shape_arithmetic, traits, user_line
 from remat.transforms.placeholders import metadata, metas, without_data
-from remat.transforms.state.ambient import GeneratorState
+from remat.transforms.state import GeneratorState
 from remat.transforms.tape.snapshots import Snapshot
 from remat.transforms.tape.tape import KEPT, RECOMPUTE, SAVE, Node, Outside, Tape
 from remat.transforms.tape.values import (

@@ -13,7 +13,7 @@ import torch
 
 from remat.transforms.context import Mode, active, quiet
 from remat.transforms.errors import RematError
-from remat.transforms.offload.transfer import Away
+from remat.transforms.offload import Away
 from remat.transforms.ops import is_shape_arithmetic, traits
 from remat.transforms.placeholders import Separate, alike, metadata
 from remat.transforms.tape.recorder import is_cast_of_leaf

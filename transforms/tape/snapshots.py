@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from remat.transforms.compat.modes import memory_is_real
+from remat.transforms.compat import memory_is_real
 from remat.transforms.tape.values import memory_of
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.ambient import functions_as_they_are, storage_key
-from remat.transforms.offload.transfer import Elsewhere, away_in
+from remat.transforms.compat import functions_as_they_are, storage_key
+from remat.transforms.offload import Elsewhere, away_in
 from remat.transforms.ops import Traits
 
 

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from remat._api import remat, under_policy
+from remat._api import remat
 from remat._inspect.report.explain import Explanation, name_of, notes, si
 from remat._inspect.report.measure import Measured, measure
 from remat._inspect.report.tables import Page, Shown, Table
 from remat._inspect.residuals import _human
+from remat._region import under_policy
 from remat.policies import (
     Policy,
     as_policy,
@@ -20,7 +21,7 @@ from remat.policies import (
     save_nothing,
     save_unbatched_matmuls,
 )
-from remat.transforms.errors import RematError
+from remat.transforms import RematError
 
 DEFAULT: tuple[Policy, ...] = (
     save_nothing,

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from remat.transforms.compat.aot import teach_inductor
+from remat.transforms.compat import teach_inductor
 
 aten = torch.ops.aten
 # Rows of 16 numbers that a product may add up and still be faster as a sum; 4 x 64 by 64 x 64 has 1024.

@@ -16,8 +16,13 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.aot import compiled_bare, example_of, traced_functionally
-from remat.transforms.compat.modes import fake_mode, outside_all_modes
+from remat.transforms.compat import (
+    compiled_bare,
+    example_of,
+    fake_mode,
+    outside_all_modes,
+    traced_functionally,
+)
 from remat.transforms.ops import traits
 from remat.transforms.scan.body import Leaves, Step
 from remat.transforms.scan.compiled.cpu import compiled, fits, options_of, transposes_given
@@ -32,9 +37,7 @@ from remat.transforms.scan.compiled.fx_passes import (
 from remat.transforms.scan.compiled.sums import Sums
 from remat.transforms.scan.spec import Tensors
 from remat.transforms.scan.vjp import pull
-from remat.transforms.tape.recorder import Recorder
-from remat.transforms.tape.tape import OFFLOAD, SAVE, Tape
-from remat.transforms.tape.values import tensors_in
+from remat.transforms.tape import OFFLOAD, SAVE, Recorder, Tape, tensors_in
 
 Columns = list[list[torch.Tensor]]
 # What is compiled, and the consts whose transposes it takes after all else.
