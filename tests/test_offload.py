@@ -276,11 +276,7 @@ def test_what_has_nothing_left_is_passed_over(late):
 
 
 def test_what_had_its_turn_is_not_fetched_ahead_again(late, monkeypatch):
-    class Op:
-        def __init__(self, size: int) -> None:
-            self.kept = transfer.send(torch.zeros(size))
-
-    one, two, three = [transfer.Store({0: Op(size)}) for size in (1, 2, 3)]
+    one, two, three = [transfer.Store({0: transfer.send(torch.zeros(size))}) for size in (1, 2, 3)]
     monkeypatch.setattr(transfer, "graph_task", lambda: 77)
     ends: list[Any] = []
     monkeypatch.setattr(transfer, "at_backward_end", ends.append)
@@ -292,7 +288,7 @@ def test_what_had_its_turn_is_not_fetched_ahead_again(late, monkeypatch):
     monkeypatch.setattr(transfer, "graph_task", lambda: 78)
     # What runs inside a recomputation fetches nothing of the region around it.
     two.begin(None)
-    two.nodes[0].kept.get()
+    two.kept[0].get()
     monkeypatch.setattr(transfer, "graph_task", lambda: 79)
     three.begin(None)
     assert late.take() == ["fetch 2", "fetch 1", "use 2", "fetch 3"]
@@ -360,7 +356,7 @@ def test_a_failing_backward_leaves_nothing_on_the_device(late):
     assert late.held() == set()
 
 
-@pytest.mark.parametrize("run", [by_backward, by_grad])
+@pytest.mark.parametrize("run", [by_grad, by_vmap_of_grad])
 def test_a_failing_recomputation_leaves_nothing_on_the_device(late, run):
     fail = [True]
 

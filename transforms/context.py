@@ -41,6 +41,7 @@ class Mode(DispatchMode):
 
     tape: Tape
     records = False  # whether it watches a forward
+    reruns = False  # whether it watches one of which the function runs again
     parent: Mode | None = None  # what records or replays around it
 
     def __enter__(self) -> Any:
@@ -63,6 +64,21 @@ def enclosing() -> Mode | None:
     """The innermost recording or replaying in progress on this thread."""
     stack = active.stack
     return stack[-1] if stack else None
+
+
+@contextlib.contextmanager
+def inside() -> Iterator[None]:
+    """Tell the enclosing recording, if any, that what runs now is a region of its own.
+
+    Where the function around runs again, that region runs a forward of its own, with all of its ops.
+    """
+    mode = enclosing()
+    if mode is None or not mode.reruns:
+        yield
+        return
+    start = mode.position
+    yield
+    mode.tape.inner.append((start, mode.position))
 
 
 def selective_around() -> bool:

@@ -148,6 +148,9 @@ class Frame(Packer):
             else:
                 recorder.leave()
                 self._settle(recorder, out)
+            if recorder.parent is not None or inputs.hooks is not None:
+                self._tell_around(recorder)
+            self._note_away(recorder, out)
         finally:
             self.recorder = None
         if recorder.selector:
@@ -197,7 +200,7 @@ class Frame(Packer):
         if len(outs) > 1:
             reach = Reachability(outs, self.start)
             self.reach = reach if reach.differ else None
-        self._share_around(recorder)
+        recorder.share_around()
         wanted = self._computed()
         needs = Needs(tape, self._sources(wanted), recorder.kept)
         held = {-1 - n for n, position in tape.packed if tape.is_outside(n, position)}
@@ -209,11 +212,6 @@ class Frame(Packer):
             self._take(recorder, held.union(program.outside))
             self.program = program
             self._prefer_residuals(recorder)
-        self._offer(recorder)
-        self._note_away(recorder, out)
-        if (tell := watcher(inputs.hooks)) is not None:
-            for at in self.held:
-                tell(recorder.outside[at])
         if listening():
             report_frame(self, recorder)
 
@@ -232,19 +230,11 @@ class Frame(Packer):
     def _sources(self, wanted: list[int]) -> set[int]:
         return {source for i in wanted for source in self.tape.sources(*self.tape.packed[i])}
 
-    def _share_around(self, recorder: Recorder) -> None:
-        """What a region around this one keeps is not computed again by this one."""
-        if recorder.parent is None or not recorder.outer:
-            return
-        around = recorder.parent
-        kept = getattr(around, "kept", {})
-        for at, outer in recorder.outer.items():
-            if at not in recorder.kept and outer in kept and not recorder.tape.nodes[at].written:
-                recorder.kept[at] = kept[outer]
-                self.tape.cacheable = False
-
-    def _offer(self, recorder: Recorder) -> None:
-        """What this region keeps is not computed again by a region around it."""
+    def _tell_around(self, recorder: Recorder) -> None:
+        """What this region keeps is not computed again by a region around it, and what it reads is not lost."""
+        if (tell := watcher(self.inputs.hooks)) is not None:
+            for at in self.held:
+                tell(recorder.outside[at])
         around = recorder.parent
         if around is None or not around.records:
             return

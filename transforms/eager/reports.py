@@ -20,8 +20,11 @@ def report_frame(frame: Frame, recorder: Recorder) -> None:
             why = "argument" if at < tape.arguments else "captured"
             report(Kept(why, recorder.outside[at], name, at))
     for at, value in frame.kept.items():
+        # A view is the memory of the op that made it.
+        node, root = nodes[at], nodes[at].root
+        maker = nodes[root] if root >= 0 else node
         for tensor, away in held_tensors(value):
-            report(Kept("policy", tensor, name, at, nodes[at].op, nodes[at].name, away))
+            report(Kept("policy", tensor, name, at, maker.op, node.name or maker.name, away))
     for i, ref in enumerate(frame.handles):
         handle = ref()
         if handle is None or handle.value is None:

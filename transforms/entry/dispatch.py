@@ -24,7 +24,7 @@ from remat.transforms.compat import (
     unwrapped,
 )
 from remat.transforms.compiled import Written
-from remat.transforms.context import active, enclosing, labelled, planning, selective_around
+from remat.transforms.context import active, enclosing, inside, labelled, planning, selective_around
 from remat.transforms.eager import Frame, Inputs, enclosed, stop_enclosing
 from remat.transforms.functorch import FlatCall, WatchingRefused
 from remat.transforms.intermediates import Mirrors, current
@@ -106,7 +106,7 @@ def _run_frame(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     key = None if key is not None and enclosing() is not None and selective_around() else key
     known = None if key is None else region.traces.look(key)
     frame = Frame(inputs)
-    with labelled("forward", region.name):
+    with labelled("forward", region.name), inside():
         out = frame.forward(args, kwargs, known)
     if key is not None and (known is None or frame.tape is not known.tape):
         if (trace := frame.lesson()) is not None:

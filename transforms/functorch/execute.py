@@ -34,7 +34,7 @@ def _execute_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
     region, family = prim.family.region, prim.family
     tape = Tape(region.name)
     tape.loose = prim.dual
-    recorder = Recorder(tape, region.selector, operands, digest=region.digest)
+    recorder = Recorder(tape, region.selector, operands, digest=region.digest, reruns=True)
     random = RandomState(operands) if region.preserve_rng_state else None
     saved: set[int] = set()
     packed: list[tuple[int, int]] = []

@@ -26,7 +26,7 @@ from remat.transforms.compat import (
     unwrapped,
     wrap_for_grad,
 )
-from remat.transforms.context import quiet
+from remat.transforms.context import inside, quiet
 from remat.transforms.errors import RematError
 from remat.transforms.functorch.execute import execute, execute_pull
 from remat.transforms.functorch.primitive import Prim, Residuals, Tensors, call, rule
@@ -47,7 +47,8 @@ def _run(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
     world = prim.family.world
     if prim.pulls:
         return execute_pull(prim, operands) if world is None else world.pull(prim, operands)
-    outs = execute(prim, operands) if world is None else world.forward(prim, operands)
+    with inside():
+        outs = execute(prim, operands) if world is None else world.forward(prim, operands)
     # A result that is an operand itself would be taken for an in-place result by autograd.Function.
     taken = {id(t) for t in operands}
     return tuple([quiet(t.view_as, t) if id(t) in taken else t for t in outs])

@@ -61,10 +61,11 @@ class Recorded:
         self.reach: Reachability | None = None
         tape = self.tape
         everything = range(len(tape.nodes))
+        recorder.share_around()
         kept = {} if tape.loose else recorder.kept
         given = _let_go(recorder)
         if packed is not None and not tape.open and recorder.exposed is None:
-            wanted = {made for made, _ in packed} | _looked_at(tape)
+            wanted = {made for made, _ in packed} | _must_run(tape)
             needs = Needs(tape, wanted, kept)
             if stored := _stored(recorder, needs, outs):
                 needs = Needs(tape, wanted | stored, kept)
@@ -103,7 +104,7 @@ class Recorded:
         idle = self.reach.idle_without(present)
         if not idle:
             return self.needs
-        wanted = {made for made, owner in self.packed if owner not in idle} | _looked_at(self.tape)
+        wanted = {made for made, owner in self.packed if owner not in idle} | _must_run(self.tape)
         return Needs(self.tape, wanted, self.kept)
 
     def check_unwritten(self) -> None:
@@ -163,9 +164,14 @@ def _let_go(recorder: Recorder) -> list[_Given]:
     return given
 
 
-def _looked_at(tape: Tape) -> set[int]:
-    """Ops that told user code something about data: what it does next may depend on it."""
-    return {
+def _must_run(tape: Tape) -> set[int]:
+    """Ops that run although nobody reads them.
+
+    Those of regions inside, which run a forward of their own; and those that told user code something about
+    data: what it does next may depend on it.
+    """
+    inner = {i for start, stop in tape.inner for i in range(start, stop)}
+    return inner | {
         i
         for i, node in enumerate(tape.nodes)
         if node.outs is not None and not metas(node.outs) and not node.written

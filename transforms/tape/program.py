@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat import direct_call
+from remat.transforms.compat import direct_call, outside_all_modes
 from remat.transforms.context import quiet
 from remat.transforms.errors import RematError
 from remat.transforms.offload import Elsewhere
-from remat.transforms.ops import traits
 from remat.transforms.placeholders import Meta
 from remat.transforms.tape.tape import KEPT, SKIP, Needs, Tape, not_repeated
 from remat.transforms.tape.values import Ref, map_tensors, tensors_in
@@ -200,7 +199,7 @@ def _step(tape: Tape, needs: Needs, at: int) -> Step:
         step.draws = False
         return step
     step.call, step.args, step.kwargs = direct_call(node.op), node.args, node.kwargs
-    if traits(node.op).shape_only:
+    if node.shape_only:
         step.args, step.kwargs = _like(tape, at)
     step.flat = [(i, int(arg)) for i, arg in enumerate(step.args) if type(arg) is Ref]
     step.nested = [i for i, arg in enumerate(step.args) if isinstance(arg, (list, tuple)) and _refs(arg)]
@@ -214,9 +213,8 @@ def _like(tape: Tape, at: int) -> tuple[Any, Any]:
     if type(number) is not Ref:
         return node.args, node.kwargs
     shape, stride, dtype, device = tape.meta_of(number)
-    if stride is None:
-        return node.args, node.kwargs
-    stand_in = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    with outside_all_modes():
+        stand_in = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     kwargs = dict(node.kwargs)
     if kwargs.get("device") is None:
         kwargs["device"] = device

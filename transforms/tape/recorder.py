@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat import below_levels
+from remat.transforms.compat import below_levels, memory_is_real
 from remat.transforms.context import Mode, active, enclosing, quiet, unasked
 from remat.transforms.errors import RematError
 from remat.transforms.offload import Away, Elsewhere, away_in, send
 from remat.transforms.ops import Traits, draws, is_shape_arithmetic, traits, user_line
-from remat.transforms.placeholders import metadata, metas, without_data
+from remat.transforms.placeholders import Meta, metadata, metas, without_data
 from remat.transforms.state import GeneratorState
 from remat.transforms.tape.snapshots import Snapshot
 from remat.transforms.tape.tape import KEPT, RECOMPUTE, SAVE, Node, Outside, Tape
@@ -65,6 +65,7 @@ class Recorder(Mode):
             of it, by op.
         casts: whether autocast is on. It caches casts of leaves across regions, so that whether such a cast
             happens in a forward, and in a run of the function again, is chance.
+        reruns: whether the recomputation runs the function.
 
     Attributes:
         outside: the tensors from outside, as on the tape.
@@ -87,8 +88,10 @@ class Recorder(Mode):
         expected: Tape | None = None,
         expected_kept: frozenset[int] = frozenset(),
         casts: bool = False,
+        reruns: bool = False,
     ) -> None:
         super().__init__()
+        self.reruns = reruns
         self.tape, self.digest, self.casts = tape, digest, casts
         self.expected, self.expected_kept = expected, expected_kept
         self.make_selector, self.selector = selector, None
@@ -360,7 +363,7 @@ class Recorder(Mode):
         node.draws, node.overwrites = draws_from is not None, ()
         if draws_from is not None:
             self.random[at] = draws_from
-        self._link_operands(node, facts)
+        self._link_operands(node, facts, args)
         node.graded = _is_graded(tape, node, facts, args)
         if facts.collective:
             tape.open = tape.open or f"it calls {func}, which acts outside of this process"
@@ -482,11 +485,12 @@ class Recorder(Mode):
         """The memory that a tensor lies in."""
         return self.tape.root_of(self.number(tensor))
 
-    def _link_operands(self, node: Node, facts: Traits) -> None:
+    def _link_operands(self, node: Node, facts: Traits, args: Any) -> None:
         tape, deps, external = self.tape, [], []
-        for number in _refs((node.args, node.kwargs)):
-            if facts.shape_only:
-                continue
+        node.shape_only = facts.shape_only and _is_plain(args)
+        # Of such an op the first operand is the one whose numbers do not matter.
+        read = (node.args[1:], node.kwargs) if node.shape_only else (node.args, node.kwargs)
+        for number in _refs(read):
             maker = tape.makers[number] if number >= 0 else -1
             if number >= 0:
                 deps.append(maker)
@@ -576,7 +580,7 @@ class Recorder(Mode):
                 self.kept.pop(i, None)
                 self.tape.nodes[i].verdict = RECOMPUTE
         node.verdict = RECOMPUTE
-        if verdict != RECOMPUTE and len(metas(node.outs)) == 1 and not isinstance(node.outs, (list, tuple)):
+        if verdict != RECOMPUTE and isinstance(node.outs, Meta):
             shape, stride = node.outs[:2]
             same = value.shape == shape and value.stride() == stride
             self.judge(at, verdict, value if same else quiet(torch.as_strided, value, shape, stride, 0))
@@ -614,6 +618,16 @@ class Recorder(Mode):
         mode = self.parent
         if mode is not None and mode.position == around + 1:
             self.outer[at] = around
+
+    def share_around(self) -> None:
+        """What a region around this one keeps is not computed again by this one."""
+        kept = getattr(self.parent, "kept", None)
+        if not kept:
+            return
+        for at, outer in self.outer.items():
+            if at not in self.kept and outer in kept and not self.tape.nodes[at].written:
+                self.kept[at] = kept[outer]
+                self.tape.cacheable = False
 
     def offer(self, at: int, value: Any, op: Any) -> None:
         """A region inside keeps the result of op `at` of this one: then it is kept for this one too."""
@@ -659,6 +673,12 @@ def is_cast_of_leaf(func: Any, args: Any) -> bool:
 def enclosing_position(mode: Recorder) -> int:
     """How many ops the region around has seen, -1 without one."""
     return -1 if mode.parent is None else mode.parent.position
+
+
+def _is_plain(args: Any) -> bool:
+    """Whether a factory's first operand can be stood in for by its metadata."""
+    tensor = args[0] if args else None
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and memory_is_real()
 
 
 def _is_graded(tape: Tape, node: Node, facts: Traits, args: Any) -> bool:

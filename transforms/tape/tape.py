@@ -40,6 +40,7 @@ class Node:
         "outs",
         "overwrites",
         "root",
+        "shape_only",
         "verdict",
         "written",
     )
@@ -55,6 +56,7 @@ class Node:
     written: tuple[int, ...]  # the memories that it writes to
     overwrites: tuple[int, ...]  # ops whose kept results lie in those, and are copied before
     graded: bool  # whether gradients were on
+    shape_only: bool  # whether it makes a tensor like its first operand, whose numbers it does not read
     draws: bool  # whether it advances a random number generator
     optional: bool  # whether a recomputation by user code may lack it, or have it where the forward had not
     verdict: int  # RECOMPUTE, OFFLOAD or SAVE
