@@ -280,7 +280,7 @@ class Frame(Packer):
         for ref, tensor in zip(self.handles, residuals.tensors, strict=True):
             if (handle := ref()) is not None:
                 handle.value = tensor.detach()
-        residuals.tensors = []
+        residuals.finish()
 
     def _note_away(self, recorder: Recorder, out: Any) -> None:
         """Note what was sent to the host."""

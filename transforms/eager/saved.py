@@ -144,6 +144,10 @@ class Residuals:
             self.bytes += size
         return self.bytes <= self._limit + self._recorder.kept_bytes
 
+    def finish(self) -> None:
+        """Somebody else holds the values now."""
+        self.tensors, self._recorder = [], None
+
 
 def bytes_of(tensors: Sequence[torch.Tensor]) -> int:
     """Bytes of the distinct storages behind `tensors`."""
