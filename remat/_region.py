@@ -17,7 +17,7 @@ from remat._dynamo import call_planned, call_region, looks_at_calls, wrap
 from remat._inspect import logger, told, wanted
 from remat.policies import Policy, PolicySelector, bind, save_everything, save_nothing
 from remat.transforms import RematError, register
-from remat.transforms.entry import outermost, run, run_transparently
+from remat.transforms.entry import Graph, outermost, run, run_transparently
 from remat.transforms.region import Region, checksum, choosing
 
 # How a recomputation is compared with its forward.
@@ -218,4 +218,6 @@ def anchor(fn: Any) -> Any:
         return anchor(fn.__wrapped__) if hasattr(fn, "__wrapped__") else fn.__code__
     if isinstance(fn, _Static):
         return anchor(fn.fn)
+    if isinstance(fn, Graph):
+        return fn.module
     return fn if isinstance(fn, torch.nn.Module) else type(fn)

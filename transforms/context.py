@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -129,6 +129,20 @@ def unasked(function: Callable[..., Any], *args: Any) -> Any:
 
 # -- regions around the code at hand ---------------------------------------------------------------------
 _NOTHING = contextlib.nullcontext()
+
+
+def run_innermost(
+    function: Callable[..., Any], selects: bool, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """Call a region's function as a part of a recording or of a recomputation; `selects`: it has a policy."""
+    before = active.selecting
+    if not selects and not before:
+        return function(*args, **kwargs)
+    active.selecting = selects
+    try:
+        return function(*args, **kwargs)
+    finally:
+        active.selecting = before
 
 
 def selecting() -> bool:

@@ -204,7 +204,7 @@ class GraphRecord(Record):
     def _note(self, at: int, func: Any, facts: Traits, args: Any, kwargs: Any, out: Any) -> None:
         node = Node()
         node.op, node.name, node.kept, node.verdict, node.root = func, None, None, RECOMPUTE, at
-        node.outs = metadata(out)
+        node.outs = None if self.selector is None else metadata(out)
         node.deps = []
         if facts.view and (root := self._root(args)) >= 0:
             node.root = root

@@ -149,8 +149,10 @@ def _known(inputs: Inputs, key: Any) -> Plan | None:
 
 
 def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    leaves, spec = flatten((args, kwargs))
-    tensors, at = split(leaves)
+    leaves, spec, tensors, at = list(args), None, list(args), []
+    if kwargs or not all([isinstance(arg, torch.Tensor) for arg in args]):
+        leaves, spec = flatten((args, kwargs))
+        tensors, at = split(leaves)
     taps = Mirrors(lambda: _dry_run(region, args, kwargs, tensors)) if active.sessions and current() else None
     found = [*convert_captured(region.function), *(taps.offsets if taps else ())]
     random = RandomState(tensors)

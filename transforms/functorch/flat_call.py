@@ -16,7 +16,7 @@ from remat.transforms.compat import (
     push_hooks,
     refuse_hooks,
 )
-from remat.transforms.context import labelled
+from remat.transforms.context import labelled, run_innermost
 from remat.transforms.eager import unread
 from remat.transforms.functorch.aliasing import Look, leaving, looks, seen
 from remat.transforms.functorch.primitive import Family, Prim, World, call
@@ -28,7 +28,16 @@ _NOTHING = contextlib.nullcontext()
 
 
 class FlatCall:
-    """A region's call with every tensor it depends on as a flat operand."""
+    """A region's call with every tensor it depends on as a flat operand.
+
+    Args:
+        region: what is called.
+        leaves: of the arguments; those at the positions `at` are `tensors`.
+        spec: the structure of the arguments, None where they are tensors alone.
+        captured: what the function reads besides: tensors it closes over, offsets of captures.
+        taps: how captures look into it, None where none is open.
+        world: where its primitives run, None in eager.
+    """
 
     def __init__(
         self,
@@ -49,13 +58,15 @@ class FlatCall:
         self.family = Family(region, Ambient(device_kinds(self.operands)), world)
         self.out_leaves: list[Any] = []
         self.out_at: list[int] = []
-        self.out_spec: Any = None
+        self.out_spec: Any = None  # that of a single tensor is None
         self.looks: list[Look | None] | None = None  # once it has run, if it returned several tensors
 
     def __call__(self) -> Any:
         with labelled("forward", self.region.name):
             outs = call(Prim(self.body, self.family), self.operands)
         made_inside(outs)
+        if self.out_spec is None:
+            return outs[0]
         outs = list(outs) if self.looks is None else seen(outs, self.looks)
         out, named = unflatten(merge(self.out_leaves, self.out_at, outs), self.out_spec)
         if self.taps is not None:
@@ -67,10 +78,15 @@ class FlatCall:
             # Autocast caches casts of leaves; below the levels every operand would be one, above them none.
             operands = tuple([t.view_as(t) for t in operands])
         own, captured = operands[: self.count], operands[self.count :]
-        args, kwargs = unflatten(merge(self.leaves, self.at, list(own)), self.spec)
+        args: Any = own
+        kwargs: Any = {}
+        if self.spec is not None:
+            args, kwargs = unflatten(merge(self.leaves, self.at, list(own)), self.spec)
         table = {id(t): operand for t, operand in zip(self.captured, captured, strict=True)}
         with self.bindings.restored(), Swap(table, own), kept_whole() if cond_met.is_set() else _NOTHING:
             out, named = self._tapped(args, kwargs, table) if self.taps else (self._watched(args, kwargs), ())
+        if self.taps is None and isinstance(out, torch.Tensor):
+            return (table.get(id(out), out),)
         check_results(out, self.region.name)
         self.out_leaves, self.out_spec = flatten((out, named))
         tensors, self.out_at = split(self.out_leaves)
@@ -92,13 +108,13 @@ class FlatCall:
         watch = self.family.watch
         if watch is None or self.region.memory.uses_func:
             self.family.watch = None
-            return self.region.run(args, kwargs)
+            return run_innermost(self.region.function, self.region.selector is not None, args, kwargs)
         # torch.func refuses hooks; these only watch, and their values are never asked for.
         message = hooks_disabled()
         allow_hooks()
         push_hooks(watch, unread)
         try:
-            return self.region.run(args, kwargs)
+            return run_innermost(self.region.function, self.region.selector is not None, args, kwargs)
         except RuntimeError as error:
             if not is_hook_refusal(error):
                 raise
