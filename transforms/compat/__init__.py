@@ -59,6 +59,7 @@ from remat.transforms.compat.autograd import (
     running_node,
     top_hooks,
 )
+from remat.transforms.compat.cpu import compiled_for_cpu, fits_cpu, options_of, transposes_given
 from remat.transforms.compat.dynamo import (
     BROKEN,
     is_near,
@@ -100,10 +101,12 @@ from remat.transforms.compat.functorch import (
 from remat.transforms.compat.fx import Stretch, Template, as_it_is, described, tracer_at_work
 from remat.transforms.compat.modes import (
     DispatchMode,
+    TorchDispatchMode,
     active_modes,
     cond,
     direct_call,
     fake_mode,
+    function_modes_active,
     intercept_under_modes,
     is_fake,
     memory_is_real,
@@ -113,6 +116,7 @@ from remat.transforms.compat.modes import (
     unseen,
     watched,
 )
+from remat.transforms.compat.operators import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 __all__ = [
     "autocasting",  # whether autocast is on for any device
@@ -220,4 +224,13 @@ __all__ = [
     "uncompiled_branches",  # keeps Dynamo from the branches of torch.cond
     "unseen",  # within, ops on `tensor` reach no dispatch mode
     "watched",  # whether hooks or a dispatch mode follow what runs here
+    "compiled_for_cpu",  # a graph compiled by Inductor for the CPU, without AOTAutograd around it
+    "fits_cpu",  # whether a graph and its inputs can be compiled so
+    "options_of",  # the options of a compiler that is Inductor
+    "transposes_given",  # which inputs a block wants transposed
+    "HigherOrderOperator",  # an operator on functions
+    "OpOverload",  # an op
+    "OpOverloadPacket",  # all overloads of an op
+    "TorchDispatchMode",  # torch's own base class of dispatch modes
+    "function_modes_active",  # how many torch-function modes are active
 ]

@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 
 from remat.transforms.compat import (
     dual_level_known_if_any,
+    function_modes_active,
     graph_kept,
     in_transform,
     is_wrapped,
@@ -38,7 +39,7 @@ from remat.transforms.tape import Kept, listening, report
 
 def run(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     """The final carry and the stacked ys, differentiable with respect to `flat`."""
-    if torch._C._len_torch_function_stack():
+    if function_modes_active():
         # A mode that swaps captured tensors sees torch functions, not Functions: let it see these operands.
         # By an op that traces pass over: of a region's levels each differentiates other operands.
         flat = [torch.ops.aten.alias(t) if smooth(t) and _torch_differentiable(t) else t for t in flat]
