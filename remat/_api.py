@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 
-from remat._dynamo import call_planned, call_region, looks_at_calls, wrap
+from remat._dynamo import call_planned, call_region, needs_call, wrap
 from remat._inspect import told, wanted
 from remat.policies import Policy, PolicySelector, as_policy, bind, save_everything, save_nothing
 from remat.transforms import RematError, register
@@ -196,7 +196,7 @@ def _wrap(fn: Callable[..., Any], options: _Options) -> Callable[..., Any]:
     keeps_everything = options.policy == save_everything
     label, number = region.name, register(options)
     # Most policies are the same for every call; asking them takes longer than a small op.
-    binds = looks_at_calls(options.policy)
+    binds = needs_call(options.policy)
     compile_call = call_planned if binds else call_region
 
     ordinary = not (keeps_everything or static or binds)

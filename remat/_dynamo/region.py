@@ -58,7 +58,7 @@ def wrap(fn: Callable[..., Any], options: Any) -> Callable[..., Any]:
     """`fn` as a region, while Dynamo traces the very call of `remat`."""
     label = options.name or getattr(fn, "__name__", "module")
     spec = (type(options), describe(options.policy), options.random, options.check)
-    binds = looks_at_calls(options.policy)
+    binds = needs_call(options.policy)
 
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
         run = functools.partial(enter_described, label, spec, given=given(args, kwargs) if binds else None)
@@ -69,7 +69,7 @@ def wrap(fn: Callable[..., Any], options: Any) -> Callable[..., Any]:
     return rematerialized
 
 
-def looks_at_calls(policy: Policy) -> bool:
+def needs_call(policy: Policy) -> bool:
     """Whether a policy is another one for every call."""
     return type(policy).bind is not Policy.bind
 
@@ -95,7 +95,7 @@ def _run(options: Any, label: str, graph: Any, given: Any, *operands: Any, **kwa
         return run_transparently(body, operands, {})
     policy: Policy = bind(options.policy, body.bare(), operands, {})
     if body.named:
-        policy = policy.amid()
+        policy = policy.interleaved()
     return run_graph(options.region(body, policy, label), body, operands)
 
 

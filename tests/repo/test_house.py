@@ -29,7 +29,7 @@ LONG_FUNCTIONS = {
     "remat.transforms.scan.derivatives:tangents_of",
 }
 SHARED_NAMES = {
-    *("Bound", "Calls", "Choice", "Following", "Given", "Graph", "Kept", "Measured", "Memory", "Packed"),
+    *("Calls", "Choice", "Following", "Given", "Graph", "Kept", "Measured", "Memory", "Packed"),
     *("Part", "Plan", "Record", "Recomputed", "Ref", "Region", "Residuals", "Schedule", "Store", "Table"),
     *("Values", "Work", "_Fence", "_Keeping", "_Local", "_Search"),
 }

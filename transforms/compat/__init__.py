@@ -98,7 +98,7 @@ from remat.transforms.compat.functorch import (
     unwrapped,
     wrap_for_grad,
 )
-from remat.transforms.compat.fx import Stretch, Template, as_it_is, described, tracer_at_work
+from remat.transforms.compat.fx import NodeSpan, Template, as_it_is, described, tracer_at_work
 from remat.transforms.compat.modes import (
     DispatchMode,
     TorchDispatchMode,
@@ -206,7 +206,7 @@ __all__ = [
     "unwrap_once",  # take one wrapper off
     "unwrapped",  # the plain tensor at the bottom of all functorch wrappers of `tensor`
     "wrap_for_grad",  # wrap a tensor for a level of grad or jvp
-    "Stretch",  # the nodes that a tracer adds from the making of this on
+    "NodeSpan",  # the nodes that a tracer adds from the making of this on
     "Template",  # a stretch of a graph, as a function of some of the tensors that it reads
     "as_it_is",  # `tensor` as a value of the graph, which nothing that is written to it later changes
     "described",  # what the tracer's nodes depend on in these tensors

@@ -31,9 +31,9 @@ from remat.transforms.compat import (
     teach_inductor,
     unwind_levels,
 )
-from remat.transforms.compiled import CAPTURED, NAMED, Alike, Written, likeness
+from remat.transforms.compiled import CAPTURED, NAMED, GraphDedup, GraphLowering, dedup_key
 from remat.transforms.entry.dispatch import keeping_everything, outermost, run
-from remat.transforms.functorch import Family, Look, Prim, call, leaving, looks, seen
+from remat.transforms.functorch import AliasSpec, Family, Prim, bases, call, looks, rebuild
 from remat.transforms.intermediates import Handed, current, tap
 from remat.transforms.pytree import merge, split
 from remat.transforms.region import Region
@@ -206,17 +206,17 @@ class _TracedCall:
         self.tensors, self.at = split(self.operands)
         self.taps = Handed(graph.named) if current() else None
         self.outs: list[Any] = []
-        self.looks: list[Look | None] | None = None  # once the function has run
+        self.looks: list[AliasSpec | None] | None = None  # once the function has run
         ambient = Ambient(device_kinds(self.tensors))
         # What runs in another region is that one's to record; captures count what they are given.
         alone = _local.depth == 1 and self.taps is None
-        like = likeness(region, operands, ambient) if alone else None
-        self.family = Family(region, ambient, Written(region, Alike(like, self.outs, _TENSOR)))
+        like = dedup_key(region, operands, ambient) if alone else None
+        self.family = Family(region, ambient, GraphLowering(region, GraphDedup(like, self.outs, _TENSOR)))
 
     def __call__(self) -> tuple[Any, ...]:
         operands = [*self.tensors, *(self.taps.offsets if self.taps else ())]
         made = call(Prim(self.body, self.family), operands)
-        results = iter(seen(made, self.looks) if self.looks else made)
+        results = iter(rebuild(made, self.looks) if self.looks else made)
         return tuple([next(results) if out is _TENSOR else out for out in self.outs])
 
     def body(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -227,7 +227,7 @@ class _TracedCall:
         found = [out for out in outs if isinstance(out, torch.Tensor)]
         if self.looks is None:
             self.looks = looks(found)
-        return leaving(found, self.looks)
+        return bases(found, self.looks)
 
 
 _TENSOR = object()

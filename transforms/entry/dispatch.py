@@ -10,8 +10,8 @@ import torch
 from remat.transforms.closure import (
     MOST_TRIES,
     Bindings,
+    ClosureConversion,
     Missed,
-    Swap,
     as_operand,
     changing,
     kept_whole,
@@ -34,7 +34,7 @@ from remat.transforms.compat import (
     push_hooks,
     unwrapped,
 )
-from remat.transforms.compiled import Written
+from remat.transforms.compiled import GraphLowering
 from remat.transforms.context import enclosing, inside
 from remat.transforms.eager import (
     Following,
@@ -47,7 +47,7 @@ from remat.transforms.eager import (
     unread,
     watcher,
 )
-from remat.transforms.functorch import Family, Look, Prim, call, leaving, looks, seen
+from remat.transforms.functorch import AliasSpec, Family, Prim, bases, call, looks, rebuild
 from remat.transforms.intermediates import Mirrors, current
 from remat.transforms.pytree import check_results, flatten, merge, split, unflatten
 from remat.transforms.region import Plan, Region, labelled, planning
@@ -134,7 +134,7 @@ def _only_batched() -> bool:
 
 def _run_frame(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     inputs = Inputs(region, args, kwargs)
-    # Offsets add ops to those that earlier calls ran.
+    # Perturbations add ops to those that earlier calls ran.
     key = None if region.key is None or inputs.taps else inputs.signature()
     plan = None if key is None else _known(inputs, key)
     if plan is None:
@@ -214,18 +214,18 @@ class _Flat:
         self.captured = captured
         self.operands = [as_operand(t) for t in (*tensors, *captured)]
         self.bindings = Bindings(region.function, region.slots)
-        world = Written(region) if is_tracing() else None
+        world = GraphLowering(region) if is_tracing() else None
         self.family = Family(region, Ambient(device_kinds(self.operands)), world)
         self.out_leaves: list[Any] = []
         self.out_at: list[int] = []
         self.out_spec: Any = None
-        self.looks: list[Look | None] | None = None  # once the function has run
+        self.looks: list[AliasSpec | None] | None = None  # once the function has run
 
     def __call__(self) -> Any:
         with labelled("forward", self.region.name):
             outs = call(Prim(self.body, self.family), self.operands)
         made_inside(outs)
-        outs = list(outs) if self.looks is None else seen(outs, self.looks)
+        outs = list(outs) if self.looks is None else rebuild(outs, self.looks)
         out, named = unflatten(merge(self.out_leaves, self.out_at, outs), self.out_spec)
         if self.taps is not None:
             self.taps.pass_on(named)
@@ -238,7 +238,7 @@ class _Flat:
         own, captured = operands[: self.count], operands[self.count :]
         args, kwargs = unflatten(merge(self.leaves, self.at, list(own)), self.spec)
         table = {id(t): operand for t, operand in zip(self.captured, captured, strict=True)}
-        with self.bindings.restored(), Swap(table, own), kept_whole():
+        with self.bindings.restored(), ClosureConversion(table, own), kept_whole():
             out, named = self._tapped(args, kwargs, table) if self.taps else (self._watched(args, kwargs), ())
         check_results(out, self.region.name)
         self.out_leaves, self.out_spec = flatten((out, named))
@@ -248,7 +248,7 @@ class _Flat:
         tensors = [table.get(id(t), t) for t in tensors]
         if self.looks is None:
             self.looks = looks(tensors)
-        return leaving(tensors, self.looks)
+        return bases(tensors, self.looks)
 
     def _tapped(self, args: Any, kwargs: Any, table: dict[int, torch.Tensor]) -> tuple[Any, Any]:
         # Named values leave as results like any other: every run of the body has the same ones.

@@ -32,7 +32,7 @@ from remat.transforms.scan.backward import pull_back
 from remat.transforms.scan.batching import batch, dense, expand, kept_batched, kept_for_batch
 from remat.transforms.scan.body import Leaves
 from remat.transforms.scan.derivatives import pull_back_of, tangents_of
-from remat.transforms.scan.forward import sweep
+from remat.transforms.scan.forward import run_forward
 from remat.transforms.scan.spec import Record, Scan, Tensors, as_in_forward, index_states, lift_states
 from remat.transforms.tape import Kept, listening, report
 
@@ -81,7 +81,7 @@ class _Scan(torch.autograd.Function):
             scan.record.final = [None] * len(scan.carry)
             return tuple(scan.opaque.forward(scan, flat))
         with torch.no_grad():
-            carry, ys = sweep(scan, flat)
+            carry, ys = run_forward(scan, flat)
         scan.record.final = [None if i in scan.tensors else v for i, v in enumerate(carry)]
         index_states(scan, flat)
         taken = {id(t) for t in (*flat, *scan.record.kept)}

@@ -64,7 +64,7 @@ class Kept(list[torch.Tensor]):
 
 
 @dataclass
-class Blocks:
+class UnrolledStep:
     """How the steps of a scan are compiled, `size` at a time.
 
     Attributes:
@@ -83,9 +83,9 @@ class Blocks:
     selector: Callable[[], Any] | None = None
     made: dict[Any, Any] = field(default_factory=dict)
 
-    def at(self, consts: Tensors) -> Bound:
+    def at(self, consts: Tensors) -> BoundStep:
         """The blocks with what every step reads besides."""
-        return Bound(self, consts)
+        return BoundStep(self, consts)
 
     def kept(self, consts: Tensors, carry: Leaves, x: Tensors) -> tuple[Leaves, list[torch.Tensor], Kept]:
         """One step, with what the selector keeps of it."""
@@ -120,10 +120,10 @@ class _Keeping(Record):
         return kept
 
 
-class Bound:
+class BoundStep:
     """The blocks of one run of a scan: all of one shape, so that what to call is looked up once."""
 
-    def __init__(self, blocks: Blocks, consts: Tensors) -> None:
+    def __init__(self, blocks: UnrolledStep, consts: Tensors) -> None:
         self.blocks, self.consts = blocks, [t.detach() for t in consts]
         self.size, self.reverse = blocks.size, blocks.reverse
         self._found: dict[Any, Any] = {}
@@ -312,8 +312,8 @@ class Bound:
 
     def _select(self, values: list[torch.Tensor], a: int, b: int) -> Any:
         # Of one step, pulled back through with a cotangent for every result: whatever a pull-back may read.
-        one = Bound(
-            Blocks(self.blocks.step, 1, False, self.blocks.compiler, self.blocks.selector), values[:a]
+        one = BoundStep(
+            UnrolledStep(self.blocks.step, 1, False, self.blocks.compiler, self.blocks.selector), values[:a]
         )
         like: list[Any] = []
 
