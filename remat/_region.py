@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from remat._dynamo import call_planned, call_region, looks_at_calls, wrap
+from remat._dynamo import call_planned, call_region, needs_call, wrap
 from remat._inspect import logger, told, wanted
 from remat.policies import Policy, PolicySelector, bind, save_everything, save_nothing
 from remat.transforms import RematError, register
@@ -107,7 +107,7 @@ def _wrap(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
     keeps_everything = options.policy == save_everything
     label, number = region.name, register(options)
     # Most policies are the same for every call; asking them takes longer than a small op.
-    binds = looks_at_calls(options.policy)
+    binds = needs_call(options.policy)
     compile_call = call_planned if binds else call_region
 
     ordinary = not (keeps_everything or static or binds)

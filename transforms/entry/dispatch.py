@@ -25,7 +25,7 @@ from remat.transforms.compat import (
     profiling,
     unwrapped,
 )
-from remat.transforms.compiled import Written
+from remat.transforms.compiled import GraphLowering
 from remat.transforms.context import active, enclosing, inside, labelled, planning
 from remat.transforms.eager import (
     Following,
@@ -111,7 +111,7 @@ def _only_batched() -> bool:
 
 def _run_frame(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     inputs = Inputs(region, args, kwargs)
-    # Offsets add ops to those that earlier calls ran.
+    # Perturbations add ops to those that earlier calls ran.
     key = None if region.key is None or inputs.taps else inputs.signature()
     plan = None if key is None else _known(inputs, key)
     if plan is None:
@@ -158,7 +158,7 @@ def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]
     random = RandomState(tensors)
     for _ in range(MOST_TRIES):
         try:
-            world = Written(region) if modes_active() and is_tracing() else None
+            world = GraphLowering(region) if modes_active() and is_tracing() else None
             return FlatCall(region, leaves, spec, at, tensors, found, taps, world)()
         except Missed as missed:
             if any(t is missed.tensor for t in (*tensors, *found)):

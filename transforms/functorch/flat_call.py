@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 
-from remat.transforms.closure import Bindings, Swap, as_operand, cond_met, kept_whole, made_inside
+from remat.transforms.closure import (
+    Bindings,
+    ClosureConversion,
+    as_operand,
+    cond_met,
+    kept_whole,
+    made_inside,
+)
 from remat.transforms.compat import (
     allow_hooks,
     hooks_disabled,
@@ -18,7 +25,7 @@ from remat.transforms.compat import (
 )
 from remat.transforms.context import labelled, run_innermost
 from remat.transforms.eager import unread
-from remat.transforms.functorch.aliasing import Look, leaving, looks, seen
+from remat.transforms.functorch.aliasing import AliasSpec, bases, looks, rebuild
 from remat.transforms.functorch.primitive import Family, Prim, World, call
 from remat.transforms.pytree import check_results, flatten, merge, split, unflatten
 from remat.transforms.region import Region
@@ -59,7 +66,7 @@ class FlatCall:
         self.out_leaves: list[Any] = []
         self.out_at: list[int] = []
         self.out_spec: Any = None  # that of a single tensor is None
-        self.looks: list[Look | None] | None = None  # once it has run, if it returned several tensors
+        self.looks: list[AliasSpec | None] | None = None  # once it has run, if it returned several tensors
 
     def __call__(self) -> Any:
         with labelled("forward", self.region.name):
@@ -67,7 +74,7 @@ class FlatCall:
         made_inside(outs)
         if self.out_spec is None:
             return outs[0]
-        outs = list(outs) if self.looks is None else seen(outs, self.looks)
+        outs = list(outs) if self.looks is None else rebuild(outs, self.looks)
         out, named = unflatten(merge(self.out_leaves, self.out_at, outs), self.out_spec)
         if self.taps is not None:
             self.taps.pass_on(named)
@@ -83,7 +90,11 @@ class FlatCall:
         if self.spec is not None:
             args, kwargs = unflatten(merge(self.leaves, self.at, list(own)), self.spec)
         table = {id(t): operand for t, operand in zip(self.captured, captured, strict=True)}
-        with self.bindings.restored(), Swap(table, own), kept_whole() if cond_met.is_set() else _NOTHING:
+        with (
+            self.bindings.restored(),
+            ClosureConversion(table, own),
+            kept_whole() if cond_met.is_set() else _NOTHING,
+        ):
             out, named = self._tapped(args, kwargs, table) if self.taps else (self._watched(args, kwargs), ())
         if self.taps is None and isinstance(out, torch.Tensor):
             return (table.get(id(out), out),)
@@ -95,7 +106,7 @@ class FlatCall:
         tensors = [table.get(id(t), t) for t in tensors]
         if self.looks is None and len(tensors) > 1:
             self.looks = looks(tensors)
-        return tuple(tensors) if self.looks is None else leaving(tensors, self.looks)
+        return tuple(tensors) if self.looks is None else bases(tensors, self.looks)
 
     def _tapped(self, args: Any, kwargs: Any, table: dict[int, torch.Tensor]) -> tuple[Any, Any]:
         # Named values leave as results like any other: every run of the body has the same ones.
