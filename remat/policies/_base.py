@@ -11,6 +11,7 @@ import torch
 
 from remat._core import Decision, OpInfo
 from remat.transforms import RematError, intern, register, traits
+from remat.transforms.compat import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 
 class PolicyError(RematError, TypeError):
@@ -75,8 +76,9 @@ class Policy:
 PolicyLike: TypeAlias = (
     Policy
     | Callable[[OpInfo], Decision | bool]
-    | torch._ops.OpOverload
-    | torch._ops.OpOverloadPacket
+    | OpOverload
+    | OpOverloadPacket
+    | HigherOrderOperator
     | Collection[Any]
 )
 

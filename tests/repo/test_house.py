@@ -19,7 +19,6 @@ from tests.repo.house import (
 
 # What was too long, or had a name of something else, when this test was written. Nothing is added here.
 LONG_FILES = {
-    "remat.transforms.functorch.primitive",
     "remat.transforms.joint.graph",
     "remat.transforms.scan.compiled.unroll",
     "remat.transforms.tape.tape",
@@ -31,7 +30,7 @@ LONG_FUNCTIONS = {
 SHARED_NAMES = {
     *("Calls", "Choice", "Following", "Given", "Graph", "Kept", "Measured", "Memory", "Packed"),
     *("Part", "Plan", "Record", "Recomputed", "Ref", "Region", "Residuals", "Schedule", "Store", "Table"),
-    *("Values", "Work", "_Fence", "_Keeping", "_Local", "_Search"),
+    *("Values", "Work", "_Fence", "_Search"),
 }
 # Pytrees are to go through optree; until then they go through torch's module, which it documents nowhere.
 PYTREE = "torch.utils._pytree"
