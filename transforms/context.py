@@ -25,13 +25,12 @@ class _Active(threading.local):
     transparent = False  # whether regions keep what autograd keeps
     sessions: tuple[Any, ...] = ()  # the captures that are open
     listeners: tuple[Any, ...] = ()  # who wants to know what regions keep
+    quiet = False
+    unasked = False
 
     def __init__(self) -> None:
         self.rerun: list[str] = []  # names of the regions that are being run again
         self.replays: list[Any] = []  # under functorch: what hands out values, and how to end the rerun
-
-    quiet = False
-    unasked = False
 
 
 active = _Active()

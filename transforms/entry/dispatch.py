@@ -106,7 +106,7 @@ def _graded(tensor: torch.Tensor) -> bool:
 
 def _only_batched() -> bool:
     """Whether `vmap` is all that torch.func does around here."""
-    return all([level.key() == VMAP for level in level_stack()])
+    return all([level.key() == VMAP for level in level_stack() or ()])
 
 
 def _run_frame(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
