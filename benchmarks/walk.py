@@ -128,7 +128,12 @@ WALKS: dict[str, Callable[[], Walk]] = {
     "scan": scan,
 }
 # The most files that each may enter.
-LIMITS = {"eager, second call": 10, "torch.func.grad, second call": 14, "torch.compile, tracing": 16, "scan": 12}
+LIMITS = {
+    "eager, second call": 10,
+    "torch.func.grad, second call": 14,
+    "torch.compile, tracing": 16,
+    "scan": 12,
+}
 
 
 def walk(name: str) -> Walk:

@@ -29,7 +29,8 @@ _CHECKS = get_args(Check)
 class Rematerialized(Protocol[P, R_co]):
     """What `remat` returns: a function of `fn`'s signature that knows `fn`."""
 
-    __wrapped__: Callable[..., Any]
+    @property
+    def __wrapped__(self) -> Callable[P, R_co]: ...
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
 

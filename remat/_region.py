@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 import torch
 
-from remat._dynamo import call_planned, call_region, looks_at_calls, wrap
+from remat._dynamo import call_planned, call_region, needs_call, wrap
 from remat._inspect import logger, told, wanted
 from remat.policies import Policy, PolicySelector, bind, save_everything, save_nothing
 from remat.transforms import RematError, register
-from remat.transforms.entry import outermost, run, run_transparently
+from remat.transforms.entry import Graph, outermost, run, run_transparently
 from remat.transforms.region import Region, checksum, choosing
 
 # How a recomputation is compared with its forward.
@@ -107,7 +107,7 @@ def _wrap(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
     keeps_everything = options.policy == save_everything
     label, number = region.name, register(options)
     # Most policies are the same for every call; asking them takes longer than a small op.
-    binds = looks_at_calls(options.policy)
+    binds = needs_call(options.policy)
     compile_call = call_planned if binds else call_region
 
     ordinary = not (keeps_everything or static or binds)
@@ -218,4 +218,6 @@ def anchor(fn: Any) -> Any:
         return anchor(fn.__wrapped__) if hasattr(fn, "__wrapped__") else fn.__code__
     if isinstance(fn, _Static):
         return anchor(fn.fn)
+    if isinstance(fn, Graph):
+        return fn.module
     return fn if isinstance(fn, torch.nn.Module) else type(fn)

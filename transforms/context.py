@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +24,12 @@ class _Active(threading.local):
     transparent = False  # whether regions keep what autograd keeps
     sessions: tuple[Any, ...] = ()  # the captures that are open
     listeners: tuple[Any, ...] = ()  # who wants to know what regions keep
+    quiet = False
+    unasked = False
 
     def __init__(self) -> None:
         self.rerun: list[str] = []  # names of the regions that are being run again
         self.replays: list[Any] = []  # under functorch: what hands out values, and how to end the rerun
-
-    quiet = False
-    unasked = False
 
 
 active = _Active()
@@ -118,6 +117,20 @@ def unasked(function: Callable[..., Any], *args: Any) -> Any:
 
 # -- regions around the code at hand ---------------------------------------------------------------------
 _NOTHING = contextlib.nullcontext()
+
+
+def run_innermost(
+    function: Callable[..., Any], selects: bool, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """Call a region's function as a part of a recording or of a recomputation; `selects`: it has a policy."""
+    before = active.selecting
+    if not selects and not before:
+        return function(*args, **kwargs)
+    active.selecting = selects
+    try:
+        return function(*args, **kwargs)
+    finally:
+        active.selecting = before
 
 
 def selecting() -> bool:

@@ -42,7 +42,7 @@ from remat.transforms.compat import (
 from remat.transforms.compat import top as dynamo_top
 from remat.transforms.compiled import CAPTURED, VARIABLE
 from remat.transforms.entry import Graph, levels_left
-from remat.transforms.intermediates import Offsets, differentiated, offset
+from remat.transforms.intermediates import Perturbations, differentiated, offset
 from remat.transforms.intermediates import opened as taps_opened
 
 bypass = bypassing_wrapper()
@@ -242,9 +242,9 @@ def _differentiate(wanted: tuple[str, ...], graph: torch.fx.GraphModule, *operan
     module, at = _of_variables(graph)
     body = Graph(module)
 
-    def run(leaves: list[Tensor]) -> tuple[Tensor, Offsets, list[Tensor]]:
+    def run(leaves: list[Tensor]) -> tuple[Tensor, Perturbations, list[Tensor]]:
         make = functools.partial(offset, leaves[0])
-        session = Offsets(frozenset(wanted), make, graph=True)
+        session = Perturbations(frozenset(wanted), make, graph=True)
         with taps_opened(session):
             value, *found = body(*operands, *leaves[1:])
         return value, session, found

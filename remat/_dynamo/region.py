@@ -58,7 +58,7 @@ def wrap(fn: Callable[..., Any], options: Any) -> Callable[..., Any]:
     """`fn` as a region, while Dynamo traces the very call of `remat`."""
     label = options.name or getattr(fn, "__name__", "module")
     spec = (type(options), describe(options.policy), options.random, options.check)
-    binds = looks_at_calls(options.policy)
+    binds = needs_call(options.policy)
 
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
         run = functools.partial(enter_described, label, spec, given=given(args, kwargs) if binds else None)
@@ -69,10 +69,10 @@ def wrap(fn: Callable[..., Any], options: Any) -> Callable[..., Any]:
     return rematerialized
 
 
-def looks_at_calls(policy: Policy) -> bool:
+def needs_call(policy: Policy) -> bool:
     """Whether a policy is another one for some calls."""
     kind = type(policy)
-    return kind.bind is not Policy.bind or kind.amid is not Policy.amid
+    return kind.bind is not Policy.bind or kind.interleaved is not Policy.interleaved
 
 
 def enter(label: str, at: str, graph: Any, given: Any = None) -> Callable[..., Any]:
@@ -95,10 +95,10 @@ def _run(options: Any, label: str, graph: Any, given: Any, *operands: Any, **kwa
     if options.policy == save_everything and outermost_traced():
         return run_transparently(body, operands, {})
     policy: Policy = options.policy
-    if looks_at_calls(policy):
+    if needs_call(policy):
         policy = bind(policy, body.bare(), operands, {})
     if body.named:
-        policy = policy.amid()
+        policy = policy.interleaved()
     return run_graph(options.region(body, policy, label), body, operands)
 
 

@@ -190,7 +190,7 @@ def _run(facts: Any, n: int | None, plan: Any, graph: Any, *operands: Any) -> An
     known = Facts(name, n, carry, rows, reverse, offload)
     selector = None
     if policy is not None:
-        selector = functools.partial(PolicySelector, policy.bind(body, operands, {}).amid(), name)
+        selector = functools.partial(PolicySelector, policy.bind(body, operands, {}).interleaved(), name)
     whole = None if evaluating() or is_tracing() else shown()
     if whole is not None:
         return run_whole(whole, known, body, operands, selector)

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.transforms import flatten, merge, smooth, unflatten, user_place
 from remat.transforms.closure import by_storage
-from remat.transforms.compat import in_transform, is_strided, storage_key, unwrapped
+from remat.transforms.compat import TorchDispatchMode, in_transform, is_strided, storage_key, unwrapped
 from remat.transforms.compiled import give_name
 from remat.transforms.state import RandomState
 from remat.transforms.tape import Kept, listen

@@ -63,7 +63,7 @@ class Following(Policy):
 class Bound(Following):
     """A plan that was made for this very call: there is no other op."""
 
-    def amid(self) -> Policy:
+    def interleaved(self) -> Policy:
         return Following(self.plan)
 
     def _unplanned(self, position: int, op: Any) -> int:

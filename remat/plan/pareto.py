@@ -189,7 +189,7 @@ def saved_by(policy: Policy, graph: Graph, problem: Problem) -> set[int]:
     chosen = set()
     for position, op in enumerate(graph.ops):
         info = op_info(graph.joint, op, position)
-        verdict = policy.quick(op.target) or check_verdict(policy, info, policy(info))
+        verdict = policy.decide_by_op(op.target) or check_verdict(policy, info, policy(info))
         if verdict is not Decision.RECOMPUTE and problem.size[position] < INF:
             chosen.add(position)
     return chosen | inputs

@@ -68,7 +68,7 @@ def _as_operands(op: Any, left: TensorMeta, right: TensorMeta) -> tuple[TensorMe
 def bind(policy: Policy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
     """`policy` for one call of a region."""
     bound = policy.bind(fn, args, kwargs)
-    return bound.amid() if current() else bound  # what captures put in are further ops
+    return bound.interleaved() if current() else bound  # what captures put in are further ops
 
 
 class PolicySelector:
@@ -98,7 +98,7 @@ class PolicySelector:
                 return Decision.RECOMPUTE.value
             op = self.calls.fused
             args, kwargs = (describe(args[0]), *_as_operands(op, *self.product)), {}
-        quick = self.policy.quick(op)
+        quick = self.policy.decide_by_op(op)
         if quick is not None:
             return quick.value
         return self._ask(at, node, args, kwargs, out, op)

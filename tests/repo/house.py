@@ -172,3 +172,82 @@ def back_doors() -> list[Import]:
         if bad:
             found.append(one)
     return found
+
+
+def shown(face: str) -> list[str]:
+    """The `__all__` of a face."""
+    for node in tree(modules()[face]).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            if node.targets[0].id == "__all__":
+                return ast.literal_eval(node.value)
+    return []
+
+
+def unshown() -> list[Import]:
+    """What `remat/` takes from a face of the engine that does not list it."""
+    return [
+        one
+        for one in imports()
+        if not within(one.importer, ENGINE) and within(one.target, ENGINE) and one.name is not None
+        if one.name not in shown(one.target)
+    ]
+
+
+def _private(part: str) -> bool:
+    return part.startswith("_") and not part.startswith("__")
+
+
+def private_torch(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of every private name of torch in a file."""
+    roots: dict[str, str] = {}  # local name -> the dotted name that it stands for
+    nodes = list(ast.walk(tree(path)))
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "torch":
+                    roots[alias.asname or "torch"] = alias.name if alias.asname else "torch"
+                    if any(map(_private, alias.name.split("."))):
+                        yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                roots[alias.asname or alias.name] = full
+                if any(map(_private, full.split("."))):
+                    yield node.lineno, full
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and _private(node.attr):
+            chain: list[str] = []
+            inner: ast.expr = node
+            while isinstance(inner, ast.Attribute):
+                chain.insert(0, inner.attr)
+                inner = inner.value
+            # Names below torch.ops are those of schemas.
+            if isinstance(inner, ast.Name) and inner.id in roots and chain[0] != "ops":
+                yield node.lineno, ".".join([roots[inner.id], *chain])
+
+
+def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """The lines of a function without its decorators and its docstring."""
+    assert function.end_lineno is not None
+    count = function.end_lineno - function.lineno + 1
+    first = function.body[0]
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+        if isinstance(first.value.value, str) and first.end_lineno is not None:
+            count -= first.end_lineno - first.lineno + 1
+    return count
+
+
+def functions() -> Iterator[tuple[str, int]]:
+    """`module:name` of every function, methods and inner ones too, and its lines."""
+    for module, path in modules().items():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield f"{module}:{node.name}", lines_of(node)
+
+
+def classes() -> Iterator[tuple[str, str]]:
+    """The name of every class, and the module that defines it."""
+    for module, path in modules().items():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ClassDef):
+                yield node.name, module

@@ -4,9 +4,9 @@ from remat.transforms.closure.cond import cond_met, kept_whole, not_compiled
 from remat.transforms.closure.convert import (
     MOST_TRIES,
     Bindings,
+    ClosureConversion,
     Missed,
     Slots,
-    Swap,
     as_operand,
     as_operands,
     captured,
@@ -27,7 +27,7 @@ __all__ = [
     "MOST_TRIES",  # how often a region starts over with one more captured tensor among its operands
     "Missed",  # a captured tensor that the search had not found
     "Slots",  # where the modules under a module hold tensors
-    "Swap",  # puts operands in the place of captured tensors, and refuses captured tensors it was not told of
+    "ClosureConversion",  # puts operands in the place of captured tensors, refuses other captured ones
     "as_operand",  # what the enclosing region, if any, has put in the place of `tensor`
     "as_operands",  # `tree` with what the enclosing region has put in the place of its tensors
     "captured",  # the tensors reachable from `function` that could carry a derivative or a batch dimension

@@ -62,6 +62,7 @@ from remat.transforms.compat.autograd import (
     running_node,
     top_hooks,
 )
+from remat.transforms.compat.cpu import compiled_for_cpu, fits_cpu, options_of, transposes_given
 from remat.transforms.compat.dynamo import (
     BROKEN,
     is_near,
@@ -102,13 +103,15 @@ from remat.transforms.compat.functorch import (
     unwrapped,
     wrap_for_grad,
 )
-from remat.transforms.compat.fx import Stretch, Template, as_it_is, described, tracer_at_work
+from remat.transforms.compat.fx import NodeSpan, Template, as_it_is, described, tracer_at_work
 from remat.transforms.compat.modes import (
     DispatchMode,
+    TorchDispatchMode,
     active_modes,
     cond,
     direct_call,
     fake_mode,
+    function_modes_active,
     intercept_under_modes,
     is_fake,
     memory_is_real,
@@ -118,6 +121,7 @@ from remat.transforms.compat.modes import (
     unseen,
     watched,
 )
+from remat.transforms.compat.operators import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 __all__ = [
     "function_modes",  # how many torch-function modes are active
@@ -212,7 +216,7 @@ __all__ = [
     "unwrap_once",  # take one wrapper off
     "unwrapped",  # the plain tensor at the bottom of all functorch wrappers of `tensor`
     "wrap_for_grad",  # wrap a tensor for a level of grad or jvp
-    "Stretch",  # the nodes that a tracer adds from the making of this on
+    "NodeSpan",  # the nodes that a tracer adds from the making of this on
     "Template",  # a stretch of a graph, as a function of some of the tensors that it reads
     "as_it_is",  # `tensor` as a value of the graph, which nothing that is written to it later changes
     "described",  # what the tracer's nodes depend on in these tensors
@@ -230,4 +234,13 @@ __all__ = [
     "uncompiled_branches",  # keeps Dynamo from the branches of torch.cond
     "unseen",  # within, ops on `tensor` reach no dispatch mode
     "watched",  # whether hooks or a dispatch mode follow what runs here
+    "compiled_for_cpu",  # a graph compiled by Inductor for the CPU, without AOTAutograd around it
+    "fits_cpu",  # whether a graph and its inputs can be compiled so
+    "options_of",  # the options of a compiler that is Inductor
+    "transposes_given",  # which inputs a block wants transposed
+    "HigherOrderOperator",  # an operator on functions
+    "OpOverload",  # an op
+    "OpOverloadPacket",  # all overloads of an op
+    "TorchDispatchMode",  # torch's own base class of dispatch modes
+    "function_modes_active",  # how many torch-function modes are active
 ]

@@ -89,7 +89,7 @@ def _tracked(tracer: Any, tensor: Any) -> _Tracked | None:
     return None if slot is None else _Tracked(slot.proxy.node, fake)
 
 
-class Stretch:
+class NodeSpan:
     """The nodes that a tracer adds from the making of this on."""
 
     def __init__(self, tracer: Any) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from remat.transforms.compat import as_it_is, graph_storage, tagged
 from remat.transforms.compiled.barrier import Origins, fence, fence_below
-from remat.transforms.compiled.dedup import Alike
+from remat.transforms.compiled.dedup import GraphDedup
 from remat.transforms.context import Mode, is_quiet, quiet
 from remat.transforms.errors import RematError
 from remat.transforms.functorch import Prim, PullBack, replaying
@@ -61,7 +61,7 @@ class Sent(Elsewhere):
         self.host = torch.empty_like(tensor, device="cpu", pin_memory=pinned).copy_(tensor)
 
 
-class Written:
+class GraphLowering:
     """Runs primitives at the bottom of the functorch levels (a `functorch.World`).
 
     Args:
@@ -69,9 +69,9 @@ class Written:
         alike: how to copy others of the graph, or to be copied.
     """
 
-    def __init__(self, region: Region, alike: Alike | None = None) -> None:
+    def __init__(self, region: Region, alike: GraphDedup | None = None) -> None:
         self.tags = {RECOMPUTED: f"{next(_serials)} {region.name}"}
-        self.alike = alike or Alike()
+        self.alike = alike or GraphDedup()
 
     def forward(self, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
         """Run a region; with a node above it that will pull back, note what its recomputation needs."""

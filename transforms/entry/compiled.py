@@ -31,10 +31,10 @@ from remat.transforms.compat import (
     teach_inductor,
     unwind_levels,
 )
-from remat.transforms.compiled import CAPTURED, NAMED, Alike, Written, likeness
+from remat.transforms.compiled import CAPTURED, NAMED, GraphDedup, GraphLowering, dedup_key
 from remat.transforms.context import active
 from remat.transforms.entry.dispatch import outermost, run
-from remat.transforms.functorch import Family, Look, Prim, call, leaving, looks, seen
+from remat.transforms.functorch import AliasSpec, Family, Prim, bases, call, looks, rebuild
 from remat.transforms.intermediates import Handed, current, tap
 from remat.transforms.region import Region
 from remat.transforms.state import Ambient, device_kinds
@@ -207,17 +207,17 @@ class _TracedCall:
         self.tensors = [self.operands[i] for i in self.at]
         self.taps = Handed(graph.named) if active.sessions and current() else None
         self.outs: list[Any] = []
-        self.looks: list[Look | None] | None = None  # once it has run, if it returned several tensors
+        self.looks: list[AliasSpec | None] | None = None  # once it has run, if it returned several tensors
         ambient = Ambient(device_kinds(self.tensors))
         # What runs in another region is that one's to record; captures count what they are given.
         alone = _local.depth == 1 and self.taps is None
-        like = likeness(region, operands, ambient) if alone else None
-        self.family = Family(region, ambient, Written(region, Alike(like, self.outs, _TENSOR)))
+        like = dedup_key(region, operands, ambient) if alone else None
+        self.family = Family(region, ambient, GraphLowering(region, GraphDedup(like, self.outs, _TENSOR)))
 
     def __call__(self) -> tuple[Any, ...]:
         operands = [*self.tensors, *(self.taps.offsets if self.taps else ())]
         made = call(Prim(self.body, self.family), operands)
-        results = iter(seen(made, self.looks) if self.looks else made)
+        results = iter(rebuild(made, self.looks) if self.looks else made)
         return tuple([next(results) if out is _TENSOR else out for out in self.outs])
 
     def body(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -229,7 +229,7 @@ class _TracedCall:
         found = [out for out in outs if isinstance(out, torch.Tensor)]
         if self.looks is None and len(found) > 1:
             self.looks = looks(found)
-        return tuple(found) if self.looks is None else leaving(found, self.looks)
+        return tuple(found) if self.looks is None else bases(found, self.looks)
 
 
 _TENSOR = object()

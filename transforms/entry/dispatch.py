@@ -23,7 +23,7 @@ from remat.transforms.compat import (
     modes_active,
     unwrapped,
 )
-from remat.transforms.compiled import Written
+from remat.transforms.compiled import GraphLowering
 from remat.transforms.context import active, enclosing, inside, labelled, planning, selective_around
 from remat.transforms.eager import Frame, Inputs, enclosed, stop_enclosing
 from remat.transforms.functorch import FlatCall, WatchingRefused
@@ -95,7 +95,7 @@ def _graded(tensor: torch.Tensor) -> bool:
 
 def _only_batched() -> bool:
     """Whether `vmap` is all that torch.func does around here."""
-    return all([level.key() == VMAP for level in level_stack()])
+    return all([level.key() == VMAP for level in level_stack() or ()])
 
 
 def _run_frame(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -120,14 +120,16 @@ def _run_frame(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    leaves, spec = flatten((args, kwargs))
-    tensors, at = split(leaves)
+    leaves, spec, tensors, at = list(args), None, list(args), []
+    if kwargs or not all([isinstance(arg, torch.Tensor) for arg in args]):
+        leaves, spec = flatten((args, kwargs))
+        tensors, at = split(leaves)
     taps = Mirrors(lambda: _dry_run(region, args, kwargs, tensors)) if active.sessions and current() else None
     found = [*convert_captured(region.function), *(taps.offsets if taps else ())]
     random = RandomState(tensors)
     for _ in range(MOST_TRIES):
         try:
-            world = Written(region) if modes_active() and is_tracing() else None
+            world = GraphLowering(region) if modes_active() and is_tracing() else None
             return FlatCall(region, leaves, spec, at, tensors, found, taps, world)()
         except Missed as missed:
             if any(t is missed.tensor for t in (*tensors, *found)):

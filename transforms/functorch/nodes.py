@@ -1,4 +1,4 @@
-"""The nodes of autograd that stand for a primitive: one below all levels, one at a functorch level.
+"""Where a primitive is differentiated: the rules of plain autograd and of a grad level, and their nodes.
 
 A node holds the operands and what the recorded forward left (`Residuals`); its backward calls the pull-back,
 which is a primitive again.
@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from remat.transforms.compat import (
+    GRAD,
     SingleLevelFunction,
     add_batch_dim,
+    enable_single_level_autograd_function,
     forward_grad_enabled,
     graph_kept,
     is_batched,
@@ -40,6 +42,20 @@ def at_bottom(_: None, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...
     if torch.is_grad_enabled() and any(t.requires_grad for t in operands):
         return BottomNode.apply(prim, *operands)
     return _run(prim, operands)
+
+
+@rule(GRAD)
+def grad_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+    number = level.level()
+    if not (torch.is_grad_enabled() and any(tracked(t, number) for t in operands)):
+        with level.lower():
+            outs = call(prim, [unwrap_for_grad(t, number) for t in operands])
+        return tuple([wrap_for_grad(t, number) for t in outs])
+    node = LevelPull if prim.own_level == number else LevelNode
+    # A dual number of a level below, if not wrapped, would be taken for one of this level's.
+    operands = [t if level_of(t) == number else wrap_for_grad(t, number) for t in operands]
+    with enable_single_level_autograd_function():
+        return node.apply(prim, level, *operands)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _run(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:

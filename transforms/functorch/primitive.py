@@ -109,7 +109,7 @@ class Prim:
 
 Rule = Callable[[Any, Prim, Tensors], tuple[torch.Tensor, ...]]
 
-# How to run a primitive under a level of each kind, and (None) below them all. `rules` and `nodes` call
+# How to run a primitive under a level of each kind, and (None) below them all. `nodes` and `rules` call
 # primitives themselves, so they come after this file and add theirs; the face of the room imports them.
 _rules: dict[Any, Rule] = {}
 

@@ -1,4 +1,4 @@
-"""The rules of the primitive: what `call` does at a level of grad, vmap or jvp.
+"""The rules of the primitive that make no node: what `call` does at a level of vmap or jvp.
 
 Each takes one level off and calls a primitive derived from the one at hand below it.
 """
@@ -13,12 +13,10 @@ import torch
 from torch.autograd import forward_ad
 
 from remat.transforms.compat import (
-    GRAD,
     JVP,
     VMAP,
     add_batch_dim,
     dual_level_known,
-    enable_single_level_autograd_function,
     hooks_aside,
     level_of,
     restore_vmap,
@@ -26,23 +24,8 @@ from remat.transforms.compat import (
     unwrap_for_grad,
     wrap_for_grad,
 )
-from remat.transforms.functorch.nodes import LevelNode, LevelPull, tracked
 from remat.transforms.functorch.primitive import Body, Prim, Tensors, call, rule
 from remat.transforms.functorch.pullback import PullBack, merged, reassemble, smooth_first
-
-
-@rule(GRAD)
-def grad_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
-    number = level.level()
-    if not (torch.is_grad_enabled() and any(tracked(t, number) for t in operands)):
-        with level.lower():
-            outs = call(prim, [unwrap_for_grad(t, number) for t in operands])
-        return tuple([wrap_for_grad(t, number) for t in outs])
-    node = LevelPull if prim.own_level == number else LevelNode
-    # A dual number of a level below, if not wrapped, would be taken for one of this level's.
-    operands = [t if level_of(t) == number else wrap_for_grad(t, number) for t in operands]
-    with enable_single_level_autograd_function():
-        return node.apply(prim, level, *operands)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @rule(VMAP)

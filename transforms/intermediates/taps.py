@@ -118,7 +118,7 @@ class Given(Session):
         return Given(self.wanted, self.offsets[mark:], self.graph)
 
 
-class Offsets(Given):
+class Perturbations(Given):
     """The same with offsets that it makes when it meets a tensor.
 
     Args:

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.transforms.closure import trial
 from remat.transforms.compat import (
+    TorchDispatchMode,
     fake_mode,
     is_fake,
     outside_all_modes,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from remat.transforms.closure import Swap, as_operand
+from remat.transforms.closure import ClosureConversion, as_operand
 from remat.transforms.closure import captured as convert_captured
 from remat.transforms.compat import (
     GRAD,
@@ -101,7 +101,7 @@ def record_peeled(fn: Callable[..., Any], call: Peeled) -> Joint:
     def at_example(*leaves: Any) -> Any:
         args, kwargs = pytree.tree_unflatten(list(leaves[:count]), call.spec)
         table = {id(t): leaf for t, leaf in zip(call.captured, leaves[count:], strict=True)}
-        with Swap(table, ()).lenient() if table else contextlib.nullcontext():
+        with ClosureConversion(table, ()).lenient() if table else contextlib.nullcontext():
             out = fn(*args, **kwargs)
         # vmap takes nothing else.
         return [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]

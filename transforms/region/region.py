@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from remat.transforms.closure import Slots, slots_of
-from remat.transforms.context import active
+from remat.transforms.context import run_innermost
 from remat.transforms.region.cache import Bounded, TraceCache, cache_of
 from remat.transforms.tape import Node, Tape
 
@@ -74,14 +74,7 @@ class Region:
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call the function as a part of a recording or of a recomputation."""
-        before = active.selecting
-        if self.selector is None and not before:
-            return self.function(*args, **kwargs)
-        active.selecting = self.selector is not None
-        try:
-            return self.function(*args, **kwargs)
-        finally:
-            active.selecting = before
+        return run_innermost(self.function, self.selector is not None, args, kwargs)
 
 
 def checksum(out: Any) -> Any:

@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 
 from remat.transforms.compat import (
     dual_level_known_if_any,
+    function_modes_active,
     graph_kept,
     in_transform,
     is_wrapped,
@@ -31,14 +32,14 @@ from remat.transforms.scan.backward import pull_back
 from remat.transforms.scan.batching import batch, dense, expand, kept_batched, kept_for_batch
 from remat.transforms.scan.body import Leaves
 from remat.transforms.scan.derivatives import pull_back_of, tangents_of
-from remat.transforms.scan.forward import sweep
+from remat.transforms.scan.forward import run_forward
 from remat.transforms.scan.spec import Record, Scan, Tensors, as_in_forward, index_states, lift_states
 from remat.transforms.tape import Kept, listening, report
 
 
 def run(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     """The final carry and the stacked ys, differentiable with respect to `flat`."""
-    if torch._C._len_torch_function_stack():
+    if function_modes_active():
         # A mode that swaps captured tensors sees torch functions, not Functions: let it see these operands.
         # By an op that traces pass over: of a region's levels each differentiates other operands.
         flat = [torch.ops.aten.alias(t) if smooth(t) and _torch_differentiable(t) else t for t in flat]
@@ -80,7 +81,7 @@ class _Scan(torch.autograd.Function):
             scan.record.final = [None] * len(scan.carry)
             return tuple(scan.opaque.forward(scan, flat))
         with torch.no_grad():
-            carry, ys = sweep(scan, flat)
+            carry, ys = run_forward(scan, flat)
         scan.record.final = [None if i in scan.tensors else v for i, v in enumerate(carry)]
         index_states(scan, flat)
         taken = {id(t) for t in (*flat, *scan.record.kept)}

@@ -73,7 +73,7 @@ class Scan:
     )
     levels: bool = False  # called under functorch: its backward may meet tensors of levels that are gone
     record: Record = field(default_factory=Record, compare=False)
-    blocks: Any = None  # compiled `Blocks` of steps, for a schedule whose segments are whole blocks
+    blocks: Any = None  # an `UnrolledStep`, compiled, for a schedule whose segments are whole blocks
     taped: bool = False  # whether the forward keeps the tape of every block
     selector: Callable[[], Any] | None = None  # makes what selects the values that tapes hold beside carries
     opaque: Any = None  # in a graph that is being traced: makes one op of the forward, one of the pull-back
@@ -157,7 +157,7 @@ def now(before: RandomState) -> RandomState:
     return before if same else now
 
 
-def numbered(
+def with_step_note(
     scan: Scan, k: int, consts: Tensors, carry: Leaves, x: Tensors
 ) -> tuple[Leaves, list[torch.Tensor]]:
     """One step; an exception says which."""

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat._core import OpInfo, describe
 from remat.policies import kind_of
 from remat.transforms import flatten, traits, user_line
 from remat.transforms import recordings as context_recordings
-from remat.transforms.compat import graph_task, is_strided, storage_key, unwrapped
+from remat.transforms.compat import TorchDispatchMode, graph_task, is_strided, storage_key, unwrapped
 from remat.transforms.offload import travelling
 from remat.transforms.region import recomputed_region
 from remat.transforms.tape import Kept, made_by, targets

@@ -27,8 +27,8 @@ from remat.transforms.entry import run_transparently
 from remat.transforms.errors import RematError
 from remat.transforms.scan.backward import pull_back
 from remat.transforms.scan.body import version
-from remat.transforms.scan.compiled import Blocks, dense, owner
-from remat.transforms.scan.forward import sweep
+from remat.transforms.scan.compiled import UnrolledStep, dense, owner
+from remat.transforms.scan.forward import run_forward
 from remat.transforms.scan.spec import Record, Scan, State, Tensors
 from remat.transforms.state import Ambient, RandomState
 
@@ -197,7 +197,7 @@ class Entry:
         self.key, self.opaque = key, opaque
         scan = replace(scan, plain=True, levels=False, opaque=None, on_step=None, around=None)
         if opaque.compiler is not None:
-            blocks = Blocks(scan.step, opaque.size, scan.reverse, opaque.compiler, scan.selector)
+            blocks = UnrolledStep(scan.step, opaque.size, scan.reverse, opaque.compiler, scan.selector)
             scan = replace(scan, blocks=blocks)
         self.scan = scan
         self.tape = 0  # how many tensors a tape has
@@ -229,7 +229,7 @@ class Entry:
             record.states = _Slots(rows, buffers)
         scan = replace(self.scan, record=record)
         with torch.no_grad(), self.surroundings():
-            carry, ys = sweep(scan, flat)
+            carry, ys = run_forward(scan, flat)
         for buffer in buffers:
             buffer.scan = self  # type: ignore[attr-defined]  the backward may outlive the compiled code
         return [*_apart([*carry, *ys], flat), *buffers]

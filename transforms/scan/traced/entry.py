@@ -35,7 +35,7 @@ from remat.transforms.ops import draws as ops_draws
 from remat.transforms.ops import traits, user_line
 from remat.transforms.pytree import merge
 from remat.transforms.scan.body import Leaves
-from remat.transforms.scan.compiled import Blocks
+from remat.transforms.scan.compiled import UnrolledStep
 from remat.transforms.scan.function import run as function_run
 from remat.transforms.scan.instructions import Schedule
 from remat.transforms.scan.spec import Tensors, make
@@ -150,7 +150,7 @@ def run_whole(
     if not draws:
         size, schedule = in_blocks(schedule, _block(graph, carry, xs), whole.n)
         compiler = backend(whole.backend)
-        options["blocks"] = Blocks(step, size, options["reverse"], compiler, selector, made)
+        options["blocks"] = UnrolledStep(step, size, options["reverse"], compiler, selector, made)
         options["taped"] = schedule.keeps_tapes
     scan, flat = make(step, consts, whole.carry, whole.xs, whole.n, schedule, **options)
     with torch.set_grad_enabled(whole.graded):
