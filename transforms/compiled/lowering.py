@@ -25,7 +25,7 @@ from remat.transforms.context import Mode, is_quiet, quiet
 from remat.transforms.context import around as context_around
 from remat.transforms.errors import RematError
 from remat.transforms.functorch.primitive import Prim, PullBack, replaying
-from remat.transforms.offload.transfer import Elsewhere
+from remat.transforms.offload.transfer import Elsewhere, to_host
 from remat.transforms.ops import Traits, draws, is_shape_arithmetic, traits
 from remat.transforms.placeholders import metadata
 from remat.transforms.region.region import Region
@@ -51,8 +51,7 @@ class Sent(Elsewhere):
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.device = tensor.device
-        pinned = tensor.device.type not in ("cpu", "meta")
-        self.host = torch.empty_like(tensor, device="cpu", pin_memory=pinned).copy_(tensor)
+        self.host = to_host(tensor).tensor
 
 
 class Written:

@@ -18,6 +18,7 @@ def sweep(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     record = scan.record
     record.states.clear()
     record.tapes.clear()
+    record.sent.clear()
     record.ambient, record.start = Ambient(device_kinds(flat)), RandomState(flat)
     xs = flat[len(flat) - scan.sizes[2] :]
     before = [version(x) for x in xs]
@@ -33,6 +34,8 @@ def sweep(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
             record.tapes.clear()
             record.start.restore()
             carry, stacks = forward(scan, flat)
+    # Where states are results of the forward, others may look at them.
+    record.all_sent([t for t in (*carry, *stacks) if isinstance(t, torch.Tensor)], not scan.plain)
     if before != [version(x) for x in xs]:
         raise RematError(
             f"{scan.name}: the body wrote into xs in place. The recomputation would read what was written; "
@@ -54,7 +57,7 @@ def _sweep_known(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]
         if record.random and (slot is not None or k == hand):
             moment = now(moment)
         if slot is not None:
-            states[slot] = State(k, scan.moved(compact(carry), slot) if k else carry, moment)
+            states[slot] = State(k, scan.sent(compact(carry), slot) if k else carry, moment)
         if k == hand:
             states[None] = State(k, carry, moment)
         at = scan.at(k)
@@ -91,7 +94,7 @@ def _sweep_blocks(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]
     k, slot = 0, slot_at(0)
     while k < n:
         if slot is not None:
-            record.states[slot] = State(k, scan.moved(compact(carry), slot) if k else carry, record.start)
+            record.states[slot] = State(k, scan.sent(compact(carry), slot) if k else carry, record.start)
         if k == hand:
             record.states[None] = State(k, carry, record.start)
         start, k = k, k + size
@@ -139,7 +142,7 @@ def _sweep_open(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     assert moment is not None and scan.proceed is not None
     while (scan.n is None or k < scan.n) and scan.proceed(consts, carry):
         if hand is not None and (slot := place(k - 1)) is not None:
-            states[slot] = State(k - 1, scan.moved(compact(hand.carry), slot), hand.random)
+            states[slot] = State(k - 1, scan.sent(compact(hand.carry), slot), hand.random)
         if record.random:
             moment = now(moment)
         hand = State(k, carry, moment)
