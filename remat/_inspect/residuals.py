@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from remat._core.units import format_bytes
 from remat.transforms.closure.paths import by_storage
 from remat.transforms.compat.ambient import is_strided, storage_key
 from remat.transforms.compat.functorch import in_transform, unwrapped
@@ -60,7 +61,7 @@ class Residual:
         size = ",".join(map(str, self.shape))
         where = "" if self.device.type == "cpu" else f" on {self.device}"
         short = _SHORT.get(letters, letters) + kind[len(letters) :]
-        return f"{short}[{size}] {_human(self.bytes)}{where} {self._source()}"
+        return f"{short}[{size}] {format_bytes(self.bytes)}{where} {self._source()}"
 
     def _source(self) -> str:
         if self.op is None:
@@ -89,19 +90,10 @@ class Residuals(list[Residual]):
 
     def __str__(self) -> str:
         inputs = sum(r.bytes for r in self if r.why in ("argument", "captured"))
-        total = f"total {_human(self.bytes)} in {len(self)} tensors"
-        total += f", {_human(inputs)} of it arguments and captured tensors"
-        total += f", {_human(self.host_bytes)} offloaded" if self.host_bytes else ""
+        total = f"total {format_bytes(self.bytes)} in {len(self)} tensors"
+        total += f", {format_bytes(inputs)} of it arguments and captured tensors"
+        total += f", {format_bytes(self.host_bytes)} offloaded" if self.host_bytes else ""
         return "\n".join([*map(str, self), total])
-
-
-def _human(count: int) -> str:
-    amount, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if amount < 1024:
-            break
-        amount, unit = amount / 1024, larger
-    return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
 
 
 def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Residuals:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from remat._core.opinfo import Decision, OpInfo, TensorMeta
+from remat._core.units import format_bytes
 from remat.plan.graph.costs import CostModel, cost_model
 from remat.plan.graph.graph import Graph
-from remat.plan.plan import size_text
 from remat.plan.solve.hull import bound, hull
 from remat.plan.solve.portfolio import solve
 from remat.plan.solve.problem import INF, Problem, Solution, complete
@@ -103,11 +103,11 @@ class Frontier:
         figure.savefig(path, dpi=150)
 
     def __str__(self) -> str:
-        head = f"{self.name}: {size_text(self.default_bytes)} kept without remat; cost in {self.unit}"
+        head = f"{self.name}: {format_bytes(self.default_bytes)} kept without remat; cost in {self.unit}"
         rows = [f"{'planner':<24}{'kept':>12}{'share':>9}{'replay':>9}{'cost':>12}{'gap':>9}"]
         for planner in dict.fromkeys(p.planner for p in self.points):
             rows += [
-                f"{p.planner:<24}{size_text(p.kept_bytes):>12}{p.share:>9.1%}{p.replay_share:>9.2%}{p.cost:>12.4g}{p.gap:>9.2%}"
+                f"{p.planner:<24}{format_bytes(p.kept_bytes):>12}{p.share:>9.1%}{p.replay_share:>9.2%}{p.cost:>12.4g}{p.gap:>9.2%}"
                 for p in self.of(planner)
             ]
         return "\n".join([head, *rows])

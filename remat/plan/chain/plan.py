@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from remat._core.opinfo import Decision, OpInfo
+from remat._core.units import format_bytes
 from remat.plan.budget import check_peak
 from remat.plan.chain.chain import Chain, Part
 from remat.plan.chain.search import best_parts
@@ -20,7 +21,7 @@ from remat.plan.chain.stages import Choice, Measure, Stage
 from remat.plan.graph.costs import CostModel, cost_model
 from remat.plan.graph.graph import Graph
 from remat.plan.model import as_fake
-from remat.plan.plan import Plan, size_text
+from remat.plan.plan import Plan
 from remat.plan.policy import Following, carried_out
 from remat.plan.solve.portfolio import Solved
 from remat.plan.solve.problem import Problem, complete
@@ -69,9 +70,9 @@ class ChainPlan:
 
     def __str__(self) -> str:
         head = (
-            f"{len(self.names)} stages keep {size_text(self.kept_bytes)} of {size_text(self.default_bytes)}, "
-            f"peak at {size_text(self.peak_bytes)} (simulated), recompute {self.recomputed_flops:.4g} FLOPs; "
-            f"cost {self.cost:.4g} {self.unit}"
+            f"{len(self.names)} stages keep {format_bytes(self.kept_bytes)} of "
+            f"{format_bytes(self.default_bytes)}, peak at {format_bytes(self.peak_bytes)} (simulated), "
+            f"recompute {self.recomputed_flops:.4g} FLOPs; cost {self.cost:.4g} {self.unit}"
         )
         return "\n".join([head, *self._lines(self.parts, 1)])
 
@@ -86,7 +87,7 @@ class ChainPlan:
                 yield f"{stages}: as without remat"
             else:
                 plan = self.plans[part.start]
-                yield f"{stages}: keeps {size_text(plan.kept_bytes)}, {plan.recomputed_flops:.4g} FLOPs"
+                yield f"{stages}: keeps {format_bytes(plan.kept_bytes)}, {plan.recomputed_flops:.4g} FLOPs"
 
 
 def plan_chain(
