@@ -19,17 +19,15 @@ from remat._dynamo.intermediates import refusing, sessions
 from remat._dynamo.region import bypass
 from remat._dynamo.region import describe as region_describe
 from remat._dynamo.region import rebuild as region_rebuild
-from remat.policies import Policy, save_nothing
-from remat.policies._selector import PolicySelector
+from remat.policies import Policy, PolicySelector, save_nothing
 from remat.schedules import Schedule, as_schedule
-from remat.transforms.compat.aot import is_tracing
-from remat.transforms.entry.compiled import Graph
-from remat.transforms.errors import RematError
-from remat.transforms.pytree import flatten, map_leaves, map_only, tree_leaves, unflatten
-from remat.transforms.scan.traced.entry import Facts, Whole, evaluating, run, run_whole, showing, shown
+from remat.transforms import RematError, flatten, map_leaves, map_only, tree_leaves, unflatten
+from remat.transforms.compat import is_tracing
+from remat.transforms.entry import Graph
+from remat.transforms.scan.traced import Facts, Whole, evaluating, run, run_whole, showing, shown
 
 
-def call(
+def call_scan(
     body: Callable[[Any, Any], Any],
     init: Any,
     xs: Any,
@@ -191,7 +189,7 @@ def _run(facts: Any, n: int | None, plan: Any, graph: Any, *operands: Any) -> An
     known = Facts(name, n, carry, rows, reverse, offload)
     selector = None
     if policy is not None:
-        selector = functools.partial(PolicySelector, policy.bind(body, operands, {}).amid(), name)
+        selector = functools.partial(PolicySelector, policy.bind(body, operands, {}).interleaved(), name)
     whole = None if evaluating() or is_tracing() else shown()
     if whole is not None:
         return run_whole(whole, known, body, operands, selector)
@@ -226,14 +224,21 @@ def run_compiled(body: Callable[..., Any], init: Any, xs: Any, whole: Whole, pol
 
 
 def _traced(body: Any, init: Any, xs: Any, reverse: bool, policy: Policy) -> Any:
-    return call(body, init, xs, 1, reverse, "all", None, False, None, policy)
+    return call_scan(body, init, xs, 1, reverse, "all", None, False, None, policy)
+
+
+# `scan_remat` itself, which imports this file.
+_eager: list[Callable[..., Any]] = []
+
+
+def runs_in_eager(scan: Callable[..., Any]) -> None:
+    """Let `scan` run the scans that Dynamo gave up."""
+    _eager[:] = [scan]
 
 
 def _in_eager(
     facts: Any, n: Any, checkpoints: Any, policy: Any, first: Any, operands: tuple[torch.Tensor, ...]
 ) -> Any:
-    from remat._scan.scan import scan_remat
-
     _, carry, _, reverse, offload = facts
 
     def body(carry: Any, x: Any) -> Any:
@@ -243,5 +248,6 @@ def _in_eager(
     init, xs = list(operands[:carry]), list(operands[carry:]) or None
     options: dict[str, Any] = {"reverse": reverse, "offload": offload, "checkpoints": checkpoints}
     options["policy"] = policy or save_nothing
+    (scan_remat,) = _eager
     end, ys = scan_remat(body, init, xs, length=n, **options)
     return operands, end, ys

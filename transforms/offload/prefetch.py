@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from remat.transforms.compat.autograd import at_backward_end, graph_task
+from remat.transforms.compat import at_backward_end, graph_task
 from remat.transforms.offload.transfer import Away, Parcel, away_in
 
 # -- the order of forwards ----------------------------------------------------------------------------

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from remat.transforms.compat.ambient import bits, with_bits
-from remat.transforms.compat.modes import memory_is_real
+from remat.transforms.compat import bits, memory_is_real, with_bits
 from remat.transforms.ops import instances
 
 

@@ -8,14 +8,22 @@ from typing import Any
 
 import torch
 
-from remat.transforms.closure.convert import Missed
-from remat.transforms.compat.functorch import in_transform, is_batched_anyhow
+from remat.transforms.closure import Missed
+from remat.transforms.compat import in_transform, is_batched_anyhow
 from remat.transforms.errors import RematError
 from remat.transforms.scan.body import Leaves
-from remat.transforms.scan.compiled.sums import Sums
-from remat.transforms.scan.compiled.unroll import MOST, Bound, dense
+from remat.transforms.scan.compiled import MOST, BoundStep, Sums, dense
 from remat.transforms.scan.instructions import execute, with_notice
-from remat.transforms.scan.spec import Coming, Scan, State, Tensors, as_in_forward, compact, fetch, numbered
+from remat.transforms.scan.spec import (
+    Coming,
+    Scan,
+    State,
+    Tensors,
+    as_in_forward,
+    compact,
+    fetch,
+    with_step_note,
+)
 from remat.transforms.scan.vjp import OneByOne, pull
 
 
@@ -31,7 +39,7 @@ class _Reversal:
         self.needs = list(needs[:a]), list(needs[a : a + b]), list(needs[a + b :])
         self.devices = scan.split(flat)[1]
         self.hand = states.pop(None, State(0, [], None))
-        self.blocks: Bound | None = scan.blocks.at(self.consts) if scan.in_blocks else None
+        self.blocks: BoundStep | None = scan.blocks.at(self.consts) if scan.in_blocks else None
         self.tapes = scan.record.tapes
         self.coming: dict[int, Coming] = {}
         needs_of = self.needs[0], self.needs[2]
@@ -69,7 +77,7 @@ class _Reversal:
                         self.scan.on_step("advance", k)
                 start = end
             for k in range(start, stop):
-                carry, _ = numbered(self.scan, k, self.consts, carry, self._x(k))
+                carry, _ = with_step_note(self.scan, k, self.consts, carry, self._x(k))
                 if self.scan.on_step is not None:
                     self.scan.on_step("advance", k)
         drew = self.scan.record.random and self.hand.random is not None
@@ -122,7 +130,7 @@ class _Reversal:
         def steps(consts: Tensors, carry: Leaves, rows: list[list[torch.Tensor]]) -> tuple[Leaves, list[Any]]:
             ys = []
             for k, x in enumerate(rows, start):
-                carry, y = numbered(scan, k, consts, carry, x)
+                carry, y = with_step_note(scan, k, consts, carry, x)
                 ys.append(y)
             return carry, ys
 
@@ -137,7 +145,7 @@ class _Reversal:
         scan, carry, at = self.scan, self.hand.carry, self.scan.at(k)
         cts = [*self.carry_cts, *(None if ct is None else ct.select(0, at) for ct in self.y_cts)]
         self.hand = State(k, [], None)
-        step = functools.partial(numbered, scan, k)
+        step = functools.partial(with_step_note, scan, k)
         by_const, self.carry_cts, (by_x,) = pull_one(step, carry, self._x(k), cts)
         self._add_consts(by_const)
         self._put(at, by_x)
@@ -148,7 +156,7 @@ class _Reversal:
         assert self.blocks is not None
         return self.blocks.rows(self.scan.block(xs, start, stop - start), (stop - start) // self.blocks.size)
 
-    def _reverse_blocks(self, blocks: Bound, start: int, stop: int) -> None:
+    def _reverse_blocks(self, blocks: BoundStep, start: int, stop: int) -> None:
         """Blocks, and the steps left over. The tapes are there, or are made; a single block needs none."""
         size, first = blocks.size, self.hand.carry
         rest, most = stop - (stop - start) % size, MOST * size
@@ -194,7 +202,7 @@ class _Reversal:
         carry = self._ends(tapes[-1]) if tapes else lambda: first
         return carry, None if tape is None else self._on_its_way(tape)
 
-    def _pull_blocks(self, blocks: Bound, supply: Iterator[Any], start: int, stop: int) -> None:
+    def _pull_blocks(self, blocks: BoundStep, supply: Iterator[Any], start: int, stop: int) -> None:
         """Pull back through the blocks of these steps, the last ones that `supply` has."""
         at = [i for i, ct in enumerate(self.y_cts) if ct is not None]
         given = dense([ct for ct in self.y_cts if ct is not None])

@@ -8,12 +8,12 @@ import torch
 
 from remat.transforms.errors import RematError
 from remat.transforms.scan.body import Leaves, version
-from remat.transforms.scan.compiled.unroll import MOST, Bound, dense
-from remat.transforms.scan.spec import Scan, State, Tensors, compact, now, numbered, uncached_casts
-from remat.transforms.state.ambient import Ambient, RandomState, device_kinds
+from remat.transforms.scan.compiled import MOST, BoundStep, dense
+from remat.transforms.scan.spec import Scan, State, Tensors, compact, now, uncached_casts, with_step_note
+from remat.transforms.state import Ambient, RandomState, device_kinds
 
 
-def sweep(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
+def run_forward(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     """Run all steps at the bottom of the functorch stack, leaving the scheduled states in `scan.record`."""
     record = scan.record
     record.states.clear()
@@ -61,7 +61,7 @@ def _sweep_known(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]
         if k == hand:
             states[None] = State(k, carry, moment)
         at = scan.at(k)
-        carry, ys = numbered(scan, k, consts, carry, [x.select(0, at) for x in xs])
+        carry, ys = with_step_note(scan, k, consts, carry, [x.select(0, at) for x in xs])
         if not scan.plain:
             rows.append(ys)
         elif k == 0:
@@ -109,7 +109,7 @@ def _sweep_blocks(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]
             k = start + 1
             slot = slot_at(k)
             rows = scan.block(dense_xs, start, 1)
-            carry, outs = numbered(scan, start, consts, carry, [row[0] for row in rows])
+            carry, outs = with_step_note(scan, start, consts, carry, [row[0] for row in rows])
             ys = [(y.unsqueeze(0),) for y in outs]
         stacks = stacks or [y[0].new_empty((n, *y[0].shape[1:])) for y in ys]
         for stack, parts in zip(scan.block(stacks, start, k - start), ys, strict=True):
@@ -121,7 +121,7 @@ def _sweep_blocks(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]
 
 
 def _run_blocks(
-    scan: Scan, blocks: Bound, carry: Leaves, xs: Tensors, start: int, stop: int
+    scan: Scan, blocks: BoundStep, carry: Leaves, xs: Tensors, start: int, stop: int
 ) -> tuple[Leaves, list[tuple[torch.Tensor, ...]]]:
     """The carry after the blocks of these steps, and of each y what every block gives; `xs`: their rows."""
     size, tapes, ys = blocks.size, scan.record.tapes, []
@@ -146,7 +146,7 @@ def _sweep_open(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
         if record.random:
             moment = now(moment)
         hand = State(k, carry, moment)
-        carry, _ = numbered(scan, k, consts, carry, [])
+        carry, _ = with_step_note(scan, k, consts, carry, [])
         if k == 0:
             record.random = record.random or now(moment) is not moment
         if scan.on_step is not None:

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.ambient import storage_key
-from remat.transforms.compat.modes import unseen
-from remat.transforms.offload.transfer import Copy, lane, to_device, to_host
+from remat.transforms.compat import storage_key, unseen
+from remat.transforms.offload import Copy, lane, to_device, to_host
 from remat.transforms.scan.body import Leaves, Step
 from remat.transforms.scan.instructions import Schedule
-from remat.transforms.state.ambient import Ambient, RandomState
+from remat.transforms.state import Ambient, RandomState
 
 Tensors = Sequence[torch.Tensor]
 # Tensors on their way to a device: to be called when they are needed.
@@ -92,7 +91,7 @@ class Scan:
     levels: bool = False  # called under functorch: its backward may meet tensors of levels that are gone
     record: Record = field(default_factory=Record, compare=False)
     buffered: bool = False  # what the forward keeps is written into buffers, which lie where it belongs
-    blocks: Any = None  # compiled `Blocks` of steps, for a schedule whose segments are whole blocks
+    blocks: Any = None  # an `UnrolledStep`, compiled, for a schedule whose segments are whole blocks
     taped: bool = False  # whether the forward keeps the tape of every block
     selector: Callable[[], Any] | None = None  # makes what selects the values that tapes hold beside carries
     opaque: Any = None  # in a graph that is being traced: makes one op of the forward, one of the pull-back
@@ -177,7 +176,7 @@ def now(before: RandomState) -> RandomState:
     return before if same else now
 
 
-def numbered(
+def with_step_note(
     scan: Scan, k: int, consts: Tensors, carry: Leaves, x: Tensors
 ) -> tuple[Leaves, list[torch.Tensor]]:
     """One step; an exception says which."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from remat._api import remat, under_policy
-from remat._core.units import format_bytes
+from remat._core import format_bytes
 from remat._inspect.report.explain import Explanation, name_of, notes, si
 from remat._inspect.report.measure import Measured, measure
 from remat._inspect.report.tables import Page, Shown, Table
@@ -20,7 +20,7 @@ from remat.policies import (
     save_nothing,
     save_unbatched_matmuls,
 )
-from remat.transforms.errors import RematError
+from remat.transforms import RematError
 
 DEFAULT: tuple[Policy, ...] = (
     save_nothing,

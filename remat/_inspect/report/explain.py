@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from remat import debug
-from remat._core.units import format_bytes
+from remat._core import format_bytes
 from remat._inspect.report.measure import Measured, RegionUse, Work, measure
 from remat._inspect.report.tables import Page, Shown, Table
 from remat._inspect.report.watch import KINDS, PASSES, TRANSFER

@@ -16,11 +16,19 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.aot import compiled_bare, example_of, traced_functionally
-from remat.transforms.compat.modes import fake_mode, outside_all_modes
+from remat.transforms.compat import (
+    compiled_bare,
+    compiled_for_cpu,
+    example_of,
+    fake_mode,
+    fits_cpu,
+    options_of,
+    outside_all_modes,
+    traced_functionally,
+    transposes_given,
+)
 from remat.transforms.ops import traits
 from remat.transforms.scan.body import Leaves, Step
-from remat.transforms.scan.compiled.cpu import compiled, fits, options_of, transposes_given
 from remat.transforms.scan.compiled.fx_passes import (
     added_to_inputs,
     aliases_dropped,
@@ -32,8 +40,7 @@ from remat.transforms.scan.compiled.fx_passes import (
 from remat.transforms.scan.compiled.sums import Sums
 from remat.transforms.scan.spec import Tensors
 from remat.transforms.scan.vjp import pull
-from remat.transforms.tape.recorder import Record
-from remat.transforms.tape.tape import OFFLOAD, SAVE, Node, Trace, tensors_in
+from remat.transforms.tape import OFFLOAD, SAVE, Node, Record, Trace, tensors_in
 
 Columns = list[list[torch.Tensor]]
 # What is compiled, and the consts whose transposes it takes after all else.
@@ -57,7 +64,7 @@ class Kept(list[torch.Tensor]):
 
 
 @dataclass
-class Blocks:
+class UnrolledStep:
     """How the steps of a scan are compiled, `size` at a time.
 
     Attributes:
@@ -76,9 +83,9 @@ class Blocks:
     selector: Callable[[], Any] | None = None
     made: dict[Any, Any] = field(default_factory=dict)
 
-    def at(self, consts: Tensors) -> Bound:
+    def at(self, consts: Tensors) -> BoundStep:
         """The blocks with what every step reads besides."""
-        return Bound(self, consts)
+        return BoundStep(self, consts)
 
     def kept(self, consts: Tensors, carry: Leaves, x: Tensors) -> tuple[Leaves, list[torch.Tensor], Kept]:
         """One step, with what the selector keeps of it."""
@@ -113,10 +120,10 @@ class _Keeping(Record):
         return kept
 
 
-class Bound:
+class BoundStep:
     """The blocks of one run of a scan: all of one shape, so that what to call is looked up once."""
 
-    def __init__(self, blocks: Blocks, consts: Tensors) -> None:
+    def __init__(self, blocks: UnrolledStep, consts: Tensors) -> None:
         self.blocks, self.consts = blocks, [t.detach() for t in consts]
         self.size, self.reverse = blocks.size, blocks.reverse
         self._found: dict[Any, Any] = {}
@@ -305,8 +312,8 @@ class Bound:
 
     def _select(self, values: list[torch.Tensor], a: int, b: int) -> Any:
         # Of one step, pulled back through with a cotangent for every result: whatever a pull-back may read.
-        one = Bound(
-            Blocks(self.blocks.step, 1, False, self.blocks.compiler, self.blocks.selector), values[:a]
+        one = BoundStep(
+            UnrolledStep(self.blocks.step, 1, False, self.blocks.compiler, self.blocks.selector), values[:a]
         )
         like: list[Any] = []
 
@@ -358,12 +365,12 @@ class Bound:
             return (lambda *_: ()), []
         inputs = [_empty(node.meta["val"]) for node in graph.graph.find_nodes(op="placeholder")]
         options = options_of(self.blocks.compiler)
-        if options is None or not fits(graph, inputs):
+        if options is None or not fits_cpu(graph, inputs):
             return compiled_bare(self.blocks.compiler, graph, inputs), []
         aliases_dropped(graph)
         given = transposes_given(graph, len(self.consts))
         inputs += [_empty(inputs[i].t().contiguous()) for i in given]
-        return compiled(graph, inputs, options), given
+        return compiled_for_cpu(graph, inputs, options), given
 
     def _ready(self, made: Made) -> tuple[Callable[..., Any], list[torch.Tensor]]:
         """What is compiled, and the transposes that it takes."""

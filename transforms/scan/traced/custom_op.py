@@ -21,17 +21,17 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.aot import above_all, live_with_graph
+from remat.transforms.compat import above_all, live_with_graph
 from remat.transforms.context import quiet
-from remat.transforms.entry.dispatch import run_transparently
+from remat.transforms.entry import run_transparently
 from remat.transforms.errors import RematError
-from remat.transforms.offload.transfer import lane, pinned_for, to_host
+from remat.transforms.offload import lane, pinned_for, to_host
 from remat.transforms.scan.backward import pull_back
 from remat.transforms.scan.body import version
-from remat.transforms.scan.compiled.unroll import Blocks, dense, owner
-from remat.transforms.scan.forward import sweep
+from remat.transforms.scan.compiled import UnrolledStep, dense, owner
+from remat.transforms.scan.forward import run_forward
 from remat.transforms.scan.spec import Record, Scan, State, Tensors
-from remat.transforms.state.ambient import Ambient, RandomState
+from remat.transforms.state import Ambient, RandomState
 
 _library = torch.library.Library("remat", "FRAGMENT")
 _library.define("scan_forward(str scan, Tensor[] operands) -> Tensor[]")
@@ -199,7 +199,7 @@ class Entry:
         self.key, self.opaque = key, opaque
         scan = replace(scan, plain=True, levels=False, opaque=None, on_step=None, around=None)
         if opaque.compiler is not None:
-            blocks = Blocks(scan.step, opaque.size, scan.reverse, opaque.compiler, scan.selector)
+            blocks = UnrolledStep(scan.step, opaque.size, scan.reverse, opaque.compiler, scan.selector)
             scan = replace(scan, blocks=blocks)
         self.scan = scan
         self.tape = 0  # how many tensors a tape has
@@ -231,7 +231,7 @@ class Entry:
             record.states = _Slots(rows, buffers)
         scan = replace(self.scan, record=record, buffered=True)
         with torch.no_grad(), self.surroundings():
-            carry, ys = sweep(scan, flat)
+            carry, ys = run_forward(scan, flat)
         if any(buffer.device != t.device for buffer in buffers for t in carry):
             for t in carry:
                 lane(t).finish()  # whoever has a result of an op may read it
