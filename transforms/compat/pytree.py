@@ -137,9 +137,9 @@ def _keep_whole() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for kind in (time.struct_time, os.stat_result):
-            optree.register_pytree_node(
-                kind, lambda whole: ((), whole), lambda whole, _: whole, namespace=_SPACE
-            )
+            apart: Any = lambda whole: ((), whole)  # noqa: E731
+            together: Any = lambda whole, _: whole  # noqa: E731
+            optree.register_pytree_node(kind, apart, together, namespace=_SPACE)
 
 
 _keep_whole()
