@@ -13,7 +13,7 @@ from torch import Tensor
 
 from remat.transforms.context import quiet
 from remat.transforms.offload import transfer
-from remat.transforms.scan import spec
+from remat.transforms.scan import forward
 
 
 class Late(transfer.Lane):
@@ -36,7 +36,7 @@ class Late(transfer.Lane):
     def installed(cls, monkeypatch: pytest.MonkeyPatch) -> Late:
         """One that everything travels by for the time of a test."""
         made = cls()
-        for module in (transfer, spec):
+        for module in (transfer, forward):
             monkeypatch.setattr(module, "lane", lambda *_: made)
         return made
 
@@ -61,8 +61,6 @@ class Late(transfer.Lane):
     def finish(self) -> None:
         """Make all copies that were asked for."""
         self.wait(self.done + len(self.pending))
-
-    catch_up = finish
 
     def arrived(self, tensor: Tensor, mark: int) -> Tensor:
         self.wait(mark)

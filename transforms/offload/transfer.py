@@ -42,9 +42,6 @@ class Lane:
         """A copy on the device of a tensor that was sent."""
         return torch.empty_like(host, device=device).copy_(host), None
 
-    def catch_up(self) -> None:
-        """Let what is computed from now on come after all copies that were asked for."""
-
     def finish(self) -> None:
         """Have the host wait for all that was asked for, so that it may read what was sent."""
 
@@ -75,9 +72,6 @@ class StreamLane(Lane):
     def fetch(self, host: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Any]:
         tensor = torch.empty_like(host, device=device)
         return tensor, self._copy(tensor, host, tensor)
-
-    def catch_up(self) -> None:
-        torch.accelerator.current_stream(self.stream.device).wait_stream(self.stream)
 
     def finish(self) -> None:
         self.stream.synchronize()

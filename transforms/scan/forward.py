@@ -7,6 +7,7 @@ import contextlib
 import torch
 
 from remat.transforms.errors import RematError
+from remat.transforms.offload import lane
 from remat.transforms.scan.body import Leaves, version
 from remat.transforms.scan.compiled import MOST, BoundStep, dense
 from remat.transforms.scan.spec import Scan, State, Tensors, compact, now, uncached_casts, with_step_note
@@ -18,7 +19,6 @@ def run_forward(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     record = scan.record
     record.states.clear()
     record.tapes.clear()
-    record.sent.clear()
     record.ambient, record.start = Ambient(device_kinds(flat)), RandomState(flat)
     xs = flat[len(flat) - scan.sizes[2] :]
     before = [version(x) for x in xs]
@@ -34,8 +34,10 @@ def run_forward(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
             record.tapes.clear()
             record.start.restore()
             carry, stacks = forward(scan, flat)
-    # Where states are results of the forward, others may look at them.
-    record.all_sent([t for t in (*carry, *stacks) if isinstance(t, torch.Tensor)], not scan.plain)
+    # Results that pass through unchanged are in the state in hand, too, and are copied for that.
+    if scan.offloaded is not None and not scan.plain:
+        for tensor in (t for t in carry if isinstance(t, torch.Tensor)):
+            lane(tensor).finish()  # states are results of the forward, and others may look at them
     if before != [version(x) for x in xs]:
         raise RematError(
             f"{scan.name}: the body wrote into xs in place. The recomputation would read what was written; "

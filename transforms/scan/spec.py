@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat import storage_key, unseen
-from remat.transforms.offload import Copy, lane, to_device, to_host
+from remat.transforms.compat import unseen
+from remat.transforms.offload import Copy, to_device, to_host
 from remat.transforms.scan.body import Leaves, Step
 from remat.transforms.scan.instructions import Schedule
 from remat.transforms.state import Ambient, RandomState
@@ -44,20 +44,6 @@ class Record:
     length: int = 0
     tapes: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # of compiled blocks, by first step
     final: Leaves = field(default_factory=list)
-    sent: set[int] = field(default_factory=set)  # the memory of what the forward sends to the host
-
-    def send(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy in host memory, on its way there."""
-        self.sent.add(storage_key(tensor))
-        return to_host(tensor).tensor
-
-    def all_sent(self, outs: Tensors, seen: bool) -> None:
-        """The forward is over: its results may be written to, and what it sent be read if it is `seen`."""
-        for out in outs if self.sent else ():
-            if seen:
-                lane(out).finish()
-            elif storage_key(out) in self.sent:
-                lane(out).catch_up()
 
 
 @dataclass(frozen=True)
@@ -133,7 +119,7 @@ class Scan:
         """The carry as it is to lie in a slot, on its way to the host if it belongs there."""
         if self.buffered or self.offloaded is None or not self.offloaded(slot):
             return tensors
-        return [self.record.send(t) if isinstance(t, torch.Tensor) else t for t in tensors]
+        return [to_host(t).tensor if isinstance(t, torch.Tensor) else t for t in tensors]
 
     def fetched(self, tensors: Leaves, slot: int, like: Leaves) -> Coming:
         """The carry of a slot on the devices of `like`, on its way there."""
@@ -146,7 +132,7 @@ class Scan:
         if self.buffered:
             return list(tape)
         every = self.offloaded is not None
-        return [self.record.send(t) if every or out else t for t, out in zip(tape, host, strict=True)]
+        return [to_host(t).tensor if every or out else t for t, out in zip(tape, host, strict=True)]
 
 
 def fetch(tensors: Leaves, devices: Sequence[torch.device | bool]) -> Coming:
