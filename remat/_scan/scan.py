@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
+from remat._core import parse_bytes
 from remat._dynamo import call_scan, run_compiled, runs_in_eager
 from remat._region import with_policy
 from remat.policies import Policy, as_policy, save_everything, save_nothing
@@ -307,17 +308,10 @@ def _sizes(
     return size, size + sum(kept.values())
 
 
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
 def _bytes(budget: Any) -> int:
     if isinstance(budget, str):
-        text = budget.strip().upper()
-        unit = next((u for u in sorted(_UNITS, key=len, reverse=True) if text.endswith(u)), "")
-        try:
-            return math.floor(float(text.removesuffix(unit)) * _UNITS.get(unit, 1))
-        except ValueError:
-            pass
+        with contextlib.suppress(ValueError):
+            return parse_bytes(budget)
     elif isinstance(budget, int) and not isinstance(budget, bool):
         return budget
     raise ValueError(f"budget: got {budget!r}; write bytes as an int, or '64MiB', '2GB'.")

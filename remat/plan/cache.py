@@ -8,9 +8,9 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from remat.plan.graph import Graph
+from remat.transforms import flatten
 from remat.transforms.closure import swapping
 from remat.transforms.compat import in_transform
 from remat.transforms.joint import Peeled, captured_at_levels, peel, record, record_peeled
@@ -52,7 +52,7 @@ def call_key(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     while isinstance(fn, functools.partial):
         # Model libraries make a new one at every call, of the same layer.
         fn, args, kwargs = fn.func, (*fn.args, *args), fn.keywords | kwargs
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves, spec = flatten((args, kwargs))
     modes = (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), torch.get_default_dtype())
     return id(_anchor(fn)), training, str(spec), tuple(_leaf(x) for x in leaves), modes
 

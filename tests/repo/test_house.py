@@ -32,8 +32,6 @@ SHARED_NAMES = {
     *("Part", "Plan", "Record", "Recomputed", "Ref", "Region", "Residuals", "Schedule", "Store", "Table"),
     *("Values", "Work", "_Fence", "_Search"),
 }
-# Pytrees are to go through optree; until then they go through torch's module, which it documents nowhere.
-PYTREE = "torch.utils._pytree"
 
 
 def test_no_import_goes_in_a_circle():
@@ -54,7 +52,6 @@ def test_private_names_of_torch_are_in_one_room():
         for module, path in modules().items()
         if not within(module, f"{ENGINE}.compat")
         for line, name in private_torch(path)
-        if not within(name, PYTREE)
     ]
     assert not found
 

@@ -3,6 +3,7 @@
 from remat.transforms.compat.ambient import (
     DeviceContext,
     autocasting,
+    bits,
     function_mode_at,
     function_modes,
     functions_as_they_are,
@@ -16,6 +17,7 @@ from remat.transforms.compat.ambient import (
     read_matmul_precision,
     set_grad_enabled,
     storage_key,
+    with_bits,
     without_module_trackers,
 )
 from remat.transforms.compat.aot import (
@@ -122,6 +124,16 @@ from remat.transforms.compat.modes import (
     watched,
 )
 from remat.transforms.compat.operators import HigherOrderOperator, OpOverload, OpOverloadPacket
+from remat.transforms.compat.pytree import (
+    Spec,
+    flatten,
+    map_leaves,
+    map_only,
+    paths,
+    shown,
+    tree_leaves,
+    unflatten,
+)
 
 __all__ = [
     "function_modes",  # how many torch-function modes are active
@@ -129,6 +141,16 @@ __all__ = [
     "innermost_level",  # the innermost functorch level, where there is one
     "refuse_hooks",  # refuse them, with this message
     "allow_hooks",  # accept saved-tensor hooks
+    "bits",  # whether the numbers in a tensor's memory stand for their conjugates, and for their negatives
+    "with_bits",  # a look at the same memory with these two flipped
+    "Spec",  # the structure of a tree
+    "flatten",  # leaves and structure of a tree
+    "map_leaves",  # the tree with a function of every leaf
+    "map_only",  # the tree with a function of every leaf of a kind
+    "paths",  # for every leaf its key path
+    "shown",  # a structure as messages show it
+    "tree_leaves",  # the leaves of a tree
+    "unflatten",  # the tree of a structure with these leaves
     "autocasting",  # whether autocast is on for any device
     "DeviceContext",  # what `with torch.device(...)` makes a torch-function mode
     "function_mode_at",  # the torch-function mode at this place, from the outermost

@@ -52,6 +52,18 @@ def is_strided(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
+def bits(tensor: torch.Tensor) -> tuple[bool, bool]:
+    """Whether the numbers in its memory stand for their conjugates, and for their negatives."""
+    return tensor.is_conj(), tensor.is_neg()
+
+
+def with_bits(tensor: torch.Tensor, bits: tuple[bool, bool]) -> torch.Tensor:
+    """A look at the same memory with these two flipped: twice is as before."""
+    if bits[0]:
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if bits[1] else tensor
+
+
 def modules_watched() -> bool:
     """Whether any global module hook is set: cheap enough to ask at every recomputation."""
     return bool(_modules._global_forward_pre_hooks or _modules._global_forward_hooks)

@@ -22,7 +22,7 @@ from remat.transforms.compiled.dedup import GraphDedup
 from remat.transforms.context import Mode, is_quiet, quiet
 from remat.transforms.errors import RematError
 from remat.transforms.functorch import Prim, PullBack, replaying
-from remat.transforms.offload import Elsewhere
+from remat.transforms.offload import Elsewhere, to_host
 from remat.transforms.ops import Traits, draws, is_shape_arithmetic, traits
 from remat.transforms.placeholders import metadata
 from remat.transforms.region import Region
@@ -57,8 +57,7 @@ class Sent(Elsewhere):
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.device = tensor.device
-        pinned = tensor.device.type not in ("cpu", "meta")
-        self.host = torch.empty_like(tensor, device="cpu", pin_memory=pinned).copy_(tensor)
+        self.host = to_host(tensor).tensor
 
 
 class GraphLowering:

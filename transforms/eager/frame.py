@@ -195,7 +195,7 @@ class Frame(Packer):
 
     def _settle(self, recorder: Recorder, out: Any) -> None:
         """Keep what is needed of arguments and values, now that all is known that the backward may read."""
-        tape, inputs = self.tape, self.inputs
+        tape = self.tape
         outs = _differentiated(out)
         if len(outs) > 1:
             reach = Reachability(outs, self.start)

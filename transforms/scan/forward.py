@@ -7,6 +7,7 @@ import contextlib
 import torch
 
 from remat.transforms.errors import RematError
+from remat.transforms.offload import lane
 from remat.transforms.scan.body import Leaves, version
 from remat.transforms.scan.compiled import MOST, BoundStep, dense
 from remat.transforms.scan.spec import Scan, State, Tensors, compact, now, uncached_casts, with_step_note
@@ -33,6 +34,10 @@ def run_forward(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
             record.tapes.clear()
             record.start.restore()
             carry, stacks = forward(scan, flat)
+    # Results that pass through unchanged are in the state in hand, too, and are copied for that.
+    if scan.offloaded is not None and not scan.plain:
+        for tensor in (t for t in carry if isinstance(t, torch.Tensor)):
+            lane(tensor).finish()  # states are results of the forward, and others may look at them
     if before != [version(x) for x in xs]:
         raise RematError(
             f"{scan.name}: the body wrote into xs in place. The recomputation would read what was written; "
@@ -54,7 +59,7 @@ def _sweep_known(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]
         if record.random and (slot is not None or k == hand):
             moment = now(moment)
         if slot is not None:
-            states[slot] = State(k, scan.moved(compact(carry), slot) if k else carry, moment)
+            states[slot] = State(k, scan.sent(compact(carry), slot) if k else carry, moment)
         if k == hand:
             states[None] = State(k, carry, moment)
         at = scan.at(k)
@@ -91,7 +96,7 @@ def _sweep_blocks(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]
     k, slot = 0, slot_at(0)
     while k < n:
         if slot is not None:
-            record.states[slot] = State(k, scan.moved(compact(carry), slot) if k else carry, record.start)
+            record.states[slot] = State(k, scan.sent(compact(carry), slot) if k else carry, record.start)
         if k == hand:
             record.states[None] = State(k, carry, record.start)
         start, k = k, k + size
@@ -139,7 +144,7 @@ def _sweep_open(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     assert moment is not None and scan.proceed is not None
     while (scan.n is None or k < scan.n) and scan.proceed(consts, carry):
         if hand is not None and (slot := place(k - 1)) is not None:
-            states[slot] = State(k - 1, scan.moved(compact(hand.carry), slot), hand.random)
+            states[slot] = State(k - 1, scan.sent(compact(hand.carry), slot), hand.random)
         if record.random:
             moment = now(moment)
         hand = State(k, carry, moment)

@@ -25,6 +25,7 @@ from remat.transforms.compat import above_all, live_with_graph
 from remat.transforms.context import quiet
 from remat.transforms.entry import run_transparently
 from remat.transforms.errors import RematError
+from remat.transforms.offload import lane, pinned_for, to_host
 from remat.transforms.scan.backward import pull_back
 from remat.transforms.scan.body import version
 from remat.transforms.scan.compiled import UnrolledStep, dense, owner
@@ -160,7 +161,8 @@ class _Slots(dict[Any, State]):
     def __setitem__(self, slot: int | None, state: State) -> None:
         row = self.rows[slot][1] if slot in self.rows and self.rows[slot][0] == state.step else -1
         if row >= 0:
-            carry = [b.select(0, row).copy_(t) for b, t in zip(self.buffers, state.carry, strict=True)]
+            rows = [b.select(0, row) for b in self.buffers]
+            carry = [_put(r, t) for r, t in zip(rows, state.carry, strict=True)]
             state = State(state.step, carry, state.random)
         super().__setitem__(slot, state)
 
@@ -179,7 +181,7 @@ class _Tapes(dict[int, list[torch.Tensor]]):
 
     def __setitem__(self, step: int, tape: list[torch.Tensor]) -> None:
         for row, tensor in zip(self.rows[step // self.size], tape, strict=True):
-            row.copy_(tensor)
+            _put(row, tensor)
 
     def pop(self, step: int, *_: Any) -> list[torch.Tensor]:
         return list(self.rows[step // self.size])
@@ -227,9 +229,12 @@ class Entry:
             record.tapes = _Tapes(self.opaque.size, buffers, flat[self.scan.sizes[0]].device)
         else:
             record.states = _Slots(rows, buffers)
-        scan = replace(self.scan, record=record)
+        scan = replace(self.scan, record=record, buffered=True)
         with torch.no_grad(), self.surroundings():
             carry, ys = run_forward(scan, flat)
+        if any(buffer.device != t.device for buffer in buffers for t in carry):
+            for t in carry:
+                lane(t).finish()  # whoever has a result of an op may read it
         for buffer in buffers:
             buffer.scan = self  # type: ignore[attr-defined]  the backward may outlive the compiled code
         return [*_apart([*carry, *ys], flat), *buffers]
@@ -292,9 +297,14 @@ def _buffer(
     like: torch.Tensor, rows: tuple[int, ...], host: bool, device: torch.device | None = None
 ) -> torch.Tensor:
     device = device or like.device
-    pinned = host and device.type == "cuda"
+    pinned = host and pinned_for(like, device)
     device = torch.device("cpu") if host else device
     return torch.empty((*rows, *like.shape), dtype=like.dtype, device=device, pin_memory=pinned)
+
+
+def _put(row: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor into a row of a buffer."""
+    return row.copy_(tensor) if row.device == tensor.device else to_host(tensor, row).tensor
 
 
 def _apart(outs: Sequence[torch.Tensor], operands: Tensors) -> list[torch.Tensor]:
