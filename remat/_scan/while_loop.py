@@ -25,7 +25,7 @@ def while_remat(
     """`while cond(carry): carry = body(carry)`, reverse-differentiable with `checkpoints` kept carries.
 
     Which carries to keep is decided as the loop runs (Stumm and Walther 2010, then Wang and Moin 2008): with
-    n steps and c carries the recomputation is the offline optimum while n <= (c + 1)(c + 2) / 2. Composes as
+    n steps and c carries the recomputation is the offline optimum while n < (c + 1)(c + 2) / 2. Composes as
     `scan_remat` does; under `vmap` the loop goes on while any example's condition holds, and an example that
     is done keeps its carry.
 
@@ -88,10 +88,10 @@ def while_remat(
 
 
 def default_slots(max_steps: int) -> int:
-    """The least c with (c + 1)(c + 2) / 2 >= max_steps, about sqrt(2 max_steps).
+    """The least c with (c + 1)(c + 2) / 2 > max_steps, about sqrt(2 max_steps).
 
     Example:
         >>> [default_slots(n) for n in (1, 10, 100, 1000)]
-        [1, 3, 13, 44]
+        [1, 4, 13, 44]
     """
-    return max(1, math.ceil((math.sqrt(8 * max_steps + 1) - 3) / 2))
+    return max(1, math.ceil((math.sqrt(8 * max_steps + 9) - 3) / 2))

@@ -12,7 +12,7 @@ def auto(n: int, budget: int, state_bytes: int, tape_bytes: int) -> Schedule:
     """The schedule of least recomputation with c S + k R <= budget.
 
     Segments of k steps are taped whole and c segment starts are kept by `Revolve`; the advances are then
-    k t(ceil(n / k), c) exactly. Only the smallest k of each segment count can be best, so that O(sqrt(n))
+    k t(ceil(n / k) + 1, c) exactly. Only the smallest k of each segment count can be best, so that O(sqrt(n))
     candidates settle it.
 
     Args:
@@ -30,7 +30,7 @@ def auto(n: int, budget: int, state_bytes: int, tape_bytes: int) -> Schedule:
         c = count if state_bytes == 0 else min(count, (budget - k * tape_bytes) // state_bytes)
         if c < 1 or k * tape_bytes + c * state_bytes > budget:
             continue
-        again = k * (advances(count, c) - (count - 1))
+        again = k * (advances(count + 1, c) - count)
         best = min(best or (again, k, c), (again, k, c))
     if best is None:
         need = state_bytes + tape_bytes

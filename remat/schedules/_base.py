@@ -15,8 +15,7 @@ class Stats:
     Attributes:
         n: steps.
         slots: most states in slots at one time, the initial state counted.
-        advances: step evaluations without tape in the primal sweep (up to the state in hand) and the
-            reversal together; Griewank and Walther's t(n, c).
+        advances: step evaluations without tape, those of the primal sweep (all n) and those of the reversal.
         recomputed: those of `advances` that the reversal does.
         taped: step evaluations with tape, each followed by its pull-back.
         tape: most steps whose tape is alive at one time.
@@ -47,9 +46,9 @@ class Stats:
 class _Counter:
     """A machine that counts, and that refuses a wrong schedule."""
 
-    def __init__(self, n: int, stored: dict[int, int], at: int) -> None:
+    def __init__(self, n: int, stored: dict[int, int]) -> None:
         self.slots = {slot: step for step, slot in stored.items()}
-        self.at, self.end = at, n
+        self.at, self.end = -1, n
         self.recomputed = self.taped = self.tape = 0
         self.peak = len(self.slots)
 
@@ -104,26 +103,17 @@ class Schedule:
         """This schedule with `n` steps evaluated `size` at a time, None where it needs them one by one."""
         return None
 
-    def hand(self, n: int) -> int:
-        """The step whose state is still in hand after the primal sweep."""
-        return n - 1
-
-    def forward(self, n: int, *, last: bool = False) -> dict[int, int]:
-        """Step -> slot, as the primal sweep leaves them.
-
-        The state before the last step stays in hand and needs no slot: a store is decided on only once it
-        is known that another step follows. `last` places it all the same, as equinox does.
-        """
+    def forward(self, n: int) -> dict[int, int]:
+        """Step -> slot, as the primal sweep leaves them: all that is kept until the reversal."""
         place, slots = self.place(n), {}
-        for step in range(n if last else n - 1):
+        for step in range(n):
             slot = place(step)
             if slot is not None:
                 slots[slot] = step
         return {step: slot for slot, step in sorted(slots.items(), key=lambda item: item[1])}
 
-    def actions(self, n: int, stored: dict[int, int], in_hand: bool = True) -> Iterator[Action]:
-        """Reverse `n` steps; `stored` maps step -> slot; `in_hand`: the state before the last step is at
-        hand.
+    def actions(self, n: int, stored: dict[int, int]) -> Iterator[Action]:
+        """Reverse `n` steps; `stored` maps step -> slot.
 
         The stored states form a stack. The interval between the topmost and what is already reversed is
         split as `leap` says, until one step is left to turn round.
@@ -131,7 +121,7 @@ class Schedule:
         stack = sorted(stored.items())
         taken = set(stored.values())
         idle = [s for s in range(self.capacity(n) - 1, -1, -1) if s not in taken]
-        end, at = n, n - 1 if in_hand else -1
+        end, at = n, -1
         while end > 0:
             if at < 0:
                 at, slot = stack[-1]
@@ -155,10 +145,10 @@ class Schedule:
         if n == 0:
             return Stats(0, 0, 0, 0, 0, 0)
         stored = self.forward(n)
-        machine = _Counter(n, stored, self.hand(n))
+        machine = _Counter(n, stored)
         execute(self.actions(n, stored), machine)
         assert machine.end == 0
-        advances = machine.recomputed + self.hand(n)
+        advances = n + machine.recomputed
         return Stats(n, machine.peak, advances, machine.recomputed, machine.taped, machine.tape)
 
     def explain(self, n: int, *, state_bytes: int | None = None, tape_bytes: int | None = None) -> str:
@@ -169,8 +159,8 @@ class Schedule:
             >>> print(Revolve(3).explain(10))
             Revolve(slots=3) over 10 steps
               slots        3 carries, and the working one
-              advances     15 (9 in the forward pass, 6 again in the backward pass: 0.60 extra sweeps)
-              evaluations  26 of the body: 10 forward, 16 backward
+              advances     18 (10 in the forward pass, 8 again in the backward pass: 0.80 extra sweeps)
+              evaluations  28 of the body: 10 forward, 18 backward
               peak         3 S + 1 R (S: bytes of a carry, R: bytes of a step's tape)
         """
         stats = self.stats(n)

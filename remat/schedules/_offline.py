@@ -36,6 +36,9 @@ def advances(n: int, c: int) -> int:
 
     The initial state occupies one slot; the n - 1 advances of the primal sweep are counted, the n taped
     evaluations are not (Griewank and Walther 2000, theorem 1, with the initial state counted as a slot).
+    That sweep stops before the last step. A scan's forward runs it too, as it returns the last carry, and
+    keeps `c` states and no other: it is the sweep of a chain one step longer, and its least number of
+    recomputed steps is t(n + 1, c) - n.
 
     Example:
         >>> advances(10, 3)
@@ -72,7 +75,7 @@ class Binomial(Schedule):
 
 @dataclass(frozen=True)
 class Revolve(Binomial):
-    """`slots` carries, the initial one counted; exactly t(n, slots) advances, the proven optimum."""
+    """`slots` carries, the initial one counted; exactly t(n + 1, slots) advances, the proven optimum."""
 
     def capacity(self, n: int) -> int:
         return min(self.slots, n)
@@ -84,8 +87,8 @@ class Revolve(Binomial):
             )
         stores, at, slots = {0: 0}, 0, self.capacity(n)
         while len(stores) < slots:
-            at += split(n - at, slots - len(stores) + 1)
-            if at >= n - 1:
+            at += split(n + 1 - at, slots - len(stores) + 1)  # the last carry is a result: one step more
+            if at >= n:
                 break
             stores[at] = len(stores)
         return stores.get
@@ -131,7 +134,7 @@ class Sqrt(Schedule):
             )
         stride = self.stride(n)
         last = (n - 1) // stride * stride
-        stores = {step: i for i, step in enumerate([*range(0, last, stride), *range(last, n - 1)])}
+        stores = {step: i for i, step in enumerate([*range(0, last, stride), *range(last, n)])}
         return stores.get
 
     def leap(self, at: int, end: int, free: int) -> int:
@@ -143,7 +146,7 @@ class Sqrt(Schedule):
 
 @dataclass(frozen=True)
 class Multilevel(Revolve):
-    """`device` carries on the device and `host` carries offloaded, with t(n, device + host) advances.
+    """`device` carries on the device and `host` carries offloaded, with t(n + 1, device + host) advances.
 
     The oldest states live on the host: they lie at the bottom of the stack, are written once in the forward
     pass and read least often.
@@ -189,16 +192,13 @@ class Segmented(Schedule):
     def capacity(self, n: int) -> int:
         return self.outer.capacity(self._count(n))
 
-    def hand(self, n: int) -> int:
-        return self.outer.hand(self._count(n)) * self.length
-
     def place(self, n: int | None) -> Callable[[int], int | None]:
         outer = self.outer.place(None if n is None else self._count(n))
         return lambda step: None if step % self.length else outer(step // self.length)
 
-    def actions(self, n: int, stored: dict[int, int], in_hand: bool = True) -> Iterator[Action]:
+    def actions(self, n: int, stored: dict[int, int]) -> Iterator[Action]:
         segments = {step // self.length: slot for step, slot in stored.items()}
-        for action in self.outer.actions(self._count(n), segments, in_hand):
+        for action in self.outer.actions(self._count(n), segments):
             match action:
                 case Advance(start, stop):
                     yield Advance(start * self.length, stop * self.length)

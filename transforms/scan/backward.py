@@ -22,15 +22,13 @@ from remat.transforms.scan.vjp import OneByOne, pull
 class _Reversal:
     """The machine that executes a schedule's actions on tensors."""
 
-    def __init__(
-        self, scan: Scan, flat: Tensors, states: dict[int | None, State], needs: Sequence[bool]
-    ) -> None:
+    def __init__(self, scan: Scan, flat: Tensors, states: dict[int, State], needs: Sequence[bool]) -> None:
         self.scan, self.slots = scan, states
         self.consts, _, self.xs = scan.split(flat)
         a, b, _ = scan.sizes
         self.needs = list(needs[:a]), list(needs[a : a + b]), list(needs[a + b :])
         self.devices = scan.split(flat)[1]
-        self.hand = states.pop(None, State(0, [], None))
+        self.hand = State(0, [], None)  # nothing, until the first state is restored
         self.blocks: Bound | None = scan.blocks.at(self.consts) if scan.in_blocks else None
         self.tapes = scan.record.tapes
         needs_of = self.needs[0], self.needs[2]
@@ -233,7 +231,7 @@ class _Reversal:
 def pull_back(
     scan: Scan,
     flat: Tensors,
-    states: dict[int | None, State],
+    states: dict[int, State],
     needs: Sequence[bool],
     cts: Sequence[torch.Tensor | None],
 ) -> list[torch.Tensor | None]:
@@ -241,7 +239,7 @@ def pull_back(
     machine = _Reversal(scan, flat, states, needs)
     count = len(scan.tensors)
     machine.carry_cts, machine.y_cts = list(cts[:count]), list(cts[count:])
-    stored = {state.step: slot for slot, state in states.items() if slot is not None}
+    stored = {state.step: slot for slot, state in states.items()}
     try:
         with torch.no_grad(), as_in_forward(scan):
             if not machine.all_taped():

@@ -45,18 +45,15 @@ def _sweep_known(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]
     consts, carry, xs = scan.split(flat)
     record = scan.record
     n, states, moment = scan.length, record.states, record.start
-    place, hand = scan.schedule.place(n), scan.schedule.hand(n)
+    place = scan.schedule.place(n)
     stacks: list[torch.Tensor] = []
     rows: list[list[torch.Tensor]] = []
     assert moment is not None
     for k in range(n):
-        slot = place(k) if k < n - 1 else None
-        if record.random and (slot is not None or k == hand):
-            moment = now(moment)
-        if slot is not None:
+        if (slot := place(k)) is not None:
+            if record.random:
+                moment = now(moment)
             states[slot] = State(k, scan.moved(compact(carry), slot) if k else carry, moment)
-        if k == hand:
-            states[None] = State(k, carry, moment)
         at = scan.at(k)
         carry, ys = numbered(scan, k, consts, carry, [x.select(0, at) for x in xs])
         if not scan.plain:
@@ -80,24 +77,22 @@ def _sweep_blocks(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]
     consts, carry, xs = scan.split(flat)
     n, size, record = scan.length, scan.blocks.size, scan.record
     blocks, dense_xs, carry = scan.blocks.at(consts), dense(xs), dense(carry)
-    place, hand = scan.schedule.place(n), scan.schedule.hand(n)
+    place = scan.schedule.place(n)
     most = size if scan.on_step is not None else MOST * size
     stacks: list[torch.Tensor] = []
 
     def slot_at(k: int) -> int | None:
-        slot = place(k) if k < n - 1 else None
+        slot = place(k) if k < n else None
         return None if k and scan.taped else slot  # the carries are rows of the tapes
 
     k, slot = 0, slot_at(0)
     while k < n:
         if slot is not None:
             record.states[slot] = State(k, scan.moved(compact(carry), slot) if k else carry, record.start)
-        if k == hand:
-            record.states[None] = State(k, carry, record.start)
         start, k = k, k + size
         if k <= n:
             slot = slot_at(k)
-            while slot is None and k != hand and k + size <= n and k - start < most:
+            while slot is None and k + size <= n and k - start < most:
                 k += size
                 slot = slot_at(k)
             part = scan.block(dense_xs, start, k - start)
@@ -131,18 +126,17 @@ def _run_blocks(
 
 
 def _sweep_open(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
-    """A loop: a state is placed only when another step follows, the newest one stays in hand."""
+    """A loop: where a state goes is decided before it is known whether another step follows its own."""
     consts, carry, _ = scan.split(flat)
     record = scan.record
     states, moment, k = record.states, record.start, 0
-    place, hand = scan.schedule.place(None), None
+    place = scan.schedule.place(None)
     assert moment is not None and scan.proceed is not None
     while (scan.n is None or k < scan.n) and scan.proceed(consts, carry):
-        if hand is not None and (slot := place(k - 1)) is not None:
-            states[slot] = State(k - 1, scan.moved(compact(hand.carry), slot), hand.random)
-        if record.random:
-            moment = now(moment)
-        hand = State(k, carry, moment)
+        if (slot := place(k)) is not None:
+            if record.random:
+                moment = now(moment)
+            states[slot] = State(k, scan.moved(compact(carry), slot) if k else carry, moment)
         carry, _ = numbered(scan, k, consts, carry, [])
         if k == 0:
             record.random = record.random or now(moment) is not moment
@@ -150,6 +144,4 @@ def _sweep_open(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
             scan.on_step("forward", k)
         k += 1
     scan.record.length = k
-    if hand is not None:
-        states[None] = hand
     return carry, []

@@ -63,7 +63,7 @@ class Schedule(Protocol):
     """What a scan asks of a schedule.
 
     `place(n)` gives, for the primal sweep, the slot that the state before each step goes to (None: nowhere);
-    a slot given twice is overwritten. `hand(n)` is the step whose state stays in hand when the sweep is over.
+    a slot given twice is overwritten. `forward(n)` is what it leaves: step -> slot.
     `in_blocks(size, n)` is the schedule with steps evaluated `size` at a time, None where that cannot be; one
     that `keeps_tapes` keeps what the blocks leave for their pull-back from the forward on.
     `actions(n, stored)` reverses the chain, given which step lies in which slot.
@@ -72,9 +72,9 @@ class Schedule(Protocol):
     keeps_tapes: bool
 
     def place(self, n: int | None) -> Callable[[int], int | None]: ...
-    def hand(self, n: int) -> int: ...
+    def forward(self, n: int) -> dict[int, int]: ...
     def in_blocks(self, size: int, n: int) -> Schedule | None: ...
-    def actions(self, n: int, stored: dict[int, int], in_hand: bool = True) -> Iterator[Action]: ...
+    def actions(self, n: int, stored: dict[int, int]) -> Iterator[Action]: ...
 
 
 def execute(actions: Iterable[Action], machine: Machine) -> None:

@@ -33,9 +33,9 @@ class Record:
     ambient: Ambient | None = None
     start: RandomState | None = None
     random: bool = False
-    # slot -> state; None is the slot of the state in hand. Tensors are integers where autograd holds them:
+    # slot -> state. Tensors are integers where autograd holds them:
     # i >= 0 the i-th operand, i < 0 the kept tensor ~i.
-    states: dict[int | None, State] = field(default_factory=dict)
+    states: dict[int, State] = field(default_factory=dict)
     kept: list[torch.Tensor] = field(default_factory=list)
     count: int = 0  # kept tensors
     length: int = 0
@@ -111,9 +111,9 @@ class Scan:
         """The row of xs and ys that `step` works on."""
         return self.n - 1 - step if self.reverse and self.n is not None else step
 
-    def moved(self, tensors: Leaves, slot: int | None, back: Tensors | None = None) -> Leaves:
+    def moved(self, tensors: Leaves, slot: int, back: Tensors | None = None) -> Leaves:
         """The carry of a slot brought to the host, or back to the devices of `back`."""
-        if self.offloaded is None or slot is None or not self.offloaded(slot):
+        if self.offloaded is None or not self.offloaded(slot):
             return tensors
         if back is None:
             return [to_host(t) if isinstance(t, torch.Tensor) else t for t in tensors]
@@ -192,7 +192,7 @@ def index_states(scan: Scan, flat: Tensors) -> None:
     scan.record.kept, scan.record.count = kept, len(kept)
 
 
-def lift_states(scan: Scan, flat: Tensors, kept: Tensors) -> dict[int | None, State]:
+def lift_states(scan: Scan, flat: Tensors, kept: Tensors) -> dict[int, State]:
     """The kept states with their tensors back in place."""
 
     def lift(i: int) -> torch.Tensor:

@@ -131,18 +131,13 @@ class Opaque:
 
 
 @functools.lru_cache(maxsize=256)
-def layout(schedule: Any, n: int) -> dict[int | None, tuple[int, int]]:
-    """Slot -> (step, row among the kept carries), as the forward leaves them; None is the state in hand.
+def layout(schedule: Any, n: int) -> dict[int, tuple[int, int]]:
+    """Slot -> (step, row among the kept carries), as the forward leaves them.
 
     The first carry is an operand and has no row: -1.
     """
-    place, last, steps = schedule.place(n), schedule.hand(n), {}
-    for k in range(n - 1):
-        if (slot := place(k)) is not None:
-            steps[slot] = k
-    steps[None] = last
     rows = itertools.count()
-    return {slot: (step, next(rows) if step else -1) for slot, step in steps.items()}
+    return {slot: (step, next(rows) if step else -1) for step, slot in schedule.forward(n).items()}
 
 
 def rows_kept(scan: Scan) -> int:
@@ -153,11 +148,11 @@ def rows_kept(scan: Scan) -> int:
 class _Slots(dict[Any, State]):
     """The states that a forward keeps, each written into its row at once."""
 
-    def __init__(self, rows: dict[int | None, tuple[int, int]], buffers: Tensors) -> None:
+    def __init__(self, rows: dict[int, tuple[int, int]], buffers: Tensors) -> None:
         super().__init__()
         self.rows, self.buffers = rows, buffers
 
-    def __setitem__(self, slot: int | None, state: State) -> None:
+    def __setitem__(self, slot: int, state: State) -> None:
         row = self.rows[slot][1] if slot in self.rows and self.rows[slot][0] == state.step else -1
         if row >= 0:
             carry = [b.select(0, row).copy_(t) for b, t in zip(self.buffers, state.carry, strict=True)]
@@ -251,11 +246,6 @@ class Entry:
 
         rows = layout(self.scan.schedule, self.scan.length) if tapes is not record.tapes else {}
         states = {slot: State(step, kept_carry(step, row), None) for slot, (step, row) in rows.items()}
-        if None in states:  # the state in hand is worked on where the operands are
-            states[None] = replace(
-                states[None],
-                carry=[t.to(d.device) for t, d in zip(states[None].carry, flat[a : a + b], strict=True)],
-            )
         record.states = states
         scan = replace(self.scan, record=record)
         with torch.no_grad():
