@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from remat.transforms.compat.aot import bypassing_wrapper, is_tracing
@@ -36,7 +35,7 @@ from remat.transforms.errors import RematError
 from remat.transforms.grad import _check_scalar, _replace, _tensor
 from remat.transforms.intermediates.taps import Offsets
 from remat.transforms.intermediates.taps import opened as taps_opened
-from remat.transforms.pytree import flatten, smooth, split
+from remat.transforms.pytree import flatten, smooth, split, unflatten
 
 bypass = bypassing_wrapper()
 
@@ -93,9 +92,9 @@ def _give(session: Names, name: str, tree: Any) -> None:
     if name not in session.seen:
         session.seen.append(name)
     if name in session.wanted:
-        leaves, spec = pytree.tree_flatten(tree)
+        leaves, spec = flatten(tree)
         lifted = [_lifted(leaf, session.depth) for leaf in leaves]
-        session.found.append((name, pytree.tree_unflatten(lifted, spec)))
+        session.found.append((name, unflatten(lifted, spec)))
 
 
 def _lifted(leaf: Any, depth: int) -> Any:
@@ -136,9 +135,9 @@ def _handed_out(own: Names) -> list[tuple[str, Any]]:
     """What was found, as results of their own of the graph at hand."""
     found = []
     for name, tree in own.found:
-        leaves, spec = pytree.tree_flatten(tree)
+        leaves, spec = flatten(tree)
         marked = [CAPTURED(leaf, name) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        found.append((name, pytree.tree_unflatten(marked, spec)))
+        found.append((name, unflatten(marked, spec)))
     return found
 
 
@@ -184,11 +183,11 @@ def capture_grads(
 
     def stood_in(*args: Any, **kwargs: Any) -> Any:
         chosen = args[positions] if isinstance(positions, int) else tuple([args[i] for i in positions])
-        flat, spec = pytree.tree_flatten(chosen)
+        flat, spec = flatten(chosen)
         variables = [VARIABLE(_checked(leaf)) for leaf in flat]
         own = Names(wanted)
         outer = Names(_wanted(around))
-        moved = _replace(args, positions, pytree.tree_unflatten(variables, spec))
+        moved = _replace(args, positions, unflatten(variables, spec))
         value = _opened((outer, own) if around else (own,), fn, moved, kwargs)
         _check_scalar(value)
         value = CAPTURED(value, "")
@@ -197,9 +196,9 @@ def capture_grads(
         grads = [_stand_in(leaf, value) for leaf in variables]
         named = []
         for name, tree in own.found:
-            leaves, shape = pytree.tree_flatten(tree)
-            named.append((name, pytree.tree_unflatten([_stand_in(leaf, value) for leaf in leaves], shape)))
-        return value, found, pytree.tree_unflatten(grads, spec), named, own.seen
+            leaves, shape = flatten(tree)
+            named.append((name, unflatten([_stand_in(leaf, value) for leaf in leaves], shape)))
+        return value, found, unflatten(grads, spec), named, own.seen
 
     run = functools.partial(enter, wanted)
     value, found, grads, named, seen = bypass(run, stood_in, *args, **kwargs)  # take graph breaks out

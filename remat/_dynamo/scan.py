@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from remat._dynamo.intermediates import refusing, sessions
 from remat._dynamo.region import bypass
@@ -26,6 +25,7 @@ from remat.schedules import Schedule, as_schedule
 from remat.transforms.compat.aot import is_tracing
 from remat.transforms.entry.compiled import Graph
 from remat.transforms.errors import RematError
+from remat.transforms.pytree import flatten, map_leaves, map_only, tree_leaves, unflatten
 from remat.transforms.scan.traced.entry import Facts, Whole, evaluating, run, run_whole, showing, shown
 
 
@@ -46,15 +46,15 @@ def call(
     if sessions():
         body = refusing(name, body)
     _refuse(name, checkpoints, budget, on_step)
-    carry, spec = pytree.tree_flatten(init)
-    rows, x_spec = pytree.tree_flatten(xs)
+    carry, spec = flatten(init)
+    rows, x_spec = flatten(xs)
     tensors, at = _tensors(carry)
     stacks, x_at = _tensors(rows)
     n = _length(stacks, length, name)
     if n == 0:
         row = _merged(rows, x_at, [x.new_zeros(x.shape[1:]) for x in stacks], x_spec)
         _, y = body(init, row)
-        return init, pytree.tree_map(lambda t: None if t is None else t.new_empty((0, *t.shape)), y)
+        return init, map_leaves(lambda t: None if t is None else t.new_empty((0, *t.shape)), y)
 
     def first(*operands: torch.Tensor) -> Any:
         # A region in the body that is given an operand returns it, as a result of its own.
@@ -65,7 +65,7 @@ def call(
         new, ys = _checked(name, out, init, carry, spec)
         ends = [new[i].view_as(new[i]) for i in at]
         # Of the right shape; the number of dimensions that one row stands for.
-        return list(operands), ends, pytree.tree_map(lambda y: _repeated(y, n), ys)
+        return list(operands), ends, map_leaves(lambda y: _repeated(y, n), ys)
 
     facts = (name, len(tensors), len(stacks), bool(reverse), bool(offload))
     # Operands of their own: one tensor may be carry, row and captured at once.
@@ -86,7 +86,7 @@ def _merged(leaves: list[Any], at: list[int], tensors: Any, spec: Any) -> Any:
     full = list(leaves)
     for i, tensor in zip(at, tensors):  # noqa: B905  Dynamo of 2.11 knows no strict=
         full[i] = tensor
-    return pytree.tree_unflatten(full, spec)
+    return unflatten(full, spec)
 
 
 def _repeated(y: Any, n: int) -> Any:
@@ -120,7 +120,7 @@ def _refuse(name: str, checkpoints: Any, budget: Any, on_step: Any) -> None:
 def _checked(name: str, out: Any, init: Any, carry: list[Any], spec: Any) -> tuple[list[Any], Any]:
     if not (isinstance(out, tuple) and len(out) == 2):
         raise TypeError(f"{name}: the body must return a pair (carry, y).")
-    new, new_spec = pytree.tree_flatten(out[0])
+    new, new_spec = flatten(out[0])
     if new_spec != spec:
         raise TypeError(
             f"{name}: the body returned a carry of another structure than the one that came in; both must be "
@@ -144,7 +144,7 @@ def _checked(name: str, out: Any, init: Any, carry: list[Any], spec: Any) -> tup
                 f"{name}: leaf {i} of the carry is {before!r} and changes from step to step. A compiled step "
                 "takes Python numbers for constants; make it a tensor: torch.tensor(...)."
             )
-    for leaf in pytree.tree_leaves(out[1]):
+    for leaf in tree_leaves(out[1]):
         if leaf is not None and not isinstance(leaf, torch.Tensor):
             raise TypeError(f"{name}: ys are stacked, so they must be tensors; write torch.as_tensor(...).")
     return new, out[1]
@@ -219,8 +219,8 @@ def run_compiled(body: Callable[..., Any], init: Any, xs: Any, whole: Whole, pol
             fullgraph=True,
             dynamic=False,
         )
-    standing = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, init)
-    rows = pytree.tree_map_only(torch.Tensor, lambda x: x.detach()[:1], xs)
+    standing = map_only(torch.Tensor, torch.Tensor.detach, init)
+    rows = map_only(torch.Tensor, lambda x: x.detach()[:1], xs)
     with torch.enable_grad(), showing(whole):
         return entries[key](body, standing, rows, whole.options["reverse"], policy)
 
@@ -238,7 +238,7 @@ def _in_eager(
 
     def body(carry: Any, x: Any) -> Any:
         _, ends, ys = first(*carry, *[t.unsqueeze(0) for t in x or ()])
-        return ends, pytree.tree_map(lambda y: None if y is None else y[0], ys)
+        return ends, map_leaves(lambda y: None if y is None else y[0], ys)
 
     init, xs = list(operands[:carry]), list(operands[carry:]) or None
     options: dict[str, Any] = {"reverse": reverse, "offload": offload, "checkpoints": checkpoints}

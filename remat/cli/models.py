@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import torch.utils._pytree as pytree
 from einops import rearrange
 from torch import Tensor
 
 from remat.cli.errors import UsageError
+from remat.transforms.pytree import map_only
 
 Params = dict[str, Any]
 # What a row of the sweep puts around each block: `wrap(block)` behaves as `block`.
@@ -41,7 +41,7 @@ class Sizes:
 
 def fresh(params: Params) -> Params:
     """Leaves of their own that require gradients and share the numbers of `params`."""
-    return pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(), params)
+    return map_only(Tensor, lambda t: t.detach().requires_grad_(), params)
 
 
 @dataclass(frozen=True)

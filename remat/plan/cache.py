@@ -8,13 +8,13 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from remat.plan.graph.graph import Graph
 from remat.transforms.closure.convert import swapping
 from remat.transforms.compat.functorch import in_transform
 from remat.transforms.joint.graph import record
 from remat.transforms.joint.levels import Peeled, captured_at_levels, peel, record_peeled
+from remat.transforms.pytree import flatten
 
 # Entries hold on to their function, so that its identity cannot be taken by another.
 _GRAPHS: OrderedDict[Hashable, tuple[Any, Graph]] = OrderedDict()
@@ -53,7 +53,7 @@ def call_key(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     while isinstance(fn, functools.partial):
         # Model libraries make a new one at every call, of the same layer.
         fn, args, kwargs = fn.func, (*fn.args, *args), fn.keywords | kwargs
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves, spec = flatten((args, kwargs))
     modes = (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), torch.get_default_dtype())
     return id(_anchor(fn)), training, str(spec), tuple(_leaf(x) for x in leaves), modes
 

@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from remat.plan.budget import check_budget, check_peak
 from remat.plan.cache import graph_of
@@ -28,6 +27,7 @@ from remat.plan.solve.portfolio import Solved, least, solve
 from remat.plan.solve.problem import INF, Problem, Solution, complete, keep_all
 from remat.transforms.compat.modes import fake_mode, is_fake
 from remat.transforms.errors import RematError
+from remat.transforms.pytree import flatten, unflatten
 
 # What a budget policy does when it meets a region: None is to plan that region on its own.
 _meeting: ContextVar[Callable[..., Plan | None] | None] = ContextVar("remat_plan_meeting", default=None)
@@ -274,13 +274,13 @@ def _regions(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[tuple[str, 
         name = getattr(region, "__name__", None) or type(region).__name__
         found.append((name, graph_of(region, args, kwargs)))
 
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves, spec = flatten((args, kwargs))
     mode = fake_mode(leaves)
     fakes = [as_fake(leaf, mode) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     with warnings.catch_warnings(), _handling(note), mode, torch.enable_grad():
         # The engine asks for addresses, which fake tensors grudgingly give.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        args, kwargs = pytree.tree_unflatten(fakes, spec)
+        args, kwargs = unflatten(fakes, spec)
         fn(*args, **kwargs)
     return found
 

@@ -28,6 +28,7 @@ from remat.policies import (
 )
 from remat.transforms.errors import RematError
 from remat.transforms.joint.graph import Joint, Op, record
+from remat.transforms.pytree import map_only
 
 PRESETS: dict[str, Policy] = {
     "save_nothing": save_nothing,
@@ -200,7 +201,6 @@ def saved_by(policy: Policy, graph: Graph, problem: Problem) -> set[int]:
 
 def op_info(joint: Joint, op: Op, position: int) -> OpInfo:
     """What the engine would show a policy of this op (the user's call is not known here)."""
-    import torch.utils._pytree as pytree
 
     from remat.transforms.joint.graph import Ref
 
@@ -208,5 +208,5 @@ def op_info(joint: Joint, op: Op, position: int) -> OpInfo:
         value = joint.values[number]
         return TensorMeta(value.shape, value.dtype, value.device, value.stride)
 
-    args, kwargs = pytree.tree_map_only(Ref, lambda r: meta(r.id), (op.args, op.kwargs))
+    args, kwargs = map_only(Ref, lambda r: meta(r.id), (op.args, op.kwargs))
     return OpInfo(op.target, args, kwargs, tuple(meta(o) for o in op.outputs), index=position)

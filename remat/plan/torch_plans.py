@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.utils._pytree as pytree
 
 from remat.plan.graph.costs import CostModel, is_view
 from remat.plan.graph.graph import Graph
@@ -17,6 +16,7 @@ from remat.transforms.compat.aot import partitioner_choice
 from remat.transforms.errors import RematError
 from remat.transforms.joint.graph import Joint, Ref
 from remat.transforms.ops import draws, traits
+from remat.transforms.pytree import map_only
 
 SOLVERS = ("dp", "ilp", "greedy")
 
@@ -123,7 +123,7 @@ def to_fx(joint: Joint) -> torch.fx.GraphModule:
             raise RematError(
                 f"{op.name} at {op.location} writes in place; torch's partitioner takes functional graphs."
             )
-        args, kwargs = pytree.tree_map_only(Ref, lambda r: nodes[r.id], (op.args, op.kwargs))
+        args, kwargs = map_only(Ref, lambda r: nodes[r.id], (op.args, op.kwargs))
         single = len(op.outputs) == 1 and len(op.target._schema.returns) == 1
         single = single and isinstance(op.target._schema.returns[0].type, torch.TensorType)
         name = f"v{op.outputs[0]}" if single else None

@@ -13,7 +13,7 @@ from remat.transforms.closure.convert import Swap, made_inside, swapping
 from remat.transforms.compat.functorch import is_wrapped, unwrapped
 from remat.transforms.errors import RematError
 from remat.transforms.intermediates.taps import Refusal, current, only
-from remat.transforms.pytree import Spec, flatten, merge, paths, unflatten
+from remat.transforms.pytree import Spec, flatten, merge, paths, shown, unflatten
 
 Leaves = list[Any]
 Step = Callable[[Sequence[torch.Tensor], Leaves, Sequence[torch.Tensor]], tuple[Leaves, list[torch.Tensor]]]
@@ -166,8 +166,8 @@ class Body:
         leaves, spec = flatten(tree)
         if spec != self.carry_spec:
             raise TypeError(
-                f"{self.name}: the body returned a carry of structure {spec}, but the carry that came in has "
-                f"{self.carry_spec}; both must be the same at every step."
+                f"{self.name}: the body returned a carry of structure {shown(spec)}, but the carry that came "
+                f"in has {shown(self.carry_spec)}; both must be the same at every step."
             )
         for path, leaf, kind in zip(self.paths, leaves, self.types, strict=True):
             if _type(leaf) != kind:

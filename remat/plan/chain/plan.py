@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from remat._core.opinfo import Decision, OpInfo
 from remat.plan.budget import check_peak
@@ -31,6 +30,7 @@ from remat.transforms.compat.aot import is_tracing
 from remat.transforms.compat.modes import fake_mode
 from remat.transforms.errors import RematError
 from remat.transforms.joint.graph import record
+from remat.transforms.pytree import flatten, unflatten
 
 Stages = Sequence[Callable[..., Any]]
 
@@ -262,13 +262,13 @@ def _sequence(functions: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
 
 def trace(stages: Stages, x: Any, args: tuple[Any, ...]) -> tuple[list[Graph], list[Graph]]:
     """The joint graphs of the stages and of pairs of neighbours."""
-    leaves, spec = pytree.tree_flatten((x, args))
+    leaves, spec = flatten((x, args))
     mode = fake_mode(leaves)
     fakes = [as_fake(leaf, mode) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     with warnings.catch_warnings(), mode, torch.enable_grad():
         # The engine asks for addresses, which fake tensors grudgingly give.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        x, args = pytree.tree_unflatten(fakes, spec)
+        x, args = unflatten(fakes, spec)
         inputs = [x]
         for stage in stages[:-1]:
             inputs.append(stage(inputs[-1], *args))

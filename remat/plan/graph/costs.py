@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-import torch.utils._pytree as pytree
 
 from remat._core.flops import known_flops, op_name
 from remat.policies._catalogue import kind_of
 from remat.transforms.errors import RematError
 from remat.transforms.joint.graph import Joint, Op, Ref, Value
+from remat.transforms.pytree import map_only
 
 # A custom op of unknown cost counts as a matmul with this contraction: dear enough not to be rerun blindly.
 UNKNOWN_FLOPS_PER_BYTE = 1024
@@ -33,7 +33,7 @@ _UNKNOWN: set[str] = set()
 
 def flops_of(joint: Joint, op: Op) -> float:
     """FLOPs of one op; 0 for pointwise ops, reductions and views. Unknown custom ops are priced by size."""
-    args, kwargs = pytree.tree_map_only(Ref, lambda r: joint.values[r.id], (op.args, op.kwargs))
+    args, kwargs = map_only(Ref, lambda r: joint.values[r.id], (op.args, op.kwargs))
     outputs = tuple([joint.values[o] for o in op.outputs])
     known = known_flops(op.target, args, kwargs, outputs, lambda x: isinstance(x, Value))
     if known is not None:
