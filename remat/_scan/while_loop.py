@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from remat._scan.scan import _with_captured
-from remat.schedules import Online, Schedule, as_schedule
-from remat.schedules._offline import Revolve
+from remat._scan.scan import run_eager
+from remat.schedules import Online, Revolve, Schedule, as_schedule
+from remat.transforms.scan.body import check_count, name_of
+from remat.transforms.scan.spec import ScanSpec, structure_of
 
 C = TypeVar("C")
 
@@ -57,9 +58,8 @@ def while_remat(
         >>> a.grad  # 1 / (2 sqrt(2))
         tensor(0.3536)
     """
-    name = f"while_remat({getattr(body, '__qualname__', type(body).__name__)})"
-    if max_steps is not None and (not isinstance(max_steps, int) or max_steps < 0):
-        raise ValueError(f"{name}: got max_steps={max_steps!r}; a number of steps is an int of at least 0.")
+    name = name_of("while_remat", body)
+    check_count(name, "max_steps", max_steps)
     if checkpoints is None:
         if max_steps is None:
             raise ValueError(f"{name}: write checkpoints=..., or max_steps=... from which it can be taken.")
@@ -72,19 +72,9 @@ def while_remat(
             f"{name}: got checkpoints={checkpoints!r}; a loop of unknown length needs a number of carries "
             "or an Online schedule."
         )
-    carry, _ = _with_captured(
-        lambda carry, _: (body(carry), None),
-        (cond, body),
-        init,
-        None,
-        [],
-        max_steps,
-        schedule,
-        name,
-        on_step=on_step,
-        condition=cond,
-    )
-    return carry
+    spec = ScanSpec(name, max_steps, structure_of(init), structure_of(None), schedule, on_step=on_step)
+    step = lambda carry, _: (body(carry), None)  # noqa: E731
+    return run_eager(step, spec, init, [], (cond, body), cond)[0]
 
 
 def default_slots(max_steps: int) -> int:

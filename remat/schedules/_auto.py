@@ -1,11 +1,11 @@
-"""From what a user writes for `checkpoints` to a schedule."""
+"""The schedule that a budget of bytes allows."""
 
 from __future__ import annotations
 
 import math
 
 from remat.schedules._base import Schedule
-from remat.schedules._offline import All, Revolve, Segmented, Sqrt, advances, check_slots
+from remat.schedules._offline import Revolve, Segmented, advances
 
 
 def auto(n: int, budget: int, state_bytes: int, tape_bytes: int) -> Schedule:
@@ -46,20 +46,3 @@ def _lengths(n: int) -> list[int]:
     """The smallest k for each value of ceil(n / k)."""
     small = range(1, math.isqrt(n) + 1)
     return sorted({*small, *(-(-n // count) for count in small)})
-
-
-def as_schedule(checkpoints: object) -> Schedule:
-    """`"all"`, `"sqrt"`, a number of carries or a schedule, as a schedule."""
-    if isinstance(checkpoints, Schedule):
-        return checkpoints
-    if isinstance(checkpoints, str):
-        named = {"all": All(), "sqrt": Sqrt()}
-        if checkpoints not in named:
-            raise ValueError(
-                f"checkpoints: got {checkpoints!r}; write 'all', 'sqrt', 'auto', a number of carries or a "
-                "schedule from remat.schedules."
-            )
-        return named[checkpoints]
-    check_slots(checkpoints)
-    assert isinstance(checkpoints, int)
-    return Revolve(checkpoints)

@@ -219,6 +219,28 @@ class Taped(Segmented):
     keeps_tapes = True
 
 
+def as_schedule(checkpoints: object) -> Schedule:
+    """`"all"`, `"sqrt"`, a number of carries or a schedule, as a schedule."""
+    check_checkpoints(checkpoints)
+    if isinstance(checkpoints, Schedule):
+        return checkpoints
+    if isinstance(checkpoints, int):
+        return Revolve(checkpoints)
+    return All() if checkpoints == "all" else Sqrt()
+
+
+def check_checkpoints(checkpoints: object) -> None:
+    """Raise unless `as_schedule` makes a schedule of it; Dynamo traces this."""
+    if isinstance(checkpoints, str):
+        if checkpoints not in ("all", "sqrt"):
+            raise ValueError(
+                f"checkpoints: got {checkpoints!r}; write 'all', 'sqrt', 'auto', a number of carries or a "
+                "schedule from remat.schedules."
+            )
+    elif not isinstance(checkpoints, Schedule):
+        check_slots(checkpoints)
+
+
 def check_slots(c: object) -> None:
     """Raise unless `c` is a number of slots."""
     if not isinstance(c, int) or isinstance(c, bool):

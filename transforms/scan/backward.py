@@ -11,15 +11,14 @@ import torch
 from remat.transforms.closure.convert import Missed
 from remat.transforms.compat.functorch import in_transform, is_batched_anyhow
 from remat.transforms.errors import RematError
-from remat.transforms.scan.body import Leaves
 from remat.transforms.scan.compiled.sums import Sums
-from remat.transforms.scan.compiled.unroll import MOST, Bound, dense
+from remat.transforms.scan.compiled.unroll import MOST, UnrolledStep, dense
 from remat.transforms.scan.instructions import execute
-from remat.transforms.scan.spec import Scan, State, Tensors, as_in_forward, compact, numbered
+from remat.transforms.scan.spec import Leaves, Scan, State, Tensors, as_in_forward, compact, with_step_note
 from remat.transforms.scan.vjp import OneByOne, pull
 
 
-class _Reversal:
+class _Backward:
     """The machine that executes a schedule's actions on tensors."""
 
     def __init__(self, scan: Scan, flat: Tensors, states: dict[int, State], needs: Sequence[bool]) -> None:
@@ -29,7 +28,7 @@ class _Reversal:
         self.needs = list(needs[:a]), list(needs[a : a + b]), list(needs[a + b :])
         self.devices = scan.split(flat)[1]
         self.hand = State(0, [], None)  # nothing, until the first state is restored
-        self.blocks: Bound | None = scan.blocks.at(self.consts) if scan.in_blocks else None
+        self.blocks: UnrolledStep | None = scan.blocks.at(self.consts) if scan.in_blocks else None
         self.tapes = scan.record.tapes
         needs_of = self.needs[0], self.needs[2]
         self.one = None if in_transform() else OneByOne(self.consts, needs_of)
@@ -61,14 +60,11 @@ class _Reversal:
                 end = min(start + MOST * size, stop - (stop - start) % size)
                 for rows in self._rows(self.xs, start, end):
                     carry, _, _ = blocks.run(carry, rows, False)
-                if self.scan.on_step is not None:
-                    for k in range(start, end):
-                        self.scan.on_step("advance", k)
+                self.scan.tell("advance", range(start, end))
                 start = end
             for k in range(start, stop):
-                carry, _ = numbered(self.scan, k, self.consts, carry, self._x(k))
-                if self.scan.on_step is not None:
-                    self.scan.on_step("advance", k)
+                carry, _ = with_step_note(self.scan, k, self.consts, carry, self._x(k))
+                self.scan.tell("advance", range(k, k + 1))
         drew = self.scan.record.random and self.hand.random is not None
         self.hand = State(stop, carry, self.hand.random.again() if drew else None)  # type: ignore[union-attr]
 
@@ -112,7 +108,7 @@ class _Reversal:
         def steps(consts: Tensors, carry: Leaves, rows: list[list[torch.Tensor]]) -> tuple[Leaves, list[Any]]:
             ys = []
             for k, x in enumerate(rows, start):
-                carry, y = numbered(scan, k, consts, carry, x)
+                carry, y = with_step_note(scan, k, consts, carry, x)
                 ys.append(y)
             return carry, ys
 
@@ -121,24 +117,24 @@ class _Reversal:
         self._add_consts(grads[0])
         for k, row in zip(range(start, stop), grads[2], strict=True):
             self._put(scan.at(k), row)
-        self._say_reversed(start, stop)
+        self.scan.tell("reverse", range(stop - 1, start - 1, -1))
 
     def _reverse_one(self, pull_one: OneByOne, k: int) -> None:
         scan, carry, at = self.scan, self.hand.carry, self.scan.at(k)
         cts = [*self.carry_cts, *(None if ct is None else ct.select(0, at) for ct in self.y_cts)]
         self.hand = State(k, [], None)
-        step = functools.partial(numbered, scan, k)
+        step = functools.partial(with_step_note, scan, k)
         by_const, self.carry_cts, (by_x,) = pull_one(step, carry, self._x(k), cts)
         self._add_consts(by_const)
         self._put(at, by_x)
-        self._say_reversed(k, k + 1)
+        self.scan.tell("reverse", range(k, k + 1))
 
     def _rows(self, xs: Tensors, start: int, stop: int) -> Sequence[Sequence[torch.Tensor]]:
         """The rows of the blocks of these steps."""
         assert self.blocks is not None
         return self.blocks.rows(self.scan.block(xs, start, stop - start), (stop - start) // self.blocks.size)
 
-    def _reverse_blocks(self, blocks: Bound, start: int, stop: int) -> None:
+    def _reverse_blocks(self, blocks: UnrolledStep, start: int, stop: int) -> None:
         """Blocks, and the steps left over. The tapes are there, or are made; a single block needs none."""
         size, first = blocks.size, self.hand.carry
         rest, most = stop - (stop - start) % size, MOST * size
@@ -153,7 +149,7 @@ class _Reversal:
             self.hand = State(rest, self._ends(tapes[-1]), None)
             self._reverse_steps(rest, stop)
         self.hand = State(start, [], None)
-        if self.scan.on_step is not None:
+        if self.scan.spec.on_step is not None:
             most = size
         for low in range(start + (rest - start - 1) // most * most, start - 1, -most):
             self._pull_blocks(blocks, first, tapes, low, min(low + most, rest))
@@ -163,7 +159,9 @@ class _Reversal:
         assert tape is not None
         return [t.select(0, -1).to(self.device) for t in tape[: len(self.devices)]]
 
-    def _pull_blocks(self, blocks: Bound, first: Leaves, tapes: list[Any], start: int, stop: int) -> None:
+    def _pull_blocks(
+        self, blocks: UnrolledStep, first: Leaves, tapes: list[Any], start: int, stop: int
+    ) -> None:
         """Pull back through the blocks of these steps, the last ones that have tapes; `first`: the carry
         before the first one that has."""
         at = [i for i, ct in enumerate(self.y_cts) if ct is not None]
@@ -186,12 +184,7 @@ class _Reversal:
             if parts[0] is not None:
                 out = self.scan.block([self._x_grad(i)], start, stop - start)[0]
                 torch.cat(parts if self.scan.reverse else parts[::-1], out=out)
-        self._say_reversed(start, stop)
-
-    def _say_reversed(self, start: int, stop: int) -> None:
-        if self.scan.on_step is not None:
-            for k in range(stop - 1, start - 1, -1):
-                self.scan.on_step("reverse", k)
+        self.scan.tell("reverse", range(stop - 1, start - 1, -1))
 
     def _x_grad(self, i: int) -> torch.Tensor:
         found = self.x_grads[i]
@@ -236,18 +229,18 @@ def pull_back(
     cts: Sequence[torch.Tensor | None],
 ) -> list[torch.Tensor | None]:
     """Gradients of `flat` (None: zero or not needed) from the cotangents of the carry's tensors and of ys."""
-    machine = _Reversal(scan, flat, states, needs)
+    machine = _Backward(scan, flat, states, needs)
     count = len(scan.tensors)
     machine.carry_cts, machine.y_cts = list(cts[:count]), list(cts[count:])
     stored = {state.step: slot for slot, state in states.items()}
     try:
         with torch.no_grad(), as_in_forward(scan):
             if not machine.all_taped():
-                execute(scan.schedule.actions(scan.length, stored), machine)
+                execute(scan.spec.schedule.actions(scan.length, stored), machine)
     except Missed as missed:
         raise RematError(
-            f"{scan.name}: evaluated again, the body reads a tensor ({tuple(missed.tensor.shape)}) that it "
-            "did not read in the forward; its gradient would be lost. A global or attribute that changes "
+            f"{scan.spec.name}: evaluated again, the body reads a tensor ({tuple(missed.tensor.shape)}) that "
+            "it did not read in the forward; its gradient would be lost. A global or attribute that changes "
             "between forward and backward must be an argument: put it in the carry or in xs."
         ) from None
     grads = machine.grads()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from remat.transforms.pytree import smooth as pytree_smooth
-from remat.transforms.scan.body import Leaves
 from remat.transforms.scan.function import run
-from remat.transforms.scan.spec import Scan, Tensors, as_in_forward, make
+from remat.transforms.scan.spec import Leaves, Scan, ScanSpec, Tensors, as_in_forward, make
 from remat.transforms.scan.vjp import pull
 from remat.transforms.state.ambient import RandomState
 
@@ -66,13 +66,10 @@ def tangents_of(scan: Scan, flat: Tensors, tangents: Cotangents) -> list[torch.T
 
     dual, operands = make(
         step,
+        _spec(scan),
         [*consts, *(t for t in full[:a] if t is not None)],
         dual_carry,
         [*xs, *(t for t in full[a + b :] if t is not None)],
-        scan.length,
-        scan.schedule,
-        reverse=scan.reverse,
-        name=scan.name,
         around=scan.around,
         opaque=scan.opaque,
     )
@@ -114,13 +111,10 @@ def pull_back_of(
     states = run(
         *make(
             emit,
+            _spec(scan),
             consts,
             [*carry, *numbers],
             xs,
-            scan.length,
-            scan.schedule,
-            reverse=scan.reverse,
-            name=scan.name,
             around=scan.around,
             opaque=scan.opaque,
         )
@@ -162,13 +156,10 @@ def pull_back_of(
     end, x_grads = run(
         *make(
             back,
+            replace(_spec(scan), reverse=not scan.reverse),
             consts,
             [*(scan.length - 1 for _ in numbers), *start, *(torch.zeros_like(consts[i]) for i in const_at)],
             [*states, *xs, *(cts[count + i] for i in ct_at)],  # type: ignore[list-item]
-            scan.length,
-            scan.schedule,
-            reverse=not scan.reverse,
-            name=scan.name,
             around=scan.around,
             opaque=scan.opaque,
         )
@@ -181,3 +172,8 @@ def pull_back_of(
 
 def _or_zero(grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(like) if grad is None else grad
+
+
+def _spec(scan: Scan) -> ScanSpec:
+    """What a scan over as many steps is that serves a derivative: nobody is told of its evaluations."""
+    return replace(scan.spec, length=scan.length, on_step=None)

@@ -25,9 +25,8 @@ from remat.transforms.compat.modes import watched
 from remat.transforms.pytree import merge, smooth
 from remat.transforms.scan.backward import pull_back
 from remat.transforms.scan.batching import batch, dense, expand, kept_batched, kept_for_batch
-from remat.transforms.scan.body import Leaves
-from remat.transforms.scan.forward import sweep
-from remat.transforms.scan.spec import Record, Scan, Tensors, as_in_forward, index_states, lift_states
+from remat.transforms.scan.forward import forward
+from remat.transforms.scan.spec import Leaves, Record, Scan, Tensors, as_in_forward, index_states, lift_states
 from remat.transforms.tape.observers import Kept, listening, report
 
 
@@ -57,9 +56,9 @@ def _report(scan: Scan, flat: Tensors, out: tuple[torch.Tensor, ...]) -> None:
     consts = scan.sizes[0]
     for i, tensor in enumerate(flat):
         why = "captured" if i < consts else "argument"
-        report(Kept(why, unwrapped(tensor), scan.name, i))
+        report(Kept(why, unwrapped(tensor), scan.spec.name, i))
     for i, tensor in enumerate(scan.record.kept if scan.plain else out[len(out) - scan.extra :]):
-        report(Kept("policy", unwrapped(tensor), scan.name, i))
+        report(Kept("policy", unwrapped(tensor), scan.spec.name, i))
 
 
 def _torch_differentiable(tensor: torch.Tensor) -> bool:
@@ -75,7 +74,7 @@ class _Scan(torch.autograd.Function):
             scan.record.final = [None] * len(scan.carry)
             return tuple(scan.opaque.forward(scan, flat))
         with torch.no_grad():
-            carry, ys = sweep(scan, flat)
+            carry, ys = forward(scan, flat)
         scan.record.final = [None if i in scan.tensors else v for i, v in enumerate(carry)]
         index_states(scan, flat)
         taken = {id(t) for t in (*flat, *scan.record.kept)}

@@ -26,9 +26,9 @@ from remat.transforms.context import quiet
 from remat.transforms.entry.dispatch import run_transparently
 from remat.transforms.errors import RematError
 from remat.transforms.scan.backward import pull_back
-from remat.transforms.scan.body import version
-from remat.transforms.scan.compiled.unroll import Blocks, dense, owner
-from remat.transforms.scan.forward import sweep
+from remat.transforms.scan.body import version, wrote
+from remat.transforms.scan.compiled.unroll import UnrolledStep, dense, owner
+from remat.transforms.scan.forward import forward
 from remat.transforms.scan.spec import Record, Scan, State, Tensors
 from remat.transforms.state.ambient import Ambient, RandomState
 
@@ -59,15 +59,14 @@ def evaluating() -> bool:
 
 
 @contextlib.contextmanager
-def unwritten(name: str, tensors: Tensors) -> Iterator[None]:
-    """Raise if what runs within writes into these tensors, the operands of a step."""
-    before = [version(t) for t in tensors]
+def unwritten(name: str, keys: Sequence[str], carry: Tensors, x: Tensors) -> Iterator[None]:
+    """Raise if what runs within writes into a step's operands; `keys` are those of the carry."""
+    before = [version(t) for t in (*carry, *x)]
     yield
-    if before != [version(t) for t in tensors]:
-        raise RematError(
-            f"{name}: the body wrote into its carry or its x in place. The recomputation would "
-            "start from what was written; make a new tensor (`carry = carry + ...`) and return it."
-        )
+    for i, (tensor, old) in enumerate(zip((*carry, *x), before, strict=True)):
+        if version(tensor) != old:
+            key = keys[i] if i < len(keys) else ""
+            raise wrote(name, f"its carry{key}" if i < len(carry) else "xs")
 
 
 @dataclass
@@ -142,7 +141,7 @@ def layout(schedule: Any, n: int) -> dict[int, tuple[int, int]]:
 
 def rows_kept(scan: Scan) -> int:
     """How many carries the forward keeps besides the first."""
-    return sum(row >= 0 for _, row in layout(scan.schedule, scan.length).values())
+    return sum(row >= 0 for _, row in layout(scan.spec.schedule, scan.length).values())
 
 
 class _Slots(dict[Any, State]):
@@ -190,9 +189,9 @@ class Entry:
 
     def __init__(self, key: str, scan: Scan, opaque: Opaque) -> None:
         self.key, self.opaque = key, opaque
-        scan = replace(scan, plain=True, levels=False, opaque=None, on_step=None, around=None)
+        scan = replace(scan, plain=True, levels=False, opaque=None, around=None)
         if opaque.compiler is not None:
-            blocks = Blocks(scan.step, opaque.size, scan.reverse, opaque.compiler, scan.selector)
+            blocks = UnrolledStep(scan.step, opaque.size, scan.reverse, opaque.compiler, scan.selector)
             scan = replace(scan, blocks=blocks)
         self.scan = scan
         self.tape = 0  # how many tensors a tape has
@@ -216,7 +215,7 @@ class Entry:
 
     def forward(self, flat: Tensors) -> list[torch.Tensor]:
         flat = dense(flat)
-        rows, buffers = layout(self.scan.schedule, self.scan.length), self._buffers(flat)
+        rows, buffers = layout(self.scan.spec.schedule, self.scan.length), self._buffers(flat)
         record = Record(self.opaque.ambient, RandomState(flat))
         if self.scan.taped:
             record.tapes = _Tapes(self.opaque.size, buffers, flat[self.scan.sizes[0]].device)
@@ -224,7 +223,7 @@ class Entry:
             record.states = _Slots(rows, buffers)
         scan = replace(self.scan, record=record)
         with torch.no_grad(), self.surroundings():
-            carry, ys = sweep(scan, flat)
+            carry, ys = forward(scan, flat)
         for buffer in buffers:
             buffer.scan = self  # type: ignore[attr-defined]  the backward may outlive the compiled code
         return [*_apart([*carry, *ys], flat), *buffers]
@@ -244,7 +243,7 @@ class Entry:
                 return list(flat[a : a + b])
             return [t.select(0, row) for t in kept] if tapes is None else tapes.carry(step, b)
 
-        rows = layout(self.scan.schedule, self.scan.length) if tapes is not record.tapes else {}
+        rows = layout(self.scan.spec.schedule, self.scan.length) if tapes is not record.tapes else {}
         states = {slot: State(step, kept_carry(step, row), None) for slot, (step, row) in rows.items()}
         record.states = states
         scan = replace(self.scan, record=record)
@@ -268,7 +267,7 @@ class Entry:
         scan = self.scan
         consts, carry, xs = scan.split(flat)
         first = [x.select(0, 0) for x in xs]
-        with torch.no_grad(), self.surroundings(), evaluation(), unwritten(scan.name, [*carry, *first]):
+        with torch.no_grad(), self.surroundings(), evaluation(), unwritten(scan.spec.name, (), carry, first):
             new, ys = run_transparently(scan.step, (consts, carry, first), {})
         stacks = [y.new_empty((scan.length, *y.shape)) for y in ys]
         return [
