@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import remat.schedules._base
 import remat.schedules._offline
 from remat.schedules import (
     All,
@@ -156,9 +155,8 @@ def test_what_users_write():
 
 
 def test_documented_examples_run():
-    for module in (remat.schedules._base, remat.schedules._offline):
-        result = doctest.testmod(module)
-        assert result.attempted and not result.failed
+    result = doctest.testmod(remat.schedules._offline)
+    assert result.attempted > 2 and not result.failed
 
 
 def test_beta_counts_the_longest_chain():

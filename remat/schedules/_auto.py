@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from remat.schedules._base import Schedule
-from remat.schedules._offline import Revolve, Segmented, advances
+from remat.schedules._offline import Revolve, Schedule, Segmented, advances
 
 
 def auto(n: int, budget: int, state_bytes: int, tape_bytes: int) -> Schedule:

@@ -1,4 +1,4 @@
-"""Schedules for a chain whose length is known.
+"""What a schedule is, and those for a chain whose length is known.
 
 Binomial checkpointing:
     A. Griewank, "Achieving logarithmic growth of temporal and spatial complexity in reverse automatic
@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from remat.schedules._base import Schedule
+from remat.schedules._counts import Stats, counted
 from remat.transforms.scan.instructions import Action, Advance, Free, Restore, Reverse, Store
 
 
@@ -58,6 +58,107 @@ def split(n: int, c: int) -> int:
     """
     r = repetitions(n, c)
     return max(beta(c, r - 2), n - beta(c - 1, r), 1)
+
+
+class Schedule:
+    """Which carries are kept and when steps are evaluated again; pure integers.
+
+    Subclasses say where the primal sweep stores (`place`) and how far the reversal advances from a state
+    before it stores the next one (`leap`).
+    """
+
+    def place(self, n: int | None) -> Callable[[int], int | None]:
+        """The primal sweep's rule: step -> the slot its state goes to, or None."""
+        raise NotImplementedError
+
+    def leap(self, at: int, end: int, free: int) -> int:
+        """Steps to advance from `at` before storing, when steps `at .. end - 1` remain and `free` slots are
+        empty."""
+        raise NotImplementedError
+
+    def capacity(self, n: int) -> int:
+        """Slots this schedule may use for `n` steps, the initial state's counted."""
+        raise NotImplementedError
+
+    # Whether what compiled blocks of steps leave for their pull-back is kept from the forward on.
+    keeps_tapes = False
+
+    def in_blocks(self, size: int, n: int) -> Schedule | None:
+        """This schedule with `n` steps evaluated `size` at a time, None where it needs them one by one."""
+        return None
+
+    def forward(self, n: int) -> dict[int, int]:
+        """Step -> slot, as the primal sweep leaves them: all that is kept until the reversal."""
+        place, slots = self.place(n), {}
+        for step in range(n):
+            slot = place(step)
+            if slot is not None:
+                slots[slot] = step
+        return {step: slot for slot, step in sorted(slots.items(), key=lambda item: item[1])}
+
+    def actions(self, n: int, stored: dict[int, int]) -> Iterator[Action]:
+        """Reverse `n` steps; `stored` maps step -> slot.
+
+        The stored states form a stack. The interval between the topmost and what is already reversed is
+        split as `leap` says, until one step is left to turn round.
+        """
+        stack = sorted(stored.items())
+        taken = set(stored.values())
+        idle = [s for s in range(self.capacity(n) - 1, -1, -1) if s not in taken]
+        end, at = n, -1
+        while end > 0:
+            if at < 0:
+                at, slot = stack[-1]
+                yield Restore(at, slot)
+            if stack and stack[-1][0] == end - 1:  # its last use: give the slot back before the tape grows
+                idle.append(stack.pop()[1])
+                yield Free(idle[-1])
+            if at == end - 1:
+                yield Reverse(at, end)
+                end, at = at, -1
+                continue
+            stop = at + self.leap(at, end, len(idle)) if idle else end - 1
+            yield Advance(at, stop)
+            at = stop
+            if at < end - 1:  # a state that is turned round at once needs no slot
+                stack.append((at, idle.pop()))
+                yield Store(*stack[-1])
+
+    def stats(self, n: int) -> Stats:
+        """Exact counts, by running the schedule on integers (time proportional to the number of actions)."""
+        if n == 0:
+            return Stats(0, 0, 0, 0, 0, 0)
+        stored = self.forward(n)
+        return counted(n, stored, self.actions(n, stored))
+
+    def explain(self, n: int, *, state_bytes: int | None = None, tape_bytes: int | None = None) -> str:
+        """Slots, advances and peak for `n` steps, as text.
+
+        Example:
+            >>> from remat.schedules import Revolve
+            >>> print(Revolve(3).explain(10))
+            Revolve(slots=3) over 10 steps
+              slots        3 carries, and the working one
+              advances     18 (10 in the forward pass, 8 again in the backward pass: 0.80 extra sweeps)
+              evaluations  28 of the body: 10 forward, 18 backward
+              peak         3 S + 1 R (S: bytes of a carry, R: bytes of a step's tape)
+        """
+        stats = self.stats(n)
+        peak = f"{stats.slots} S + {stats.tape} R (S: bytes of a carry, R: bytes of a step's tape)"
+        if state_bytes is not None and tape_bytes is not None:
+            peak += f" = {stats.peak_bytes(state_bytes, tape_bytes):,} bytes"
+        again = stats.recomputed
+        return "\n".join(
+            [
+                f"{self} over {n} steps",
+                f"  slots        {stats.slots} carries, and the working one",
+                f"  advances     {stats.advances} ({stats.advances - again} in the forward pass, {again} "
+                f"again in the backward pass: {stats.sweeps:.2f} extra sweeps)",
+                f"  evaluations  {stats.evaluations} of the body: {n} forward, {again + stats.taped} "
+                f"backward",
+                f"  peak         {peak}",
+            ]
+        )
 
 
 @dataclass(frozen=True)

@@ -27,13 +27,15 @@ read_math_sdp: Callable[[], bool] = torch._C._get_math_sdp_enabled
 read_cudnn_sdp: Callable[[], bool] = torch._C._get_cudnn_sdp_enabled
 
 
+# How many torch-function modes are active, those that set a default device among them.
+functions_active: Callable[[], int] = torch._C._len_torch_function_stack
+
+
 def default_device_in_context() -> torch.device | None:
     """The device of an enclosing `with torch.device(...)` or `set_default_device`, None without one."""
-    if torch._C._len_torch_function_stack() == 0:
-        return None
     from torch.utils import _device
 
-    for i in reversed(range(torch._C._len_torch_function_stack())):
+    for i in reversed(range(functions_active())):
         mode = torch._C._get_function_stack_at(i)
         if isinstance(mode, _device.DeviceContext):
             return mode.device

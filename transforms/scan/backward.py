@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from remat.transforms.closure.convert import Missed
-from remat.transforms.compat.functorch import in_transform, is_batched_anyhow
+from remat.transforms.compat.functorch import in_transform, is_batched_anyhow, is_legacy_batched, is_wrapped
 from remat.transforms.errors import RematError
 from remat.transforms.scan.compiled.sums import Sums
 from remat.transforms.scan.compiled.unroll import MOST, UnrolledStep, dense
-from remat.transforms.scan.instructions import execute
 from remat.transforms.scan.spec import Leaves, Scan, State, Tensors, as_in_forward, compact, with_step_note
 from remat.transforms.scan.vjp import OneByOne, pull
 
@@ -21,7 +20,14 @@ from remat.transforms.scan.vjp import OneByOne, pull
 class _Backward:
     """The machine that executes a schedule's actions on tensors."""
 
-    def __init__(self, scan: Scan, flat: Tensors, states: dict[int, State], needs: Sequence[bool]) -> None:
+    def __init__(
+        self,
+        scan: Scan,
+        flat: Tensors,
+        states: dict[int, State],
+        needs: Sequence[bool],
+        cts: Sequence[torch.Tensor | None],
+    ) -> None:
         self.scan, self.slots = scan, states
         self.consts, _, self.xs = scan.split(flat)
         a, b, _ = scan.sizes
@@ -39,8 +45,11 @@ class _Backward:
         self.owned = [False] * a
         self.x_grads: list[torch.Tensor | None] = [None] * len(self.xs)
         self.x_rows: dict[int, dict[int, torch.Tensor]] = {}
-        self.carry_cts: list[torch.Tensor | None] = []
-        self.y_cts: list[torch.Tensor | None] = []
+        count = len(scan.tensors)
+        self.carry_cts, self.y_cts = list(cts[:count]), list(cts[count:])
+        # Only then can a gradient have a batch dimension that plain memory refuses.
+        given = [t for t in (*flat, *cts) if t is not None]
+        self.batched = in_transform() or any([is_wrapped(t) or is_legacy_batched(t) for t in given])
 
     def _x(self, step: int) -> list[torch.Tensor]:
         at = self.scan.at(step)
@@ -200,7 +209,7 @@ class _Backward:
             total = self.const_grads[i]
             if total is None:
                 self.const_grads[i] = grad
-            elif self.owned[i] and not is_batched_anyhow(grad):
+            elif self.owned[i] and not (self.batched and is_batched_anyhow(grad)):
                 total.add_(grad)
             else:  # the first gradient may be an alias of a cotangent: not ours to write into
                 self.const_grads[i], self.owned[i] = total + grad, True
@@ -209,7 +218,9 @@ class _Backward:
         for i, grad in enumerate(row):
             if grad is None:
                 continue
-            if is_batched_anyhow(grad):  # batched cotangents: rows are kept apart and stacked at the end
+            if self.batched and is_batched_anyhow(
+                grad
+            ):  # batched cotangents: rows are kept apart and stacked at the end
                 self.x_rows.setdefault(i, {})[at] = grad
                 continue
             self._x_grad(i).select(0, at).copy_(grad)
@@ -229,14 +240,13 @@ def pull_back(
     cts: Sequence[torch.Tensor | None],
 ) -> list[torch.Tensor | None]:
     """Gradients of `flat` (None: zero or not needed) from the cotangents of the carry's tensors and of ys."""
-    machine = _Backward(scan, flat, states, needs)
-    count = len(scan.tensors)
-    machine.carry_cts, machine.y_cts = list(cts[:count]), list(cts[count:])
+    machine = _Backward(scan, flat, states, needs, cts)
     stored = {state.step: slot for slot, state in states.items()}
     try:
         with torch.no_grad(), as_in_forward(scan):
             if not machine.all_taped():
-                execute(scan.spec.schedule.actions(scan.length, stored), machine)
+                for action in scan.spec.schedule.actions(scan.length, stored):
+                    getattr(machine, action.verb)(*action)
     except Missed as missed:
         raise RematError(
             f"{scan.spec.name}: evaluated again, the body reads a tensor ({tuple(missed.tensor.shape)}) that "

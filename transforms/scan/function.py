@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from remat.transforms.compat.ambient import functions_active
 from remat.transforms.compat.aot import dual_level_known_if_any
-from remat.transforms.compat.autograd import graph_kept
+from remat.transforms.compat.autograd import graph_kept, top_hooks
 from remat.transforms.compat.functorch import in_transform, is_wrapped, unwrapped
-from remat.transforms.compat.modes import watched
+from remat.transforms.compat.modes import modes_active
 from remat.transforms.pytree import merge, smooth
 from remat.transforms.scan.backward import pull_back
 from remat.transforms.scan.batching import batch, dense, expand, kept_batched, kept_for_batch
@@ -32,13 +33,13 @@ from remat.transforms.tape.observers import Kept, listening, report
 
 def run(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     """The final carry and the stacked ys, differentiable with respect to `flat`."""
-    if torch._C._len_torch_function_stack():
+    if functions_active():
         # A mode that swaps captured tensors sees torch functions, not Functions: let it see these operands.
         # By an op that traces pass over: of a region's levels each differentiates other operands.
         flat = [torch.ops.aten.alias(t) if smooth(t) and _torch_differentiable(t) else t for t in flat]
     # Whoever watches (an enclosing region, offloading hooks) must see the states as saved tensors.
     levels = in_transform()
-    plain, ambient = not (levels or watched()), None
+    plain, ambient = not (levels or top_hooks() or modes_active()), None
     if scan.opaque is not None:
         plain, ambient = False, scan.opaque.ambient
     scan = replace(scan, plain=plain, levels=levels, record=Record(ambient))

@@ -1,13 +1,13 @@
-"""The instruction set of a checkpointing schedule, and the one loop that executes it.
+"""The instruction set of a checkpointing schedule.
 
 A schedule reverses `n` steps `x[k+1] = step(x[k])` while keeping only some of the states `x[k]`. It is a
-sequence of the five actions below; nothing here or in a schedule touches a tensor, so that the counts a
-schedule promises can be tested as integers.
+sequence of the five actions below, each with the name of the `Machine`'s method that executes it. Nothing here
+or in a schedule touches a tensor, so that the counts a schedule promises can be tested as integers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 
@@ -16,6 +16,7 @@ class Advance(NamedTuple):
 
     start: int
     stop: int
+    verb = "advance"
 
 
 class Store(NamedTuple):
@@ -23,6 +24,7 @@ class Store(NamedTuple):
 
     step: int
     slot: int
+    verb = "store"
 
 
 class Restore(NamedTuple):
@@ -30,12 +32,14 @@ class Restore(NamedTuple):
 
     step: int
     slot: int
+    verb = "restore"
 
 
 class Free(NamedTuple):
     """Empty `slot`: its state is not read again."""
 
     slot: int
+    verb = "free"
 
 
 class Reverse(NamedTuple):
@@ -44,6 +48,7 @@ class Reverse(NamedTuple):
 
     start: int
     stop: int
+    verb = "reverse"
 
 
 Action = Advance | Store | Restore | Free | Reverse
@@ -75,16 +80,3 @@ class Schedule(Protocol):
     def forward(self, n: int) -> dict[int, int]: ...
     def in_blocks(self, size: int, n: int) -> Schedule | None: ...
     def actions(self, n: int, stored: dict[int, int]) -> Iterator[Action]: ...
-
-
-def execute(actions: Iterable[Action], machine: Machine) -> None:
-    """Run `actions` on `machine`, in order."""
-    verbs = {
-        Advance: machine.advance,
-        Store: machine.store,
-        Restore: machine.restore,
-        Free: machine.free,
-        Reverse: machine.reverse,
-    }
-    for action in actions:
-        verbs[type(action)](*action)

@@ -11,6 +11,7 @@ import torch
 from remat.transforms.compat.ambient import (
     autocasting,
     default_device_in_context,
+    functions_active,
     read_cudnn_sdp,
     read_deterministic,
     read_efficient_sdp,
@@ -47,7 +48,7 @@ class Ambient:
 
     def __init__(self, device_types: Sequence[str]) -> None:
         self.switches = [read() for read in _READERS]
-        self.device = default_device_in_context()
+        self.device = default_device_in_context() if functions_active() else None
         # Whether autocast was on for any of the devices, and what it cast to.
         self.casts = False
         self.autocast: tuple[tuple[str, torch.dtype | None], ...] = _NO_AUTOCAST

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from remat.transforms.compat.aot import compiled_bare, example_of, traced_functionally
+from remat.transforms.compat.inductor_cpu import options_of
 from remat.transforms.compat.modes import fake_mode, outside_all_modes
-from remat.transforms.scan.compiled.cpu import compiled, fits, options_of, transposes_given
+from remat.transforms.scan.compiled.cpu import compiled, fits, transposes_given
 from remat.transforms.scan.compiled.fx_passes import (
     added_to_inputs,
     aliases_dropped,
