@@ -51,7 +51,6 @@ def call(
     rows, x_spec = flatten(xs)
     tensors, at = _tensors(carry)
     stacks, x_at = _tensors(rows)
-    given = structure_of(init)
     if n == 0:
         row = _merged(rows, x_at, [x.new_zeros(x.shape[1:]) for x in stacks], x_spec)
         _, y = body(init, row)
@@ -62,7 +61,9 @@ def call(
         aliases = [t.view_as(t) for t in operands]
         own, more = aliases[: len(tensors)], aliases[len(tensors) :]
         row = _merged(rows, x_at, [x[0] for x in more], x_spec)
-        state, y = pair_of(name, body(_merged(carry, at, own, spec), row))
+        before = _merged(carry, at, own, spec)
+        given = structure_of(before)  # here: Dynamo's trees are not those of eager, where this may run too
+        state, y = pair_of(name, body(before, row))
         new = carry_of(name, state, given)
         _check_constants(name, carry, new)
         ys_of(name, y)

@@ -33,6 +33,8 @@ class _Local(threading.local):
 
 
 _local = _Local()
+# For who asks at every step of a scan: `open_here.sessions` is empty where `current()` is.
+open_here = _local
 
 
 def depth() -> int:

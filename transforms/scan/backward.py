@@ -218,9 +218,7 @@ class _Backward:
         for i, grad in enumerate(row):
             if grad is None:
                 continue
-            if self.batched and is_batched_anyhow(
-                grad
-            ):  # batched cotangents: rows are kept apart and stacked at the end
+            if self.batched and is_batched_anyhow(grad):  # rows are kept apart and stacked at the end
                 self.x_rows.setdefault(i, {})[at] = grad
                 continue
             self._x_grad(i).select(0, at).copy_(grad)

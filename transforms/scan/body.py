@@ -16,7 +16,7 @@ import torch
 from remat.transforms.closure.convert import Swap, made_inside, swapping
 from remat.transforms.compat.functorch import is_wrapped, unwrapped
 from remat.transforms.errors import RematError
-from remat.transforms.intermediates.taps import Refusal, current, only
+from remat.transforms.intermediates.taps import Refusal, current, only, open_here
 from remat.transforms.pytree import Spec, flatten, merge, paths, unflatten
 from remat.transforms.scan.spec import Leaves, ScanSpec, Structure, Tensors, kind_of
 
@@ -55,8 +55,8 @@ class Body:
         self.ys: Structure | None = None
 
     def __call__(self, consts: Tensors, carry: Leaves, x: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
-        if current():
-            with only([Refusal(session.wanted, self.spec.name) for session in current()]):
+        if open_here.sessions and (sessions := current()):
+            with only([Refusal(session.wanted, self.spec.name) for session in sessions]):
                 return self._step(consts, carry, x)
         return self._step(consts, carry, x)
 

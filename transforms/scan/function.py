@@ -28,7 +28,7 @@ from remat.transforms.scan.backward import pull_back
 from remat.transforms.scan.batching import batch, dense, expand, kept_batched, kept_for_batch
 from remat.transforms.scan.forward import forward
 from remat.transforms.scan.spec import Leaves, Record, Scan, Tensors, as_in_forward, index_states, lift_states
-from remat.transforms.tape.observers import Kept, listening, report
+from remat.transforms.tape.observers import Kept, heard_here, report
 
 
 def run(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
@@ -44,7 +44,7 @@ def run(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
         plain, ambient = False, scan.opaque.ambient
     scan = replace(scan, plain=plain, levels=levels, record=Record(ambient))
     out = _Scan.apply(scan, *flat)
-    if listening() and torch.is_grad_enabled() and any(map(_torch_differentiable, flat)):
+    if heard_here.listeners and torch.is_grad_enabled() and any(map(_torch_differentiable, flat)):
         _report(scan, flat, out)
     carry = list(scan.record.final)
     for i, tensor in zip(scan.tensors, out, strict=False):

@@ -1,8 +1,8 @@
 """The instruction set of a checkpointing schedule.
 
 A schedule reverses `n` steps `x[k+1] = step(x[k])` while keeping only some of the states `x[k]`. It is a
-sequence of the five actions below, each with the name of the `Machine`'s method that executes it. Nothing here
-or in a schedule touches a tensor, so that the counts a schedule promises can be tested as integers.
+sequence of the five actions below, each with the name of the `Machine`'s method that executes it. Nothing
+here or in a schedule touches a tensor, so that the counts a schedule promises can be tested as integers.
 """
 
 from __future__ import annotations
