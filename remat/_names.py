@@ -6,10 +6,10 @@ from typing import TypeVar
 
 import torch
 
-from remat._dynamo.intermediates import tap
-from remat.transforms.compiled.names import named
-from remat.transforms.intermediates.taps import tap as taps_tap
-from remat.transforms.pytree import map_only
+from remat._dynamo import tap
+from remat.transforms import map_only
+from remat.transforms.compiled import named
+from remat.transforms.intermediates import tap as taps_tap
 
 Tree = TypeVar("Tree")
 

@@ -9,13 +9,12 @@ import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat import checkpoint_name, remat
+from remat import checkpoint_name, checkpoint_policy, remat
 from remat._core.opinfo import Call, Decision, OpInfo, TensorMeta
 from remat.policies import (
     Policy,
     as_policy,
     check_verdict,
-    checkpoint_policy,
     offload,
     offload_matmuls,
     offload_names,
@@ -135,7 +134,7 @@ def test_quick_agrees_with_the_full_verdict(text):
             for index in (0, 1):
                 op_info = OpInfo(op, args, {}, (IMAGE,), name=name, index=index)
                 full = check_verdict(policy, op_info, policy(op_info))
-                assert policy.quick(op) in (None, full), op
+                assert policy.decide_by_op(op) in (None, full), op
 
 
 @pytest.mark.parametrize("a", Decision)
@@ -287,7 +286,7 @@ def verdicts(policy, *ops):
     policy = policy.fresh()
     answers = []
     for index, op in enumerate(ops):
-        quick = policy.quick(op)
+        quick = policy.decide_by_op(op)
         op_info = info(op, index=index)
         answers.append(check_verdict(policy, op_info, policy(op_info)) if quick is None else quick)
     return "".join(answer.name[0] for answer in answers)

@@ -10,8 +10,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from remat import save_matmuls, scan_remat
+from remat.transforms.compat import cpu
 from remat.transforms.compat.inductor_cpu import results_on_heap
-from remat.transforms.scan.compiled import cpu
 
 N, B, D = 19, 2, 8
 

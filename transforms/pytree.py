@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.pytree import Spec as Spec
-from remat.transforms.compat.pytree import flatten as flatten
-from remat.transforms.compat.pytree import map_leaves as map_leaves
-from remat.transforms.compat.pytree import map_only as map_only
-from remat.transforms.compat.pytree import paths as paths
-from remat.transforms.compat.pytree import shown as shown
-from remat.transforms.compat.pytree import tree_leaves as tree_leaves
-from remat.transforms.compat.pytree import unflatten as unflatten
+from remat.transforms.compat import Spec as Spec
+from remat.transforms.compat import flatten as flatten
+from remat.transforms.compat import map_leaves as map_leaves
+from remat.transforms.compat import map_only as map_only
+from remat.transforms.compat import paths as paths
+from remat.transforms.compat import shown as shown
+from remat.transforms.compat import tree_leaves as tree_leaves
+from remat.transforms.compat import unflatten as unflatten
 from remat.transforms.errors import RematError
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.pytree import map_leaves
+from remat.transforms import map_leaves
 
 _REGISTERED: dict[str, Callable[..., float]] = {}
 

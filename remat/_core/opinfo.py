@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.pytree import map_only
+from remat.transforms import map_only
 
 
 class Decision(enum.Enum):

@@ -19,19 +19,16 @@ from remat._dynamo.intermediates import refusing, sessions
 from remat._dynamo.region import bypass
 from remat._dynamo.region import describe as region_describe
 from remat._dynamo.region import rebuild as region_rebuild
-from remat.policies import Policy, save_nothing
-from remat.policies._selector import PolicySelector
+from remat.policies import Policy, PolicySelector, save_nothing
 from remat.schedules import Schedule, as_schedule
-from remat.transforms.compat.aot import is_tracing
-from remat.transforms.entry.compiled import Graph
-from remat.transforms.errors import RematError
-from remat.transforms.pytree import flatten, map_leaves, map_only, paths, unflatten
-from remat.transforms.scan.body import carry_of, pair_of, ys_of
-from remat.transforms.scan.spec import ScanSpec, structure_of
-from remat.transforms.scan.traced.entry import TracedBody, Whole, evaluating, run, run_whole, showing, shown
+from remat.transforms import RematError, flatten, map_leaves, map_only, paths, unflatten
+from remat.transforms.compat import is_tracing
+from remat.transforms.entry import Graph
+from remat.transforms.scan import ScanSpec, carry_of, pair_of, structure_of, ys_of
+from remat.transforms.scan.traced import TracedBody, Whole, evaluating, run, run_whole, showing, shown
 
 
-def call(
+def call_scan(
     name: str,
     body: Callable[[Any, Any], Any],
     init: Any,
@@ -158,7 +155,9 @@ def _run(facts: Any, n: int | None, plan: Any, graph: Any, *operands: Any) -> An
     spec = ScanSpec(name, n, structure_of(carry), structure_of(xs), *options)
     selector = None
     if policy != save_nothing:
-        selector = functools.partial(PolicySelector, policy.bind(body.graph, operands, {}).amid(), name)
+        selector = functools.partial(
+            PolicySelector, policy.bind(body.graph, operands, {}).interleaved(), name
+        )
     whole = None if evaluating() or is_tracing() else shown()
     if whole is not None:
         return run_whole(whole, body, operands, selector)
@@ -194,15 +193,22 @@ def run_compiled(body: Callable[..., Any], init: Any, xs: Any, whole: Whole) -> 
 
 
 def _traced(name: str, body: Any, init: Any, xs: Any, reverse: bool, policy: Policy) -> Any:
-    return call(name, body, init, xs, 1, reverse, "all", False, None, policy)
+    return call_scan(name, body, init, xs, 1, reverse, "all", False, None, policy)
+
+
+# `scan_remat` itself, which imports this file.
+_eager: list[Callable[..., Any]] = []
+
+
+def runs_in_eager(scan: Callable[..., Any]) -> None:
+    """Let `scan` run the scans that Dynamo gave up."""
+    _eager[:] = [scan]
 
 
 def _in_eager(first: Any, operands: tuple[torch.Tensor, ...], count: int, **options: Any) -> Any:
-    from remat._scan.scan import scan_remat
-
     def body(carry: Any, x: Any) -> Any:
         _, ends, ys = first(*carry, *[t.unsqueeze(0) for t in x or ()])
         return ends, map_leaves(lambda y: None if y is None else y[0], ys)
 
-    end, ys = scan_remat(body, list(operands[:count]), list(operands[count:]) or None, **options)
+    end, ys = _eager[0](body, list(operands[:count]), list(operands[count:]) or None, **options)
     return operands, end, ys

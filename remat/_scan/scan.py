@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 
-from remat._dynamo.scan import call, run_compiled
+from remat._api import remat
+from remat._core import parse_bytes
+from remat._dynamo import call_scan, run_compiled, runs_in_eager
 from remat.policies import Policy, as_policy, save_everything, save_nothing
 from remat.schedules import All, Schedule, Segmented, Sqrt, as_schedule, auto, check_checkpoints
-from remat.transforms.closure.convert import MOST_TRIES, Bindings, Missed, captured, changing
-from remat.transforms.compat.ambient import storage_key
-from remat.transforms.compat.aot import dynamo_errors
-from remat.transforms.compat.autograd import hooks_allowed
-from remat.transforms.compat.functorch import in_transform, unwrapped
-from remat.transforms.compat.modes import watched
-from remat.transforms.pytree import flatten, smooth, unflatten
-from remat.transforms.region.region import selecting
-from remat.transforms.scan.body import Body, check_budget, name_of, rows_of
-from remat.transforms.scan.function import run
-from remat.transforms.scan.spec import ScanSpec, make, structure_of, with_step_note
-from remat.transforms.scan.traced.entry import Whole
+from remat.transforms import flatten, smooth, unflatten
+from remat.transforms.closure import MOST_TRIES, Bindings, Missed, captured, changing
+from remat.transforms.compat import (
+    dynamo_errors,
+    hooks_allowed,
+    in_transform,
+    storage_key,
+    unwrapped,
+    watched,
+)
+from remat.transforms.region import selecting
+from remat.transforms.scan import (
+    Body,
+    ScanSpec,
+    check_budget,
+    make,
+    name_of,
+    rows_of,
+    run,
+    structure_of,
+    with_step_note,
+)
+from remat.transforms.scan.traced import Whole
 
 C = TypeVar("C")
 Rows = list[torch.Tensor]
@@ -101,7 +114,7 @@ def scan_remat(
         check_checkpoints(checkpoints)
     rows, n = rows_of(name, xs, length)
     if torch.compiler.is_dynamo_compiling():
-        return call(name, body, init, xs, n, bool(reverse), checkpoints, bool(offload), on_step, policy)
+        return call_scan(name, body, init, xs, n, bool(reverse), checkpoints, bool(offload), on_step, policy)
     schedule = as_schedule("all" if checkpoints == "auto" else checkpoints)
     options = (bool(reverse), policy, bool(offload), None, on_step)
     spec = ScanSpec(name, n, structure_of(init), structure_of(xs), schedule, *options)
@@ -222,17 +235,10 @@ def _sizes(body: Callable[..., Any], spec: ScanSpec, init: Any, rows: Rows) -> t
     return size, size + sum(kept.values())
 
 
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
 def _bytes(budget: Any) -> int:
     if isinstance(budget, str):
-        text = budget.strip().upper()
-        unit = next((u for u in sorted(_UNITS, key=len, reverse=True) if text.endswith(u)), "")
-        try:
-            return math.floor(float(text.removesuffix(unit)) * _UNITS.get(unit, 1))
-        except ValueError:
-            pass
+        with contextlib.suppress(ValueError):
+            return parse_bytes(budget)
     elif isinstance(budget, int) and not isinstance(budget, bool):
         return budget
     raise ValueError(f"budget: got {budget!r}; write bytes as an int, or '64MiB', '2GB'.")
@@ -242,8 +248,6 @@ def _region(body: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
     """The body as a rematerialized region of its own."""
     if policy == save_everything:
         return body
-    from remat._api import remat
-
     return remat(body, policy=policy)
 
 
@@ -258,3 +262,6 @@ def _taped(body: Callable[..., Any], spec: ScanSpec, init: Any, rows: Rows) -> t
         ys.append(y)
     stacked = [torch.stack(column) for column in zip(*ys[:: -1 if spec.reverse else 1], strict=True)]
     return unflatten(carry, spec.carry.spec), step.stacked(stacked)
+
+
+runs_in_eager(scan_remat)

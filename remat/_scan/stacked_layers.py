@@ -10,7 +10,7 @@ import torch
 from remat._scan.scan import scan_remat
 from remat.policies import save_nothing
 from remat.schedules import Schedule
-from remat.transforms.pytree import map_leaves
+from remat.transforms import map_leaves
 
 Params = dict[str, torch.Tensor]
 

@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 
 from remat._scan.scan import run_eager
 from remat.schedules import Online, Revolve, Schedule, as_schedule
-from remat.transforms.scan.body import check_count, name_of
-from remat.transforms.scan.spec import ScanSpec, structure_of
+from remat.transforms.scan import ScanSpec, check_count, name_of, structure_of
 
 C = TypeVar("C")
 

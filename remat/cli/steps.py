@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from remat.cli.measure import Mark
-from remat.cli.models import Model, Params, Wrap
-from remat.transforms import value_and_grad
-from remat.transforms.pytree import map_only, tree_leaves
+from remat.cli.shapes import Model, Params, Wrap
+from remat.transforms import map_only, tree_leaves, value_and_grad
 
 Mode = Literal["backward", "func", "vmap"]
 # step(params, tokens, mark) -> (loss, gradients); `mark` is called between forward and backward.

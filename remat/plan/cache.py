@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from remat.plan.graph.graph import Graph
-from remat.transforms.closure.convert import swapping
-from remat.transforms.compat.functorch import in_transform
-from remat.transforms.joint.graph import record
-from remat.transforms.joint.levels import Peeled, captured_at_levels, peel, record_peeled
-from remat.transforms.pytree import flatten
+from remat.plan.graph import Graph
+from remat.transforms import flatten
+from remat.transforms.closure import swapping
+from remat.transforms.compat import in_transform
+from remat.transforms.joint import Peeled, captured_at_levels, peel, record, record_peeled
 
 # Entries hold on to their function, so that its identity cannot be taken by another.
 _GRAPHS: OrderedDict[Hashable, tuple[Any, Graph]] = OrderedDict()

@@ -13,21 +13,16 @@ from typing import Any
 
 import torch
 
+from remat._core import format_bytes
 from remat.plan.budget import check_budget, check_peak
 from remat.plan.cache import graph_of
-from remat.plan.chain.chain import Chain
-from remat.plan.chain.search import best_parts
-from remat.plan.chain.stages import Measure, Stage
-from remat.plan.graph.costs import CostModel, cost_model
-from remat.plan.graph.graph import Graph
+from remat.plan.chain import Chain, Measure, Stage, best_parts
+from remat.plan.graph import CostModel, Graph, cost_model
 from remat.plan.peak import OutOfReach, highest_within, profile, step_peak
-from remat.plan.plan import Plan, size_text
-from remat.plan.solve.hull import bound, hull
-from remat.plan.solve.portfolio import Solved, least, solve
-from remat.plan.solve.problem import INF, Problem, Solution, complete, keep_all
-from remat.transforms.compat.modes import fake_mode, is_fake
-from remat.transforms.errors import RematError
-from remat.transforms.pytree import flatten, unflatten
+from remat.plan.plan import Plan
+from remat.plan.solve import INF, Problem, Solution, Solved, bound, complete, hull, keep_all, least, solve
+from remat.transforms import RematError, flatten, unflatten
+from remat.transforms.compat import fake_mode, is_fake
 
 # What a budget policy does when it meets a region: None is to plan that region on its own.
 _meeting: ContextVar[Callable[..., Plan | None] | None] = ContextVar("remat_plan_meeting", default=None)
@@ -101,13 +96,13 @@ class ModelPlan:
     def __str__(self) -> str:
         flops = sum(plan.recomputed_flops for plan in self.regions)
         head = (
-            f"{len(self.regions)} regions keep {size_text(self.kept_bytes)} of "
-            f"{size_text(self.default_bytes)} (budget {size_text(self.budget)}), peak at "
-            f"{size_text(self.peak_bytes)} (simulated), recompute {flops:.4g} FLOPs; cost {self.cost:.4g} "
+            f"{len(self.regions)} regions keep {format_bytes(self.kept_bytes)} of "
+            f"{format_bytes(self.default_bytes)} (budget {format_bytes(self.budget)}), peak at "
+            f"{format_bytes(self.peak_bytes)} (simulated), recompute {flops:.4g} FLOPs; cost {self.cost:.4g} "
             f"{self.unit}, gap {self.gap:.2%}"
         )
         rows = [
-            f"  {k:>3} {p.region}: {size_text(p.kept_bytes)}, {p.recomputed_flops:.4g} FLOPs"
+            f"  {k:>3} {p.region}: {format_bytes(p.kept_bytes)}, {p.recomputed_flops:.4g} FLOPs"
             for k, p in enumerate(self.regions)
         ]
         return "\n".join([head, *rows])

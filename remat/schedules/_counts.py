@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from remat.transforms.scan.instructions import Action
+from remat.transforms.scan import Action
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from remat.transforms.closure.cond import choose, chosen_here
-from remat.transforms.compat.ambient import functions_as_they_are
-from remat.transforms.compat.autograd import next_node
-from remat.transforms.compat.functorch import is_wrapped, unwrap_once
-from remat.transforms.compat.modes import cond, is_fake
+from remat.transforms.compat import cond, functions_as_they_are, is_fake, is_wrapped, next_node, unwrap_once
 from remat.transforms.errors import RematError
 from remat.transforms.pytree import flatten, unflatten
 
@@ -142,7 +139,7 @@ def _named_globals(code: types.CodeType, names: dict[str, Any]) -> Iterator[Any]
             yield from _named_globals(constant, names)
 
 
-class Swap(TorchFunctionMode):
+class ClosureConversion(TorchFunctionMode):
     """Puts operands in the place of captured tensors, and refuses captured tensors it was not told of.
 
     Args:
@@ -160,9 +157,9 @@ class Swap(TorchFunctionMode):
         self.strict = True
         self.trials = 0  # how many runs on stand-ins are going on
 
-    def lenient(self) -> Swap:
+    def lenient(self) -> ClosureConversion:
         """The same substitution for a later recomputation, which makes its tensors anew."""
-        copy = Swap(self.table, ())
+        copy = ClosureConversion(self.table, ())
         copy.strict = False
         return copy
 
@@ -272,7 +269,7 @@ def made_inside(tensors: Iterable[torch.Tensor]) -> None:
         mode._note(list(tensors))
 
 
-def innermost() -> Swap | None:
+def innermost() -> ClosureConversion | None:
     """The substitution in force on this thread."""
     stack = _swaps.stack
     return stack[-1] if stack else None

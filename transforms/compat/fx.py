@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Node, map_arg
 
-from remat.transforms.compat.modes import modes
+from remat.transforms.compat.modes import active_modes
 from remat.transforms.compat.pytree import map_only, tree_leaves
 
 Tensors = Sequence[torch.Tensor]
@@ -44,7 +44,7 @@ def tracer_at_work() -> Any | None:
     if mode is None or "recompute" in traceback.current_meta:
         return None
     usual = {FakeTensorMode, FunctionalTensorMode, ProxyTorchDispatchMode}
-    return mode.tracer if {type(m) for m in modes()} <= usual else None
+    return mode.tracer if {type(m) for m in active_modes()} <= usual else None
 
 
 def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
@@ -89,7 +89,7 @@ def _tracked(tracer: Any, tensor: Any) -> _Tracked | None:
     return None if slot is None else _Tracked(slot.proxy.node, fake)
 
 
-class Stretch:
+class NodeSpan:
     """The nodes that a tracer adds from the making of this on."""
 
     def __init__(self, tracer: Any) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from remat.transforms.compat.aot import teach_inductor
+
 # What only kernels of one graph read lies on the stack: an allocation takes longer than a small kernel.
 # Inductor sees to it that ops outside of kernels get none of it. No buffer becomes another one, so that a
 # result is allocated as one.
@@ -56,8 +58,7 @@ def compiled(
     from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from remat.transforms.compat import inductor  # noqa: F401  how the product is lowered
-
+    teach_inductor()
     # The graph has its casts written out, and what it calls must not add others.
     casts = torch._C._is_any_autocast_enabled()
     with contextlib.ExitStack() as stack:

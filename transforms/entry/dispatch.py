@@ -7,43 +7,52 @@ from typing import Any
 
 import torch
 
-from remat.transforms.closure.cond import kept_whole, not_compiled
-from remat.transforms.closure.convert import (
+from remat.transforms.closure import (
     MOST_TRIES,
     Bindings,
+    ClosureConversion,
     Missed,
-    Swap,
     as_operand,
     changing,
+    kept_whole,
     made_inside,
+    not_compiled,
 )
-from remat.transforms.closure.convert import captured as convert_captured
-from remat.transforms.compat.aot import is_tracing
-from remat.transforms.compat.autograd import (
+from remat.transforms.closure import captured as convert_captured
+from remat.transforms.compat import (
+    VMAP,
     hooks_allowed,
     hooks_disabled,
+    in_transform,
     is_hook_refusal,
+    is_tracing,
+    levels,
+    memory_is_real,
+    modes_active,
     pop_hooks,
     profiling,
     push_hooks,
+    unwrapped,
 )
-from remat.transforms.compat.functorch import VMAP, in_transform, levels, unwrapped
-from remat.transforms.compat.modes import memory_is_real, modes_active
-from remat.transforms.compiled.lowering import Written
+from remat.transforms.compiled import GraphLowering
 from remat.transforms.context import enclosing, inside
-from remat.transforms.eager.frame import Plain, enclosed, stop_enclosing
-from remat.transforms.eager.guarded import Following
-from remat.transforms.eager.inputs import Inputs
-from remat.transforms.eager.recording import Traced, may_keep_around
-from remat.transforms.eager.saved import unread, watcher
-from remat.transforms.functorch.aliasing import Look, leaving, looks, seen
-from remat.transforms.functorch.primitive import Family, Prim, call
-from remat.transforms.intermediates.taps import Mirrors, current
+from remat.transforms.eager import (
+    Following,
+    Inputs,
+    Plain,
+    Traced,
+    enclosed,
+    may_keep_around,
+    stop_enclosing,
+    unread,
+    watcher,
+)
+from remat.transforms.functorch import AliasSpec, Family, Prim, bases, call, looks, rebuild
+from remat.transforms.intermediates import Mirrors, current
 from remat.transforms.pytree import check_results, flatten, merge, split, unflatten
-from remat.transforms.region.cache import Plan
-from remat.transforms.region.region import Region, labelled, planning
-from remat.transforms.state.ambient import Ambient, RandomState, device_kinds
-from remat.transforms.tape.observers import listening
+from remat.transforms.region import Plan, Region, labelled, planning
+from remat.transforms.state import Ambient, RandomState, device_kinds
+from remat.transforms.tape import listening
 
 
 class _Keeping(threading.local):
@@ -125,7 +134,7 @@ def _only_batched() -> bool:
 
 def _run_frame(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     inputs = Inputs(region, args, kwargs)
-    # Offsets add ops to those that earlier calls ran.
+    # Perturbations add ops to those that earlier calls ran.
     key = None if region.key is None or inputs.taps else inputs.signature()
     plan = None if key is None else _known(inputs, key)
     if plan is None:
@@ -205,18 +214,18 @@ class _Flat:
         self.captured = captured
         self.operands = [as_operand(t) for t in (*tensors, *captured)]
         self.bindings = Bindings(region.function, region.slots)
-        world = Written(region) if is_tracing() else None
+        world = GraphLowering(region) if is_tracing() else None
         self.family = Family(region, Ambient(device_kinds(self.operands)), world)
         self.out_leaves: list[Any] = []
         self.out_at: list[int] = []
         self.out_spec: Any = None
-        self.looks: list[Look | None] | None = None  # once the function has run
+        self.looks: list[AliasSpec | None] | None = None  # once the function has run
 
     def __call__(self) -> Any:
         with labelled("forward", self.region.name):
             outs = call(Prim(self.body, self.family), self.operands)
         made_inside(outs)
-        outs = list(outs) if self.looks is None else seen(outs, self.looks)
+        outs = list(outs) if self.looks is None else rebuild(outs, self.looks)
         out, named = unflatten(merge(self.out_leaves, self.out_at, outs), self.out_spec)
         if self.taps is not None:
             self.taps.pass_on(named)
@@ -229,7 +238,7 @@ class _Flat:
         own, captured = operands[: self.count], operands[self.count :]
         args, kwargs = unflatten(merge(self.leaves, self.at, list(own)), self.spec)
         table = {id(t): operand for t, operand in zip(self.captured, captured, strict=True)}
-        with self.bindings.restored(), Swap(table, own), kept_whole():
+        with self.bindings.restored(), ClosureConversion(table, own), kept_whole():
             out, named = self._tapped(args, kwargs, table) if self.taps else (self._watched(args, kwargs), ())
         check_results(out, self.region.name)
         self.out_leaves, self.out_spec = flatten((out, named))
@@ -239,7 +248,7 @@ class _Flat:
         tensors = [table.get(id(t), t) for t in tensors]
         if self.looks is None:
             self.looks = looks(tensors)
-        return leaving(tensors, self.looks)
+        return bases(tensors, self.looks)
 
     def _tapped(self, args: Any, kwargs: Any, table: dict[int, torch.Tensor]) -> tuple[Any, Any]:
         # Named values leave as results like any other: every run of the body has the same ones.

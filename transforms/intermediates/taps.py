@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.autograd import graph_task
-from remat.transforms.compat.functorch import (
+from remat.transforms.compat import (
     VMAP,
     add_batch_dim,
+    graph_task,
     interpreter,
     unwrap_batched,
     unwrap_for_grad,
@@ -128,7 +128,7 @@ class Given(Session):
         return Given(self.wanted, self.offsets[mark:], self.graph)
 
 
-class Offsets(Given):
+class Perturbations(Given):
     """The same with offsets that it makes when it meets a tensor.
 
     Args:

@@ -14,16 +14,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat.transforms.closure.convert import trial
-from remat.transforms.compat.ambient import storage_key, without_module_trackers
-from remat.transforms.compat.modes import fake_mode, is_fake, outside_all_modes
+from remat.transforms.closure import trial
+from remat.transforms.compat import (
+    TorchDispatchMode,
+    fake_mode,
+    is_fake,
+    outside_all_modes,
+    storage_key,
+    without_module_trackers,
+)
 from remat.transforms.errors import RematError
-from remat.transforms.intermediates.taps import only
+from remat.transforms.intermediates import only
 from remat.transforms.ops import traits, user_line
 from remat.transforms.pytree import flatten, map_only, tree_leaves, unflatten
-from remat.transforms.region.region import planning
+from remat.transforms.region import planning
 
 
 @dataclass(frozen=True)

@@ -9,22 +9,22 @@ from typing import Any
 
 import torch
 
-from remat.transforms.closure.convert import Swap, as_operand
-from remat.transforms.closure.convert import captured as convert_captured
-from remat.transforms.compat.aot import is_tracing
-from remat.transforms.compat.functorch import (
+from remat.transforms.closure import ClosureConversion, as_operand
+from remat.transforms.closure import captured as convert_captured
+from remat.transforms.compat import (
     GRAD,
     VMAP,
     below_levels,
     in_transform,
+    is_tracing,
     is_wrapped,
     level_of,
     levels,
+    outside_all_modes,
     unwrap_batched,
     unwrap_for_grad,
     unwrapped,
 )
-from remat.transforms.compat.modes import outside_all_modes
 from remat.transforms.joint.graph import Joint, record
 from remat.transforms.pytree import flatten, smooth, tree_leaves, unflatten
 
@@ -100,7 +100,7 @@ def record_peeled(fn: Callable[..., Any], call: Peeled) -> Joint:
     def at_example(*leaves: Any) -> Any:
         args, kwargs = unflatten(list(leaves[:count]), call.spec)
         table = {id(t): leaf for t, leaf in zip(call.captured, leaves[count:], strict=True)}
-        with Swap(table, ()).lenient() if table else contextlib.nullcontext():
+        with ClosureConversion(table, ()).lenient() if table else contextlib.nullcontext():
             out = fn(*args, **kwargs)
         # vmap takes nothing else.
         return [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from remat.transforms.closure.convert import Missed
-from remat.transforms.compat.functorch import in_transform, is_batched_anyhow, is_legacy_batched, is_wrapped
+from remat.transforms.closure import Missed
+from remat.transforms.compat import in_transform, is_batched_anyhow, is_legacy_batched, is_wrapped
 from remat.transforms.errors import RematError
-from remat.transforms.scan.compiled.sums import Sums
-from remat.transforms.scan.compiled.unroll import MOST, UnrolledStep, dense
-from remat.transforms.scan.spec import Leaves, Scan, State, Tensors, as_in_forward, compact, with_step_note
+from remat.transforms.scan.compiled import MOST, Sums, UnrolledStep, dense
+from remat.transforms.scan.instructions import with_notice
+from remat.transforms.scan.spec import (
+    Coming,
+    Leaves,
+    Scan,
+    State,
+    Tensors,
+    as_in_forward,
+    compact,
+    fetch,
+    with_step_note,
+)
 from remat.transforms.scan.vjp import OneByOne, pull
 
 
@@ -36,6 +46,7 @@ class _Backward:
         self.hand = State(0, [], None)  # nothing, until the first state is restored
         self.blocks: UnrolledStep | None = scan.blocks.at(self.consts) if scan.in_blocks else None
         self.tapes = scan.record.tapes
+        self.coming: dict[int, Coming] = {}
         needs_of = self.needs[0], self.needs[2]
         self.one = None if in_transform() else OneByOne(self.consts, needs_of)
         if self.blocks is not None:
@@ -78,12 +89,19 @@ class _Backward:
         self.hand = State(stop, carry, self.hand.random.again() if drew else None)  # type: ignore[union-attr]
 
     def store(self, step: int, slot: int) -> None:
-        moved = self.scan.moved(compact(self.hand.carry), slot)
+        moved = self.scan.sent(compact(self.hand.carry), slot)
         self.slots[slot] = State(step, moved, self.hand.random)
 
     def restore(self, step: int, slot: int) -> None:
-        state = self.slots[slot]
-        self.hand = State(step, self.scan.moved(state.carry, slot, self.devices), state.random)
+        carry = self.coming.pop(slot, None) or self._fetch(slot)
+        self.hand = State(step, carry(), self.slots[slot].random)
+
+    def expect(self, slot: int) -> None:
+        """The next state to be restored lies in this slot: have it come while the steps before are run."""
+        self.coming[slot] = self._fetch(slot)
+
+    def _fetch(self, slot: int) -> Coming:
+        return self.scan.fetched(self.slots[slot].carry, slot, self.devices)
 
     def free(self, slot: int) -> None:
         del self.slots[slot]
@@ -155,34 +173,49 @@ class _Backward:
                     carry, _, tape = blocks.run(carry, rows, True)
                     tapes.append(tape)
         if rest < stop:
-            self.hand = State(rest, self._ends(tapes[-1]), None)
+            self.hand = State(rest, self._ends(tapes[-1])(), None)
             self._reverse_steps(rest, stop)
         self.hand = State(start, [], None)
         if self.scan.spec.on_step is not None:
             most = size
+        supply = self._supply(first, tapes)
         for low in range(start + (rest - start - 1) // most * most, start - 1, -most):
-            self._pull_blocks(blocks, first, tapes, low, min(low + most, rest))
+            self._pull_blocks(blocks, supply, low, min(low + most, rest))
 
-    def _ends(self, tape: Sequence[torch.Tensor] | None) -> Leaves:
-        """The carry after a block."""
+    def _ends(self, tape: Sequence[torch.Tensor] | None) -> Coming:
+        """The carry after a block, on its way."""
         assert tape is not None
-        return [t.select(0, -1).to(self.device) for t in tape[: len(self.devices)]]
+        return self._on_its_way([t.select(0, -1) for t in tape[: len(self.devices)]])
 
-    def _pull_blocks(
-        self, blocks: UnrolledStep, first: Leaves, tapes: list[Any], start: int, stop: int
-    ) -> None:
-        """Pull back through the blocks of these steps, the last ones that have tapes; `first`: the carry
-        before the first one that has."""
+    def _on_its_way(self, tensors: Sequence[torch.Tensor]) -> Coming:
+        away = [t.device != self.device and self.device for t in tensors]
+        return fetch(list(tensors), away)
+
+    def _supply(self, first: Leaves, tapes: list[Any]) -> Iterator[tuple[Leaves, Leaves | None]]:
+        """The carry before each block and its tape, from the last block; `first`: that before the first one.
+
+        While a block is pulled back through, what the next one takes is on its way.
+        """
+        coming: Any = None
+        while tapes or coming is not None:
+            carry, tape = coming or self._next(first, tapes)
+            coming = self._next(first, tapes) if tapes else None
+            yield carry(), tape and tape()
+
+    def _next(self, first: Leaves, tapes: list[Any]) -> tuple[Coming, Coming | None]:
+        tape = tapes.pop()
+        carry = self._ends(tapes[-1]) if tapes else lambda: first
+        return carry, None if tape is None else self._on_its_way(tape)
+
+    def _pull_blocks(self, blocks: UnrolledStep, supply: Iterator[Any], start: int, stop: int) -> None:
+        """Pull back through the blocks of these steps, the last ones that `supply` has."""
         at = [i for i, ct in enumerate(self.y_cts) if ct is not None]
         given = dense([ct for ct in self.y_cts if ct is not None])
         rows, y_rows = list(self._rows(self.xs, start, stop)), list(self._rows(given, start, stop))
         y_cts: list[Any] = [None] * len(self.y_cts)
         needs, sums, found = (self.needs[0], self.needs[2]), Sums(self.consts, self.const_grads), []
         while rows:
-            tape = tapes.pop()
-            if tape is not None:
-                tape = [t.to(self.device) for t in tape]
-            carry = self._ends(tapes[-1]) if tapes else first
+            carry, tape = next(supply)
             for i, ct in zip(at, y_rows.pop(), strict=True):
                 y_cts[i] = ct
             cts = self.carry_cts, y_cts
@@ -243,7 +276,10 @@ def pull_back(
     try:
         with torch.no_grad(), as_in_forward(scan):
             if not machine.all_taped():
-                for action in scan.spec.schedule.actions(scan.length, stored):
+                actions = scan.spec.schedule.actions(scan.length, stored)
+                if scan.offloaded is not None:
+                    actions = with_notice(actions, machine.expect)
+                for action in actions:
                     getattr(machine, action.verb)(*action)
     except Missed as missed:
         raise RematError(

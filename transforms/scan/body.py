@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from remat.transforms.closure.convert import Swap, made_inside, swapping
-from remat.transforms.compat.functorch import is_wrapped, unwrapped
+from remat.transforms.closure import ClosureConversion, made_inside, swapping
+from remat.transforms.compat import is_wrapped, unwrapped
 from remat.transforms.errors import RematError
-from remat.transforms.intermediates.taps import Refusal, current, only, open_here
+from remat.transforms.intermediates import Refusal, current, only, open_here
 from remat.transforms.pytree import Spec, flatten, merge, paths, unflatten
 from remat.transforms.scan.spec import Leaves, ScanSpec, Structure, Tensors, kind_of
 
@@ -107,7 +107,7 @@ class Body:
             return _AS_IT_IS
         table = {id(old): new for old, new in zip(self.captured, consts, strict=True)}
         tensors = [leaf for leaf in operands if isinstance(leaf, torch.Tensor)]
-        return Swap(table, tensors)
+        return ClosureConversion(table, tensors)
 
     def _checked(self, out: Any, carry: Leaves, versions: list[int]) -> tuple[Leaves, list[torch.Tensor]]:
         name, given = self.spec.name, self.spec.carry

@@ -7,7 +7,7 @@ import contextlib
 import torch
 
 from remat.transforms.scan.body import version, wrote
-from remat.transforms.scan.compiled.unroll import MOST, UnrolledStep, dense
+from remat.transforms.scan.compiled import MOST, UnrolledStep, dense
 from remat.transforms.scan.spec import (
     Leaves,
     Scan,
@@ -18,14 +18,15 @@ from remat.transforms.scan.spec import (
     uncached_casts,
     with_step_note,
 )
-from remat.transforms.state.ambient import Ambient, RandomState, device_kinds
+from remat.transforms.state import Ambient, RandomState, device_kinds
 
 
-def forward(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
+def run_forward(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     """Run all steps at the bottom of the functorch stack, leaving the scheduled states in `scan.record`."""
     record = scan.record
     record.states.clear()
     record.tapes.clear()
+    record.sent.clear()
     record.ambient, record.start = Ambient(device_kinds(flat)), RandomState(flat)
     xs = flat[len(flat) - scan.sizes[2] :]
     before = [version(x) for x in xs]
@@ -41,6 +42,8 @@ def forward(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
             record.tapes.clear()
             record.start.restore()
             carry, stacks = run(scan, flat)
+    # Where states are results of the forward, others may look at them.
+    record.all_sent([t for t in (*carry, *stacks) if isinstance(t, torch.Tensor)], not scan.plain)
     if before != [version(x) for x in xs]:
         raise wrote(scan.spec.name, "xs")
     return carry, stacks
@@ -58,7 +61,7 @@ def _known(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
         if (slot := place(k)) is not None:
             if record.random:
                 moment = now(moment)
-            states[slot] = State(k, scan.moved(compact(carry), slot) if k else carry, moment)
+            states[slot] = State(k, scan.sent(compact(carry), slot) if k else carry, moment)
         at = scan.at(k)
         carry, ys = with_step_note(scan, k, consts, carry, [x.select(0, at) for x in xs])
         if not scan.plain:
@@ -93,7 +96,7 @@ def _blocks(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     k, slot = 0, slot_at(0)
     while k < n:
         if slot is not None:
-            record.states[slot] = State(k, scan.moved(compact(carry), slot) if k else carry, record.start)
+            record.states[slot] = State(k, scan.sent(compact(carry), slot) if k else carry, record.start)
         start, k = k, k + size
         if k <= n:
             slot = slot_at(k)
@@ -139,7 +142,7 @@ def _loop(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
         if (slot := place(k)) is not None:
             if record.random:
                 moment = now(moment)
-            states[slot] = State(k, scan.moved(compact(carry), slot) if k else carry, moment)
+            states[slot] = State(k, scan.sent(compact(carry), slot) if k else carry, moment)
         carry, _ = with_step_note(scan, k, consts, carry, [])
         if k == 0:
             record.random = record.random or now(moment) is not moment

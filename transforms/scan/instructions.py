@@ -7,7 +7,8 @@ here or in a schedule touches a tensor, so that the counts a schedule promises c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import collections
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, Protocol
 
 
@@ -80,3 +81,26 @@ class Schedule(Protocol):
     def forward(self, n: int) -> dict[int, int]: ...
     def in_blocks(self, size: int, n: int) -> Schedule | None: ...
     def actions(self, n: int, stored: dict[int, int]) -> Iterator[Action]: ...
+
+
+def with_notice(actions: Iterable[Action], expect: Callable[[int], None]) -> Iterator[Action]:
+    """`actions`; `expect` is told the slot that is restored next, as soon as the last restored one was.
+
+    Where the slot gets its state only later, it is told then: so that what lies there may be fetched at once.
+    """
+    rest, ahead = iter(actions), collections.deque[Action]()
+    while True:
+        # Up to the next `Restore`, or to the end.
+        while not (ahead and isinstance(ahead[-1], Restore)) and (action := next(rest, None)) is not None:
+            ahead.append(action)
+        if not ahead:
+            return
+        slot = ahead[-1].slot if isinstance(ahead[-1], Restore) else None
+        stores = sum(isinstance(action, Store) and action.slot == slot for action in ahead)
+        while ahead:
+            if slot is not None and stores == 0:
+                expect(slot)
+                slot = None
+            action = ahead.popleft()
+            yield action
+            stores -= isinstance(action, Store) and action.slot == slot

@@ -9,13 +9,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from remat.transforms.compat.modes import modes_active, unseen
+from remat.transforms.compat import modes_active, storage_key, unseen
+from remat.transforms.offload import Copy, lane, to_device, to_host
 from remat.transforms.pytree import Spec, flatten
 from remat.transforms.scan.instructions import Schedule
-from remat.transforms.state.ambient import Ambient, RandomState
+from remat.transforms.state import Ambient, RandomState
 
 Tensors = Sequence[torch.Tensor]
 Leaves = list[Any]
+# Tensors on their way to a device: to be called when they are needed.
+Coming = Callable[[], Leaves]
 Step = Callable[[Tensors, Leaves, Tensors], tuple[Leaves, list[torch.Tensor]]]
 
 
@@ -99,6 +102,20 @@ class Record:
     length: int = 0
     tapes: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # of compiled blocks, by first step
     final: Leaves = field(default_factory=list)
+    sent: set[int] = field(default_factory=set)  # the memory of what the forward sends to the host
+
+    def send(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in host memory, on its way there."""
+        self.sent.add(storage_key(tensor))
+        return to_host(tensor).tensor
+
+    def all_sent(self, outs: Tensors, seen: bool) -> None:
+        """The forward is over: its results may be written to, and what it sent be read if it is `seen`."""
+        for out in outs if self.sent else ():
+            if seen:
+                lane(out).finish()
+            elif storage_key(out) in self.sent:
+                lane(out).catch_up()
 
 
 @dataclass(frozen=True)
@@ -127,6 +144,7 @@ class Scan:
     )
     levels: bool = False  # called under functorch: its backward may meet tensors of levels that are gone
     record: Record = field(default_factory=Record, compare=False)
+    buffered: bool = False  # what the forward keeps is written into buffers, which lie where it belongs
     blocks: Any = None  # compiled `UnrolledStep` of steps, for a schedule whose segments are whole blocks
     taped: bool = False  # whether the forward keeps the tape of every block
     selector: Callable[[], Any] | None = None  # makes what selects the values that tapes hold beside carries
@@ -177,30 +195,31 @@ class Scan:
             for k in steps:
                 self.spec.on_step(phase, k)
 
-    def moved(self, tensors: Leaves, slot: int, back: Tensors | None = None) -> Leaves:
-        """The carry of a slot brought to the host, or back to the devices of `back`."""
-        if self.offloaded is None or not self.offloaded(slot):
+    def sent(self, tensors: Leaves, slot: int) -> Leaves:
+        """The carry as it is to lie in a slot, on its way to the host if it belongs there."""
+        if self.buffered or self.offloaded is None or not self.offloaded(slot):
             return tensors
-        if back is None:
-            return [to_host(t) if isinstance(t, torch.Tensor) else t for t in tensors]
-        return [
-            t.to(b.device, non_blocking=True) if isinstance(t, torch.Tensor) else t
-            for t, b in zip(tensors, back, strict=True)
-        ]
+        return [self.record.send(t) if isinstance(t, torch.Tensor) else t for t in tensors]
+
+    def fetched(self, tensors: Leaves, slot: int, like: Leaves) -> Coming:
+        """The carry of a slot on the devices of `like`, on its way there."""
+        if self.offloaded is None or not self.offloaded(slot):
+            return lambda: tensors
+        return fetch(tensors, [isinstance(t, torch.Tensor) and t.device for t in like])
 
     def stowed(self, tape: Tensors, host: Sequence[bool]) -> list[torch.Tensor]:
         """A tape as it lies between forward and pull-back."""
+        if self.buffered:
+            return list(tape)
         every = self.offloaded is not None
-        return [to_host(t) if every or out else t for t, out in zip(tape, host, strict=True)]
+        return [self.record.send(t) if every or out else t for t, out in zip(tape, host, strict=True)]
 
 
-def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in pinned host memory, made while the device goes on; on the CPU the tensor itself."""
-    if tensor.device.type == "cpu":
-        return tensor
-    host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-    # Copies to and from the device go through its current stream, one after the other: no waiting here.
-    return host.copy_(tensor, non_blocking=tensor.is_cuda)
+def fetch(tensors: Leaves, devices: Sequence[torch.device | bool]) -> Coming:
+    """Begin to bring tensors to devices, where they are not False."""
+    pairs = zip(tensors, devices, strict=True)
+    coming = [to_device(t, d) if isinstance(d, torch.device) else t for t, d in pairs]
+    return lambda: [t.arrived() if isinstance(t, Copy) else t for t in coming]
 
 
 def make(

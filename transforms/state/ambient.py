@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.ambient import (
+from remat.transforms.compat import (
     autocasting,
     default_device_in_context,
-    functions_active,
+    function_modes_active,
+    graph_task,
     read_cudnn_sdp,
     read_deterministic,
     read_efficient_sdp,
@@ -19,7 +20,6 @@ from remat.transforms.compat.ambient import (
     read_math_sdp,
     read_matmul_precision,
 )
-from remat.transforms.compat.autograd import graph_task
 
 # (read, write) of every global that changes which kernel an op picks or what a factory makes. A region that
 # saw another value in its forward would otherwise replay other ops, or other numbers.
@@ -48,7 +48,7 @@ class Ambient:
 
     def __init__(self, device_types: Sequence[str]) -> None:
         self.switches = [read() for read in _READERS]
-        self.device = default_device_in_context() if functions_active() else None
+        self.device = default_device_in_context() if function_modes_active() else None
         # Whether autocast was on for any of the devices, and what it cast to.
         self.casts = False
         self.autocast: tuple[tuple[str, torch.dtype | None], ...] = _NO_AUTOCAST

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from remat.transforms.closure.paths import of_captured
-from remat.transforms.compat.ambient import storage_key
+from remat.transforms.closure import of_captured
+from remat.transforms.compat import storage_key
 from remat.transforms.context import quiet
 from remat.transforms.errors import RematError
-from remat.transforms.offload.transfer import Elsewhere, Store, away_in
+from remat.transforms.offload import Elsewhere, Store, away_in
 from remat.transforms.ops import Traits, traits, user_line
 from remat.transforms.placeholders import numel
 
@@ -277,7 +277,7 @@ class Trace:
         away = {i: n for i, n in enumerate(self.nodes) if any(True for _ in away_in(n.kept))}
         if not away:
             return
-        self.store = Store(away)
+        self.store = Store(_KeptOf(away))
         # The caller may write to the results, into memory that is perhaps still being sent.
         roots = {self.nodes[at].root for out in tensors_in(outs) if (at := record.find(out)) is not None}
         for node in away.values():
@@ -379,6 +379,22 @@ def held_tensors(kept: Any) -> Iterable[tuple[torch.Tensor, bool]]:
     """The tensors that are held for a kept value, and whether each is an offloaded one, on its host."""
     yield from [(away.host, True) for away in away_in(kept)]
     yield from [(tensor, False) for tensor in tensors_in(kept)]
+
+
+class _KeptOf(Mapping[int, Any]):
+    """What is kept of nodes now, by their numbers."""
+
+    def __init__(self, nodes: dict[int, Node]) -> None:
+        self.nodes = nodes
+
+    def __getitem__(self, at: int) -> Any:
+        return self.nodes[at].kept
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.nodes)
+
+    def __len__(self) -> int:
+        return len(self.nodes)
 
 
 def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:

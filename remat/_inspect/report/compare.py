@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from remat._api import remat, under_policy
+from remat._core import format_bytes
 from remat._inspect.report.explain import Explanation, name_of, notes, si
 from remat._inspect.report.measure import Measured, measure
 from remat._inspect.report.tables import Page, Shown, Table
-from remat._inspect.residuals import _human
 from remat.policies import (
     Policy,
     as_policy,
@@ -20,7 +20,7 @@ from remat.policies import (
     save_nothing,
     save_unbatched_matmuls,
 )
-from remat.transforms.errors import RematError
+from remat.transforms import RematError
 
 DEFAULT: tuple[Policy, ...] = (
     save_nothing,
@@ -54,7 +54,7 @@ class Comparison(Shown):
         host = (">host",) if away else ()
         columns = ("policy", ">kept", ">share", *host, ">peak", ">ops again", ">FLOPs again", ">more")
         plain, blank = self.plain, ("",) * away
-        first = ("no remat", _human(plain.kept_bytes), "", *blank, _human(plain.peak), "", "", "")
+        first = ("no remat", format_bytes(plain.kept_bytes), "", *blank, format_bytes(plain.peak), "", "", "")
         table = Table("policies", columns, (first, *self._rows(away)))
         return Page((f"{self.name} under {len(self.rows)} policies",), (table,))
 
@@ -64,10 +64,10 @@ class Comparison(Shown):
             again = found.recomputed
             yield (
                 repr(policy),
-                _human(found.kept_bytes),
+                format_bytes(found.kept_bytes),
                 f"{found.kept_bytes / before:.0%}",
-                *([_human(found.host_bytes) if found.host_bytes else ""] if away else []),
-                _human(found.now.peak),
+                *([format_bytes(found.host_bytes) if found.host_bytes else ""] if away else []),
+                format_bytes(found.now.peak),
                 f"{again.ops}",
                 si(again.flops),
                 f"+{again.flops / max(self.plain.flops, 1):.0%}",

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from remat.plan.graph.costs import is_view, traffic
-from remat.transforms.joint.graph import Joint, Op, Ref
-from remat.transforms.pytree import map_only
+from remat.plan.graph.traffic import is_view, traffic
+from remat.transforms import map_only
+from remat.transforms.joint import Joint, Op, Ref
 
 # An op is repeated until this much time has passed, so that small ones are not all clock.
 _SECONDS = 2e-3

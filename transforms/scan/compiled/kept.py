@@ -9,8 +9,7 @@ import torch
 
 from remat.transforms.ops import traits
 from remat.transforms.scan.spec import Leaves, Step, Tensors
-from remat.transforms.tape.recorder import Record
-from remat.transforms.tape.tape import OFFLOAD, SAVE, Node, Trace, tensors_in
+from remat.transforms.tape import OFFLOAD, SAVE, Node, Record, Trace, tensors_in
 
 
 class Kept(list[torch.Tensor]):

@@ -16,10 +16,17 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.aot import compiled_bare, example_of, traced_functionally
-from remat.transforms.compat.inductor_cpu import options_of
-from remat.transforms.compat.modes import fake_mode, outside_all_modes
-from remat.transforms.scan.compiled.cpu import compiled, fits, transposes_given
+from remat.transforms.compat import (
+    compiled_bare,
+    compiled_for_cpu,
+    example_of,
+    fake_mode,
+    fits_cpu,
+    options_of,
+    outside_all_modes,
+    traced_functionally,
+    transposes_given,
+)
 from remat.transforms.scan.compiled.fx_passes import (
     added_to_inputs,
     aliases_dropped,
@@ -313,12 +320,12 @@ class UnrolledStep:
             return (lambda *_: ()), []
         inputs = [_empty(node.meta["val"]) for node in graph.graph.find_nodes(op="placeholder")]
         options = options_of(self.compiler)
-        if options is None or not fits(graph, inputs):
+        if options is None or not fits_cpu(graph, inputs):
             return compiled_bare(self.compiler, graph, inputs), []
         aliases_dropped(graph)
         given = transposes_given(graph, len(self.consts))
         inputs += [_empty(inputs[i].t().contiguous()) for i in given]
-        return compiled(graph, inputs, options), given
+        return compiled_for_cpu(graph, inputs, options), given
 
     def _ready(self, made: Made) -> tuple[Callable[..., Any], list[torch.Tensor]]:
         """What is compiled, and the transposes that it takes."""

@@ -21,16 +21,17 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.aot import above_all, live_with_graph
+from remat.transforms.compat import above_all, live_with_graph
 from remat.transforms.context import quiet
-from remat.transforms.entry.dispatch import run_transparently
+from remat.transforms.entry import run_transparently
 from remat.transforms.errors import RematError
+from remat.transforms.offload import pinned_for, to_host
 from remat.transforms.scan.backward import pull_back
 from remat.transforms.scan.body import version, wrote
-from remat.transforms.scan.compiled.unroll import UnrolledStep, dense, owner
-from remat.transforms.scan.forward import forward
+from remat.transforms.scan.compiled import UnrolledStep, dense, owner
+from remat.transforms.scan.forward import run_forward
 from remat.transforms.scan.spec import Record, Scan, State, Tensors
-from remat.transforms.state.ambient import Ambient, RandomState
+from remat.transforms.state import Ambient, RandomState
 
 _library = torch.library.Library("remat", "FRAGMENT")
 _library.define("scan_forward(str scan, Tensor[] operands) -> Tensor[]")
@@ -154,7 +155,8 @@ class _Slots(dict[Any, State]):
     def __setitem__(self, slot: int, state: State) -> None:
         row = self.rows[slot][1] if slot in self.rows and self.rows[slot][0] == state.step else -1
         if row >= 0:
-            carry = [b.select(0, row).copy_(t) for b, t in zip(self.buffers, state.carry, strict=True)]
+            rows = [b.select(0, row) for b in self.buffers]
+            carry = [_put(r, t) for r, t in zip(rows, state.carry, strict=True)]
             state = State(state.step, carry, state.random)
         super().__setitem__(slot, state)
 
@@ -173,7 +175,7 @@ class _Tapes(dict[int, list[torch.Tensor]]):
 
     def __setitem__(self, step: int, tape: list[torch.Tensor]) -> None:
         for row, tensor in zip(self.rows[step // self.size], tape, strict=True):
-            row.copy_(tensor)
+            _put(row, tensor)
 
     def pop(self, step: int, *_: Any) -> list[torch.Tensor]:
         return list(self.rows[step // self.size])
@@ -221,9 +223,9 @@ class Entry:
             record.tapes = _Tapes(self.opaque.size, buffers, flat[self.scan.sizes[0]].device)
         else:
             record.states = _Slots(rows, buffers)
-        scan = replace(self.scan, record=record)
+        scan = replace(self.scan, record=record, buffered=True)
         with torch.no_grad(), self.surroundings():
-            carry, ys = forward(scan, flat)
+            carry, ys = run_forward(scan, flat)
         for buffer in buffers:
             buffer.scan = self  # type: ignore[attr-defined]  the backward may outlive the compiled code
         return [*_apart([*carry, *ys], flat), *buffers]
@@ -281,9 +283,14 @@ def _buffer(
     like: torch.Tensor, rows: tuple[int, ...], host: bool, device: torch.device | None = None
 ) -> torch.Tensor:
     device = device or like.device
-    pinned = host and device.type == "cuda"
+    pinned = host and pinned_for(like, device)
     device = torch.device("cpu") if host else device
     return torch.empty((*rows, *like.shape), dtype=like.dtype, device=device, pin_memory=pinned)
+
+
+def _put(row: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor into a row of a buffer."""
+    return row.copy_(tensor) if row.device == tensor.device else to_host(tensor, row).tensor
 
 
 def _apart(outs: Sequence[torch.Tensor], operands: Tensors) -> list[torch.Tensor]:

@@ -26,7 +26,7 @@ _MOST = 2048
 _ROW = 16
 
 
-def fits(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> bool:
+def fits_cpu(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> bool:
     """Whether a graph is for the CPU, and of torch's own ops: others are unknown to C++."""
     own = all(
         getattr(node.target, "namespace", "aten") in ("aten", "prims")
@@ -36,7 +36,7 @@ def fits(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> bool:
     return own and all(t.device.type == "cpu" for t in inputs)
 
 
-def compiled(
+def compiled_for_cpu(
     graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], options: dict[str, Any]
 ) -> Callable[..., Any]:
     """A functional graph without gradients, compiled; called with what `inputs` stand for."""

@@ -12,25 +12,19 @@ from typing import Any
 
 import torch
 
-from remat._core.opinfo import Decision, OpInfo
+from remat._api import remat
+from remat._core import Decision, OpInfo, format_bytes
 from remat.plan.budget import check_peak
-from remat.plan.chain.chain import Chain, Part
-from remat.plan.chain.search import best_parts
-from remat.plan.chain.stages import Choice, Measure, Stage
-from remat.plan.graph.costs import CostModel, cost_model
-from remat.plan.graph.graph import Graph
+from remat.plan.chain import Chain, Choice, Measure, Part, Stage, best_parts
+from remat.plan.followed import Following, carried_out
+from remat.plan.graph import CostModel, Graph, cost_model
 from remat.plan.model import as_fake
-from remat.plan.plan import Plan, size_text
-from remat.plan.policy import Following, carried_out
-from remat.plan.solve.portfolio import Solved
-from remat.plan.solve.problem import Problem, complete
-from remat.policies import Policy
-from remat.policies._base import Numbered
-from remat.transforms.compat.aot import is_tracing
-from remat.transforms.compat.modes import fake_mode
-from remat.transforms.errors import RematError
-from remat.transforms.joint.graph import record
-from remat.transforms.pytree import flatten, unflatten
+from remat.plan.plan import Plan
+from remat.plan.solve import Problem, Solved, complete
+from remat.policies import Numbered, Policy
+from remat.transforms import RematError, flatten, unflatten
+from remat.transforms.compat import fake_mode, is_tracing
+from remat.transforms.joint import record
 
 Stages = Sequence[Callable[..., Any]]
 
@@ -69,9 +63,9 @@ class ChainPlan:
 
     def __str__(self) -> str:
         head = (
-            f"{len(self.names)} stages keep {size_text(self.kept_bytes)} of {size_text(self.default_bytes)}, "
-            f"peak at {size_text(self.peak_bytes)} (simulated), recompute {self.recomputed_flops:.4g} FLOPs; "
-            f"cost {self.cost:.4g} {self.unit}"
+            f"{len(self.names)} stages keep {format_bytes(self.kept_bytes)} of "
+            f"{format_bytes(self.default_bytes)}, peak at {format_bytes(self.peak_bytes)} (simulated), "
+            f"recompute {self.recomputed_flops:.4g} FLOPs; cost {self.cost:.4g} {self.unit}"
         )
         return "\n".join([head, *self._lines(self.parts, 1)])
 
@@ -86,7 +80,7 @@ class ChainPlan:
                 yield f"{stages}: as without remat"
             else:
                 plan = self.plans[part.start]
-                yield f"{stages}: keeps {size_text(plan.kept_bytes)}, {plan.recomputed_flops:.4g} FLOPs"
+                yield f"{stages}: keeps {format_bytes(plan.kept_bytes)}, {plan.recomputed_flops:.4g} FLOPs"
 
 
 def plan_chain(
@@ -214,8 +208,6 @@ class Task:
 
     def _carried_out(self, part: Part, plans: dict[int, Plan]) -> Callable[..., Any]:
         """The stages of a part in the regions that it says."""
-        from remat._api import remat
-
         if part.parts:
             return remat(_sequence([self._carried_out(one, {}) for one in part.parts]))
         run = _sequence(self.stages[part.start : part.stop])
