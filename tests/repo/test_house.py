@@ -21,7 +21,6 @@ from tests.repo.house import (
 LONG_FILES = {
     "remat.transforms.functorch.primitive",
     "remat.transforms.joint.graph",
-    "remat.transforms.scan.compiled.unroll",
     "remat.transforms.tape.tape",
 }
 LONG_FUNCTIONS = {

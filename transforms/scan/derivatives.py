@@ -77,9 +77,8 @@ def tangents_of(run: Run, scan: Scan, flat: Tensors, tangents: Cotangents) -> li
     with as_in_forward(scan, seeded=True):
         end, ys = run(dual, operands)
     carries = dict(zip(at, end[len(carry) :], strict=True))
-    float_ys = shape[0]
-    dys = iter(ys[len(float_ys) :])
-    return [*(carries.get(i) for i in scan.tensors), *(next(dys) if f else None for f in float_ys)]
+    dys = iter(ys[len(shape[0]) :])
+    return [*(carries.get(i) for i in scan.tensors), *(next(dys) if f else None for f in shape[0])]
 
 
 def pull_back_of(
@@ -92,35 +91,8 @@ def pull_back_of(
     """
     consts, carry, xs = scan.split(flat)
     a, b, _ = scan.sizes
-    statics: dict[int, Leaves] = {}
-    randoms: dict[int, RandomState] = {}
-    # What changes from step to step beside tensors is found by the step's number. In a traced graph nothing
-    # does, and a number that changes would be a constant of it.
+    states, statics, randoms = _states_of(run, scan, consts, carry, xs)
     numbers = [0] if scan.opaque is None else []
-
-    def emit(consts: Tensors, carry: Leaves, x: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
-        if not numbers:
-            new, _ = scan.step(consts, carry, x)
-            return new, list(carry)
-        *carry, k = carry
-        statics[k] = [None if i in scan.tensors else leaf for i, leaf in enumerate(carry)]
-        if scan.record.random and scan.record.start is not None:
-            randoms[k] = scan.record.start.again()
-        new, _ = scan.step(consts, carry, x)
-        return [*new, k + 1], [carry[i] for i in scan.tensors]
-
-    states = run(
-        *make(
-            emit,
-            _spec(scan),
-            consts,
-            [*carry, *numbers],
-            xs,
-            around=scan.around,
-            opaque=scan.opaque,
-        )
-    )[1]
-
     float_at = [i for i, j in enumerate(scan.tensors) if pytree_smooth(carry[j])]
     count = len(scan.tensors)
     start = [cts[i] if cts[i] is not None else torch.zeros_like(carry[scan.tensors[i]]) for i in float_at]
@@ -169,6 +141,41 @@ def pull_back_of(
     by_carry = dict(zip(float_at, grads[: len(start)], strict=True))
     const_grads = grads[len(start) :]
     return (*const_grads, *(by_carry[i] for i in range(b) if needs[a + i]), *x_grads)
+
+
+def _states_of(
+    run: Run, scan: Scan, consts: Tensors, carry: Leaves, xs: Tensors
+) -> tuple[list[torch.Tensor], dict[int, Leaves], dict[int, RandomState]]:
+    """The tensors of all carries, stacked; by step the rest of each carry, and the generators before it."""
+    statics: dict[int, Leaves] = {}
+    randoms: dict[int, RandomState] = {}
+    # What changes from step to step beside tensors is found by the step's number. In a traced graph nothing
+    # does, and a number that changes would be a constant of it.
+    numbers = [0] if scan.opaque is None else []
+
+    def emit(consts: Tensors, carry: Leaves, x: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
+        if not numbers:
+            new, _ = scan.step(consts, carry, x)
+            return new, list(carry)
+        *carry, k = carry
+        statics[k] = [None if i in scan.tensors else leaf for i, leaf in enumerate(carry)]
+        if scan.record.random and scan.record.start is not None:
+            randoms[k] = scan.record.start.again()
+        new, _ = scan.step(consts, carry, x)
+        return [*new, k + 1], [carry[i] for i in scan.tensors]
+
+    states: list[torch.Tensor] = run(
+        *make(
+            emit,
+            _spec(scan),
+            consts,
+            [*carry, *numbers],
+            xs,
+            around=scan.around,
+            opaque=scan.opaque,
+        )
+    )[1]
+    return states, statics, randoms
 
 
 def _or_zero(grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
