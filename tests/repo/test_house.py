@@ -23,10 +23,7 @@ LONG_FILES = {
     "remat.transforms.joint.graph",
     "remat.transforms.tape.tape",
 }
-LONG_FUNCTIONS = {
-    "remat.transforms.scan.derivatives:pull_back_of",
-    "remat.transforms.scan.derivatives:tangents_of",
-}
+LONG_FUNCTIONS = {}
 SHARED_NAMES = {
     *("Calls", "Choice", "Following", "Given", "Graph", "Kept", "Measured", "Memory", "Packed"),
     *("Part", "Plan", "Record", "Recomputed", "Ref", "Region", "Residuals", "Schedule", "Store", "Table"),
