@@ -23,7 +23,7 @@ LONG_FILES = {
     "remat.transforms.joint.graph",
     "remat.transforms.tape.tape",
 }
-LONG_FUNCTIONS = {}
+LONG_FUNCTIONS: set[str] = set()
 SHARED_NAMES = {
     *("Calls", "Choice", "Following", "Given", "Graph", "Kept", "Measured", "Memory", "Packed"),
     *("Part", "Plan", "Record", "Recomputed", "Ref", "Region", "Residuals", "Schedule", "Store", "Table"),
