@@ -64,7 +64,7 @@ from remat.transforms.compat.autograd import (
     running_node,
     top_hooks,
 )
-from remat.transforms.compat.cpu import compiled_for_cpu, fits_cpu, options_of, transposes_given
+from remat.transforms.compat.cpu import compiled_for_cpu, fits_cpu, transposes_given
 from remat.transforms.compat.dynamo import (
     BROKEN,
     is_near,
@@ -93,6 +93,7 @@ from remat.transforms.compat.functorch import (
     is_batched_anyhow,
     is_batched_below,
     is_dead,
+    is_legacy_batched,
     is_wrapped,
     level_of,
     level_stack,
@@ -106,6 +107,7 @@ from remat.transforms.compat.functorch import (
     wrap_for_grad,
 )
 from remat.transforms.compat.fx import NodeSpan, Template, as_it_is, described, tracer_at_work
+from remat.transforms.compat.inductor_cpu import options_of, results_on_heap
 from remat.transforms.compat.modes import (
     DispatchMode,
     TorchDispatchMode,
@@ -113,7 +115,6 @@ from remat.transforms.compat.modes import (
     cond,
     direct_call,
     fake_mode,
-    function_modes_active,
     intercept_under_modes,
     is_fake,
     memory_is_real,
@@ -227,6 +228,7 @@ __all__ = [
     "is_batched",  # whether a tensor is a vmap's
     "is_batched_anyhow",  # whether writing `tensor` into a plain tensor would fail for a batch dimension
     "is_batched_below",  # whether any level around here has a batch of this tensor
+    "is_legacy_batched",  # whether a tensor is of the vmap from before functorch
     "is_dead",  # whether a wrapper outlived its level
     "is_wrapped",  # whether a tensor belongs to a level
     "level_of",  # the level that a tensor belongs to
@@ -258,11 +260,11 @@ __all__ = [
     "watched",  # whether hooks or a dispatch mode follow what runs here
     "compiled_for_cpu",  # a graph compiled by Inductor for the CPU, without AOTAutograd around it
     "fits_cpu",  # whether a graph and its inputs can be compiled so
+    "results_on_heap",  # within, Inductor's C++ allocates results of a graph as ever
     "options_of",  # the options of a compiler that is Inductor
     "transposes_given",  # which inputs a block wants transposed
     "HigherOrderOperator",  # an operator on functions
     "OpOverload",  # an op
     "OpOverloadPacket",  # all overloads of an op
     "TorchDispatchMode",  # torch's own base class of dispatch modes
-    "function_modes_active",  # how many torch-function modes are active
 ]

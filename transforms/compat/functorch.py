@@ -38,6 +38,7 @@ unwrap_for_grad: Callable[[torch.Tensor, int], torch.Tensor] = _functorch_c._unw
 unwrap_if_dead: Callable[[torch.Tensor], torch.Tensor] = _functorch_c.unwrap_if_dead
 unwrap_once: Callable[[torch.Tensor], torch.Tensor] = _functorch_c.get_unwrapped
 is_wrapped: Callable[[torch.Tensor], bool] = _functorch_c.is_functorch_wrapped_tensor
+is_legacy_batched: Callable[[torch.Tensor], bool] = _functorch_c.is_legacy_batchedtensor
 is_dead: Callable[[torch.Tensor], bool] = _functorch_c.is_dead_tensor_wrapper
 is_batched: Callable[[torch.Tensor], bool] = _functorch_c.is_batchedtensor
 level_of: Callable[[torch.Tensor], int] = _functorch_c.maybe_get_level
@@ -59,7 +60,7 @@ def is_batched_anyhow(tensor: torch.Tensor) -> bool:
 
     `torch.autograd.grad(..., is_grads_batched=True)` uses the vmap from before functorch, which has no level.
     """
-    return is_wrapped(tensor) or _functorch_c.is_legacy_batchedtensor(tensor)
+    return is_wrapped(tensor) or is_legacy_batched(tensor)
 
 
 # The innermost functorch level; only where there is one.

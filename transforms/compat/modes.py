@@ -101,8 +101,6 @@ def unseen(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch._C._DisableTorchDispatch() if plain else contextlib.nullcontext()
 
 
-# How many torch-function modes are active.
-function_modes_active: Callable[[], int] = torch._C._len_torch_function_stack
 # How many dispatch modes are active, torch's own for tracing included.
 modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from remat.transforms.closure import Missed
-from remat.transforms.compat import in_transform, is_batched_anyhow
+from remat.transforms.compat import in_transform, is_batched_anyhow, is_legacy_batched, is_wrapped
 from remat.transforms.errors import RematError
-from remat.transforms.scan.body import Leaves
-from remat.transforms.scan.compiled import MOST, BoundStep, Sums, dense
-from remat.transforms.scan.instructions import execute, with_notice
+from remat.transforms.scan.compiled import MOST, Sums, UnrolledStep, dense
+from remat.transforms.scan.instructions import with_notice
 from remat.transforms.scan.spec import (
     Coming,
+    Leaves,
     Scan,
     State,
     Tensors,
@@ -27,19 +27,24 @@ from remat.transforms.scan.spec import (
 from remat.transforms.scan.vjp import OneByOne, pull
 
 
-class _Reversal:
+class _Backward:
     """The machine that executes a schedule's actions on tensors."""
 
     def __init__(
-        self, scan: Scan, flat: Tensors, states: dict[int | None, State], needs: Sequence[bool]
+        self,
+        scan: Scan,
+        flat: Tensors,
+        states: dict[int, State],
+        needs: Sequence[bool],
+        cts: Sequence[torch.Tensor | None],
     ) -> None:
         self.scan, self.slots = scan, states
         self.consts, _, self.xs = scan.split(flat)
         a, b, _ = scan.sizes
         self.needs = list(needs[:a]), list(needs[a : a + b]), list(needs[a + b :])
         self.devices = scan.split(flat)[1]
-        self.hand = states.pop(None, State(0, [], None))
-        self.blocks: BoundStep | None = scan.blocks.at(self.consts) if scan.in_blocks else None
+        self.hand = State(0, [], None)  # nothing, until the first state is restored
+        self.blocks: UnrolledStep | None = scan.blocks.at(self.consts) if scan.in_blocks else None
         self.tapes = scan.record.tapes
         self.coming: dict[int, Coming] = {}
         needs_of = self.needs[0], self.needs[2]
@@ -51,8 +56,11 @@ class _Reversal:
         self.owned = [False] * a
         self.x_grads: list[torch.Tensor | None] = [None] * len(self.xs)
         self.x_rows: dict[int, dict[int, torch.Tensor]] = {}
-        self.carry_cts: list[torch.Tensor | None] = []
-        self.y_cts: list[torch.Tensor | None] = []
+        count = len(scan.tensors)
+        self.carry_cts, self.y_cts = list(cts[:count]), list(cts[count:])
+        # Only then can a gradient have a batch dimension that plain memory refuses.
+        given = [t for t in (*flat, *cts) if t is not None]
+        self.batched = in_transform() or any([is_wrapped(t) or is_legacy_batched(t) for t in given])
 
     def _x(self, step: int) -> list[torch.Tensor]:
         at = self.scan.at(step)
@@ -72,14 +80,11 @@ class _Reversal:
                 end = min(start + MOST * size, stop - (stop - start) % size)
                 for rows in self._rows(self.xs, start, end):
                     carry, _, _ = blocks.run(carry, rows, False)
-                if self.scan.on_step is not None:
-                    for k in range(start, end):
-                        self.scan.on_step("advance", k)
+                self.scan.tell("advance", range(start, end))
                 start = end
             for k in range(start, stop):
                 carry, _ = with_step_note(self.scan, k, self.consts, carry, self._x(k))
-                if self.scan.on_step is not None:
-                    self.scan.on_step("advance", k)
+                self.scan.tell("advance", range(k, k + 1))
         drew = self.scan.record.random and self.hand.random is not None
         self.hand = State(stop, carry, self.hand.random.again() if drew else None)  # type: ignore[union-attr]
 
@@ -139,7 +144,7 @@ class _Reversal:
         self._add_consts(grads[0])
         for k, row in zip(range(start, stop), grads[2], strict=True):
             self._put(scan.at(k), row)
-        self._say_reversed(start, stop)
+        self.scan.tell("reverse", range(stop - 1, start - 1, -1))
 
     def _reverse_one(self, pull_one: OneByOne, k: int) -> None:
         scan, carry, at = self.scan, self.hand.carry, self.scan.at(k)
@@ -149,14 +154,14 @@ class _Reversal:
         by_const, self.carry_cts, (by_x,) = pull_one(step, carry, self._x(k), cts)
         self._add_consts(by_const)
         self._put(at, by_x)
-        self._say_reversed(k, k + 1)
+        self.scan.tell("reverse", range(k, k + 1))
 
     def _rows(self, xs: Tensors, start: int, stop: int) -> Sequence[Sequence[torch.Tensor]]:
         """The rows of the blocks of these steps."""
         assert self.blocks is not None
         return self.blocks.rows(self.scan.block(xs, start, stop - start), (stop - start) // self.blocks.size)
 
-    def _reverse_blocks(self, blocks: BoundStep, start: int, stop: int) -> None:
+    def _reverse_blocks(self, blocks: UnrolledStep, start: int, stop: int) -> None:
         """Blocks, and the steps left over. The tapes are there, or are made; a single block needs none."""
         size, first = blocks.size, self.hand.carry
         rest, most = stop - (stop - start) % size, MOST * size
@@ -171,7 +176,7 @@ class _Reversal:
             self.hand = State(rest, self._ends(tapes[-1])(), None)
             self._reverse_steps(rest, stop)
         self.hand = State(start, [], None)
-        if self.scan.on_step is not None:
+        if self.scan.spec.on_step is not None:
             most = size
         supply = self._supply(first, tapes)
         for low in range(start + (rest - start - 1) // most * most, start - 1, -most):
@@ -202,7 +207,7 @@ class _Reversal:
         carry = self._ends(tapes[-1]) if tapes else lambda: first
         return carry, None if tape is None else self._on_its_way(tape)
 
-    def _pull_blocks(self, blocks: BoundStep, supply: Iterator[Any], start: int, stop: int) -> None:
+    def _pull_blocks(self, blocks: UnrolledStep, supply: Iterator[Any], start: int, stop: int) -> None:
         """Pull back through the blocks of these steps, the last ones that `supply` has."""
         at = [i for i, ct in enumerate(self.y_cts) if ct is not None]
         given = dense([ct for ct in self.y_cts if ct is not None])
@@ -221,12 +226,7 @@ class _Reversal:
             if parts[0] is not None:
                 out = self.scan.block([self._x_grad(i)], start, stop - start)[0]
                 torch.cat(parts if self.scan.reverse else parts[::-1], out=out)
-        self._say_reversed(start, stop)
-
-    def _say_reversed(self, start: int, stop: int) -> None:
-        if self.scan.on_step is not None:
-            for k in range(stop - 1, start - 1, -1):
-                self.scan.on_step("reverse", k)
+        self.scan.tell("reverse", range(stop - 1, start - 1, -1))
 
     def _x_grad(self, i: int) -> torch.Tensor:
         found = self.x_grads[i]
@@ -242,7 +242,7 @@ class _Reversal:
             total = self.const_grads[i]
             if total is None:
                 self.const_grads[i] = grad
-            elif self.owned[i] and not is_batched_anyhow(grad):
+            elif self.owned[i] and not (self.batched and is_batched_anyhow(grad)):
                 total.add_(grad)
             else:  # the first gradient may be an alias of a cotangent: not ours to write into
                 self.const_grads[i], self.owned[i] = total + grad, True
@@ -251,7 +251,7 @@ class _Reversal:
         for i, grad in enumerate(row):
             if grad is None:
                 continue
-            if is_batched_anyhow(grad):  # batched cotangents: rows are kept apart and stacked at the end
+            if self.batched and is_batched_anyhow(grad):  # rows are kept apart and stacked at the end
                 self.x_rows.setdefault(i, {})[at] = grad
                 continue
             self._x_grad(i).select(0, at).copy_(grad)
@@ -266,24 +266,25 @@ class _Reversal:
 def pull_back(
     scan: Scan,
     flat: Tensors,
-    states: dict[int | None, State],
+    states: dict[int, State],
     needs: Sequence[bool],
     cts: Sequence[torch.Tensor | None],
 ) -> list[torch.Tensor | None]:
     """Gradients of `flat` (None: zero or not needed) from the cotangents of the carry's tensors and of ys."""
-    machine = _Reversal(scan, flat, states, needs)
-    count = len(scan.tensors)
-    machine.carry_cts, machine.y_cts = list(cts[:count]), list(cts[count:])
-    stored = {state.step: slot for slot, state in states.items() if slot is not None}
+    machine = _Backward(scan, flat, states, needs, cts)
+    stored = {state.step: slot for slot, state in states.items()}
     try:
         with torch.no_grad(), as_in_forward(scan):
             if not machine.all_taped():
-                actions = scan.schedule.actions(scan.length, stored)
-                execute(with_notice(actions, machine.expect), machine)
+                actions = scan.spec.schedule.actions(scan.length, stored)
+                if scan.offloaded is not None:
+                    actions = with_notice(actions, machine.expect)
+                for action in actions:
+                    getattr(machine, action.verb)(*action)
     except Missed as missed:
         raise RematError(
-            f"{scan.name}: evaluated again, the body reads a tensor ({tuple(missed.tensor.shape)}) that it "
-            "did not read in the forward; its gradient would be lost. A global or attribute that changes "
+            f"{scan.spec.name}: evaluated again, the body reads a tensor ({tuple(missed.tensor.shape)}) that "
+            "it did not read in the forward; its gradient would be lost. A global or attribute that changes "
             "between forward and backward must be an argument: put it in the carry or in xs."
         ) from None
     grads = machine.grads()
