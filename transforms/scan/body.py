@@ -15,6 +15,7 @@ import torch
 
 from remat.transforms.closure import ClosureConversion, made_inside, swapping
 from remat.transforms.compat import is_wrapped, unwrapped
+from remat.transforms.context import active
 from remat.transforms.errors import RematError
 from remat.transforms.intermediates import Refusal, current, only
 from remat.transforms.pytree import Spec, flatten, merge, paths, unflatten

@@ -28,6 +28,7 @@ from remat.transforms.compat import (
     top_hooks,
     unwrapped,
 )
+from remat.transforms.context import active
 from remat.transforms.pytree import merge, smooth
 from remat.transforms.scan.backward import pull_back
 from remat.transforms.scan.batching import batch, dense, expand, kept_batched, kept_for_batch
