@@ -3,7 +3,7 @@
 Import name `remat.transforms` (the folder is linked into the package).
 """
 
-from remat.transforms.context import recordings
+from remat.transforms.context import active, recordings
 from remat.transforms.errors import RematError
 from remat.transforms.grad import (
     argument_positions,
@@ -33,6 +33,7 @@ from remat.transforms.pytree import (
 from remat.transforms.registry import intern, register, registered
 
 __all__ = [
+    "active",  # what is going on in this thread
     "recordings",  # the recordings in progress on this thread, outermost first
     "RematError",  # raised when a region cannot be rematerialized correctly
     "argument_positions",  # `argnums` checked against a call and made positive

@@ -24,6 +24,7 @@ class _Active(threading.local):
     transparent = False  # whether regions keep what autograd keeps
     sessions: tuple[Any, ...] = ()  # the captures that are open
     listeners: tuple[Any, ...] = ()  # who wants to know what regions keep
+    place: str | None = None  # the user's line of the op that runs again, for those
     quiet = False
     unasked = False
 
@@ -52,6 +53,9 @@ class Mode(DispatchMode):
     def __exit__(self, *exc: Any) -> Any:
         active.stack.pop()
         return super().__exit__(*exc)
+
+    def leave(self) -> None:
+        """Go on recording where a forward was held against a tape."""
 
     @property
     def position(self) -> int:
@@ -88,6 +92,14 @@ def selective_around() -> bool:
 def recordings() -> list[Any]:
     """The recordings in progress on this thread, outermost first."""
     return [mode for mode in active.stack if mode.records]
+
+
+def run_again_whole(reason: str) -> None:
+    """Have the region around run its function again as a whole, not its ops from the tape."""
+    mode = enclosing()
+    if mode is not None and mode.records:
+        mode.leave()
+        mode.tape.open = mode.tape.open or reason
 
 
 def is_quiet() -> bool:

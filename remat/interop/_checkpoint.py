@@ -14,7 +14,7 @@ from remat._api import remat
 from remat.interop._torch_policy import ContextPolicy, policy_function
 from remat.policies import save_nothing
 from remat.transforms import RematError
-from remat.transforms.region import is_recomputing
+from remat.transforms.region import is_recomputing, run_again_whole
 
 _CHECKS = {"default": "metadata", "metadata": "metadata", "exact": "exact", "none": "none"}
 
@@ -105,6 +105,7 @@ def _within(function: Callable[..., Any], contexts: tuple[Any, Any]) -> Callable
 
     @functools.wraps(function, updated=())
     def run(*args: Any, **kwargs: Any) -> Any:
+        run_again_whole("its recomputation has a context of its own")
         with contexts[is_recomputing()]:
             return function(*args, **kwargs)
 

@@ -253,7 +253,7 @@ class GraphReplay(Mode):
 
     def __init__(self, record: GraphRecord, after: Tensors, loose: bool, finish: Callable[[], None]) -> None:
         super().__init__()
-        self.tape, self.record = record.tape, record
+        self.tape, self.record, self.kept = record.tape, record, record.kept
         self.after, self.loose, self.finish = after, loose, finish
         self.at = self.drawn = 0
         self.done = False

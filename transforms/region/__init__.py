@@ -7,6 +7,7 @@ from remat.transforms.context import (
     planning,
     recomputed_region,
     recomputing,
+    run_again_whole,
     selecting,
 )
 from remat.transforms.region.cache import Bounded, CachedTrace, forget_all
@@ -24,5 +25,6 @@ __all__ = [
     "planning",  # run the region `name` for what it would do
     "recomputed_region",  # the name of the region that this thread is running again
     "recomputing",  # begin to run the region `name` again on this thread
+    "run_again_whole",  # have the region around run its function again, not its ops from the tape
     "selecting",  # whether the innermost region around here has a policy
 ]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from remat.transforms.compat import direct_call, outside_all_modes
-from remat.transforms.context import quiet
+from remat.transforms.context import active, quiet
 from remat.transforms.errors import RematError
 from remat.transforms.offload import Elsewhere
 from remat.transforms.placeholders import Meta
@@ -142,7 +142,10 @@ class Program:
         """
         values: Values = {-1 - at: outside(at) for at in self.outside}
         made = {place: values[number] for place, number in self.first}
+        nodes, watched = self.tape.nodes, bool(active.listeners)
         for step in self.steps:
+            if watched:
+                active.place = nodes[step.at].place
             if step.before:
                 made.update([(place, values[number].clone()) for place, number in step.before])
             call = step.call
@@ -170,6 +173,7 @@ class Program:
                 made[place] = values[number]
             for number in step.gone:
                 del values[number]
+        active.place = None
         return made
 
     def _taken(self, step: Step, take: Callable[[int], Any]) -> Any:

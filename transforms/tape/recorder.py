@@ -17,7 +17,7 @@ from remat.transforms.compat import below_levels, memory_is_real
 from remat.transforms.context import Mode, active, enclosing, quiet, unasked
 from remat.transforms.errors import RematError
 from remat.transforms.offload import Away, Elsewhere, away_in, send
-from remat.transforms.ops import Traits, draws, is_shape_arithmetic, traits, user_line
+from remat.transforms.ops import Traits, draws, is_shape_arithmetic, traits, user_line, user_place
 from remat.transforms.placeholders import Meta, metadata, metas
 from remat.transforms.state import GeneratorState
 from remat.transforms.tape.snapshots import Snapshot
@@ -133,9 +133,6 @@ class Recorder(Mode):
         self.tape.owners.append(owner)
         return number
 
-    def leave(self) -> None:
-        """Go on recording where a forward was held against a tape (see `guard.GuardMode`)."""
-
     def bound(self, tensor: torch.Tensor) -> int | None:
         """The number of a tensor that is known, None if it is not."""
         return self._numbers.get(tensor)
@@ -199,6 +196,7 @@ class Recorder(Mode):
         node.args, node.kwargs = template
         node.first, node.outs, node.optional = len(tape.makers), metadata(out), optional
         node.draws, node.overwrites = draws_from is not None, ()
+        node.place = user_place() if active.listeners else None
         if draws_from is not None:
             self.random[at] = draws_from
         self._link_operands(node, facts, args)

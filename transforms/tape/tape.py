@@ -40,6 +40,7 @@ class Node:
         "optional",
         "outs",
         "overwrites",
+        "place",
         "root",
         "shape_only",
         "verdict",
@@ -62,6 +63,7 @@ class Node:
     optional: bool  # whether a recomputation by user code may lack it, or have it where the forward had not
     verdict: int  # RECOMPUTE, OFFLOAD or SAVE
     name: str | None  # its checkpoint_name
+    place: str | None  # the user's line, where somebody wants to know
     digest: Any  # checksum of its results, for bitwise comparison
     check: Any  # what a later call is compared by, once it was asked for
 

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat._core import OpInfo, describe
 from remat.policies import kind_of
-from remat.transforms import flatten, traits, user_line
+from remat.transforms import active, flatten, traits, user_line
 from remat.transforms import recordings as context_recordings
 from remat.transforms.compat import TorchDispatchMode, graph_task, is_strided, storage_key, unwrapped
 from remat.transforms.offload import travelling
@@ -89,7 +89,7 @@ class Watch(TorchDispatchMode):
         region = recordings[-1].tape.region if recordings else again
         call = self._call(recordings[0].tape) if recordings else None
         inner = len(recordings) > 1
-        return Ran(when, func, kind(func), info.flops, moved, region, call, inner, user_line())
+        return Ran(when, func, kind(func), info.flops, moved, region, call, inner, active.place or user_line())
 
     def _when(self) -> str:
         # A function that calls torch.func.grad has a backward inside.
