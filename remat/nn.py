@@ -110,8 +110,12 @@ class Region(torch.nn.Module):
         return _blank, (self._remat_class,), self.__dict__
 
 
-@functools.cache
 def _region_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    # A class knows its subclasses, and does not hold them.
+    for made in cls.__subclasses__():
+        if made.__dict__.get("_remat_class") is cls:
+            return made
+
     # A subclass, not a wrapper, as FSDP2 does: the names of parameters stay. And not an attribute of the
     # instance: a copy of the module would go on calling the forward of the one it was copied from.
     @functools.wraps(cls.forward)

@@ -135,7 +135,7 @@ def test_quick_agrees_with_the_full_verdict(text):
             for index in (0, 1):
                 op_info = OpInfo(op, args, {}, (IMAGE,), name=name, index=index)
                 full = check_verdict(policy, op_info, policy(op_info))
-                assert policy.quick(op) in (None, full), op
+                assert policy.decide_by_op(op) in (None, full), op
 
 
 @pytest.mark.parametrize("a", Decision)
@@ -287,7 +287,7 @@ def verdicts(policy, *ops):
     policy = policy.fresh()
     answers = []
     for index, op in enumerate(ops):
-        quick = policy.quick(op)
+        quick = policy.decide_by_op(op)
         op_info = info(op, index=index)
         answers.append(check_verdict(policy, op_info, policy(op_info)) if quick is None else quick)
     return "".join(answer.name[0] for answer in answers)

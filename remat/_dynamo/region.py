@@ -103,7 +103,7 @@ def _run(options: Any, label: str, graph: Any, given: Any, *operands: Any, **kwa
         return run_transparently(body, operands, {})
     policy: Policy = bind(options.policy, body.bare(), operands, {})
     if body.named:
-        policy = policy.amid()
+        policy = policy.interleaved()
     return compiled_run(options.region(body, policy, label), body, operands)
 
 

@@ -23,6 +23,7 @@ from remat._dynamo.region import rebuild as region_rebuild
 from remat.policies import Policy, save_nothing
 from remat.policies._selector import PolicySelector
 from remat.schedules import Schedule, as_schedule
+from remat.transforms.caches import BoundedCache
 from remat.transforms.compat.aot import is_tracing
 from remat.transforms.entry.compiled import Graph
 from remat.transforms.errors import RematError
@@ -191,7 +192,7 @@ def _run(facts: Any, n: int | None, plan: Any, graph: Any, *operands: Any) -> An
     known = Facts(name, n, carry, rows, reverse, offload)
     selector = None
     if policy is not None:
-        selector = functools.partial(PolicySelector, policy.bind(body, operands, {}).amid(), name)
+        selector = functools.partial(PolicySelector, policy.bind(body, operands, {}).interleaved(), name)
     whole = None if evaluating() or is_tracing() else shown()
     if whole is not None:
         return run_whole(whole, known, body, operands, selector)
@@ -199,7 +200,7 @@ def _run(facts: Any, n: int | None, plan: Any, graph: Any, *operands: Any) -> An
 
 
 # Dynamo counts recompilations by code object: every body gets a copy of its own, for each shape of operands.
-_entries: weakref.WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = weakref.WeakKeyDictionary()
+_entries: weakref.WeakKeyDictionary[Any, BoundedCache[Any, Callable[..., Any]]] = weakref.WeakKeyDictionary()
 
 
 def run_compiled(body: Callable[..., Any], init: Any, xs: Any, whole: Whole, policy: Policy) -> Any:
@@ -211,7 +212,7 @@ def run_compiled(body: Callable[..., Any], init: Any, xs: Any, whole: Whole, pol
     code = getattr(body, "__code__", None) or type(body).__call__.__code__
     shapes = tuple([(t.shape, t.dtype, t.device) for t in (*whole.carry, *(x[:1] for x in whole.xs))])
     key = whole.backend, whole.options["name"], shapes, policy if policy != save_nothing else None
-    entries = _entries.setdefault(code, {})
+    entries = _entries.setdefault(code, BoundedCache(64))
     if key not in entries:
         entries[key] = torch.compile(
             types.FunctionType(_traced.__code__.replace(), globals()),

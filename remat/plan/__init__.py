@@ -3,6 +3,7 @@
 from remat._core.flops import register_cost as register_cost
 from remat.plan.chain.plan import ChainPlan as ChainPlan
 from remat.plan.chain.plan import plan_chain as plan_chain
+from remat.plan.graph.costs import CostModel as CostModel
 from remat.plan.graph.costs import Flops as Flops
 from remat.plan.graph.costs import Roofline as Roofline
 from remat.plan.model import ModelPlan as ModelPlan

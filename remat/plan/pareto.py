@@ -139,7 +139,7 @@ def pareto(
         >>> [p.kept_bytes for p in frontier.of("remat")]
         [256, 256, 512]
     """
-    graph, model = Graph(record(fn, args, kwargs, tensors=True)), cost_model(cost, device)
+    graph, model = Graph(record(fn, args, kwargs)), cost_model(cost, device)
     problem = graph.problem(model)
     corners = hull(problem)
     if not corners:
@@ -192,7 +192,7 @@ def saved_by(policy: Policy, graph: Graph, problem: Problem) -> set[int]:
     chosen = set()
     for position, op in enumerate(graph.ops):
         info = op_info(graph.joint, op, position)
-        verdict = policy.quick(op.target) or check_verdict(policy, info, policy(info))
+        verdict = policy.decide_by_op(op.target) or check_verdict(policy, info, policy(info))
         if verdict is not Decision.RECOMPUTE and problem.size[position] < INF:
             chosen.add(position)
     return chosen | inputs

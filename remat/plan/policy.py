@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from remat._core.opinfo import Decision, OpInfo
 from remat.plan.budget import check_budget, check_peak, resolve
-from remat.plan.cache import graph_of
+from remat.plan.cache import forget, graph_of
 from remat.plan.chain.stages import frontier
 from remat.plan.graph.costs import CostModel, cost_model
 from remat.plan.graph.graph import Graph
@@ -34,10 +35,8 @@ from remat.transforms.ops import traits
 _PROVEN = 1e-3
 # Torch is asked for plans that keep these shares; a peak may be met by one of them only.
 _SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
-# Stands among the numbers of ops for the one that comes next.
-_NEXT = -1
-_PLANS: dict[Any, tuple[Graph, Plan]] = {}
-_RIVALS: dict[Any, tuple[Graph, list[tuple[int, str, Solution]]]] = {}
+# Stand among the numbers of ops for the one that comes next, and for the first that did not fit.
+_NEXT, _OUTDATED = -1, -2
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,23 +84,23 @@ class BudgetPolicy(Numbered):
         return self._plan(fn, args, kwargs)
 
     def _plan(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-        graph = graph_of(fn, args, kwargs)
+        return self._on(graph_of(fn, args, kwargs), fn)
+
+    def _on(self, graph: Graph, fn: Callable[..., Any]) -> Plan:
         compiled = self.peak is not None and is_tracing()
-        key = (id(graph), self, compiled)
-        hit = _PLANS.get(key)
-        if hit is None:
-            name = getattr(fn, "__name__", None) or type(fn).__name__
-            hit = _PLANS[key] = (graph, plan_graph(graph, self, name, compiled=compiled))
-        return hit[1]
+        name = getattr(fn, "__name__", None) or type(fn).__name__
+        return graph.solved.made(
+            ("plan", self, compiled), lambda: plan_graph(graph, self, name, compiled=compiled)
+        )
 
     def bind(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
         """The plan for this call: a policy by op position."""
         args, kwargs = as_operands((args, kwargs))
         planned, plan = meet(fn, args, kwargs)
-        if planned and plan is None:
-            return save_everything
-        plan = plan or self._plan(fn, args, kwargs)
-        return carried_out(plan)
+        if planned:
+            return save_everything if plan is None else carried_out(plan)
+        graph = graph_of(fn, args, kwargs)
+        return carried_out(self._on(graph, fn), graph)
 
     def __call__(self, info: OpInfo) -> Decision:
         raise RematError(
@@ -120,12 +119,19 @@ class Following(Policy):
     """
 
     plan: Plan
+    # What it was made from, where that may be traced anew.
+    graph: Graph | None = field(default=None, compare=False, repr=False)
     # The number of an op in the forward -> its position in the plan; `_NEXT` -> the position to be met next.
     places: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
     counts = True
 
+    @property
+    def key(self) -> Hashable:  # type: ignore[override]
+        # Made anew for every call; a plan is not.
+        return type(self), self.plan.key
+
     def fresh(self) -> Policy:
-        return type(self)(self.plan)
+        return type(self)(self.plan, self.graph)
 
     def __call__(self, info: OpInfo) -> Decision:
         # An op is asked about once more when its value has got a name.
@@ -153,20 +159,32 @@ class Following(Policy):
 class Bound(Following):
     """A plan that was made for this very call: there is no other op."""
 
-    def amid(self) -> Policy:
-        return Following(self.plan)
+    def interleaved(self) -> Policy:
+        return Following(self.plan, self.graph)
 
     def _unplanned(self, position: int, op: Any) -> int:
+        if _OUTDATED in self.places:
+            return -1
         planned = self.plan.ops[position] if position < len(self.plan.ops) else None
-        raise RematError(self.plan.difference(position, planned, str(op)))
+        difference = self.plan.difference(position, planned, str(op))
+        if self.graph is None:
+            raise RematError(difference)
+        # Something changed that no key knows of. What is not planned is recomputed: right, if not the least.
+        forget(self.graph)
+        self.places[_OUTDATED] = position
+        warnings.warn(f"{difference} (The next call is planned anew.)", stacklevel=2)
+        return -1
 
 
-def carried_out(plan: Plan) -> Following:
-    """The policy for the call that is about to run: where other ops may come in between, or where none do."""
-    return Following(plan) if in_transform() else Bound(plan)
+def carried_out(plan: Plan, graph: Graph | None = None) -> Following:
+    """The policy for the call that is about to run: where other ops may come in between, or where none do.
+
+    With the `graph` of a plan that was not chosen by the user, ops that do not fit it lead to another one.
+    """
+    return (Following if in_transform() else Bound)(plan, graph)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def _passed_over(name: str) -> bool:
     """Whether nothing is asked about an op: it is a view, or writes in place, whose result is never kept."""
     namespace, _, rest = name.partition(".")
@@ -216,20 +234,20 @@ def _rivals(
     graph: Graph, policy: BudgetPolicy, problem: Problem, compiled: bool
 ) -> list[tuple[int, str, Solution]]:
     """Plans that the search by bytes may miss, with their peaks: mixtures, and torch's own. Once a graph."""
-    key = (id(graph), policy.cost, policy.device, policy.budget == "free", compiled)
-    if key not in _RIVALS:
+
+    def found() -> list[tuple[int, str, Solution]]:
         tried = [("mixture", solution) for solution in frontier(problem)]
-        for share in _SHARES if graph.joint.tensors else ():
+        for share in _SHARES:
             for name, saved in candidates(graph, int(share * graph.kept_by_default), shares=(1.0,)):
                 solution = complete(problem, saved)
                 tried += [(name, solution)] if solution is not None else []
         distinct = {solution.saved: (name, solution) for name, solution in reversed(tried)}
-        found = [
+        return [
             (step_peak([profile(graph, solution, compiled=compiled)]), name, solution)
             for name, solution in distinct.values()
         ]
-        _RIVALS[key] = (graph, found)
-    return _RIVALS[key][1]
+
+    return graph.solved.made(("rivals", policy.cost, policy.device, policy.budget == "free", compiled), found)
 
 
 def _solved(graph: Graph, problem: Problem, budget: int, time_limit: float) -> Solved:

@@ -1,6 +1,7 @@
 """Policies: values that decide, op by op, what a region keeps between forward and backward."""
 
 from remat.policies._base import Policy as Policy
+from remat.policies._base import PolicyLike as PolicyLike
 from remat.policies._base import as_policy as as_policy
 from remat.policies._base import check_verdict as check_verdict
 from remat.policies._catalogue import register_costly_op as register_costly_op

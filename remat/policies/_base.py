@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import functools
+import types
+from collections.abc import Callable, Hashable, Iterator, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from torch._ops import HigherOrderOperator, OpOverload
 
 from remat._core.opinfo import Decision, OpInfo
+from remat.transforms.caches import Identity, Key
 from remat.transforms.errors import RematError
 from remat.transforms.ops import traits
-from remat.transforms.registry import intern, register
+from remat.transforms.registry import intern, numbered, register
+
+if TYPE_CHECKING:
+    from torch._library.custom_ops import CustomOpDef
+    from torch._ops import OpOverloadPacket
 
 
 class PolicyError(RematError, TypeError):
@@ -22,21 +30,49 @@ class PolicyError(RematError, TypeError):
 class Policy:
     """Decides, op by op, what a region keeps. Subclass it as a frozen dataclass.
 
-    `__call__` gives the verdict. `quick` gives the same verdict from the op alone where that is enough, so
-    that the engine need not describe the op's operands. `needs_calls` says that `__call__` reads `info.call`.
-    `repeatable` says that the verdicts depend on the ops and their operands' shapes alone, so that one run of
-    a function tells what the next will keep; a policy that counts or looks elsewhere must leave it False.
+    `__call__` gives the verdict. `decide_by_op` gives the same verdict from the op alone where that is
+    enough, so that the engine need not describe the op's operands.
+
+    A region's first forward under a policy asks it about every op. A later one that runs the same ops on the
+    same shapes, with the same names, in the same order is given the same verdicts without asking: a verdict
+    depends on what an `OpInfo` holds and on the verdicts before it in the forward, and on nothing else. A
+    policy for which that is not so (its verdicts change from call to call, or it looks at numbers somewhere)
+    says `asks_again = True`, and is asked in every forward; for a rule, `checkpoint_policy(rule,
+    stateful=True)` says it.
+
+    Attributes:
+        needs_calls: whether `__call__` reads `info.call`.
+        counts: whether a verdict depends on how many values were judged before, so that none may be passed
+            over. Each forward counts anew (`fresh`).
+        asks_again: whether a verdict depends on more than the forward itself.
+        repeatable: whether the verdicts depend on the ops and their operands' shapes alone: neither on names
+            nor on positions.
     """
 
     needs_calls: bool = False
-    repeatable: bool = False
-    # Whether the verdict depends on how many values were judged before, so that none may be passed over.
     counts: bool = False
+    asks_again: bool = False
+    repeatable: bool = False
+
+    @functools.cached_property
+    def key(self) -> Hashable:
+        """What policies of the same verdicts have in common: hashed once, cheap to compare, for caches.
+
+        It holds no function: a rule counts as itself, and for as long as it lives.
+        """
+        if not dataclasses.is_dataclass(self):
+            return Identity(self)
+        fields = [field for field in dataclasses.fields(self) if field.compare]
+        return Key(type(self), *[key_of(getattr(self, field.name)) for field in fields])
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The key is good in this process alone.
+        return {name: value for name, value in self.__dict__.items() if name != "key"}
 
     def __call__(self, info: OpInfo) -> Decision | bool:
         raise NotImplementedError
 
-    def quick(self, op: Any) -> Decision | None:
+    def decide_by_op(self, op: Any) -> Decision | None:
         """The verdict for every use of `op`, or None when it depends on the `OpInfo`."""
         return None
 
@@ -44,7 +80,7 @@ class Policy:
         """The policy for one call `fn(*args, **kwargs)` of a region; asked before its forward."""
         return self
 
-    def amid(self) -> Policy:
+    def interleaved(self) -> Policy:
         """The policy for a function with more ops around those that it was bound to."""
         return self
 
@@ -72,6 +108,30 @@ class Policy:
         return Not(self)
 
 
+def key_of(value: Any) -> Hashable:
+    """What a field of a policy is in its key."""
+    if isinstance(value, Policy):
+        return value.key
+    if isinstance(value, (bool, int, float)):
+        # 1, 1.0 and True are equal and may mean different things.
+        return type(value), value
+    if value is None or isinstance(value, _BY_VALUE):
+        return value
+    if isinstance(value, (tuple, frozenset)):
+        return type(value), type(value)(map(key_of, value))
+    if isinstance(value, types.MethodType):
+        # Made anew wherever it is looked up.
+        return key_of(value.__self__), key_of(value.__func__)
+    try:
+        return Identity(value)
+    except TypeError:
+        # Nobody else's: the policy's key is made once.
+        return Key(object())
+
+
+_BY_VALUE = (str, bytes, Decision, OpOverload, HigherOrderOperator, type, torch.device, torch.dtype)
+
+
 @dataclass(frozen=True)
 class Named(Policy):
     """A policy that prints as the name it is imported by."""
@@ -92,7 +152,7 @@ class Constant(Named):
     def __call__(self, info: OpInfo) -> Decision:
         return self.decision
 
-    def quick(self, op: Any) -> Decision:
+    def decide_by_op(self, op: Any) -> Decision:
         return self.decision
 
 
@@ -103,11 +163,14 @@ class Numbered(Policy):
     """
 
     numbering = staticmethod(intern)
+    number: str
 
     def __post_init__(self) -> None:
         # What is made in code that is traced has no number.
         if not torch.compiler.is_dynamo_compiling():
             object.__setattr__(self, "number", self.numbering(self))
+            if (first := numbered(self.number)) is not self:
+                object.__setattr__(self, "first", first)
 
     def __reduce__(self) -> tuple[Any, ...]:
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
@@ -119,16 +182,22 @@ class FromCallable(Numbered):
     """The verdicts of a user's function of an `OpInfo`."""
 
     rule: Callable[[OpInfo], Decision | bool]
+    stateful: bool = False
     # What the function reads cannot be known, so it is given all there is.
     needs_calls = True
     # One of its own each, so that what the function closes over does not live for good.
     numbering = staticmethod(register)
 
+    @property
+    def asks_again(self) -> bool:  # type: ignore[override]
+        return self.stateful
+
     def __call__(self, info: OpInfo) -> Decision:
         return check_verdict(self, info, self.rule(info))
 
     def __repr__(self) -> str:
-        return f"checkpoint_policy({getattr(self.rule, '__qualname__', None) or repr(self.rule)})"
+        rule = getattr(self.rule, "__qualname__", None) or repr(self.rule)
+        return f"checkpoint_policy({rule}{', stateful=True' if self.stateful else ''})"
 
 
 class Combined(Policy):
@@ -149,14 +218,18 @@ class Combined(Policy):
         return any(part.counts for part in self.parts().values())
 
     @property
+    def asks_again(self) -> bool:  # type: ignore[override]
+        return any(part.asks_again for part in self.parts().values())
+
+    @property
     def repeatable(self) -> bool:  # type: ignore[override]
         return all(part.repeatable for part in self.parts().values())
 
     def bind(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
         return self._with({name: part.bind(fn, args, kwargs) for name, part in self.parts().items()})
 
-    def amid(self) -> Policy:
-        return self._with({name: part.amid() for name, part in self.parts().items()})
+    def interleaved(self) -> Policy:
+        return self._with({name: part.interleaved() for name, part in self.parts().items()})
 
     def fresh(self) -> Policy:
         return (
@@ -192,8 +265,8 @@ class Either(_Pair):
         left, right = self._verdicts(info)
         return left | right
 
-    def quick(self, op: Any) -> Decision | None:
-        left, right = self.left.quick(op), self.right.quick(op)
+    def decide_by_op(self, op: Any) -> Decision | None:
+        left, right = self.left.decide_by_op(op), self.right.decide_by_op(op)
         if Decision.SAVE in (left, right) and not self._passes_over(left, right):
             return Decision.SAVE
         return None if left is None or right is None else left | right
@@ -210,8 +283,8 @@ class Both(_Pair):
         left, right = self._verdicts(info)
         return left & right
 
-    def quick(self, op: Any) -> Decision | None:
-        left, right = self.left.quick(op), self.right.quick(op)
+    def decide_by_op(self, op: Any) -> Decision | None:
+        left, right = self.left.decide_by_op(op), self.right.decide_by_op(op)
         if Decision.RECOMPUTE in (left, right) and not self._passes_over(left, right):
             return Decision.RECOMPUTE
         return None if left is None or right is None else left & right
@@ -234,8 +307,8 @@ class Not(Combined):
         verdict = check_verdict(self.inner, info, self.inner(info))
         return verdict if self._passes(verdict, info.op) else self._flip(verdict)
 
-    def quick(self, op: Any) -> Decision | None:
-        verdict = self.inner.quick(op)
+    def decide_by_op(self, op: Any) -> Decision | None:
+        verdict = self.inner.decide_by_op(op)
         return verdict if verdict is None or self._passes(verdict, op) else self._flip(verdict)
 
     @staticmethod
@@ -299,3 +372,12 @@ def as_policy(value: Any) -> Policy:
     from remat.policies._makers import policy_from
 
     return policy_from(value)
+
+
+if TYPE_CHECKING:
+    _Op: TypeAlias = "OpOverload[..., Any] | OpOverloadPacket[..., Any] | HigherOrderOperator | CustomOpDef"
+
+PolicyLike: TypeAlias = (
+    "Policy | Callable[[OpInfo], Decision | bool] | _Op | list[Any] | tuple[_Op | str, ...] | Set[_Op | str]"
+)
+"""What `remat(policy=...)` accepts: a policy, a rule, one op, or several ops and `checkpoint_name`s."""

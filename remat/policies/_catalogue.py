@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
+from remat.transforms.caches import BoundedCache
 from remat.transforms.errors import RematError
 from remat.transforms.region.cache import forget_all
 
@@ -94,7 +95,7 @@ _COSTLY: dict[str, Kind] = {
     **_qualified(_ATTENTION, "attention"),
 }
 # Looking an op up is on the path of every op of every region: one dict probe, keyed by the op itself.
-_KIND_OF: dict[Any, Kind | None] = {}
+_KIND_OF: BoundedCache[Any, Kind | None] = BoundedCache(8192)
 
 
 def qualified_name(op: Any) -> str:

@@ -4,12 +4,29 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
-from remat.policies._base import FromCallable, Policy, PolicyError
+from remat.policies._base import FromCallable, Policy, PolicyError, PolicyLike
 from remat.policies._ready import is_op, offload_names, save_all_but_names, save_names, save_ops
 from remat.policies._selective import offload, save_cheaper_than, save_every, save_larger_than, where
 from remat.transforms.errors import RematError
+
+if TYPE_CHECKING:
+    from remat.plan import BudgetPolicy, CostModel
+
+
+@overload
+def checkpoint_policy(rule: PolicyLike | str, *, stateful: bool = ...) -> Policy: ...
+
+
+@overload
+def checkpoint_policy(
+    *,
+    budget: float | int | str | None = ...,
+    peak: int | str | None = ...,
+    cost: str | CostModel = ...,
+    device: Any = ...,
+) -> BudgetPolicy: ...
 
 
 def checkpoint_policy(
@@ -17,8 +34,9 @@ def checkpoint_policy(
     *,
     budget: float | int | str | None = None,
     peak: int | str | None = None,
-    cost: str = "roofline",
+    cost: str | CostModel = "roofline",
     device: Any = None,
+    stateful: bool = False,
 ) -> Policy:
     """Make a policy value.
 
@@ -33,6 +51,11 @@ def checkpoint_policy(
         cost: with these two, the model of what recomputation costs: `"roofline"`, or another that
             `remat.plan` knows.
         device: with these two, the device whose speed is meant; None means the one the tensors are on.
+        stateful: with a function: its answers change from call to call, so it is asked in every forward.
+            Otherwise a forward that runs the same ops as one before it has the verdicts of that one.
+
+    Returns:
+        A policy; with `budget` or `peak` a `remat.plan.BudgetPolicy`, whose `plan(fn, *args)` tells the plan.
 
     Raises:
         RematError: neither or both of `rule` and `budget` or `peak`, or a rule that is none of the above.
@@ -53,10 +76,20 @@ def checkpoint_policy(
         )
     if rule is None:
         return _from_budget(budget, peak, cost, device)
-    return save_names(rule) if isinstance(rule, str) else policy_from(rule)
+    made = save_names(rule) if isinstance(rule, str) else policy_from(rule)
+    if not stateful:
+        return made
+    if not isinstance(made, FromCallable):
+        raise PolicyError(
+            f"checkpoint_policy({rule!r}, stateful=True): only a function can change its mind. A policy of "
+            "your own says so by the class attribute asks_again = True."
+        )
+    return FromCallable(made.rule, stateful=True)
 
 
-def _from_budget(budget: float | int | str | None, peak: int | str | None, cost: str, device: Any) -> Policy:
+def _from_budget(
+    budget: float | int | str | None, peak: int | str | None, cost: str | CostModel, device: Any
+) -> BudgetPolicy:
     try:
         from remat.plan import budget_policy  # type: ignore[reportMissingImports]
     except ImportError as error:

@@ -22,9 +22,9 @@ class OfKind(Named):
     decision: Decision = Decision.SAVE
 
     def __call__(self, info: OpInfo) -> Decision:
-        return self.quick(info.op)
+        return self.decide_by_op(info.op)
 
-    def quick(self, op: Any) -> Decision:
+    def decide_by_op(self, op: Any) -> Decision:
         return self.decision if _catalogue.kind_of(op) in self.kinds else Decision.RECOMPUTE
 
 
@@ -36,9 +36,9 @@ class SaveOps(Policy):
     repeatable = True
 
     def __call__(self, info: OpInfo) -> Decision:
-        return self.quick(info.op)
+        return self.decide_by_op(info.op)
 
-    def quick(self, op: Any) -> Decision:
+    def decide_by_op(self, op: Any) -> Decision:
         return Decision.SAVE if op in self.ops else Decision.RECOMPUTE
 
     def __repr__(self) -> str:

@@ -19,8 +19,8 @@ class Narrowed(Combined):
     policy: Policy
     repeatable = False  # type: ignore[assignment]
 
-    def quick(self, op: Any) -> Decision | None:
-        return Decision.RECOMPUTE if self.policy.quick(op) is Decision.RECOMPUTE else None
+    def decide_by_op(self, op: Any) -> Decision | None:
+        return Decision.RECOMPUTE if self.policy.decide_by_op(op) is Decision.RECOMPUTE else None
 
 
 @dataclass(frozen=True, repr=False)
@@ -216,8 +216,8 @@ class Offload(Combined):
     def __call__(self, info: OpInfo) -> Decision:
         return check_verdict(self.policy, info, self.policy(info)) & Decision.OFFLOAD
 
-    def quick(self, op: Any) -> Decision | None:
-        verdict = self.policy.quick(op)
+    def decide_by_op(self, op: Any) -> Decision | None:
+        verdict = self.policy.decide_by_op(op)
         return None if verdict is None else verdict & Decision.OFFLOAD
 
     def __repr__(self) -> str:

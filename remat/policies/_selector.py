@@ -69,7 +69,7 @@ def _as_operands(op: Any, left: TensorMeta, right: TensorMeta) -> tuple[TensorMe
 def bind(policy: Policy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
     """`policy` for one call of a region."""
     bound = policy.bind(fn, args, kwargs)
-    return bound.amid() if current() else bound  # what captures put in are further ops
+    return bound.interleaved() if current() else bound  # what captures put in are further ops
 
 
 class PolicySelector:
@@ -99,9 +99,9 @@ class PolicySelector:
                 return Decision.RECOMPUTE.value
             op = self.calls.fused
             args, kwargs = (describe(args[0]), *_as_operands(op, *self.product)), {}
-        quick = self.policy.quick(op)
-        if quick is not None:
-            return quick.value
+        verdict = self.policy.decide_by_op(op)
+        if verdict is not None:
+            return verdict.value
         return self._ask(at, node, args, kwargs, out, op)
 
     def _ask(self, at: int, node: Node, args: Any, kwargs: Any, out: Any, op: Any = None) -> int:

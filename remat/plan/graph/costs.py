@@ -20,6 +20,7 @@ import torch.utils._pytree as pytree
 
 from remat._core.flops import known_flops, op_name
 from remat.policies._catalogue import kind_of
+from remat.transforms.caches import BoundedCache
 from remat.transforms.errors import RematError
 from remat.transforms.joint.graph import Joint, Op, Ref, Value
 
@@ -28,7 +29,8 @@ UNKNOWN_FLOPS_PER_BYTE = 1024
 # Below any matmul's price, above nothing: among plans of equal FLOPs the one that moves fewer bytes.
 _FLOPS_PER_BYTE_MOVED = 1e-3
 
-_UNKNOWN: set[str] = set()
+# Ops that were warned of.
+_UNKNOWN: BoundedCache[str, None] = BoundedCache(4096)
 
 
 def flops_of(joint: Joint, op: Op) -> float:
@@ -47,7 +49,7 @@ def flops_of(joint: Joint, op: Op) -> float:
 
 def _warn_unknown(name: str) -> None:
     if name not in _UNKNOWN:
-        _UNKNOWN.add(name)
+        _UNKNOWN[name] = None
         warnings.warn(
             f"The cost of {name} is not known; it is counted as {UNKNOWN_FLOPS_PER_BYTE} FLOPs per byte of "
             f'output (a large matmul). Say what it costs with remat.plan.register_cost("{name}", flops).',
