@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from remat._core.flops import known_flops
+from remat._core import known_flops
 from remat.cli.measure import percentiles, seconds
-from remat.transforms.compat.aot import unwind_levels
+from remat.transforms.compat import unwind_levels
 from remat.transforms.compat.autograd import allow_hooks
 
 ROOT = Path(__file__).parent.parent

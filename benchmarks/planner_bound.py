@@ -13,10 +13,9 @@ import math
 from dataclasses import replace
 
 from remat.plan.graph.costs import CostModel, flops_of
-from remat.plan.solve.hull import bound, hull
-from remat.plan.solve.problem import Problem
+from remat.plan.solve import Problem, bound, hull
 from remat.plan.torch_plans import compiled_problem
-from remat.transforms.joint.graph import Joint, Op
+from remat.transforms.joint import Joint, Op
 
 # How many ops are looked at in each of this many stretches of the backward: those with the most bytes.
 _LOOKS, _STRETCHES = 4, 16

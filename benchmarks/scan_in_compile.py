@@ -31,7 +31,7 @@ from benchmarks.scan_memory import installed
 from benchmarks.scan_ways import cell, ways
 from remat import scan_remat
 from remat.transforms.scan import function as the_function
-from remat.transforms.scan.compiled.unroll import Bound
+from remat.transforms.scan.compiled import Bound
 from remat.transforms.scan.traced import custom_op
 
 WIDTH = 16

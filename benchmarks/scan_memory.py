@@ -30,8 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.records import Record, Target, save, show
 from benchmarks.scan_ways import SLOTS, cell, ways
-from remat._scan.scan import scan_remat
-from remat._scan.stacked_layers import scan_layers, stack_params
+from remat._scan import scan_layers, scan_remat, stack_params
 from remat.cli.measure import trace_memory
 
 MIB = 1 << 20

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from remat._scan.scan import scan_remat
+from remat._scan import scan_remat
 from remat.policies import save_everything
 
 Run = Callable[[], Any]

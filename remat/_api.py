@@ -12,16 +12,12 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 
-from remat._dynamo.region import call as region_call
-from remat._dynamo.region import call_planned, looks_at_calls, wrap
-from remat._inspect.logging import told, wanted
-from remat.policies import Policy, as_policy, save_everything, save_nothing
-from remat.policies._selector import PolicySelector, bind
-from remat.transforms.entry.dispatch import outermost, run, run_transparently
-from remat.transforms.errors import RematError
-from remat.transforms.region.cache import memory_of
-from remat.transforms.region.region import Region, choosing
-from remat.transforms.registry import register
+from remat._dynamo import call_planned, call_region, looks_at_calls, wrap
+from remat._inspect import told, wanted
+from remat.policies import Policy, PolicySelector, as_policy, bind, save_everything, save_nothing
+from remat.transforms import RematError, register
+from remat.transforms.entry import outermost, run, run_transparently
+from remat.transforms.region import Region, choosing, memory_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -161,6 +157,10 @@ class _Options:
         key = policy if policy.repeatable else None
         return Region(fn, label, selector, self.random, self.check, memory_of(anchor(fn)), key)
 
+    def eager(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`fn` as a region, where Dynamo gave it up."""
+        return _wrap(fn, self)
+
     def under(self, policy: Policy) -> _Options:
         """The same with another policy."""
         return _Options(policy, self.name, self.numbers, self.names, self.random, self.check)
@@ -197,7 +197,7 @@ def _wrap(fn: Callable[..., Any], options: _Options) -> Callable[..., Any]:
     label, number = region.name, register(options)
     # Most policies are the same for every call; asking them takes longer than a small op.
     binds = looks_at_calls(options.policy)
-    compile_call = call_planned if binds else region_call
+    compile_call = call_planned if binds else call_region
 
     ordinary = not (keeps_everything or static or binds)
 

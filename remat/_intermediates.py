@@ -10,15 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat._dynamo.intermediates import capture as intermediates_capture
-from remat._dynamo.intermediates import capture_grads as intermediates_capture_grads
-from remat.transforms.compat.autograd import hooks_aside
-from remat.transforms.compat.functorch import in_transform
-from remat.transforms.errors import RematError
-from remat.transforms.grad import _check_scalar, _leaf, _like, _positions, _reaches_other_leaves, _replace
-from remat.transforms.grad import _gradients as grad_gradients
-from remat.transforms.intermediates.taps import Offsets, Values, opened
-from remat.transforms.pytree import flatten, merge, split, unflatten
+from remat._dynamo import capture as intermediates_capture
+from remat._dynamo import capture_grads as intermediates_capture_grads
+from remat.transforms import (
+    RematError,
+    argument_positions,
+    check_scalar,
+    flatten,
+    named_like,
+    replace_arguments,
+    unflatten,
+)
+from remat.transforms.intermediates import Offsets, Values, differentiated, offset, opened
 
 
 def capture(fn: Callable[..., Any], names: str | Iterable[str]) -> Callable[..., tuple[Any, dict[str, Any]]]:
@@ -57,7 +60,7 @@ def capture(fn: Callable[..., Any], names: str | Iterable[str]) -> Callable[...,
             result = fn(*args, **kwargs)
         return result, _by_name(wanted, session.found, session.seen)
 
-    return _like(fn, captured)
+    return named_like(fn, captured)
 
 
 def capture_grads(
@@ -97,7 +100,7 @@ def capture_grads(
     wanted = _wanted(names)
 
     def captured(*args: Any, **kwargs: Any) -> Any:
-        positions = () if argnums is None else _positions(argnums, len(args))
+        positions = () if argnums is None else argument_positions(argnums, len(args))
         if torch.compiler.is_dynamo_compiling():
             value, grads, found, seen = intermediates_capture_grads(fn, wanted, positions, args, kwargs)
             named = _by_name(wanted, found, seen)
@@ -109,30 +112,15 @@ def capture_grads(
             session = Offsets(frozenset(wanted), functools.partial(offset, leaves[0]))
             with opened(session):
                 moved = unflatten(leaves[1:], spec)
-                value = fn(*_replace(args, positions, moved), **kwargs)
-            _check_scalar(value)
+                value = fn(*replace_arguments(args, positions, moved), **kwargs)
+            check_scalar(value)
             return value, session, []
 
         value, grads, session, found, _ = differentiated(run, flat)
         named = _by_name(wanted, found, session.seen)
         return (value, named) if argnums is None else (value, unflatten(grads, spec), named)
 
-    return _like(fn, captured)
-
-
-def differentiated(
-    run: Callable[[list[Tensor]], tuple[Tensor, Offsets, list[Tensor]]],
-    leaves: list[Tensor],
-    at_a_level: bool = False,
-) -> tuple[Tensor, list[Tensor], Offsets, list[tuple[str, Any]], list[Tensor]]:
-    """The value that `run` returns first, differentiated by `leaves` and by what the session has offset.
-
-    `run` gets a scalar, of which it is to make every offset, so that they carry a derivative wherever they
-    are made, and the leaves; what else it returns is handed through.
-    """
-    leaves = [torch.full((), -0.0), *leaves]
-    levels = at_a_level or in_transform() or torch.is_inference_mode_enabled()
-    return (_at_a_level if levels else _plainly)(run, leaves)
+    return named_like(fn, captured)
 
 
 def _wanted(names: str | Iterable[str]) -> tuple[str, ...]:
@@ -141,56 +129,6 @@ def _wanted(names: str | Iterable[str]) -> tuple[str, ...]:
         if not isinstance(name, str):
             raise TypeError(f"capture(fn, names): names must be strings, got {name!r}")
     return tuple(sorted(set(wanted)))
-
-
-def offset(zero: Tensor, tensor: Tensor) -> Tensor:
-    """The offset of one tensor: a negative zero, which changes no bit."""
-    with torch.enable_grad():
-        return zero.to(tensor.device, tensor.dtype).expand(tensor.shape)
-
-
-def _plainly(run: Callable[..., Any], leaves: list[Tensor]) -> tuple[Any, ...]:
-    outer = torch.is_grad_enabled()
-    with torch.enable_grad():
-        own = [x if outer and x.requires_grad else _leaf(x) for x in leaves]
-        value, session, others = run(own)
-        fresh = [mine for mine, given in zip(own, leaves, strict=True) if mine is not given]
-        attached = outer and _reaches_other_leaves([value], fresh)
-        grads, found = _gradients(value, own[1:], session, create_graph=attached)
-    if not attached:
-        value, others = value.detach(), [t.detach() for t in others]
-    return value, grads, session, found, others
-
-
-def _at_a_level(run: Callable[..., Any], leaves: list[Tensor]) -> tuple[Any, ...]:
-    rest: list[Any] = []
-
-    def of(*leaves: Tensor) -> tuple[Tensor, list[list[Tensor]]]:
-        value, session, others = run(list(leaves))
-        grads, found = _gradients(value, list(leaves[1:]), session, create_graph=True)
-        flat, spec = flatten(found)
-        tensors, at = split(flat)
-        # Only tensors leave a transform, and the offsets must not.
-        session.found, session.offsets = [], []
-        rest[:] = [session, spec, [None if isinstance(x, Tensor) else x for x in flat], at]
-        return value, [[value, *grads], tensors, others]
-
-    # The function is differentiated inside, at the level that this opens: the offsets are made there.
-    with hooks_aside():
-        _, _, ((value, *grads), tensors, others) = torch.func.vjp(of, *leaves, has_aux=True)  # type: ignore[misc]
-    session, spec, blank, at = rest
-    return value, grads, session, unflatten(merge(blank, at, tensors), spec), others
-
-
-def _gradients(
-    value: Tensor, leaves: list[Tensor], session: Offsets, create_graph: bool
-) -> tuple[list[Tensor], list[tuple[str, Any]]]:
-    """Gradients of the leaves, and the session's named trees with gradients in place of offsets."""
-    flat, spec = flatten(session.found)
-    offsets, at = split(flat)
-    wanted = [*leaves, *offsets]
-    grads = grad_gradients(value, wanted, create_graph) if wanted else []
-    return grads[: len(leaves)], unflatten(merge(flat, at, grads[len(leaves) :]), spec)
 
 
 def _by_name(wanted: tuple[str, ...], found: list[tuple[str, Any]], seen: Iterable[str]) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from typing import TypeVar
 import torch
 import torch.utils._pytree as torch_pytree
 
-from remat._dynamo.intermediates import tap
-from remat.transforms.compiled.names import named
-from remat.transforms.intermediates.taps import tap as taps_tap
+from remat._dynamo import tap
+from remat.transforms.compiled import named
+from remat.transforms.intermediates import tap as taps_tap
 
 Tree = TypeVar("Tree")
 

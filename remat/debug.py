@@ -11,9 +11,9 @@ from typing import Any, cast
 import torch
 import torch.utils._pytree as torch_pytree
 
-from remat.transforms.compat.aot import compiled_for_graphs, example_of
-from remat.transforms.compiled.lowering import RECOMPUTED
-from remat.transforms.errors import RematError
+from remat.transforms import RematError
+from remat.transforms.compat import OpOverload, compiled_for_graphs, example_of
+from remat.transforms.compiled import RECOMPUTED
 
 __all__ = ["Recomputed", "Taken", "assert_recomputed", "recomputed"]
 
@@ -229,7 +229,7 @@ def _kept(found: Nodes, makers: dict[str, str]) -> tuple[Taken, ...]:
 
 def _base(node: torch.fx.Node) -> torch.fx.Node:
     """What `node` is a view of; itself if it is none."""
-    while isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
+    while isinstance(node.target, OpOverload) and node.target.is_view:
         node = node.all_input_nodes[0]
     return node
 
@@ -241,7 +241,7 @@ def _ops(nodes: Nodes) -> Counter[str]:
 def _name(node: torch.fx.Node) -> str:
     """The op that a node computes, empty for views, fences and the like."""
     op = node.target
-    if not isinstance(op, torch._ops.OpOverload) or op.namespace == "remat" or op.is_view:
+    if not isinstance(op, OpOverload) or op.namespace == "remat" or op.is_view:
         return ""
     return "" if op in _FREE else op._schema.name.rpartition("::")[2]
 

@@ -1,5 +1,5 @@
 """Identical layers with stacked parameters, run as one scan."""
 
-from remat._scan.stacked_layers import scan_layers as scan_layers
-from remat._scan.stacked_layers import stack_params as stack_params
-from remat._scan.stacked_layers import unstack_params as unstack_params
+from remat._scan import scan_layers as scan_layers
+from remat._scan import stack_params as stack_params
+from remat._scan import unstack_params as unstack_params

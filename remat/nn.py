@@ -12,7 +12,7 @@ import torch
 
 from remat._api import remat
 from remat.policies import as_policy, save_nothing
-from remat.transforms.errors import RematError
+from remat.transforms import RematError
 
 Layers = str | Iterable[str] | type | tuple[type, ...] | Callable[[str, torch.nn.Module], bool]
 

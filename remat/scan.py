@@ -1,3 +1,3 @@
 """Scans whose backward runs a checkpointing schedule: a public path to `scan_remat`."""
 
-from remat._scan.scan import scan_remat as scan_remat
+from remat._scan import scan_remat as scan_remat

@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat import checkpoint_name, remat
+from remat import checkpoint_name, checkpoint_policy, remat
 from remat.policies import (
-    checkpoint_policy,
     offload_matmuls,
     offload_names,
     save_attention,

@@ -47,7 +47,7 @@ def test_wheel_installs_remat_alone_with_transforms_inside(wheel: zipfile.ZipFil
     names = wheel.namelist()
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"remat"}
     assert {"remat/transforms/__init__.py", "remat/transforms/errors.py", "remat/py.typed"} <= set(names)
-    sources = {f"remat/transforms/{path.name}" for path in (ROOT / "transforms").glob("*.py")}
+    sources = {f"remat/{path.relative_to(ROOT)}" for path in (ROOT / "transforms").rglob("*.py")}
     assert sources <= set(names)
 
 

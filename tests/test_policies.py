@@ -9,13 +9,12 @@ import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat import checkpoint_name, remat
+from remat import checkpoint_name, checkpoint_policy, remat
 from remat._core.opinfo import Call, Decision, OpInfo, TensorMeta
 from remat.policies import (
     Policy,
     as_policy,
     check_verdict,
-    checkpoint_policy,
     offload,
     offload_matmuls,
     offload_names,

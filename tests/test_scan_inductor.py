@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from remat import save_matmuls, scan_remat
-from remat.transforms.scan.compiled import cpu
+from remat.transforms.compat import cpu
 
 N, B, D = 19, 2, 8
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from remat.transforms.compat.modes import DispatchMode
+from remat.transforms.compat import DispatchMode
 
 if TYPE_CHECKING:
-    from remat.transforms.tape.tape import Trace
+    from remat.transforms.tape import Trace
 
 
 class _Active(threading.local):

@@ -15,8 +15,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from remat.transforms.compat.autograd import forward_ad_active
-from remat.transforms.compat.functorch import in_transform
+from remat.transforms.compat import forward_ad_active, in_transform
 
 P = ParamSpec("P")
 
@@ -55,7 +54,7 @@ def grad(
         value, grads = value_and_grad_fun(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 
-    return _like(fun, wrapper)
+    return named_like(fun, wrapper)
 
 
 def value_and_grad(
@@ -81,10 +80,10 @@ def value_and_grad(
             return value, grads
         return _outermost(fun, argnums, has_aux, args, kwargs)
 
-    return _like(fun, wrapper)
+    return named_like(fun, wrapper)
 
 
-def _like(fun: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+def named_like(fun: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
     # Dynamo cannot trace functools.wraps over everything that is callable, and needs no names.
     return wrapper if torch.compiler.is_compiling() else functools.wraps(fun, updated=())(wrapper)
 
@@ -106,27 +105,27 @@ def _outermost(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, Any]:
-    positions = _positions(argnums, len(args))
+    positions = argument_positions(argnums, len(args))
     chosen = args[positions] if isinstance(positions, int) else tuple(args[i] for i in positions)
     flat, spec = pytree.tree_flatten(chosen)
     outer_grad = torch.is_grad_enabled()
     with torch.enable_grad():
-        leaves = [_leaf(x) for x in flat]
-        output = fun(*_replace(args, positions, pytree.tree_unflatten(leaves, spec)), **kwargs)
+        leaves = [fresh_leaf(x) for x in flat]
+        output = fun(*replace_arguments(args, positions, pytree.tree_unflatten(leaves, spec)), **kwargs)
         value, aux = _split(output) if has_aux else (output, None)
-        _check_scalar(value)
+        check_scalar(value)
         returned = [t for t in pytree.tree_leaves((value, aux)) if isinstance(t, Tensor)]
         # Captured tensors that require grad are found only now: derivatives with respect to them must flow
         # through what is returned, as with torch.func.grad.
-        attached = outer_grad and _reaches_other_leaves(returned, leaves)
-        grads = _gradients(value, leaves, create_graph=attached)
+        attached = outer_grad and reaches_other_leaves(returned, leaves)
+        grads = gradients_of(value, leaves, create_graph=attached)
     result = (value, aux) if has_aux else value
     if not attached:
         result = pytree.tree_map_only(Tensor, functools.partial(_detached, leaves, flat), result)
     return result, pytree.tree_unflatten(grads, spec)
 
 
-def _positions(argnums: Any, count: int) -> int | tuple[int, ...]:
+def argument_positions(argnums: Any, count: int) -> int | tuple[int, ...]:
     if isinstance(argnums, tuple):
         positions = tuple(_position(i, count) for i in argnums)
         if not positions or len(set(positions)) < len(positions):
@@ -146,7 +145,7 @@ def _position(argnum: Any, count: int) -> int:
     return argnum % count
 
 
-def _replace(args: tuple[Any, ...], positions: int | tuple[int, ...], new: Any) -> list[Any]:
+def replace_arguments(args: tuple[Any, ...], positions: int | tuple[int, ...], new: Any) -> list[Any]:
     replaced = list(args)
     chosen = [(positions, new)] if isinstance(positions, int) else zip(positions, new, strict=True)
     for i, value in chosen:
@@ -154,11 +153,11 @@ def _replace(args: tuple[Any, ...], positions: int | tuple[int, ...], new: Any) 
     return replaced
 
 
-def _leaf(x: Any) -> Tensor:
-    return _tensor(x).detach().requires_grad_()
+def fresh_leaf(x: Any) -> Tensor:
+    return checked_tensor(x).detach().requires_grad_()
 
 
-def _tensor(x: Any) -> Tensor:
+def checked_tensor(x: Any) -> Tensor:
     if not isinstance(x, Tensor):
         raise ValueError(
             f"An argument to differentiate must be a pytree of tensors, got {x!r} of type {type(x)} in it. "
@@ -173,7 +172,7 @@ def _split(output: Any) -> tuple[Any, Any]:
     return output
 
 
-def _check_scalar(value: Any) -> None:
+def check_scalar(value: Any) -> None:
     if not isinstance(value, Tensor):
         raise RuntimeError(
             f"Expected the function to return a scalar tensor, got {value!r}, a {type(value)}."
@@ -185,14 +184,14 @@ def _check_scalar(value: Any) -> None:
         )
 
 
-def _gradients(value: Tensor, leaves: list[Tensor], create_graph: bool) -> list[Tensor]:
+def gradients_of(value: Tensor, leaves: list[Tensor], create_graph: bool) -> list[Tensor]:
     found: tuple[Tensor | None, ...] = (None,) * len(leaves)
     if value.requires_grad:
         found = torch.autograd.grad(value, leaves, create_graph=create_graph, allow_unused=True)
     return [torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True)]
 
 
-def _reaches_other_leaves(roots: list[Tensor], leaves: list[Tensor]) -> bool:
+def reaches_other_leaves(roots: list[Tensor], leaves: list[Tensor]) -> bool:
     """Whether the graph behind `roots` ends in a tensor that requires grad and is none of `leaves`."""
     own = {torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves}
     if any(t.is_leaf and t.requires_grad and all(t is not leaf for leaf in leaves) for t in roots):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.modes import memory_is_real
+from remat.transforms.compat import memory_is_real
 
 
 class Meta(tuple):

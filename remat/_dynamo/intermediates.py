@@ -17,26 +17,33 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from remat.transforms.compat.aot import bypassing_wrapper, is_tracing
-from remat.transforms.compat.dynamo import (
+from remat.transforms import (
+    RematError,
+    check_scalar,
+    checked_tensor,
+    flatten,
+    replace_arguments,
+    smooth,
+    split,
+)
+from remat.transforms.compat import (
     BROKEN,
+    bypassing_wrapper,
     is_near,
+    is_tracing,
     levels_of,
     pop,
     push,
     ready,
     remove_batch_dim,
-    unwrap_for_grad,
+    traced_depth,
+    traced_unwrap,
 )
-from remat.transforms.compat.dynamo import depth as dynamo_depth
-from remat.transforms.compat.dynamo import top as dynamo_top
-from remat.transforms.compiled.names import CAPTURED, VARIABLE
-from remat.transforms.entry.compiled import Graph, levels_left
-from remat.transforms.errors import RematError
-from remat.transforms.grad import _check_scalar, _replace, _tensor
-from remat.transforms.intermediates.taps import Offsets
-from remat.transforms.intermediates.taps import opened as taps_opened
-from remat.transforms.pytree import flatten, smooth, split
+from remat.transforms.compat import top as dynamo_top
+from remat.transforms.compiled import CAPTURED, VARIABLE
+from remat.transforms.entry import Graph, levels_left
+from remat.transforms.intermediates import Offsets, differentiated, offset
+from remat.transforms.intermediates import opened as taps_opened
 
 bypass = bypassing_wrapper()
 
@@ -56,7 +63,7 @@ class Names:
 
     def __init__(self, wanted: tuple[str, ...], refusal: str = "") -> None:
         self.wanted, self.refusal = wanted, refusal
-        self.depth = dynamo_depth()
+        self.depth = traced_depth()
         self.found: list[tuple[str, Any]] = []
         self.seen: list[str] = []
 
@@ -105,7 +112,7 @@ def _lifted(leaf: Any, depth: int) -> Any:
             if batched:
                 leaf = remove_batch_dim(leaf, level, size, 0)
             else:
-                leaf = unwrap_for_grad(leaf, level)
+                leaf = traced_unwrap(leaf, level)
     return leaf
 
 
@@ -188,9 +195,9 @@ def capture_grads(
         variables = [VARIABLE(_checked(leaf)) for leaf in flat]
         own = Names(wanted)
         outer = Names(_wanted(around))
-        moved = _replace(args, positions, pytree.tree_unflatten(variables, spec))
+        moved = replace_arguments(args, positions, pytree.tree_unflatten(variables, spec))
         value = _opened((outer, own) if around else (own,), fn, moved, kwargs)
-        _check_scalar(value)
+        check_scalar(value)
         value = CAPTURED(value, "")
         found = _handed_out(outer)
         # From here on Dynamo's graph is not run: all that counts are shapes, and what depends on what.
@@ -212,7 +219,7 @@ def _checked(leaf: Any) -> Tensor:
         raise RuntimeError(
             f"only Tensors of floating point and complex dtype can require gradients; got {leaf.dtype}"
         )
-    return _tensor(leaf)
+    return checked_tensor(leaf)
 
 
 def _stand_in(leaf: Any, value: Tensor) -> Any:
@@ -232,8 +239,6 @@ def enter(wanted: tuple[str, ...], graph: Any) -> Callable[..., Any]:
 
 
 def _differentiate(wanted: tuple[str, ...], graph: torch.fx.GraphModule, *operands: Any) -> tuple[Any, ...]:
-    from remat._intermediates import differentiated, offset
-
     module, at = _of_variables(graph)
     body = Graph(module)
 

@@ -14,14 +14,10 @@ from typing import Any
 import torch
 
 from remat._dynamo.intermediates import sessions, through
-from remat.policies import Policy, save_everything
-from remat.policies._selector import bind
-from remat.transforms.compat.aot import bypassing_wrapper
-from remat.transforms.entry.compiled import Given, Graph, outermost
-from remat.transforms.entry.compiled import run as compiled_run
-from remat.transforms.entry.dispatch import run_transparently
-from remat.transforms.errors import RematError
-from remat.transforms.registry import numbered
+from remat.policies import Policy, bind, save_everything
+from remat.transforms import RematError, numbered
+from remat.transforms.compat import bypassing_wrapper
+from remat.transforms.entry import Given, Graph, outermost_traced, run_graph, run_transparently
 
 # `bypass(enter, fn, *args)` calls `enter(graph of fn)(*operands)` at trace time. Dynamo takes for `enter` a
 # module-level function, or a partial of one with plain constants. Where it refuses what a region does, its
@@ -29,7 +25,7 @@ from remat.transforms.registry import numbered
 bypass = bypassing_wrapper()
 
 
-def call(label: str, at: str, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def call_region(label: str, at: str, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call the region with the options numbered `at` while Dynamo traces."""
     run = functools.partial(enter, label, at)
     if sessions():
@@ -38,7 +34,7 @@ def call(label: str, at: str, fn: Callable[..., Any], args: Any, kwargs: Any) ->
 
 
 def call_planned(label: str, at: str, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """`call` for policies that look at a whole call: which of the operands are arguments matters to them."""
+    """`call_region` for policies that look at a whole call: it matters to them what is an argument."""
     run = functools.partial(enter, label, at, given=given(args, kwargs))
     if sessions():
         return through(run, fn, args, kwargs)
@@ -61,7 +57,7 @@ def given(args: Any, kwargs: Any) -> tuple[int, bool]:
 def wrap(fn: Callable[..., Any], options: Any) -> Callable[..., Any]:
     """`fn` as a region, while Dynamo traces the very call of `remat`."""
     label = options.name or getattr(fn, "__name__", "module")
-    spec = (describe(options.policy), options.random, options.check)
+    spec = (type(options), describe(options.policy), options.random, options.check)
     binds = looks_at_calls(options.policy)
 
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
@@ -85,26 +81,22 @@ def enter(label: str, at: str, graph: Any, given: Any = None) -> Callable[..., A
 
 def enter_described(label: str, spec: Any, graph: Any, given: Any = None) -> Callable[..., Any]:
     """`enter` for a region that the compiled function itself made."""
-    from remat._api import _Options
-
-    policy, random, check = spec
-    options = _Options(rebuild(policy), label, (), frozenset(), random, check)
+    kind, policy, random, check = spec
+    options = kind(rebuild(policy), label, (), frozenset(), random, check)
     return functools.partial(_run, options, label, graph, given)
 
 
 def _run(options: Any, label: str, graph: Any, given: Any, *operands: Any, **kwargs: Any) -> Any:
     if not isinstance(graph, torch.fx.GraphModule):
         # Dynamo gave the region up for a graph break and now calls it with what it was given, in eager.
-        from remat._api import _wrap
-
-        return _wrap(graph, options)(*operands, **kwargs)
+        return options.eager(graph)(*operands, **kwargs)
     body = Graph(graph, Given(*given) if given else None)
-    if options.policy == save_everything and outermost():
+    if options.policy == save_everything and outermost_traced():
         return run_transparently(body, operands, {})
     policy: Policy = bind(options.policy, body.bare(), operands, {})
     if body.named:
         policy = policy.interleaved()
-    return compiled_run(options.region(body, policy, label), body, operands)
+    return run_graph(options.region(body, policy, label), body, operands)
 
 
 def describe(policy: Policy) -> Any:

@@ -20,17 +20,15 @@ from remat._dynamo.intermediates import refusing, sessions
 from remat._dynamo.region import bypass
 from remat._dynamo.region import describe as region_describe
 from remat._dynamo.region import rebuild as region_rebuild
-from remat.policies import Policy, save_nothing
-from remat.policies._selector import PolicySelector
+from remat.policies import Policy, PolicySelector, save_nothing
 from remat.schedules import Schedule, as_schedule
-from remat.transforms.caches import BoundedCache
-from remat.transforms.compat.aot import is_tracing
-from remat.transforms.entry.compiled import Graph
-from remat.transforms.errors import RematError
-from remat.transforms.scan.traced.entry import Facts, Whole, evaluating, run, run_whole, showing, shown
+from remat.transforms import BoundedCache, RematError
+from remat.transforms.compat import is_tracing
+from remat.transforms.entry import Graph
+from remat.transforms.scan.traced import Facts, Whole, evaluating, run, run_whole, showing, shown
 
 
-def call(
+def call_scan(
     body: Callable[[Any, Any], Any],
     init: Any,
     xs: Any,
@@ -227,14 +225,21 @@ def run_compiled(body: Callable[..., Any], init: Any, xs: Any, whole: Whole, pol
 
 
 def _traced(body: Any, init: Any, xs: Any, reverse: bool, policy: Policy) -> Any:
-    return call(body, init, xs, 1, reverse, "all", None, False, None, policy)
+    return call_scan(body, init, xs, 1, reverse, "all", None, False, None, policy)
+
+
+# `scan_remat` itself, which imports this file.
+_eager: list[Callable[..., Any]] = []
+
+
+def runs_in_eager(scan: Callable[..., Any]) -> None:
+    """Let `scan` run the scans that Dynamo gave up."""
+    _eager[:] = [scan]
 
 
 def _in_eager(
     facts: Any, n: Any, checkpoints: Any, policy: Any, first: Any, operands: tuple[torch.Tensor, ...]
 ) -> Any:
-    from remat._scan.scan import scan_remat
-
     _, carry, _, reverse, offload = facts
 
     def body(carry: Any, x: Any) -> Any:
@@ -244,5 +249,6 @@ def _in_eager(
     init, xs = list(operands[:carry]), list(operands[carry:]) or None
     options: dict[str, Any] = {"reverse": reverse, "offload": offload, "checkpoints": checkpoints}
     options["policy"] = policy or save_nothing
+    (scan_remat,) = _eager
     end, ys = scan_remat(body, init, xs, length=n, **options)
     return operands, end, ys

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from remat.transforms.compat.ambient import storage_key
-from remat.transforms.region.region import is_recomputing
-from remat.transforms.tape.observers import Kept, listen
+from remat.transforms.compat import storage_key
+from remat.transforms.region import is_recomputing
+from remat.transforms.tape import Kept, listen
 
 _logger = logging.getLogger("remat")
 

@@ -13,16 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat.transforms.closure.paths import by_storage
-from remat.transforms.compat.ambient import is_strided, storage_key
-from remat.transforms.compat.functorch import in_transform, unwrapped
-from remat.transforms.compiled.names import give_name
-from remat.transforms.ops import user_place
-from remat.transforms.pytree import flatten, merge, smooth, unflatten
-from remat.transforms.state.ambient import RandomState
-from remat.transforms.tape.observers import Kept, listen
+from remat.transforms import flatten, merge, smooth, unflatten, user_place
+from remat.transforms.closure import by_storage
+from remat.transforms.compat import TorchDispatchMode, in_transform, is_strided, storage_key, unwrapped
+from remat.transforms.compiled import give_name
+from remat.transforms.state import RandomState
+from remat.transforms.tape import Kept, listen
 
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c", "bool": "bool"}
 

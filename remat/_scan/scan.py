@@ -9,21 +9,23 @@ from typing import Any, TypeVar
 
 import torch
 
-from remat._dynamo.scan import call, run_compiled
+from remat._api import remat
+from remat._dynamo import call_scan, run_compiled, runs_in_eager
 from remat.policies import Policy, as_policy, save_everything, save_nothing
 from remat.schedules import All, Schedule, Segmented, Sqrt, as_schedule, auto
-from remat.transforms.closure.convert import MOST_TRIES, Bindings, Missed, captured, changing
-from remat.transforms.compat.ambient import storage_key
-from remat.transforms.compat.aot import dynamo_errors
-from remat.transforms.compat.autograd import hooks_allowed
-from remat.transforms.compat.functorch import in_transform, unwrapped
-from remat.transforms.compat.modes import watched
-from remat.transforms.pytree import flatten, paths, smooth, unflatten
-from remat.transforms.region.region import selecting
-from remat.transforms.scan.body import Body
-from remat.transforms.scan.function import run
-from remat.transforms.scan.spec import make
-from remat.transforms.scan.traced.entry import Whole
+from remat.transforms import flatten, paths, smooth, unflatten
+from remat.transforms.closure import MOST_TRIES, Bindings, Missed, captured, changing
+from remat.transforms.compat import (
+    dynamo_errors,
+    hooks_allowed,
+    in_transform,
+    storage_key,
+    unwrapped,
+    watched,
+)
+from remat.transforms.region import selecting
+from remat.transforms.scan import Body, make, run
+from remat.transforms.scan.traced import Whole
 
 C = TypeVar("C")
 
@@ -93,7 +95,7 @@ def scan_remat(
     """
     if torch.compiler.is_dynamo_compiling():
         policy = as_policy(policy)
-        return call(body, init, xs, length, reverse, checkpoints, budget, offload, on_step, policy)
+        return call_scan(body, init, xs, length, reverse, checkpoints, budget, offload, on_step, policy)
     name = f"scan_remat({getattr(body, '__qualname__', type(body).__name__)})"
     policy = as_policy(policy)
     rows, n = _rows(xs, length, name)
@@ -325,8 +327,6 @@ def _region(body: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
     """The body as a rematerialized region of its own."""
     if policy == save_everything:
         return body
-    from remat._api import remat
-
     return remat(body, policy=policy)
 
 
@@ -356,3 +356,6 @@ def _taped(
     ordered = ys[::-1] if reverse else ys
     stacked = [torch.stack(column) for column in zip(*ordered, strict=True)]
     return unflatten(carry, step.carry_spec), step.stacked(stacked)
+
+
+runs_in_eager(scan_remat)

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from remat._scan.scan import _with_captured
-from remat.schedules import Online, Schedule, as_schedule
-from remat.schedules._offline import Revolve
+from remat.schedules import Online, Revolve, Schedule, as_schedule
 
 C = TypeVar("C")
 

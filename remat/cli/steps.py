@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from remat.cli.measure import Mark
-from remat.cli.models import Model, Params, Wrap
+from remat.cli.shapes import Model, Params, Wrap
 from remat.transforms import value_and_grad
 
 Mode = Literal["backward", "func", "vmap"]

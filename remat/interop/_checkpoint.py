@@ -13,8 +13,8 @@ from torch.utils.checkpoint import noop_context_fn
 from remat._api import remat
 from remat.interop._torch_policy import ContextPolicy, policy_function
 from remat.policies import save_nothing
-from remat.transforms.errors import RematError
-from remat.transforms.region.region import is_recomputing
+from remat.transforms import RematError
+from remat.transforms.region import is_recomputing
 
 _CHECKS = {"default": "metadata", "metadata": "metadata", "exact": "exact", "none": "none"}
 

@@ -18,9 +18,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from remat._api import remat as _remat
-from remat._core.opinfo import Decision, OpInfo
-from remat._inspect.residuals import print_saved_residuals as print_saved_residuals
-from remat._inspect.residuals import saved_residuals as saved_residuals
+from remat._core import Decision, OpInfo
+from remat._inspect import print_saved_residuals as print_saved_residuals
+from remat._inspect import saved_residuals as saved_residuals
 from remat._names import checkpoint_name as checkpoint_name
 from remat.policies import (
     Policy,
@@ -34,7 +34,7 @@ from remat.policies import (
     save_nothing,
     save_unbatched_matmuls,
 )
-from remat.transforms.errors import RematError
+from remat.transforms import RematError
 
 Saveable = Decision.SAVE
 Recompute = Decision.RECOMPUTE

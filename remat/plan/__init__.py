@@ -1,11 +1,11 @@
 """Budget plans: the region's joint graph, prices, exact solvers, and plans as values."""
 
-from remat._core.flops import register_cost as register_cost
-from remat.plan.chain.plan import ChainPlan as ChainPlan
-from remat.plan.chain.plan import plan_chain as plan_chain
-from remat.plan.graph.costs import CostModel as CostModel
-from remat.plan.graph.costs import Flops as Flops
-from remat.plan.graph.costs import Roofline as Roofline
+from remat._core import register_cost as register_cost
+from remat.plan.chain_plan import ChainPlan as ChainPlan
+from remat.plan.chain_plan import plan_chain as plan_chain
+from remat.plan.graph import CostModel as CostModel
+from remat.plan.graph import Flops as Flops
+from remat.plan.graph import Roofline as Roofline
 from remat.plan.model import ModelPlan as ModelPlan
 from remat.plan.model import plan_model as plan_model
 from remat.plan.pareto import Frontier as Frontier

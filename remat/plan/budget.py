@@ -5,11 +5,10 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from remat._core.units import parse_bytes as units_parse_bytes
-from remat.plan.graph.graph import Graph
-from remat.plan.solve.portfolio import least
-from remat.plan.solve.problem import Problem, keep_all
-from remat.transforms.errors import RematError
+from remat._core import parse_bytes as units_parse_bytes
+from remat.plan.graph import Graph
+from remat.plan.solve import Problem, keep_all, least
+from remat.transforms import RematError
 
 
 def check_budget(budget: Any) -> float | int | str:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from remat.plan.graph.graph import Graph
+from remat.plan.graph import Graph
 from remat.plan.keys import call_key
-from remat.transforms.caches import BoundedCache, Key
-from remat.transforms.closure.convert import swapping
-from remat.transforms.compat.functorch import in_transform
-from remat.transforms.joint.graph import record
-from remat.transforms.joint.levels import Peeled, captured_at_levels, peel, record_peeled
+from remat.transforms import BoundedCache, Key
+from remat.transforms.closure import swapping
+from remat.transforms.compat import in_transform
+from remat.transforms.joint import Peeled, captured_at_levels, peel, record, record_peeled
 
 # A graph of a block has some hundred ops and holds no tensor, so that these are a few megabytes.
 _GRAPHS: BoundedCache[Hashable, Graph] = BoundedCache(256)

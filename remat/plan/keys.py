@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from remat.transforms.caches import Identity, Key
+from remat.transforms import Identity, Key
 
 _PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None), type(...)))
 _BY_VALUE = (torch.dtype, torch.device, torch.layout, torch.memory_format)

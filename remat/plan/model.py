@@ -16,18 +16,13 @@ import torch.utils._pytree as pytree
 
 from remat.plan.budget import check_budget, check_peak
 from remat.plan.cache import graph_of
-from remat.plan.chain.chain import Chain
-from remat.plan.chain.search import best_parts
-from remat.plan.chain.stages import Measure, Stage
-from remat.plan.graph.costs import CostModel, cost_model
-from remat.plan.graph.graph import Graph
+from remat.plan.chain import Chain, Measure, Stage, best_parts
+from remat.plan.graph import CostModel, Graph, cost_model
 from remat.plan.peak import OutOfReach, highest_within, profile, step_peak
 from remat.plan.plan import Plan, size_text
-from remat.plan.solve.hull import bound, hull
-from remat.plan.solve.portfolio import Solved, least, solve
-from remat.plan.solve.problem import INF, Problem, Solution, complete, keep_all
-from remat.transforms.compat.modes import fake_mode, is_fake
-from remat.transforms.errors import RematError
+from remat.plan.solve import INF, Problem, Solution, Solved, bound, complete, hull, keep_all, least, solve
+from remat.transforms import RematError
+from remat.transforms.compat import fake_mode, is_fake
 
 # What a budget policy does when it meets a region: None is to plan that region on its own.
 _meeting: ContextVar[Callable[..., Plan | None] | None] = ContextVar("remat_plan_meeting", default=None)

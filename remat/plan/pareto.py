@@ -9,13 +9,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from remat._core.opinfo import Decision, OpInfo, TensorMeta
-from remat.plan.graph.costs import CostModel, cost_model
-from remat.plan.graph.graph import Graph
+from remat._core import Decision, OpInfo, TensorMeta
+from remat.plan.graph import CostModel, Graph, cost_model
 from remat.plan.plan import size_text
-from remat.plan.solve.hull import bound, hull
-from remat.plan.solve.portfolio import solve
-from remat.plan.solve.problem import INF, Problem, Solution, complete
+from remat.plan.solve import INF, Problem, Solution, bound, complete, hull, solve
 from remat.plan.torch_plans import SOLVERS, torch_plan
 from remat.policies import (
     Policy,
@@ -26,8 +23,8 @@ from remat.policies import (
     save_nothing,
     save_unbatched_matmuls,
 )
-from remat.transforms.errors import RematError
-from remat.transforms.joint.graph import Joint, Op, record
+from remat.transforms import RematError
+from remat.transforms.joint import Joint, Op, record
 
 PRESETS: dict[str, Policy] = {
     "save_nothing": save_nothing,
@@ -202,7 +199,7 @@ def op_info(joint: Joint, op: Op, position: int) -> OpInfo:
     """What the engine would show a policy of this op (the user's call is not known here)."""
     import torch.utils._pytree as pytree
 
-    from remat.transforms.joint.graph import Ref
+    from remat.transforms.joint import Ref
 
     def meta(number: int) -> TensorMeta:
         value = joint.values[number]

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import TypeVar
 
-from remat.plan.graph.graph import Graph
-from remat.plan.solve.problem import Solution
-from remat.transforms.errors import RematError
-from remat.transforms.joint.graph import Joint, Op
+from remat.plan.graph import Graph
+from remat.plan.solve import Solution
+from remat.transforms import RematError
+from remat.transforms.joint import Joint, Op
 
 T = TypeVar("T")
 _CELLS, _HALVINGS = 16, 5

@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
-from remat._core.opinfo import Decision, OpInfo
-from remat.plan.graph.graph import Graph
-from remat.plan.solve.portfolio import Solved
-from remat.plan.solve.problem import Problem
+from remat._core import Decision, OpInfo
+from remat.plan.cache import graph_of
+from remat.plan.followed import carried_out
+from remat.plan.graph import Graph
+from remat.plan.solve import Problem, Solved
 from remat.policies import Policy
-from remat.transforms.caches import Key
-from remat.transforms.errors import RematError
+from remat.transforms import Key, RematError
 
 
 @dataclass(frozen=True)
@@ -165,9 +165,6 @@ class Plan(Policy):
 
     def bind(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
         """The plan for this call, after a look (once per function and metadata) at the function's ops."""
-        from remat.plan.cache import graph_of
-        from remat.plan.policy import carried_out
-
         names = graph_of(fn, args, kwargs).names
         if names != self.ops:
             self.check(names)

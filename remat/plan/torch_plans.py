@@ -10,14 +10,11 @@ from dataclasses import dataclass
 import torch
 import torch.utils._pytree as pytree
 
-from remat.plan.graph.costs import CostModel, is_view
-from remat.plan.graph.graph import Graph
-from remat.plan.solve.problem import INF, Problem
-from remat.transforms.compat.aot import partitioner_choice
-from remat.transforms.compat.modes import fake_mode, outside_all_modes
-from remat.transforms.errors import RematError
-from remat.transforms.joint.graph import Joint, Ref
-from remat.transforms.ops import draws, traits
+from remat.plan.graph import CostModel, Graph, is_view
+from remat.plan.solve import INF, Problem
+from remat.transforms import RematError, draws, traits
+from remat.transforms.compat import fake_mode, outside_all_modes, partitioner_choice
+from remat.transforms.joint import Joint, Ref
 
 SOLVERS = ("dp", "ilp", "greedy")
 

@@ -7,20 +7,13 @@ import functools
 import types
 from collections.abc import Callable, Hashable, Iterator, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload
 
-from remat._core.opinfo import Decision, OpInfo
-from remat.transforms.caches import Identity, Key
-from remat.transforms.errors import RematError
-from remat.transforms.ops import traits
-from remat.transforms.registry import intern, numbered, register
-
-if TYPE_CHECKING:
-    from torch._library.custom_ops import CustomOpDef
-    from torch._ops import OpOverloadPacket
+from remat._core import Decision, OpInfo
+from remat.transforms import Identity, Key, RematError, intern, numbered, register, traits
+from remat.transforms.compat import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 
 class PolicyError(RematError, TypeError):
@@ -369,14 +362,23 @@ def as_policy(value: Any) -> Policy:
     Raises:
         RematError: it is none of these (also a TypeError).
     """
-    from remat.policies._makers import policy_from
-
-    return policy_from(value)
+    return value if isinstance(value, Policy) else _converters[-1](value)
 
 
-if TYPE_CHECKING:
-    _Op: TypeAlias = "OpOverload[..., Any] | OpOverloadPacket[..., Any] | HigherOrderOperator | CustomOpDef"
+# How other values become policies is the matter of `_makers`, which makes policies of every kind and puts its
+# function here when it is imported.
+_converters: list[Callable[[Any], Policy]] = []
 
+
+def converts(convert: Callable[[Any], Policy]) -> Callable[[Any], Policy]:
+    """Let `as_policy` turn by `convert` what is no policy yet."""
+    _converters.append(convert)
+    return convert
+
+
+_Op: TypeAlias = (
+    "OpOverload[..., Any] | OpOverloadPacket[..., Any] | HigherOrderOperator | torch.library.CustomOpDef"
+)
 PolicyLike: TypeAlias = (
     "Policy | Callable[[OpInfo], Decision | bool] | _Op | list[Any] | tuple[_Op | str, ...] | Set[_Op | str]"
 )

@@ -9,11 +9,10 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
-from remat.transforms.caches import BoundedCache
-from remat.transforms.errors import RematError
-from remat.transforms.region.cache import forget_all
+from remat.transforms import BoundedCache, RematError
+from remat.transforms.compat import HigherOrderOperator, OpOverload, OpOverloadPacket
+from remat.transforms.region import forget_all
 
 # What `torch.library.custom_op` returns; public in torch.library's namespace though not in its __all__.
 CustomOp: Any = torch.library.CustomOpDef  # type: ignore[reportPrivateImportUsage]

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
-from remat._core.opinfo import Decision, OpInfo
+from remat._core import Decision, OpInfo
 from remat.policies import _catalogue
 from remat.policies._base import Constant, Named, Policy, PolicyError
+from remat.transforms.compat import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 
 @dataclass(frozen=True, repr=False)

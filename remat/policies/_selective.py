@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from remat._core.opinfo import Decision, OpInfo
-from remat._core.units import parse_bytes
+from remat._core import Decision, OpInfo, parse_bytes
 from remat.policies._base import Combined, Numbered, Policy, PolicyError, as_policy, check_verdict
 from remat.policies._ready import save_everything
 

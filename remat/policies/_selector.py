@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from remat._core.opinfo import Call, Decision, OpInfo, TensorMeta, describe
-from remat.policies import Policy, check_verdict
+from remat._core import Call, Decision, OpInfo, TensorMeta, describe
+from remat.policies._base import Policy, check_verdict
 from remat.policies._unmatched import report_unmatched
-from remat.transforms.compat.functorch import is_batched_below
-from remat.transforms.intermediates.taps import current
-from remat.transforms.ops import traits
-from remat.transforms.tape.recorder import Record
-from remat.transforms.tape.tape import Node, Trace, tensors_in
+from remat.transforms import traits
+from remat.transforms.compat import is_batched_below
+from remat.transforms.intermediates import current
+from remat.transforms.tape import Node, Record, Trace, tensors_in
 
 _aten = torch.ops.aten
 # Products with a bias, of which torch.vmap makes a product and a sum, by the names of their functions.

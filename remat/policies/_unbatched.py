@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from remat._core.opinfo import Call, Decision, OpInfo, TensorMeta
+from remat._core import Call, Decision, OpInfo, TensorMeta
 from remat.policies import _catalogue
 from remat.policies._base import Named
 

@@ -8,9 +8,7 @@ import warnings
 from collections.abc import Iterable
 
 from remat.policies._base import Policy
-from remat.transforms.caches import BoundedCache
-from remat.transforms.errors import RematError
-from remat.transforms.ops import is_user_frame
+from remat.transforms import BoundedCache, RematError, is_user_frame
 
 # Regions and names that were warned of: a model calls its regions thousands of times.
 _warned: BoundedCache[tuple[str, str], None] = BoundedCache(4096)

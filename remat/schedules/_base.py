@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from remat.transforms.scan.instructions import Action, Advance, Free, Restore, Reverse, Store, execute
+from remat.transforms.scan import Action, Advance, Free, Restore, Reverse, Store, execute
 
 
 @dataclass(frozen=True)

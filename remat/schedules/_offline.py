@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from remat.schedules._base import Schedule
-from remat.transforms.scan.instructions import Action, Advance, Free, Restore, Reverse, Store
+from remat.transforms.scan import Action, Advance, Free, Restore, Reverse, Store
 
 
 def beta(c: int, r: int) -> int:

@@ -15,16 +15,18 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.aot import is_tracing
-from remat.transforms.compat.functorch import is_batched, is_wrapped, unwrap_once
-from remat.transforms.compat.modes import (
+from remat.transforms.compat import (
     DispatchMode,
+    active_modes,
     cond,
     intercept_under_modes,
+    is_batched,
+    is_tracing,
+    is_wrapped,
     memory_is_real,
-    modes,
     modes_active,
     uncompiled_branches,
+    unwrap_once,
 )
 from remat.transforms.context import enclosing, recordings
 from remat.transforms.pytree import flatten, unflatten
@@ -79,7 +81,7 @@ def _batched(tensor: torch.Tensor) -> bool:
 
 
 def _planning() -> bool:
-    return any(getattr(mode, "plans", False) for mode in modes())
+    return any(getattr(mode, "plans", False) for mode in active_modes())
 
 
 def _in_region(*args: Any) -> Any:

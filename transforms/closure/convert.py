@@ -23,10 +23,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from remat.transforms.closure.cond import choose, chosen_here
-from remat.transforms.compat.ambient import functions_as_they_are
-from remat.transforms.compat.autograd import next_node
-from remat.transforms.compat.functorch import is_wrapped, unwrap_once
-from remat.transforms.compat.modes import cond, is_fake
+from remat.transforms.compat import cond, functions_as_they_are, is_fake, is_wrapped, next_node, unwrap_once
 from remat.transforms.errors import RematError
 from remat.transforms.pytree import flatten, unflatten
 

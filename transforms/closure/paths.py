@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.ambient import storage_key
-from remat.transforms.compat.functorch import is_wrapped, unwrapped
+from remat.transforms.compat import is_wrapped, storage_key, unwrapped
 from remat.transforms.pytree import Spec, flatten, paths, unflatten
 
 

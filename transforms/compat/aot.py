@@ -278,6 +278,11 @@ _ABOVE = (
 
 # -- torch.compile ------------------------------------------------------------------------------------
 # What else is private there is in _torch_compiler.
+def teach_inductor() -> None:
+    """Tell Inductor how to lower the library's own ops; imports Inductor."""
+    from remat.transforms.compat import inductor  # noqa: F401
+
+
 def backend(name: str) -> Callable[..., Any]:
     """The compiler that torch.compile knows as `name`: (graph, inputs) -> callable."""
     from torch._dynamo import lookup_backend

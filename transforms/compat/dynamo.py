@@ -16,13 +16,19 @@ from typing import Any
 import torch
 from torch._functorch import eager_transforms, vmap
 
-from remat.transforms.compat.functorch import VMAP, batch_size, interpreter, interpreters, unwrap_batched
-from remat.transforms.compat.functorch import unwrap_for_grad as functorch_unwrap_for_grad
+from remat.transforms.compat.functorch import (
+    VMAP,
+    batch_size,
+    interpreter,
+    interpreters,
+    unwrap_batched,
+    unwrap_for_grad,
+)
 from remat.transforms.errors import RematError
 
 # By the names that torch.func itself has for them, which Dynamo knows. Level, batch size, where to put it.
 remove_batch_dim: Callable[[torch.Tensor, int, int, int], torch.Tensor] = vmap._remove_batch_dim  # pyright: ignore[reportPrivateImportUsage]
-unwrap_for_grad: Callable[[torch.Tensor, int], torch.Tensor] = eager_transforms._unwrap_for_grad  # pyright: ignore[reportPrivateImportUsage]
+traced_unwrap: Callable[[torch.Tensor, int], torch.Tensor] = eager_transforms._unwrap_for_grad  # pyright: ignore[reportPrivateImportUsage]
 
 
 def ready() -> bool:
@@ -70,7 +76,7 @@ def levels_of(tensor: Any, depth: int) -> tuple[tuple[bool, int, int], ...]:
     raise RematError(BROKEN)
 
 
-def depth() -> int:
+def traced_depth() -> int:
     """The number of the innermost functorch level, 0 outside every transform."""
     raise RematError(BROKEN)
 
@@ -129,7 +135,7 @@ def _levels_of(_: Any, tx: Any, tensor: Any, depth: Any) -> Any:
         if level.key() != VMAP:
             wrapping.append((False, number, 0))
             found.append(wrapping[-1])
-            example = functorch_unwrap_for_grad(example, number)
+            example = unwrap_for_grad(example, number)
             continue
         example, dim = unwrap_batched(example, number)
         # Where there is no batch its size is needed, as a number: a symbolic one is then fixed by a guard.
@@ -144,4 +150,11 @@ def _depth(_: Any, tx: Any) -> Any:
     return _constant(tx, 0 if level is None else level.level())
 
 
-_HANDLERS = {top: _top, is_near: _is_near, push: _push, pop: _pop, levels_of: _levels_of, depth: _depth}
+_HANDLERS = {
+    top: _top,
+    is_near: _is_near,
+    push: _push,
+    pop: _pop,
+    levels_of: _levels_of,
+    traced_depth: _depth,
+}

@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node, map_arg
 from torch.utils import _pytree as pytree
 
-from remat.transforms.compat.modes import modes
+from remat.transforms.compat.modes import active_modes
 
 Tensors = Sequence[torch.Tensor]
 _aten = torch.ops.aten
@@ -44,7 +44,7 @@ def tracer_at_work() -> Any | None:
     if mode is None or "recompute" in traceback.current_meta:
         return None
     usual = {FakeTensorMode, FunctionalTensorMode, ProxyTorchDispatchMode}
-    return mode.tracer if {type(m) for m in modes()} <= usual else None
+    return mode.tracer if {type(m) for m in active_modes()} <= usual else None
 
 
 def as_it_is(tensor: torch.Tensor) -> torch.Tensor:

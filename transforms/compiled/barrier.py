@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.functorch import in_transform
+from remat.transforms.compat import in_transform
 
 _library = torch.library.Library("remat", "FRAGMENT")
 _library.define("fence(Tensor value, Tensor[] after) -> Tensor")

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.aot import graph_storage
+from remat.transforms.compat import graph_storage
 from remat.transforms.ops import Traits
-from remat.transforms.tape.tape import tensors_in
+from remat.transforms.tape import tensors_in
 
 _aten = torch.ops.aten
 

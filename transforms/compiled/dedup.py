@@ -15,11 +15,10 @@ from typing import Any, Protocol
 import torch
 from torch.fx import Node
 
-from remat.transforms.compat.aot import depth, graph_storage
-from remat.transforms.compat.aot import tags as aot_tags
-from remat.transforms.compat.fx import Stretch, Template, described, tracer_at_work
-from remat.transforms.region.region import Region
-from remat.transforms.state.ambient import Ambient
+from remat.transforms.compat import Stretch, Template, depth, described, graph_storage, tracer_at_work
+from remat.transforms.compat import tags as aot_tags
+from remat.transforms.region import Region
+from remat.transforms.state import Ambient
 
 Tensors = Sequence[torch.Tensor]
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)

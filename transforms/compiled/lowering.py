@@ -16,22 +16,30 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.aot import graph_storage, tagged
-from remat.transforms.compat.fx import as_it_is
+from remat.transforms.compat import as_it_is, graph_storage, tagged
 from remat.transforms.compiled.barrier import fence, fence_below
 from remat.transforms.compiled.barrier_placement import Origins
 from remat.transforms.compiled.dedup import Alike
 from remat.transforms.context import Mode, is_quiet, quiet
 from remat.transforms.context import around as context_around
 from remat.transforms.errors import RematError
-from remat.transforms.functorch.primitive import Prim, PullBack, replaying
-from remat.transforms.offload.transfer import Elsewhere
+from remat.transforms.functorch import Prim, PullBack, replaying
+from remat.transforms.offload import Elsewhere
 from remat.transforms.ops import Traits, draws, is_shape_arithmetic, traits
 from remat.transforms.placeholders import metadata
-from remat.transforms.region.region import Region
-from remat.transforms.state.functional_rng import can_seed, draw, new_seed, refuse_generator, seeding
-from remat.transforms.tape.recorder import Record
-from remat.transforms.tape.tape import OFFLOAD, RECOMPUTE, SAVE, Node, Trace, map_tensors, targets, tensors_in
+from remat.transforms.region import Region
+from remat.transforms.state import can_seed, draw, new_seed, refuse_generator, seeding
+from remat.transforms.tape import (
+    OFFLOAD,
+    RECOMPUTE,
+    SAVE,
+    Node,
+    Record,
+    Trace,
+    map_tensors,
+    targets,
+    tensors_in,
+)
 
 Tensors = Sequence[torch.Tensor]
 # The key under which a graph's nodes say which call of a region they recompute.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from remat.transforms.compat.functorch import unwrapped
+from remat.transforms.compat import unwrapped
 from remat.transforms.context import recordings
 
 # Composite: below autograd and functorch only the alias is left, which has all their rules.

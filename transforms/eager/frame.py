@@ -21,22 +21,22 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.ambient import set_grad_enabled
-from remat.transforms.compat.autograd import (
+from remat.transforms.compat import (
     at_backward_end,
+    below_levels,
     graph_kept,
     graph_task,
+    in_transform,
     pop_hooks,
     push_hooks,
+    set_grad_enabled,
     top_hooks,
 )
-from remat.transforms.compat.functorch import below_levels, in_transform
 from remat.transforms.eager.inputs import Inputs
 from remat.transforms.eager.saved import Held, Packer, belongs_to_region
 from remat.transforms.errors import RematError
-from remat.transforms.region.cache import Plan
-from remat.transforms.region.region import recomputing
-from remat.transforms.tape.tape import Stop, not_repeated, written
+from remat.transforms.region import Plan, recomputing
+from remat.transforms.tape import Stop, not_repeated, written
 
 Meta = tuple[torch.Size, torch.dtype, torch.device, int]
 # In C throughout: between the ops each step of Python costs several times what it does in a loop.

@@ -7,18 +7,13 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.ambient import set_grad_enabled
-from remat.transforms.compat.autograd import pop_hooks, push_hooks
-from remat.transforms.compat.modes import DispatchMode, unseen
+from remat.transforms.compat import DispatchMode, pop_hooks, push_hooks, set_grad_enabled, unseen
 from remat.transforms.eager.frame import Selective, entered, passing
 from remat.transforms.eager.inputs import Inputs
 from remat.transforms.eager.saved import Held
 from remat.transforms.ops import is_shape_arithmetic, traits
-from remat.transforms.region.cache import Plan
-from remat.transforms.region.region import recomputing
-from remat.transforms.tape.program import Program
-from remat.transforms.tape.tape import Stop, map_tensors
-from remat.transforms.tape.values import Ref, Values
+from remat.transforms.region import Plan, recomputing
+from remat.transforms.tape import Program, Ref, Stop, Values, map_tensors
 
 
 class Following(Selective):

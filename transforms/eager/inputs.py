@@ -8,17 +8,15 @@ from typing import Any
 
 import torch
 
-from remat.transforms.closure.convert import Bindings, innermost
-from remat.transforms.closure.paths import of_arguments, of_captured
-from remat.transforms.compat.ambient import modules_watched, without_module_trackers
-from remat.transforms.compat.autograd import top_hooks
+from remat.transforms.closure import Bindings, innermost, of_arguments, of_captured
+from remat.transforms.compat import modules_watched, top_hooks, without_module_trackers
 from remat.transforms.eager.saved import Absent, Held
 from remat.transforms.errors import RematError
-from remat.transforms.intermediates.taps import again, current, marks
+from remat.transforms.intermediates import again, current, marks
 from remat.transforms.pytree import flatten, flatten_call, split, unflatten
-from remat.transforms.region.region import Region
-from remat.transforms.state.ambient import Ambient, RandomState, device_kinds
-from remat.transforms.tape.tape import written
+from remat.transforms.region import Region
+from remat.transforms.state import Ambient, RandomState, device_kinds
+from remat.transforms.tape import written
 
 
 class Inputs:

@@ -9,23 +9,31 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.autograd import graph_task, next_node, pop_hooks, push_hooks
-from remat.transforms.compat.modes import unseen
+from remat.transforms.compat import graph_task, next_node, pop_hooks, push_hooks, unseen
 from remat.transforms.context import enclosing, quiet, recordings
 from remat.transforms.eager.frame import Selective
 from remat.transforms.eager.inputs import Inputs
 from remat.transforms.eager.saved import Absent, Held, watcher
 from remat.transforms.ops import traits
 from remat.transforms.pytree import flatten, split
-from remat.transforms.region.cache import Plan, reach, repeats
-from remat.transforms.tape.liveness import Ends
-from remat.transforms.tape.observers import Kept, listening, report
-from remat.transforms.tape.program import Program
-from remat.transforms.tape.recorder import Record
-from remat.transforms.tape.replay import Replay
-from remat.transforms.tape.tape import OUTSIDE, SAVE, Stop, Trace, held_tensors
-from remat.transforms.tape.tape import storage as tape_storage
-from remat.transforms.tape.values import Calls, Unknown
+from remat.transforms.region import Plan, reach, repeats
+from remat.transforms.tape import (
+    OUTSIDE,
+    SAVE,
+    Calls,
+    Ends,
+    Kept,
+    Program,
+    Record,
+    Replay,
+    Stop,
+    Trace,
+    Unknown,
+    held_tensors,
+    listening,
+    report,
+)
+from remat.transforms.tape import storage as tape_storage
 
 
 class Handle:

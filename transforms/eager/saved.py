@@ -9,7 +9,7 @@ import torch
 
 from remat.transforms.errors import RematError
 from remat.transforms.placeholders import hollow, metadata
-from remat.transforms.tape.tape import written
+from remat.transforms.tape import written
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 

@@ -2,9 +2,9 @@
 
 Dynamo sees a region as one call of `torch`'s wrapper operator: it traces the user's function into a graph
 module, with captured tensors lifted to operands, and leaves what is done with it to us. When the graph is
-then traced below autograd, `run` calls the region's primitive (`functorch.primitive`) there and then, under
-whatever functorch levels are active: the recomputation is written out in the graph. A fence on all that the
-recomputation reads keeps the compiler from undoing it.
+then traced below autograd, `run_graph` calls the region's primitive (`functorch.primitive`) there and then,
+under whatever functorch levels are active: the recomputation is written out in the graph. A fence on all that
+the recomputation reads keeps the compiler from undoing it.
 
 Here, unlike in eager, nothing has to be skipped, freed or put back: what nobody reads is dead code that the
 compiler drops.
@@ -21,30 +21,33 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.aot import depth, is_tracing, level_argument, tagged, tags, unwind_levels
-from remat.transforms.compat.functorch import in_transform
-from remat.transforms.compiled.dedup import Alike, likeness
-from remat.transforms.compiled.lowering import Written
-from remat.transforms.compiled.names import CAPTURED, NAMED
-from remat.transforms.entry.dispatch import keeping_everything
-from remat.transforms.entry.dispatch import outermost as dispatch_outermost
-from remat.transforms.entry.dispatch import run as dispatch_run
-from remat.transforms.functorch.aliasing import Look, leaving, looks, seen
-from remat.transforms.functorch.primitive import Family, Prim, call
-from remat.transforms.intermediates.taps import Handed, current, tap
+from remat.transforms.compat import (
+    depth,
+    in_transform,
+    is_tracing,
+    level_argument,
+    tagged,
+    tags,
+    teach_inductor,
+    unwind_levels,
+)
+from remat.transforms.compiled import CAPTURED, NAMED, Alike, Written, likeness
+from remat.transforms.entry.dispatch import keeping_everything, outermost, run
+from remat.transforms.functorch import Family, Look, Prim, call, leaving, looks, seen
+from remat.transforms.intermediates import Handed, current, tap
 from remat.transforms.pytree import merge, split
-from remat.transforms.region.region import Region
-from remat.transforms.state.ambient import Ambient, device_kinds
+from remat.transforms.region import Region
+from remat.transforms.state import Ambient, device_kinds
 
 _local = threading.local()
 
 
-def outermost() -> bool:
+def outermost_traced() -> bool:
     """Whether no other region is being run around here."""
-    return not getattr(_local, "depth", 0) and dispatch_outermost()
+    return not getattr(_local, "depth", 0) and outermost()
 
 
-def run(region: Region, graph: Graph, operands: tuple[Any, ...]) -> tuple[Any, ...]:
+def run_graph(region: Region, graph: Graph, operands: tuple[Any, ...]) -> tuple[Any, ...]:
     """Call a region whose function is `graph`."""
     outs = _run(region, graph, operands)
     # Dynamo takes a result that is an argument for the argument itself from then on, also where that is what
@@ -55,7 +58,7 @@ def run(region: Region, graph: Graph, operands: tuple[Any, ...]) -> tuple[Any, .
 def _run(region: Region, graph: Graph, operands: tuple[Any, ...]) -> tuple[Any, ...]:
     if not is_tracing() or keeping_everything():
         # A backend that executes Dynamo's graph as it is, such as "eager".
-        return dispatch_run(region, operands, {})
+        return run(region, operands, {})
     _local.depth = getattr(_local, "depth", 0) + 1
     try:
         with levels_left():
@@ -82,7 +85,7 @@ def levels_left() -> Iterator[None]:
 def _teach_inductor() -> None:
     """Tell Inductor how to compile our ops, if Inductor is what will compile them."""
     if "torch._inductor.compile_fx" in sys.modules:
-        from remat.transforms.compat import inductor  # noqa: F401
+        teach_inductor()
 
 
 def _run_traced(region: Region, graph: Graph, operands: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -7,43 +7,52 @@ from typing import Any
 
 import torch
 
-from remat.transforms.closure.cond import kept_whole, not_compiled
-from remat.transforms.closure.convert import (
+from remat.transforms.closure import (
     MOST_TRIES,
     Bindings,
     Missed,
     Swap,
     as_operand,
     changing,
+    kept_whole,
     made_inside,
+    not_compiled,
 )
-from remat.transforms.closure.convert import captured as convert_captured
-from remat.transforms.compat.aot import is_tracing
-from remat.transforms.compat.autograd import (
+from remat.transforms.closure import captured as convert_captured
+from remat.transforms.compat import (
+    VMAP,
     hooks_allowed,
     hooks_disabled,
+    in_transform,
     is_hook_refusal,
+    is_tracing,
+    levels,
+    memory_is_real,
+    modes_active,
     pop_hooks,
     profiling,
     push_hooks,
+    unwrapped,
 )
-from remat.transforms.compat.functorch import VMAP, in_transform, levels, unwrapped
-from remat.transforms.compat.modes import memory_is_real, modes_active
-from remat.transforms.compiled.lowering import Written
+from remat.transforms.compiled import Written
 from remat.transforms.context import enclosing, inside
-from remat.transforms.eager.frame import Plain, enclosed, stop_enclosing
-from remat.transforms.eager.guarded import Following
-from remat.transforms.eager.inputs import Inputs
-from remat.transforms.eager.recording import Traced, may_keep_around
-from remat.transforms.eager.saved import unread, watcher
-from remat.transforms.functorch.aliasing import Look, leaving, looks, seen
-from remat.transforms.functorch.primitive import Family, Prim, call
-from remat.transforms.intermediates.taps import Mirrors, current
+from remat.transforms.eager import (
+    Following,
+    Inputs,
+    Plain,
+    Traced,
+    enclosed,
+    may_keep_around,
+    stop_enclosing,
+    unread,
+    watcher,
+)
+from remat.transforms.functorch import Family, Look, Prim, call, leaving, looks, seen
+from remat.transforms.intermediates import Mirrors, current
 from remat.transforms.pytree import check_results, flatten, merge, split, unflatten
-from remat.transforms.region.cache import Plan
-from remat.transforms.region.region import Region, labelled, planning
-from remat.transforms.state.ambient import Ambient, RandomState, device_kinds
-from remat.transforms.tape.observers import listening
+from remat.transforms.region import Plan, Region, labelled, planning
+from remat.transforms.state import Ambient, RandomState, device_kinds
+from remat.transforms.tape import listening
 
 
 class _Keeping(threading.local):

@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from remat.transforms.compat.ambient import functions_as_they_are
-from remat.transforms.compat.aot import graph_storage
-from remat.transforms.compat.functorch import is_wrapped, unwrap_once, unwrapped
+from remat.transforms.compat import functions_as_they_are, graph_storage, is_wrapped, unwrap_once, unwrapped
 
 Tensors = Sequence[torch.Tensor]
 

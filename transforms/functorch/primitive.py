@@ -25,22 +25,25 @@ from typing import Any, Protocol
 import torch
 from torch.autograd import forward_ad
 
-from remat.transforms.compat.aot import dual_level_known
-from remat.transforms.compat.autograd import cut_off, graph_kept, hooks_aside, next_node
-from remat.transforms.compat.functorch import (
+from remat.transforms.compat import (
     GRAD,
     JVP,
     VMAP,
     SingleLevelFunction,
     add_batch_dim,
+    cut_off,
+    dual_level_known,
     enable_single_level_autograd_function,
     forward_grad_enabled,
+    graph_kept,
+    hooks_aside,
     in_transform,
     interpreter,
     is_batched,
     is_dead,
     is_wrapped,
     level_of,
+    next_node,
     restore_vmap,
     unwrap_batched,
     unwrap_for_grad,
@@ -54,12 +57,19 @@ from remat.transforms.errors import RematError
 from remat.transforms.placeholders import hollow as placeholders_hollow
 from remat.transforms.placeholders import metadata
 from remat.transforms.pytree import smooth as pytree_smooth
-from remat.transforms.region.region import Region, recomputing
-from remat.transforms.state.ambient import Ambient, RandomState
-from remat.transforms.tape.liveness import Ends, holds_unseen
-from remat.transforms.tape.observers import Kept, listening, report
-from remat.transforms.tape.replay import Replay
-from remat.transforms.tape.tape import Trace, held_tensors, storage
+from remat.transforms.region import Region, recomputing
+from remat.transforms.state import Ambient, RandomState
+from remat.transforms.tape import (
+    Ends,
+    Kept,
+    Replay,
+    Trace,
+    held_tensors,
+    holds_unseen,
+    listening,
+    report,
+    storage,
+)
 
 Tensors = Sequence[torch.Tensor]
 Body = Callable[..., tuple[torch.Tensor, ...]]

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.autograd import graph_task
-from remat.transforms.compat.functorch import (
+from remat.transforms.compat import (
     VMAP,
     add_batch_dim,
+    graph_task,
     interpreter,
     unwrap_batched,
     unwrap_for_grad,

@@ -13,16 +13,21 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat.transforms.closure.convert import trial
-from remat.transforms.compat.ambient import storage_key, without_module_trackers
-from remat.transforms.compat.modes import fake_mode, is_fake, outside_all_modes
+from remat.transforms.closure import trial
+from remat.transforms.compat import (
+    TorchDispatchMode,
+    fake_mode,
+    is_fake,
+    outside_all_modes,
+    storage_key,
+    without_module_trackers,
+)
 from remat.transforms.errors import RematError
-from remat.transforms.intermediates.taps import only
+from remat.transforms.intermediates import only
 from remat.transforms.joint.ops import Joint, Op, Other, Ref, Value
 from remat.transforms.ops import traits, user_line
-from remat.transforms.region.region import planning
+from remat.transforms.region import planning
 
 # What a recorded op holds as it is. (A symbolic size counts as an int that is not known.)
 _CONSTANT = (int, float, complex, bool, str, torch.SymInt, torch.SymFloat, torch.SymBool)

@@ -10,22 +10,22 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from remat.transforms.closure.convert import Swap, as_operand
-from remat.transforms.closure.convert import captured as convert_captured
-from remat.transforms.compat.aot import is_tracing
-from remat.transforms.compat.functorch import (
+from remat.transforms.closure import Swap, as_operand
+from remat.transforms.closure import captured as convert_captured
+from remat.transforms.compat import (
     GRAD,
     VMAP,
     below_levels,
     in_transform,
+    is_tracing,
     is_wrapped,
     level_of,
     levels,
+    outside_all_modes,
     unwrap_batched,
     unwrap_for_grad,
     unwrapped,
 )
-from remat.transforms.compat.modes import outside_all_modes
 from remat.transforms.joint.graph import Joint, record
 from remat.transforms.pytree import smooth
 

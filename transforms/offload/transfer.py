@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.autograd import at_backward_end, graph_task
-from remat.transforms.compat.modes import memory_is_real
+from remat.transforms.compat import at_backward_end, graph_task, memory_is_real
 from remat.transforms.ops import instances
 
 

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from remat.transforms.ops import traits
-from remat.transforms.tape.program import Program
-from remat.transforms.tape.tape import KEPT, Trace
+from remat.transforms.tape import KEPT, Program, Trace
 
 _MOST = 256
 _memories: weakref.WeakKeyDictionary[Any, Memory] = weakref.WeakKeyDictionary()

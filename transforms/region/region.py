@@ -13,12 +13,11 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.profiler import record_function
 
-from remat.transforms.closure.convert import Slots, slots_of
-from remat.transforms.compat.autograd import profiling
+from remat.transforms.closure import Slots, slots_of
+from remat.transforms.compat import profiling
 from remat.transforms.context import quiet
 from remat.transforms.region.cache import Lessons, Memory
-from remat.transforms.tape.recorder import Record
-from remat.transforms.tape.tape import Node, Trace
+from remat.transforms.tape import Node, Record, Trace
 
 
 class _Local(threading.local):

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from remat.transforms.closure.convert import Missed
-from remat.transforms.compat.functorch import in_transform, is_batched_anyhow
+from remat.transforms.closure import Missed
+from remat.transforms.compat import in_transform, is_batched_anyhow
 from remat.transforms.errors import RematError
 from remat.transforms.scan.body import Leaves
-from remat.transforms.scan.compiled.sums import Sums
-from remat.transforms.scan.compiled.unroll import MOST, Bound, dense
+from remat.transforms.scan.compiled import MOST, Bound, Sums, dense
 from remat.transforms.scan.instructions import execute
 from remat.transforms.scan.spec import Scan, State, Tensors, as_in_forward, compact, numbered
 from remat.transforms.scan.vjp import OneByOne, pull

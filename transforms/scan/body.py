@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from remat.transforms.closure.convert import Swap, made_inside, swapping
-from remat.transforms.compat.functorch import is_wrapped, unwrapped
+from remat.transforms.closure import Swap, made_inside, swapping
+from remat.transforms.compat import is_wrapped, unwrapped
 from remat.transforms.errors import RematError
-from remat.transforms.intermediates.taps import Refusal, current, only
+from remat.transforms.intermediates import Refusal, current, only
 from remat.transforms.pytree import Spec, flatten, merge, paths, unflatten
 
 Leaves = list[Any]

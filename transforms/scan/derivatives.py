@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from remat.transforms.pytree import smooth as pytree_smooth
 from remat.transforms.scan.body import Leaves
-from remat.transforms.scan.function import run
 from remat.transforms.scan.spec import Scan, Tensors, as_in_forward, make
 from remat.transforms.scan.vjp import pull
-from remat.transforms.state.ambient import RandomState
+from remat.transforms.state import RandomState
 
 Cotangents = Sequence[torch.Tensor | None]
+# `function.run`, which itself needs this file.
+Run = Callable[..., Any]
 
 
-def tangents_of(scan: Scan, flat: Tensors, tangents: Cotangents) -> list[torch.Tensor | None]:
+def tangents_of(run: Run, scan: Scan, flat: Tensors, tangents: Cotangents) -> list[torch.Tensor | None]:
     """Tangents of the carry's tensors and the ys: one scan over (value, tangent) pairs."""
     consts, carry, xs = scan.split(flat)
     full = [
@@ -85,7 +86,7 @@ def tangents_of(scan: Scan, flat: Tensors, tangents: Cotangents) -> list[torch.T
 
 
 def pull_back_of(
-    scan: Scan, needs: Sequence[bool], flat: Tensors, cts: Cotangents
+    run: Run, scan: Scan, needs: Sequence[bool], flat: Tensors, cts: Cotangents
 ) -> tuple[torch.Tensor, ...]:
     """Gradients of the needed operands as a function of operands and cotangents that autograd can
     differentiate.

@@ -8,9 +8,9 @@ import torch
 
 from remat.transforms.errors import RematError
 from remat.transforms.scan.body import Leaves, version
-from remat.transforms.scan.compiled.unroll import MOST, Bound, dense
+from remat.transforms.scan.compiled import MOST, Bound, dense
 from remat.transforms.scan.spec import Scan, State, Tensors, compact, now, numbered, uncached_casts
-from remat.transforms.state.ambient import Ambient, RandomState, device_kinds
+from remat.transforms.state import Ambient, RandomState, device_kinds
 
 
 def sweep(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:

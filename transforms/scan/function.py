@@ -18,22 +18,28 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from remat.transforms.compat.aot import dual_level_known_if_any
-from remat.transforms.compat.autograd import graph_kept
-from remat.transforms.compat.functorch import in_transform, is_wrapped, unwrapped
-from remat.transforms.compat.modes import watched
+from remat.transforms.compat import (
+    dual_level_known_if_any,
+    function_modes_active,
+    graph_kept,
+    in_transform,
+    is_wrapped,
+    unwrapped,
+    watched,
+)
 from remat.transforms.pytree import merge, smooth
 from remat.transforms.scan.backward import pull_back
 from remat.transforms.scan.batching import batch, dense, expand, kept_batched, kept_for_batch
 from remat.transforms.scan.body import Leaves
+from remat.transforms.scan.derivatives import pull_back_of, tangents_of
 from remat.transforms.scan.forward import sweep
 from remat.transforms.scan.spec import Record, Scan, Tensors, as_in_forward, index_states, lift_states
-from remat.transforms.tape.observers import Kept, listening, report
+from remat.transforms.tape import Kept, listening, report
 
 
 def run(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     """The final carry and the stacked ys, differentiable with respect to `flat`."""
-    if torch._C._len_torch_function_stack():
+    if function_modes_active():
         # A mode that swaps captured tensors sees torch functions, not Functions: let it see these operands.
         # By an op that traces pass over: of a region's levels each differentiates other operands.
         flat = [torch.ops.aten.alias(t) if smooth(t) and _torch_differentiable(t) else t for t in flat]
@@ -139,11 +145,9 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
-        from remat.transforms.scan.derivatives import tangents_of
-
         scan: Scan = ctx.scan
         flat = [_primal(t) for t in ctx.saved_tensors[: sum(scan.sizes)]]
-        outs = tangents_of(scan, flat, tangents[1:])
+        outs = tangents_of(run, scan, flat, tangents[1:])
         return (*outs, *([None] * scan.extra))
 
 
@@ -212,11 +216,10 @@ class _PullBack(torch.autograd.Function):
 
 def _pull_back_at(ctx: Any, tensors: Tensors, at: list[int]) -> Callable[..., tuple[torch.Tensor, ...]]:
     """The pull-back as a function of its tensors at these positions, the others as they are."""
-    from remat.transforms.scan.derivatives import pull_back_of
 
     def differentiable(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         full = merge(list(tensors), at, list(values))
-        return pull_back_of(ctx.scan, ctx.needs, *_parts_without_kept(ctx.scan, ctx.present, full))
+        return pull_back_of(run, ctx.scan, ctx.needs, *_parts_without_kept(ctx.scan, ctx.present, full))
 
     return differentiable
 

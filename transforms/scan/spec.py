@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.modes import unseen
+from remat.transforms.compat import unseen
 from remat.transforms.scan.body import Leaves, Step
 from remat.transforms.scan.instructions import Schedule
-from remat.transforms.state.ambient import Ambient, RandomState
+from remat.transforms.state import Ambient, RandomState
 
 Tensors = Sequence[torch.Tensor]
 

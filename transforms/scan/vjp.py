@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.autograd import engine_grad
-from remat.transforms.compat.functorch import in_transform
+from remat.transforms.compat import engine_grad, in_transform
 from remat.transforms.pytree import smooth
 
 Grads = list[torch.Tensor | None]

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.ambient import (
+from remat.transforms.compat import (
     autocasting,
     default_device_in_context,
+    graph_task,
     read_cudnn_sdp,
     read_deterministic,
     read_efficient_sdp,
@@ -18,7 +19,6 @@ from remat.transforms.compat.ambient import (
     read_math_sdp,
     read_matmul_precision,
 )
-from remat.transforms.compat.autograd import graph_task
 
 # (read, write) of every global that changes which kernel an op picks or what a factory makes. A region that
 # saw another value in its forward would otherwise replay other ops, or other numbers.

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.autograd import engine_runs, running_node
+from remat.transforms.compat import engine_runs, running_node
 
 
 class Ends:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.ambient import is_strided, storage_key
+from remat.transforms.compat import is_strided, storage_key
 from remat.transforms.pytree import flatten
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.modes import direct_call
+from remat.transforms.compat import direct_call
 from remat.transforms.ops import instances
 from remat.transforms.placeholders import Meta
 from remat.transforms.tape.tape import KEPT, RUN, Trace

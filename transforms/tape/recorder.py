@@ -9,12 +9,10 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.ambient import storage_key
-from remat.transforms.compat.functorch import below_levels
-from remat.transforms.compat.modes import memory_is_real
+from remat.transforms.compat import below_levels, memory_is_real, storage_key
 from remat.transforms.context import Mode, active, quiet
 from remat.transforms.errors import RematError
-from remat.transforms.offload.transfer import Away, away_in, send
+from remat.transforms.offload import Away, away_in, send
 from remat.transforms.ops import Traits, draws, is_shape_arithmetic, traits, user_line
 from remat.transforms.placeholders import Meta, metadata, metas
 from remat.transforms.tape.tape import (

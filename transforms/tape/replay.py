@@ -8,7 +8,7 @@ import torch
 
 from remat.transforms.context import Mode, active, quiet
 from remat.transforms.errors import RematError
-from remat.transforms.offload.transfer import Away
+from remat.transforms.offload import Away
 from remat.transforms.ops import is_shape_arithmetic, traits
 from remat.transforms.placeholders import Separate, Shared, alike, metadata
 from remat.transforms.tape.tape import KEPT, RUN, Node, Stop, Trace, map_tensors, not_repeated, targets

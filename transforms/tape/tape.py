@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from remat.transforms.closure.paths import of_captured
-from remat.transforms.compat.ambient import storage_key
+from remat.transforms.closure import of_captured
+from remat.transforms.compat import storage_key
 from remat.transforms.context import quiet
 from remat.transforms.errors import RematError
-from remat.transforms.offload.transfer import Elsewhere, Store, away_in
+from remat.transforms.offload import Elsewhere, Store, away_in
 from remat.transforms.ops import Traits, traits, user_line
 from remat.transforms.placeholders import numel
 

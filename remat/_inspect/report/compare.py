@@ -20,7 +20,7 @@ from remat.policies import (
     save_nothing,
     save_unbatched_matmuls,
 )
-from remat.transforms.errors import RematError
+from remat.transforms import RematError
 
 DEFAULT: tuple[Policy, ...] = (
     save_nothing,

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from remat._inspect.report.watch import TRANSFER, Ran, Untouched, Watch
 from remat._inspect.residuals import Residuals, saved_residuals
-from remat.transforms.compat.functorch import in_transform
-from remat.transforms.entry.dispatch import run_transparently
-from remat.transforms.errors import RematError
-from remat.transforms.pytree import flatten, smooth, unflatten
-from remat.transforms.state.ambient import RandomState
-from remat.transforms.tape.observers import listen
+from remat.transforms import RematError, flatten, smooth, unflatten
+from remat.transforms.compat import in_transform
+from remat.transforms.entry import run_transparently
+from remat.transforms.state import RandomState
+from remat.transforms.tape import listen
 
 
 @dataclass(frozen=True)

@@ -9,20 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat._core.opinfo import OpInfo, describe
-from remat.policies._catalogue import kind_of
-from remat.transforms.compat.ambient import is_strided, storage_key
-from remat.transforms.compat.autograd import graph_task
-from remat.transforms.compat.functorch import unwrapped
-from remat.transforms.context import recordings as context_recordings
-from remat.transforms.offload.transfer import travelling
-from remat.transforms.ops import traits, user_line
-from remat.transforms.pytree import flatten
-from remat.transforms.region.region import recomputed_region
-from remat.transforms.tape.observers import Kept, made_by
-from remat.transforms.tape.tape import targets
+from remat._core import OpInfo, describe
+from remat.policies import kind_of
+from remat.transforms import flatten, traits, user_line
+from remat.transforms import recordings as context_recordings
+from remat.transforms.compat import TorchDispatchMode, graph_task, is_strided, storage_key, unwrapped
+from remat.transforms.offload import travelling
+from remat.transforms.region import recomputed_region
+from remat.transforms.tape import Kept, made_by, targets
 
 PASSES = ("forward", "recompute", "backward")
 KINDS = ("matmul", "convolution", "attention", "normalization", "pointwise", "reduction", "custom", "other")

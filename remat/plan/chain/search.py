@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from remat.plan.chain.chain import Chain, Part
-from remat.transforms.compat.modes import outside_all_modes
+from remat.transforms.compat import outside_all_modes
 
 # Bytes are counted in this share of the peak.
 _CELLS = 1 << 15

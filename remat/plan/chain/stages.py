@@ -11,12 +11,9 @@ import itertools
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
-from remat.plan.graph.costs import CostModel
-from remat.plan.graph.graph import Graph
+from remat.plan.graph import CostModel, Graph
 from remat.plan.peak import backward_order, fresh, gradients_left, live_bytes
-from remat.plan.solve.hull import hull
-from remat.plan.solve.portfolio import least, solve
-from remat.plan.solve.problem import INF, Problem, Solution, complete, keep_all
+from remat.plan.solve import INF, Problem, Solution, complete, hull, keep_all, least, solve
 
 # Budgets that are tried between the least and the most that a stage can keep.
 _BUDGETS = 12

@@ -18,11 +18,11 @@ from typing import Any, Protocol
 import torch
 import torch.utils._pytree as pytree
 
-from remat._core.flops import known_flops, op_name
-from remat.policies._catalogue import kind_of
-from remat.transforms.caches import BoundedCache
-from remat.transforms.errors import RematError
-from remat.transforms.joint.graph import Joint, Op, Ref, Value
+from remat._core import known_flops, op_name
+from remat.plan.graph.traffic import is_view, traffic
+from remat.policies import kind_of
+from remat.transforms import BoundedCache, RematError
+from remat.transforms.joint import Joint, Op, Ref, Value
 
 # A custom op of unknown cost counts as a matmul with this contraction: dear enough not to be rerun blindly.
 UNKNOWN_FLOPS_PER_BYTE = 1024
@@ -55,21 +55,6 @@ def _warn_unknown(name: str) -> None:
             f'output (a large matmul). Say what it costs with remat.plan.register_cost("{name}", flops).',
             stacklevel=2,
         )
-
-
-def is_view(joint: Joint, op: Op) -> bool:
-    """Whether an op only hands out another look at storages that its arguments have."""
-    if torch.Tag.inplace_view in getattr(op.target, "tags", ()):
-        return True
-    read = {joint.values[v].storage for v in op.reads}
-    return not op.mutates and all(joint.values[o].storage in read for o in op.outputs)
-
-
-def traffic(joint: Joint, op: Op) -> int:
-    """Bytes an unfused op reads and writes; 0 for views."""
-    if is_view(joint, op):
-        return 0
-    return sum(joint.values[v].bytes for v in (*op.reads, *op.outputs))
 
 
 def is_heavy(joint: Joint, op: Op) -> bool:

@@ -8,10 +8,9 @@ from functools import cached_property
 from typing import Any
 
 from remat.plan.graph.costs import CostModel, flops_of, is_heavy, is_view
-from remat.plan.solve.problem import INF, Problem
-from remat.transforms.caches import BoundedCache
-from remat.transforms.joint.graph import Joint, Op
-from remat.transforms.ops import draws, traits
+from remat.plan.solve import INF, Problem
+from remat.transforms import BoundedCache, draws, traits
+from remat.transforms.joint import Joint, Op
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from remat.plan.graph.costs import is_view, traffic
-from remat.transforms.caches import BoundedCache
-from remat.transforms.joint.graph import Joint, Op, Ref
+from remat.plan.graph.traffic import is_view, traffic
+from remat.transforms import BoundedCache
+from remat.transforms.joint import Joint, Op, Ref
 
 # An op is repeated until this much time has passed, so that small ones are not all clock.
 _SECONDS = 2e-3

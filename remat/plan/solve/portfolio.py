@@ -12,7 +12,7 @@ from remat.plan.solve.hull import bound, hull
 from remat.plan.solve.parts import solve_parts
 from remat.plan.solve.problem import INF, Problem, Solution, complete, keep_all
 from remat.plan.solve.repeats import Repeats, repeats
-from remat.transforms.errors import RematError
+from remat.transforms import RematError
 
 # Partial solutions that the search part by part looks at in a second.
 _LABELS = 1e6

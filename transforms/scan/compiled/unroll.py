@@ -16,11 +16,19 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.aot import compiled_bare, example_of, traced_functionally
-from remat.transforms.compat.modes import fake_mode, outside_all_modes
+from remat.transforms.compat import (
+    compiled_bare,
+    compiled_for_cpu,
+    example_of,
+    fake_mode,
+    fits_cpu,
+    options_of,
+    outside_all_modes,
+    traced_functionally,
+    transposes_given,
+)
 from remat.transforms.ops import traits
 from remat.transforms.scan.body import Leaves, Step
-from remat.transforms.scan.compiled.cpu import compiled, fits, options_of, transposes_given
 from remat.transforms.scan.compiled.fx_passes import (
     added_to_inputs,
     aliases_dropped,
@@ -32,8 +40,7 @@ from remat.transforms.scan.compiled.fx_passes import (
 from remat.transforms.scan.compiled.sums import Sums
 from remat.transforms.scan.spec import Tensors
 from remat.transforms.scan.vjp import pull
-from remat.transforms.tape.recorder import Record
-from remat.transforms.tape.tape import OFFLOAD, SAVE, Node, Trace, tensors_in
+from remat.transforms.tape import OFFLOAD, SAVE, Node, Record, Trace, tensors_in
 
 Columns = list[list[torch.Tensor]]
 # What is compiled, and the consts whose transposes it takes after all else.
@@ -358,12 +365,12 @@ class Bound:
             return (lambda *_: ()), []
         inputs = [_empty(node.meta["val"]) for node in graph.graph.find_nodes(op="placeholder")]
         options = options_of(self.blocks.compiler)
-        if options is None or not fits(graph, inputs):
+        if options is None or not fits_cpu(graph, inputs):
             return compiled_bare(self.blocks.compiler, graph, inputs), []
         aliases_dropped(graph)
         given = transposes_given(graph, len(self.consts))
         inputs += [_empty(inputs[i].t().contiguous()) for i in given]
-        return compiled(graph, inputs, options), given
+        return compiled_for_cpu(graph, inputs, options), given
 
     def _ready(self, made: Made) -> tuple[Callable[..., Any], list[torch.Tensor]]:
         """What is compiled, and the transposes that it takes."""

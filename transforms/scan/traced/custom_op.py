@@ -21,16 +21,16 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat.aot import above_all, live_with_graph
+from remat.transforms.compat import above_all, live_with_graph
 from remat.transforms.context import quiet
-from remat.transforms.entry.dispatch import run_transparently
+from remat.transforms.entry import run_transparently
 from remat.transforms.errors import RematError
 from remat.transforms.scan.backward import pull_back
 from remat.transforms.scan.body import version
-from remat.transforms.scan.compiled.unroll import Blocks, dense, owner
+from remat.transforms.scan.compiled import Blocks, dense, owner
 from remat.transforms.scan.forward import sweep
 from remat.transforms.scan.spec import Record, Scan, State, Tensors
-from remat.transforms.state.ambient import Ambient, RandomState
+from remat.transforms.state import Ambient, RandomState
 
 _library = torch.library.Library("remat", "FRAGMENT")
 _library.define("scan_forward(str scan, Tensor[] operands) -> Tensor[]")

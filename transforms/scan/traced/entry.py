@@ -16,31 +16,31 @@ from typing import Any, NamedTuple
 
 import torch
 
-from remat.transforms.compat.aot import (
+from remat.transforms.compat import (
+    DispatchMode,
     backend,
+    below_levels,
     dual_level_known_if_any,
     example_of,
+    fake_mode,
+    hooks_as_they_are,
     is_tracing,
+    outside_all_modes,
     unwind_levels,
 )
-from remat.transforms.compat.aot import compiler as aot_compiler
-from remat.transforms.compat.autograd import hooks_as_they_are
-from remat.transforms.compat.functorch import below_levels
-from remat.transforms.compat.modes import DispatchMode, fake_mode, outside_all_modes
-from remat.transforms.entry.compiled import Graph
-from remat.transforms.entry.dispatch import run_transparently
+from remat.transforms.compat import compiler as aot_compiler
+from remat.transforms.entry import Graph, run_transparently
 from remat.transforms.errors import RematError
 from remat.transforms.ops import draws as ops_draws
 from remat.transforms.ops import traits, user_line
 from remat.transforms.pytree import merge
 from remat.transforms.scan.body import Leaves
-from remat.transforms.scan.compiled.unroll import Blocks
+from remat.transforms.scan.compiled import Blocks
 from remat.transforms.scan.function import run as function_run
 from remat.transforms.scan.instructions import Schedule
 from remat.transforms.scan.spec import Tensors, make
 from remat.transforms.scan.traced.custom_op import Opaque, evaluating, evaluation, unwritten
-from remat.transforms.state.ambient import Ambient, device_kinds
-from remat.transforms.state.functional_rng import can_seed, draw, refuse_generator, seeding
+from remat.transforms.state import Ambient, can_seed, device_kinds, draw, refuse_generator, seeding
 
 # Steps whose graph and operands are small are compiled several at a time: a call takes longer than they do.
 # They are as many in a short scan as in a long one, and so compiling takes as long.

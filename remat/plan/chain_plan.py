@@ -13,24 +13,19 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from remat._core.opinfo import Decision, OpInfo
+from remat._api import remat
+from remat._core import Decision, OpInfo
 from remat.plan.budget import check_peak
-from remat.plan.chain.chain import Chain, Part
-from remat.plan.chain.search import best_parts
-from remat.plan.chain.stages import Choice, Measure, Stage
-from remat.plan.graph.costs import CostModel, cost_model
-from remat.plan.graph.graph import Graph
+from remat.plan.chain import Chain, Choice, Measure, Part, Stage, best_parts
+from remat.plan.followed import Following, carried_out
+from remat.plan.graph import CostModel, Graph, cost_model
 from remat.plan.model import as_fake
 from remat.plan.plan import Plan, size_text
-from remat.plan.policy import Following, carried_out
-from remat.plan.solve.portfolio import Solved
-from remat.plan.solve.problem import Problem, complete
-from remat.policies import Policy
-from remat.policies._base import Numbered
-from remat.transforms.compat.aot import is_tracing
-from remat.transforms.compat.modes import fake_mode
-from remat.transforms.errors import RematError
-from remat.transforms.joint.graph import record
+from remat.plan.solve import Problem, Solved, complete
+from remat.policies import Numbered, Policy
+from remat.transforms import RematError
+from remat.transforms.compat import fake_mode, is_tracing
+from remat.transforms.joint import record
 
 Stages = Sequence[Callable[..., Any]]
 
@@ -214,8 +209,6 @@ class Task:
 
     def _carried_out(self, part: Part, plans: dict[int, Plan]) -> Callable[..., Any]:
         """The stages of a part in the regions that it says."""
-        from remat._api import remat
-
         if part.parts:
             return remat(_sequence([self._carried_out(one, {}) for one in part.parts]))
         run = _sequence(self.stages[part.start : part.stop])

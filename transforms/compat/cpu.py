@@ -1,7 +1,6 @@
 """A scan's blocks compiled by Inductor for the CPU, where a call takes longer than a small step.
 
-A third module of private torch names, beside `compat.functorch` and `compat.aot`; it needs Inductor only once
-somebody compiles with it. Three things are other than in `torch.compile`:
+It needs Inductor only once somebody compiles with it. Three things are other than in `torch.compile`:
 
 - the graph goes to Inductor without AOTAutograd around it: it is functional and has no gradients;
 - code that calls the kernels is C++ too (Inductor's option `cpp_wrapper`);
@@ -19,6 +18,8 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+
+from remat.transforms.compat.aot import teach_inductor
 
 aten = torch.ops.aten
 # Rows of 16 numbers that a product may add up and still be faster as a sum; 4 x 64 by 64 x 64 has 1024.
@@ -42,7 +43,7 @@ def options_of(compiler: Any) -> dict[str, Any] | None:
     return {} if name == ("inductor", "torch._dynamo.backends.inductor") else None
 
 
-def fits(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> bool:
+def fits_cpu(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> bool:
     """Whether a graph is for the CPU, and of torch's own ops: others are unknown to C++."""
     own = all(
         getattr(node.target, "namespace", "aten") in ("aten", "prims")
@@ -52,7 +53,7 @@ def fits(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> bool:
     return own and all(t.device.type == "cpu" for t in inputs)
 
 
-def compiled(
+def compiled_for_cpu(
     graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], options: dict[str, Any]
 ) -> Callable[..., Any]:
     """A functional graph without gradients, compiled; called with what `inputs` stand for."""
@@ -62,8 +63,7 @@ def compiled(
     from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from remat.transforms.compat import inductor  # noqa: F401  how the product is lowered
-
+    teach_inductor()
     # The graph has its casts written out, and what it calls must not add others.
     casts = torch._C._is_any_autocast_enabled()
     patches = {**options, "cpp_wrapper": True, **_ON_STACK}
