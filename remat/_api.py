@@ -8,21 +8,26 @@ import inspect
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, get_args, overload
 
 import torch
 
 from remat._dynamo import call_planned, call_region, looks_at_calls, wrap
 from remat._inspect import told, wanted
-from remat.policies import Policy, PolicySelector, as_policy, bind, save_everything, save_nothing
+from remat.policies import Policy, PolicyLike, PolicySelector, as_policy, bind, save_everything, save_nothing
 from remat.transforms import RematError, register
 from remat.transforms.entry import outermost, run, run_transparently
 from remat.transforms.region import Region, choosing, memory_of
 
 P = ParamSpec("P")
+Q = ParamSpec("Q")
 R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+S = TypeVar("S")
+T = TypeVar("T")
 
-_CHECKS = ("metadata", "exact", "none")
+DeterminismCheck = Literal["metadata", "exact", "none"]
+_CHECKS: tuple[str, ...] = get_args(DeterminismCheck)
 
 
 class ArgumentError(RematError, ValueError):
@@ -33,41 +38,62 @@ class FunctionError(RematError, TypeError):
     """Something that cannot be rematerialized because it cannot be called."""
 
 
+class Rematerialized(Protocol[P, R_co]):
+    """What `remat(fn)` is to a type checker: a function like `fn`, a method where that is one."""
+
+    @property
+    def __wrapped__(self) -> Callable[P, R_co]: ...
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+
+    @overload
+    def __get__(self, instance: None, owner: Any = ..., /) -> Rematerialized[P, R_co]: ...
+
+    @overload
+    def __get__(
+        self: Rematerialized[Concatenate[S, Q], T], instance: S, owner: Any = ..., /
+    ) -> Callable[Q, T]: ...
+
+
+class _Decorator(Protocol):
+    def __call__(self, fn: Callable[P, R], /) -> Rematerialized[P, R]: ...
+
+
 @overload
 def remat(
     fn: Callable[P, R],
     *,
-    policy: Any = ...,
+    policy: PolicyLike = ...,
     name: str | None = ...,
     static_argnums: int | Iterable[int] = ...,
     static_argnames: str | Iterable[str] = ...,
     preserve_rng_state: bool = ...,
-    determinism_check: str = ...,
-) -> Callable[P, R]: ...
+    determinism_check: DeterminismCheck = ...,
+) -> Rematerialized[P, R]: ...
 
 
 @overload
 def remat(
     fn: None = None,
     *,
-    policy: Any = ...,
+    policy: PolicyLike = ...,
     name: str | None = ...,
     static_argnums: int | Iterable[int] = ...,
     static_argnames: str | Iterable[str] = ...,
     preserve_rng_state: bool = ...,
-    determinism_check: str = ...,
-) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+    determinism_check: DeterminismCheck = ...,
+) -> _Decorator: ...
 
 
 def remat(
     fn: Callable[..., Any] | None = None,
     *,
-    policy: Any = save_nothing,
+    policy: PolicyLike = save_nothing,
     name: str | None = None,
     static_argnums: int | Iterable[int] = (),
     static_argnames: str | Iterable[str] = (),
     preserve_rng_state: bool = True,
-    determinism_check: str = "metadata",
+    determinism_check: DeterminismCheck = "metadata",
 ) -> Any:
     """A function that does what `fn` does and that, when differentiated, recomputes instead of storing.
 
@@ -154,7 +180,7 @@ class _Options:
     def region(self, fn: Callable[..., Any], policy: Policy, label: str | None = None) -> Region:
         label = label or self.label(fn)
         selector = None if policy == save_nothing else functools.partial(PolicySelector, policy, label)
-        key = policy if policy.repeatable else None
+        key = policy.key if policy.repeatable else None
         return Region(fn, label, selector, self.random, self.check, memory_of(anchor(fn)), key)
 
     def eager(self, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -290,6 +316,10 @@ class _Static:
         self.fixed = {i: args[i] for i in fixed}
         self.count = len(args)
         self.__qualname__ = getattr(fn, "__qualname__", type(fn).__name__)
+
+    def made_of(self) -> tuple[Any, ...]:
+        """What tells one of these, which are made anew at every call, from another."""
+        return self.fn, self.fixed, self.count, self.settled
 
     def __call__(self, *moving: Any, **kwargs: Any) -> Any:
         rest = iter(moving)

@@ -6,14 +6,15 @@ import fnmatch
 import functools
 import types
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from remat._api import remat
-from remat.policies import as_policy, save_nothing
+from remat.policies import PolicyLike, as_policy, save_nothing
 from remat.transforms import RematError
 
+M = TypeVar("M", bound=torch.nn.Module)
 Layers = str | Iterable[str] | type | tuple[type, ...] | Callable[[str, torch.nn.Module], bool]
 
 
@@ -22,13 +23,13 @@ class LayerError(RematError, ValueError):
 
 
 def apply(
-    model: torch.nn.Module,
+    model: M,
     *,
-    policy: Any = save_nothing,
+    policy: PolicyLike = save_nothing,
     layers: Layers = "*.layers.*",
     every: int = 1,
     **options: Any,
-) -> torch.nn.Module:
+) -> M:
     """Make every layer's `forward` a region, in place.
 
     Parameter names, state dicts, hooks, `isinstance`, `copy.deepcopy` and pickling stay as they are; hooks
@@ -69,7 +70,7 @@ def apply(
     return model
 
 
-def apply_to(module: torch.nn.Module, *, policy: Any = save_nothing, **options: Any) -> torch.nn.Module:
+def apply_to(module: M, *, policy: PolicyLike = save_nothing, **options: Any) -> M:
     """Make the `forward` of `module` itself a region, in place; `apply` does so for layers.
 
     Example:
@@ -87,7 +88,7 @@ def apply_to(module: torch.nn.Module, *, policy: Any = save_nothing, **options: 
     return module
 
 
-def remove(model: torch.nn.Module) -> torch.nn.Module:
+def remove(model: M) -> M:
     """Undo `apply`, in place."""
     for module in model.modules():
         _strip(module)

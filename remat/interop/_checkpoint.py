@@ -5,22 +5,59 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import torch
 from torch.utils.checkpoint import noop_context_fn
 
-from remat._api import remat
+from remat._api import DeterminismCheck, remat
 from remat.interop._torch_policy import ContextPolicy, policy_function
-from remat.policies import save_nothing
+from remat.policies import PolicyLike, save_nothing
 from remat.transforms import RematError
 from remat.transforms.region import is_recomputing
 
-_CHECKS = {"default": "metadata", "metadata": "metadata", "exact": "exact", "none": "none"}
+P = ParamSpec("P")
+R = TypeVar("R")
+Check = Literal["default", "metadata", "exact", "none"]
+_CHECKS: dict[str, DeterminismCheck] = {
+    "default": "metadata",
+    "metadata": "metadata",
+    "exact": "exact",
+    "none": "none",
+}
 
 
 class OptionError(RematError, ValueError):
     """An option of torch.utils.checkpoint with a value that nobody knows."""
+
+
+@overload
+def checkpoint(
+    function: Callable[..., R],
+    *args: Any,
+    use_reentrant: bool | None = ...,
+    context_fn: Callable[[], tuple[Any, Any]] = ...,
+    preserve_rng_state: bool = ...,
+    determinism_check: Check = ...,
+    debug: bool = ...,
+    early_stop: bool = ...,
+    policy: PolicyLike | None = ...,
+    **kwargs: Any,
+) -> R: ...
+
+
+@overload
+def checkpoint(
+    function: None = None,
+    *,
+    use_reentrant: bool | None = ...,
+    context_fn: Callable[[], tuple[Any, Any]] = ...,
+    preserve_rng_state: bool = ...,
+    determinism_check: Check = ...,
+    debug: bool = ...,
+    early_stop: bool = ...,
+    policy: PolicyLike | None = ...,
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
 def checkpoint(
@@ -29,10 +66,10 @@ def checkpoint(
     use_reentrant: bool | None = False,
     context_fn: Callable[[], tuple[Any, Any]] = noop_context_fn,
     preserve_rng_state: bool = True,
-    determinism_check: str = "default",
+    determinism_check: Check = "default",
     debug: bool = False,
     early_stop: bool = True,
-    policy: Any = None,
+    policy: PolicyLike | None = None,
     **kwargs: Any,
 ) -> Any:
     """`torch.utils.checkpoint.checkpoint`, which works under `torch.func` and derives twice, too.
@@ -120,7 +157,7 @@ class CheckpointFunction:
         options: other arguments of `remat.remat`.
     """
 
-    policy: Any = save_nothing
+    policy: PolicyLike = save_nothing
     options: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -137,7 +174,7 @@ def checkpoint_sequential(
     use_reentrant: bool | None = False,
     *,
     preserve_rng_state: bool = True,
-    policy: Any = save_nothing,
+    policy: PolicyLike = save_nothing,
 ) -> Any:
     """Run `functions` one after the other, in `segments` parts of which all but the last are regions.
 
