@@ -1,5 +1,8 @@
 """`remat`: a function with the same results that recomputes instead of storing."""
 
+# What users pass is checked, whatever its type was said to be.
+# pyright: reportUnnecessaryIsInstance=false
+
 from __future__ import annotations
 
 import contextlib
@@ -7,7 +10,7 @@ import functools
 import inspect
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, get_args, overload
 
 import torch
@@ -200,7 +203,7 @@ _forced = _Forced()
 
 
 @contextlib.contextmanager
-def under_policy(policy: Policy) -> Iterator[None]:
+def under_policy(policy: Policy) -> Generator[None]:
     """Let every region that this thread calls meanwhile have this policy, to compare it with its own."""
     before = _forced.policy
     _forced.policy = policy
@@ -334,10 +337,11 @@ def anchor(fn: Any) -> Any:
     if isinstance(fn, types.MethodType):
         return fn.__self__ if isinstance(fn.__self__, torch.nn.Module) else anchor(fn.__func__)
     if isinstance(fn, types.FunctionType):
-        return anchor(fn.__wrapped__) if hasattr(fn, "__wrapped__") else fn.__code__
+        return anchor(fn.__dict__["__wrapped__"]) if hasattr(fn, "__wrapped__") else fn.__code__
     if isinstance(fn, _Static):
         return anchor(fn.fn)
-    return fn if isinstance(fn, torch.nn.Module) else type(fn)
+    found: Any = fn if isinstance(fn, torch.nn.Module) else type(fn)
+    return found
 
 
 def _indices(value: int | Iterable[int]) -> tuple[int, ...]:

@@ -96,7 +96,7 @@ def _from_budget(
     budget: float | int | str | None, peak: int | str | None, cost: str | CostModel, device: Any
 ) -> BudgetPolicy:
     try:
-        from remat.plan import budget_policy  # type: ignore[reportMissingImports]
+        from remat.plan import budget_policy
     except ImportError as error:
         raise RematError(
             "checkpoint_policy(budget=...) needs the planner and its solver: pip install 'remat[plan]'. "

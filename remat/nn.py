@@ -1,11 +1,14 @@
 """Regions for the layers of a model that is there already."""
 
+# The settings of a region are on its module, under names that no module of the user's has.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import fnmatch
 import functools
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -60,9 +63,7 @@ def apply(
         >>> regions(apply(model, policy=save_matmuls))
         ['layers.0', 'layers.1', 'layers.2']
     """
-    chosen = _outermost(
-        {name: module for name, module in model.named_modules() if _fits(layers, name, module)}
-    )
+    chosen = _outermost({name: module for name, module in _named(model) if _fits(layers, name, module)})
     if not chosen:
         raise LayerError(_no_layer(model, layers))
     for module in list(chosen.values())[::every]:
@@ -84,7 +85,8 @@ def apply_to(module: M, *, policy: PolicyLike = save_nothing, **options: Any) ->
     remat(torch.sin, **settings)  # type: ignore[call-overload]
     _strip(module)
     module._remat_settings = settings  # type: ignore[assignment]
-    module.__class__ = _region_class(type(module))
+    made: Any = _region_class(type(module))
+    module.__class__ = made
     return module
 
 
@@ -97,7 +99,12 @@ def remove(model: M) -> M:
 
 def regions(model: torch.nn.Module) -> list[str]:
     """Qualified names of the submodules that `apply` made regions of."""
-    return [name for name, module in model.named_modules() if isinstance(module, Region)]
+    return [name for name, module in _named(model) if isinstance(module, Region)]
+
+
+def _named(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    found: Any = model.named_modules()
+    return found
 
 
 class Region(torch.nn.Module):
@@ -171,9 +178,7 @@ def _outermost(modules: dict[str, torch.nn.Module]) -> dict[str, torch.nn.Module
 
 def _no_layer(model: torch.nn.Module, layers: Layers) -> str:
     lists = (torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ModuleDict)
-    found = [
-        f"{name}.*" if name else "*" for name, module in model.named_modules() if isinstance(module, lists)
-    ]
+    found = [f"{name}.*" if name else "*" for name, module in _named(model) if isinstance(module, lists)]
     hint = (
         f"lists of modules in it: {', '.join(map(repr, found[:8]))}" if found else "it has no list of modules"
     )

@@ -45,7 +45,7 @@ class BoundedCache(OrderedDict[K, V]):
         return found
 
     # Two caches are never one because they happen to hold the same.
-    __hash__ = object.__hash__
+    __hash__ = object.__hash__  # type: ignore[assignment]
     __eq__ = object.__eq__
 
 
@@ -57,9 +57,12 @@ class Identity(weakref.ref[Any]):
 
     __slots__ = ("number",)
 
-    def __init__(self, thing: Any) -> None:
-        super().__init__(thing)
+    number: int
+
+    def __new__(cls, thing: Any) -> Identity:
+        self = super().__new__(cls, thing)
         self.number = id(thing)
+        return self
 
     def __hash__(self) -> int:
         return self.number

@@ -51,6 +51,8 @@ def keywords_apart(function: Callable[P, R]) -> Callable[P, R]:
 
 def _named(fn: Any) -> set[str]:
     """The arguments of `fn` that can be given by name."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
     try:
         # Of a module the forward's; a model wrapped by others may have a signature that says nothing.
         parameters = inspect.signature(getattr(fn, "forward", fn)).parameters.values()

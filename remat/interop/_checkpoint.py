@@ -129,7 +129,7 @@ def _region(
     if torch.compiler.is_dynamo_compiling():
         # Dynamo runs no contexts of torch's: what they select is looked up when the graph is traced.
         return remat(function, policy=ContextPolicy(context_fn), **options)
-    contexts = context_fn()
+    contexts: Any = context_fn()
     if policy_function(contexts) is not None:
         return remat(function, policy=ContextPolicy(context_fn), **options)
     if not isinstance(contexts, tuple) or len(contexts) != 2:
@@ -158,7 +158,7 @@ class CheckpointFunction:
     """
 
     policy: PolicyLike = save_nothing
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # They may say how torch's checkpoint would have to be called.

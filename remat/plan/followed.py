@@ -35,7 +35,7 @@ class Following(Policy):
     # Forgets what the plan was made from; None for a plan that the user chose.
     forget: Callable[[], None] | None = field(default=None, compare=False, repr=False)
     # The number of an op in the forward -> its position in the plan; `_NEXT` -> the position to be met next.
-    places: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
+    places: dict[int, int] = field(default_factory=dict[int, int], compare=False, repr=False)
     counts = True
 
     @property

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Hashable, Iterator, Set
+from collections.abc import Callable, Collection, Hashable, Iterator, Set
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 
@@ -109,9 +109,10 @@ def key_of(value: Any) -> Hashable:
         # 1, 1.0 and True are equal and may mean different things.
         return type(value), value
     if value is None or isinstance(value, _BY_VALUE):
-        return value
+        return cast(Hashable, value)
     if isinstance(value, (tuple, frozenset)):
-        return type(value), type(value)(map(key_of, value))
+        parts = cast("Collection[Any]", value)
+        return frozenset(map(key_of, parts)) if isinstance(value, frozenset) else tuple(map(key_of, parts))
     if isinstance(value, types.MethodType):
         # Made anew wherever it is looked up.
         return key_of(value.__self__), key_of(value.__func__)
@@ -376,9 +377,8 @@ def converts(convert: Callable[[Any], Policy]) -> Callable[[Any], Policy]:
     return convert
 
 
-_Op: TypeAlias = (
-    "OpOverload[..., Any] | OpOverloadPacket[..., Any] | HigherOrderOperator | torch.library.CustomOpDef"
-)
+_CustomOp: TypeAlias = "torch.library.CustomOpDef"  # pyright: ignore[reportPrivateImportUsage]
+_Op: TypeAlias = "OpOverload[..., Any] | OpOverloadPacket[..., Any] | HigherOrderOperator | _CustomOp"
 PolicyLike: TypeAlias = (
     "Policy | Callable[[OpInfo], Decision | bool] | _Op | list[Any] | tuple[_Op | str, ...] | Set[_Op | str]"
 )

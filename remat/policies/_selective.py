@@ -79,7 +79,7 @@ class SaveEvery(Narrowed):
     policy: Policy
     # The ops counted in this forward (one whose result is named later is judged twice). No part of the value:
     # `fresh` gives every forward its own.
-    seen: dict[int, int] = dataclasses.field(default_factory=dict, compare=False)
+    seen: dict[int, int] = dataclasses.field(default_factory=dict[int, int], compare=False)
     counts = True  # type: ignore[assignment]
 
     def __call__(self, info: OpInfo) -> Decision:

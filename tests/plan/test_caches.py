@@ -176,11 +176,8 @@ class Slotted:
 def test_what_no_key_stands_for_is_planned_each_time(traced):
     thing = Slotted()
     for _ in range(2):
-        step(
-            remat(
-                lambda x: x.sin().exp() if thing.on else x.cos().exp(), policy=checkpoint_policy(budget=0.5)
-            )
-        )
+        fn = remat(lambda x: (x.sin() if thing.on else x.cos()).exp(), policy=checkpoint_policy(budget=0.5))
+        step(fn)
         thing.on = True
     assert len(traced) == 2 and not cache._GRAPHS
 

@@ -24,7 +24,7 @@ class Seen(list):
         return region(region(x)).sum()
 
 
-def look(which, fn, **keywords):
+def look(which, fn, /, **keywords):
     if which is plan_model:
         return which(fn, X, **{"budget": 0.6, **keywords})
     return which(fn, X, **{**({"points": 2, "torch_solvers": ()} if which is pareto else {}), **keywords})
@@ -38,9 +38,8 @@ LOOKS = pytest.mark.parametrize("which", OPTION)
 def test_an_option_that_the_function_takes_too_is_refused(which):
     seen = Seen()
     (option,) = OPTION[which]
-    with pytest.raises(
-        RematError, match=rf"{option} is an option of {which.__name__}, and plain has an arg"
-    ) as e:
+    said = rf"{option} is an option of {which.__name__}, and plain has an argument"
+    with pytest.raises(RematError, match=said) as e:
         look(which, seen.plain, **OPTION[which])
     assert isinstance(e.value, TypeError) and not seen
     assert f"kwargs={{'{option}': " in str(e.value) and "kwargs={})" in str(e.value)
