@@ -11,7 +11,7 @@ import inspect
 import threading
 import types
 from collections.abc import Callable, Generator, Iterable
-from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, get_args, overload
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, cast, get_args, overload
 
 import torch
 
@@ -340,8 +340,7 @@ def anchor(fn: Any) -> Any:
         return anchor(fn.__dict__["__wrapped__"]) if hasattr(fn, "__wrapped__") else fn.__code__
     if isinstance(fn, _Static):
         return anchor(fn.fn)
-    found: Any = fn if isinstance(fn, torch.nn.Module) else type(fn)
-    return found
+    return fn if isinstance(fn, torch.nn.Module) else cast(Any, type(fn))
 
 
 def _indices(value: int | Iterable[int]) -> tuple[int, ...]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, overload
 
+from remat._core import Decision, OpInfo
 from remat.policies import (
     FromCallable,
     Policy,
@@ -17,6 +19,10 @@ from remat.transforms import RematError
 
 if TYPE_CHECKING:
     from remat.plan import BudgetPolicy, CostModel
+
+
+@overload
+def checkpoint_policy(rule: Callable[[OpInfo], Decision | bool], *, stateful: bool = ...) -> Policy: ...
 
 
 @overload

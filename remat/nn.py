@@ -9,7 +9,7 @@ import fnmatch
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -103,8 +103,7 @@ def regions(model: torch.nn.Module) -> list[str]:
 
 
 def _named(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    found: Any = model.named_modules()
-    return found
+    return cast("Iterator[tuple[str, torch.nn.Module]]", model.named_modules())
 
 
 class Region(torch.nn.Module):

@@ -42,7 +42,7 @@ def keywords_apart(function: Callable[P, R]) -> Callable[P, R]:
             raise KeywordError(
                 f"{name}(kwargs=...): expected keywords of the function, as {{'scale': 2.0}}, got {theirs!r}"
             )
-        elif twice := sorted(theirs.keys() & keywords.keys() - own):
+        elif twice := sorted(set(map(str, theirs)) & keywords.keys() - own):
             raise KeywordError(f"{name}: the function's {twice[0]!r} is given both by itself and in kwargs.")
         return function(*args, **keywords)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, ParamSpec, TypeVar, overload
+from typing import Any, Literal, ParamSpec, TypeVar, cast, overload
 
 import torch
 from torch.utils.checkpoint import noop_context_fn
@@ -132,9 +132,9 @@ def _region(
     contexts: Any = context_fn()
     if policy_function(contexts) is not None:
         return remat(function, policy=ContextPolicy(context_fn), **options)
-    if not isinstance(contexts, tuple) or len(contexts) != 2:
+    if type(contexts) is not tuple or len(cast("tuple[Any, ...]", contexts)) != 2:
         raise OptionError(f"checkpoint(context_fn=...): expected two context managers, got {contexts!r}.")
-    return remat(_within(function, contexts), **options)
+    return remat(_within(function, cast("tuple[Any, Any]", contexts)), **options)
 
 
 def _within(function: Callable[..., Any], contexts: tuple[Any, Any]) -> Callable[..., Any]:

@@ -71,12 +71,9 @@ class BudgetPolicy(Numbered):
         Raises:
             RematError: the function cannot be traced without data, or the budget is out of reach.
         """
-        return self._plan(fn, args, kwargs)
+        return self._plan(graph_of(fn, args, kwargs), fn)
 
-    def _plan(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-        return self._on(graph_of(fn, args, kwargs), fn)
-
-    def _on(self, graph: Graph, fn: Callable[..., Any]) -> Plan:
+    def _plan(self, graph: Graph, fn: Callable[..., Any]) -> Plan:
         compiled = self.peak is not None and is_tracing()
         name = getattr(fn, "__name__", None) or type(fn).__name__
         return graph.solved.made(
@@ -90,7 +87,7 @@ class BudgetPolicy(Numbered):
         if planned:
             return save_everything if plan is None else carried_out(plan)
         graph = graph_of(fn, args, kwargs)
-        return carried_out(self._on(graph, fn), functools.partial(forget, graph))
+        return carried_out(self._plan(graph, fn), functools.partial(forget, graph))
 
     def __call__(self, info: OpInfo) -> Decision:
         raise RematError(

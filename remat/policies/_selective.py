@@ -1,5 +1,8 @@
 """Policies that narrow others down: by a predicate, by position, by size, by cost."""
 
+# What users pass is checked, whatever its type was said to be.
+# pyright: reportUnnecessaryIsInstance=false
+
 from __future__ import annotations
 
 import dataclasses

@@ -210,7 +210,7 @@ def test_caches_are_bounded(traced, monkeypatch):
     assert len(cache._GRAPHS) == 4
     graph = next(iter(cache._GRAPHS.values()))
     for k in range(100):
-        BudgetPolicy(budget=4096 + k)._on(graph, torch.sin)
+        BudgetPolicy(budget=4096 + k)._plan(graph, torch.sin)
     assert len(graph.solved) == graph.solved.room < 100
 
 

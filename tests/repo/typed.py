@@ -4,7 +4,6 @@
 Each wrong line is said to be wrong. An ignored line that turns out to be right is an error, too.
 """
 
-from collections.abc import Callable
 from typing import assert_type
 
 import torch
@@ -36,7 +35,7 @@ def known(x: Tensor) -> None:
     assert_type(checkpoint_policy(lambda info: info.bytes < 1024), Policy)
     assert_type(checkpoint_policy("q"), Policy)
     assert_type(remat.remat(layer)(x, 2), tuple[Tensor, int])
-    assert_type(remat.remat(layer).__wrapped__, Callable[[Tensor, int], tuple[Tensor, int]])
+    assert_type(remat.remat(layer).__wrapped__(x, 2), tuple[Tensor, int])
     assert_type(remat.remat(policy=save_matmuls | ["q"])(layer)(x, n=2), tuple[Tensor, int])
     model = nn.apply(torch.nn.Sequential(Model()), layers=Model, policy=save_names("q"))
     assert_type(model, torch.nn.Sequential)
