@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 from remat.transforms import RematError
 
@@ -42,7 +42,7 @@ def keywords_apart(function: Callable[P, R]) -> Callable[P, R]:
             raise KeywordError(
                 f"{name}(kwargs=...): expected keywords of the function, as {{'scale': 2.0}}, got {theirs!r}"
             )
-        elif twice := sorted(set(map(str, theirs)) & keywords.keys() - own):
+        elif twice := sorted(set(map(str, cast("Mapping[str, Any]", theirs))) & keywords.keys() - own):
             raise KeywordError(f"{name}: the function's {twice[0]!r} is given both by itself and in kwargs.")
         return function(*args, **keywords)
 

@@ -50,7 +50,7 @@ def mistakes(x: Tensor) -> None:
     remat.remat(layer, determinism_check="meta")  # pyright: ignore[reportCallIssue, reportArgumentType]
     remat.remat(layer)(x)  # pyright: ignore[reportCallIssue]
     remat.remat(layer)(x, "n")  # pyright: ignore[reportArgumentType]
-    checkpoint_policy(lambda info: info.bites < 3)  # pyright: ignore[reportAttributeAccessIssue]
+    checkpoint_policy(lambda info: info.bites < 3)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownLambdaType]
     checkpoint_policy(save_matmuls, budget=0.5)  # pyright: ignore[reportCallIssue]
     nn.apply(layer)  # pyright: ignore[reportArgumentType]
     Model().block(x, 2.0, 3)  # pyright: ignore[reportCallIssue]
