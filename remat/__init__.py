@@ -3,8 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from remat._api import checkpoint_policy as checkpoint_policy
 from remat._api import remat as remat
-from remat._checkpoint_policy import checkpoint_policy as checkpoint_policy
 from remat._core import Decision as Decision
 from remat._core import OpInfo as OpInfo
 from remat._intermediates import capture as capture

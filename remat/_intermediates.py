@@ -21,7 +21,7 @@ from remat.transforms import (
     replace_arguments,
     unflatten,
 )
-from remat.transforms.intermediates import Offsets, Values, differentiated, offset, opened
+from remat.transforms.intermediates import Perturbations, Values, differentiated, offset, opened
 
 
 def capture(fn: Callable[..., Any], names: str | Iterable[str]) -> Callable[..., tuple[Any, dict[str, Any]]]:
@@ -108,8 +108,8 @@ def capture_grads(
         chosen = args[positions] if isinstance(positions, int) else tuple(args[i] for i in positions)
         flat, spec = flatten(chosen)
 
-        def run(leaves: list[Tensor]) -> tuple[Tensor, Offsets, list[Tensor]]:
-            session = Offsets(frozenset(wanted), functools.partial(offset, leaves[0]))
+        def run(leaves: list[Tensor]) -> tuple[Tensor, Perturbations, list[Tensor]]:
+            session = Perturbations(frozenset(wanted), functools.partial(offset, leaves[0]))
             with opened(session):
                 moved = unflatten(leaves[1:], spec)
                 value = fn(*replace_arguments(args, positions, moved), **kwargs)

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TypeVar
 
 import torch
-import torch.utils._pytree as torch_pytree
 
 from remat._dynamo import tap
+from remat.transforms import map_only
 from remat.transforms.compiled import named
 from remat.transforms.intermediates import tap as taps_tap
 
@@ -43,7 +43,7 @@ def checkpoint_name(tree: Tree, name: str) -> Tree:
             f"checkpoint_name(tree, name): the name must be a string, got {name!r}; write checkpoint_name(x, "
             "'attn')"
         )
-    marked = torch_pytree.tree_map_only(torch.Tensor, lambda tensor: named(tensor, name), tree)
+    marked = map_only(torch.Tensor, lambda tensor: named(tensor, name), tree)
     if torch.compiler.is_dynamo_compiling():
         tap(name, marked)
         return marked

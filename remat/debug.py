@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.utils._pytree as torch_pytree
 
-from remat.transforms import RematError
+from remat.transforms import RematError, tree_leaves
 from remat.transforms.compat import OpOverload, compiled_for_graphs, example_of
 from remat.transforms.compiled import RECOMPUTED
 
@@ -188,7 +187,7 @@ def uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def _compile_and_run(fn: Any, args: Any, kwargs: Any, wanted: _Graphs, found: _Graphs) -> None:
     out = compiled_for_graphs(uncompiled(fn), wanted.add, found.add)(*args, **kwargs)
-    ends = [t for t in torch_pytree.tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad]
+    ends = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad]
     if ends:
         torch.autograd.grad(ends, _leaves(ends), [torch.ones_like(t) for t in ends], allow_unused=True)
 

@@ -50,7 +50,7 @@ def copies(monkeypatch) -> list[bool]:
 @contextmanager
 def no_copies() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(entry, "likeness", lambda *_: None)
+        patch.setattr(entry, "dedup_key", lambda *_: None)
         yield
 
 

@@ -19,8 +19,19 @@ from remat.transforms.grad import (
     value_and_grad,
 )
 from remat.transforms.ops import draws, is_user_frame, traits, user_line, user_place
-from remat.transforms.pytree import flatten, merge, paths, smooth, split, unflatten
-from remat.transforms.registry import intern, numbered, register
+from remat.transforms.pytree import (
+    flatten,
+    map_leaves,
+    map_only,
+    merge,
+    paths,
+    shown,
+    smooth,
+    split,
+    tree_leaves,
+    unflatten,
+)
+from remat.transforms.registry import intern, register, registered
 
 __all__ = [
     "BoundedCache",  # a dict of at most so many entries: what was not asked for longest goes
@@ -44,12 +55,16 @@ __all__ = [
     "user_line",  # `user_place` for messages
     "user_place",  # `file:line (function)` of the user's innermost frame
     "flatten",  # leaves and structure of `tree` by torch's registry
+    "map_leaves",  # the tree with a function of every leaf
+    "map_only",  # the tree with a function of every leaf of a kind
     "merge",  # `leaves` with the tensors at positions `at` replaced
     "paths",  # for every leaf its key path, such as `['layers'][0]['w']`
+    "shown",  # a structure as messages show it
     "smooth",  # whether `leaf` is a tensor that can carry a derivative
     "split",  # the tensors among `leaves`, and their positions
+    "tree_leaves",  # the leaves of `tree`
     "unflatten",  # the tree of structure `spec` with these leaves
     "intern",  # the number of everything equal to `thing`
-    "numbered",  # the object that `register` gave this number
+    "registered",  # the objects that `register` gave numbers, by these
     "register",  # a number by which `thing` can be found as long as it lives
 ]

@@ -1,26 +1,35 @@
-"""What the modes that watch regions share: which are active on a thread, and silence for our own ops."""
+"""What is going on around the code at hand: recordings, regions that run again, captures, our own ops."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-import torch
+from torch.autograd.profiler import record_function
 
-from remat.transforms.compat import DispatchMode
+from remat.transforms.compat import DispatchMode, profiling
 
 if TYPE_CHECKING:
-    from remat.transforms.tape import Trace
+    from remat.transforms.tape import Tape
 
 
 class _Active(threading.local):
     """What is going on in this thread. (A bare threading.local is slow to say that it lacks something.)"""
 
     stack: Any = ()
+    selecting = False  # whether the innermost region around may keep values
+    transparent = False  # whether regions keep what autograd keeps
+    sessions: tuple[Any, ...] = ()  # the captures that are open
+    listeners: tuple[Any, ...] = ()  # who wants to know what regions keep
     quiet = False
     unasked = False
+
+    def __init__(self) -> None:
+        self.rerun: list[str] = []  # names of the regions that are being run again
+        self.replays: list[Any] = []  # under functorch: what hands out values, and how to end the rerun
 
 
 active = _Active()
@@ -29,22 +38,14 @@ active = _Active()
 class Mode(DispatchMode):
     """Shared by recording and replaying: a stack of those active, and silence for the engine's own ops."""
 
-    # Under autocast torch caches casts of leaves, across regions: whether such a cast happens in a forward
-    # and in its recomputation is chance. They are left out of the sequence. The ids of arguments that torch
-    # does not cache.
-    uncached: set[int] | None = None
-
-    def _cached_cast(self, func: Any, args: Any) -> bool:
-        if self.uncached is None or func is not torch.ops.aten._to_copy.default:
-            return False
-        return args[0].is_leaf and args[0].requires_grad and id(args[0]) not in self.uncached
-
-    trace: Trace
+    tape: Tape
     records = False  # whether it watches a forward
+    reruns = False  # whether it watches one of which the function runs again
+    parent: Mode | None = None  # what records or replays around it
 
     def __enter__(self) -> Any:
         stack = active.__dict__.setdefault("stack", [])
-        self.trace.parent = self.trace.parent or self._link(stack)
+        self.parent = stack[-1] if stack else None
         stack.append(self)
         return super().__enter__()
 
@@ -52,12 +53,9 @@ class Mode(DispatchMode):
         active.stack.pop()
         return super().__exit__(*exc)
 
-    @staticmethod
-    def _link(stack: list[Any]) -> tuple[Trace, int] | None:
-        return (stack[-1].trace, stack[-1].position) if stack else None
-
     @property
     def position(self) -> int:
+        """How many ops it has seen."""
         raise NotImplementedError
 
 
@@ -69,26 +67,27 @@ def enclosing() -> Mode | None:
 
 @contextlib.contextmanager
 def inside() -> Iterator[None]:
-    """Tell the enclosing recording, if any, that what runs now is a region of its own."""
+    """Tell the enclosing recording, if any, that what runs now is a region of its own.
+
+    Where the function around runs again, that region runs a forward of its own, with all of its ops.
+    """
     mode = enclosing()
-    if mode is None or not mode.records:
+    if mode is None or not mode.reruns:
         yield
         return
     start = mode.position
     yield
-    mode.trace.inner.append((start, mode.position))
+    mode.tape.inner.append((start, mode.position))
+
+
+def selective_around() -> bool:
+    """Whether a region around may keep values, which one inside must then not recompute."""
+    return any(getattr(mode, "selective", True) for mode in active.stack)
 
 
 def recordings() -> list[Any]:
     """The recordings in progress on this thread, outermost first."""
     return [mode for mode in active.stack if mode.records]
-
-
-def around(mode: Mode) -> Mode | None:
-    """What records or replays around `mode`."""
-    stack = active.stack
-    at = next((i for i, other in enumerate(stack) if other is mode), 0)
-    return stack[at - 1] if at else None
 
 
 def is_quiet() -> bool:
@@ -114,3 +113,90 @@ def unasked(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
     finally:
         active.unasked = before
+
+
+# -- regions around the code at hand ---------------------------------------------------------------------
+_NOTHING = contextlib.nullcontext()
+
+
+def run_innermost(
+    function: Callable[..., Any], selects: bool, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """Call a region's function as a part of a recording or of a recomputation; `selects`: it has a policy."""
+    before = active.selecting
+    if not selects and not before:
+        return function(*args, **kwargs)
+    active.selecting = selects
+    try:
+        return function(*args, **kwargs)
+    finally:
+        active.selecting = before
+
+
+def selecting() -> bool:
+    """Whether the innermost region that runs around here, for the first time or again, may keep values."""
+    return active.selecting
+
+
+@contextlib.contextmanager
+def choosing() -> Iterator[None]:
+    """Around a function that a policy lets run as it is: the innermost region there keeps all values."""
+    before = active.selecting
+    active.selecting = True
+    try:
+        yield
+    finally:
+        active.selecting = before
+
+
+def recomputing(name: str) -> Callable[[], Any]:
+    """Begin to run the region `name` again on this thread; call what comes back at the end."""
+    names = active.rerun
+    names.append(name)
+    if not profiling():
+        return names.pop
+    label = labelled("recompute", name)
+    label.__enter__()
+
+    def end() -> None:
+        label.__exit__(None, None, None)
+        names.pop()
+
+    return end
+
+
+@contextlib.contextmanager
+def planning(name: str) -> Iterator[None]:
+    """Run the region `name` for what it would do: a run beside the passes, as a recomputation is."""
+    active.rerun.append(name)
+    try:
+        yield
+    finally:
+        active.rerun.pop()
+
+
+def labelled(phase: str, name: str) -> AbstractContextManager[Any]:
+    """A label for the profiler's trace, such as `remat::recompute block`, if a profiler is on."""
+    return record_function(f"remat::{phase} {name}") if profiling() else _NOTHING
+
+
+def recomputed_region() -> str | None:
+    """The name of the region that this thread is running again, None if it is running none."""
+    names = active.rerun
+    return names[-1] if names else None
+
+
+def is_recomputing() -> bool:
+    """Whether the code that asks runs as part of a recomputation.
+
+    Also where a budget is planned (once for each shape of the arguments, on tensors without data), and where
+    `capture_grads` looks for names under `torch.func`. For counters, prints and logs: the same torch ops must
+    run in both passes, and a tensor that code sets aside in the recomputation holds no numbers where the
+    backward does not read it. For intermediates there is `remat.capture`.
+
+    Example:
+        >>> from remat import is_recomputing
+        >>> is_recomputing()
+        False
+    """
+    return bool(active.rerun)

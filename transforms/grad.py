@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import Any, ParamSpec
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from remat.transforms.compat import forward_ad_active, in_transform
+from remat.transforms.pytree import flatten, map_only, tree_leaves, unflatten
 
 P = ParamSpec("P")
 
@@ -93,7 +93,7 @@ def _differentiated_around(args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     # Autograd records nothing in inference mode, and nothing can require grad of its tensors outside it.
     if in_transform() or torch.is_inference_mode_enabled():
         return True
-    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     return recorded or any(t.is_inference() for t in tensors) or forward_ad_active(tensors)
 
@@ -107,22 +107,22 @@ def _outermost(
 ) -> tuple[Any, Any]:
     positions = argument_positions(argnums, len(args))
     chosen = args[positions] if isinstance(positions, int) else tuple(args[i] for i in positions)
-    flat, spec = pytree.tree_flatten(chosen)
+    flat, spec = flatten(chosen)
     outer_grad = torch.is_grad_enabled()
     with torch.enable_grad():
         leaves = [fresh_leaf(x) for x in flat]
-        output = fun(*replace_arguments(args, positions, pytree.tree_unflatten(leaves, spec)), **kwargs)
+        output = fun(*replace_arguments(args, positions, unflatten(leaves, spec)), **kwargs)
         value, aux = _split(output) if has_aux else (output, None)
         check_scalar(value)
-        returned = [t for t in pytree.tree_leaves((value, aux)) if isinstance(t, Tensor)]
+        returned = [t for t in tree_leaves((value, aux)) if isinstance(t, Tensor)]
         # Captured tensors that require grad are found only now: derivatives with respect to them must flow
         # through what is returned, as with torch.func.grad.
         attached = outer_grad and reaches_other_leaves(returned, leaves)
         grads = gradients_of(value, leaves, create_graph=attached)
     result = (value, aux) if has_aux else value
     if not attached:
-        result = pytree.tree_map_only(Tensor, functools.partial(_detached, leaves, flat), result)
-    return result, pytree.tree_unflatten(grads, spec)
+        result = map_only(Tensor, functools.partial(_detached, leaves, flat), result)
+    return result, unflatten(grads, spec)
 
 
 def argument_positions(argnums: Any, count: int) -> int | tuple[int, ...]:

@@ -26,9 +26,11 @@ _IGNORED = {
     _aten.to.dtype,
     torch.ops.prim.device.default,
 }
-# Ops that other processes or the outside world take part in; they run in both passes, always.
+# Ops that other processes take part in; they run in both passes, always.
 _OUTSIDE = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor", "fsdp", "symm_mem", "inductor_debug")
-_ATEN_OUTSIDE = ("_assert", "sym_constrain", "_print", "_functional_assert")
+_CHECKS = ("_assert", "sym_constrain", "_print", "_functional_assert")
+# Where an op that draws has the tag that says so.
+_TOLD = ("aten", "prims", "prim", "profiler", *_OUTSIDE)
 
 # In a checkout transforms/ is reached through a link, so that it has two spellings.
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -44,14 +46,18 @@ _HIDDEN_WRITES = {
 class Traits:
     """Facts of one op, read once from its schema.
 
-    `shape_only`: it makes a new tensor like its operand, whose numbers it does not read.
+    `shape_only`: it makes a new tensor like its operand, whose numbers it does not read. `may_draw`: it draws
+    random numbers, or could without saying so. `collective`: other processes take part
+    in it; `outside`: it acts on them, or on the user's screen or program.
     """
 
     __slots__ = (
+        "collective",
         "conditional",
         "higher_order",
         "ignored",
         "inplace",
+        "may_draw",
         "outside",
         "random",
         "reshapes",
@@ -70,9 +76,14 @@ class Traits:
         self.conditional: int | None = None  # position of the flag on which the writes depend
         self.view = self.inplace = False
         self.reshapes = torch.Tag.inplace_view in getattr(op, "tags", ())
-        self.shape_only = _basename(op).endswith("_like") or _basename(op).startswith("new_")
-        self.uninitialized = _basename(op).startswith(("empty", "new_empty"))
-        self.outside = _acts_outside(op)
+        name, ours = _basename(op), getattr(op, "namespace", "") == "aten"
+        # By their names, which mean something among torch's own ops only.
+        self.shape_only = ours and (name.endswith("_like") or name.startswith("new_"))
+        self.uninitialized = ours and name.startswith(("empty", "new_empty"))
+        # An op of somebody else's may draw without saying so.
+        self.may_draw = self.random or getattr(op, "namespace", "aten") not in _TOLD
+        self.collective = getattr(op, "namespace", "") in _OUTSIDE
+        self.outside = self.collective or (ours and name.startswith(_CHECKS))
         if schema is None:
             return
         self.writes = tuple(
@@ -97,13 +108,6 @@ def traits(op: Any) -> Traits:
     if found is None:
         found = _TRAITS[id(op)] = op, Traits(op)
     return found[1]
-
-
-def _acts_outside(op: Any) -> bool:
-    namespace = getattr(op, "namespace", "")
-    if namespace in _OUTSIDE:
-        return True
-    return namespace == "aten" and _basename(op).startswith(_ATEN_OUTSIDE)
 
 
 def _basename(op: Any) -> str:

@@ -41,12 +41,24 @@ def metas(outs: Any) -> list[Meta]:
     """The metadata of the tensors among an op's results."""
     if isinstance(outs, Meta):
         return [outs]
-    return [m for m in outs if isinstance(m, Meta)] if isinstance(outs, (tuple, list)) else []
+    return [m for part in outs for m in metas(part)] if isinstance(outs, (tuple, list)) else []
 
 
 def numel(outs: Any) -> int:
     """The number of elements, if `outs` is one tensor."""
     return outs[0].numel() if isinstance(outs, Meta) else 1
+
+
+def without_data(outs: Any) -> Any:
+    """Results as metadata, shown as tensors of the meta device."""
+    if isinstance(outs, Meta):
+        shape, stride, dtype, _ = outs
+        if stride is None:
+            return torch.empty(shape, dtype=dtype, device="meta")
+        return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    if isinstance(outs, (tuple, list)):
+        return type(outs)([without_data(v) for v in outs])
+    return outs
 
 
 def hollow(meta: Meta) -> torch.Tensor:

@@ -1,8 +1,7 @@
 """Pytrees at the user's boundary.
 
 torch.func knows torch's registry only, so arguments and results are flattened by torch's rules: what a user
-registered with `torch.utils._pytree` is a container here, anything else is a leaf. optree serves behind that
-boundary, for accessors in messages.
+registered with `torch.utils._pytree` is a container here, anything else is a leaf.
 """
 
 from __future__ import annotations
@@ -10,11 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.utils._pytree as torch_pytree
 
+from remat.transforms.compat import Spec as Spec
+from remat.transforms.compat import flatten as flatten
+from remat.transforms.compat import map_leaves as map_leaves
+from remat.transforms.compat import map_only as map_only
+from remat.transforms.compat import paths as paths
+from remat.transforms.compat import shown as shown
+from remat.transforms.compat import tree_leaves as tree_leaves
+from remat.transforms.compat import unflatten as unflatten
 from remat.transforms.errors import RematError
-
-Spec = torch_pytree.TreeSpec
 
 
 def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Spec | None]:
@@ -25,16 +29,6 @@ def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[An
         if not isinstance(arg, torch.Tensor):
             return flatten((args, kwargs))
     return list(args), None
-
-
-def flatten(tree: Any) -> tuple[list[Any], Spec]:
-    """Leaves and structure of `tree` by torch's registry."""
-    return torch_pytree.tree_flatten(tree)
-
-
-def unflatten(leaves: list[Any], spec: Spec) -> Any:
-    """The tree of structure `spec` with these leaves."""
-    return torch_pytree.tree_unflatten(leaves, spec)
 
 
 def split(leaves: list[Any]) -> tuple[list[torch.Tensor], list[int]]:
@@ -56,18 +50,9 @@ def merge(leaves: list[Any], at: list[int], tensors: list[torch.Tensor]) -> list
     return merged
 
 
-def paths(tree: Any) -> list[str]:
-    """For every leaf its key path, such as `['layers'][0]['w']`."""
-    try:
-        return [torch_pytree.keystr(path) for path, _ in torch_pytree.tree_flatten_with_path(tree)[0]]
-    except ValueError:
-        # A container registered without names for its children: their numbers must do.
-        return [f"<leaf {i}>" for i, _ in enumerate(torch_pytree.tree_leaves(tree))]
-
-
 def check_results(tree: Any, region: str) -> None:
     """Raise when a result holds tensors in a container that is not a pytree, which torch.func would lose."""
-    for at, leaf in enumerate(torch_pytree.tree_leaves(tree)):
+    for at, leaf in enumerate(tree_leaves(tree)):
         if isinstance(leaf, torch.Tensor) or isinstance(leaf, (int, float, complex, str, bool, type(None))):
             continue
         if held := [k for k, v in getattr(leaf, "__dict__", {}).items() if isinstance(v, torch.Tensor)]:

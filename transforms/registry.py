@@ -10,14 +10,15 @@ from remat.transforms.caches import BoundedCache
 
 # What is equal to one of these has its number.
 _interned: BoundedCache[Any, str] = BoundedCache(1024)
-_registered: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+# The objects that `register` gave numbers.
+registered: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
 def register(thing: Any) -> str:
     """A number by which `thing` can be found as long as it lives; a string, as Dynamo changes integers."""
     number = str(next(_numbers))
-    _registered[number] = thing
+    registered[number] = thing
     return number
 
 
@@ -25,14 +26,9 @@ def intern(thing: Any) -> str:
     """The number of everything equal to `thing`; `register` where it has no hash.
 
     Many others may be interned meanwhile, and the first that was equal be forgotten: whoever keeps the number
-    keeps `numbered(number)` too.
+    keeps `registered[number]` too.
     """
     try:
         return _interned.made(thing, lambda: register(thing))
     except TypeError:
         return register(thing)
-
-
-def numbered(number: str) -> Any:
-    """The object that `register` gave this number."""
-    return _registered[number]

@@ -3,7 +3,7 @@
 from remat._core.flops import known_flops, op_name, register_cost
 from remat._core.keywords import KeywordError, joined_keywords, keywords_apart
 from remat._core.opinfo import Call, Decision, OpInfo, TensorMeta, describe
-from remat._core.units import parse_bytes
+from remat._core.units import format_bytes, parse_bytes
 
 __all__ = [
     "known_flops",  # FLOPs of `op(*args, **kwargs)`, or None for an op that nobody gave a formula for
@@ -17,5 +17,6 @@ __all__ = [
     "OpInfo",  # one op of a region, as a policy sees it
     "TensorMeta",  # a tensor without its data
     "describe",  # `tree` with every tensor replaced by its `TensorMeta`
+    "format_bytes",  # bytes for people, rounded
     "parse_bytes",  # bytes from "2GiB", "512 MB", "1e9"
 ]

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.utils._pytree as torch_pytree
+
+from remat.transforms import map_leaves
 
 _REGISTERED: dict[str, Callable[..., float]] = {}
 
@@ -82,7 +83,7 @@ def _replaced(tree: Any, is_meta: Callable[[Any], bool], made: Callable[[Any], A
     def replace(leaf: Any) -> Any:
         return made(leaf.shape) if is_meta(leaf) else leaf
 
-    return torch_pytree.tree_map(replace, tree)
+    return map_leaves(replace, tree)
 
 
 class _Hollow:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.utils._pytree as torch_pytree
+
+from remat.transforms import map_only
 
 
 class Decision(enum.Enum):
@@ -121,4 +122,4 @@ class OpInfo:
 
 def describe(tree: Any) -> Any:
     """`tree` with every tensor replaced by its `TensorMeta`."""
-    return torch_pytree.tree_map_only(torch.Tensor, TensorMeta.of, tree)
+    return map_only(torch.Tensor, TensorMeta.of, tree)

@@ -1,4 +1,4 @@
-"""Amounts of bytes as users write them."""
+"""Amounts of bytes as users write them, and as they read them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,26 @@ def parse_bytes(text: str) -> int:
         >>> parse_bytes("1.5 KiB")
         1536
     """
-    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?i?)b?\s*", text.lower())
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[+]?[0-9]+)?)\s*([kmgt]?i?)b?\s*", text.lower())
     try:
         return int(float(match[1]) * _UNITS[match[2]])  # type: ignore[index]
-    except (TypeError, ValueError, KeyError):
+    except (TypeError, ValueError, KeyError, OverflowError):
         raise ValueError(f"{text!r} is no amount of bytes: write 4096, '512KiB' or '2GB'.") from None
+
+
+def format_bytes(count: float) -> str:
+    """Bytes for people, rounded; where a number is to be written somewhere, messages give it in full.
+
+    Example:
+        >>> from remat._core.units import format_bytes
+        >>> format_bytes(512), format_bytes(1536)
+        ('512 B', '1.5 KiB')
+    """
+    if round(count) < 1024:
+        return f"{count:.0f} B"
+    units = ["KiB", "MiB", "GiB", "TiB"]
+    count /= 1024
+    # What is rounded to 1024.0 is one of the next.
+    while round(count, 1) >= 1024 and len(units) > 1:
+        count, units = count / 1024, units[1:]
+    return f"{count:.1f} {units[0]}"

@@ -1,7 +1,7 @@
 """What Dynamo sees of regions, scans and captures."""
 
 from remat._dynamo.intermediates import capture, capture_grads, tap
-from remat._dynamo.region import call_planned, call_region, looks_at_calls, wrap
+from remat._dynamo.region import call_planned, call_region, needs_call, wrap
 from remat._dynamo.scan import call_scan, run_compiled, runs_in_eager
 
 __all__ = [
@@ -11,7 +11,7 @@ __all__ = [
     "tap",  # give a named tree to the open captures
     "call_planned",  # `call_region` for policies that look at a whole call
     "call_region",  # call the region with the options numbered `at` while Dynamo traces
-    "looks_at_calls",  # whether a policy is another one for every call
+    "needs_call",  # whether a policy is another one for every call
     "wrap",  # `fn` as a region, while Dynamo traces the very call of `remat`
     "call_scan",  # `scan_remat` while Dynamo traces
     "run_compiled",  # `scan_remat(compile=True)` in eager

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from remat.transforms import (
@@ -25,6 +24,7 @@ from remat.transforms import (
     replace_arguments,
     smooth,
     split,
+    unflatten,
 )
 from remat.transforms.compat import (
     BROKEN,
@@ -42,7 +42,7 @@ from remat.transforms.compat import (
 from remat.transforms.compat import top as dynamo_top
 from remat.transforms.compiled import CAPTURED, VARIABLE
 from remat.transforms.entry import Graph, levels_left
-from remat.transforms.intermediates import Offsets, differentiated, offset
+from remat.transforms.intermediates import Perturbations, differentiated, offset
 from remat.transforms.intermediates import opened as taps_opened
 
 bypass = bypassing_wrapper()
@@ -100,9 +100,9 @@ def _give(session: Names, name: str, tree: Any) -> None:
     if name not in session.seen:
         session.seen.append(name)
     if name in session.wanted:
-        leaves, spec = pytree.tree_flatten(tree)
+        leaves, spec = flatten(tree)
         lifted = [_lifted(leaf, session.depth) for leaf in leaves]
-        session.found.append((name, pytree.tree_unflatten(lifted, spec)))
+        session.found.append((name, unflatten(lifted, spec)))
 
 
 def _lifted(leaf: Any, depth: int) -> Any:
@@ -143,9 +143,9 @@ def _handed_out(own: Names) -> list[tuple[str, Any]]:
     """What was found, as results of their own of the graph at hand."""
     found = []
     for name, tree in own.found:
-        leaves, spec = pytree.tree_flatten(tree)
+        leaves, spec = flatten(tree)
         marked = [CAPTURED(leaf, name) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        found.append((name, pytree.tree_unflatten(marked, spec)))
+        found.append((name, unflatten(marked, spec)))
     return found
 
 
@@ -191,11 +191,11 @@ def capture_grads(
 
     def stood_in(*args: Any, **kwargs: Any) -> Any:
         chosen = args[positions] if isinstance(positions, int) else tuple([args[i] for i in positions])
-        flat, spec = pytree.tree_flatten(chosen)
+        flat, spec = flatten(chosen)
         variables = [VARIABLE(_checked(leaf)) for leaf in flat]
         own = Names(wanted)
         outer = Names(_wanted(around))
-        moved = replace_arguments(args, positions, pytree.tree_unflatten(variables, spec))
+        moved = replace_arguments(args, positions, unflatten(variables, spec))
         value = _opened((outer, own) if around else (own,), fn, moved, kwargs)
         check_scalar(value)
         value = CAPTURED(value, "")
@@ -204,9 +204,9 @@ def capture_grads(
         grads = [_stand_in(leaf, value) for leaf in variables]
         named = []
         for name, tree in own.found:
-            leaves, shape = pytree.tree_flatten(tree)
-            named.append((name, pytree.tree_unflatten([_stand_in(leaf, value) for leaf in leaves], shape)))
-        return value, found, pytree.tree_unflatten(grads, spec), named, own.seen
+            leaves, shape = flatten(tree)
+            named.append((name, unflatten([_stand_in(leaf, value) for leaf in leaves], shape)))
+        return value, found, unflatten(grads, spec), named, own.seen
 
     run = functools.partial(enter, wanted)
     value, found, grads, named, seen = bypass(run, stood_in, *args, **kwargs)  # take graph breaks out
@@ -242,9 +242,9 @@ def _differentiate(wanted: tuple[str, ...], graph: torch.fx.GraphModule, *operan
     module, at = _of_variables(graph)
     body = Graph(module)
 
-    def run(leaves: list[Tensor]) -> tuple[Tensor, Offsets, list[Tensor]]:
+    def run(leaves: list[Tensor]) -> tuple[Tensor, Perturbations, list[Tensor]]:
         make = functools.partial(offset, leaves[0])
-        session = Offsets(frozenset(wanted), make, graph=True)
+        session = Perturbations(frozenset(wanted), make, graph=True)
         with taps_opened(session):
             value, *found = body(*operands, *leaves[1:])
         return value, session, found

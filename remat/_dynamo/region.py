@@ -15,7 +15,7 @@ import torch
 
 from remat._dynamo.intermediates import sessions, through
 from remat.policies import Policy, bind, save_everything
-from remat.transforms import RematError, numbered
+from remat.transforms import RematError, registered
 from remat.transforms.compat import bypassing_wrapper
 from remat.transforms.entry import Given, Graph, outermost_traced, run_graph, run_transparently
 
@@ -58,7 +58,7 @@ def wrap(fn: Callable[..., Any], options: Any) -> Callable[..., Any]:
     """`fn` as a region, while Dynamo traces the very call of `remat`."""
     label = options.name or getattr(fn, "__name__", "module")
     spec = (type(options), describe(options.policy), options.random, options.check)
-    binds = looks_at_calls(options.policy)
+    binds = needs_call(options.policy)
 
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
         run = functools.partial(enter_described, label, spec, given=given(args, kwargs) if binds else None)
@@ -69,14 +69,15 @@ def wrap(fn: Callable[..., Any], options: Any) -> Callable[..., Any]:
     return rematerialized
 
 
-def looks_at_calls(policy: Policy) -> bool:
-    """Whether a policy is another one for every call."""
-    return type(policy).bind is not Policy.bind
+def needs_call(policy: Policy) -> bool:
+    """Whether a policy is another one for some calls."""
+    kind = type(policy)
+    return kind.bind is not Policy.bind or kind.interleaved is not Policy.interleaved
 
 
 def enter(label: str, at: str, graph: Any, given: Any = None) -> Callable[..., Any]:
     """The function of flat operands that runs a region's graph."""
-    return functools.partial(_run, numbered(at), label, graph, given)
+    return functools.partial(_run, registered[at], label, graph, given)
 
 
 def enter_described(label: str, spec: Any, graph: Any, given: Any = None) -> Callable[..., Any]:
@@ -93,7 +94,9 @@ def _run(options: Any, label: str, graph: Any, given: Any, *operands: Any, **kwa
     body = Graph(graph, Given(*given) if given else None)
     if options.policy == save_everything and outermost_traced():
         return run_transparently(body, operands, {})
-    policy: Policy = bind(options.policy, body.bare(), operands, {})
+    policy: Policy = options.policy
+    if needs_call(policy):
+        policy = bind(policy, body.bare(), operands, {})
     if body.named:
         policy = policy.interleaved()
     return run_graph(options.region(body, policy, label), body, operands)
@@ -122,6 +125,6 @@ def _plain(value: Any) -> Any:
 def rebuild(description: Any) -> Policy:
     """The policy that `describe` described."""
     if isinstance(description, str):
-        return numbered(description)
+        return registered[description]
     kind, fields = description
     return kind(**{n: rebuild(value) if is_ == "policy" else value for n, (is_, value) in fields})

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from remat._dynamo.intermediates import refusing, sessions
 from remat._dynamo.region import bypass
@@ -22,55 +21,58 @@ from remat._dynamo.region import describe as region_describe
 from remat._dynamo.region import rebuild as region_rebuild
 from remat.policies import Policy, PolicySelector, save_nothing
 from remat.schedules import Schedule, as_schedule
-from remat.transforms import BoundedCache, RematError
+from remat.transforms import BoundedCache, RematError, flatten, map_leaves, map_only, paths, unflatten
 from remat.transforms.compat import is_tracing
 from remat.transforms.entry import Graph
-from remat.transforms.scan.traced import Facts, Whole, evaluating, run, run_whole, showing, shown
+from remat.transforms.scan import ScanSpec, carry_of, pair_of, structure_of, ys_of
+from remat.transforms.scan.traced import TracedBody, Whole, evaluating, run, run_whole, showing, shown
 
 
 def call_scan(
+    name: str,
     body: Callable[[Any, Any], Any],
     init: Any,
     xs: Any,
-    length: int | None,
+    n: int,
     reverse: bool,
     checkpoints: Any,
-    budget: Any,
     offload: bool,
     on_step: Any,
     policy: Policy = save_nothing,
 ) -> Any:
-    """`scan_remat` while Dynamo traces."""
-    name = f"scan_remat({getattr(body, '__qualname__', type(body).__name__)})"
+    """`scan_remat` while Dynamo traces, of what it has checked."""
     if sessions():
         body = refusing(name, body)
-    _refuse(name, checkpoints, budget, on_step)
-    carry, spec = pytree.tree_flatten(init)
-    rows, x_spec = pytree.tree_flatten(xs)
+    _refuse(name, checkpoints, on_step)
+    carry, spec = flatten(init)
+    rows, x_spec = flatten(xs)
     tensors, at = _tensors(carry)
     stacks, x_at = _tensors(rows)
-    n = _length(stacks, length, name)
     if n == 0:
         row = _merged(rows, x_at, [x.new_zeros(x.shape[1:]) for x in stacks], x_spec)
         _, y = body(init, row)
-        return init, pytree.tree_map(lambda t: None if t is None else t.new_empty((0, *t.shape)), y)
+        return init, map_leaves(lambda t: None if t is None else t.new_empty((0, *t.shape)), y)
 
     def first(*operands: torch.Tensor) -> Any:
         # A region in the body that is given an operand returns it, as a result of its own.
         aliases = [t.view_as(t) for t in operands]
-        own, given = aliases[: len(tensors)], aliases[len(tensors) :]
-        row = _merged(rows, x_at, [x[0] for x in given], x_spec)
-        out = body(_merged(carry, at, own, spec), row)
-        new, ys = _checked(name, out, init, carry, spec)
+        own, more = aliases[: len(tensors)], aliases[len(tensors) :]
+        row = _merged(rows, x_at, [x[0] for x in more], x_spec)
+        before = _merged(carry, at, own, spec)
+        given = structure_of(before)  # here: Dynamo's trees are not those of eager, where this may run too
+        state, y = pair_of(name, body(before, row))
+        new = carry_of(name, state, given)
+        _check_constants(name, carry, new)
+        ys_of(name, y)
         ends = [new[i].view_as(new[i]) for i in at]
         # Of the right shape; the number of dimensions that one row stands for.
-        return list(operands), ends, pytree.tree_map(lambda y: _repeated(y, n), ys)
+        return list(operands), ends, map_leaves(lambda leaf: _repeated(leaf, n), y)
 
-    facts = (name, len(tensors), len(stacks), bool(reverse), bool(offload))
+    where = paths(init)
+    facts = (name, tuple([where[i] for i in at]), len(stacks), reverse, offload)
     # Operands of their own: one tensor may be carry, row and captured at once.
     own = [t.view_as(t) for t in (*tensors, *stacks)]
-    spec_of_policy = None if policy == save_nothing else region_describe(policy)
-    plan = describe(checkpoints), spec_of_policy
+    plan = describe(checkpoints), None if policy == save_nothing else region_describe(policy)
     enter_here = functools.partial(enter, facts, n if not stacks else None, plan)
     _, ends, ys = bypass(enter_here, first, *own)
     return _merged(carry, at, ends, spec), ys
@@ -85,68 +87,30 @@ def _merged(leaves: list[Any], at: list[int], tensors: Any, spec: Any) -> Any:
     full = list(leaves)
     for i, tensor in zip(at, tensors):  # noqa: B905  Dynamo of 2.11 knows no strict=
         full[i] = tensor
-    return pytree.tree_unflatten(full, spec)
+    return unflatten(full, spec)
 
 
 def _repeated(y: Any, n: int) -> Any:
     return None if y is None else y.unsqueeze(0).expand(n, *y.shape)
 
 
-def _length(stacks: list[torch.Tensor], length: int | None, name: str) -> int:
-    sizes = [x.shape[0] for x in stacks if x.dim() > 0]
-    if len(sizes) < len(stacks):
-        raise TypeError(f"{name}: xs are tensors of shape [length, ...], and one has no dimensions.")
-    if length is not None:
-        sizes.append(length)
-    if not sizes:
-        raise ValueError(f"{name}: xs has no tensor; write length=...")
-    for size in sizes:
-        if size != sizes[0]:
-            raise ValueError(f"{name}: the numbers of steps differ: {sizes}; all must be the same.")
-    return sizes[0]
-
-
-def _refuse(name: str, checkpoints: Any, budget: Any, on_step: Any) -> None:
+def _refuse(name: str, checkpoints: Any, on_step: Any) -> None:
     if on_step is not None:
         raise RematError(f"{name}: on_step is not called from a compiled graph; leave it out there.")
-    if checkpoints == "auto" or budget is not None:
+    if isinstance(checkpoints, str) and checkpoints == "auto":
         raise RematError(
             f"{name}: checkpoints='auto' measures a step, which cannot be done while torch.compile traces; "
             "write the number of carries, 'sqrt' or 'all'."
         )
 
 
-def _checked(name: str, out: Any, init: Any, carry: list[Any], spec: Any) -> tuple[list[Any], Any]:
-    if not (isinstance(out, tuple) and len(out) == 2):
-        raise TypeError(f"{name}: the body must return a pair (carry, y).")
-    new, new_spec = pytree.tree_flatten(out[0])
-    if new_spec != spec:
-        raise TypeError(
-            f"{name}: the body returned a carry of another structure than the one that came in; both must be "
-            "the same at every step."
-        )
+def _check_constants(name: str, carry: list[Any], new: list[Any]) -> None:
     for i in range(len(carry)):
-        before, after = carry[i], new[i]
-        if isinstance(before, torch.Tensor):
-            if not isinstance(after, torch.Tensor):
-                raise TypeError(
-                    f"{name}: leaf {i} of the carry came in as a tensor and was returned as none."
-                )
-            if before.shape != after.shape or before.dtype != after.dtype:
-                raise TypeError(
-                    f"{name}: leaf {i} of the carry came in as {before.dtype}{list(before.shape)} and was "
-                    f"returned as {after.dtype}{list(after.shape)}; shape and dtype of the carry must be the "
-                    "same at every step."
-                )
-        elif isinstance(after, torch.Tensor) or before != after:
+        if not isinstance(carry[i], torch.Tensor) and carry[i] != new[i]:
             raise RematError(
-                f"{name}: leaf {i} of the carry is {before!r} and changes from step to step. A compiled step "
-                "takes Python numbers for constants; make it a tensor: torch.tensor(...)."
+                f"{name}: leaf {i} of the carry is {carry[i]!r} and changes from step to step. A compiled "
+                "step takes Python numbers for constants; make it a tensor: torch.tensor(...)."
             )
-    for leaf in pytree.tree_leaves(out[1]):
-        if leaf is not None and not isinstance(leaf, torch.Tensor):
-            raise TypeError(f"{name}: ys are stacked, so they must be tensors; write torch.as_tensor(...).")
-    return new, out[1]
 
 
 def describe(checkpoints: Any) -> Any:
@@ -177,39 +141,43 @@ def enter(facts: tuple[Any, ...], n: int | None, plan: Any, graph: Any) -> Calla
 
 
 def _run(facts: Any, n: int | None, plan: Any, graph: Any, *operands: Any) -> Any:
-    name, carry, rows, reverse, offload = facts
-    schedule, policy = rebuild(plan[0]), None if plan[1] is None else region_rebuild(plan[1])
+    name, where, rows, reverse, offload = facts
+    schedule = rebuild(plan[0])
+    policy = save_nothing if plan[1] is None else region_rebuild(plan[1])
     if not isinstance(graph, torch.fx.GraphModule):
         # Dynamo gave the scan up for a graph break and now calls it with what it was given, in eager.
-        return _in_eager(facts, n, schedule, policy, graph, operands)
-    body = Graph(graph)
-    if n is None:
-        at = body.returned[carry]
-        assert at is not None
-        n = int(operands[at].shape[0])
-    known = Facts(name, n, carry, rows, reverse, offload)
+        options = {"length": n, "reverse": reverse, "offload": offload, "policy": policy}
+        return _in_eager(graph, operands, len(where), checkpoints=schedule, **options)
+    body = TracedBody(Graph(graph), where, rows)
+    _, carry, xs = body.split(operands)
+    n = int(xs[0].shape[0]) if n is None else n
+    options = (as_schedule(schedule), reverse, policy, offload)
+    spec = ScanSpec(name, n, structure_of(carry), structure_of(xs), *options)
     selector = None
-    if policy is not None:
-        selector = functools.partial(PolicySelector, policy.bind(body, operands, {}).interleaved(), name)
+    if policy != save_nothing:
+        selector = functools.partial(
+            PolicySelector, policy.bind(body.graph, operands, {}).interleaved(), name
+        )
     whole = None if evaluating() or is_tracing() else shown()
     if whole is not None:
-        return run_whole(whole, known, body, operands, selector)
-    return run(known, as_schedule(schedule), body, operands, selector)
+        return run_whole(whole, body, operands, selector)
+    return run(spec, body, operands, selector)
 
 
 # Dynamo counts recompilations by code object: every body gets a copy of its own, for each shape of operands.
 _entries: weakref.WeakKeyDictionary[Any, BoundedCache[Any, Callable[..., Any]]] = weakref.WeakKeyDictionary()
 
 
-def run_compiled(body: Callable[..., Any], init: Any, xs: Any, whole: Whole, policy: Policy) -> Any:
+def run_compiled(body: Callable[..., Any], init: Any, xs: Any, whole: Whole) -> Any:
     """`scan_remat(compile=True)` in eager: Dynamo traces one step, and guards what the body closes over.
 
     What it is shown are stand-ins of one row, so that nothing depends on the number of steps. Its graph then
     runs the scan itself (`scan.traced.entry.run_whole`).
     """
+    spec = whole.spec
     code = getattr(body, "__code__", None) or type(body).__call__.__code__
     shapes = tuple([(t.shape, t.dtype, t.device) for t in (*whole.carry, *(x[:1] for x in whole.xs))])
-    key = whole.backend, whole.options["name"], shapes, policy if policy != save_nothing else None
+    key = spec.compile, spec.name, shapes, spec.policy if spec.policy != save_nothing else None
     entries = _entries.setdefault(code, BoundedCache(64))
     if key not in entries:
         entries[key] = torch.compile(
@@ -218,14 +186,14 @@ def run_compiled(body: Callable[..., Any], init: Any, xs: Any, whole: Whole, pol
             fullgraph=True,
             dynamic=False,
         )
-    standing = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, init)
-    rows = pytree.tree_map_only(torch.Tensor, lambda x: x.detach()[:1], xs)
+    standing = map_only(torch.Tensor, torch.Tensor.detach, init)
+    rows = map_only(torch.Tensor, lambda x: x.detach()[:1], xs)
     with torch.enable_grad(), showing(whole):
-        return entries[key](body, standing, rows, whole.options["reverse"], policy)
+        return entries[key](spec.name, body, standing, rows, spec.reverse, spec.policy)
 
 
-def _traced(body: Any, init: Any, xs: Any, reverse: bool, policy: Policy) -> Any:
-    return call_scan(body, init, xs, 1, reverse, "all", None, False, None, policy)
+def _traced(name: str, body: Any, init: Any, xs: Any, reverse: bool, policy: Policy) -> Any:
+    return call_scan(name, body, init, xs, 1, reverse, "all", False, None, policy)
 
 
 # `scan_remat` itself, which imports this file.
@@ -237,18 +205,10 @@ def runs_in_eager(scan: Callable[..., Any]) -> None:
     _eager[:] = [scan]
 
 
-def _in_eager(
-    facts: Any, n: Any, checkpoints: Any, policy: Any, first: Any, operands: tuple[torch.Tensor, ...]
-) -> Any:
-    _, carry, _, reverse, offload = facts
-
+def _in_eager(first: Any, operands: tuple[torch.Tensor, ...], count: int, **options: Any) -> Any:
     def body(carry: Any, x: Any) -> Any:
         _, ends, ys = first(*carry, *[t.unsqueeze(0) for t in x or ()])
-        return ends, pytree.tree_map(lambda y: None if y is None else y[0], ys)
+        return ends, map_leaves(lambda y: None if y is None else y[0], ys)
 
-    init, xs = list(operands[:carry]), list(operands[carry:]) or None
-    options: dict[str, Any] = {"reverse": reverse, "offload": offload, "checkpoints": checkpoints}
-    options["policy"] = policy or save_nothing
-    (scan_remat,) = _eager
-    end, ys = scan_remat(body, init, xs, length=n, **options)
+    end, ys = _eager[0](body, list(operands[:count]), list(operands[count:]) or None, **options)
     return operands, end, ys

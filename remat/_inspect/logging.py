@@ -10,13 +10,13 @@ from remat.transforms.compat import storage_key
 from remat.transforms.region import is_recomputing
 from remat.transforms.tape import Kept, listen
 
-_logger = logging.getLogger("remat")
+logger = logging.getLogger("remat")
 
 
 def wanted() -> bool:
     """Whether a region that runs forward now should tell what it keeps."""
     # By this logger's own level: regions that are looked at are slower, and others' debugging asked for none.
-    return 0 < _logger.level <= logging.DEBUG and not is_recomputing()
+    return 0 < logger.level <= logging.DEBUG and not is_recomputing()
 
 
 def told(name: str, call: Callable[[], Any]) -> Any:
@@ -31,7 +31,7 @@ def told(name: str, call: Callable[[], Any]) -> Any:
     parts = [f"saving inputs with shapes:{_lines(inputs)}"] if inputs else []
     parts += [f"saving these intermediates:{_lines(values)}"] if values else []
     if parts:
-        _logger.debug("region %r %s", name, "\nand ".join(parts))
+        logger.debug("region %r %s", name, "\nand ".join(parts))
     return out
 
 

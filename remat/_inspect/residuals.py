@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from remat._core import format_bytes
 from remat.transforms import flatten, merge, smooth, unflatten, user_place
 from remat.transforms.closure import by_storage
 from remat.transforms.compat import TorchDispatchMode, in_transform, is_strided, storage_key, unwrapped
@@ -57,7 +58,7 @@ class Residual:
         size = ",".join(map(str, self.shape))
         where = "" if self.device.type == "cpu" else f" on {self.device}"
         short = _SHORT.get(letters, letters) + kind[len(letters) :]
-        return f"{short}[{size}] {_human(self.bytes)}{where} {self._source()}"
+        return f"{short}[{size}] {format_bytes(self.bytes)}{where} {self._source()}"
 
     def _source(self) -> str:
         if self.op is None:
@@ -86,19 +87,10 @@ class Residuals(list[Residual]):
 
     def __str__(self) -> str:
         inputs = sum(r.bytes for r in self if r.why in ("argument", "captured"))
-        total = f"total {_human(self.bytes)} in {len(self)} tensors"
-        total += f", {_human(inputs)} of it arguments and captured tensors"
-        total += f", {_human(self.host_bytes)} offloaded" if self.host_bytes else ""
+        total = f"total {format_bytes(self.bytes)} in {len(self)} tensors"
+        total += f", {format_bytes(inputs)} of it arguments and captured tensors"
+        total += f", {format_bytes(self.host_bytes)} offloaded" if self.host_bytes else ""
         return "\n".join([*map(str, self), total])
-
-
-def _human(count: int) -> str:
-    amount, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if amount < 1024:
-            break
-        amount, unit = amount / 1024, larger
-    return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
 
 
 def saved_residuals(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Residuals:

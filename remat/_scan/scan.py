@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 
-from remat._api import remat
+from remat._core import parse_bytes
 from remat._dynamo import call_scan, run_compiled, runs_in_eager
+from remat._region import with_policy
 from remat.policies import Policy, as_policy, save_everything, save_nothing
-from remat.schedules import All, Schedule, Segmented, Sqrt, as_schedule, auto
-from remat.transforms import flatten, paths, smooth, unflatten
+from remat.schedules import All, Schedule, Segmented, Sqrt, as_schedule, auto, check_checkpoints
+from remat.transforms import flatten, smooth, unflatten
 from remat.transforms.closure import MOST_TRIES, Bindings, Missed, captured, changing
 from remat.transforms.compat import (
     dynamo_errors,
@@ -24,10 +26,21 @@ from remat.transforms.compat import (
     watched,
 )
 from remat.transforms.region import selecting
-from remat.transforms.scan import Body, make, run
+from remat.transforms.scan import (
+    Body,
+    ScanSpec,
+    check_budget,
+    make,
+    name_of,
+    rows_of,
+    run,
+    structure_of,
+    with_step_note,
+)
 from remat.transforms.scan.traced import Whole
 
 C = TypeVar("C")
+Rows = list[torch.Tensor]
 
 
 def scan_remat(
@@ -93,31 +106,39 @@ def scan_remat(
         >>> w.grad
         tensor(2.7500)
     """
-    if torch.compiler.is_dynamo_compiling():
+    name = name_of("scan_remat", body)
+    if not isinstance(policy, Policy):
         policy = as_policy(policy)
-        return call_scan(body, init, xs, length, reverse, checkpoints, budget, offload, on_step, policy)
-    name = f"scan_remat({getattr(body, '__qualname__', type(body).__name__)})"
-    policy = as_policy(policy)
-    rows, n = _rows(xs, length, name)
+    check_budget(name, checkpoints, budget)
+    if budget is None:
+        check_checkpoints(checkpoints)
+    rows, n = rows_of(name, xs, length)
+    if torch.compiler.is_dynamo_compiling():
+        return call_scan(name, body, init, xs, n, bool(reverse), checkpoints, bool(offload), on_step, policy)
+    schedule = as_schedule("all" if checkpoints == "auto" else checkpoints)
+    options = (bool(reverse), policy, bool(offload), None, on_step)
+    spec = ScanSpec(name, n, structure_of(init), structure_of(xs), schedule, *options)
     if n == 0:
-        return init, _no_ys(body, init, xs, rows, name)
-    schedule = _schedule(checkpoints, budget, n, body, init, rows, xs, name)
+        return init, _no_ys(body, spec, init, rows)
+    if checkpoints == "auto":
+        schedule = auto(n, _bytes(budget), *_sizes(body, spec, init, rows))
     if policy == save_nothing and isinstance(schedule, All) and selecting():
         # The policy of the region around says of each step's values which are kept, as in JAX: the steps are
         # its own then, and it computes again what they lack.
         if not (offload or compile or on_step):
             policy = save_everything
+    spec = replace(spec, schedule=schedule, policy=policy)
     if compile and _compilable(init):
         backend = compile if isinstance(compile, str) else "inductor"
-        return _compiled(body, init, xs, rows, n, schedule, name, reverse, offload, on_step, backend, policy)
+        return _compiled(body, replace(spec, compile=backend), init, xs, rows)
     if policy != save_nothing:
         if isinstance(schedule, All):
-            return _taped(body, init, xs, rows, n, reverse, policy, name)
+            return _taped(body, spec, init, rows)
         if isinstance(schedule, Sqrt):
-            schedule = Segmented(schedule.stride(n))
-        if isinstance(schedule, Segmented):
+            spec = replace(spec, schedule=Segmented(schedule.stride(n)))
+        if isinstance(spec.schedule, Segmented):
             body = _region(body, policy)
-    return _with_captured(body, body, init, xs, rows, n, schedule, name, reverse, offload, on_step)
+    return run_eager(body, spec, init, rows, body)
 
 
 def _compilable(init: Any) -> bool:
@@ -128,77 +149,38 @@ def _compilable(init: Any) -> bool:
     return bool(leaves) and plain and not (in_transform() or watched())
 
 
-def _compiled(
-    body: Callable[..., Any],
-    init: Any,
-    xs: Any,
-    rows: list[torch.Tensor],
-    n: int,
-    schedule: Schedule,
-    name: str,
-    reverse: bool,
-    offload: bool,
-    on_step: Callable[[str, int], None] | None,
-    backend: str,
-    policy: Policy,
-) -> tuple[Any, Any]:
-    options: dict[str, Any] = {"reverse": reverse, "on_step": on_step, "name": name}
-    options["offloaded"] = (lambda slot: True) if offload else getattr(schedule, "offloaded", None)
-    carry, graded = flatten(init)[0], torch.is_grad_enabled()
-    whole = Whole(carry, rows, n, schedule, backend, graded, options)
+def _compiled(body: Callable[..., Any], spec: ScanSpec, init: Any, xs: Any, rows: Rows) -> tuple[Any, Any]:
+    carry = flatten(init)[0]
     try:
-        return run_compiled(body, init, xs, whole, policy)
+        return run_compiled(body, init, xs, Whole(spec, carry, rows, torch.is_grad_enabled()))
     except dynamo_errors():
         # What is wrong with the body, if anything, is said better where it runs.
-        step = Body(body, init, xs, [], name)
-        step.trusted = True
         with torch.no_grad():
-            step([], carry, [x.select(0, 0) for x in rows])
+            Body(body, spec, trusted=True)([], carry, [x.select(0, 0) for x in rows])
         raise
 
 
-def _with_captured(
+def run_eager(
     body: Callable[..., Any],
-    roots: Any,
+    spec: ScanSpec,
     init: Any,
-    xs: Any,
-    rows: list[torch.Tensor],
-    n: int | None,
-    schedule: Schedule,
-    name: str,
-    reverse: bool = False,
-    offload: bool = False,
-    on_step: Callable[[str, int], None] | None = None,
+    rows: Rows,
+    roots: Any,
     condition: Callable[[Any], Any] | None = None,
 ) -> tuple[Any, Any]:
     """Run with the captured tensors as operands; one that the search missed is added and the scan starts
-    again."""
+    again. `roots` are the functions whose captured tensors these are."""
     if torch.compiler.is_compiling():
         # Opaque to an enclosing torch.compile: traced, the loop would be unrolled and its graph grow with n.
-        apart: Any = torch.compiler.disable(_with_captured)
-        return apart(
-            body,
-            roots,
-            init,
-            xs,
-            rows,
-            n,
-            schedule,
-            name,
-            reverse,
-            offload,
-            on_step,
-            condition,
-        )
+        apart: Any = torch.compiler.disable(run_eager)
+        return apart(body, spec, init, rows, roots, condition)
     found = captured(roots)
     for _ in range(MOST_TRIES):
-        step = Body(body, init, xs, found, name)
-        options: dict[str, Any] = {"reverse": reverse, "on_step": on_step, "name": name}
-        options["around"] = Bindings(body).restored
+        step = Body(body, spec, found)
+        options: dict[str, Any] = {"around": Bindings(body).restored, "offloaded": spec.offloaded}
         if condition is not None:
             options["proceed"] = functools.partial(_proceed, step, condition)
-        options["offloaded"] = (lambda slot: True) if offload else getattr(schedule, "offloaded", None)
-        scan, operands = make(step, found, flatten(init)[0], rows, n, schedule, **options)
+        scan, operands = make(step, spec, found, flatten(init)[0], rows, **options)
         try:
             end, ys = run(scan, operands)
         except Missed as missed:
@@ -206,77 +188,25 @@ def _with_captured(
                 raise  # an enclosing region lacks it, not this scan
             found = [*found, missed.tensor]
             continue
-        carry = unflatten(end, step.carry_spec)
+        carry = unflatten(end, spec.carry.spec)
         return carry, step.stacked(ys) if condition is None else None
-    raise changing(name)
+    raise changing(spec.name)
 
 
 def _proceed(step: Body, condition: Callable[[Any], Any], consts: Any, carry: list[Any]) -> Any:
     with step.swapped(consts, carry):
-        return condition(unflatten(carry, step.carry_spec))
+        return condition(unflatten(carry, step.spec.carry.spec))
 
 
-def _rows(xs: Any, length: int | None, name: str) -> tuple[list[torch.Tensor], int]:
-    """The tensors of xs and the number of steps."""
-    if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 0):
-        raise ValueError(f"{name}: got length={length!r}; a number of steps is an int of at least 0.")
-    rows: list[torch.Tensor] = []
-    sizes: dict[str, int] = {}
-    for path, row in zip(paths(xs), flatten(xs)[0], strict=True):
-        if row is None:
-            continue
-        if not isinstance(row, torch.Tensor) or row.dim() == 0:
-            got = (
-                "a tensor without dimensions" if isinstance(row, torch.Tensor) else f"a {type(row).__name__}"
-            )
-            raise TypeError(
-                f"{name}: xs{path} is {got}; xs are tensors of shape [length, ...]. A constant belongs in "
-                "the carry or in a closure."
-            )
-        rows.append(row)
-        sizes[f"xs{path}"] = row.shape[0]
-    if length is not None:
-        sizes["length"] = length
-    if not sizes:
-        raise ValueError(f"{name}: xs has no tensor; write length=...")
-    if len(set(sizes.values())) > 1:
-        said = ", ".join(f"{key} has {size}" for key, size in sizes.items())
-        raise ValueError(f"{name}: the numbers of steps differ: {said}; all must be the same.")
-    return rows, next(iter(sizes.values()))
-
-
-def _no_ys(body: Callable[..., Any], init: Any, xs: Any, rows: list[torch.Tensor], name: str) -> Any:
+def _no_ys(body: Callable[..., Any], spec: ScanSpec, init: Any, rows: Rows) -> Any:
     """The ys of a scan without steps: the body is evaluated on zeros to learn their shapes."""
-    step = Body(body, init, xs, [], name)
-    step.trusted = True
+    step = Body(body, spec, trusted=True)
     with torch.no_grad():
         _, ys = step([], flatten(init)[0], [row.new_zeros(row.shape[1:]) for row in rows])
     return step.stacked([y.new_empty((0, *y.shape)) for y in ys])
 
 
-def _schedule(
-    checkpoints: Any,
-    budget: Any,
-    n: int,
-    body: Callable[..., Any],
-    init: Any,
-    rows: list[torch.Tensor],
-    xs: Any,
-    name: str,
-) -> Schedule:
-    if checkpoints != "auto":
-        if budget is not None:
-            raise ValueError(f"{name}: budget={budget!r} goes with checkpoints='auto', not {checkpoints!r}.")
-        return as_schedule(checkpoints)
-    if budget is None:
-        raise ValueError(f"{name}: checkpoints='auto' needs a budget in bytes: write budget='64MiB'.")
-    state, tape = _sizes(body, init, rows, xs, name)
-    return auto(n, _bytes(budget), state, tape)
-
-
-def _sizes(
-    body: Callable[..., Any], init: Any, rows: list[torch.Tensor], xs: Any, name: str
-) -> tuple[int, int]:
+def _sizes(body: Callable[..., Any], spec: ScanSpec, init: Any, rows: Rows) -> tuple[int, int]:
     """Bytes of a carry, and of what the backward of one step keeps, from one evaluation of the first step."""
     carry = flatten(init)[0]
     mine = [t for t in (*carry, *rows, *captured(body)) if isinstance(t, torch.Tensor)]
@@ -290,8 +220,6 @@ def _sizes(
             kept[key] = plain.untyped_storage().nbytes()
         return tensor
 
-    step = Body(body, init, xs, [], name)
-    step.trusted = True
     # Under functorch the carry is tracked as it is, or else its part of the tape is no part of the
     # derivative.
     mark = not in_transform()
@@ -302,22 +230,15 @@ def _sizes(
         hooks_allowed(),
         torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
     ):
-        step([], marked, [row.select(0, 0) for row in rows])
+        Body(body, spec, trusted=True)([], marked, [row.select(0, 0) for row in rows])
     size = sum(unwrapped(t).nbytes for t in carry if isinstance(t, torch.Tensor))
     return size, size + sum(kept.values())
 
 
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
 def _bytes(budget: Any) -> int:
     if isinstance(budget, str):
-        text = budget.strip().upper()
-        unit = next((u for u in sorted(_UNITS, key=len, reverse=True) if text.endswith(u)), "")
-        try:
-            return math.floor(float(text.removesuffix(unit)) * _UNITS.get(unit, 1))
-        except ValueError:
-            pass
+        with contextlib.suppress(ValueError):
+            return parse_bytes(budget)
     elif isinstance(budget, int) and not isinstance(budget, bool):
         return budget
     raise ValueError(f"budget: got {budget!r}; write bytes as an int, or '64MiB', '2GB'.")
@@ -327,35 +248,20 @@ def _region(body: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
     """The body as a rematerialized region of its own."""
     if policy == save_everything:
         return body
-    return remat(body, policy=policy)
+    return with_policy(body, policy)
 
 
-def _taped(
-    body: Callable[..., Any],
-    init: Any,
-    xs: Any,
-    rows: list[torch.Tensor],
-    n: int,
-    reverse: bool,
-    policy: Policy,
-    name: str,
-) -> tuple[Any, Any]:
+def _taped(body: Callable[..., Any], spec: ScanSpec, init: Any, rows: Rows) -> tuple[Any, Any]:
     """Every carry, and of every step what the policy keeps: a loop over regions, one graph."""
-    step = Body(_region(body, policy), init, xs, [], name)
-    step.trusted = True
+    step = Body(_region(body, spec.policy), spec, trusted=True)
+    scan, _ = make(step, spec, [], flatten(init)[0], rows)
     carry, ys = flatten(init)[0], []
-    k, last = 0, n - 1
-    try:
-        for k in range(n):
-            at = last - k if reverse else k
-            carry, y = step([], carry, [row.select(0, at) for row in rows])
-            ys.append(y)
-    except Exception as error:
-        error.add_note(f"in step {k} of {name}")
-        raise
-    ordered = ys[::-1] if reverse else ys
-    stacked = [torch.stack(column) for column in zip(*ordered, strict=True)]
-    return unflatten(carry, step.carry_spec), step.stacked(stacked)
+    for k in range(scan.length):
+        at = scan.at(k)
+        carry, y = with_step_note(scan, k, [], carry, [row.select(0, at) for row in rows])
+        ys.append(y)
+    stacked = [torch.stack(column) for column in zip(*ys[:: -1 if spec.reverse else 1], strict=True)]
+    return unflatten(carry, spec.carry.spec), step.stacked(stacked)
 
 
 runs_in_eager(scan_remat)

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as torch_pytree
 
 from remat._scan.scan import scan_remat
 from remat.policies import save_nothing
 from remat.schedules import Schedule
+from remat.transforms import map_leaves
 
 Params = dict[str, torch.Tensor]
 
@@ -138,7 +138,7 @@ def unstack_params(
     if len(set(counts.values())) != 1:
         raise ValueError(f"unstack_params: the numbers of layers differ: {counts}.")
     count = next(iter(counts.values()))
-    layers = [torch_pytree.tree_map(lambda t, i=i: t[i], dict(stacked)) for i in range(count)]
+    layers = [map_leaves(lambda t, i=i: t[i], dict(stacked)) for i in range(count)]
     if modules is not None:
         if len(modules) != count:
             raise ValueError(f"unstack_params: got {count} layers of parameters and {len(modules)} modules.")

@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from remat._scan.scan import _with_captured
+from remat._scan.scan import run_eager
 from remat.schedules import Online, Revolve, Schedule, as_schedule
+from remat.transforms.scan import ScanSpec, check_count, name_of, structure_of
 
 C = TypeVar("C")
 
@@ -24,7 +25,7 @@ def while_remat(
     """`while cond(carry): carry = body(carry)`, reverse-differentiable with `checkpoints` kept carries.
 
     Which carries to keep is decided as the loop runs (Stumm and Walther 2010, then Wang and Moin 2008): with
-    n steps and c carries the recomputation is the offline optimum while n <= (c + 1)(c + 2) / 2. Composes as
+    n steps and c carries the recomputation is the offline optimum while n < (c + 1)(c + 2) / 2. Composes as
     `scan_remat` does; under `vmap` the loop goes on while any example's condition holds, and an example that
     is done keeps its carry.
 
@@ -56,9 +57,8 @@ def while_remat(
         >>> a.grad  # 1 / (2 sqrt(2))
         tensor(0.3536)
     """
-    name = f"while_remat({getattr(body, '__qualname__', type(body).__name__)})"
-    if max_steps is not None and (not isinstance(max_steps, int) or max_steps < 0):
-        raise ValueError(f"{name}: got max_steps={max_steps!r}; a number of steps is an int of at least 0.")
+    name = name_of("while_remat", body)
+    check_count(name, "max_steps", max_steps)
     if checkpoints is None:
         if max_steps is None:
             raise ValueError(f"{name}: write checkpoints=..., or max_steps=... from which it can be taken.")
@@ -71,26 +71,16 @@ def while_remat(
             f"{name}: got checkpoints={checkpoints!r}; a loop of unknown length needs a number of carries "
             "or an Online schedule."
         )
-    carry, _ = _with_captured(
-        lambda carry, _: (body(carry), None),
-        (cond, body),
-        init,
-        None,
-        [],
-        max_steps,
-        schedule,
-        name,
-        on_step=on_step,
-        condition=cond,
-    )
-    return carry
+    spec = ScanSpec(name, max_steps, structure_of(init), structure_of(None), schedule, on_step=on_step)
+    step = lambda carry, _: (body(carry), None)  # noqa: E731
+    return run_eager(step, spec, init, [], (cond, body), cond)[0]
 
 
 def default_slots(max_steps: int) -> int:
-    """The least c with (c + 1)(c + 2) / 2 >= max_steps, about sqrt(2 max_steps).
+    """The least c with (c + 1)(c + 2) / 2 > max_steps, about sqrt(2 max_steps).
 
     Example:
         >>> [default_slots(n) for n in (1, 10, 100, 1000)]
-        [1, 3, 13, 44]
+        [1, 4, 13, 44]
     """
-    return max(1, math.ceil((math.sqrt(8 * max_steps + 1) - 3) / 2))
+    return max(1, math.ceil((math.sqrt(8 * max_steps + 9) - 3) / 2))

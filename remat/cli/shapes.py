@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from remat.cli.errors import UsageError
+from remat.transforms import map_only
 
 Params = dict[str, Any]
 # What a row of the sweep puts around each block: `wrap(block)` behaves as `block`.
@@ -36,7 +36,7 @@ class Sizes:
 
 def fresh(params: Params) -> Params:
     """Leaves of their own that require gradients and share the numbers of `params`."""
-    return pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(), params)
+    return map_only(Tensor, lambda t: t.detach().requires_grad_(), params)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from typing import Any, Literal, ParamSpec, TypeVar, cast, overload
 import torch
 from torch.utils.checkpoint import noop_context_fn
 
-from remat._api import DeterminismCheck, remat
+from remat._api import remat
+from remat._region import Check as RegionCheck
 from remat.interop._torch_policy import ContextPolicy, policy_function
 from remat.policies import PolicyLike, save_nothing
 from remat.transforms import RematError
@@ -19,7 +20,7 @@ from remat.transforms.region import is_recomputing
 P = ParamSpec("P")
 R = TypeVar("R")
 Check = Literal["default", "metadata", "exact", "none"]
-_CHECKS: dict[str, DeterminismCheck] = {
+_CHECKS: dict[str, RegionCheck] = {
     "default": "metadata",
     "metadata": "metadata",
     "exact": "exact",

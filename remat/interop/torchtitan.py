@@ -13,7 +13,7 @@ from torchtitan.distributed.activation_checkpoint import (  # type: ignore[repor
 )
 
 from remat import nn, policies
-from remat._checkpoint_policy import checkpoint_policy
+from remat._api import checkpoint_policy
 from remat.policies import Policy
 from remat.transforms import RematError
 

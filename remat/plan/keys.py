@@ -13,9 +13,8 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
-from remat.transforms import Identity, Key
+from remat.transforms import Identity, Key, flatten
 
 _PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None), type(...)))
 _BY_VALUE = (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -36,7 +35,7 @@ def call_key(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     while isinstance(fn, functools.partial):
         # Model libraries make a new one at every call, of the same layer.
         fn, args, kwargs = fn.func, (*fn.args, *args), fn.keywords | kwargs
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves, spec = flatten((args, kwargs))
     look = _Look()
     try:
         look.at(fn)

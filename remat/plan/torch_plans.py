@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.utils._pytree as pytree
 
 from remat.plan.graph import CostModel, Graph, is_view
 from remat.plan.solve import INF, Problem
-from remat.transforms import RematError, draws, traits
+from remat.transforms import RematError, draws, map_only, traits
 from remat.transforms.compat import fake_mode, outside_all_modes, partitioner_choice
 from remat.transforms.joint import Joint, Ref
 
@@ -117,7 +116,7 @@ def to_fx(joint: Joint) -> torch.fx.GraphModule:
             raise RematError(
                 f"{op.name} at {op.location} writes in place; torch's partitioner takes functional graphs."
             )
-        args, kwargs = pytree.tree_map_only(Ref, lambda r: nodes[r.id], (op.args, op.kwargs))
+        args, kwargs = map_only(Ref, lambda r: nodes[r.id], (op.args, op.kwargs))
         single = len(op.outputs) == 1 and len(op.target._schema.returns) == 1
         single = single and isinstance(op.target._schema.returns[0].type, torch.TensorType)
         name = f"v{op.outputs[0]}" if single else None

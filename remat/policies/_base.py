@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, cast
 import torch
 
 from remat._core import Decision, OpInfo
-from remat.transforms import Identity, Key, RematError, intern, numbered, register, traits
+from remat.transforms import Identity, Key, RematError, intern, register, registered, traits
 from remat.transforms.compat import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 
@@ -38,14 +38,11 @@ class Policy:
         counts: whether a verdict depends on how many values were judged before, so that none may be passed
             over. Each forward counts anew (`fresh`).
         asks_again: whether a verdict depends on more than the forward itself.
-        repeatable: whether the verdicts depend on the ops and their operands' shapes alone: neither on names
-            nor on positions.
     """
 
     needs_calls: bool = False
     counts: bool = False
     asks_again: bool = False
-    repeatable: bool = False
 
     @functools.cached_property
     def key(self) -> Hashable:
@@ -131,7 +128,6 @@ class Named(Policy):
     """A policy that prints as the name it is imported by."""
 
     label: str
-    repeatable = True
 
     def __repr__(self) -> str:
         return self.label
@@ -163,7 +159,7 @@ class Numbered(Policy):
         # What is made in code that is traced has no number.
         if not torch.compiler.is_dynamo_compiling():
             object.__setattr__(self, "number", self.numbering(self))
-            if (first := numbered(self.number)) is not self:
+            if (first := registered[self.number]) is not self:
                 object.__setattr__(self, "first", first)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -214,10 +210,6 @@ class Combined(Policy):
     @property
     def asks_again(self) -> bool:  # type: ignore[override]
         return any(part.asks_again for part in self.parts().values())
-
-    @property
-    def repeatable(self) -> bool:  # type: ignore[override]
-        return all(part.repeatable for part in self.parts().values())
 
     def bind(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
         return self._with({name: part.bind(fn, args, kwargs) for name, part in self.parts().items()})

@@ -19,7 +19,6 @@ class Narrowed(Combined):
     """Keeps of what `policy` keeps a part; what that recomputes, this recomputes."""
 
     policy: Policy
-    repeatable = False  # type: ignore[assignment]
 
     def decide_by_op(self, op: Any) -> Decision | None:
         return Decision.RECOMPUTE if self.policy.decide_by_op(op) is Decision.RECOMPUTE else None
@@ -129,7 +128,6 @@ class SaveLarger(Policy):
     """Saves results of more than so many bytes."""
 
     bytes: int
-    repeatable = True
 
     def __call__(self, info: OpInfo) -> Decision:
         return Decision.SAVE if info.bytes > self.bytes else Decision.RECOMPUTE
@@ -171,7 +169,6 @@ class SaveCheaper(Numbered):
     """Saves results that spare more than so many FLOPs for a byte kept."""
 
     flops_per_byte: float
-    repeatable = True
 
     def __call__(self, info: OpInfo) -> Decision:
         return Decision.SAVE if info.flops > self.flops_per_byte * info.bytes else Decision.RECOMPUTE

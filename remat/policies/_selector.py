@@ -17,7 +17,7 @@ from remat.policies._unmatched import report_unmatched
 from remat.transforms import traits
 from remat.transforms.compat import is_batched_below
 from remat.transforms.intermediates import current
-from remat.transforms.tape import Node, Record, Trace, tensors_in
+from remat.transforms.tape import Node, Recorder, Tape, tensors_in
 
 _aten = torch.ops.aten
 # Products with a bias, of which torch.vmap makes a product and a sum, by the names of their functions.
@@ -121,13 +121,13 @@ class PolicySelector:
             self.said[at] = info, verdict
         return verdict.value
 
-    def name(self, record: Record, at: int, value: torch.Tensor, name: str) -> None:
+    def name(self, record: Recorder, at: int, value: torch.Tensor, name: str) -> None:
         """Judge a value once more, now that it has a name."""
-        node = record.trace.nodes[at]
+        node = record.tape.nodes[at]
         owner = record.owner(node, value)
         if owner is None:
             verdict = self._ask(at, node, (value,), {}, value)
-            record.judge(node, verdict, value)
+            record.judge(at, verdict, value)
         else:
             verdict = self._name_owner(record, owner, value, name)
         place = at if owner is None else owner
@@ -144,9 +144,9 @@ class PolicySelector:
             self.barred.add(at)
         return found
 
-    def _name_owner(self, record: Record, owner: int, value: torch.Tensor, name: str) -> int:
+    def _name_owner(self, record: Recorder, owner: int, value: torch.Tensor, name: str) -> int:
         """Judge the op that made a value: what autograd reads there, and what others read, is one memory."""
-        node = record.trace.nodes[owner]
+        node = record.tape.nodes[owner]
         # Reports say the name whoever keeps the value.
         node.name = node.name or name
         if owner not in self.said:
@@ -166,6 +166,6 @@ class PolicySelector:
             self.calls = Calls()
         return self.calls if self.calls is not None else contextlib.nullcontext()
 
-    def finished(self, trace: Trace) -> None:
+    def finished(self, tape: Tape) -> None:
         """The forward is over."""
         report_unmatched(self.policy, self.region, self.named)

@@ -13,7 +13,7 @@ from remat.plan import BudgetPolicy, cache
 from remat.plan.graph import Graph
 from remat.plan.keys import call_key
 from remat.policies import Policy, save_every, save_matmuls, where
-from remat.transforms import BoundedCache, Identity, Key, numbered
+from remat.transforms import BoundedCache, Identity, Key, registered
 from remat.transforms.joint import record
 
 X = torch.randn(4, 8, requires_grad=True)
@@ -243,7 +243,7 @@ def test_interned_numbers_are_bounded_and_found_while_a_policy_lives():
     number = again.number
     del first
     gc.collect()
-    assert numbered(number) == again == later
+    assert registered[number] == again == later
 
 
 class Counting(Policy):

@@ -1,12 +1,12 @@
 """What a function closes over, found, named and made an operand."""
 
-from remat.transforms.closure.cond import kept_whole, not_compiled
+from remat.transforms.closure.cond import cond_met, kept_whole, not_compiled
 from remat.transforms.closure.convert import (
     MOST_TRIES,
     Bindings,
+    ClosureConversion,
     Missed,
     Slots,
-    Swap,
     as_operand,
     as_operands,
     captured,
@@ -20,13 +20,14 @@ from remat.transforms.closure.convert import (
 from remat.transforms.closure.paths import by_storage, of_arguments, of_captured
 
 __all__ = [
+    "cond_met",  # whether torch.cond was ever called in a region
     "kept_whole",  # within, torch.cond does not compile itself, so that torch-function modes meet it
     "not_compiled",  # whether `error` is Dynamo's about the first torch.cond in a region
     "Bindings",  # which tensors the modules in reach hold, so that a recomputation sees them again
     "MOST_TRIES",  # how often a region starts over with one more captured tensor among its operands
     "Missed",  # a captured tensor that the search had not found
     "Slots",  # where the modules under a module hold tensors
-    "Swap",  # puts operands in the place of captured tensors, and refuses captured tensors it was not told of
+    "ClosureConversion",  # puts operands in the place of captured tensors, refuses other captured ones
     "as_operand",  # what the enclosing region, if any, has put in the place of `tensor`
     "as_operands",  # `tree` with what the enclosing region has put in the place of its tensors
     "captured",  # the tensors reachable from `function` that could carry a derivative or a batch dimension

@@ -10,6 +10,7 @@ ops are ops like any other, which policies see.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -28,18 +29,18 @@ from remat.transforms.compat import (
     uncompiled_branches,
     unwrap_once,
 )
-from remat.transforms.context import enclosing, recordings
+from remat.transforms.context import enclosing
 from remat.transforms.pytree import flatten, unflatten
 
 Branch = Callable[..., Any]
 
-_met = False  # whether torch.cond was ever called in a region
+# Whether torch.cond was ever called in a region: until then nothing need be done for it.
+cond_met = threading.Event()
 
 
 def choose(pred: Any, true_fn: Branch, false_fn: Branch, operands: Any) -> Any:
     """What torch.cond returns, by the branches' own ops; both of them where `vmap` batches the predicate."""
-    global _met
-    _met = True
+    cond_met.set()
     with uncompiled_branches():
         if not isinstance(pred, torch.Tensor) or not _batched(pred):
             return true_fn(*operands) if pred else false_fn(*operands)
@@ -55,15 +56,14 @@ def chosen_here() -> bool:
 
 def kept_whole() -> contextlib.AbstractContextManager[Any]:
     """Within, torch.cond does not compile itself, so that torch-function modes meet it."""
-    return _Bystander() if _met and not modes_active() else contextlib.nullcontext()
+    return _Bystander() if cond_met.is_set() and not modes_active() else contextlib.nullcontext()
 
 
 def not_compiled(error: Exception) -> bool:
     """Whether `error` is Dynamo's about the first torch.cond in a region: `kept_whole` spares others."""
-    global _met
-    if _met or type(error).__module__ != "torch._dynamo.exc" or modes_active():
+    if cond_met.is_set() or type(error).__module__ != "torch._dynamo.exc" or modes_active():
         return False
-    _met = True
+    cond_met.set()
     return True
 
 
@@ -87,9 +87,6 @@ def _planning() -> bool:
 def _in_region(*args: Any) -> Any:
     if len(args) != 4 or not chosen_here() or (enclosing() is None and not _planning()):
         return NotImplemented
-    for mode in recordings():
-        # Without a mode, as in calls that a trace taught how to run, torch.cond would compile itself.
-        mode.trace.branches = True
     return choose(*args)
 
 

@@ -139,7 +139,7 @@ def _named_globals(code: types.CodeType, names: dict[str, Any]) -> Iterator[Any]
             yield from _named_globals(constant, names)
 
 
-class Swap(TorchFunctionMode):
+class ClosureConversion(TorchFunctionMode):
     """Puts operands in the place of captured tensors, and refuses captured tensors it was not told of.
 
     Args:
@@ -157,9 +157,9 @@ class Swap(TorchFunctionMode):
         self.strict = True
         self.trials = 0  # how many runs on stand-ins are going on
 
-    def lenient(self) -> Swap:
+    def lenient(self) -> ClosureConversion:
         """The same substitution for a later recomputation, which makes its tensors anew."""
-        copy = Swap(self.table, ())
+        copy = ClosureConversion(self.table, ())
         copy.strict = False
         return copy
 
@@ -269,7 +269,7 @@ def made_inside(tensors: Iterable[torch.Tensor]) -> None:
         mode._note(list(tensors))
 
 
-def innermost() -> Swap | None:
+def innermost() -> ClosureConversion | None:
     """The substitution in force on this thread."""
     stack = _swaps.stack
     return stack[-1] if stack else None

@@ -1,8 +1,11 @@
 """Every private name of torch that the library touches: the other rooms see only this face."""
 
 from remat.transforms.compat.ambient import (
+    DeviceContext,
     autocasting,
-    default_device_in_context,
+    bits,
+    function_mode_at,
+    function_modes,
     functions_as_they_are,
     is_strided,
     modules_watched,
@@ -14,6 +17,7 @@ from remat.transforms.compat.ambient import (
     read_matmul_precision,
     set_grad_enabled,
     storage_key,
+    with_bits,
     without_module_trackers,
 )
 from remat.transforms.compat.aot import (
@@ -40,8 +44,8 @@ from remat.transforms.compat.aot import (
     unwind_levels,
 )
 from remat.transforms.compat.autograd import (
+    allow_hooks,
     at_backward_end,
-    cut_off,
     engine_grad,
     engine_runs,
     forward_ad_active,
@@ -56,10 +60,11 @@ from remat.transforms.compat.autograd import (
     pop_hooks,
     profiling,
     push_hooks,
+    refuse_hooks,
     running_node,
     top_hooks,
 )
-from remat.transforms.compat.cpu import compiled_for_cpu, fits_cpu, options_of, transposes_given
+from remat.transforms.compat.cpu import compiled_for_cpu, fits_cpu, transposes_given
 from remat.transforms.compat.dynamo import (
     BROKEN,
     is_near,
@@ -82,13 +87,16 @@ from remat.transforms.compat.functorch import (
     enable_single_level_autograd_function,
     forward_grad_enabled,
     in_transform,
+    innermost_level,
     interpreter,
     is_batched,
     is_batched_anyhow,
     is_batched_below,
     is_dead,
+    is_legacy_batched,
     is_wrapped,
     level_of,
+    level_stack,
     levels,
     restore_vmap,
     unwrap_batched,
@@ -98,7 +106,8 @@ from remat.transforms.compat.functorch import (
     unwrapped,
     wrap_for_grad,
 )
-from remat.transforms.compat.fx import Stretch, Template, as_it_is, described, tracer_at_work
+from remat.transforms.compat.fx import NodeSpan, Template, as_it_is, described, tracer_at_work
+from remat.transforms.compat.inductor_cpu import options_of, results_on_heap
 from remat.transforms.compat.modes import (
     DispatchMode,
     TorchDispatchMode,
@@ -106,7 +115,6 @@ from remat.transforms.compat.modes import (
     cond,
     direct_call,
     fake_mode,
-    function_modes_active,
     intercept_under_modes,
     is_fake,
     memory_is_real,
@@ -117,10 +125,36 @@ from remat.transforms.compat.modes import (
     watched,
 )
 from remat.transforms.compat.operators import HigherOrderOperator, OpOverload, OpOverloadPacket
+from remat.transforms.compat.pytree import (
+    Spec,
+    flatten,
+    map_leaves,
+    map_only,
+    paths,
+    shown,
+    tree_leaves,
+    unflatten,
+)
 
 __all__ = [
+    "function_modes",  # how many torch-function modes are active
+    "level_stack",  # all of them, from the outermost; None outside every transform
+    "innermost_level",  # the innermost functorch level, where there is one
+    "refuse_hooks",  # refuse them, with this message
+    "allow_hooks",  # accept saved-tensor hooks
+    "bits",  # whether the numbers in a tensor's memory stand for their conjugates, and for their negatives
+    "with_bits",  # a look at the same memory with these two flipped
+    "Spec",  # the structure of a tree
+    "flatten",  # leaves and structure of a tree
+    "map_leaves",  # the tree with a function of every leaf
+    "map_only",  # the tree with a function of every leaf of a kind
+    "paths",  # for every leaf its key path
+    "shown",  # a structure as messages show it
+    "tree_leaves",  # the leaves of a tree
+    "unflatten",  # the tree of a structure with these leaves
     "autocasting",  # whether autocast is on for any device
-    "default_device_in_context",  # the device of an enclosing `with torch.device(...)`
+    "DeviceContext",  # what `with torch.device(...)` makes a torch-function mode
+    "function_mode_at",  # the torch-function mode at this place, from the outermost
     "functions_as_they_are",  # a context without torch-function modes
     "is_strided",  # whether `value` is a tensor with one block of memory behind it
     "modules_watched",  # whether any global module hook is set
@@ -155,7 +189,6 @@ __all__ = [
     "traced_functionally",  # a graph of the aten ops of a function
     "unwind_levels",  # leave every functorch level of this thread
     "at_backward_end",  # run `callback` when the running backward pass ends
-    "cut_off",  # whether this is a view made with gradients off
     "engine_grad",  # `torch.autograd.grad` without its checks
     "engine_runs",  # whether the running backward will run a node
     "forward_ad_active",  # whether a plain `forward_ad.dual_level` is open and one of `tensors` has a tangent
@@ -195,6 +228,7 @@ __all__ = [
     "is_batched",  # whether a tensor is a vmap's
     "is_batched_anyhow",  # whether writing `tensor` into a plain tensor would fail for a batch dimension
     "is_batched_below",  # whether any level around here has a batch of this tensor
+    "is_legacy_batched",  # whether a tensor is of the vmap from before functorch
     "is_dead",  # whether a wrapper outlived its level
     "is_wrapped",  # whether a tensor belongs to a level
     "level_of",  # the level that a tensor belongs to
@@ -206,7 +240,7 @@ __all__ = [
     "unwrap_once",  # take one wrapper off
     "unwrapped",  # the plain tensor at the bottom of all functorch wrappers of `tensor`
     "wrap_for_grad",  # wrap a tensor for a level of grad or jvp
-    "Stretch",  # the nodes that a tracer adds from the making of this on
+    "NodeSpan",  # the nodes that a tracer adds from the making of this on
     "Template",  # a stretch of a graph, as a function of some of the tensors that it reads
     "as_it_is",  # `tensor` as a value of the graph, which nothing that is written to it later changes
     "described",  # what the tracer's nodes depend on in these tensors
@@ -226,11 +260,11 @@ __all__ = [
     "watched",  # whether hooks or a dispatch mode follow what runs here
     "compiled_for_cpu",  # a graph compiled by Inductor for the CPU, without AOTAutograd around it
     "fits_cpu",  # whether a graph and its inputs can be compiled so
+    "results_on_heap",  # within, Inductor's C++ allocates results of a graph as ever
     "options_of",  # the options of a compiler that is Inductor
     "transposes_given",  # which inputs a block wants transposed
     "HigherOrderOperator",  # an operator on functions
     "OpOverload",  # an op
     "OpOverloadPacket",  # all overloads of an op
     "TorchDispatchMode",  # torch's own base class of dispatch modes
-    "function_modes_active",  # how many torch-function modes are active
 ]

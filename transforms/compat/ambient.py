@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.utils._device
 from torch.nn.modules import module as _modules
 
 # -- ambient state ------------------------------------------------------------------------------------
@@ -27,17 +28,12 @@ read_math_sdp: Callable[[], bool] = torch._C._get_math_sdp_enabled
 read_cudnn_sdp: Callable[[], bool] = torch._C._get_cudnn_sdp_enabled
 
 
-def default_device_in_context() -> torch.device | None:
-    """The device of an enclosing `with torch.device(...)` or `set_default_device`, None without one."""
-    if torch._C._len_torch_function_stack() == 0:
-        return None
-    from torch.utils import _device
-
-    for i in reversed(range(torch._C._len_torch_function_stack())):
-        mode = torch._C._get_function_stack_at(i)
-        if isinstance(mode, _device.DeviceContext):
-            return mode.device
-    return None
+# How many torch-function modes are active.
+function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+# The one at this place, from the outermost.
+function_mode_at: Callable[[int], Any] = torch._C._get_function_stack_at
+# What `with torch.device(...)` and `set_default_device` put there.
+DeviceContext = torch.utils._device.DeviceContext
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -54,6 +50,18 @@ functions_as_they_are: Callable[[], contextlib.AbstractContextManager[None]] = t
 def is_strided(value: Any) -> bool:
     """Whether `value` is a tensor with one block of memory behind it."""
     return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+def bits(tensor: torch.Tensor) -> tuple[bool, bool]:
+    """Whether the numbers in its memory stand for their conjugates, and for their negatives."""
+    return tensor.is_conj(), tensor.is_neg()
+
+
+def with_bits(tensor: torch.Tensor, bits: tuple[bool, bool]) -> torch.Tensor:
+    """A look at the same memory with these two flipped: twice is as before."""
+    if bits[0]:
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if bits[1] else tensor
 
 
 def modules_watched() -> bool:

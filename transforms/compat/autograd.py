@@ -14,16 +14,7 @@ from typing import Any
 import torch
 from torch._C import _autograd as _autograd_c
 
-from remat.transforms.compat.ambient import functions_as_they_are
-
 _unpack_dual: Callable[..., Any] = torch._unpack_dual  # pyright: ignore[reportPrivateImportUsage]
-
-
-def cut_off(tensor: torch.Tensor) -> bool:
-    """Whether this is a view made with gradients off: torch says that it requires them, as its base does, and
-    fails where it is differentiated."""
-    with functions_as_they_are():
-        return tensor.requires_grad and tensor.grad_fn is None and tensor._base is not None
 
 
 # -- saved-tensor hooks -------------------------------------------------------------------------------
@@ -63,6 +54,7 @@ def hooks_aside() -> Iterator[None]:
 # The message with which saved-tensor hooks are refused at this point, or None where they work.
 hooks_disabled: Callable[[], str | None] = _autograd_c._saved_tensors_hooks_get_disabled_error_message
 allow_hooks: Callable[[], None] = _autograd_c._saved_tensors_hooks_enable
+refuse_hooks: Callable[[str], None] = _autograd_c._saved_tensors_hooks_disable  # with this message
 
 
 @contextlib.contextmanager
@@ -102,24 +94,11 @@ def is_hook_refusal(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "yet support saved tensor hooks" in str(error)
 
 
-def engine_grad(
-    outputs: list[torch.Tensor],
-    inputs: list[torch.Tensor],
-    cotangents: list[torch.Tensor],
-    create_graph: bool,
-) -> tuple[torch.Tensor | None, ...]:
-    """`torch.autograd.grad` with `allow_unused`, without its checks, which take a third of a small step's
-    time."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    return engine.run_backward(
-        tuple(outputs),
-        tuple(cotangents),
-        create_graph,
-        create_graph,
-        tuple(inputs),
-        True,
-        accumulate_grad=False,
-    )
+# `torch.autograd.grad` with `allow_unused`, without its checks, which take a third of a small step's time. Of
+# tuples: outputs, cotangents, whether the graph is kept, whether one is made, inputs.
+engine_grad: Callable[..., tuple[torch.Tensor | None, ...]] = functools.partial(
+    torch.autograd.Variable._execution_engine.run_backward, allow_unreachable=True, accumulate_grad=False
+)
 
 
 def at_backward_end(callback: Callable[[], None]) -> None:

@@ -1,46 +1,29 @@
 """A scan's blocks compiled by Inductor for the CPU, where a call takes longer than a small step.
 
-It needs Inductor only once somebody compiles with it. Three things are other than in `torch.compile`:
+Three things are other than in `torch.compile`:
 
-- the graph goes to Inductor without AOTAutograd around it: it is functional and has no gradients;
+- the graph goes to Inductor without AOTAutograd around it: it is functional and has no gradients
+  (`compat.inductor_cpu`);
 - code that calls the kernels is C++ too (Inductor's option `cpp_wrapper`);
 - products of small matrices are written as sums, so that a block is one kernel. A call of a matrix library
   takes longer than such a product.
-
-Tried on 2.13.0, and in part on 2.15.0 (CPU).
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from remat.transforms.compat.aot import teach_inductor
+from remat.transforms.compat.inductor_cpu import compiled as compat_compiled
+from remat.transforms.compat.inductor_cpu import decompositions
 
 aten = torch.ops.aten
 # Rows of 16 numbers that a product may add up and still be faster as a sum; 4 x 64 by 64 x 64 has 1024.
 _MOST = 2048
 _ROW = 16
-# What only kernels of one graph read lies on the stack: an allocation takes longer than a small kernel.
-# Inductor sees to it that ops outside of kernels get none of it. No buffer becomes another one, so that a
-# result is allocated as one.
-_ON_STACK = {
-    "aot_inductor.allow_stack_allocation": True,
-    "allow_buffer_reuse": False,
-    "inplace_buffers": False,
-}
-
-
-def options_of(compiler: Any) -> dict[str, Any] | None:
-    """The options of a backend that is Inductor, None where it is another."""
-    if isinstance(compiler, torch._TorchCompileInductorWrapper):
-        return dict(compiler.config)
-    name = getattr(compiler, "__name__", ""), getattr(compiler, "__module__", "")
-    return {} if name == ("inductor", "torch._dynamo.backends.inductor") else None
 
 
 def fits_cpu(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> bool:
@@ -57,54 +40,7 @@ def compiled_for_cpu(
     graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], options: dict[str, Any]
 ) -> Callable[..., Any]:
     """A functional graph without gradients, compiled; called with what `inputs` stand for."""
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
-    from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    teach_inductor()
-    # The graph has its casts written out, and what it calls must not add others.
-    casts = torch._C._is_any_autocast_enabled()
-    patches = {**options, "cpp_wrapper": True, **_ON_STACK}
-    with _results_on_heap(), config.patch(patches), torch.no_grad(), torch._C._DisableAutocast():
-        plain = dispatch_functionalize(graph, FunctionalTensorMode())
-        lowered = make_fx(plain, decomposition_table=_decompositions(), tracing_mode="fake")(*inputs)
-        lowered = joint_graph_passes(lowered)
-        # Strides of results are part of what was traced: they are inputs of the next block.
-        out: Any = lowered.graph.output_node()
-        out.meta["user_visible_output_idxs"] = list(range(len(out.args[0])))
-        fakes = [node.meta["val"] for node in lowered.graph.find_nodes(op="placeholder")]
-        made: Any = compile_fx_inner(lowered, fakes, cpp_wrapper=True, is_inference=True)
-    call = made.current_callable
-
-    def run(*values: torch.Tensor, made: Any = made) -> Any:  # `made` cleans up when it is let go of
-        return call(list(values))
-
-    def run_without_casts(*values: torch.Tensor) -> Any:
-        with torch._C._DisableAutocast():
-            return run(*values)
-
-    return run_without_casts if casts else run
-
-
-@contextlib.contextmanager
-def _results_on_heap() -> Iterator[None]:
-    """Inductor's results on the stack are copied to memory that the next call writes to again: allocate them
-    as ever."""
-    from torch._inductor.codegen.cpp_wrapper_cpu_array_ref import CppWrapperCpuArrayRef
-    from torch._inductor.virtualized import V
-
-    before = CppWrapperCpuArrayRef.can_stack_allocate_buffer
-
-    def can(self: Any, buffer: Any) -> bool:
-        return before(self, buffer) and buffer.get_name() not in V.graph.get_output_names()
-
-    CppWrapperCpuArrayRef.can_stack_allocate_buffer = can
-    try:
-        yield
-    finally:
-        CppWrapperCpuArrayRef.can_stack_allocate_buffer = before
+    return compat_compiled(graph, inputs, options, _decompositions())
 
 
 def transposes_given(module: torch.fx.GraphModule, consts: int) -> list[int]:
@@ -156,9 +92,7 @@ def _small(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _decompositions() -> dict[Any, Callable[..., Any]]:
-    from torch._inductor.decomposition import select_decomp_table
-
-    table = dict(select_decomp_table())
+    table = decompositions()
     table[aten.mm.default] = _or_as_before(_product, table.get(aten.mm.default))
     table[aten.addmm.default] = _or_as_before(_sum_and_product, table.get(aten.addmm.default))
     return table

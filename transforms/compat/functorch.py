@@ -38,6 +38,7 @@ unwrap_for_grad: Callable[[torch.Tensor, int], torch.Tensor] = _functorch_c._unw
 unwrap_if_dead: Callable[[torch.Tensor], torch.Tensor] = _functorch_c.unwrap_if_dead
 unwrap_once: Callable[[torch.Tensor], torch.Tensor] = _functorch_c.get_unwrapped
 is_wrapped: Callable[[torch.Tensor], bool] = _functorch_c.is_functorch_wrapped_tensor
+is_legacy_batched: Callable[[torch.Tensor], bool] = _functorch_c.is_legacy_batchedtensor
 is_dead: Callable[[torch.Tensor], bool] = _functorch_c.is_dead_tensor_wrapper
 is_batched: Callable[[torch.Tensor], bool] = _functorch_c.is_batchedtensor
 level_of: Callable[[torch.Tensor], int] = _functorch_c.maybe_get_level
@@ -59,14 +60,18 @@ def is_batched_anyhow(tensor: torch.Tensor) -> bool:
 
     `torch.autograd.grad(..., is_grads_batched=True)` uses the vmap from before functorch, which has no level.
     """
-    return is_wrapped(tensor) or _functorch_c.is_legacy_batchedtensor(tensor)
+    return is_wrapped(tensor) or is_legacy_batched(tensor)
+
+
+# The innermost functorch level; only where there is one.
+innermost_level: Callable[[], Any] = retrieve_current_functorch_interpreter
+# All of them, from the outermost; None outside every transform.
+level_stack: Callable[[], list[Any] | None] = _functorch_c.get_interpreter_stack
 
 
 def interpreter() -> Any | None:
     """The innermost functorch level, or None outside every transform."""
-    if not in_transform():
-        return None
-    return retrieve_current_functorch_interpreter()
+    return innermost_level() if in_transform() else None
 
 
 @contextlib.contextmanager
@@ -113,7 +118,7 @@ def levels() -> list[tuple[int, Any, str]]:
 
 def interpreters() -> list[Any]:
     """The active functorch levels as torch has them, from the outermost."""
-    return _functorch_c.get_interpreter_stack() or []
+    return level_stack() or []
 
 
 def batch_size(level: Any) -> Any:

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch.fx import Node, map_arg
-from torch.utils import _pytree as pytree
 
 from remat.transforms.compat.modes import active_modes
+from remat.transforms.compat.pytree import map_only, tree_leaves
 
 Tensors = Sequence[torch.Tensor]
 _aten = torch.ops.aten
@@ -89,7 +89,7 @@ def _tracked(tracer: Any, tensor: Any) -> _Tracked | None:
     return None if slot is None else _Tracked(slot.proxy.node, fake)
 
 
-class Stretch:
+class NodeSpan:
     """The nodes that a tracer adds from the making of this on."""
 
     def __init__(self, tracer: Any) -> None:
@@ -144,7 +144,7 @@ def _is_pure(node: Node) -> bool:
         return target is operator.getitem
     if target._schema.is_mutable or target in _UNMOVABLE:
         return False
-    return all(value is None or _is_fake(value) for value in pytree.tree_leaves(node.meta.get("val")))
+    return all(value is None or _is_fake(value) for value in tree_leaves(node.meta.get("val")))
 
 
 def _is_fake(value: Any) -> bool:
@@ -201,7 +201,7 @@ class Template:
                 )
                 copy = tracer.graph.create_node("call_function", node.target, args, kwargs)
                 copy.meta = {k: v for k, v in node.meta.items() if k not in _PROVENANCE}
-                copy.meta["val"] = pytree.tree_map_only(torch.Tensor, copies.of, node.meta.get("val"))
+                copy.meta["val"] = map_only(torch.Tensor, copies.of, node.meta.get("val"))
                 copy.meta["seq_nr"] = at
                 if custom := copy.meta.get("custom"):
                     copy.meta["custom"] = {k: tags.get(k, v) for k, v in custom.items()}

@@ -19,6 +19,7 @@ from torch._functorch.pyfunctorch import (
 from torch._higher_order_ops.cond import cond_op
 from torch._ops import _compute_keyset
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from remat.transforms.compat.autograd import hooks_allowed, hooks_disabled, top_hooks
 
@@ -100,8 +101,6 @@ def unseen(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch._C._DisableTorchDispatch() if plain else contextlib.nullcontext()
 
 
-# How many torch-function modes are active.
-function_modes_active: Callable[[], int] = torch._C._len_torch_function_stack
 # How many dispatch modes are active, torch's own for tracing included.
 modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
@@ -111,11 +110,8 @@ def watched() -> bool:
     return top_hooks() is not None or modes_active() > 0
 
 
-def active_modes() -> list[TorchDispatchMode]:
-    """Those modes, outermost first."""
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-    return _get_current_dispatch_mode_stack()
+# Those modes, outermost first.
+active_modes: Callable[[], list[TorchDispatchMode]] = _get_current_dispatch_mode_stack
 
 
 _INFRASTRUCTURE = (

@@ -1,14 +1,14 @@
 """Regions written out in a compiler's graph."""
 
-from remat.transforms.compiled.dedup import Alike, likeness
-from remat.transforms.compiled.lowering import RECOMPUTED, Written
+from remat.transforms.compiled.dedup import GraphDedup, dedup_key
+from remat.transforms.compiled.lowering import RECOMPUTED, GraphLowering
 from remat.transforms.compiled.names import CAPTURED, NAMED, VARIABLE, give_name, named
 
 __all__ = [
-    "Alike",  # one call of a region
-    "likeness",  # what two calls of regions have in common if one is a copy of the other but for its tensors
+    "GraphDedup",  # one call of a region
+    "dedup_key",  # what two calls of regions have in common if one is a copy of the other but for its tensors
     "RECOMPUTED",  # the key under which a graph's nodes say which call of a region they recompute
-    "Written",  # runs primitives at the bottom of the functorch levels (a `functorch.primitive.World`)
+    "GraphLowering",  # runs primitives at the bottom of the functorch levels (a `functorch.primitive.World`)
     "CAPTURED",  # the op that marks a value as an operand
     "NAMED",  # the op that carries a name through a graph
     "VARIABLE",  # the op that marks what is differentiated by

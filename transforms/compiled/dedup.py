@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.fx import Node
 
-from remat.transforms.compat import Stretch, Template, depth, described, graph_storage, tracer_at_work
+from remat.transforms.compat import NodeSpan, Template, depth, described, graph_storage, tracer_at_work
 from remat.transforms.compat import tags as aot_tags
 from remat.transforms.region import Region
 from remat.transforms.state import Ambient
@@ -49,7 +49,7 @@ class Record(Protocol):
         ...
 
 
-def likeness(region: Region, operands: Sequence[Any], ambient: Ambient) -> Hashable:
+def dedup_key(region: Region, operands: Sequence[Any], ambient: Ambient) -> Hashable:
     """What two calls of regions have in common if one is a copy of the other but for its tensors; None where
     that cannot be told: regions inside it, policies that look at more than ops and shapes."""
     if region.selector is not None and region.key is None:
@@ -115,16 +115,18 @@ class _Book:
 _books: weakref.WeakKeyDictionary[Any, _Book] = weakref.WeakKeyDictionary()
 
 
-class Alike:
+class GraphDedup:
     """One call of a region: a copy of one before it, or the model of those after it.
 
     Args:
-        likeness: what it has in common with others, None where it is like no other.
+        dedup_key: what it has in common with others, None where it is like no other.
         outs: what the region returns, as the call notes it: plain values, or `hole` for a tensor.
     """
 
-    def __init__(self, likeness: Hashable = None, outs: list[Any] | None = None, hole: object = None) -> None:
-        self.likeness, self.hole = likeness, hole
+    def __init__(
+        self, dedup_key: Hashable = None, outs: list[Any] | None = None, hole: object = None
+    ) -> None:
+        self.dedup_key, self.hole = dedup_key, hole
         self.outs: list[Any] = [] if outs is None else outs
         self.key: Hashable = None  # once the forward is over, if it was copied or may be
 
@@ -135,7 +137,7 @@ class Alike:
         tracer, given = self._traced(operands)
         if given is None:
             return run()
-        key = (self.likeness, given, masks)
+        key = (self.dedup_key, given, masks)
         book = _books.setdefault(tracer, _Book())
         if key in book.forwards:
             template, model, count, outs = book.forwards[key]
@@ -144,7 +146,7 @@ class Alike:
                 self.key = key
                 self.outs[:] = outs
                 return model.like(operands, made[count:]), made[:count]
-        stretch = Stretch(tracer)
+        span = NodeSpan(tracer)
         record, results = run()
         values = record.values()
         if values is None or any(x is not self.hole and _plain(x, {}) is _UNKNOWN for x in self.outs):
@@ -152,7 +154,7 @@ class Alike:
         memory = [graph_storage(t) for t in (*operands, *results)]
         # Copies of results have memory of their own each: what is written to one is not seen in another.
         alone = len(set(memory)) == len(memory) and self.outs.count(self.hole) == len(results)
-        template = stretch.cut(operands, [*results, *values]) if alone else None
+        template = span.cut(operands, [*results, *values]) if alone else None
         if template is not None:
             self.key = key
             book.forwards[key] = template, record, len(results), list(self.outs)
@@ -181,15 +183,15 @@ class Alike:
             if made is not None:
                 pulled.unused.update(unused)
                 return made
-        stretch = Stretch(tracer)
+        span = NodeSpan(tracer)
         grads = run()
-        template = stretch.cut(inputs, grads)
+        template = span.cut(inputs, grads)
         if template is not None:
             book.pulls[key] = template, frozenset(pulled.unused)
         return grads
 
     def _traced(self, tensors: Tensors) -> tuple[Any, Hashable]:
         """The tracer at work and a description of the tensors, or two times None."""
-        tracer = None if self.likeness is None else tracer_at_work()
+        tracer = None if self.dedup_key is None else tracer_at_work()
         given = None if tracer is None else described(tensors)
         return tracer, given

@@ -11,20 +11,18 @@ import contextlib
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from remat.transforms.compat import as_it_is, graph_storage, tagged
-from remat.transforms.compiled.barrier import fence, fence_below
-from remat.transforms.compiled.barrier_placement import Origins
-from remat.transforms.compiled.dedup import Alike
+from remat.transforms.compiled.barrier import Origins, fence, fence_below
+from remat.transforms.compiled.dedup import GraphDedup
 from remat.transforms.context import Mode, is_quiet, quiet
-from remat.transforms.context import around as context_around
 from remat.transforms.errors import RematError
 from remat.transforms.functorch import Prim, PullBack, replaying
-from remat.transforms.offload import Elsewhere
+from remat.transforms.offload import Elsewhere, to_host
 from remat.transforms.ops import Traits, draws, is_shape_arithmetic, traits
 from remat.transforms.placeholders import metadata
 from remat.transforms.region import Region
@@ -34,8 +32,8 @@ from remat.transforms.tape import (
     RECOMPUTE,
     SAVE,
     Node,
-    Record,
-    Trace,
+    Recorder,
+    Tape,
     map_tensors,
     targets,
     tensors_in,
@@ -59,21 +57,20 @@ class Sent(Elsewhere):
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.device = tensor.device
-        pinned = tensor.device.type not in ("cpu", "meta")
-        self.host = torch.empty_like(tensor, device="cpu", pin_memory=pinned).copy_(tensor)
+        self.host = to_host(tensor).tensor
 
 
-class Written:
-    """Runs primitives at the bottom of the functorch levels (a `functorch.primitive.World`).
+class GraphLowering:
+    """Runs primitives at the bottom of the functorch levels (a `functorch.World`).
 
     Args:
         region: whose primitives.
         alike: how to copy others of the graph, or to be copied.
     """
 
-    def __init__(self, region: Region, alike: Alike | None = None) -> None:
+    def __init__(self, region: Region, alike: GraphDedup | None = None) -> None:
         self.tags = {RECOMPUTED: f"{next(_serials)} {region.name}"}
-        self.alike = alike or Alike()
+        self.alike = alike or GraphDedup()
 
     def forward(self, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
         """Run a region; with a node above it that will pull back, note what its recomputation needs."""
@@ -88,13 +85,13 @@ class Written:
     @staticmethod
     def _forward(prim: Prim, operands: Tensors) -> tuple[GraphRecord, Tensors]:
         region = prim.family.region
-        selector = region.selector() if region.selector else None
-        record = GraphRecord(region, selector, operands)
-        record.trace.loose = prim.dual
+        record = GraphRecord(region, operands)
+        selector = record.selector
+        record.tape.loose = prim.dual
         with selector.watching(levels=True) if selector else contextlib.nullcontext(), record:
             outs = (prim.recorded or prim.body)(*operands)
         if selector:
-            selector.finished(record.trace)
+            selector.finished(record.tape)
         return record, outs
 
     def pull(self, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
@@ -121,14 +118,14 @@ class Written:
                 t if first <= i < last or record.origins.bare(i) else fence(record.before.get(i, t), after)
                 for i, t in enumerate(operands)
             ]
-            replay = GraphReplay(record, after, prim.dual or record.trace.loose, tag.close)
+            replay = GraphReplay(record, after, prim.dual or record.tape.loose, tag.close)
             if ambient.must_be_restored():
                 stack.enter_context(ambient.restored())
             stack.enter_context(replaying(replay, region.name))
             return tuple((prim.recorded or prim.body)(*fenced))
 
 
-class GraphRecord(Record):
+class GraphRecord(Recorder):
     """Writes down a region's ops, and what of their results the recomputation takes from the forward.
 
     Attributes:
@@ -138,8 +135,8 @@ class GraphRecord(Record):
         origins: which operands the recomputation starts from.
     """
 
-    def __init__(self, region: Region, selector: Any, operands: Tensors) -> None:
-        super().__init__(Trace(region.name), selector)
+    def __init__(self, region: Region, operands: Tensors) -> None:
+        super().__init__(Tape(region.name), region.selector)
         self.region = region
         self.seeds: dict[int, torch.Tensor] = {}
         self.draws: list[int] = []
@@ -154,9 +151,8 @@ class GraphRecord(Record):
     def values(self) -> list[torch.Tensor] | None:
         """What is held beside the operands; None where it is more than tensors of the graph."""
         held: list[Any] = []
-        for node in self.trace.nodes:
-            if node.kept is not None:
-                map_tensors(held.append, node.kept)
+        for value in self.kept.values():
+            map_tensors(held.append, value)
         if self.rewritten or any(isinstance(value, Elsewhere) for value in held):
             return None
         return [*held, *self.seeds.values()]
@@ -165,18 +161,10 @@ class GraphRecord(Record):
         """The same forward of other operands, which holds other values."""
         left = iter(values)
         made = copy.copy(self)
-        made.operands, made.trace = list(operands), copy.copy(self.trace)
-        made.trace.nodes = [self._with_kept(node, left) for node in self.trace.nodes]
+        made.operands = list(operands)
+        made.kept = {at: map_tensors(lambda _: next(left), value) for at, value in self.kept.items()}
         made.seeds = dict(zip(self.seeds, left, strict=True))
         return made
-
-    @staticmethod
-    def _with_kept(node: Node, values: Iterator[torch.Tensor]) -> Node:
-        if node.kept is None:
-            return node
-        other = copy.copy(node)
-        other.kept = map_tensors(lambda _: next(values), node.kept)
-        return other
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -185,7 +173,7 @@ class GraphRecord(Record):
             return func(*args, **kwargs)
         for tensor in targets(facts, args, kwargs):
             self._before_writing(graph_storage(tensor))
-        at = len(self.trace.nodes)
+        at = len(self.tape.nodes)
         if facts.random and draws(func, args, kwargs):
             self.draws.append(at)
             out = self._draw(at, func, args, kwargs)
@@ -203,35 +191,44 @@ class GraphRecord(Record):
         return draw(seed, func, args, kwargs)
 
     def _note(self, at: int, func: Any, facts: Traits, args: Any, kwargs: Any, out: Any) -> None:
-        node = Node()
-        node.op, node.name, node.kept, node.verdict, node.root = func, None, None, RECOMPUTE, at
-        node.outs = metadata(out)
-        node.deps = []
-        if facts.view and (root := self._root(args)) >= 0:
-            node.root = root
-            made = self._made.get(next(iter(tensors_in(args))))
-            node.deps = [made] if made is not None else []
-        self.trace.nodes.append(node)
+        tape, node = self.tape, Node()
+        node.op, node.name, node.verdict, node.root = func, None, RECOMPUTE, at
+        node.outs, node.deps, node.first, node.written, node.optional = (
+            metadata(out),
+            [],
+            len(tape.makers),
+            (),
+            False,
+        )
+        first = next(iter(tensors_in(args)), None) if facts.view else None
+        number = None if first is None else self._numbers.get(first)
+        if number is not None:
+            node.root, node.deps = tape.root_of(number), [tape.makers[number]]
+        tape.nodes.append(node)
         for tensor in tensors_in(out):
-            self._made.set(tensor, at)
+            self._numbers.set(tensor, len(tape.makers))
+            tape.makers.append(at)
             self.storages.setdefault(at, graph_storage(tensor))
         if at in self.draws and at not in self.seeds:
             # A draw that cannot be repeated from a seed is kept: right, if not small.
-            self.judge(node, SAVE, out)
-        elif (shared := _enclosing_value(self, func)) is not None:
-            node.kept, self.keeps = shared, True
+            self.judge(at, SAVE, out)
+        elif (shared := self._kept_around(func)) is not None:
+            self.kept[at], self.keeps = shared, True
         elif self.selector is not None and (not facts.writes or facts.conditional is not None):
-            self.judge(node, self.selector.decide(at, node, args, kwargs, out), out)
+            self.judge(at, self.selector.decide(at, node, args, kwargs, out), out)
 
-    def judge(self, node: Node, verdict: int, out: Any) -> None:
-        """Keep `out` for `node`, or forget it, as the verdict says."""
-        node.verdict = verdict
-        if verdict == RECOMPUTE:
-            node.kept = None
-        elif node.kept is None:
-            hold = Sent if verdict == OFFLOAD else as_it_is
-            node.kept = quiet(map_tensors, hold, out)
-            self.keeps = True
+    def _kept_around(self, func: Any) -> Any:
+        """What the region around this one has kept of the op that just ran, None for nothing."""
+        around = self.parent
+        if around is None or not 0 < around.position <= len(around.tape.nodes):
+            return None
+        at = around.position - 1
+        kept = getattr(around, "kept", {}).get(at)
+        return kept if around.tape.nodes[at].op is func and not isinstance(kept, Sent) else None
+
+    def _hold(self, at: int, node: Node, verdict: int, out: Any) -> Any:
+        self.keeps = True
+        return quiet(map_tensors, Sent if verdict == OFFLOAD else as_it_is, out)
 
     def _before_writing(self, storage: int) -> None:
         """Copy an operand that is about to be written to; copies nobody reads are dropped."""
@@ -256,7 +253,7 @@ class GraphReplay(Mode):
 
     def __init__(self, record: GraphRecord, after: Tensors, loose: bool, finish: Callable[[], None]) -> None:
         super().__init__()
-        self.trace, self.record = record.trace, record
+        self.tape, self.record = record.tape, record
         self.after, self.loose, self.finish = after, loose, finish
         self.at = self.drawn = 0
         self.done = False
@@ -280,13 +277,15 @@ class GraphReplay(Mode):
             return self._draw(func, args, kwargs)
         if self.loose or not self.record.keeps:
             return func(*args, **kwargs)
-        node = self._matching(at, func)
-        if node.kept is None or (facts.view and self.record.storages.get(at) in self.record.rewritten):
+        self._check(at, func)
+        if at not in self.record.kept or (
+            facts.view and self.record.storages.get(at) in self.record.rewritten
+        ):
             return func(*args, **kwargs)
-        return self._hand_out(node)
+        return self._hand_out(at)
 
-    def _hand_out(self, node: Node) -> Any:
-        return quiet(map_tensors, self._fenced, node.kept)
+    def _hand_out(self, at: int) -> Any:
+        return quiet(map_tensors, self._fenced, self.record.kept[at])
 
     def _fenced(self, value: Any) -> torch.Tensor:
         if isinstance(value, Sent):
@@ -298,10 +297,10 @@ class GraphReplay(Mode):
         if turn >= len(self.record.draws):
             raise RematError(self._differs(f"it draws more often, with {func}"))
         at = self.record.draws[turn]
-        node = self._matching(at, func)
+        self._check(at, func)
         seed = self.record.seeds.get(at)
         if seed is None:
-            return self._write(func, args, kwargs, self._hand_out(node))
+            return self._write(func, args, kwargs, self._hand_out(at))
         return draw(quiet(fence_below, seed, self.after), func, args, kwargs)
 
     @staticmethod
@@ -310,24 +309,14 @@ class GraphReplay(Mode):
             return target.copy_(value)
         return value
 
-    def _matching(self, at: int, func: Any) -> Node:
-        nodes = self.trace.nodes
+    def _check(self, at: int, func: Any) -> None:
+        nodes = self.tape.nodes
         if at >= len(nodes) or not (nodes[at].op is func or _LOOKS.issuperset((nodes[at].op, func))):
             was = "ended" if at >= len(nodes) else f"ran {nodes[at].op}"
             raise RematError(self._differs(f"at op {at} the forward {was}, the recomputation runs {func}"))
-        return nodes[at]
 
     def _differs(self, what: str) -> str:
         return (
-            f"the recomputation of region {self.trace.region!r} does not repeat its forward in the traced "
+            f"the recomputation of region {self.tape.region!r} does not repeat its forward in the traced "
             f"graph: {what}. Please report this as a bug in remat; policy=save_nothing compiles such regions."
         )
-
-
-def _enclosing_value(record: GraphRecord, func: Any) -> Any:
-    """What the region around this one has kept of the op that just ran, None for nothing."""
-    around = context_around(record)
-    if around is None or not 0 < around.position <= len(around.trace.nodes):
-        return None
-    node = around.trace.nodes[around.position - 1]
-    return node.kept if node.op is func and not isinstance(node.kept, Sent) else None

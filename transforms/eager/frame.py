@@ -1,22 +1,20 @@
 """Recomputation under plain autograd: one graph, kept through saved-tensor hooks.
 
-The forward runs as it is; what autograd would save is replaced by a number. When the backward asks for the
-first of them the function runs again, under hooks that collect the values in the same order. Hooks, FSDP,
-in-place ops on results and captured tensors behave as without remat, because the autograd graph is the one
-without remat. The idea is that of torch.utils.checkpoint (non-reentrant); bookkeeping, selection and checks
-are our own.
+The forward runs as it is, watched op by op; what autograd would save is replaced by a handle. When the
+backward asks for the first of them, the ops that the saved values take run again from the tape, below
+autograd: a saved variable reattaches its own history when it is unpacked, so data is all it needs. Hooks,
+FSDP, in-place ops on results and captured tensors behave as without remat, because the autograd graph is the
+one without remat. The idea of the hooks is that of torch.utils.checkpoint (non-reentrant).
 
-`Frame` is what all ways of doing so share; `Plain` adds nothing to it and is the quickest.
+Where the tape does not tell all that was computed (raw kernels, collectives, operators on functions), the
+user's function runs again as a whole (`rerun.Rerun`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import operator
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -27,315 +25,455 @@ from remat.transforms.compat import (
     graph_kept,
     graph_task,
     in_transform,
+    next_node,
     pop_hooks,
     push_hooks,
     set_grad_enabled,
-    top_hooks,
 )
+from remat.transforms.context import active, quiet
 from remat.transforms.eager.inputs import Inputs
-from remat.transforms.eager.saved import Held, Packer, belongs_to_region
+from remat.transforms.eager.reports import report_frame
+from remat.transforms.eager.rerun import Rerun
+from remat.transforms.eager.saved import DroppedInput, Packer, Residuals, SavedInput, bytes_of, watcher
 from remat.transforms.errors import RematError
-from remat.transforms.region import Plan, recomputing
-from remat.transforms.tape import Stop, not_repeated, written
+from remat.transforms.offload import Store, away_in
+from remat.transforms.pytree import flatten, split
+from remat.transforms.region import CachedTrace, recomputing
+from remat.transforms.state import generators_put_back
+from remat.transforms.tape import Needs, Program, Reachability, Recorder, Tape, listening, tensors_in
 
-Meta = tuple[torch.Size, torch.dtype, torch.device, int]
-# In C throughout: between the ops each step of Python costs several times what it does in a loop.
-_describe = operator.attrgetter("shape", "dtype", "device", "_version")
+
+class Handle:
+    """What autograd holds in the place of a value: it is gone when no backward can want the value."""
+
+    __slots__ = ("__weakref__", "at", "value")
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+        self.value: torch.Tensor | None = None  # the value itself, where it is held as it is
 
 
 class Frame(Packer):
-    """One forward of a region, and whatever it takes to run it again."""
+    """One forward of a region, and whatever it takes to make again what its backward reads.
 
-    __slots__ = ("__weakref__", "early", "metas", "region", "settled", "task")
+    Attributes:
+        recorder: what watches the forward; None once that is over.
+        tape: the ops of the forward.
+        kept: what is kept, by op.
+        held: the tensors from outside that the backward needs, by their positions on the tape.
+        program: what runs again; None where the function does (`rerun`).
+        values: saved values that were made again and that the backward has not read yet.
+    """
 
-    inputs: Inputs
+    __slots__ = (
+        "__weakref__",
+        "dropped",
+        "handles",
+        "held",
+        "kept",
+        "program",
+        "random",
+        "reach",
+        "recorder",
+        "region",
+        "nodes",
+        "rerun",
+        "residuals",
+        "snapshots",
+        "spent",
+        "start",
+        "store",
+        "tape",
+        "task",
+        "values",
+    )
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs, self.region = inputs, inputs.region
-        self.metas: list[Meta] = []  # what the forward packed: shape, dtype, device, version
-        self.task = -1  # the backward pass for which values were recomputed
         self.inner = 0
-        self.settled = False  # whether the forward is over
-        self.early = False  # whether the function asked before that, by a backward pass of its own
-
-    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise NotImplementedError
-
-    def get(self, at: int) -> torch.Tensor:
-        """The value packed as number `at`, recomputed if need be."""
-        raise NotImplementedError
-
-    def repack(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Take the next value that the recomputation packs."""
-        raise NotImplementedError
-
-    def forget(self) -> None:
-        """Let go of recomputed values."""
-        raise NotImplementedError
-
-    def add_modes(self, contexts: list[AbstractContextManager[Any]], args: Any, kwargs: Any) -> None:
-        """Add the dispatch modes that the recomputation runs under."""
-
-    def check_unwritten(self) -> None:
-        """Raise when something the recomputation reads was written since the forward."""
-
-    @property
-    def complete(self) -> bool:
-        """Whether the recomputation under way has seen all it was started for."""
-        return False
-
-    def pack(self, tensor: torch.Tensor) -> int:
-        metas = self.metas
-        metas.append(_describe(tensor))
-        return len(metas) - 1
-
-    def recompute(self, task: int) -> None:
-        """Run the function again and collect what it packs."""
-        if not in_transform():
-            return self._recompute(task)
-        with below_levels():
-            self._recompute(task)
-
-    def _recompute(self, task: int) -> None:
-        self.forget()
-        self.task = task
-        if not self.settled:
-            # The function, still running, goes backward itself: through what it has packed so far.
-            self.early = self.region.memory.differentiates = True
-        inputs = self.inputs
-        args, kwargs = inputs.rebuild()
-        self.check_unwritten()
-        passing.add(self, task)
-        now = None if inputs.random is None else inputs.random.again()
-        inner, self.inner = self.inner, 0
-        try:
-            if inputs.random is not None:
-                inputs.random.restore()
-            contexts = inputs.contexts()
-            self.add_modes(contexts, args, kwargs)
-            if contexts:
-                with entered(contexts):
-                    self._run_again(args, kwargs)
-            else:
-                self._run_again(args, kwargs)
-        except Stop:
-            pass
-        finally:
-            self.inner = inner
-            if now is not None:
-                now.restore()
-
-    def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        graded = torch.is_grad_enabled()
-        set_grad_enabled(True)
-        push_hooks(self.repack, _identity)
-        end = recomputing(self.region.name)
-        try:
-            self.region.run(args, kwargs)
-        finally:
-            end()
-            pop_hooks()
-            set_grad_enabled(graded)
-
-    def check(self, at: int, tensor: torch.Tensor, seen: int) -> None:
-        """Compare what was packed as number `at` now, at the version `seen`, with what was in the forward."""
-        if self.region.determinism_check == "none":
-            return
-        shape, dtype, device, version = self.metas[at]
-        if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
-            now = f"{tensor.dtype}{list(tensor.shape)} on {tensor.device}"
-            then = f"{dtype}{list(shape)} on {device}"
-            raise RematError(
-                self.differs(
-                    f"value {at} that it packs for the backward is {now}, in the forward it was {then}"
-                )
-            )
-        if seen != version:
-            self.check_version(tensor)
-
-    def check_version(self, tensor: torch.Tensor) -> None:
-        """Raise for a packed value whose version is another than in the forward."""
-        raise RematError(written(self.region.name, tensor))
-
-    def too_many(self) -> RematError:
-        return RematError(self.differs(f"it packs more than the {len(self.metas)} values of the forward"))
-
-    def too_few(self) -> RematError:
-        return RematError(
-            self.differs(f"it packed fewer values for the backward than the {len(self.metas)} of the forward")
-        )
-
-    def differs(self, what: str) -> str:
-        return not_repeated(self.region.name, what)
-
-
-class Plain(Frame):
-    """A frame that keeps the arguments and recomputes all, up to the last value packed.
-
-    For calls of which an earlier trace showed that there is nothing to gain from another one: nothing kept,
-    nothing dead, every argument needed.
-    """
-
-    __slots__ = ("fresh", "last", "now", "plan", "seen", "versions")
-
-    def __init__(self, inputs: Inputs, plan: Plan) -> None:
-        super().__init__(inputs)
-        self.plan = plan
-        self.versions = inputs.near_versions(plan.read)
-        self.fresh: list[torch.Tensor | None] = []  # recomputed, waiting for the backward to ask
-        self.now: list[torch.Tensor | None] = []  # what the recomputation has packed so far
-        self.seen: list[Meta] = []  # what it was at that point
-        self.last = -1  # the number of the value from which on packing takes more than noting it
-
-    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        push_hooks(self.pack, self.get)
-        try:
-            return self.region.run(args, kwargs)
-        finally:
-            pop_hooks()
-            self.settled = True
-
-    def get(self, at: int) -> torch.Tensor:
-        # What an earlier pass has left, were it to fail, is as good as what this one would make.
-        fresh = self.fresh
-        value = fresh[at] if at < len(fresh) else None
-        if value is None:
-            return self._get_again(at)
-        fresh[at] = None
-        return value
-
-    def _get_again(self, at: int) -> torch.Tensor:
-        task = graph_task()
-        self.last = len(self.metas) - 1 if self.settled and not self.early else -1
-        self.recompute(task)
-        self._check_all()
-        if at >= len(self.fresh):
-            raise self.too_few()
-        value, self.fresh[at] = self.fresh[at], None
-        if task == -1:
-            self.fresh = []
-        assert value is not None
-        return value
-
-    def repack(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        now = self.now
-        now.append(tensor)
-        self.seen.append(_describe(tensor))
-        return self._repack_last(tensor) if len(now) > self.last else None
-
-    def _repack_last(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        if len(self.now) == len(self.metas) and not (self.inner and self.settled):
-            raise Stop
-        # Nobody goes backward through the graph that the recomputation builds, unless the function does. (The
-        # tensor itself would hold on to the op that made it: nothing frees that cycle.)
-        return tensor.detach() if self.early else None
-
-    def _check_all(self) -> None:
-        """Compare what was packed with what the forward packed, and have it ready for the backward.
-
-        It stays in the recomputation's graph, whose nodes hold nothing; autograd detaches what it gets.
-        """
-        now, metas, seen = self.now, self.metas, self.seen
-        self.now, self.seen = [], []
-        if len(now) > len(metas):
-            raise self.too_many()
-        if seen != metas[: len(seen)]:
-            for at, (tensor, is_, was) in enumerate(zip(now, seen, metas, strict=False)):
-                if is_ != was and tensor is not None:
-                    self.check(at, tensor, is_[3])
-        self.fresh = now
-
-    def forget(self) -> None:
-        self.fresh, self.now, self.seen = [], [], []
-
-    def check_unwritten(self) -> None:
-        self.inputs.check_near(self.plan.read, self.versions)
-
-    @property
-    def complete(self) -> bool:
-        return len(self.now) == len(self.metas) and not self.inner
-
-
-class Selective(Frame):
-    """Keeps some packed values as they are and recomputes others, told apart by their numbers."""
-
-    __slots__ = ("count", "direct", "spent", "values")
-
-    def __init__(self, inputs: Inputs) -> None:
-        super().__init__(inputs)
+        self.task = -1  # the backward pass for which values were made again
+        self.recorder: Recorder | None = None
+        self.tape = Tape(self.region.name)
+        self.kept: dict[int, Any] = {}
+        self.held: dict[int, SavedInput] = {}
+        self.dropped: dict[int, DroppedInput] = {}
+        self.handles: list[weakref.ref[Handle]] = []
+        self.values: dict[int, torch.Tensor] = {}
+        self.random: dict[int, Any] = {}
+        self.snapshots: dict[int, Any] = {}
+        self.program: Program | None = None
+        self.rerun: Rerun | None = None
+        self.reach: Reachability | None = None
+        self.store: Store | None = None
         self.spent = False  # whether kept values were let go of
-        self.count = 0  # how many values the recomputation has packed
-        self.direct: dict[int, Held | None] = {}  # packed values that are kept as they are, None when spent
-        self.values: dict[int, torch.Tensor] = {}  # recomputed, waiting for the backward to ask
+        self.residuals: Residuals | None = None
+        self.start = next_node()
+        self.nodes = 0  # how many autograd nodes the forward made
 
-    def get(self, at: int) -> torch.Tensor:
-        held = self.direct.get(at)
-        if held is not None:
-            if self.spends():
-                self.spent = True
-                self.direct[at] = None
-            return held.get(self.inputs)
-        if at in self.direct:
-            del self.direct[at]
+    # -- forward ---------------------------------------------------------------------------------------
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], known: CachedTrace | None) -> Any:
+        """Run the function and settle what is kept of it; `known` is what an earlier call did."""
+        region, inputs = self.region, self.inputs
+        self.recorder = recorder = Recorder(
+            self.tape,
+            region.selector,
+            inputs.tensors,
+            digest=region.digest,
+            casts=inputs.ambient.casts,
+            expected=None if known is None else known.tape,
+            expected_kept=frozenset() if known is None else known.kept,
+        )
+        if known is None:
+            inputs.note_random()
+            self.residuals = Residuals(inputs.tensors, recorder)
+        elif known.residual:
+            self.residuals = Residuals((), None)
+        watching = recorder.selector.watching() if recorder.selector else contextlib.nullcontext()
+        push_hooks(self.pack, self.unpack)
+        try:
+            with watching, recorder:
+                out = region.run(args, kwargs)
+        except BaseException:
+            # What it holds leads back here through the graph.
+            self.recorder = None
+            raise
+        finally:
+            pop_hooks()
+            self.values, self.task = {}, -1
+        self.nodes = next_node() - self.start
+        try:
+            if known is not None and recorder.followed:
+                self._settle_as(known, recorder, out)
+            else:
+                recorder.leave()
+                self._settle(recorder, out)
+            if recorder.parent is not None or inputs.hooks is not None:
+                self._tell_around(recorder)
+            self._note_away(recorder, out)
+        finally:
+            self.recorder = None
+        if recorder.selector:
+            recorder.selector.finished(self.tape)
+        return out
+
+    def pack(self, tensor: torch.Tensor) -> Handle:
+        recorder = self.recorder
+        assert recorder is not None
+        # What a region inside this one keeps is no node's of this one.
+        owner = None if self.inner else next_node() - 1 - self.start
+        handle = Handle(len(self.handles))
+        self.handles.append(weakref.ref(handle))
+        number = recorder.pack(tensor, owner)
+        if number < 0 and (tell := watcher(self.inputs.hooks)) is not None:
+            tell(tensor)
+        if self.region.cache.differentiates:
+            recorder.alive[number] = tensor
+        if self.residuals is not None and not self.residuals.add(tensor):
+            self.residuals = None
+        return handle
+
+    def lesson(self) -> CachedTrace | None:
+        """What this forward tells of the next call with the same signature, None if nothing."""
+        tape, program = self.tape, self.program
+        if program is None or not tape.cacheable or tape.meta or self.region.digest is not None:
+            return None
+        held, kept = frozenset(self.held), frozenset(self.kept)
+        ends = None if self.reach is None else self.reach.behind
+        return CachedTrace(tape, program, kept, held, self.residuals is not None, ends, self.nodes)
+
+    def _settle_as(self, known: CachedTrace, recorder: Recorder, out: Any) -> None:
+        """The forward was the known one: keep what that kept."""
+        self.tape, self.program = known.tape, known.program
+        if self.residuals is not None:
+            self._hold_residuals(self.residuals)
+        else:
+            self.kept = recorder.kept
+            self._take(recorder, known.held)
+        if known.ends is not None and self.nodes == known.nodes:
+            self.reach = Reachability(_differentiated(out), self.start, known.ends)
+
+    def _settle(self, recorder: Recorder, out: Any) -> None:
+        """Keep what is needed of arguments and values, now that all is known that the backward may read."""
+        tape = self.tape
+        outs = _differentiated(out)
+        if len(outs) > 1:
+            reach = Reachability(outs, self.start)
+            self.reach = reach if reach.differ else None
+        recorder.share_around()
+        wanted = self._computed()
+        needs = Needs(tape, self._sources(wanted), recorder.kept)
+        held = {-1 - n for n, position in tape.packed if tape.is_outside(n, position)}
+        if needs.whole:
+            self._settle_whole(recorder, needs, held)
+        else:
+            program = Program(tape, needs, wanted)
+            self._release(recorder, program.kept)
+            self._take(recorder, held.union(program.outside))
+            self.program = program
+            self._prefer_residuals(recorder)
+        if listening():
+            report_frame(self, recorder)
+
+    def _settle_whole(self, recorder: Recorder, needs: Needs, held: set[int]) -> None:
+        """The function is to run again: hold all arguments, and what stands in for its ops."""
+        self._release(recorder, frozenset(recorder.kept))
+        self._take(recorder, held.union(needs.outside, range(self.tape.arguments)))
+        self.inputs.note_surroundings()
+        self.rerun = Rerun(self, needs)
+
+    def _computed(self) -> list[int]:
+        """The saved values that have to be made again: those from outside are held."""
+        tape = self.tape
+        return [i for i, (number, at) in enumerate(tape.packed) if not tape.is_outside(number, at)]
+
+    def _sources(self, wanted: list[int]) -> set[int]:
+        return {source for i in wanted for source in self.tape.sources(*self.tape.packed[i])}
+
+    def _tell_around(self, recorder: Recorder) -> None:
+        """What this region keeps is not computed again by a region around it, and what it reads is not lost."""
+        if (tell := watcher(self.inputs.hooks)) is not None:
+            for at in self.held:
+                tell(recorder.outside[at])
+        around = recorder.parent
+        if around is None or not around.records:
+            return
+        for at, value in self.kept.items():
+            if at in recorder.outer:
+                around.offer(recorder.outer[at], value, self.tape.nodes[at].op)  # pyright: ignore
+
+    def _release(self, recorder: Recorder, needed: frozenset[int]) -> None:
+        """Keep of what was kept only what is read."""
+        self.kept = {at: value for at, value in recorder.kept.items() if at in needed}
+
+    def _take(self, recorder: Recorder, held: Any) -> None:
+        """Hold these tensors from outside, and what the recomputation starts from besides."""
+        inputs, tape = self.inputs, self.tape
+        snapshots = recorder.snapshots
+        for at in sorted(held):
+            if tape.outside[at].root in snapshots:
+                self.snapshots[tape.outside[at].root] = snapshots[tape.outside[at].root]
+            self.held[at] = SavedInput(recorder.outside[at], inputs.hooks)
+        self.random = recorder.random if self.program is None or self.program.draws else {}
+        if self.kept:
+            # After what is kept was let go of, all may be asked for once more.
+            self.dropped = {
+                at: DroppedInput(tensor, at < tape.arguments)
+                for at, tensor in enumerate(recorder.outside)
+                if at not in self.held
+            }
+
+    def _prefer_residuals(self, recorder: Recorder) -> None:
+        # Promise 2: never keep more than no remat keeps. Where the inputs are larger than what autograd saves
+        # (a reduction, a cast down), the saved values themselves are the better thing to keep.
+        residuals, program = self.residuals, self.program
+        self.residuals = None
+        if residuals is None or program is None or not any(step.call for step in program.steps):
+            return
+        needed = [recorder.outside[at] for at in self.held]
+        if residuals.bytes < bytes_of([*needed, *tensors_in(list(self.kept.values()))]):
+            self.residuals = residuals
+            self._hold_residuals(residuals)
+            self.held, self.kept, self.dropped, self.random = {}, {}, {}, {}
+
+    def _hold_residuals(self, residuals: Residuals) -> None:
+        for ref, tensor in zip(self.handles, residuals.tensors, strict=True):
+            if (handle := ref()) is not None:
+                handle.value = tensor.detach()
+        residuals.finish()
+
+    def _note_away(self, recorder: Recorder, out: Any) -> None:
+        """Note what was sent to the host."""
+        away = {at: value for at, value in self.kept.items() if any(True for _ in away_in(value))}
+        if not away:
+            return
+        self.store = Store(self.kept)
+        # The caller may write to the results, into memory that is perhaps still being sent.
+        roots = {recorder.root(t) for t in tensors_in(flatten(out)[0])}
+        for at, value in away.items():
+            if self.tape.nodes[at].root in roots:
+                for parcel in away_in(value):
+                    parcel.parcel.wait()
+
+    # -- backward --------------------------------------------------------------------------------------
+
+    def unpack(self, handle: Handle) -> torch.Tensor:
+        at = handle.at
+        if self.recorder is not None:
+            return self._get_early(at, self.recorder)
+        if handle.value is not None:
+            return handle.value.detach()
+        number, position = self.tape.packed[at]
+        if self.tape.is_outside(number, position) and -1 - number in self.held:
+            return self.outside(-1 - number)
         task = graph_task()
         if task != self.task or at not in self.values:
-            self.fill(at, task)
-            if at not in self.values:
-                raise self.too_few()
+            self._fill(at, task)
         value = self.values.pop(at)
         if task == -1:
-            self.values = {}
+            self.forget()
         return value
 
-    def spends(self) -> bool:
-        """Whether kept values go as they are read, like autograd's own saved values.
+    def outside(self, at: int) -> torch.Tensor:
+        """The tensor from outside at this position of the tape."""
+        return self.held[at].get(self.region.name, lambda tensor: self.inputs.path(at, tensor))
 
-        A pass that keeps no graph reads each of them once. Should one be asked for again after all, as by
-        another such pass through other nodes, everything is recomputed; that takes all arguments.
-        """
-        if not self.settled or graph_kept():
-            return False
-        return self.spent or self.inputs.readable()
+    def _fill(self, at: int, task: int) -> None:
+        """Make saved value `at` again, and with it what else this backward reads."""
+        self.forget()
+        self.task = task
+        passing.add(self, task)
+        if in_transform():
+            with below_levels():
+                self._run(at)
+        else:
+            self._run(at)
 
-    def check_readable(self) -> None:
-        """Raise when what was let go of cannot be computed again."""
-        if self.spent and not self.inputs.readable():
+    def _run(self, at: int) -> None:
+        if self.rerun is not None:
+            self.values = self.rerun.run()
+            return
+        program = self.program
+        assert program is not None
+        part = self._part()
+        if part is not None and at in part:
+            program = self._program_for(sorted(part))
+        elif self.spent:
+            program = self._program_anew()
+        spend = program is self.program and self._spends()
+        take: Any = self.kept.__getitem__
+        if spend and self.kept:
+            take, self.spent = self.kept.pop, True
+        self.values = self.execute(program, self.outside, take)
+        if spend:
+            self.kept = {}
+
+    def execute(self, program: Program, outside: Any, take: Any) -> dict[int, torch.Tensor]:
+        """Run a program under the state in which the forward ran, and leave no trace of it."""
+        inputs = self.inputs
+        scratch = {root: quiet(snapshot.copy) for root, snapshot in self.snapshots.items()}
+
+        def read(at: int) -> torch.Tensor:
+            root = self.tape.outside[at].root
+            return scratch[root].view(outside(at)) if root in scratch else outside(at)
+
+        graded = torch.is_grad_enabled()
+        set_grad_enabled(False)
+        end = recomputing(self.region.name)
+        random = self.random if self.region.preserve_rng_state else {}
+        try:
+            with contextlib.ExitStack() as stack:
+                for context in inputs.ambient_contexts():
+                    stack.enter_context(context)
+                if program.draws and random:
+                    stack.enter_context(generators_put_back(random.values()))
+                if self.store is not None:
+                    stack.enter_context(self.store.fetched(program.kept))
+                return program.run(read, take, random, self.region.digest)
+        finally:
+            end()
+            set_grad_enabled(graded)
+
+    def _part(self) -> set[int] | None:
+        """The saved values that the backward under way reads, None for all of them."""
+        if self.reach is None or graph_task() == -1:
+            return None
+        idle = self.reach.idle_now()
+        return {
+            i
+            for i, (ref, owner) in enumerate(zip(self.handles, self.tape.owners, strict=True))
+            if ref() is not None and (owner is None or owner not in idle)
+        }
+
+    def _program_for(self, wanted: list[int]) -> Program:
+        computed = set(self._computed())
+        wanted = [i for i in wanted if i in computed]
+        return Program(self.tape, Needs(self.tape, self._sources(wanted), self.kept), wanted)
+
+    def _program_anew(self) -> Program:
+        """What makes all values where nothing is kept any more."""
+        for at, dropped in list(self.dropped.items()):
+            if (tensor := dropped.tensor()) is not None:
+                self.held[at] = SavedInput(tensor, None)
+                del self.dropped[at]
+        program = Program(self.tape, Needs(self.tape, self._sources(self._computed()), {}), self._computed())
+        if any(at not in self.held for at in program.outside):
             raise RematError(
                 f"region {self.region.name!r}: a backward asks again for values that an earlier one let go "
                 "of, and an argument is gone or was written to. Say retain_graph=True in the earlier one."
             )
+        return program
 
-    def fill(self, at: int, task: int) -> None:
-        """Recompute value `at` among others."""
-        self.recompute(task)
+    def _spends(self) -> bool:
+        """Whether kept values go as they are read, like autograd's own saved values.
+
+        A pass that keeps no graph reads each of them once. Should one be asked for again after all, as by
+        another such pass through other nodes, everything is computed anew; that takes all that was read.
+        """
+        if graph_kept() or self.reach is not None:
+            return False
+        return self.spent or not any(d.tensor() is None for d in self.dropped.values())
 
     def forget(self) -> None:
-        self.values, self.count = {}, 0
+        """Let go of recomputed values."""
+        self.values = {}
+        for held in self.held.values():
+            held.forget()
 
-    def next_packed(self) -> int:
-        """The number of the value that the recomputation is packing."""
-        at = self.count
-        self.count = at + 1
-        if at >= len(self.metas):
-            raise self.too_many()
-        return at
+    # -- a backward inside the forward -------------------------------------------------------------------
 
+    def _get_early(self, at: int, recorder: Recorder) -> torch.Tensor:
+        """A value for a backward pass that the function itself runs."""
+        recorder.leave()
+        number, position = self.tape.packed[at]
+        overwritten = self.tape.last_write.get(self.tape.root_of(number), -1) >= position
+        living = None if overwritten else recorder.living(number)
+        # From now on what is saved is held while the function runs: it costs less than to make it again.
+        self.region.cache.differentiates = True
+        task = graph_task()
+        if living is None and (task != self.task or at not in self.values):
+            active.quiet, before = True, active.quiet
+            try:
+                self.values = self._partly(at, recorder)
+            finally:
+                active.quiet = before
+            self.task = task
+        value = self.values.pop(at) if living is None else quiet(living.detach)
+        recorder.bind(value, number)
+        return value
 
-def enclosed() -> bool:
-    """Whether the saved-tensor hooks in force are those of a region."""
-    hooks = top_hooks()
-    return hooks is not None and belongs_to_region(hooks[0])
+    def _partly(self, at: int, recorder: Recorder) -> dict[int, torch.Tensor]:
+        """What was saved so far, made again from the part of the tape that there is."""
+        wanted = [i for i in self._computed() if self.handles[i]() is not None]
+        if at not in wanted:
+            wanted.append(at)
+        needs = Needs(self.tape, self._sources(wanted), recorder.kept)
+        if needs.whole:
+            raise RematError(
+                f"region {self.region.name!r} runs a backward pass inside of values that an unseen kernel made"
+                f" ({self.tape.open or 'it fills uninitialized memory'}). Run that part of the function outside "
+                "of the region."
+            )
+        self.random, self.snapshots = recorder.random, recorder.snapshots
+        return self.execute(
+            Program(self.tape, needs, wanted),
+            lambda i: recorder.outside[i].detach(),
+            recorder.kept.__getitem__,
+        )
 
+    def repack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Take the next value that a run of the function saves."""
+        assert self.rerun is not None
+        return self.rerun.pack(tensor)
 
-def stop_enclosing(inputs: Inputs) -> None:
-    """End the recomputation of the enclosing region if this region was the last thing it needed."""
-    frame = getattr(inputs.hooks[0], "__self__", None) if inputs.hooks else None
-    if isinstance(frame, Frame) and frame.complete:
-        raise Stop
+    @property
+    def complete(self) -> bool:
+        """Whether a run of the function that is under way has seen all it was started for."""
+        return self.rerun is not None and self.rerun.complete
 
 
 class _Passing(threading.local):
-    """The frames that the backward pass at hand has recomputed values for, to be forgotten at its end.
+    """The frames that the backward pass at hand has made values for, to be forgotten at its end.
 
     What a partial backward leaves unread must not outlive it. By weak reference: what a region keeps goes
     when its own nodes are through, not with the pass.
@@ -345,7 +483,7 @@ class _Passing(threading.local):
     frames: Any = ()
 
     def add(self, frame: Frame, task: int) -> None:
-        """Note that `frame` recomputes values for the backward pass `task`, -1 outside of any."""
+        """Note that `frame` makes values for the backward pass `task`, -1 outside of any."""
         if task == -1:
             return
         if task != self.task:
@@ -365,14 +503,5 @@ def _forget(frames: list[weakref.ref[Frame]]) -> None:
             alive.forget()
 
 
-@contextlib.contextmanager
-def entered(contexts: list[AbstractContextManager[Any]]) -> Iterator[None]:
-    """Inside all these contexts, the last one innermost."""
-    with contextlib.ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
-
-
-def _identity(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+def _differentiated(out: Any) -> list[torch.Tensor]:
+    return [t for t in split(flatten(out)[0])[0] if t.grad_fn is not None]

@@ -10,24 +10,30 @@ import torch
 
 from remat.transforms.closure import Bindings, innermost, of_arguments, of_captured
 from remat.transforms.compat import modules_watched, top_hooks, without_module_trackers
-from remat.transforms.eager.saved import Absent, Held
-from remat.transforms.errors import RematError
 from remat.transforms.intermediates import again, current, marks
 from remat.transforms.pytree import flatten, flatten_call, split, unflatten
 from remat.transforms.region import Region
 from remat.transforms.state import Ambient, RandomState, device_kinds
-from remat.transforms.tape import written
 
 
 class Inputs:
-    """The arguments of one call, its random state, its ambient state, and the modules it sees."""
+    """The arguments of one call, and the state around it.
+
+    Attributes:
+        tensors: the tensors among the arguments, while the forward runs.
+        leaves, arguments, spec: the other leaves, the places of the tensors among them, and the structure.
+        hooks: the saved-tensor hooks around the region.
+        random, bindings, swap: generators, modules and captured tensors as the function found them; only
+            where the function runs again.
+    """
 
     __slots__ = (
         "ambient",
         "arguments",
         "bindings",
-        "held",
         "hooks",
+        "kinds",
+        "leaf",
         "leaves",
         "random",
         "region",
@@ -42,18 +48,28 @@ class Inputs:
         leaves, self.spec = flatten_call(args, kwargs)
         if self.spec is None:
             self.tensors, self.arguments = leaves, range(len(leaves))
-            self.leaves: list[Any] = [None] * len(leaves)
+            self.leaves: list[Any] = []
         else:
             self.tensors, self.arguments = split(leaves)
             self.leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.hooks = top_hooks()
-        self.held: list[Held | Absent] = [Held(t, self.hooks) for t in self.tensors]
-        kinds = device_kinds(self.tensors)
-        self.random = RandomState(self.tensors, kinds) if region.preserve_rng_state else None
-        self.ambient = Ambient(kinds)
-        self.bindings = Bindings(region.function, region.slots)
-        self.swap = innermost()
+        self.kinds = device_kinds(self.tensors)
+        self.ambient = Ambient(self.kinds)
         self.taps = marks()
+        self.random: RandomState | None = None
+        self.bindings: Bindings | None = None
+        self.swap: Any = None
+        self.leaf: list[tuple[bool, bool]] = []
+
+    def note_random(self) -> None:
+        """Note the state of the generators before the forward."""
+        if self.region.preserve_rng_state:
+            self.random = RandomState(self.tensors, self.kinds)
+
+    def note_surroundings(self) -> None:
+        """Note what a run of the function itself needs besides its arguments."""
+        self.bindings = Bindings(self.region.function, self.region.slots)
+        self.swap = innermost()
 
     @property
     def label(self) -> str:
@@ -70,26 +86,32 @@ class Inputs:
         for leaf in self.leaves:
             yield leaf if isinstance(leaf, (int, float, str)) else type(leaf)
 
-    def drop(self, at: int) -> None:
-        """Let go of an argument that nothing in the backward reads."""
-        self.held[at] = Absent(self.tensors[at])
-
-    def readable(self) -> bool:
-        """Whether all arguments could be read, those that nothing in the backward reads included."""
-        return all([held.readable for held in self.held if isinstance(held, Absent)])
-
-    def rebuild(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments again, as leaves of a graph of their own."""
-        leaves = list(self.leaves)
-        for i, held in zip(self.arguments, self.held, strict=True):
-            tensor = held.get(self, i)
-            leaves[i] = tensor.requires_grad_() if held.requires_grad else tensor
-            if self.ambient.casts and not held.leaf and held.requires_grad:
-                # Autocast caches casts of leaves, and this one was none in the forward.
-                with torch.enable_grad():
-                    leaves[i] = tensor.view_as(tensor)
+    def rebuild(self, tensors: list[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments again, as leaves of a graph of their own; one that was passed twice is one again."""
+        leaves = list(self.leaves) if self.spec is not None else [None] * len(tensors)
+        again: dict[int, Any] = {}
+        for i, (tensor, (key, leaf, graded)) in zip(
+            self.arguments, zip(tensors, self.leaf, strict=True), strict=True
+        ):
+            made = again.get(key)
+            if made is None:
+                made = tensor.requires_grad_() if graded else tensor
+                if self.ambient.casts and not leaf and graded:
+                    # Autocast caches casts of leaves, and this one was none in the forward.
+                    with torch.enable_grad():
+                        made = tensor.view_as(tensor)
+                again[key] = made
+            leaves[i] = made
         # The structure of a call with tensors only is not even noted.
         return (tuple(leaves), {}) if self.spec is None else unflatten(leaves, self.spec)
+
+    def finish(self) -> None:
+        """The forward is over: let go of the arguments."""
+        first: dict[int, int] = {}
+        self.leaf = [
+            (first.setdefault(id(t), i), t.is_leaf, t.requires_grad) for i, t in enumerate(self.tensors)
+        ]
+        self.tensors = []
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
         """What has to be put back for the function to see what it saw."""
@@ -98,7 +120,7 @@ class Inputs:
             needed.append(again(self.taps))
         if self.swap is not None:
             needed.append(self.swap.lenient())
-        if self.bindings.changed():
+        if self.bindings is not None and self.bindings.changed():
             needed.append(self.bindings.restored())
         needed.extend(self.ambient_contexts())
         if modules_watched():
@@ -110,28 +132,9 @@ class Inputs:
         """What has to be put back for ops to do what they did."""
         return [self.ambient.restored()] if self.ambient.must_be_restored() else []
 
-    def uncached(self, tensors: list[torch.Tensor]) -> set[int] | None:
-        """Ids of arguments whose casts autocast does not cache; None without autocast."""
-        if not self.ambient.casts:
-            return None
-        return {id(t) for t, held in zip(tensors, self.held, strict=True) if not held.leaf}
-
-    def near_versions(self, places: list[int]) -> list[int]:
-        """The versions of those tensors in the function's reach."""
-        near = self.bindings.near
-        return [0 if (tensor := near[i]) is None else tensor._version for i in places]
-
-    def check_near(self, places: list[int], versions: list[int]) -> None:
-        """Raise when one of these tensors was written since."""
-        near = self.bindings.near
-        for i, version in zip(places, versions, strict=True):
-            tensor = near[i]
-            if tensor is not None and tensor._version != version:
-                raise RematError(written(self.label, tensor, self.path(None, tensor)))
-
     def path(self, at: int | None, tensor: torch.Tensor) -> str | None:
-        """What the user calls the argument leaf number `at`, or a captured tensor."""
-        if at is None:
+        """What the user calls the argument number `at`, or a captured tensor."""
+        if at is None or at >= len(self.arguments):
             return of_captured(self.region.function, tensor)
-        spec = self.spec or flatten((tuple(self.leaves), {}))[1]
-        return of_arguments(self.region.function, spec).get(at)
+        spec = self.spec or flatten((tuple([None] * len(self.arguments)), {}))[1]
+        return of_arguments(self.region.function, spec).get(self.arguments[at])

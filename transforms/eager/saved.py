@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
+from remat.transforms.compat import top_hooks
 from remat.transforms.errors import RematError
-from remat.transforms.placeholders import hollow, metadata
-from remat.transforms.tape import written
+from remat.transforms.tape import version_of, written
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
-
-
-class Owner(Protocol):
-    """Who holds: names the region and the tensor in messages."""
-
-    def path(self, at: int | None, tensor: torch.Tensor) -> str | None: ...
-
-    @property
-    def label(self) -> str: ...
 
 
 class Packer:
@@ -29,30 +21,45 @@ class Packer:
     __slots__ = ("inner", "inputs")
 
     inner: int  # how many regions inside this one are handing their arguments over right now
-    inputs: Any  # what the region was called with (`eager.inputs.Inputs`)
+    inputs: Any  # what the region was called with (`inputs.Inputs`)
 
 
-class Held:
-    """A tensor kept across, through the hooks of whoever encloses the region."""
+class SavedInput:
+    """A tensor from outside a region, kept across through the hooks of whoever encloses the region."""
 
-    __slots__ = ("leaf", "packed", "requires_grad", "unpack", "version")
+    __slots__ = ("_fetched", "packed", "requires_grad", "unpack", "version")
 
     def __init__(self, tensor: torch.Tensor, hooks: Hooks | None) -> None:
-        alias = tensor.detach()
-        self.version = 0 if alias.is_inference() else alias._version
-        self.requires_grad, self.leaf = tensor.requires_grad, tensor.is_leaf
-        self.unpack = None
-        self.packed: Any = alias
-        if hooks is not None:
-            self.packed, self.unpack = _pack(hooks[0], alias), hooks[1]
+        self._fetched: torch.Tensor | None = None
+        self.requires_grad = tensor.requires_grad
+        self.unpack, self.version = None, 0
+        # The graph itself holds on to leaves, to add up their gradients.
+        if hooks is None or (tensor.is_leaf and tensor.requires_grad):
+            self.packed: Any = tensor.detach()
+            self.version = version_of(self.packed)
+        elif isinstance(frame := getattr(hooks[0], "__self__", None), Packer):
+            # An enclosing region that runs again must not stop here, in the middle of ours.
+            frame.inner += 1
+            try:
+                self.packed, self.unpack = hooks[0](tensor), hooks[1]
+            finally:
+                frame.inner -= 1
+        else:
+            self.packed, self.unpack = hooks[0](tensor.detach()), hooks[1]
 
-    def get(self, owner: Owner, at: int | None = None) -> torch.Tensor:
-        """The tensor again; `at` is its place among the leaves of the arguments."""
+    def get(self, region: str, path: Callable[[torch.Tensor], str | None]) -> torch.Tensor:
+        """The tensor again, without a history; `path` finds what the user calls it."""
         if self.unpack is not None:
-            return self.unpack(self.packed).detach()
-        if not self.packed.is_inference() and self.packed._version != self.version:
-            raise RematError(written(owner.label, self.packed, owner.path(at, self.packed)))
+            if self._fetched is None:
+                self._fetched = self.unpack(self.packed).detach()
+            return self._fetched.detach()
+        if version_of(self.packed) != self.version:
+            raise RematError(written(region, self.packed, path(self.packed)))
         return self.packed.detach()
+
+    def forget(self) -> None:
+        """Let go of what an enclosing region has made again."""
+        self._fetched = None
 
     @property
     def enclosed(self) -> bool:
@@ -60,30 +67,33 @@ class Held:
         return belongs_to_region(self.unpack)
 
 
-class Absent:
-    """Stands for an argument that nothing in the backward reads."""
+class DroppedInput:
+    """Stands for a tensor from outside that nothing in the backward reads, and that may be there after all."""
 
-    __slots__ = ("leaf", "meta", "requires_grad", "spare", "version")
+    __slots__ = ("ref", "spare", "version")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.meta = metadata(tensor)
-        self.requires_grad, self.leaf = tensor.requires_grad, tensor.is_leaf
-        # The graph itself holds on to leaves, to add up their gradients: then so may we.
-        self.spare = tensor.detach() if self.leaf and self.requires_grad else None
-        self.version = tensor._version if self.spare is not None else 0
+    def __init__(self, tensor: torch.Tensor, argument: bool) -> None:
+        leaf = tensor.is_leaf and tensor.requires_grad
+        self.spare = tensor.detach() if leaf else None
+        # Of an argument nobody knows who else holds it, and for how long.
+        self.ref = None if leaf or argument else weakref.ref(tensor)
+        self.version = version_of(tensor)
 
-    def get(self, owner: Owner, at: int | None = None) -> torch.Tensor:
-        return hollow(self.meta) if self.spare is None else self.spare.detach()
-
-    @property
-    def readable(self) -> bool:
-        """Whether it is there after all, as it was."""
-        return self.spare is not None and self.spare._version == self.version
+    def tensor(self) -> torch.Tensor | None:
+        """The tensor, if it is there and as it was."""
+        tensor = self.spare if self.ref is None else self.ref()
+        return tensor if tensor is not None and version_of(tensor) == self.version else None
 
 
 def belongs_to_region(hook: Any) -> bool:
     """Whether a saved-tensor hook is that of a region."""
     return isinstance(getattr(hook, "__self__", None), Packer)
+
+
+def enclosed() -> bool:
+    """Whether the saved-tensor hooks in force are those of a region."""
+    hooks = top_hooks()
+    return hooks is not None and belongs_to_region(hooks[0])
 
 
 def unread(_: Any) -> torch.Tensor:
@@ -108,14 +118,45 @@ def watcher(hooks: Hooks | None) -> Callable[[torch.Tensor], Any] | None:
     return None
 
 
-def _pack(pack: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
-    # An enclosing region that is being recomputed must not stop here, in the middle of ours: k nested regions
-    # run the inner function 1 + k times, as in JAX.
-    frame = getattr(pack, "__self__", None)
-    if not isinstance(frame, Packer):
-        return pack(tensor)
-    frame.inner += 1
+class Residuals:
+    """The values that autograd saves, held while they are smaller than what they would be recomputed from.
+
+    Args:
+        inputs: the region's arguments.
+        recorder: what counts the bytes that a policy keeps; None holds the values in any case.
+    """
+
+    __slots__ = ("_limit", "_recorder", "_sizes", "bytes", "tensors")
+
+    def __init__(self, inputs: Sequence[torch.Tensor], recorder: Any) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._sizes: set[int] = set()
+        self._recorder, self._limit, self.bytes = recorder, bytes_of(inputs), 0
+
+    def add(self, tensor: torch.Tensor) -> bool:
+        """Hold one more value; whether they are still small enough."""
+        self.tensors.append(tensor)
+        if self._recorder is None:
+            return True
+        key, size = _block(tensor)
+        if key not in self._sizes:
+            self._sizes.add(key)
+            self.bytes += size
+        return self.bytes <= self._limit + self._recorder.kept_bytes
+
+    def finish(self) -> None:
+        """Somebody else holds the values now."""
+        self.tensors, self._recorder = [], None
+
+
+def bytes_of(tensors: Sequence[torch.Tensor]) -> int:
+    """Bytes of the distinct storages behind `tensors`."""
+    return sum(dict(map(_block, tensors)).values())
+
+
+def _block(tensor: torch.Tensor) -> tuple[int, int]:
     try:
-        return pack(tensor)
-    finally:
-        frame.inner -= 1
+        memory = tensor.untyped_storage()
+        return id(memory), memory.nbytes()
+    except (NotImplementedError, RuntimeError):
+        return id(tensor), tensor.numel() * tensor.element_size()

@@ -2,7 +2,7 @@
 
 Dynamo sees a region as one call of `torch`'s wrapper operator: it traces the user's function into a graph
 module, with captured tensors lifted to operands, and leaves what is done with it to us. When the graph is
-then traced below autograd, `run_graph` calls the region's primitive (`functorch.primitive`) there and then,
+then traced below autograd, `run_graph` calls the region's primitive (`functorch`) there and then,
 under whatever functorch levels are active: the recomputation is written out in the graph. A fence on all that
 the recomputation reads keeps the compiler from undoing it.
 
@@ -31,11 +31,11 @@ from remat.transforms.compat import (
     teach_inductor,
     unwind_levels,
 )
-from remat.transforms.compiled import CAPTURED, NAMED, Alike, Written, likeness
-from remat.transforms.entry.dispatch import keeping_everything, outermost, run
-from remat.transforms.functorch import Family, Look, Prim, call, leaving, looks, seen
+from remat.transforms.compiled import CAPTURED, NAMED, GraphDedup, GraphLowering, dedup_key
+from remat.transforms.context import active
+from remat.transforms.entry.dispatch import outermost, run
+from remat.transforms.functorch import AliasSpec, Family, Prim, bases, call, looks, rebuild
 from remat.transforms.intermediates import Handed, current, tap
-from remat.transforms.pytree import merge, split
 from remat.transforms.region import Region
 from remat.transforms.state import Ambient, device_kinds
 
@@ -56,7 +56,7 @@ def run_graph(region: Region, graph: Graph, operands: tuple[Any, ...]) -> tuple[
 
 
 def _run(region: Region, graph: Graph, operands: tuple[Any, ...]) -> tuple[Any, ...]:
-    if not is_tracing() or keeping_everything():
+    if not is_tracing() or active.transparent:
         # A backend that executes Dynamo's graph as it is, such as "eager".
         return run(region, operands, {})
     _local.depth = getattr(_local, "depth", 0) + 1
@@ -203,31 +203,33 @@ class _TracedCall:
     def __init__(self, region: Region, graph: Graph, operands: tuple[Any, ...]) -> None:
         self.region = region
         self.operands = list(operands)
-        self.tensors, self.at = split(self.operands)
-        self.taps = Handed(graph.named) if current() else None
+        self.at = [i for i, x in enumerate(self.operands) if isinstance(x, torch.Tensor)]
+        self.tensors = [self.operands[i] for i in self.at]
+        self.taps = Handed(graph.named) if active.sessions and current() else None
         self.outs: list[Any] = []
-        self.looks: list[Look | None] | None = None  # once the function has run
+        self.looks: list[AliasSpec | None] | None = None  # once it has run, if it returned several tensors
         ambient = Ambient(device_kinds(self.tensors))
         # What runs in another region is that one's to record; captures count what they are given.
         alone = _local.depth == 1 and self.taps is None
-        like = likeness(region, operands, ambient) if alone else None
-        self.family = Family(region, ambient, Written(region, Alike(like, self.outs, _TENSOR)))
+        like = dedup_key(region, operands, ambient) if alone else None
+        self.family = Family(region, ambient, GraphLowering(region, GraphDedup(like, self.outs, _TENSOR)))
 
     def __call__(self) -> tuple[Any, ...]:
         operands = [*self.tensors, *(self.taps.offsets if self.taps else ())]
         made = call(Prim(self.body, self.family), operands)
-        results = iter(seen(made, self.looks) if self.looks else made)
+        results = iter(rebuild(made, self.looks) if self.looks else made)
         return tuple([next(results) if out is _TENSOR else out for out in self.outs])
 
     def body(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         tensors, offsets = operands[: len(self.at)], operands[len(self.at) :]
         with self.taps.opened(offsets) if self.taps else contextlib.nullcontext():
-            outs = self.region.function(*merge(self.operands, self.at, list(tensors)))
+            given = dict(zip(self.at, tensors, strict=True))
+            outs = self.region.function(*[given.get(i, x) for i, x in enumerate(self.operands)])
         self.outs[:] = [_TENSOR if isinstance(out, torch.Tensor) else out for out in outs]
         found = [out for out in outs if isinstance(out, torch.Tensor)]
-        if self.looks is None:
+        if self.looks is None and len(found) > 1:
             self.looks = looks(found)
-        return leaving(found, self.looks)
+        return tuple(found) if self.looks is None else bases(found, self.looks)
 
 
 _TENSOR = object()

@@ -18,7 +18,7 @@ from remat.transforms.compat import functions_as_they_are, graph_storage, is_wra
 Tensors = Sequence[torch.Tensor]
 
 
-class Look(NamedTuple):
+class AliasSpec(NamedTuple):
     """A view of another result: which one, and shape, stride and start there. Without a stride it has all of
     its elements in their order; without a shape it is that result itself."""
 
@@ -28,9 +28,9 @@ class Look(NamedTuple):
     start: Any = 0
 
 
-def looks(tensors: Tensors) -> list[Look | None]:
+def looks(tensors: Tensors) -> list[AliasSpec | None]:
     """For every result, how to see it in another one that holds all of it; None where it stands alone."""
-    found: list[Look | None] = [None] * len(tensors)
+    found: list[AliasSpec | None] = [None] * len(tensors)
     if len(tensors) < 2:
         return found
     together: dict[int, list[int]] = {}
@@ -49,18 +49,18 @@ def looks(tensors: Tensors) -> list[Look | None]:
     return found
 
 
-def _look(tensors: Tensors, base: int, at: int) -> Look | None:
+def _look(tensors: Tensors, base: int, at: int) -> AliasSpec | None:
     whole, part = tensors[base], tensors[at]
     if part is whole:
-        return Look(base)
+        return AliasSpec(base)
     start = part.storage_offset() - whole.storage_offset()
     last = start + sum((n - 1) * s for n, s in zip(part.shape, part.stride(), strict=True))
     inside = part.numel() and start >= 0 and last < whole.numel()
     if not inside or part.dtype != whole.dtype or not _follows(part, whole):
         return None
     if part.numel() == whole.numel() and part.is_contiguous():
-        return Look(base, tuple(part.shape))
-    return Look(base, tuple(part.shape), part.stride(), start)
+        return AliasSpec(base, tuple(part.shape))
+    return AliasSpec(base, tuple(part.shape), part.stride(), start)
 
 
 def _follows(part: torch.Tensor, whole: torch.Tensor) -> bool:
@@ -77,19 +77,19 @@ def _follows(part: torch.Tensor, whole: torch.Tensor) -> bool:
     return False
 
 
-def leaving(tensors: Tensors, looks: Sequence[Look | None]) -> tuple[torch.Tensor, ...]:
+def bases(tensors: Tensors, looks: Sequence[AliasSpec | None]) -> tuple[torch.Tensor, ...]:
     """Those results that leave the node."""
     return tuple([t for t, look in zip(tensors, looks, strict=True) if look is None])
 
 
-def seen(made: Tensors, looks: Sequence[Look | None]) -> list[torch.Tensor]:
+def rebuild(made: Tensors, looks: Sequence[AliasSpec | None]) -> list[torch.Tensor]:
     """All results, given those that left the node."""
     left = iter(made)
     results = [next(left) if look is None else None for look in looks]
-    return [_seen(results, look) if t is None else t for t, look in zip(results, looks, strict=True)]
+    return [_rebuilt(results, look) if t is None else t for t, look in zip(results, looks, strict=True)]
 
 
-def _seen(results: Sequence[torch.Tensor | None], look: Look | None) -> torch.Tensor:
+def _rebuilt(results: Sequence[torch.Tensor | None], look: AliasSpec | None) -> torch.Tensor:
     assert look is not None
     base = results[look.base]
     assert base is not None

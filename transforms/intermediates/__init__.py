@@ -4,7 +4,7 @@ from remat.transforms.intermediates.gradients import differentiated, offset
 from remat.transforms.intermediates.taps import (
     Handed,
     Mirrors,
-    Offsets,
+    Perturbations,
     Refusal,
     Values,
     again,
@@ -20,7 +20,7 @@ __all__ = [
     "offset",  # what is added to a named value: a negative zero, which changes no bit
     "Handed",  # the open sessions of a graph, as a region of that graph can serve them
     "Mirrors",  # the open sessions as a region below their levels can serve them
-    "Offsets",  # the same with offsets that it makes when it meets a tensor
+    "Perturbations",  # the same with offsets that it makes when it meets a tensor
     "Refusal",  # stands where values can neither leave nor enter
     "Values",  # collects named values
     "again",  # the sessions of a recomputation

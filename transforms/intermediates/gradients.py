@@ -10,15 +10,15 @@ from torch import Tensor
 
 from remat.transforms.compat import hooks_aside, in_transform
 from remat.transforms.grad import fresh_leaf, gradients_of, reaches_other_leaves
-from remat.transforms.intermediates.taps import Offsets
+from remat.transforms.intermediates.taps import Perturbations
 from remat.transforms.pytree import flatten, merge, split, unflatten
 
 
 def differentiated(
-    run: Callable[[list[Tensor]], tuple[Tensor, Offsets, list[Tensor]]],
+    run: Callable[[list[Tensor]], tuple[Tensor, Perturbations, list[Tensor]]],
     leaves: list[Tensor],
     at_a_level: bool = False,
-) -> tuple[Tensor, list[Tensor], Offsets, list[tuple[str, Any]], list[Tensor]]:
+) -> tuple[Tensor, list[Tensor], Perturbations, list[tuple[str, Any]], list[Tensor]]:
     """The value that `run` returns first, differentiated by `leaves` and by what the session has offset.
 
     `run` gets a scalar, of which it is to make every offset, so that they carry a derivative wherever they
@@ -69,7 +69,7 @@ def _at_a_level(run: Callable[..., Any], leaves: list[Tensor]) -> tuple[Any, ...
 
 
 def _gradients(
-    value: Tensor, leaves: list[Tensor], session: Offsets, create_graph: bool
+    value: Tensor, leaves: list[Tensor], session: Perturbations, create_graph: bool
 ) -> tuple[list[Tensor], list[tuple[str, Any]]]:
     """Gradients of the leaves, and the session's named trees with gradients in place of offsets."""
     flat, spec = flatten(session.found)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,16 +22,9 @@ from remat.transforms.compat import (
     unwrap_batched,
     unwrap_for_grad,
 )
-from remat.transforms.context import quiet, unasked
+from remat.transforms.context import active, quiet, unasked
 from remat.transforms.errors import RematError
 from remat.transforms.pytree import flatten, smooth, unflatten
-
-
-class _Local(threading.local):
-    sessions: tuple[Session, ...] = ()
-
-
-_local = _Local()
 
 
 def depth() -> int:
@@ -126,7 +118,7 @@ class Given(Session):
         return Given(self.wanted, self.offsets[mark:], self.graph)
 
 
-class Offsets(Given):
+class Perturbations(Given):
     """The same with offsets that it makes when it meets a tensor.
 
     Args:
@@ -165,7 +157,7 @@ class Offsets(Given):
 
 def current() -> tuple[Session, ...]:
     """The open sessions, outermost first, but for those that a running backward does not concern."""
-    sessions = _local.sessions
+    sessions = active.sessions
     if not sessions:
         return ()
     task = graph_task()
@@ -175,18 +167,18 @@ def current() -> tuple[Session, ...]:
 @contextlib.contextmanager
 def only(sessions: Sequence[Session]) -> Iterator[None]:
     """Let these be the open sessions for a while."""
-    before = _local.sessions
-    _local.sessions = tuple(sessions)
+    before = active.sessions
+    active.sessions = tuple(sessions)
     try:
         yield
     finally:
-        _local.sessions = before
+        active.sessions = before
 
 
 @contextlib.contextmanager
 def opened(session: Session) -> Iterator[None]:
     """Add a session."""
-    with only((*_local.sessions, session)):
+    with only((*active.sessions, session)):
         yield
 
 
@@ -206,7 +198,7 @@ Marks = tuple[tuple[Given, int], ...]
 
 def marks() -> Marks:
     """Where the open sessions stand, for a recomputation of what runs next."""
-    if not _local.sessions:
+    if not active.sessions:
         return ()
     # Not those that collect: their values lead back, through autograd's graph, to whoever holds the marks.
     return tuple([(session, session.at) for session in current() if isinstance(session, Given)])
@@ -215,7 +207,7 @@ def marks() -> Marks:
 @contextlib.contextmanager
 def again(start: Marks) -> Iterator[None]:
     """The sessions of a recomputation: it adds the same offsets, and nobody collects from it."""
-    if not start and not _local.sessions:
+    if not start and not active.sessions:
         yield
         return
     with only([session.since(mark) for session, mark in start]):

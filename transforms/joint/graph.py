@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from remat.transforms.closure import trial
 from remat.transforms.compat import (
@@ -27,6 +26,7 @@ from remat.transforms.errors import RematError
 from remat.transforms.intermediates import only
 from remat.transforms.joint.ops import Joint, Op, Other, Ref, Value
 from remat.transforms.ops import traits, user_line
+from remat.transforms.pytree import flatten, map_leaves, tree_leaves, unflatten
 from remat.transforms.region import planning
 
 # What a recorded op holds as it is. (A symbolic size counts as an int that is not known.)
@@ -137,21 +137,21 @@ class Recorder(TorchDispatchMode):
             return out
         location = user_line() if self.in_forward else ""
         self.last = (str(func), location)
-        refs = pytree.tree_map(self._noted, (args, kwargs))
-        reads = {leaf.id for leaf in pytree.tree_leaves(refs) if isinstance(leaf, Ref)}
+        refs = map_leaves(self._noted, (args, kwargs))
+        reads = {leaf.id for leaf in tree_leaves(refs) if isinstance(leaf, Ref)}
         reads |= {self._writer[s] for v in reads if (s := self.values[v].storage) in self._writer}
         out = func(*args, **kwargs)
         position = len(self.ops)
         mutated = [
             kwargs.get(w) if isinstance(w, str) else args[w] if w < len(args) else None for w in facts.writes
         ]
-        overwritten = [t for t in pytree.tree_leaves(mutated) if isinstance(t, torch.Tensor)]
+        overwritten = [t for t in tree_leaves(mutated) if isinstance(t, torch.Tensor)]
         old = tuple(self.number(t) for t in overwritten)
         outputs = []
         for tensor in overwritten:
             outputs.append(self.add(tensor, "op", position))
             self._writer[self.values[outputs[-1]].storage] = outputs[-1]
-        for leaf in pytree.tree_leaves(out):
+        for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor) and not any(leaf is t for t in overwritten):
                 outputs.append(self.add(leaf, "op", position))
         self.ops.append(
@@ -207,7 +207,7 @@ def _trace(
     run: Callable[..., tuple[int, ...]],
 ) -> tuple[int, ...]:
     """Stand-ins for the arguments, then the run; returns the numbers of the results."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves, spec = flatten((args, kwargs))
     mode = recorder.mode = fake_mode(leaves)
     direct = {id(a) for a in (*args, *kwargs.values())}
     # What Dynamo has traced takes flat operands, and says itself which of them are held by somebody else.
@@ -220,9 +220,7 @@ def _trace(
                 held |= id(leaf) not in direct and leaf.requires_grad and leaf.is_leaf
                 fakes[id(leaf)] = _stand_in(leaf, mode)
                 recorder.add(fakes[id(leaf)], "parameter" if held else "argument")
-    args, kwargs = pytree.tree_unflatten(
-        [fakes.get(id(x), x) if torch.is_tensor(x) else x for x in leaves], spec
-    )
+    args, kwargs = unflatten([fakes.get(id(x), x) if torch.is_tensor(x) else x for x in leaves], spec)
     try:
         with mode, recorder, torch.autograd.set_multithreading_enabled(False):
             return run(fn, args, kwargs, recorder, list(fakes.values()))
@@ -256,7 +254,7 @@ def _run(
     """Forward, then backward from fake cotangents; returns the numbers of the results."""
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda t: t):
         out = fn(*args, **kwargs)
-    results = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+    results = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
     numbers = tuple(recorder.number(t) for t in results)
     active = [t for t in results if t.requires_grad]
     wanted = [t for t in (*inputs, *recorder.captured.values()) if t.requires_grad and t.is_leaf]

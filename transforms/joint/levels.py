@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
-from remat.transforms.closure import Swap, as_operand
+from remat.transforms.closure import ClosureConversion, as_operand
 from remat.transforms.closure import captured as convert_captured
 from remat.transforms.compat import (
     GRAD,
@@ -27,7 +26,7 @@ from remat.transforms.compat import (
     unwrapped,
 )
 from remat.transforms.joint.graph import Joint, record
-from remat.transforms.pytree import smooth
+from remat.transforms.pytree import flatten, smooth, tree_leaves, unflatten
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ def captured_at_levels(fn: Callable[..., Any]) -> tuple[torch.Tensor, ...]:
 
 def peel(args: tuple[Any, ...], kwargs: dict[str, Any], captured: tuple[torch.Tensor, ...] = ()) -> Peeled:
     """Take every functorch wrapper off the tensors of a call, and off those that its function captures."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves, spec = flatten((args, kwargs))
     leaves += [as_operand(t) for t in captured]
     steps: list[tuple[Any, ...]] = []
     tracked: set[int] = set()
@@ -99,12 +98,12 @@ def record_peeled(fn: Callable[..., Any], call: Peeled) -> Joint:
     count = call.spec.num_leaves
 
     def at_example(*leaves: Any) -> Any:
-        args, kwargs = pytree.tree_unflatten(list(leaves[:count]), call.spec)
+        args, kwargs = unflatten(list(leaves[:count]), call.spec)
         table = {id(t): leaf for t, leaf in zip(call.captured, leaves[count:], strict=True)}
-        with Swap(table, ()).lenient() if table else contextlib.nullcontext():
+        with ClosureConversion(table, ()).lenient() if table else contextlib.nullcontext():
             out = fn(*args, **kwargs)
         # vmap takes nothing else.
-        return [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+        return [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
 
     steps = list(call.steps)
     body: Callable[..., Any] = at_example
@@ -136,7 +135,7 @@ def _differentiated(
             merged = list(leaves)
             for k, tensor in zip(moving, moved, strict=True):
                 merged[k] = tensor
-            results = pytree.tree_leaves(body(*merged))
+            results = tree_leaves(body(*merged))
             return [t for t in results if torch.is_tensor(t) and t.is_floating_point()]
 
         pulled: Any = torch.func.vjp(of, *[leaves[k] for k in moving])

@@ -1,9 +1,10 @@
-"""Kept values in host memory: sent while the forward goes on, fetched one region ahead in the backward.
+"""Copies between a device and the host, and values that lie in host memory between forward and backward.
 
-Copies run on a stream beside the one that computes (`Lane`). The backward meets regions in the reverse order
-of their forwards, so when one begins to read what it sent away, what the forward that ended just before sent
-away is fetched too, and arrives while the first computes. On a device without streams, the CPU among them,
-copies are made there and then and in the same order: what is decided here knows nothing of streams.
+Copies run on a stream beside the one that computes (`StreamLane`). On a device without streams, the CPU among
+them, copies are made there and then and in the same order: who decides what travels knows nothing of streams.
+Regions (`Parcel`), scans and the graphs of compilers all copy in this way. Host memory is pinned; torch's
+allocator of pinned memory keeps what is let go of and hands it out again, so a step like the one before it
+allocates none.
 
 PyTorch's own `torch.autograd.graph.save_on_cpu` copies on the computing stream; torchtune's
 `OffloadActivations` has a side stream and sends one tensor after another, without knowing of regions.
@@ -13,13 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from remat.transforms.compat import at_backward_end, graph_task, memory_is_real
+from remat.transforms.compat import bits, memory_is_real, with_bits
 from remat.transforms.ops import instances
 
 
@@ -30,15 +30,20 @@ class Lane:
     writes to what it was made of, calls `arrived` or `wait` first.
     """
 
-    def send(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """A copy in host memory."""
-        # Tensors on the meta device have nothing to send, and are no smaller elsewhere.
-        device = tensor.device if tensor.is_meta else "cpu"
-        return torch.empty_like(tensor, device=device).copy_(tensor), None
+    def send(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> tuple[torch.Tensor, Any]:
+        """A copy in host memory, in the tensor `into` if there is one."""
+        if into is None:
+            # Tensors on the meta device have nothing to send, and are no smaller elsewhere.
+            device = tensor.device if tensor.is_meta else "cpu"
+            into = torch.empty_like(tensor, device=device, pin_memory=pinned_for(tensor, tensor.device))
+        return into.copy_(tensor), None
 
     def fetch(self, host: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Any]:
         """A copy on the device of a tensor that was sent."""
         return torch.empty_like(host, device=device).copy_(host), None
+
+    def finish(self) -> None:
+        """Have the host wait for all that was asked for, so that it may read what was sent."""
 
     def wait(self, mark: Any) -> None:
         """Let what is computed from now on come after the copy that has this mark."""
@@ -60,13 +65,16 @@ class StreamLane(Lane):
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.Stream(device)
 
-    def send(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    def send(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> tuple[torch.Tensor, Any]:
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True) if into is None else into
         return host, self._copy(host, tensor, tensor)
 
     def fetch(self, host: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Any]:
         tensor = torch.empty_like(host, device=device)
         return tensor, self._copy(tensor, host, tensor)
+
+    def finish(self) -> None:
+        self.stream.synchronize()
 
     def _copy(self, to: torch.Tensor, source: torch.Tensor, on_device: torch.Tensor) -> Any:
         self.stream.wait_stream(torch.accelerator.current_stream(on_device.device))
@@ -111,37 +119,79 @@ def _to(where: str) -> Iterator[None]:
         _travel.where = before
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _at_once = Lane()
 _lanes: dict[torch.device, Lane] = {}
 
 
-def lane(tensor: torch.Tensor) -> Lane:
-    """How this tensor travels."""
-    kind = torch.accelerator.current_accelerator()
-    if kind is None or tensor.device.type != kind.type or not memory_is_real():
+def lane(tensor: torch.Tensor, device: torch.device | None = None) -> Lane:
+    """How this tensor travels to the host, or from there to `device`."""
+    kind, device = torch.accelerator.current_accelerator(), device or tensor.device
+    if kind is None or device.type != kind.type or not memory_is_real():
         return _at_once
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+    if type(tensor) not in _PLAIN:
         # A subclass need not know of streams.
         return _at_once
-    if tensor.device not in _lanes:
-        _lanes[tensor.device] = StreamLane(tensor.device)
-    return _lanes[tensor.device]
+    if device not in _lanes:
+        _lanes[device] = StreamLane(device)
+    return _lanes[device]
+
+
+def pinned_for(like: torch.Tensor, device: torch.device) -> bool:
+    """Whether such a tensor, sent from `device`, goes to pinned memory."""
+    # A subclass need not know of that.
+    return device.type not in ("cpu", "meta") and (type(like) in _PLAIN or not memory_is_real())
+
+
+class Copy(NamedTuple):
+    """A copy that is on its way."""
+
+    tensor: torch.Tensor
+    lane: Lane
+    mark: Any
+
+    def arrived(self) -> torch.Tensor:
+        """The copy on its device, to be computed with from now on."""
+        return self.lane.arrived(self.tensor, self.mark)
+
+    def wait(self) -> None:
+        """Let what is computed from now on write to what was copied."""
+        self.lane.wait(self.mark)
+
+
+def to_host(tensor: torch.Tensor, into: torch.Tensor | None = None) -> Copy:
+    """Begin to copy a tensor to host memory, that of `into` if there is one."""
+    # Conjugates are made on the device: the host would do so as soon as the copy was asked for.
+    tensor = tensor.resolve_conj().resolve_neg()
+    by = lane(tensor)
+    with _to("host"):
+        copy, mark = by.send(tensor, into)
+    return Copy(copy, by, mark)
+
+
+def to_device(host: torch.Tensor, device: torch.device) -> Copy:
+    """Begin to copy a tensor that was sent from `device` back: once it has come to the host."""
+    by = lane(host, device)
+    with _to("device"):
+        copy, mark = by.fetch(host, device)
+    return Copy(copy, by, mark)
 
 
 class Parcel:
     """One tensor that was sent to the host, and while the backward needs it its copy on the device."""
 
-    __slots__ = ("__weakref__", "_lane", "device", "fetched", "host", "offset", "sent", "stride", "takers")
+    __slots__ = ("__weakref__", "bits", "device", "fetched", "host", "offset", "sent", "stride", "takers")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        tensor = tensor.detach()
-        self._lane = lane(tensor)
+        # What travels is memory: that its numbers stand for their conjugates is noted beside it.
+        self.bits = bits(tensor)
+        tensor = with_bits(tensor.detach(), self.bits)
         self.device = tensor.device
-        with _to("host"):
-            self.host, self.sent = self._lane.send(tensor)
+        self.sent = to_host(tensor)
+        self.host = self.sent.tensor
         # Where it lay, for views of it.
         self.offset, self.stride = tensor.storage_offset(), tensor.stride()
-        self.fetched: tuple[torch.Tensor, Any] | None = None
+        self.fetched: Copy | None = None
         self.takers = 0  # how many values will still be asked for of what was fetched
 
     def covers(self, view: torch.Tensor) -> bool:
@@ -154,25 +204,21 @@ class Parcel:
 
     def wait(self) -> None:
         """Let what is computed from now on write to the tensor that was sent."""
-        self._lane.wait(self.sent)
+        self.sent.wait()
 
     def fetch(self, takers: int) -> None:
         """Begin to bring it back for so many values."""
         self.takers = takers
         if self.fetched is None:
-            self.fetched = self._fetch()
+            self.fetched = to_device(self.host, self.device)
 
     def take(self) -> torch.Tensor:
-        """The tensor on its device, fetched now if it was not before."""
-        fetched = self.fetched or self._fetch()
+        """What was sent on its device, fetched now if it was not before."""
+        fetched = self.fetched or to_device(self.host, self.device)
         self.takers -= 1
         if self.takers <= 0:
             self.fetched = None
-        return self._lane.arrived(*fetched)
-
-    def _fetch(self) -> tuple[torch.Tensor, Any]:
-        with _to("device"):
-            return self._lane.fetch(self.host, self.device)
+        return fetched.arrived()
 
     def drop(self) -> None:
         """Let go of the copy on the device."""
@@ -188,13 +234,14 @@ class Elsewhere:
 class Away(Elsewhere):
     """A kept value that lies in host memory: what one parcel holds, or a view of that."""
 
-    __slots__ = ("parcel", "view")
+    __slots__ = ("bits", "parcel", "view")
 
     def __init__(self, parcel: Parcel, view: torch.Tensor | None = None) -> None:
-        self.parcel = parcel
+        self.parcel, self.bits = parcel, parcel.bits
         self.view: tuple[Any, Any, Any] | None = None
         if view is not None:
             self.view = view.size(), view.stride(), view.storage_offset() - parcel.offset
+            self.bits = bits(view)
 
     @property
     def host(self) -> torch.Tensor:
@@ -208,7 +255,7 @@ class Away(Elsewhere):
         return value.clone() if alone and self.view is not None else value.detach()
 
     def _look(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self.view is None else tensor.as_strided(*self.view)
+        return with_bits(tensor if self.view is None else tensor.as_strided(*self.view), self.bits)
 
 
 def send(value: torch.Tensor, root: Any = None) -> Away:
@@ -227,143 +274,3 @@ def _span(tensor: torch.Tensor) -> int:
     if tensor.numel() == 0:
         return 0
     return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-# -- the order of forwards ----------------------------------------------------------------------------
-
-
-class Place:
-    """A forward's place in the order in which forwards ended, on one thread."""
-
-    __slots__ = ("before", "store")
-
-    def __init__(self, store: Store, before: Place | None) -> None:
-        self.store = weakref.ref(store)
-        self.before = before
-
-
-class _Order(threading.local):
-    last: Place | None = None
-
-
-_order = _Order()
-
-
-class Store:
-    """What one forward of a region sent away; made when it ends.
-
-    Args:
-        nodes: the ops of which something was sent away, by their numbers; `kept` is what is kept of one.
-    """
-
-    def __init__(self, nodes: dict[int, Any]) -> None:
-        self.nodes = nodes
-        self.task = -1  # the backward pass that it was last read in
-        self.open = False  # whether it is being read
-        self.place = Place(self, _living(_order.last))
-        _order.last = self.place
-
-    def holds(self) -> bool:
-        """Whether anything is still on the host."""
-        return any(True for _ in self._aways(None))
-
-    def fetch(self, needed: set[int] | None = None) -> None:
-        """Begin to bring back what is kept of the ops in `needed`, None for all."""
-        takers: dict[Parcel, int] = {}
-        for away in self._aways(needed):
-            takers[away.parcel] = takers.get(away.parcel, 0) + 1
-        for parcel, count in takers.items():
-            parcel.fetch(count)
-
-    def drop(self) -> None:
-        """Let go of what was brought back and not asked for."""
-        for away in self._aways(None):
-            away.parcel.drop()
-
-    def begin(self, needed: set[int] | None) -> None:
-        """A recomputation begins that asks for what is kept of the ops in `needed`."""
-        self.task, self.open = graph_task(), True
-        try:
-            self.fetch(needed)
-            _go_ahead(self)
-        except BaseException:
-            self.end()
-            raise
-
-    def end(self) -> None:
-        """The recomputation is over."""
-        self.open = False
-        self.drop()
-
-    def _aways(self, needed: set[int] | None) -> Iterator[Away]:
-        for at, node in self.nodes.items():
-            if needed is None or at in needed:
-                yield from away_in(node.kept)
-
-
-def _living(place: Place | None) -> Place | None:
-    """The last place up to this one whose forward still has something on the host."""
-    while place is not None:
-        store = place.store()
-        if store is not None and store.holds():
-            return place
-        place = place.before
-    return None
-
-
-# -- backward passes ----------------------------------------------------------------------------------
-
-
-class _Pass:
-    """A backward pass, and the one store that it has fetched from ahead of its turn."""
-
-    ahead: weakref.ref[Store] | None = None
-
-    def turn_to(self, store: Store) -> None:
-        """Begin with `store`: anything else that was fetched ahead was so in vain."""
-        ahead = None if self.ahead is None else self.ahead()
-        self.ahead = None
-        if ahead is not None and ahead is not store and not ahead.open:
-            ahead.drop()
-
-    def end(self) -> None:
-        ahead = None if self.ahead is None else self.ahead()
-        self.ahead = None
-        if ahead is not None:
-            ahead.drop()
-
-
-_passes: dict[int, _Pass] = {}
-
-
-class _End:
-    """Ends a pass when the engine says so, or when the engine, after an exception, forgets it."""
-
-    __slots__ = ("task",)
-
-    def __init__(self, task: int) -> None:
-        self.task = task
-
-    def __call__(self) -> None:
-        if (ended := _passes.pop(self.task, None)) is not None:
-            ended.end()
-
-    __del__ = __call__
-
-
-def _go_ahead(store: Store) -> None:
-    """Now that a backward reads from `store`, begin to fetch what it will read next."""
-    task = store.task
-    if task == -1:
-        return
-    if task not in _passes:
-        _passes[task] = _Pass()
-        at_backward_end(_End(task))
-    running = _passes[task]
-    running.turn_to(store)
-    store.place.before = place = _living(store.place.before)
-    following = None if place is None else place.store()
-    # Where the one before has had its turn in this pass, so has what lies before that.
-    if following is not None and not following.open and following.task != task:
-        running.ahead = weakref.ref(following)
-        following.fetch()

@@ -1,8 +1,6 @@
 """What a call of `remat(fn)` is to the engine, and what earlier calls taught."""
 
-from remat.transforms.region.cache import Plan, forget_all, memory_of, reach, repeats
-from remat.transforms.region.region import (
-    Region,
+from remat.transforms.context import (
     choosing,
     is_recomputing,
     labelled,
@@ -11,13 +9,13 @@ from remat.transforms.region.region import (
     recomputing,
     selecting,
 )
+from remat.transforms.region.cache import CachedTrace, forget_all
+from remat.transforms.region.region import Region, checksum
 
 __all__ = [
-    "Plan",  # what a trace teaches of the next call with the same signature
-    "forget_all",  # drop every plan
-    "memory_of",  # the memory that all regions around one function share, for as long as `anchor` lives
-    "reach",  # positions of outside tensors that the recomputation reads
-    "repeats",  # whether another run of the same ops would be treated the same
+    "CachedTrace",  # a settled forward that later ones are held against
+    "forget_all",  # drop every cached trace
+    "checksum",  # a number for every tensor of a result that changes with any bit of it
     "Region",  # a function to be rematerialized, with everything that does not depend on the arguments
     "choosing",  # around a function that a policy lets run as it is
     "is_recomputing",  # whether the code that asks runs as part of a recomputation

@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.autograd.profiler import record_function
 
 from remat.transforms.closure import Slots, slots_of
-from remat.transforms.compat import profiling
-from remat.transforms.context import quiet
-from remat.transforms.region.cache import Lessons, Memory
-from remat.transforms.tape import Node, Record, Trace
-
-
-class _Local(threading.local):
-    """What this thread is running again."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-
-_local = _Local()
-_NOTHING = contextlib.nullcontext()
+from remat.transforms.context import run_innermost
+from remat.transforms.region.cache import TraceCache, Traces, cache_of
+from remat.transforms.tape import Node, Tape
 
 
 class Selector(Protocol):
@@ -42,32 +27,9 @@ class Selector(Protocol):
         """A context around the user's function in its forward; `levels`: torch.func may batch it."""
         ...
 
-    def finished(self, trace: Trace) -> None:
-        """Called once the forward is over and the trace is settled."""
+    def finished(self, tape: Tape) -> None:
+        """Called once the forward is over and settled."""
         ...
-
-
-class _Selecting(threading.local):
-    innermost = False
-
-
-_selecting = _Selecting()
-
-
-def selecting() -> bool:
-    """Whether the innermost region that runs around here, for the first time or again, may keep values."""
-    return _selecting.innermost
-
-
-@contextlib.contextmanager
-def choosing() -> Iterator[None]:
-    """Around a function that a policy lets run as it is: the innermost region there keeps all values."""
-    before = _selecting.innermost
-    _selecting.innermost = True
-    try:
-        yield
-    finally:
-        _selecting.innermost = before
 
 
 @dataclass(frozen=True)
@@ -80,9 +42,10 @@ class Region:
         selector: makes the `Selector` of one forward; None keeps nothing (cheaper than one that says so).
         preserve_rng_state: replay random numbers.
         determinism_check: "metadata", "exact" or "none".
-        memory: what earlier calls taught about the function.
+        anchor: with whose life what was learnt about the function ends.
         key: what the selector's verdicts depend on besides the ops; None where one forward tells
             nothing of the next.
+        digest: a number for an op's results that any other bit changes, None where they are not compared so.
     """
 
     function: Callable[..., Any]
@@ -90,97 +53,36 @@ class Region:
     selector: Callable[[], Selector] | None
     preserve_rng_state: bool
     determinism_check: str
-    memory: Memory
+    anchor: Any
     key: Hashable | None = None
+    digest: Callable[[Any], Any] | None = None
 
     @functools.cached_property
-    def lessons(self) -> Lessons:
-        """What earlier calls taught, under this policy. (To hash a policy takes longer than a small op.)"""
-        return self.memory.under(self.key)
+    def cache(self) -> TraceCache:
+        """What earlier calls of the function did. (Graphs that are traced ask for none.)"""
+        return cache_of(self.anchor)
+
+    @functools.cached_property
+    def traces(self) -> Traces:
+        """What earlier calls did under this policy. (To hash a policy takes longer than a small op.)"""
+        return self.cache.under(self.key)
 
     @functools.cached_property
     def slots(self) -> Slots | None:
         """Where a module and those in it hold tensors, for `Bindings`; None for any other function."""
         return slots_of(self.function) if isinstance(self.function, torch.nn.Module) else None
 
-    @property
-    def digest(self) -> Callable[[Any], Any] | None:
-        return _checksum if self.determinism_check == "exact" else None
-
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call the function as a part of a recording or of a recomputation."""
-        before = _selecting.innermost
-        if self.selector is None and not before:
-            return self.function(*args, **kwargs)
-        _selecting.innermost = self.selector is not None
-        try:
-            return self.function(*args, **kwargs)
-        finally:
-            _selecting.innermost = before
-
-    def record(self, trace: Trace, selector: Selector | None, inputs: Sequence[torch.Tensor]) -> Record:
-        return Record(trace, selector, inputs, self.digest)
+        return run_innermost(self.function, self.selector is not None, args, kwargs)
 
 
-def recomputing(name: str) -> Callable[[], Any]:
-    """Begin to run the region `name` again on this thread; call what comes back at the end."""
-    names = _local.names
-    names.append(name)
-    if not profiling():
-        return names.pop
-    label = labelled("recompute", name)
-    label.__enter__()
-
-    def end() -> None:
-        label.__exit__(None, None, None)
-        names.pop()
-
-    return end
-
-
-@contextlib.contextmanager
-def planning(name: str) -> Iterator[None]:
-    """Run the region `name` for what it would do: a run beside the passes, as a recomputation is."""
-    _local.names.append(name)
-    try:
-        yield
-    finally:
-        _local.names.pop()
-
-
-def labelled(phase: str, name: str) -> AbstractContextManager[Any]:
-    """A label for the profiler's trace, such as `remat::recompute block`, if a profiler is on."""
-    return record_function(f"remat::{phase} {name}") if profiling() else _NOTHING
-
-
-def recomputed_region() -> str | None:
-    """The name of the region that this thread is running again, None if it is running none."""
-    names = _local.names
-    return names[-1] if names else None
-
-
-def is_recomputing() -> bool:
-    """Whether the code that asks runs as part of a recomputation.
-
-    Also where a budget is planned (once for each shape of the arguments, on tensors without data), and where
-    `capture_grads` looks for names under `torch.func`. For counters, prints and logs: the same torch ops must
-    run in both passes, and a tensor that code sets aside in the recomputation holds no numbers where the
-    backward does not read it. For intermediates there is `remat.capture`.
-
-    Example:
-        >>> from remat import is_recomputing
-        >>> is_recomputing()
-        False
-    """
-    return bool(_local.names)
-
-
-def _checksum(out: Any) -> Any:
+def checksum(out: Any) -> Any:
     """A number for every tensor of `out` that changes with any bit of it, and with their order."""
     if isinstance(out, torch.Tensor):
         return _checksum_tensor(out.detach())
     if isinstance(out, (tuple, list)):
-        return tuple([_checksum(value) for value in out])
+        return tuple([checksum(value) for value in out])
     return out
 
 
@@ -196,17 +98,3 @@ def _checksum_tensor(tensor: torch.Tensor) -> int:
         torch.arange(1, words.numel() + 1, device=words.device, dtype=torch.int64) * 0x9E3779B97F4A7C1 | 1
     )
     return int((words * weights).sum().item())
-
-
-__all__ = [
-    "Region",
-    "Selector",
-    "choosing",
-    "is_recomputing",
-    "labelled",
-    "planning",
-    "quiet",
-    "recomputed_region",
-    "recomputing",
-    "selecting",
-]

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.scan.body import Leaves
-from remat.transforms.scan.spec import Scan, Tensors
+from remat.transforms.scan.spec import Leaves, Scan, Tensors
 
 
 def expand(tensor: torch.Tensor, dim: int | None, size: int, to: int = 0) -> torch.Tensor:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from remat.transforms.pytree import smooth as pytree_smooth
-from remat.transforms.scan.body import Leaves
-from remat.transforms.scan.spec import Scan, Tensors, as_in_forward, make
+from remat.transforms.scan.spec import Leaves, Scan, ScanSpec, Tensors, as_in_forward, make
 from remat.transforms.scan.vjp import pull
 from remat.transforms.state import RandomState
 
@@ -67,22 +67,18 @@ def tangents_of(run: Run, scan: Scan, flat: Tensors, tangents: Cotangents) -> li
 
     dual, operands = make(
         step,
+        _spec(scan),
         [*consts, *(t for t in full[:a] if t is not None)],
         dual_carry,
         [*xs, *(t for t in full[a + b :] if t is not None)],
-        scan.length,
-        scan.schedule,
-        reverse=scan.reverse,
-        name=scan.name,
         around=scan.around,
         opaque=scan.opaque,
     )
     with as_in_forward(scan, seeded=True):
         end, ys = run(dual, operands)
     carries = dict(zip(at, end[len(carry) :], strict=True))
-    float_ys = shape[0]
-    dys = iter(ys[len(float_ys) :])
-    return [*(carries.get(i) for i in scan.tensors), *(next(dys) if f else None for f in float_ys)]
+    dys = iter(ys[len(shape[0]) :])
+    return [*(carries.get(i) for i in scan.tensors), *(next(dys) if f else None for f in shape[0])]
 
 
 def pull_back_of(
@@ -95,38 +91,8 @@ def pull_back_of(
     """
     consts, carry, xs = scan.split(flat)
     a, b, _ = scan.sizes
-    statics: dict[int, Leaves] = {}
-    randoms: dict[int, RandomState] = {}
-    # What changes from step to step beside tensors is found by the step's number. In a traced graph nothing
-    # does, and a number that changes would be a constant of it.
+    states, statics, randoms = _states_of(run, scan, consts, carry, xs)
     numbers = [0] if scan.opaque is None else []
-
-    def emit(consts: Tensors, carry: Leaves, x: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
-        if not numbers:
-            new, _ = scan.step(consts, carry, x)
-            return new, list(carry)
-        *carry, k = carry
-        statics[k] = [None if i in scan.tensors else leaf for i, leaf in enumerate(carry)]
-        if scan.record.random and scan.record.start is not None:
-            randoms[k] = scan.record.start.again()
-        new, _ = scan.step(consts, carry, x)
-        return [*new, k + 1], [carry[i] for i in scan.tensors]
-
-    states = run(
-        *make(
-            emit,
-            consts,
-            [*carry, *numbers],
-            xs,
-            scan.length,
-            scan.schedule,
-            reverse=scan.reverse,
-            name=scan.name,
-            around=scan.around,
-            opaque=scan.opaque,
-        )
-    )[1]
-
     float_at = [i for i, j in enumerate(scan.tensors) if pytree_smooth(carry[j])]
     count = len(scan.tensors)
     start = [cts[i] if cts[i] is not None else torch.zeros_like(carry[scan.tensors[i]]) for i in float_at]
@@ -163,13 +129,10 @@ def pull_back_of(
     end, x_grads = run(
         *make(
             back,
+            replace(_spec(scan), reverse=not scan.reverse),
             consts,
             [*(scan.length - 1 for _ in numbers), *start, *(torch.zeros_like(consts[i]) for i in const_at)],
             [*states, *xs, *(cts[count + i] for i in ct_at)],  # type: ignore[list-item]
-            scan.length,
-            scan.schedule,
-            reverse=not scan.reverse,
-            name=scan.name,
             around=scan.around,
             opaque=scan.opaque,
         )
@@ -180,5 +143,45 @@ def pull_back_of(
     return (*const_grads, *(by_carry[i] for i in range(b) if needs[a + i]), *x_grads)
 
 
+def _states_of(
+    run: Run, scan: Scan, consts: Tensors, carry: Leaves, xs: Tensors
+) -> tuple[list[torch.Tensor], dict[int, Leaves], dict[int, RandomState]]:
+    """The tensors of all carries, stacked; by step the rest of each carry, and the generators before it."""
+    statics: dict[int, Leaves] = {}
+    randoms: dict[int, RandomState] = {}
+    # What changes from step to step beside tensors is found by the step's number. In a traced graph nothing
+    # does, and a number that changes would be a constant of it.
+    numbers = [0] if scan.opaque is None else []
+
+    def emit(consts: Tensors, carry: Leaves, x: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
+        if not numbers:
+            new, _ = scan.step(consts, carry, x)
+            return new, list(carry)
+        *carry, k = carry
+        statics[k] = [None if i in scan.tensors else leaf for i, leaf in enumerate(carry)]
+        if scan.record.random and scan.record.start is not None:
+            randoms[k] = scan.record.start.again()
+        new, _ = scan.step(consts, carry, x)
+        return [*new, k + 1], [carry[i] for i in scan.tensors]
+
+    states: list[torch.Tensor] = run(
+        *make(
+            emit,
+            _spec(scan),
+            consts,
+            [*carry, *numbers],
+            xs,
+            around=scan.around,
+            opaque=scan.opaque,
+        )
+    )[1]
+    return states, statics, randoms
+
+
 def _or_zero(grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(like) if grad is None else grad
+
+
+def _spec(scan: Scan) -> ScanSpec:
+    """What a scan over as many steps is that serves a derivative: nobody is told of its evaluations."""
+    return replace(scan.spec, length=scan.length, on_step=None)

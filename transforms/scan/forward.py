@@ -6,14 +6,22 @@ import contextlib
 
 import torch
 
-from remat.transforms.errors import RematError
-from remat.transforms.scan.body import Leaves, version
-from remat.transforms.scan.compiled import MOST, Bound, dense
-from remat.transforms.scan.spec import Scan, State, Tensors, compact, now, numbered, uncached_casts
+from remat.transforms.scan.body import version, wrote
+from remat.transforms.scan.compiled import MOST, UnrolledStep, dense
+from remat.transforms.scan.spec import (
+    Leaves,
+    Scan,
+    State,
+    Tensors,
+    compact,
+    now,
+    uncached_casts,
+    with_step_note,
+)
 from remat.transforms.state import Ambient, RandomState, device_kinds
 
 
-def sweep(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
+def run_forward(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     """Run all steps at the bottom of the functorch stack, leaving the scheduled states in `scan.record`."""
     record = scan.record
     record.states.clear()
@@ -22,8 +30,8 @@ def sweep(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     xs = flat[len(flat) - scan.sizes[2] :]
     before = [version(x) for x in xs]
     with uncached_casts() if record.ambient.casts else contextlib.nullcontext():
-        forward = _sweep_known if scan.proceed is None else _sweep_open
-        carry, stacks = (_sweep_blocks if scan.in_blocks else forward)(scan, flat)
+        run = _known if scan.proceed is None else _loop
+        carry, stacks = (_blocks if scan.in_blocks else run)(scan, flat)
         random = now(record.start) is not record.start
         if random and not record.random:
             # The first step drew nothing, so no generator states were noted, but a later one did; or compiled
@@ -32,33 +40,29 @@ def sweep(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
             record.states.clear()
             record.tapes.clear()
             record.start.restore()
-            carry, stacks = forward(scan, flat)
+            carry, stacks = run(scan, flat)
+    # Where states are results of the forward, others may look at them.
+    record.all_sent([t for t in (*carry, *stacks) if isinstance(t, torch.Tensor)], not scan.plain)
     if before != [version(x) for x in xs]:
-        raise RematError(
-            f"{scan.name}: the body wrote into xs in place. The recomputation would read what was written; "
-            "make a new tensor (`x = x * 2`) instead."
-        )
+        raise wrote(scan.spec.name, "xs")
     return carry, stacks
 
 
-def _sweep_known(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
+def _known(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     consts, carry, xs = scan.split(flat)
     record = scan.record
-    n, states, moment = scan.length, record.states, record.start
-    place, hand = scan.schedule.place(n), scan.schedule.hand(n)
+    n, states, moment, on_step = scan.length, record.states, record.start, scan.spec.on_step
+    place = scan.spec.schedule.place(n)
     stacks: list[torch.Tensor] = []
     rows: list[list[torch.Tensor]] = []
     assert moment is not None
     for k in range(n):
-        slot = place(k) if k < n - 1 else None
-        if record.random and (slot is not None or k == hand):
-            moment = now(moment)
-        if slot is not None:
-            states[slot] = State(k, scan.moved(compact(carry), slot) if k else carry, moment)
-        if k == hand:
-            states[None] = State(k, carry, moment)
+        if (slot := place(k)) is not None:
+            if record.random:
+                moment = now(moment)
+            states[slot] = State(k, scan.sent(compact(carry), slot) if k else carry, moment)
         at = scan.at(k)
-        carry, ys = numbered(scan, k, consts, carry, [x.select(0, at) for x in xs])
+        carry, ys = with_step_note(scan, k, consts, carry, [x.select(0, at) for x in xs])
         if not scan.plain:
             rows.append(ys)
         elif k == 0:
@@ -67,37 +71,35 @@ def _sweep_known(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]
             stack.select(0, at).copy_(y)
         if k == 0:
             record.random = record.random or now(moment) is not moment
-        if scan.on_step is not None:
-            scan.on_step("forward", k)
+        if on_step is not None:
+            on_step("forward", k)
     if not scan.plain:
         # An enclosing region records ops and must not meet writes into parts of a tensor.
         stacks = [torch.stack(column) for column in zip(*rows[:: -1 if scan.reverse else 1], strict=True)]
     return carry, stacks
 
 
-def _sweep_blocks(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
+def _blocks(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     """Compiled blocks of steps, the schedule's states lying between them; what is left over runs as it is."""
     consts, carry, xs = scan.split(flat)
     n, size, record = scan.length, scan.blocks.size, scan.record
     blocks, dense_xs, carry = scan.blocks.at(consts), dense(xs), dense(carry)
-    place, hand = scan.schedule.place(n), scan.schedule.hand(n)
-    most = size if scan.on_step is not None else MOST * size
+    place = scan.spec.schedule.place(n)
+    most = size if scan.spec.on_step is not None else MOST * size
     stacks: list[torch.Tensor] = []
 
     def slot_at(k: int) -> int | None:
-        slot = place(k) if k < n - 1 else None
+        slot = place(k) if k < n else None
         return None if k and scan.taped else slot  # the carries are rows of the tapes
 
     k, slot = 0, slot_at(0)
     while k < n:
         if slot is not None:
-            record.states[slot] = State(k, scan.moved(compact(carry), slot) if k else carry, record.start)
-        if k == hand:
-            record.states[None] = State(k, carry, record.start)
+            record.states[slot] = State(k, scan.sent(compact(carry), slot) if k else carry, record.start)
         start, k = k, k + size
         if k <= n:
             slot = slot_at(k)
-            while slot is None and k != hand and k + size <= n and k - start < most:
+            while slot is None and k + size <= n and k - start < most:
                 k += size
                 slot = slot_at(k)
             part = scan.block(dense_xs, start, k - start)
@@ -106,19 +108,17 @@ def _sweep_blocks(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]
             k = start + 1
             slot = slot_at(k)
             rows = scan.block(dense_xs, start, 1)
-            carry, outs = numbered(scan, start, consts, carry, [row[0] for row in rows])
+            carry, outs = with_step_note(scan, start, consts, carry, [row[0] for row in rows])
             ys = [(y.unsqueeze(0),) for y in outs]
         stacks = stacks or [y[0].new_empty((n, *y[0].shape[1:])) for y in ys]
         for stack, parts in zip(scan.block(stacks, start, k - start), ys, strict=True):
             torch.cat(parts[::-1] if scan.reverse else parts, out=stack)
-        if scan.on_step is not None:
-            for step in range(start, k):
-                scan.on_step("forward", step)
+        scan.tell("forward", range(start, k))
     return carry, stacks
 
 
 def _run_blocks(
-    scan: Scan, blocks: Bound, carry: Leaves, xs: Tensors, start: int, stop: int
+    scan: Scan, blocks: UnrolledStep, carry: Leaves, xs: Tensors, start: int, stop: int
 ) -> tuple[Leaves, list[tuple[torch.Tensor, ...]]]:
     """The carry after the blocks of these steps, and of each y what every block gives; `xs`: their rows."""
     size, tapes, ys = blocks.size, scan.record.tapes, []
@@ -130,26 +130,23 @@ def _run_blocks(
     return carry, list(zip(*ys, strict=True))
 
 
-def _sweep_open(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
-    """A loop: a state is placed only when another step follows, the newest one stays in hand."""
+def _loop(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
+    """A loop: where a state goes is decided before it is known whether another step follows its own."""
     consts, carry, _ = scan.split(flat)
     record = scan.record
-    states, moment, k = record.states, record.start, 0
-    place, hand = scan.schedule.place(None), None
+    states, moment, on_step, k = record.states, record.start, scan.spec.on_step, 0
+    place = scan.spec.schedule.place(None)
     assert moment is not None and scan.proceed is not None
-    while (scan.n is None or k < scan.n) and scan.proceed(consts, carry):
-        if hand is not None and (slot := place(k - 1)) is not None:
-            states[slot] = State(k - 1, scan.moved(compact(hand.carry), slot), hand.random)
-        if record.random:
-            moment = now(moment)
-        hand = State(k, carry, moment)
-        carry, _ = numbered(scan, k, consts, carry, [])
+    while (scan.spec.length is None or k < scan.spec.length) and scan.proceed(consts, carry):
+        if (slot := place(k)) is not None:
+            if record.random:
+                moment = now(moment)
+            states[slot] = State(k, scan.sent(compact(carry), slot) if k else carry, moment)
+        carry, _ = with_step_note(scan, k, consts, carry, [])
         if k == 0:
             record.random = record.random or now(moment) is not moment
-        if scan.on_step is not None:
-            scan.on_step("forward", k)
+        if on_step is not None:
+            on_step("forward", k)
         k += 1
     scan.record.length = k
-    if hand is not None:
-        states[None] = hand
     return carry, []

@@ -20,37 +20,38 @@ from torch.autograd import forward_ad
 
 from remat.transforms.compat import (
     dual_level_known_if_any,
-    function_modes_active,
+    function_modes,
     graph_kept,
     in_transform,
     is_wrapped,
+    modes_active,
+    top_hooks,
     unwrapped,
-    watched,
 )
+from remat.transforms.context import active
 from remat.transforms.pytree import merge, smooth
 from remat.transforms.scan.backward import pull_back
 from remat.transforms.scan.batching import batch, dense, expand, kept_batched, kept_for_batch
-from remat.transforms.scan.body import Leaves
 from remat.transforms.scan.derivatives import pull_back_of, tangents_of
-from remat.transforms.scan.forward import sweep
-from remat.transforms.scan.spec import Record, Scan, Tensors, as_in_forward, index_states, lift_states
-from remat.transforms.tape import Kept, listening, report
+from remat.transforms.scan.forward import run_forward
+from remat.transforms.scan.spec import Leaves, Record, Scan, Tensors, as_in_forward, index_states, lift_states
+from remat.transforms.tape import Kept, report
 
 
 def run(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     """The final carry and the stacked ys, differentiable with respect to `flat`."""
-    if function_modes_active():
+    if function_modes():
         # A mode that swaps captured tensors sees torch functions, not Functions: let it see these operands.
         # By an op that traces pass over: of a region's levels each differentiates other operands.
         flat = [torch.ops.aten.alias(t) if smooth(t) and _torch_differentiable(t) else t for t in flat]
     # Whoever watches (an enclosing region, offloading hooks) must see the states as saved tensors.
     levels = in_transform()
-    plain, ambient = not (levels or watched()), None
+    plain, ambient = not (levels or top_hooks() or modes_active()), None
     if scan.opaque is not None:
         plain, ambient = False, scan.opaque.ambient
     scan = replace(scan, plain=plain, levels=levels, record=Record(ambient))
     out = _Scan.apply(scan, *flat)
-    if listening() and torch.is_grad_enabled() and any(map(_torch_differentiable, flat)):
+    if active.listeners and torch.is_grad_enabled() and any(map(_torch_differentiable, flat)):
         _report(scan, flat, out)
     carry = list(scan.record.final)
     for i, tensor in zip(scan.tensors, out, strict=False):
@@ -63,9 +64,9 @@ def _report(scan: Scan, flat: Tensors, out: tuple[torch.Tensor, ...]) -> None:
     consts = scan.sizes[0]
     for i, tensor in enumerate(flat):
         why = "captured" if i < consts else "argument"
-        report(Kept(why, unwrapped(tensor), scan.name, i))
+        report(Kept(why, unwrapped(tensor), scan.spec.name, i))
     for i, tensor in enumerate(scan.record.kept if scan.plain else out[len(out) - scan.extra :]):
-        report(Kept("policy", unwrapped(tensor), scan.name, i))
+        report(Kept("policy", unwrapped(tensor), scan.spec.name, i))
 
 
 def _torch_differentiable(tensor: torch.Tensor) -> bool:
@@ -81,7 +82,7 @@ class _Scan(torch.autograd.Function):
             scan.record.final = [None] * len(scan.carry)
             return tuple(scan.opaque.forward(scan, flat))
         with torch.no_grad():
-            carry, ys = sweep(scan, flat)
+            carry, ys = run_forward(scan, flat)
         scan.record.final = [None if i in scan.tensors else v for i, v in enumerate(carry)]
         index_states(scan, flat)
         taken = {id(t) for t in (*flat, *scan.record.kept)}

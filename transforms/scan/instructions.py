@@ -1,12 +1,13 @@
-"""The instruction set of a checkpointing schedule, and the one loop that executes it.
+"""The instruction set of a checkpointing schedule.
 
 A schedule reverses `n` steps `x[k+1] = step(x[k])` while keeping only some of the states `x[k]`. It is a
-sequence of the five actions below; nothing here or in a schedule touches a tensor, so that the counts a
-schedule promises can be tested as integers.
+sequence of the five actions below, each with the name of the `Machine`'s method that executes it. Nothing
+here or in a schedule touches a tensor, so that the counts a schedule promises can be tested as integers.
 """
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, Protocol
 
@@ -16,6 +17,7 @@ class Advance(NamedTuple):
 
     start: int
     stop: int
+    verb = "advance"
 
 
 class Store(NamedTuple):
@@ -23,6 +25,7 @@ class Store(NamedTuple):
 
     step: int
     slot: int
+    verb = "store"
 
 
 class Restore(NamedTuple):
@@ -30,12 +33,14 @@ class Restore(NamedTuple):
 
     step: int
     slot: int
+    verb = "restore"
 
 
 class Free(NamedTuple):
     """Empty `slot`: its state is not read again."""
 
     slot: int
+    verb = "free"
 
 
 class Reverse(NamedTuple):
@@ -44,6 +49,7 @@ class Reverse(NamedTuple):
 
     start: int
     stop: int
+    verb = "reverse"
 
 
 Action = Advance | Store | Restore | Free | Reverse
@@ -63,7 +69,7 @@ class Schedule(Protocol):
     """What a scan asks of a schedule.
 
     `place(n)` gives, for the primal sweep, the slot that the state before each step goes to (None: nowhere);
-    a slot given twice is overwritten. `hand(n)` is the step whose state stays in hand when the sweep is over.
+    a slot given twice is overwritten. `forward(n)` is what it leaves: step -> slot.
     `in_blocks(size, n)` is the schedule with steps evaluated `size` at a time, None where that cannot be; one
     that `keeps_tapes` keeps what the blocks leave for their pull-back from the forward on.
     `actions(n, stored)` reverses the chain, given which step lies in which slot.
@@ -72,19 +78,29 @@ class Schedule(Protocol):
     keeps_tapes: bool
 
     def place(self, n: int | None) -> Callable[[int], int | None]: ...
-    def hand(self, n: int) -> int: ...
+    def forward(self, n: int) -> dict[int, int]: ...
     def in_blocks(self, size: int, n: int) -> Schedule | None: ...
-    def actions(self, n: int, stored: dict[int, int], in_hand: bool = True) -> Iterator[Action]: ...
+    def actions(self, n: int, stored: dict[int, int]) -> Iterator[Action]: ...
 
 
-def execute(actions: Iterable[Action], machine: Machine) -> None:
-    """Run `actions` on `machine`, in order."""
-    verbs = {
-        Advance: machine.advance,
-        Store: machine.store,
-        Restore: machine.restore,
-        Free: machine.free,
-        Reverse: machine.reverse,
-    }
-    for action in actions:
-        verbs[type(action)](*action)
+def with_notice(actions: Iterable[Action], expect: Callable[[int], None]) -> Iterator[Action]:
+    """`actions`; `expect` is told the slot that is restored next, as soon as the last restored one was.
+
+    Where the slot gets its state only later, it is told then: so that what lies there may be fetched at once.
+    """
+    rest, ahead = iter(actions), collections.deque[Action]()
+    while True:
+        # Up to the next `Restore`, or to the end.
+        while not (ahead and isinstance(ahead[-1], Restore)) and (action := next(rest, None)) is not None:
+            ahead.append(action)
+        if not ahead:
+            return
+        slot = ahead[-1].slot if isinstance(ahead[-1], Restore) else None
+        stores = sum(isinstance(action, Store) and action.slot == slot for action in ahead)
+        while ahead:
+            if slot is not None and stores == 0:
+                expect(slot)
+                slot = None
+            action = ahead.popleft()
+            yield action
+            stores -= isinstance(action, Store) and action.slot == slot

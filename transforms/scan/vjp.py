@@ -110,7 +110,7 @@ class OneByOne:
         a, b = len(self.marks), len(self.marks) + len(at)
         if not ends or not targets:
             return [None] * a, [None] * len(at), [[None] * len(row)]
-        found = iter(engine_grad(ends, targets, starts, False))
+        found = iter(engine_grad(tuple(ends), tuple(starts), False, False, tuple(targets)))
         grads = [next(found) if mark else None for mark in marks]
         return grads[:a], grads[a:b], [grads[b:]]
 
@@ -135,7 +135,7 @@ def _with_autograd(
             starts.append(ct)
     if not ends or not targets:
         return [None] * len(flat)
-    found = iter(engine_grad(ends, targets, starts, create))
+    found = iter(engine_grad(tuple(ends), tuple(starts), create, create, tuple(targets)))
     return [next(found) if mark else None for mark in marks]
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from remat.transforms.compat import (
+    DeviceContext,
     autocasting,
-    default_device_in_context,
+    function_mode_at,
+    function_modes,
     graph_task,
     read_cudnn_sdp,
     read_deterministic,
@@ -47,7 +49,7 @@ class Ambient:
 
     def __init__(self, device_types: Sequence[str]) -> None:
         self.switches = [read() for read in _READERS]
-        self.device = default_device_in_context()
+        self.device = _default_device() if function_modes() else None
         # Whether autocast was on for any of the devices, and what it cast to.
         self.casts = False
         self.autocast: tuple[tuple[str, torch.dtype | None], ...] = _NO_AUTOCAST
@@ -77,6 +79,15 @@ class Ambient:
         if not self.casts and not autocasting():
             return False
         return tuple([(kind, _autocast_dtype(kind)) for kind, _ in self.autocast]) != self.autocast
+
+
+def _default_device() -> torch.device | None:
+    """The device of an enclosing `with torch.device(...)` or `set_default_device`, None without one."""
+    for i in reversed(range(function_modes())):
+        mode = function_mode_at(i)
+        if isinstance(mode, DeviceContext):
+            return mode.device
+    return None
 
 
 # The backward pass at hand, and the switches as its first recomputation found them: nobody turns them between
@@ -111,6 +122,63 @@ def device_kinds(tensors: Sequence[torch.Tensor]) -> tuple[str, ...]:
         return _ONLY_CPU
     kinds = {t.device.type for t in tensors}
     return ("cpu", *sorted(kinds - {"cpu", "meta"}))
+
+
+class GeneratorState:
+    """The state of the generator that an op is about to draw from."""
+
+    __slots__ = ("device", "generator", "state")
+
+    def __init__(self, args: Any, kwargs: Any) -> None:
+        self.generator: torch.Generator | None = kwargs.get("generator")
+        self.device = _device_of(args, kwargs)
+        if self.generator is None and self.device.type == "cpu":
+            self.generator = torch.default_generator
+        self.state = self._read()
+
+    def _read(self) -> torch.Tensor:
+        if self.generator is not None:
+            return self.generator.get_state()
+        return getattr(torch, self.device.type).get_rng_state(self.device)
+
+    def restore(self) -> None:
+        if self.generator is not None:
+            self.generator.set_state(self.state)
+        else:
+            getattr(torch, self.device.type).set_rng_state(self.state, self.device)
+
+    def now(self) -> GeneratorState:
+        """The present state of the same generator."""
+        made = GeneratorState.__new__(GeneratorState)
+        made.generator, made.device = self.generator, self.device
+        made.state = made._read()
+        return made
+
+
+@contextlib.contextmanager
+def generators_put_back(states: Iterable[GeneratorState]) -> Iterator[None]:
+    """Leave these generators as they are now, whatever is drawn inside."""
+    found: dict[Any, GeneratorState] = {}
+    for state in states:
+        found.setdefault(state.device if state.generator is None else id(state.generator), state)
+    now = [state.now() for state in found.values()]
+    try:
+        yield
+    finally:
+        for state in now:
+            state.restore()
+
+
+_CPU = torch.device("cpu")
+
+
+def _device_of(args: Any, kwargs: Any) -> torch.device:
+    """Where an op draws: on the device of its first tensor, or where it is told to make one."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            return _CPU if value.is_meta else value.device
+    device = kwargs.get("device")
+    return _CPU if device is None or torch.device(device).type == "meta" else torch.device(device)
 
 
 class RandomState:

@@ -16,19 +16,22 @@ import torch
 from remat.transforms.compat import engine_runs, running_node
 
 
-class Ends:
-    """The results of one forward with the autograd nodes behind each.
+class Reachability:
+    """The results of one forward with the autograd nodes behind each, counted from the region's first.
 
     Args:
         outs: tensors among the results.
         start: the number of the first node that the region made.
+        behind: for each of them the nodes behind it, where they are known.
     """
 
-    __slots__ = ("behind", "everything", "outs")
+    __slots__ = ("behind", "everything", "outs", "start")
 
-    def __init__(self, outs: Sequence[torch.Tensor], start: int) -> None:
-        self.outs = [weakref.ref(t) for t in outs]
-        self.behind = [_behind(t.grad_fn, start) for t in outs]
+    def __init__(
+        self, outs: Sequence[torch.Tensor], start: int, behind: tuple[frozenset[int], ...] | None = None
+    ) -> None:
+        self.outs, self.start = [weakref.ref(t) for t in outs], start
+        self.behind = behind or tuple([_behind(t.grad_fn, start) for t in outs])
         self.everything: frozenset[int] = frozenset().union(*self.behind)
 
     @property
@@ -52,7 +55,7 @@ class Ends:
                 present.append(i)
         # The engine does not say so of the node that the pass started from, if it is a single one.
         node = running_node()
-        number = None if node is None else node._sequence_nr()
+        number = None if node is None else node._sequence_nr() - self.start
         if not any(number in self.behind[i] for i in present):
             present += [i for i, nodes in enumerate(self.behind) if number in nodes]
         return self.idle_without(present)
@@ -86,7 +89,7 @@ def _holds_tensor(value: Any, depth: int) -> bool:
 
 
 def _behind(node: Any, start: int) -> frozenset[int]:
-    return frozenset([found._sequence_nr() for found in _nodes([node], start)])
+    return frozenset([found._sequence_nr() - start for found in _nodes([node], start)])
 
 
 def _nodes(roots: list[Any], start: int) -> Iterator[Any]:

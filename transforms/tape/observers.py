@@ -4,7 +4,6 @@ listens."""
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,14 +11,8 @@ from typing import Any
 import torch
 
 from remat.transforms.compat import is_strided, storage_key
+from remat.transforms.context import active
 from remat.transforms.pytree import flatten
-
-
-class _Local(threading.local):
-    listeners: list[list[Kept]] | tuple[()] = ()
-
-
-_local = _Local()
 
 
 @dataclass(frozen=True)
@@ -56,12 +49,12 @@ def made_by(args: Any, kwargs: Any, out: Any) -> Iterator[tuple[int, torch.Untyp
 
 def listening() -> bool:
     """Whether anybody listens on this thread."""
-    return bool(_local.listeners)
+    return bool(active.listeners)
 
 
 def report(kept: Kept) -> None:
     """Tell every listener of this thread of a kept tensor."""
-    for listener in _local.listeners:
+    for listener in active.listeners:
         listener.append(kept)
 
 
@@ -69,10 +62,9 @@ def report(kept: Kept) -> None:
 def listen(heard: Any = None) -> Iterator[Any]:
     """Collect what the regions called inside keep, in a new list or whatever else has `append`."""
     heard = [] if heard is None else heard
-    stack = _local.__dict__.setdefault("listeners", [])
-    stack.append(heard)
+    active.listeners = (*active.listeners, heard)
     try:
         yield heard
     finally:
         # By identity: two listeners that heard nothing compare equal.
-        _local.listeners = [other for other in stack if other is not heard]
+        active.listeners = tuple([other for other in active.listeners if other is not heard])

@@ -1,177 +1,255 @@
-"""A forward as it is expected again, and the part of it that its recomputation takes, as a program.
+"""Running a part of a tape again: ops, not the user's function.
 
-A program runs ops, not the Python function: modules, autograd and hooks stay out of it, so that it costs
-little more than its kernels. It holds for a later forward only if that one runs the same ops on the same
-values with the same constants, which `eager.guarded.Follow` makes sure of.
+Modules, autograd, hooks and user code stay out of it, so that it costs little more than its kernels, and
+nothing that the user's code counts, draws or stores happens twice. Autograd takes plain data for a saved
+value and reattaches its history itself.
 """
 
 from __future__ import annotations
 
-import keyword
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
-from remat.transforms.compat import direct_call
-from remat.transforms.ops import instances
+from remat.transforms.compat import direct_call, outside_all_modes
+from remat.transforms.context import quiet
+from remat.transforms.errors import RematError
+from remat.transforms.offload import Elsewhere
 from remat.transforms.placeholders import Meta
-from remat.transforms.tape.tape import KEPT, RUN, Trace
-from remat.transforms.tape.values import Calls, Ref, Unknown
+from remat.transforms.tape.tape import KEPT, SKIP, Needs, Tape, not_repeated
+from remat.transforms.tape.values import Ref, map_tensors, tensors_in
 
-Recompute = Callable[[dict[int, torch.Tensor], Sequence[Any], Callable[[int], Any]], dict[int, torch.Tensor]]
+Values = dict[int, Any]
 
 
-class Program:
-    """What a settled trace teaches of later forwards that are the same.
-
-    Args:
-        trace: of a forward in which nothing was written, nested or left out.
-        calls: how its ops were called; the tensors from outside are arguments and those in `Bindings.near`.
-        arguments: how many of them are arguments.
-        direct: which of the values that autograd saved stay as they are.
-
-    Raises:
-        Unknown: it cannot be written down.
+class Step:
+    """One op of a program.
 
     Attributes:
-        ops, made: the ops in order, and for each its arguments and keyword arguments, with a `Ref` in the
-            place of every tensor.
-        keeps: positions of the ops whose results are kept.
-        packed, direct: the number of each value that autograd saves, and the positions of those that stay as
-            they are.
-        reads: which arguments the recomputation reads.
-        draws: whether it draws random numbers.
-        source: what it does, as Python.
+        at: its number on the tape.
+        call: the op, None where a kept result is handed out.
+        args, kwargs: its arguments, with a `Ref` for each tensor.
+        flat: positions among the arguments and the numbers of the tensors there.
+        nested: positions of arguments that hold tensors inside.
+        outs: the numbers of its results, None for those that nobody reads.
+        single: whether it returns one tensor.
+        gone: values that nobody reads after it.
+        before, after: saved values that are taken before it (as copies), and after it.
     """
 
     __slots__ = (
-        "_function",
-        "_label",
-        "_names",
-        "direct",
+        "after",
+        "args",
+        "at",
+        "before",
+        "call",
         "draws",
-        "keeps",
-        "made",
-        "ops",
-        "packed",
-        "reads",
-        "source",
+        "flat",
+        "gone",
+        "kwargs",
+        "nested",
+        "outs",
+        "single",
     )
 
-    def __init__(self, trace: Trace, calls: Calls, arguments: int, direct: frozenset[int]) -> None:
-        wanted = {at: number for at, number in enumerate(calls.packed) if at not in direct}
-        if not calls.complete or None in wanted.values():
-            raise Unknown
-        self.ops = [node.op for node in trace.nodes]
-        self.made, self.packed, self.direct = calls.made, calls.packed, direct
-        self.keeps = frozenset(at for at, node in enumerate(trace.nodes) if node.action == KEPT)
-        self.draws = any(node.draws and node.action == RUN for node in trace.nodes)
-        writer = _Writer(trace, calls, arguments)
-        self.source = writer.source(wanted)
-        self.reads, self._names = writer.reads, writer.names
-        self._label = f"<recomputation of region {trace.region!r}>"
-        self._function: Recompute | None = None
+    at: int
+    call: Callable[..., Any] | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    flat: list[tuple[int, int]]
+    nested: list[int]
+    outs: list[int | None]
+    single: bool
+    gone: tuple[int, ...]
+    before: tuple[tuple[int, int], ...]
+    after: tuple[tuple[int, int], ...]
+    draws: bool
 
-    def recompute(
-        self, arguments: dict[int, torch.Tensor], near: Sequence[Any], take: Callable[[int], Any]
+
+class Program:
+    """What of a tape has to run for some of the values that autograd saved.
+
+    Args:
+        tape: of a forward whose ops tell all that was computed.
+        needs: what runs, what is handed out.
+        wanted: the values to make, as positions in `tape.packed`.
+
+    Attributes:
+        outside: positions of the tensors from outside that it reads.
+        kept: the ops whose kept results it takes.
+        draws: whether it draws random numbers.
+    """
+
+    __slots__ = ("copied", "draws", "first", "kept", "outside", "steps", "tape", "writes")
+
+    def __init__(self, tape: Tape, needs: Needs, wanted: Iterable[int]) -> None:
+        self.tape, self.copied = tape, needs.copied
+        self.steps = [_step(tape, needs, at) for at, action in enumerate(needs.actions) if action != SKIP]
+        self.writes = {root for step in self.steps if step.call for root in tape.nodes[step.at].written}
+        self.kept = frozenset(step.at for step in self.steps if step.call is None)
+        self.draws = any(step.draws for step in self.steps)
+        self.first: list[tuple[int, int]] = []  # wanted values that are there before any step
+        self._take(wanted)
+        self.outside = self._free()
+
+    def _take(self, wanted: Iterable[int]) -> None:
+        """Note for every wanted value when it is taken: as soon as it is there and as it was when saved."""
+        tape = self.tape
+        makers = {step.at: step for step in self.steps}
+        for place in wanted:
+            number, position = tape.packed[place]
+            pair = (place, number)
+            sources = [i for i in tape.sources(number, position) if i in makers]
+            root = tape.root_of(number)
+            later = [
+                s for s in self.steps if s.at >= position and s.call and root in tape.nodes[s.at].written
+            ]
+            if later:
+                later[0].before += (pair,)
+            elif sources:
+                makers[max(sources)].after += (pair,)
+            else:
+                self.first.append(pair)
+
+    def _free(self) -> tuple[int, ...]:
+        """Let values go with the last step that reads them; returns what is read from outside."""
+        read: set[int] = set()
+        taken = [number for _, number in self.first]
+        for step in reversed(self.steps):
+            uses = {number for _, number in step.after}
+            mine = {n for n in step.outs if n is not None}
+            step.outs = [n if n in read or n in uses else None for n in step.outs]
+            reads = _reads(step) | {number for _, number in (*step.before, *step.after)}
+            step.gone = tuple(sorted((reads | (mine & uses)) - read))
+            read |= reads
+        return tuple(sorted({-1 - n for n in (*read, *taken) if n < 0}))
+
+    def run(
+        self,
+        outside: Callable[[int], torch.Tensor],
+        take: Callable[[int], Any],
+        random: Mapping[int, Any],
+        digest: Callable[[Any], Any] | None = None,
     ) -> dict[int, torch.Tensor]:
-        """The values that autograd saved and that do not stay, by their positions.
+        """The wanted values, by their positions in `tape.packed`.
 
         Args:
-            arguments: those that it reads.
-            near: as in `Bindings.near`.
-            take: gives what was kept of the op at a position.
+            outside: gives a tensor from outside, by its position.
+            take: gives what was kept of an op.
+            random: the generator's state before each op that draws; an op without one draws anew.
+            digest: checks the results bitwise.
         """
-        if self._function is None:
-            self._function = self._compiled()
-        return self._function(arguments, near, take)
+        values: Values = {-1 - at: outside(at) for at in self.outside}
+        made = {place: values[number] for place, number in self.first}
+        for step in self.steps:
+            for place, number in step.before:
+                made[place] = values[number].clone()
+            out = self._out(step, values, take, random)
+            if digest is not None and step.call is not None:
+                self._compare(step, digest, out)
+            if step.single:
+                if step.outs[0] is not None:
+                    values[step.outs[0]] = out
+            else:
+                for number, tensor in zip(step.outs, tensors_in(out), strict=True):
+                    if number is not None:
+                        values[number] = tensor
+            for place, number in step.after:
+                made[place] = values[number]
+            for number in step.gone:
+                del values[number]
+        return made
 
-    def _compiled(self) -> Recompute:
-        exec(compile(self.source, self._label, "exec"), self._names)
-        return self._names["recompute"]
+    def _out(self, step: Step, values: Values, take: Callable[[int], Any], random: Mapping[int, Any]) -> Any:
+        if step.call is None:
+            kept = take(step.at)
+            copies = step.at in self.copied
+            return map_tensors(lambda value: _fresh(value, copies), kept)
+        args: Any = step.args
+        if step.flat or step.nested:
+            args = list(args)
+            for at, number in step.flat:
+                args[at] = values[number]
+            for at in step.nested:
+                args[at] = _filled(args[at], values)
+        if step.draws and (state := random.get(step.at)) is not None:
+            state.restore()
+        if not step.kwargs:
+            return step.call(*args)
+        return step.call(*args, **{key: _filled(value, values) for key, value in step.kwargs.items()})
 
-
-class _Writer:
-    """Writes the Python source of a recomputation; `names` are the globals it refers to."""
-
-    def __init__(self, trace: Trace, calls: Calls, arguments: int) -> None:
-        self.nodes, self.calls, self.count = trace.nodes, calls, arguments
-        self.names: dict[str, Any] = {}
-        self.reads: list[int] = []
-        self._known: dict[int, str] = {}
-
-    def source(self, wanted: dict[int, Any]) -> str:
-        lines = "".join([f"    {line}\n" for line in self._lines(wanted)])
-        return f"def recompute(arguments, near, take):\n{lines}"
-
-    def _lines(self, wanted: dict[int, int]) -> Iterator[str]:
-        steps = [at for at, node in enumerate(self.nodes) if node.action in (RUN, KEPT)]
-        last: dict[int, int] = {}  # the last step that reads a value
-        for at in steps:
-            last.update((number, at) for number in self._read(at))
-        needed = set(wanted.values())
-        yield from self._outside({number for number in (*last, *needed) if number < 0})
-        bounds = [*self.calls.first, self.calls.values.count]
-        for at in steps:
-            node, outs = self.nodes[at], range(bounds[at], bounds[at + 1])
-            call = f"take({at})" if node.action == KEPT else self._call(node.op, *self.calls.made[at])
-            yield f"{_targets(node.outs, outs)}{call}"
-            # What nobody reads any more goes at once.
-            gone = {n for n in self._read(at) if last[n] == at} | {n for n in outs if n not in last}
-            if gone := gone - needed:
-                yield f"del {', '.join(map(_name, sorted(gone)))}"
-        yield f"return {{{', '.join(f'{at}: {_name(number)}' for at, number in wanted.items())}}}"
-
-    def _read(self, at: int) -> set[int]:
-        return set(instances(Ref, self.calls.made[at])) if self.nodes[at].action == RUN else set()
-
-    def _outside(self, numbers: set[int]) -> Iterator[str]:
-        for number in sorted(numbers, reverse=True):
-            at = -1 - number
-            if at < self.count:
-                self.reads.append(at)
-            where = f"arguments[{at}]" if at < self.count else f"near[{at - self.count}]"
-            yield f"{_name(number)} = {where}"
-
-    def _call(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        if any(keyword.iskeyword(key) for key in kwargs):
-            raise Unknown
-        given = [self._text(value) for value in args]
-        given += [f"{key}={self._text(value)}" for key, value in kwargs.items()]
-        return f"{self._constant(direct_call(op), 'op')}({', '.join(given)})"
-
-    def _text(self, value: Any) -> str:
-        if isinstance(value, Ref):
-            return _name(value)
-        if value is None or type(value) in (bool, int, str):
-            return repr(value)
-        if type(value) is list:
-            return f"[{', '.join(map(self._text, value))}]"
-        if any(True for _ in instances(Ref, value)):
-            raise Unknown
-        return self._constant(value, "constant")
-
-    def _constant(self, value: Any, kind: str) -> str:
-        name = self._known.get(id(value))
-        if name is None:
-            name = self._known[id(value)] = f"{kind}{len(self.names)}"
-            self.names[name] = value
-        return name
+    def _compare(self, step: Step, digest: Callable[[Any], Any], out: Any) -> None:
+        node = self.tape.nodes[step.at]
+        if node.digest is not None and quiet(digest, out) != node.digest:
+            what = f"at op {step.at}, {node.op} gave other numbers than in the forward, bit for bit"
+            raise RematError(not_repeated(self.tape.region, what))
 
 
-def _targets(outs: Any, numbers: range) -> str:
-    """What an op's results are assigned to."""
-    return f"{_pattern(outs, iter(numbers))} = " if numbers else ""
+def _step(tape: Tape, needs: Needs, at: int) -> Step:
+    node, step = tape.nodes[at], Step()
+    step.at, step.before, step.after, step.gone = at, (), (), ()
+    count = _count(tape, at)
+    step.outs = list(range(node.first, node.first + count))
+    step.single = isinstance(node.outs, Meta)
+    step.draws = node.draws
+    step.call, step.args, step.kwargs = None, (), {}
+    step.flat, step.nested = [], []
+    if needs.actions[at] == KEPT:
+        step.draws = False
+        return step
+    step.call, step.args, step.kwargs = direct_call(node.op), node.args, node.kwargs
+    if node.shape_only:
+        step.args, step.kwargs = _like(tape, at)
+    step.flat = [(i, int(arg)) for i, arg in enumerate(step.args) if type(arg) is Ref]
+    step.nested = [i for i, arg in enumerate(step.args) if isinstance(arg, (list, tuple)) and _refs(arg)]
+    return step
 
 
-def _pattern(outs: Any, numbers: Iterator[int]) -> str:
-    if isinstance(outs, Meta):
-        return _name(next(numbers))
-    if isinstance(outs, (tuple, list)):
-        return f"[{', '.join([_pattern(value, numbers) for value in outs])}]"
-    return "_"
+def _like(tape: Tape, at: int) -> tuple[Any, Any]:
+    """The call of a factory that takes shape, dtype and device from a tensor whose numbers it does not read."""
+    node = tape.nodes[at]
+    number = node.args[0]
+    if type(number) is not Ref:
+        return node.args, node.kwargs
+    shape, stride, dtype, device = tape.meta_of(number)
+    with outside_all_modes():
+        stand_in = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    kwargs = dict(node.kwargs)
+    if kwargs.get("device") is None:
+        kwargs["device"] = device
+    return (stand_in, *node.args[1:]), kwargs
 
 
-def _name(number: int) -> str:
-    return f"v{number}" if number >= 0 else f"t{-1 - number}"
+def _count(tape: Tape, at: int) -> int:
+    end = tape.nodes[at + 1].first if at + 1 < len(tape.nodes) else len(tape.makers)
+    return end - tape.nodes[at].first
+
+
+def _reads(step: Step) -> set[int]:
+    return set(_refs((step.args, step.kwargs)))
+
+
+def _refs(value: Any) -> list[int]:
+    if type(value) is Ref:
+        return [int(value)]
+    if isinstance(value, (list, tuple)):
+        return [number for part in value for number in _refs(part)]
+    if isinstance(value, dict):
+        return [number for part in value.values() for number in _refs(part)]
+    return []
+
+
+def _filled(value: Any, values: Values) -> Any:
+    if type(value) is Ref:
+        return values[value]
+    if isinstance(value, (list, tuple)):
+        return type(value)([_filled(v, values) for v in value])
+    return value
+
+
+def _fresh(value: Any, copy: bool) -> torch.Tensor:
+    if isinstance(value, Elsewhere):
+        return value.get(alone=copy)  # pyright: ignore[reportAttributeAccessIssue]
+    # A new tensor object each time: autograd writes its own record on it.
+    return value.clone() if copy else value.detach()

@@ -1,7 +1,12 @@
-"""Running a region again under a settled trace: needed ops run, kept values are handed out."""
+"""Running a region's function again under the tape of its forward: kept values are handed out.
+
+For recomputations that need a history (`torch.func` levels, rules of their own) or whose tape is open. What
+user code can see is real: an op that it could observe runs.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,133 +15,144 @@ from remat.transforms.context import Mode, active, quiet
 from remat.transforms.errors import RematError
 from remat.transforms.offload import Away
 from remat.transforms.ops import is_shape_arithmetic, traits
-from remat.transforms.placeholders import Separate, Shared, alike, metadata
-from remat.transforms.tape.tape import KEPT, RUN, Node, Stop, Trace, map_tensors, not_repeated, targets
+from remat.transforms.placeholders import Separate, alike, metadata
+from remat.transforms.tape.recorder import is_cast_of_leaf
+from remat.transforms.tape.snapshots import Snapshot
+from remat.transforms.tape.tape import KEPT, SKIP, Needs, Node, Tape, not_repeated
+from remat.transforms.tape.values import Ref, constants_alike, map_tensors, storage, targets
 
 
 class Replay(Mode):
-    """Runs a region again: needed ops run, kept values are handed out, all else is skipped.
+    """Runs a region again: needed ops run, kept values are handed out, nobody sees what is skipped.
 
     Args:
-        trace: a settled trace.
-        early_stop: raise `Stop` at the first op after the last needed one; otherwise ops beyond that end
-            pass through unseen (they belong to the backward).
-        check: compare shape, dtype and device of what runs.
-        digest: as for `Record`.
-        part: skip what is not in this part of the trace (see `Trace.part`).
-        spend: let go of kept values as they are handed out: nobody will ask again.
+        tape: of the forward.
+        needs: what runs.
+        kept: what is kept, by op.
+        random: the generator's state before each op that draws.
+        snapshots: (storage of a tensor from outside, what was in it before the forward wrote to it).
+        check: compare ops' constants, and shape, dtype and device of their results.
+        digest: as for `Recorder`.
+        casts: as for `Recorder`.
     """
 
     def __init__(
         self,
-        trace: Trace,
+        tape: Tape,
+        needs: Needs,
+        kept: Mapping[int, Any],
         *,
-        early_stop: bool,
+        random: Mapping[int, Any],
+        snapshots: list[tuple[int, Snapshot]],
         check: bool = True,
-        digest: Any = None,
-        part: tuple[set[int], int] | None = None,
-        spend: bool = False,
+        digest: Callable[[Any], Any] | None = None,
+        casts: bool = False,
     ) -> None:
         super().__init__()
-        self.trace, self.spend = trace, spend
-        self.needed, self.end = part or (None, trace.end)
-        self.early_stop = early_stop
-        self.check = check
-        self.digest = digest
-        self.position_ = 0
-        # Outside of a frame the nodes that are made of this run are for real, and storages tell them apart.
-        self.blanks = Shared() if early_stop else Separate()
-        self._scratch = {key: quiet(torch.clone, t) for key, t in trace.snapshots.items()}
+        self.tape, self.needs, self.kept, self.random = tape, needs, kept, random
+        self.check, self.digest, self.casts = check, digest, casts
+        self.at = 0
+        self.done = False
+        self.blanks = Separate()
+        copies = {id(snapshot): quiet(snapshot.copy) for _, snapshot in snapshots}
+        # Memory from outside that the forward wrote to, by its storage: the outside sees a write once.
+        self._scratch = {key: copies[id(snapshot)] for key, snapshot in snapshots}
 
     @property
     def position(self) -> int:
-        return self.position_
+        return self.at
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         facts = traits(func)
-        if active.quiet or facts.ignored:
+        if active.quiet or facts.ignored or self.done:
             return func(*args, **kwargs)
-        if not self.trace.meta and is_shape_arithmetic(args):
+        if not self.tape.meta and is_shape_arithmetic(args):
             return func(*args, **kwargs)
-        if self.uncached is not None and self._cached_cast(func, args):
+        if self.casts and is_cast_of_leaf(func, args):
             return func(*args, **kwargs)
-        if self.trace.sharded:
-            if not torch.is_grad_enabled():
-                return func(*args, **kwargs)
-            self._pass_by()
-        at = self.position_
-        if self.early_stop and at >= self.end:
-            raise Stop
-        if at >= len(self.trace.nodes):
+        if self.tape.sharded and not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        self.position_ = at + 1
-        node = self.trace.nodes[at]
+        at = self._next()
+        if at >= len(self.tape.nodes):
+            return func(*args, **kwargs)
+        self.at = at + 1
+        node = self.tape.nodes[at]
         if node.op is not func:
-            raise RematError(self._differs(at, f"the forward ran {node.op}, the recomputation runs {func}"))
+            raise self._differs(at, f"the forward ran {node.op}, the recomputation runs {func}")
+        if self.check and not _same_constants(node.args, args) or not _same_constants(node.kwargs, kwargs):
+            raise self._differs(at, f"{func} is called with other constants than in the forward")
         if self._scratch:
-            args, kwargs = _swap((args, kwargs), self._scratch)
-        if self.needed is None or at in self.needed:
-            if node.action == RUN:
-                return self._run(at, node, func, args, kwargs)
-            if node.action == KEPT:
-                out = _hand_out(node)
-                if self.spend:
-                    node.kept = None
-                return out
-        if facts.reshapes or (facts.view and node.root in self.trace.written):
-            # `squeeze_` and the like change the tensor object itself, which later ops look at. A view that is
-            # written through tells autograd, by its offset, where in its base the gradient belongs.
-            return func(*args, **kwargs)
-        if facts.inplace:
-            return next(iter(targets(facts, args, kwargs)))
-        return quiet(self.blanks, node.outs)
+            args, kwargs = self._on_scratch((args, kwargs))
+        action = self.needs.actions[at]
+        if action == KEPT:
+            return self._hand_out(at)
+        # A view is made: one that is written through tells autograd where in its base the gradient belongs, and
+        # `squeeze_` and the like change the tensor object itself, which later ops look at.
+        if action == SKIP and not facts.view and not facts.reshapes:
+            return next(iter(targets(facts, args, kwargs))) if facts.inplace else quiet(self.blanks, node.outs)
+        return self._run(at, node, func, args, kwargs)
 
-    def _pass_by(self) -> None:
-        nodes = self.trace.nodes
-        while self.position_ < len(nodes) and self.trace.passes(nodes[self.position_]):
-            self.position_ += 1
+    def _next(self) -> int:
+        """The number of the op that is to come, past those that need not occur."""
+        at, nodes = self.at, self.tape.nodes
+        while at < len(nodes) and (nodes[at].optional or self.tape.passes(nodes[at])):
+            at += 1
+        return at
 
     def forward_done(self) -> None:
         """What follows belongs to the backward."""
-        if self.position_ < self.end:
-            raise RematError(
-                self._differs(
-                    self.position_,
-                    f"the recomputation ends where the forward ran {self.trace.nodes[self.position_].op}",
-                )
-            )
-        self.position_ = len(self.trace.nodes)
+        at = self._next()
+        if at < self.needs.last + 1:
+            what = f"the recomputation ends where the forward ran {self.tape.nodes[at].op}"
+            raise self._differs(at, what)
+        self.done = True
 
     def _run(self, at: int, node: Node, func: Any, args: Any, kwargs: Any) -> Any:
+        if node.draws and (state := self.random.get(at)) is not None:
+            quiet(state.restore)
         out = func(*args, **kwargs)
         if self.check and not alike(metadata(out), node.outs):
-            raise RematError(
-                self._differs(at, f"{func} made {node.outs} in the forward and now makes {metadata(out)}")
-            )
+            made = metadata(out)
+            raise self._differs(at, f"{func} made {node.outs} in the forward and now makes {made}")
         if node.digest is not None and quiet(self.digest, out) != node.digest:
-            raise RematError(self._differs(at, f"{func} gave other numbers than in the forward, bit for bit"))
+            raise self._differs(at, f"{func} gave other numbers than in the forward, bit for bit")
         return out
 
-    def _differs(self, at: int, what: str) -> str:
-        return not_repeated(self.trace.region, f"at op {at}, {what}")
+    def _hand_out(self, at: int) -> Any:
+        copied = at in self.needs.copied
+
+        def fresh(value: Any) -> torch.Tensor:
+            if isinstance(value, Away):
+                return value.get(alone=copied)
+            # A new tensor object each time: autograd writes its own record on it.
+            return value.clone() if copied else value.detach()
+
+        return quiet(map_tensors, fresh, self.kept[at])
+
+    def _on_scratch(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            scratch = self._scratch.get(storage(value))
+            return value if scratch is None else quiet(scratch.view, value)
+        if isinstance(value, (tuple, list)):
+            return type(value)([self._on_scratch(v) for v in value])
+        if isinstance(value, dict):
+            return {k: self._on_scratch(v) for k, v in value.items()}
+        return value
+
+    def _differs(self, at: int, what: str) -> RematError:
+        return RematError(not_repeated(self.tape.region, f"at op {at}, {what}"))
 
 
-def _hand_out(node: Node) -> Any:
-    def fresh(value: Any) -> torch.Tensor:
-        if isinstance(value, Away):
-            return value.get(alone=node.copied)
-        # A new tensor object each time: autograd writes its own record on it.
-        return value.clone() if node.copied else value.detach()
+def _same_constants(want: Any, value: Any) -> bool:
+    """Whether the arguments of a call are those of the forward, tensors aside."""
+    if type(want) is Ref or isinstance(value, torch.Tensor):
+        return type(want) is Ref and isinstance(value, torch.Tensor)
+    if isinstance(want, (list, tuple)) and isinstance(value, (list, tuple)):
+        return len(want) == len(value) and all(map(_same_constants, want, value))
+    if isinstance(want, dict):
+        return want.keys() == value.keys() and all(_same_constants(want[k], value[k]) for k in want)
+    return type(want) is not type(value) or constants_alike(want, value)
 
-    return quiet(map_tensors, fresh, node.kept)
 
-
-def _swap(tree: Any, table: dict[int, torch.Tensor]) -> Any:
-    if isinstance(tree, torch.Tensor):
-        return table.get(id(tree), tree)
-    if isinstance(tree, (tuple, list)):
-        return type(tree)([_swap(v, table) for v in tree])
-    if isinstance(tree, dict):
-        return {k: _swap(v, table) for k, v in tree.items()}
-    return tree
+__all__ = ["Replay"]

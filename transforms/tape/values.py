@@ -1,27 +1,27 @@
-"""What a forward computes from what: numbers for the tensors it meets, and how its ops are called."""
+"""Values of a forward: numbers for the tensors it meets, and templates for how its ops are called."""
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from remat.transforms.tape.tape import tensors_in
-
-_ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
-
-
-class Unknown(Exception):
-    """A tensor whose origin cannot be told, or something else that cannot be written down."""
+from remat.transforms.compat import functions_as_they_are, storage_key
+from remat.transforms.offload import Elsewhere, away_in
+from remat.transforms.ops import Traits
 
 
 class Ref(int):
-    """Stands for the value of this number among the arguments of a call."""
+    """Stands for the value of this number in the template of a call: 0, 1, ... are results of ops, in their
+    order; -1, -2, ... come from outside."""
+
+    __slots__ = ()
 
 
-class Makers:
+class ValueNumbering:
     """Numbers of tensor objects. An id is reused once its tensor is gone, so each entry knows its own."""
 
     __slots__ = ("_at",)
@@ -33,86 +33,96 @@ class Makers:
         found = self._at.get(id(tensor))
         return found[1] if found is not None and found[0]() is tensor else None
 
-    def set(self, tensor: torch.Tensor, at: int) -> None:
-        self._at[id(tensor)] = weakref.ref(tensor), at
+    def set(self, tensor: torch.Tensor, number: int) -> None:
+        self._at[id(tensor)] = weakref.ref(tensor), number
+
+    def drop(self, tensor: torch.Tensor) -> None:
+        self._at.pop(id(tensor), None)
+
+    def living(self) -> Iterator[tuple[torch.Tensor, int]]:
+        """The tensors that are still there, in the order in which they were met."""
+        for ref, number in list(self._at.values()):
+            if (tensor := ref()) is not None:
+                yield tensor, number
 
 
-class Values:
-    """Numbers for the tensors that a forward meets: 0, 1, ... for results of ops, -1, -2, ... from outside.
-
-    Args:
-        outside: all tensors from outside, None for one that is missing. They must stay alive meanwhile.
-    """
-
-    __slots__ = ("_made", "_outer", "count")
-
-    def __init__(self, outside: Sequence[torch.Tensor | None]) -> None:
-        self.count = 0
-        self._outer = {id(t): -1 - i for i, t in enumerate(outside)}
-        self._made = Makers()
-
-    def add(self, out: Any) -> None:
-        """Number the tensors among an op's results."""
-        if isinstance(out, torch.Tensor):
-            self._made.set(out, self.count)
-            self.count += 1
-        else:
-            for tensor in tensors_in(out):
-                self.add(tensor)
-
-    def same(self, func: Any, args: Any, out: Any) -> None:
-        """Note what an op that computes nothing returned."""
-        number = self.find(args[0]) if func in _ALIASES else None
-        if number is not None:
-            self._made.set(out, number)
-
-    def find(self, tensor: torch.Tensor) -> int | None:
-        """The number of this tensor object; None for one that came from nowhere."""
-        number = self._made.get(tensor)
-        return self._outer.get(id(tensor)) if number is None else number
+def constants_alike(want: Any, value: Any) -> bool:
+    """Whether two values in the arguments of an op, tensors aside, are the same to the op."""
+    kind = type(want)
+    if kind is not type(value):
+        return False
+    if kind is float:
+        # 0.0 == -0.0, and nan differs from itself.
+        same_sign = math.copysign(1.0, want) == math.copysign(1.0, value)
+        return (want == value and same_sign) or (want != want and value != value)
+    if kind is complex:
+        return constants_alike(want.real, value.real) and constants_alike(want.imag, value.imag)
+    if kind is list or kind is tuple:
+        return len(want) == len(value) and all(map(constants_alike, want, value))
+    if kind is dict:
+        return want.keys() == value.keys() and all(constants_alike(want[k], value[k]) for k in want)
+    return bool(want == value)
 
 
-class Calls:
-    """Writes down how the ops of a forward are called.
+def tensors_in(values: Any) -> Iterable[torch.Tensor]:
+    """The tensors among the arguments or results of an op."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                yield value
+            elif isinstance(value, (tuple, list)):
+                yield from tensors_in(value)
+    elif isinstance(values, dict):
+        yield from tensors_in(tuple(values.values()))
 
-    Attributes:
-        made: each op's arguments and keyword arguments, with a `Ref` in the place of every tensor.
-        first: the number of each op's first result.
-        packed: the values that autograd saved; None for one that could not be told.
-        complete: False once anything could not be written down.
-    """
 
-    def __init__(self, outside: Sequence[torch.Tensor | None]) -> None:
-        self.values = Values(outside)
-        self.made: list[tuple[Any, Any]] = []
-        self.first: list[int] = []
-        self.packed: list[int | None] = []
-        self.complete = True
+def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
+    """`value`, the result of an op or what is kept of it, with `function` applied to its tensors."""
+    if isinstance(value, (torch.Tensor, Elsewhere)):
+        return function(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)([map_tensors(function, v) for v in value])
+    return value
 
-    def add(self, args: Any, kwargs: Any, out: Any) -> None:
-        """Note a call and what it returned."""
-        if not self.complete:
-            return
-        try:
-            self.made.append((self._template(args), self._template(kwargs)))
-        except Unknown:
-            self.complete = False
-            return
-        self.first.append(self.values.count)
-        self.values.add(out)
 
-    def save(self, tensor: torch.Tensor) -> None:
-        """Note a value that autograd saves."""
-        self.packed.append(self.values.find(tensor))
+def held_tensors(kept: Any) -> list[tuple[torch.Tensor, bool]]:
+    """The tensors that are held for a kept value, and whether each is an offloaded one, on its host."""
+    return [*((away.host, True) for away in away_in(kept)), *((tensor, False) for tensor in tensors_in(kept))]
 
-    def _template(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            number = self.values.find(value)
-            if number is None:
-                raise Unknown
-            return Ref(number)
-        if isinstance(value, (tuple, list)):
-            return type(value)([self._template(v) for v in value])
-        if isinstance(value, dict):
-            return {k: self._template(v) for k, v in value.items()}
-        return value
+
+def targets(facts: Traits, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
+    """The tensors that a call writes to."""
+    if facts.conditional is not None and not args[facts.conditional]:
+        return
+    for where in facts.writes:
+        if isinstance(where, str):
+            yield from tensors_in(kwargs.get(where))
+        elif where < len(args):
+            yield from tensors_in(args[where])
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """The version counter of a tensor; inference tensors keep none, and cannot be written outside their mode."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def storage(tensor: torch.Tensor) -> int:
+    """What aliases of one memory have in common while one of them lives."""
+    try:
+        return storage_key(tensor)
+    except (NotImplementedError, RuntimeError):
+        return id(tensor)
+
+
+def memory_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The storage object of a tensor, which lives as long as its memory; None for tensors that have none."""
+    if tensor.layout is not torch.strided:
+        return None
+    try:
+        # Whoever watches torch functions would take this for a call of the user's.
+        with functions_as_they_are():
+            return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None

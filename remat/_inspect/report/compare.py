@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from remat._api import remat, under_policy
-from remat._core import joined_keywords, keywords_apart
+from remat._api import remat
+from remat._core import format_bytes, joined_keywords, keywords_apart
 from remat._inspect.report.explain import Explanation, name_of, notes, si
 from remat._inspect.report.measure import Measured, measure
 from remat._inspect.report.tables import Page, Shown, Table
-from remat._inspect.residuals import _human
+from remat._region import under_policy
 from remat.policies import (
     Policy,
     PolicyLike,
@@ -56,7 +56,7 @@ class Comparison(Shown):
         host = (">host",) if away else ()
         columns = ("policy", ">kept", ">share", *host, ">peak", ">ops again", ">FLOPs again", ">more")
         plain, blank = self.plain, ("",) * away
-        first = ("no remat", _human(plain.kept_bytes), "", *blank, _human(plain.peak), "", "", "")
+        first = ("no remat", format_bytes(plain.kept_bytes), "", *blank, format_bytes(plain.peak), "", "", "")
         table = Table("policies", columns, (first, *self._rows(away)))
         return Page((f"{self.name} under {len(self.rows)} policies",), (table,))
 
@@ -66,10 +66,10 @@ class Comparison(Shown):
             again = found.recomputed
             yield (
                 repr(policy),
-                _human(found.kept_bytes),
+                format_bytes(found.kept_bytes),
                 f"{found.kept_bytes / before:.0%}",
-                *([_human(found.host_bytes) if found.host_bytes else ""] if away else []),
-                _human(found.now.peak),
+                *([format_bytes(found.host_bytes) if found.host_bytes else ""] if away else []),
+                format_bytes(found.now.peak),
                 f"{again.ops}",
                 si(again.flops),
                 f"+{again.flops / max(self.plain.flops, 1):.0%}",

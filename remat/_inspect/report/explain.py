@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from remat import debug
+from remat._core import format_bytes
 from remat._inspect.report.measure import Measured, RegionUse, Work, measure
 from remat._inspect.report.tables import Page, Shown, Table
 from remat._inspect.report.watch import KINDS, PASSES, TRANSFER
-from remat._inspect.residuals import Residual, Residuals, _human
+from remat._inspect.residuals import Residual, Residuals
 
 _WHOLE, _LITTLE = 0.9, 0.02
 
@@ -68,11 +69,11 @@ class Explanation(Shown):
 
     def _headline(self) -> Iterator[str]:
         kept, plain = self.kept_bytes, self.plain_bytes
-        of = f" of {_human(plain)} without remat ({_percent(kept, plain)})" if self.now.regions else ""
-        host = f", and {_human(self.host_bytes)} in host memory" if self.host_bytes else ""
-        yield f"{self.name} keeps {_human(kept)}{of} for its backward{host}"
-        peaks = f", {_human(self.plain.peak)} without remat" if self.now.regions else ""
-        yield f"peak of what its ops make: {_human(self.now.peak)}{peaks}"
+        of = f" of {format_bytes(plain)} without remat ({_percent(kept, plain)})" if self.now.regions else ""
+        host = f", and {format_bytes(self.host_bytes)} in host memory" if self.host_bytes else ""
+        yield f"{self.name} keeps {format_bytes(kept)}{of} for its backward{host}"
+        peaks = f", {format_bytes(self.plain.peak)} without remat" if self.now.regions else ""
+        yield f"peak of what its ops make: {format_bytes(self.now.peak)}{peaks}"
         forward, again, backward = (self.now.total(when).flops for when in PASSES)
         share = f" (+{_percent(again, self.plain.flops)})" if again else ""
         yield f"FLOPs: {si(forward)} forward, {si(again)} recomputed{share}, {si(backward)} backward"
@@ -127,14 +128,15 @@ def notes(now: Measured, plain: Measured) -> Iterator[str]:
         return
     kept, before = now.kept_bytes, plain.kept_bytes
     if kept >= before:
-        yield f"the regions keep as much as no remat does ({_human(before)}): they cost and save nothing"
+        size = format_bytes(before)
+        yield f"the regions keep as much as no remat does ({size}): they cost and save nothing"
     elif kept > (1 - _LITTLE) * before:
-        yield f"the regions save next to nothing: {_human(before - kept)} of {_human(before)}"
+        yield f"the regions save next to nothing: {format_bytes(before - kept)} of {format_bytes(before)}"
     for region in now.regions:
         yield from _region_notes(region, now, plain)
     held = sum(r.bytes for r in now.kept if r.why in ("argument", "captured"))
     if held > _WHOLE * kept and kept:
-        yield f"{_human(held)} of what is kept are arguments and captured tensors, which live anyway"
+        yield f"{format_bytes(held)} of what is kept are arguments and captured tensors, which live anyway"
 
 
 def _region_notes(region: RegionUse, now: Measured, plain: Measured) -> Iterator[str]:
@@ -143,9 +145,9 @@ def _region_notes(region: RegionUse, now: Measured, plain: Measured) -> Iterator
     if region.calls == 1 and region.share >= _WHOLE and not region.holds_regions and region.recomputed.ops:
         yield (
             f"region {region.name!r} is the whole differentiated function: its recomputation brings back "
-            f"everything at once, so the peak is {_human(now.peak)} against {_human(plain.peak)} without "
-            "remat. Wrap its parts, such as each block (as one of several regions of something larger it "
-            "helps)"
+            f"everything at once, so the peak is {format_bytes(now.peak)} against {format_bytes(plain.peak)} "
+            "without remat. Wrap its parts, such as each block (as one of several regions of something "
+            "larger it helps)"
         )
 
 
@@ -155,12 +157,18 @@ def _region_notes(region: RegionUse, now: Measured, plain: Measured) -> Iterator
 def _kept_table(kept: Residuals) -> Table:
     groups = Counter(kept)
     rows = [
-        (_human(r.bytes * times), f"{times}" if times > 1 else "", _why(r), str(r).split(" ")[0], _source(r))
+        (
+            format_bytes(r.bytes * times),
+            f"{times}" if times > 1 else "",
+            _why(r),
+            str(r).split(" ")[0],
+            _source(r),
+        )
         for r, times in sorted(groups.items(), key=lambda pair: pair[0].bytes * pair[1], reverse=True)
     ]
-    host = f", {_human(kept.host_bytes)} of it in host memory" if kept.host_bytes else ""
+    host = f", {format_bytes(kept.host_bytes)} of it in host memory" if kept.host_bytes else ""
     return Table(
-        f"kept: {_human(kept.bytes)}{host}", (">bytes", ">times", "why", "each", "from"), tuple(rows)
+        f"kept: {format_bytes(kept.bytes)}{host}", (">bytes", ">times", "why", "each", "from"), tuple(rows)
     )
 
 
@@ -184,14 +192,14 @@ def _recomputed_table(now: Measured) -> Table:
         (
             f"{r.work.ops}",
             si(r.work.flops),
-            _human(r.work.bytes),
+            format_bytes(r.work.bytes),
             r.op.rpartition(".")[0],
             short(r.location) + (f" in {r.region}" if several else ""),
         )
         for r in now.recomputed
     ]
     total = now.total("recompute")
-    title = f"recomputed: {total.ops} ops, {si(total.flops)} FLOPs, {_human(total.bytes)} moved"
+    title = f"recomputed: {total.ops} ops, {si(total.flops)} FLOPs, {format_bytes(total.bytes)} moved"
     return Table(title, (">times", ">FLOPs", ">moved", "op", "from"), tuple(rows))
 
 
@@ -208,7 +216,7 @@ def _work_table(now: Measured) -> Table:
 
 def _cells(works: list[Work]) -> Iterator[str]:
     yield from (si(work.flops) if work.flops else "" for work in works)
-    yield from (_human(work.bytes) if work.bytes else "" for work in works)
+    yield from (format_bytes(work.bytes) if work.bytes else "" for work in works)
 
 
 def _region_table(now: Measured) -> Table:
@@ -220,9 +228,9 @@ def _region_table(now: Measured) -> Table:
             f"{r.forward.ops}",
             f"{r.recomputed.ops}",
             si(r.recomputed.flops),
-            _human(r.saved),
-            *([_human(r.offloaded)] if away else []),
-            _human(r.inputs),
+            format_bytes(r.saved),
+            *([format_bytes(r.offloaded)] if away else []),
+            format_bytes(r.inputs),
         )
         for r in now.regions
     ]

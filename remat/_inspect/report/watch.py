@@ -86,8 +86,8 @@ class Watch(TorchDispatchMode):
         again = recomputed_region()
         when = "recompute" if again is not None else self._when()
         recordings = context_recordings() if when == "forward" else []
-        region = recordings[-1].trace.region if recordings else again
-        call = self._call(recordings[0].trace) if recordings else None
+        region = recordings[-1].tape.region if recordings else again
+        call = self._call(recordings[0].tape) if recordings else None
         inner = len(recordings) > 1
         return Ran(when, func, kind(func), info.flops, moved, region, call, inner, user_line())
 

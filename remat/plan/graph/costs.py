@@ -16,12 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-import torch.utils._pytree as pytree
 
 from remat._core import known_flops, op_name
 from remat.plan.graph.traffic import is_view, traffic
 from remat.policies import kind_of
-from remat.transforms import BoundedCache, RematError
+from remat.transforms import BoundedCache, RematError, map_only
 from remat.transforms.joint import Joint, Op, Ref, Value
 
 # A custom op of unknown cost counts as a matmul with this contraction: dear enough not to be rerun blindly.
@@ -35,7 +34,7 @@ _UNKNOWN: BoundedCache[str, None] = BoundedCache(4096)
 
 def flops_of(joint: Joint, op: Op) -> float:
     """FLOPs of one op; 0 for pointwise ops, reductions and views. Unknown custom ops are priced by size."""
-    args, kwargs = pytree.tree_map_only(Ref, lambda r: joint.values[r.id], (op.args, op.kwargs))
+    args, kwargs = map_only(Ref, lambda r: joint.values[r.id], (op.args, op.kwargs))
     outputs = tuple([joint.values[o] for o in op.outputs])
     known = known_flops(op.target, args, kwargs, outputs, lambda x: isinstance(x, Value))
     if known is not None:

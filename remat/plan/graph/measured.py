@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from remat.plan.graph.traffic import is_view, traffic
-from remat.transforms import BoundedCache
+from remat.transforms import BoundedCache, map_only
 from remat.transforms.joint import Joint, Op, Ref
 
 # An op is repeated until this much time has passed, so that small ones are not all clock.
@@ -62,15 +61,13 @@ class Measured:
 
     def _key(self, joint: Joint, op: Op) -> tuple[str, str]:
         device = self.device or next((str(joint.values[v].device) for v in (*op.outputs, *op.reads)), "cpu")
-        described = pytree.tree_map_only(Ref, lambda r: _describe(joint, r), (op.args, op.kwargs))
+        described = map_only(Ref, lambda r: _describe(joint, r), (op.args, op.kwargs))
         text = f"{op.name} {described}"
         return hashlib.sha256(text.encode()).hexdigest()[:24], device
 
     def _time(self, joint: Joint, op: Op, device: str) -> float:
         try:
-            args, kwargs = pytree.tree_map_only(
-                Ref, lambda r: _tensor(joint, r, device), (op.args, op.kwargs)
-            )
+            args, kwargs = map_only(Ref, lambda r: _tensor(joint, r, device), (op.args, op.kwargs))
             return seconds(lambda: op.target(*args, **kwargs), device)
         except Exception:
             # Whatever keeps one op from running alone, its price is no reason to fail a plan.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,8 +27,6 @@ from remat.transforms.compat import (
     traced_functionally,
     transposes_given,
 )
-from remat.transforms.ops import traits
-from remat.transforms.scan.body import Leaves, Step
 from remat.transforms.scan.compiled.fx_passes import (
     added_to_inputs,
     aliases_dropped,
@@ -37,10 +35,10 @@ from remat.transforms.scan.compiled.fx_passes import (
     put_in_place,
     results,
 )
+from remat.transforms.scan.compiled.kept import keep_of
 from remat.transforms.scan.compiled.sums import Sums
-from remat.transforms.scan.spec import Tensors
+from remat.transforms.scan.spec import Leaves, Step, Tensors
 from remat.transforms.scan.vjp import pull
-from remat.transforms.tape import OFFLOAD, SAVE, Node, Record, Trace, tensors_in
 
 Columns = list[list[torch.Tensor]]
 # What is compiled, and the consts whose transposes it takes after all else.
@@ -57,15 +55,9 @@ def owner() -> list[Any] | None:
     return getattr(_local, "owner", None)
 
 
-class Kept(list[torch.Tensor]):
-    """What a selector keeps of one step, and which of it belongs on the host."""
-
-    host: tuple[bool, ...] = ()
-
-
 @dataclass
-class Blocks:
-    """How the steps of a scan are compiled, `size` at a time.
+class UnrolledStep:
+    """A scan's step, unrolled `size` times and compiled.
 
     Attributes:
         step: `step(consts, carry, x) -> (carry, ys)`, of tensors only.
@@ -74,6 +66,7 @@ class Blocks:
         compiler: a backend of torch.compile.
         selector: makes the selector of what is kept of a step, None for carries alone.
         made: what has been compiled, by what it is for.
+        consts: what every step reads besides, in one run of the scan.
     """
 
     step: Step
@@ -83,51 +76,14 @@ class Blocks:
     selector: Callable[[], Any] | None = None
     made: dict[Any, Any] = field(default_factory=dict)
 
-    def at(self, consts: Tensors) -> Bound:
-        """The blocks with what every step reads besides."""
-        return Bound(self, consts)
+    consts: list[torch.Tensor] = field(default_factory=list)
+    # Of these consts: what to call, so that it is looked up once a run; transposes that several calls read.
+    _found: dict[Any, Any] = field(default_factory=dict)
+    _transposed: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def kept(self, consts: Tensors, carry: Leaves, x: Tensors) -> tuple[Leaves, list[torch.Tensor], Kept]:
-        """One step, with what the selector keeps of it."""
-        if self.selector is None:
-            return *self.step(consts, carry, x), Kept()
-        selector = self.selector()
-        record = _Keeping(Trace("step"), selector, [*consts, *carry, *x])
-        with selector.watching(), record:
-            new, ys = self.step(consts, carry, x)
-        selector.finished(record.trace)
-        return new, ys, record.found()
-
-
-class _Keeping(Record):
-    """Keeps values where they are, and notes which of them belong on the host."""
-
-    def judge(self, node: Node, verdict: int, out: Any) -> None:
-        super().judge(node, min(verdict, 1) * SAVE, out)
-        node.verdict = verdict
-
-    def found(self) -> Kept:
-        nodes, kept, host = self.trace.nodes, Kept(), []
-        for i, node in enumerate(nodes):
-            root = node.root
-            # A view costs nothing to take again of what is there.
-            if root != i and (root < 0 or nodes[root].kept is not None) and traits(node.op).view:
-                continue
-            values = list(tensors_in(node.kept))
-            kept += values
-            host += [node.verdict == OFFLOAD] * len(values)
-        kept.host = tuple(host)
-        return kept
-
-
-class Bound:
-    """The blocks of one run of a scan: all of one shape, so that what to call is looked up once."""
-
-    def __init__(self, blocks: Blocks, consts: Tensors) -> None:
-        self.blocks, self.consts = blocks, [t.detach() for t in consts]
-        self.size, self.reverse = blocks.size, blocks.reverse
-        self._found: dict[Any, Any] = {}
-        self._transposed: dict[int, torch.Tensor] = {}
+    def at(self, consts: Tensors) -> UnrolledStep:
+        """The same for one run of the scan, whose blocks all read these consts and are all of one shape."""
+        return replace(self, consts=[t.detach() for t in consts], _found={}, _transposed={})
 
     # -- calls ---------------------------------------------------------------------------------------------
 
@@ -135,7 +91,7 @@ class Bound:
         self, carry: Leaves, xs: Sequence[torch.Tensor], tape: bool
     ) -> tuple[Leaves, Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         """The carry after a block, its ys stacked, and what pulling back needs; carry and `xs` are dense."""
-        tape = tape and self.blocks.selector is not None  # carries are there anyway
+        tape = tape and self.selector is not None  # carries are there anyway
         found = self._found.get(tape)
         if found is None:
             values, b = [*self.consts, *carry, *xs], len(carry)
@@ -198,7 +154,7 @@ class Bound:
         return [False] * carry + [out for _, out in self._found.get("kept", ((), ()))[1]]
 
     def _lookup(self, key: Any, values: list[torch.Tensor], make: Callable[[], Any]) -> Any:
-        made, full = self.blocks.made, (*key, self.size, self.reverse, _signature(values))
+        made, full = self.made, (*key, self.size, self.reverse, _signature(values))
         if full not in made:
             before, _local.owner = owner(), made.setdefault("inside", [])
             try:
@@ -223,7 +179,7 @@ class Bound:
             ordered = columns[::-1] if self.reverse else columns
             return [*_stacked(tapes), *_stacked(ordered)]
 
-        return self._compiled(_traced(block, values, self.blocks.compiler))
+        return self._compiled(_traced(block, values, self.compiler))
 
     def _made_pull(
         self, values: list[torch.Tensor], b: int, c: int, tapes: int, cts: Any, needs: tuple[Any, Any]
@@ -285,7 +241,7 @@ class Bound:
             known = [t.select(0, k) for k in range(self.size) for t in values[first:]]
             return [*outs, *known, *made]
 
-        graph = _traced(gradient, values, self.blocks.compiler)
+        graph = _traced(gradient, values, self.compiler)
         reads = put_in_place(graph, self.size * tapes, tapes)
         products_joined(graph)
         return graph, tuple(found), reads
@@ -293,7 +249,9 @@ class Bound:
     def _step(
         self, consts: Tensors, carry: Leaves, x: Tensors, keep: bool
     ) -> tuple[Leaves, list[torch.Tensor], Sequence[torch.Tensor]]:
-        return self.blocks.kept(consts, carry, x) if keep else (*self.blocks.step(consts, carry, x), ())
+        if keep:
+            return keep_of(self.step, self.selector, consts, carry, x)
+        return *self.step(consts, carry, x), ()
 
     # -- what the selector keeps ---------------------------------------------------------------------------
 
@@ -302,7 +260,7 @@ class Bound:
         return self._selected(consts, carry, xs)[0]
 
     def _selected(self, consts: Tensors, carry: Tensors, xs: Tensors) -> Any:
-        if self.blocks.selector is None:
+        if self.selector is None:
             return [], []
         if "kept" not in self._found:
             key, values = ("kept",), [*consts, *carry, *(x.narrow(0, 0, 1) for x in xs)]
@@ -312,20 +270,17 @@ class Bound:
 
     def _select(self, values: list[torch.Tensor], a: int, b: int) -> Any:
         # Of one step, pulled back through with a cotangent for every result: whatever a pull-back may read.
-        one = Bound(
-            Blocks(self.blocks.step, 1, False, self.blocks.compiler, self.blocks.selector), values[:a]
-        )
+        one = UnrolledStep(self.step, 1, False, self.compiler, self.selector).at(values[:a])
         like: list[Any] = []
 
         def look(*values: torch.Tensor) -> list[torch.Tensor]:
-            new, ys, kept = self.blocks.kept(
-                values[:a], list(values[a : a + b]), [x.select(0, 0) for x in values[a + b :]]
-            )
+            rows = [x.select(0, 0) for x in values[a + b :]]
+            new, ys, kept = keep_of(self.step, self.selector, values[:a], list(values[a : a + b]), rows)
             like[:] = [len(new), len(ys), *zip(kept, kept.host, strict=True)]
             return [*new, *ys, *kept]
 
         rows = values[a + b :]
-        graph = _traced(look, values, self.blocks.compiler)
+        graph = _traced(look, values, self.compiler)
         metas = [_empty(node.meta["val"]) for node in results(graph)]
         hosts = [host for _, host in like[2:]]
         news, ys, kept = metas[:b], metas[b : b + like[1]], metas[b + like[1] :]
@@ -364,9 +319,9 @@ class Bound:
         if not results(graph):
             return (lambda *_: ()), []
         inputs = [_empty(node.meta["val"]) for node in graph.graph.find_nodes(op="placeholder")]
-        options = options_of(self.blocks.compiler)
+        options = options_of(self.compiler)
         if options is None or not fits_cpu(graph, inputs):
-            return compiled_bare(self.blocks.compiler, graph, inputs), []
+            return compiled_bare(self.compiler, graph, inputs), []
         aliases_dropped(graph)
         given = transposes_given(graph, len(self.consts))
         inputs += [_empty(inputs[i].t().contiguous()) for i in given]

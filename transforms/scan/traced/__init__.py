@@ -1,9 +1,9 @@
 """Scans in graphs that are being traced for a compiler."""
 
-from remat.transforms.scan.traced.entry import Facts, Whole, evaluating, run, run_whole, showing, shown
+from remat.transforms.scan.traced.entry import TracedBody, Whole, evaluating, run, run_whole, showing, shown
 
 __all__ = [
-    "Facts",  # what is known of a scan besides its graph
+    "TracedBody",  # a body as Dynamo's graph
     "Whole",  # a scan in eager whose step Dynamo is to trace
     "evaluating",  # whether a scan's op runs its steps around here
     "run",  # the results of Dynamo's node

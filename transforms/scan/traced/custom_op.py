@@ -25,10 +25,11 @@ from remat.transforms.compat import above_all, live_with_graph
 from remat.transforms.context import quiet
 from remat.transforms.entry import run_transparently
 from remat.transforms.errors import RematError
+from remat.transforms.offload import pinned_for, to_host
 from remat.transforms.scan.backward import pull_back
-from remat.transforms.scan.body import version
-from remat.transforms.scan.compiled import Blocks, dense, owner
-from remat.transforms.scan.forward import sweep
+from remat.transforms.scan.body import version, wrote
+from remat.transforms.scan.compiled import UnrolledStep, dense, owner
+from remat.transforms.scan.forward import run_forward
 from remat.transforms.scan.spec import Record, Scan, State, Tensors
 from remat.transforms.state import Ambient, RandomState
 
@@ -59,15 +60,14 @@ def evaluating() -> bool:
 
 
 @contextlib.contextmanager
-def unwritten(name: str, tensors: Tensors) -> Iterator[None]:
-    """Raise if what runs within writes into these tensors, the operands of a step."""
-    before = [version(t) for t in tensors]
+def unwritten(name: str, keys: Sequence[str], carry: Tensors, x: Tensors) -> Iterator[None]:
+    """Raise if what runs within writes into a step's operands; `keys` are those of the carry."""
+    before = [version(t) for t in (*carry, *x)]
     yield
-    if before != [version(t) for t in tensors]:
-        raise RematError(
-            f"{name}: the body wrote into its carry or its x in place. The recomputation would "
-            "start from what was written; make a new tensor (`carry = carry + ...`) and return it."
-        )
+    for i, (tensor, old) in enumerate(zip((*carry, *x), before, strict=True)):
+        if version(tensor) != old:
+            key = keys[i] if i < len(keys) else ""
+            raise wrote(name, f"its carry{key}" if i < len(carry) else "xs")
 
 
 @dataclass
@@ -131,36 +131,32 @@ class Opaque:
 
 
 @functools.lru_cache(maxsize=256)
-def layout(schedule: Any, n: int) -> dict[int | None, tuple[int, int]]:
-    """Slot -> (step, row among the kept carries), as the forward leaves them; None is the state in hand.
+def layout(schedule: Any, n: int) -> dict[int, tuple[int, int]]:
+    """Slot -> (step, row among the kept carries), as the forward leaves them.
 
     The first carry is an operand and has no row: -1.
     """
-    place, last, steps = schedule.place(n), schedule.hand(n), {}
-    for k in range(n - 1):
-        if (slot := place(k)) is not None:
-            steps[slot] = k
-    steps[None] = last
     rows = itertools.count()
-    return {slot: (step, next(rows) if step else -1) for slot, step in steps.items()}
+    return {slot: (step, next(rows) if step else -1) for step, slot in schedule.forward(n).items()}
 
 
 def rows_kept(scan: Scan) -> int:
     """How many carries the forward keeps besides the first."""
-    return sum(row >= 0 for _, row in layout(scan.schedule, scan.length).values())
+    return sum(row >= 0 for _, row in layout(scan.spec.schedule, scan.length).values())
 
 
 class _Slots(dict[Any, State]):
     """The states that a forward keeps, each written into its row at once."""
 
-    def __init__(self, rows: dict[int | None, tuple[int, int]], buffers: Tensors) -> None:
+    def __init__(self, rows: dict[int, tuple[int, int]], buffers: Tensors) -> None:
         super().__init__()
         self.rows, self.buffers = rows, buffers
 
-    def __setitem__(self, slot: int | None, state: State) -> None:
+    def __setitem__(self, slot: int, state: State) -> None:
         row = self.rows[slot][1] if slot in self.rows and self.rows[slot][0] == state.step else -1
         if row >= 0:
-            carry = [b.select(0, row).copy_(t) for b, t in zip(self.buffers, state.carry, strict=True)]
+            rows = [b.select(0, row) for b in self.buffers]
+            carry = [_put(r, t) for r, t in zip(rows, state.carry, strict=True)]
             state = State(state.step, carry, state.random)
         super().__setitem__(slot, state)
 
@@ -179,7 +175,7 @@ class _Tapes(dict[int, list[torch.Tensor]]):
 
     def __setitem__(self, step: int, tape: list[torch.Tensor]) -> None:
         for row, tensor in zip(self.rows[step // self.size], tape, strict=True):
-            row.copy_(tensor)
+            _put(row, tensor)
 
     def pop(self, step: int, *_: Any) -> list[torch.Tensor]:
         return list(self.rows[step // self.size])
@@ -195,9 +191,9 @@ class Entry:
 
     def __init__(self, key: str, scan: Scan, opaque: Opaque) -> None:
         self.key, self.opaque = key, opaque
-        scan = replace(scan, plain=True, levels=False, opaque=None, on_step=None, around=None)
+        scan = replace(scan, plain=True, levels=False, opaque=None, around=None)
         if opaque.compiler is not None:
-            blocks = Blocks(scan.step, opaque.size, scan.reverse, opaque.compiler, scan.selector)
+            blocks = UnrolledStep(scan.step, opaque.size, scan.reverse, opaque.compiler, scan.selector)
             scan = replace(scan, blocks=blocks)
         self.scan = scan
         self.tape = 0  # how many tensors a tape has
@@ -221,15 +217,15 @@ class Entry:
 
     def forward(self, flat: Tensors) -> list[torch.Tensor]:
         flat = dense(flat)
-        rows, buffers = layout(self.scan.schedule, self.scan.length), self._buffers(flat)
+        rows, buffers = layout(self.scan.spec.schedule, self.scan.length), self._buffers(flat)
         record = Record(self.opaque.ambient, RandomState(flat))
         if self.scan.taped:
             record.tapes = _Tapes(self.opaque.size, buffers, flat[self.scan.sizes[0]].device)
         else:
             record.states = _Slots(rows, buffers)
-        scan = replace(self.scan, record=record)
+        scan = replace(self.scan, record=record, buffered=True)
         with torch.no_grad(), self.surroundings():
-            carry, ys = sweep(scan, flat)
+            carry, ys = run_forward(scan, flat)
         for buffer in buffers:
             buffer.scan = self  # type: ignore[attr-defined]  the backward may outlive the compiled code
         return [*_apart([*carry, *ys], flat), *buffers]
@@ -249,13 +245,8 @@ class Entry:
                 return list(flat[a : a + b])
             return [t.select(0, row) for t in kept] if tapes is None else tapes.carry(step, b)
 
-        rows = layout(self.scan.schedule, self.scan.length) if tapes is not record.tapes else {}
+        rows = layout(self.scan.spec.schedule, self.scan.length) if tapes is not record.tapes else {}
         states = {slot: State(step, kept_carry(step, row), None) for slot, (step, row) in rows.items()}
-        if None in states:  # the state in hand is worked on where the operands are
-            states[None] = replace(
-                states[None],
-                carry=[t.to(d.device) for t, d in zip(states[None].carry, flat[a : a + b], strict=True)],
-            )
         record.states = states
         scan = replace(self.scan, record=record)
         with torch.no_grad():
@@ -278,7 +269,7 @@ class Entry:
         scan = self.scan
         consts, carry, xs = scan.split(flat)
         first = [x.select(0, 0) for x in xs]
-        with torch.no_grad(), self.surroundings(), evaluation(), unwritten(scan.name, [*carry, *first]):
+        with torch.no_grad(), self.surroundings(), evaluation(), unwritten(scan.spec.name, (), carry, first):
             new, ys = run_transparently(scan.step, (consts, carry, first), {})
         stacks = [y.new_empty((scan.length, *y.shape)) for y in ys]
         return [
@@ -292,9 +283,14 @@ def _buffer(
     like: torch.Tensor, rows: tuple[int, ...], host: bool, device: torch.device | None = None
 ) -> torch.Tensor:
     device = device or like.device
-    pinned = host and device.type == "cuda"
+    pinned = host and pinned_for(like, device)
     device = torch.device("cpu") if host else device
     return torch.empty((*rows, *like.shape), dtype=like.dtype, device=device, pin_memory=pinned)
+
+
+def _put(row: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor into a row of a buffer."""
+    return row.copy_(tensor) if row.device == tensor.device else to_host(tensor, row).tensor
 
 
 def _apart(outs: Sequence[torch.Tensor], operands: Tensors) -> list[torch.Tensor]:

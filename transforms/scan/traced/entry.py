@@ -12,6 +12,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -34,11 +35,10 @@ from remat.transforms.errors import RematError
 from remat.transforms.ops import draws as ops_draws
 from remat.transforms.ops import traits, user_line
 from remat.transforms.pytree import merge
-from remat.transforms.scan.body import Leaves
-from remat.transforms.scan.compiled import Blocks
+from remat.transforms.scan.compiled import UnrolledStep
 from remat.transforms.scan.function import run as function_run
 from remat.transforms.scan.instructions import Schedule
-from remat.transforms.scan.spec import Tensors, make
+from remat.transforms.scan.spec import Leaves, ScanSpec, Tensors, make
 from remat.transforms.scan.traced.custom_op import Opaque, evaluating, evaluation, unwritten
 from remat.transforms.state import Ambient, can_seed, device_kinds, draw, refuse_generator, seeding
 
@@ -49,30 +49,34 @@ _SMALL_GRAPH = 64
 _SMALL_ROW = 1 << 16
 
 
-class Facts(NamedTuple):
-    """What is known of a scan besides its graph.
+class TracedBody:
+    """A body as Dynamo's graph, and which of the graph's operands are what.
 
-    `carry` and `rows` count the tensors of the carry and of xs.
+    Attributes:
+        places: the operands that are tensors of the carry and of xs, in order.
+        keys: how messages call the tensors of the carry, `['a']` for carry['a'].
     """
 
-    name: str
-    n: int
-    carry: int
-    rows: int
-    reverse: bool
-    offload: bool
+    def __init__(self, graph: Graph, keys: tuple[str, ...], rows: int) -> None:
+        self.graph, self.keys = graph, keys
+        places = graph.returned[: len(keys) + rows]
+        self.places = [i for i in places if i is not None]
+        assert len(self.places) == len(places) == len(keys) + rows
+
+    def split(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """Captured tensors, the tensors of the carry, those of xs."""
+        own, taken = [operands[i] for i in self.places], set(self.places)
+        consts = [t for i, t in enumerate(operands) if i not in taken and isinstance(t, torch.Tensor)]
+        return consts, own[: len(self.keys)], own[len(self.keys) :]
 
 
 class Whole(NamedTuple):
     """A scan in eager whose step Dynamo is to trace: what it is shown are stand-ins of one row."""
 
+    spec: ScanSpec
     carry: list[torch.Tensor]
     xs: list[torch.Tensor]
-    n: int
-    schedule: Schedule
-    backend: str
     graded: bool
-    options: dict[str, Any]
 
 
 _local = threading.local()
@@ -95,33 +99,29 @@ def shown() -> Whole | None:
     return whole.pop() if whole else None
 
 
-def run(
-    facts: Facts, schedule: Schedule, graph: Graph, operands: tuple[Any, ...], selector: Any = None
-) -> tuple[Any, ...]:
+def run(spec: ScanSpec, body: TracedBody, operands: tuple[Any, ...], selector: Any = None) -> tuple[Any, ...]:
     """The results of Dynamo's node: the tensors of carry and xs as they are, the last carry, the ys.
 
-    `graph` takes what it reads of the tensors of the carry, of xs (all rows of them) and of captured ones. It
+    The graph takes what it reads of the tensors of the carry, of xs (all rows) and of captured ones. It
     returns the tensors of the carry and of xs, the next carry, and ys of which only the first row counts.
     `selector` makes what selects the values that are kept inside steps.
     """
-    step = _GraphStep(graph, facts, operands)
-    consts, carry, xs = step.split(operands)
-    traced = is_tracing() or evaluating()
+    step = _GraphStep(body, spec.name, operands)
+    consts, carry, xs = body.split(operands)
+    traced, n = is_tracing() or evaluating(), int(xs[0].shape[0]) if spec.length is None else spec.length
     if traced and step.draws(operands):
         step.seeded = True
-        xs = [*xs, _seeds(facts.n, operands)]
-    options: dict[str, Any] = {"reverse": facts.reverse, "name": facts.name}
-    if traced and (compiler := aot_compiler()) is not None:
-        size, schedule = in_blocks(schedule, _block(graph, carry, xs), facts.n)
+        xs = [*xs, _seeds(n, operands)]
+    options: dict[str, Any] = {"offloaded": spec.offloaded if spec.offload else None}
+    if traced:
+        size, compiler = 1, aot_compiler()
+        if compiler is not None:
+            size, schedule = in_blocks(spec.schedule, _block(body.graph, carry, xs), n)
+            spec = replace(spec, schedule=schedule)
+            options |= {"taped": schedule.keeps_tapes, "selector": selector}
         ambient = Ambient(device_kinds([*consts, *carry, *xs]))
-        options["opaque"] = Opaque(facts.name, compiler, size, ambient)
-        options["taped"], options["selector"] = schedule.keeps_tapes, selector
-    elif traced:
-        ambient = Ambient(device_kinds([*consts, *carry, *xs]))
-        options["opaque"] = Opaque(facts.name, None, 1, ambient)
-    if facts.offload:
-        options["offloaded"] = _always
-    scan, flat = make(step, consts, carry, xs, facts.n, schedule, **options)
+        options["opaque"] = Opaque(spec.name, compiler, size, ambient)
+    scan, flat = make(step, spec, consts, carry, xs, **options)
     try:
         with dual_level_known_if_any():
             end, ys = function_run(scan, flat)
@@ -130,37 +130,30 @@ def run(
         if traced and not evaluating():
             unwind_levels()
         raise
-    given = [operands[i] for i in step.places]
-    return (*given, *end, *ys)
+    return (*(operands[i] for i in body.places), *end, *ys)
 
 
-def run_whole(
-    whole: Whole, facts: Facts, graph: Graph, operands: tuple[Any, ...], selector: Any
-) -> tuple[Any, ...]:
+def run_whole(whole: Whole, body: TracedBody, operands: tuple[Any, ...], selector: Any) -> tuple[Any, ...]:
     """As `run`, in eager: on the scan that `operands` stand in for, its steps compiled in blocks."""
-    step = _GraphStep(graph, facts, operands)
-    consts, carry, xs = step.split(operands)
-    kept = _made.get(graph.module)
+    step = _GraphStep(body, whole.spec.name, operands)
+    consts, carry, xs = body.split(operands)
+    kept = _made.get(body.graph.module)
     if kept is None:
-        kept = _made[graph.module] = step.draws(operands), {}
+        kept = _made[body.graph.module] = step.draws(operands), {}
     draws, made = kept
     # What Dynamo left open besides tensors is a constant of what is compiled.
     made = made.setdefault(tuple([v for v in step.fixed if v is not None]), {})
-    options, schedule = dict(whole.options), whole.schedule
+    spec, options = whole.spec, {"offloaded": whole.spec.offloaded}
+    assert spec.length is not None and spec.compile is not None
     if not draws:
-        size, schedule = in_blocks(schedule, _block(graph, carry, xs), whole.n)
-        compiler = backend(whole.backend)
-        options["blocks"] = Blocks(step, size, options["reverse"], compiler, selector, made)
+        size, schedule = in_blocks(spec.schedule, _block(body.graph, carry, xs), spec.length)
+        spec = replace(spec, schedule=schedule)
+        options["blocks"] = UnrolledStep(step, size, spec.reverse, backend(spec.compile), selector, made)
         options["taped"] = schedule.keeps_tapes
-    scan, flat = make(step, consts, whole.carry, whole.xs, whole.n, schedule, **options)
+    scan, flat = make(step, spec, consts, whole.carry, whole.xs, **options)
     with torch.set_grad_enabled(whole.graded):
         end, ys = function_run(scan, flat)
-    given = [operands[i] for i in step.places]
-    return (*given, *end, *ys)
-
-
-def _always(_: int) -> bool:
-    return True
+    return (*(operands[i] for i in body.places), *end, *ys)
 
 
 def _block(graph: Graph, carry: Tensors, xs: Tensors) -> int:
@@ -192,17 +185,13 @@ class _GraphStep:
     """A graph of Dynamo's as a step of a scan: `step(consts, carry, x) -> (carry, ys)`.
 
     Attributes:
-        places: the operands that are tensors of the carry and of xs, in order.
         seeded: whether the last x is the step's seed, from which its random numbers are drawn.
     """
 
-    def __init__(self, graph: Graph, facts: Facts, operands: tuple[Any, ...]) -> None:
-        self.graph, self.facts, self.seeded = graph, facts, False
-        count = facts.carry + facts.rows
-        self.places = [i for i in graph.returned[:count] if i is not None]
-        assert len(self.places) == count
-        _drop_aliases(graph.module.graph)
-        taken = set(self.places)
+    def __init__(self, body: TracedBody, name: str, operands: tuple[Any, ...]) -> None:
+        self.body, self.name, self.seeded = body, name, False
+        _drop_aliases(body.graph.module.graph)
+        taken = set(body.places)
         self.consts = [i for i, t in enumerate(operands) if i not in taken and isinstance(t, torch.Tensor)]
         # Sizes that Dynamo left open are settled: a schedule, and compiled steps, are for certain ones.
         self.fixed = [
@@ -210,32 +199,28 @@ class _GraphStep:
             for t in operands
         ]
 
-    def split(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        own = [operands[i] for i in self.places]
-        return [operands[i] for i in self.consts], own[: self.facts.carry], own[self.facts.carry :]
-
     def __call__(self, consts: Tensors, carry: Leaves, x: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
         if not self.seeded:
             return self._evaluated(consts, carry, x)
-        with _Seeding(self.facts.name, x[-1]):
+        with _Seeding(self.name, x[-1]):
             return self._evaluated(consts, carry, x[:-1])
 
     def _evaluated(self, consts: Tensors, carry: Leaves, x: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
         full = merge(self.fixed, self.consts, list(consts))
-        full = merge(full, self.places, [*carry, *(row.unsqueeze(0) for row in x)])
-        outs = self._graded(full)[len(self.places) :]
-        count = self.facts.carry
+        full = merge(full, self.body.places, [*carry, *(row.unsqueeze(0) for row in x)])
+        outs = self._graded(full)[len(self.body.places) :]
+        count = len(self.body.keys)
         return list(outs[:count]), [y.select(0, 0) for y in outs[count:]]
 
     def _graded(self, operands: list[Any]) -> Sequence[Any]:
         # Where the body uses torch.func, the graph leaves saved-tensor hooks as Dynamo found them.
         with hooks_as_they_are():
             if torch.is_grad_enabled():
-                return self.graph(*operands)
+                return self.body.graph(*operands)
             # And it lacks what turns gradients on inside: they were.
             given = [_ungraded(t) for t in operands]
             with torch.enable_grad():
-                return [_ungraded(t) for t in self.graph(*given)]
+                return [_ungraded(t) for t in self.body.graph(*given)]
 
     def draws(self, operands: Sequence[Any]) -> bool:
         """Whether a step draws random numbers, found out on tensors without data; refuses writes."""
@@ -244,11 +229,11 @@ class _GraphStep:
             # Fakes are made of the sizes that one example has, below all levels.
             with mode, torch.no_grad():
                 fakes = [_fake(t) if isinstance(t, torch.Tensor) else t for t in operands]
-                consts, carry, xs = self.split(fakes)
+                consts, carry, xs = self.body.split(fakes)
                 look = _Looking()
                 with evaluation(), look:
                     rows = [x.select(0, 0) for x in xs]
-                    with unwritten(self.facts.name, [*carry, *rows]):
+                    with unwritten(self.name, self.body.keys, carry, rows):
                         run_transparently(self._evaluated, (consts, carry, rows), {})
         return look.found
 
