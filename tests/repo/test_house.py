@@ -18,8 +18,7 @@ from tests.repo.house import (
 )
 
 # What was too long, or had a name of something else, when this test was written. Nothing is added here.
-LONG_FILES = {
-}
+LONG_FILES = {}
 LONG_FUNCTIONS: set[str] = set()
 SHARED_NAMES = {
     *("Calls", "Choice", "Following", "Given", "Graph", "Kept", "Measured", "Memory", "Packed"),
