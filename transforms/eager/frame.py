@@ -255,9 +255,10 @@ class Frame(Packer):
         inputs, tape = self.inputs, self.tape
         snapshots = recorder.snapshots
         for at in sorted(held):
-            if tape.outside[at].root in snapshots:
-                self.snapshots[tape.outside[at].root] = snapshots[tape.outside[at].root]
-            self.held[at] = SavedInput(recorder.outside[at], inputs.hooks)
+            root = tape.outside[at].root
+            if written := root in snapshots:
+                self.snapshots[root] = snapshots[root]
+            self.held[at] = SavedInput(recorder.outside[at], inputs.hooks, written)
         self.random = recorder.random if self.program is None or self.program.draws else {}
         if self.kept:
             # After what is kept was let go of, all may be asked for once more.

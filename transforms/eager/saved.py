@@ -29,13 +29,18 @@ class SavedInput:
 
     __slots__ = ("_fetched", "packed", "requires_grad", "unpack", "version")
 
-    def __init__(self, tensor: torch.Tensor, hooks: Hooks | None) -> None:
+    def __init__(self, tensor: torch.Tensor, hooks: Hooks | None, written: bool = False) -> None:
+        """`written`: the region itself writes to it, so that a snapshot stands for what is in it."""
         self._fetched: torch.Tensor | None = None
         self.requires_grad = tensor.requires_grad
         self.unpack, self.version = None, 0
+        if written:
+            self.packed: Any = tensor.detach()
+            self.version = -1
+            return
         # The graph itself holds on to leaves, to add up their gradients.
         if hooks is None or (tensor.is_leaf and tensor.requires_grad):
-            self.packed: Any = tensor.detach()
+            self.packed = tensor.detach()
             self.version = version_of(self.packed)
         elif isinstance(frame := getattr(hooks[0], "__self__", None), Packer):
             # An enclosing region that runs again must not stop here, in the middle of ours.
@@ -53,7 +58,7 @@ class SavedInput:
             if self._fetched is None:
                 self._fetched = self.unpack(self.packed).detach()
             return self._fetched.detach()
-        if version_of(self.packed) != self.version:
+        if self.version >= 0 and version_of(self.packed) != self.version:
             raise RematError(written(region, self.packed, path(self.packed)))
         return self.packed.detach()
 
