@@ -34,7 +34,7 @@ _CONSTANT = (int, float, complex, bool, str, torch.SymInt, torch.SymFloat, torch
 _CONSTANT += (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-class Recorder(TorchDispatchMode):
+class JointRecorder(TorchDispatchMode):
     """Writes down every op below autograd, with values numbered by tensor identity."""
 
     supports_higher_order_operators = True
@@ -179,7 +179,7 @@ def record(
         RematError: where the function looks at data (`.item()`, a branch on a value) or an op has no fake
             kernel; names the op and the user's line.
     """
-    recorder = Recorder()
+    recorder = JointRecorder()
     with (
         outside_all_modes(),
         without_module_trackers(),
@@ -203,7 +203,7 @@ def _trace(
     fn: Callable[..., Any],
     args: Any,
     kwargs: dict[str, Any],
-    recorder: Recorder,
+    recorder: JointRecorder,
     run: Callable[..., tuple[int, ...]],
 ) -> tuple[int, ...]:
     """Stand-ins for the arguments, then the run; returns the numbers of the results."""
@@ -249,7 +249,7 @@ def _stand_in(tensor: torch.Tensor, mode: Any) -> torch.Tensor:
 
 
 def _run(
-    fn: Callable[..., Any], args: Any, kwargs: Any, recorder: Recorder, inputs: list[torch.Tensor]
+    fn: Callable[..., Any], args: Any, kwargs: Any, recorder: JointRecorder, inputs: list[torch.Tensor]
 ) -> tuple[int, ...]:
     """Forward, then backward from fake cotangents; returns the numbers of the results."""
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda t: t):
@@ -272,7 +272,7 @@ def _run(
 
 
 def _run_functional(
-    fn: Callable[..., Any], args: Any, kwargs: Any, recorder: Recorder, inputs: list[torch.Tensor]
+    fn: Callable[..., Any], args: Any, kwargs: Any, recorder: JointRecorder, inputs: list[torch.Tensor]
 ) -> tuple[int, ...]:
     """The same for a function that differentiates with torch.func: saved-tensor hooks are refused there.
 
