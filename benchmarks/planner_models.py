@@ -255,4 +255,4 @@ def built(name: str) -> tuple[nn.Module, list[torch.Tensor], list[torch.Tensor]]
 def joint(name: str) -> Joint:
     """The joint graph of a model of the set."""
     model, inputs, constants = built(name)
-    return record(model, (*inputs, *constants), tensors=True)
+    return record(model, (*inputs, *constants))

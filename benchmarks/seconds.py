@@ -74,7 +74,7 @@ def plan_seconds(case: Case, deadline: Deadline = NEVER) -> Iterator[Measured]:
         own, share = leaves(problem.params), float(one.name.split()[-1])
         if one.family == "torch":
             solver = one.name.split()[2]
-            joint = record(lambda x: loss(own, x), (problem.batch,), tensors=True)
+            joint = record(lambda x: loss(own, x), (problem.batch,))
             seconds = torch_plan(joint, share, solver).seconds
         else:
             start = time.perf_counter()

@@ -1,25 +1,20 @@
 """JAX-style functional rematerialization for PyTorch."""
 
-from remat import interop as interop
-from remat import nn as nn
-from remat import transforms as transforms
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from remat._api import checkpoint_policy as checkpoint_policy
 from remat._api import remat as remat
 from remat._core import Decision as Decision
 from remat._core import OpInfo as OpInfo
-from remat._inspect import Residual as Residual
-from remat._inspect import print_saved_residuals as print_saved_residuals
-from remat._inspect import saved_residuals as saved_residuals
-from remat._inspect.report import compare as compare
-from remat._inspect.report import explain as explain
 from remat._intermediates import capture as capture
 from remat._intermediates import capture_grads as capture_grads
 from remat._names import checkpoint_name as checkpoint_name
 from remat._scan import scan_layers as scan_layers
 from remat._scan import scan_remat as scan_remat
 from remat._scan import while_remat as while_remat
-from remat.plan import pareto as pareto
-from remat.plan import plan_model as plan_model
+from remat.policies import Policy as Policy
+from remat.policies import PolicyLike as PolicyLike
 from remat.policies import offload_matmuls as offload_matmuls
 from remat.policies import offload_names as offload_names
 from remat.policies import save_all_but_names as save_all_but_names
@@ -32,3 +27,72 @@ from remat.policies import save_ops as save_ops
 from remat.policies import save_unbatched_matmuls as save_unbatched_matmuls
 from remat.transforms import RematError as RematError
 from remat.transforms.region import is_recomputing as is_recomputing
+
+if TYPE_CHECKING:
+    from remat import debug, interop, nn, plan, policies, schedules, transforms
+    from remat._inspect import Residual, print_saved_residuals, saved_residuals
+    from remat._inspect.report import compare, explain
+    from remat.plan import pareto, plan_model
+
+__version__ = "0.1.0"
+__all__ = [
+    "Decision",
+    "OpInfo",
+    "Policy",
+    "PolicyLike",
+    "RematError",
+    "Residual",
+    "capture",
+    "capture_grads",
+    "checkpoint_name",
+    "checkpoint_policy",
+    "compare",
+    "debug",
+    "explain",
+    "interop",
+    "is_recomputing",
+    "nn",
+    "offload_matmuls",
+    "offload_names",
+    "pareto",
+    "plan",
+    "plan_model",
+    "policies",
+    "print_saved_residuals",
+    "remat",
+    "save_all_but_names",
+    "save_attention",
+    "save_everything",
+    "save_matmuls",
+    "save_names",
+    "save_nothing",
+    "save_ops",
+    "save_unbatched_matmuls",
+    "saved_residuals",
+    "scan_layers",
+    "scan_remat",
+    "schedules",
+    "transforms",
+    "while_remat",
+]
+
+# Loaded when they are first asked for: the planner and the reports are large, and most steps need neither.
+_LATER = {
+    **dict.fromkeys(("Residual", "print_saved_residuals", "saved_residuals"), "remat._inspect"),
+    **dict.fromkeys(("compare", "explain"), "remat._inspect.report"),
+    **dict.fromkeys(("pareto", "plan_model"), "remat.plan"),
+}
+_ROOMS = ("debug", "interop", "nn", "plan")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f"remat.{name}")
+    if name not in _LATER:
+        raise AttributeError(f"module 'remat' has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,13 +1,18 @@
 """`remat`, a function with the same results that recomputes instead of storing, and `checkpoint_policy`."""
 
+# What users pass is checked, whatever its type was said to be.
+# pyright: reportUnnecessaryIsInstance=false
+
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, get_args, overload
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, get_args, overload
 
+from remat._core import Decision, OpInfo
 from remat._region import ArgumentError, Check, Options, rematerialized
 from remat.policies import (
+    FromCallable,
     Policy,
     PolicyError,
     PolicyLike,
@@ -18,30 +23,38 @@ from remat.policies import (
 )
 from remat.transforms import RematError
 
+if TYPE_CHECKING:
+    from remat.plan import BudgetPolicy, CostModel
+
 P = ParamSpec("P")
 Q = ParamSpec("Q")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
+S = TypeVar("S")
+T = TypeVar("T")
 
-_CHECKS = get_args(Check)
+_CHECKS: tuple[str, ...] = get_args(Check)
 
 
 class Rematerialized(Protocol[P, R_co]):
-    """What `remat` returns: a function of `fn`'s signature that knows `fn`."""
+    """What `remat` returns: a function of `fn`'s signature that knows `fn`; a method where that is one."""
 
     @property
     def __wrapped__(self) -> Callable[P, R_co]: ...
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
 
-    # A function like any other: in the body of a class it is a method.
     @overload
-    def __get__(self, instance: None, owner: Any = ...) -> Rematerialized[P, R_co]: ...
+    def __get__(self, instance: None, owner: Any = ..., /) -> Rematerialized[P, R_co]: ...
+
     @overload
     def __get__(
-        self: Rematerialized[Concatenate[Any, Q], R_co], instance: object, owner: Any = ...
-    ) -> Callable[Q, R_co]: ...
-    def __get__(self, instance: Any, owner: Any = None) -> Any: ...
+        self: Rematerialized[Concatenate[S, Q], T], instance: S, owner: Any = ..., /
+    ) -> Callable[Q, T]: ...
+
+
+class _Decorator(Protocol):
+    def __call__(self, fn: Callable[P, R], /) -> Rematerialized[P, R]: ...
 
 
 @overload
@@ -67,7 +80,7 @@ def remat(
     static_argnames: str | Iterable[str] = ...,
     preserve_rng_state: bool = ...,
     determinism_check: Check = ...,
-) -> Callable[[Callable[P, R]], Rematerialized[P, R]]: ...
+) -> _Decorator: ...
 
 
 def remat(
@@ -147,14 +160,33 @@ def _names(value: str | Iterable[str]) -> frozenset[str]:
     return frozenset(names)
 
 
+@overload
+def checkpoint_policy(rule: Callable[[OpInfo], Decision | bool], *, stateful: bool = ...) -> Policy: ...
+
+
+@overload
+def checkpoint_policy(rule: PolicyLike | str, *, stateful: bool = ...) -> Policy: ...
+
+
+@overload
+def checkpoint_policy(
+    *,
+    budget: float | int | str | None = ...,
+    peak: int | str | None = ...,
+    cost: str | CostModel = ...,
+    device: Any = ...,
+) -> BudgetPolicy: ...
+
+
 @makes_policies
 def checkpoint_policy(
     rule: Any = None,
     *,
     budget: float | int | str | None = None,
     peak: int | str | None = None,
-    cost: str = "roofline",
+    cost: str | CostModel = "roofline",
     device: Any = None,
+    stateful: bool = False,
 ) -> Policy:
     """Make a policy value.
 
@@ -169,6 +201,11 @@ def checkpoint_policy(
         cost: with these two, the model of what recomputation costs: `"roofline"`, or another that
             `remat.plan` knows.
         device: with these two, the device whose speed is meant; None means the one the tensors are on.
+        stateful: with a function: its answers change from call to call, so it is asked in every forward.
+            Otherwise a forward that runs the same ops as one before it has the verdicts of that one.
+
+    Returns:
+        A policy; with `budget` or `peak` a `remat.plan.BudgetPolicy`, whose `plan(fn, *args)` tells the plan.
 
     Raises:
         RematError: neither or both of `rule` and `budget` or `peak`, or a rule that is none of the above.
@@ -189,12 +226,22 @@ def checkpoint_policy(
         )
     if rule is None:
         return _from_budget(budget, peak, cost, device)
-    return save_names(rule) if isinstance(rule, str) else as_policy(rule)
+    made = save_names(rule) if isinstance(rule, str) else as_policy(rule)
+    if not stateful:
+        return made
+    if not isinstance(made, FromCallable):
+        raise PolicyError(
+            f"checkpoint_policy({rule!r}, stateful=True): only a function can change its mind. A policy of "
+            "your own says so by the class attribute asks_again = True."
+        )
+    return FromCallable(made.rule, stateful=True)
 
 
-def _from_budget(budget: float | int | str | None, peak: int | str | None, cost: str, device: Any) -> Policy:
+def _from_budget(
+    budget: float | int | str | None, peak: int | str | None, cost: str | CostModel, device: Any
+) -> BudgetPolicy:
     try:
-        from remat.plan import budget_policy  # type: ignore[reportMissingImports]
+        from remat.plan import budget_policy
     except ImportError as error:
         raise RematError(
             "checkpoint_policy(budget=...) needs the planner and its solver: pip install 'remat[plan]'. "

@@ -1,5 +1,8 @@
 """Names for values, which policies see."""
 
+# What users pass is checked, whatever its type was said to be.
+# pyright: reportUnnecessaryIsInstance=false
+
 from __future__ import annotations
 
 from typing import TypeVar

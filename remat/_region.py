@@ -7,7 +7,7 @@ import functools
 import inspect
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -54,7 +54,8 @@ class Options:
     def region(self, fn: Callable[..., Any], policy: Policy, label: str | None = None) -> Region:
         label = label or self.label(fn)
         selector = None if policy == save_nothing else functools.partial(PolicySelector, policy, label)
-        key = policy if policy.repeatable else None
+        # A policy may look at the region's name, and is to complain of names for each region.
+        key = None if policy.asks_again else (policy.key, label)
         digest = checksum if self.check == "exact" else None
         return Region(fn, label, selector, self.random, self.check, anchor(fn), key, digest)
 
@@ -75,7 +76,7 @@ _forced = _Forced()
 
 
 @contextlib.contextmanager
-def under_policy(policy: Policy) -> Iterator[None]:
+def under_policy(policy: Policy) -> Generator[None]:
     """Let every region that this thread calls meanwhile have this policy, to compare it with its own."""
     before = _forced.policy
     _forced.policy = policy
@@ -201,6 +202,10 @@ class _Static:
         self.fixed = {i: args[i] for i in fixed}
         self.count = len(args)
         self.__qualname__ = getattr(fn, "__qualname__", type(fn).__name__)
+
+    def made_of(self) -> tuple[Any, ...]:
+        """What tells one of these, which are made anew at every call, from another."""
+        return self.fn, self.fixed, self.count, self.settled
 
     def __call__(self, *moving: Any, **kwargs: Any) -> Any:
         rest = iter(moving)

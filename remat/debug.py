@@ -73,7 +73,7 @@ class Recomputed:
         return f"{self.region}: keeps {self.bytes} bytes in {len(self.kept)} values, recomputes {ops}{lost}"
 
 
-def recomputed(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Recomputed]:
+def recomputed(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Recomputed]:
     """What each region of `fn` keeps and recomputes once `torch.compile` is through with it.
 
     Compiles `fn` on its own as far as Inductor's partitioner and decompositions go, generates no code, and
@@ -109,7 +109,7 @@ def recomputed(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Recomp
 
 
 def assert_recomputed(
-    fn: Callable[..., Any], *args: Any, ops: Iterable[str] = (), **kwargs: Any
+    fn: Callable[..., Any], /, *args: Any, ops: Iterable[str] = (), **kwargs: Any
 ) -> list[Recomputed]:
     """Raise unless every region of `fn` is recomputed when compiled; for your own tests.
 

@@ -1,19 +1,23 @@
 """Regions for the layers of a model that is there already."""
 
+# The settings of a region are on its module, under names that no module of the user's has.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import fnmatch
 import functools
 import types
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar, cast
 
 import torch
 
 from remat._api import remat
-from remat.policies import as_policy, save_nothing
+from remat.policies import PolicyLike, as_policy, save_nothing
 from remat.transforms import RematError
 
+M = TypeVar("M", bound=torch.nn.Module)
 Layers = str | Iterable[str] | type | tuple[type, ...] | Callable[[str, torch.nn.Module], bool]
 
 
@@ -22,13 +26,13 @@ class LayerError(RematError, ValueError):
 
 
 def apply(
-    model: torch.nn.Module,
+    model: M,
     *,
-    policy: Any = save_nothing,
+    policy: PolicyLike = save_nothing,
     layers: Layers = "*.layers.*",
     every: int = 1,
     **options: Any,
-) -> torch.nn.Module:
+) -> M:
     """Make every layer's `forward` a region, in place.
 
     Parameter names, state dicts, hooks, `isinstance`, `copy.deepcopy` and pickling stay as they are; hooks
@@ -59,9 +63,7 @@ def apply(
         >>> regions(apply(model, policy=save_matmuls))
         ['layers.0', 'layers.1', 'layers.2']
     """
-    chosen = _outermost(
-        {name: module for name, module in model.named_modules() if _fits(layers, name, module)}
-    )
+    chosen = _outermost({name: module for name, module in _named(model) if _fits(layers, name, module)})
     if not chosen:
         raise LayerError(_no_layer(model, layers))
     for module in list(chosen.values())[::every]:
@@ -69,7 +71,7 @@ def apply(
     return model
 
 
-def apply_to(module: torch.nn.Module, *, policy: Any = save_nothing, **options: Any) -> torch.nn.Module:
+def apply_to(module: M, *, policy: PolicyLike = save_nothing, **options: Any) -> M:
     """Make the `forward` of `module` itself a region, in place; `apply` does so for layers.
 
     Example:
@@ -83,11 +85,12 @@ def apply_to(module: torch.nn.Module, *, policy: Any = save_nothing, **options: 
     remat(torch.sin, **settings)  # type: ignore[call-overload]
     _strip(module)
     module._remat_settings = settings  # type: ignore[assignment]
-    module.__class__ = _region_class(type(module))
+    made: Any = _region_class(type(module))
+    module.__class__ = made
     return module
 
 
-def remove(model: torch.nn.Module) -> torch.nn.Module:
+def remove(model: M) -> M:
     """Undo `apply`, in place."""
     for module in model.modules():
         _strip(module)
@@ -96,7 +99,11 @@ def remove(model: torch.nn.Module) -> torch.nn.Module:
 
 def regions(model: torch.nn.Module) -> list[str]:
     """Qualified names of the submodules that `apply` made regions of."""
-    return [name for name, module in model.named_modules() if isinstance(module, Region)]
+    return [name for name, module in _named(model) if isinstance(module, Region)]
+
+
+def _named(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    return cast("Iterator[tuple[str, torch.nn.Module]]", model.named_modules())
 
 
 class Region(torch.nn.Module):
@@ -110,8 +117,12 @@ class Region(torch.nn.Module):
         return _blank, (self._remat_class,), self.__dict__
 
 
-@functools.cache
 def _region_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    # A class knows its subclasses, and does not hold them.
+    for made in cls.__subclasses__():
+        if made.__dict__.get("_remat_class") is cls:
+            return made
+
     # A subclass, not a wrapper, as FSDP2 does: the names of parameters stay. And not an attribute of the
     # instance: a copy of the module would go on calling the forward of the one it was copied from.
     @functools.wraps(cls.forward)
@@ -166,9 +177,7 @@ def _outermost(modules: dict[str, torch.nn.Module]) -> dict[str, torch.nn.Module
 
 def _no_layer(model: torch.nn.Module, layers: Layers) -> str:
     lists = (torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ModuleDict)
-    found = [
-        f"{name}.*" if name else "*" for name, module in model.named_modules() if isinstance(module, lists)
-    ]
+    found = [f"{name}.*" if name else "*" for name, module in _named(model) if isinstance(module, lists)]
     hint = (
         f"lists of modules in it: {', '.join(map(repr, found[:8]))}" if found else "it has no list of modules"
     )

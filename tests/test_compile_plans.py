@@ -80,8 +80,8 @@ def plans(monkeypatch):
     made: list[tuple[Any, ...]] = []
     plan = BudgetPolicy._plan
 
-    def spy(self, fn, args, kwargs):
-        got = plan(self, fn, args, kwargs)
+    def spy(self, *args):
+        got = plan(self, *args)
         made.append((got.default_bytes, got.kept_bytes, got.chosen))
         return got
 

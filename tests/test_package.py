@@ -95,17 +95,45 @@ def test_import_brings_nothing_heavy_beyond_torch() -> None:
     assert brought("import remat") <= brought("import torch")
 
 
-def test_the_face_is_short_and_imports_everything_by_name() -> None:
+def test_the_face_shows_what_is_meant_and_no_more() -> None:
     import remat
 
-    lines = (ROOT / "remat" / "__init__.py").read_text().splitlines()
-    assert len(lines) <= 40
-    names = {line.split(" as ")[1] for line in lines if " as " in line}
-    assert names and all(hasattr(remat, name) for name in names)
-    assert {"remat", "scan_remat", "checkpoint_policy", "plan_model", "pareto", "is_recomputing"} <= names
+    rooms = {"debug", "interop", "nn", "plan", "policies", "schedules", "transforms"}
+    assert dir(remat) == sorted([*remat.__all__, "__version__"])
+    assert len(set(remat.__all__)) == len(remat.__all__)
+    assert all(getattr(remat, name) is not None for name in dir(remat))
+    assert {"remat", "scan_remat", "checkpoint_policy", "plan_model", "is_recomputing"} <= {*dir(remat)}
     # A submodule of the same name would take a function's place once it is imported.
     modules = {path.stem for path in (ROOT / "remat").iterdir()}
-    assert not names & modules - {"interop", "nn", "transforms"}
+    assert modules & set(remat.__all__) == rooms
+    with pytest.raises(AttributeError, match="no attribute 'save_nothin'"):
+        remat.save_nothin  # noqa: B018
+
+
+LATER = ("remat.plan", "remat.cli", "remat.debug", "remat.interop", "remat.nn", "remat._inspect.report")
+LATER += ("remat.transforms.joint", "scipy", "networkx", "rich", "tyro", "matplotlib", "jax", "transformers")
+
+
+def loaded(statement: str) -> set[str]:
+    """Those of `LATER`, or what is in them, that are loaded after `statement` in a fresh process."""
+    modules = json.loads(python(f"{statement}\nimport sys, json; print(json.dumps(sorted(sys.modules)))"))
+    return {later for later in LATER if any(inside(later, name) for name in modules)}
+
+
+def test_planner_and_reports_are_loaded_when_they_are_used() -> None:
+    step = "import torch, remat; remat.remat(torch.sin)(torch.ones(2, requires_grad=True)).sum().backward()"
+    assert loaded(step) <= loaded("import torch")
+    assert "remat.plan" in loaded("import remat; remat.checkpoint_policy(budget=0.5)")
+    assert "remat.plan" in loaded("from remat import plan_model")
+    assert "remat.plan" in loaded("import remat; remat.plan")
+    assert "remat._inspect.report" in loaded("import remat; remat.explain")
+
+
+def test_the_version_is_that_of_the_distribution(wheel: zipfile.ZipFile) -> None:
+    import remat
+
+    folder = next(name.split("/")[0] for name in wheel.namelist() if ".dist-info/" in name)
+    assert f"\nVersion: {remat.__version__}\n" in wheel.read(f"{folder}/METADATA").decode()
 
 
 def test_the_probe_can_fail() -> None:

@@ -49,7 +49,7 @@ def test_nobody_is_below_the_bound_and_the_exact_plan_touches_it():
 def test_never_worse_than_torch_on_the_same_graph(make, solver):
     x = torch.empty(2, 32, 64, requires_grad=True) * 1
     rest = [torch.empty(32, 4) for _ in range(2)] if isinstance(make(), LlamaBlock) else []
-    joint = record(make(), (x, *rest), tensors=True)
+    joint = record(make(), (x, *rest))
     compiled = compiled_problem(joint, Flops())
     for budget in (0.0, 0.2, 0.5, 0.8, 1.0):
         saved = compiled.saved(set(torch_plan(joint, budget, solver).values))
@@ -69,7 +69,7 @@ def test_torch_takes_a_cudnn_kernel_for_free_and_we_do_not():
 
     with fake_mode([]):
         x = torch.empty(64, 64, dtype=torch.bfloat16, requires_grad=True)
-    joint = record(attend, (x * 1,), tensors=True)
+    joint = record(attend, (x * 1,))
     compiled = compiled_problem(joint, Flops())
     plan = torch_plan(joint, 0.6)
     theirs = complete(compiled.problem, compiled.saved(set(plan.values)))

@@ -54,7 +54,7 @@ def test_torch_draws_anew_under_a_budget_and_we_do_not():
     """Torch's solver replays the draws at low budgets: wrong gradients; ours are right at every budget."""
     torch.manual_seed(0)
     weight, x = torch.randn(16, 16, requires_grad=True), torch.randn(8, 16, requires_grad=True)
-    joint = record(noisy, (weight, x), tensors=True)
+    joint = record(noisy, (weight, x))
     compiled = compiled_problem(joint, Flops())
     verdicts = {}
     for budget in (0.0, 0.35, 0.5, 0.65, 0.8, 1.0):

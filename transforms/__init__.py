@@ -3,6 +3,7 @@
 Import name `remat.transforms` (the folder is linked into the package).
 """
 
+from remat.transforms.caches import BoundedCache, Identity, Key
 from remat.transforms.context import active, recordings
 from remat.transforms.errors import RematError
 from remat.transforms.grad import (
@@ -34,6 +35,9 @@ from remat.transforms.registry import intern, register, registered
 
 __all__ = [
     "active",  # what is going on in this thread
+    "BoundedCache",  # a dict of at most so many entries: what was not asked for longest goes
+    "Identity",  # a key that stands for one object and does not hold it
+    "Key",  # a tuple whose hash is reckoned once
     "recordings",  # the recordings in progress on this thread, outermost first
     "RematError",  # raised when a region cannot be rematerialized correctly
     "argument_positions",  # `argnums` checked against a call and made positive
@@ -61,7 +65,7 @@ __all__ = [
     "split",  # the tensors among `leaves`, and their positions
     "tree_leaves",  # the leaves of `tree`
     "unflatten",  # the tree of structure `spec` with these leaves
-    "intern",  # the number of everything equal to `thing`, for good
+    "intern",  # the number of everything equal to `thing`
     "registered",  # the objects that `register` gave numbers, by these
     "register",  # a number by which `thing` can be found as long as it lives
 ]

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from remat.transforms.caches import BoundedCache
+
 T = TypeVar("T")
 # Ops that torch dispatches or not depending on grad mode, hooks and caches, and that compute nothing: the
 # forward and its recomputation may differ in them.
@@ -97,7 +99,7 @@ class Traits:
 
 
 # By id, because an OpOverload computes its hash in Python; the op itself is held, so its id stays its own.
-_TRAITS: dict[int, tuple[Any, Traits]] = {}
+_TRAITS: BoundedCache[int, tuple[Any, Traits]] = BoundedCache(8192)
 
 
 def traits(op: Any) -> Traits:

@@ -6,8 +6,10 @@ import itertools
 import weakref
 from typing import Any
 
+from remat.transforms.caches import BoundedCache
+
 # What is equal to one of these has its number.
-_interned: dict[Any, str] = {}
+_interned: BoundedCache[Any, str] = BoundedCache(1024)
 # The objects that `register` gave numbers.
 registered: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -21,11 +23,12 @@ def register(thing: Any) -> str:
 
 
 def intern(thing: Any) -> str:
-    """The number of everything equal to `thing`, for good; `register` where it has no hash."""
+    """The number of everything equal to `thing`; `register` where it has no hash.
+
+    Many others may be interned meanwhile, and the first that was equal be forgotten: whoever keeps the number
+    keeps `registered[number]` too.
+    """
     try:
-        number = _interned.get(thing)
+        return _interned.made(thing, lambda: register(thing))
     except TypeError:
         return register(thing)
-    if number is None:
-        number = _interned[thing] = register(thing)
-    return number

@@ -21,7 +21,7 @@ from remat._dynamo.region import describe as region_describe
 from remat._dynamo.region import rebuild as region_rebuild
 from remat.policies import Policy, PolicySelector, save_nothing
 from remat.schedules import Schedule, as_schedule
-from remat.transforms import RematError, flatten, map_leaves, map_only, paths, unflatten
+from remat.transforms import BoundedCache, RematError, flatten, map_leaves, map_only, paths, unflatten
 from remat.transforms.compat import is_tracing
 from remat.transforms.entry import Graph
 from remat.transforms.scan import ScanSpec, carry_of, pair_of, structure_of, ys_of
@@ -165,7 +165,7 @@ def _run(facts: Any, n: int | None, plan: Any, graph: Any, *operands: Any) -> An
 
 
 # Dynamo counts recompilations by code object: every body gets a copy of its own, for each shape of operands.
-_entries: weakref.WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = weakref.WeakKeyDictionary()
+_entries: weakref.WeakKeyDictionary[Any, BoundedCache[Any, Callable[..., Any]]] = weakref.WeakKeyDictionary()
 
 
 def run_compiled(body: Callable[..., Any], init: Any, xs: Any, whole: Whole) -> Any:
@@ -178,7 +178,7 @@ def run_compiled(body: Callable[..., Any], init: Any, xs: Any, whole: Whole) -> 
     code = getattr(body, "__code__", None) or type(body).__call__.__code__
     shapes = tuple([(t.shape, t.dtype, t.device) for t in (*whole.carry, *(x[:1] for x in whole.xs))])
     key = spec.compile, spec.name, shapes, spec.policy if spec.policy != save_nothing else None
-    entries = _entries.setdefault(code, {})
+    entries = _entries.setdefault(code, BoundedCache(64))
     if key not in entries:
         entries[key] = torch.compile(
             types.FunctionType(_traced.__code__.replace(), globals()),

@@ -93,7 +93,7 @@ class Residuals(list[Residual]):
         return "\n".join([*map(str, self), total])
 
 
-def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Residuals:
+def saved_residuals(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Residuals:
     """What would be kept if `fn(*args, **kwargs)` were differentiated.
 
     Runs the forward under plain autograd. If nothing that requires grad takes part, every floating point and
@@ -120,7 +120,7 @@ def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Residu
         random.restore()
 
 
-def print_saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+def print_saved_residuals(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
     """Print what `saved_residuals` finds, a line each, and the total.
 
     Example:

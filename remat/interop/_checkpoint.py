@@ -5,22 +5,60 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, ParamSpec, TypeVar, cast, overload
 
 import torch
 from torch.utils.checkpoint import noop_context_fn
 
 from remat._api import remat
+from remat._region import Check as RegionCheck
 from remat.interop._torch_policy import ContextPolicy, policy_function
-from remat.policies import save_nothing
+from remat.policies import PolicyLike, save_nothing
 from remat.transforms import RematError
 from remat.transforms.region import is_recomputing, run_again_whole
 
-_CHECKS = {"default": "metadata", "metadata": "metadata", "exact": "exact", "none": "none"}
+P = ParamSpec("P")
+R = TypeVar("R")
+Check = Literal["default", "metadata", "exact", "none"]
+_CHECKS: dict[str, RegionCheck] = {
+    "default": "metadata",
+    "metadata": "metadata",
+    "exact": "exact",
+    "none": "none",
+}
 
 
 class OptionError(RematError, ValueError):
     """An option of torch.utils.checkpoint with a value that nobody knows."""
+
+
+@overload
+def checkpoint(
+    function: Callable[..., R],
+    *args: Any,
+    use_reentrant: bool | None = ...,
+    context_fn: Callable[[], tuple[Any, Any]] = ...,
+    preserve_rng_state: bool = ...,
+    determinism_check: Check = ...,
+    debug: bool = ...,
+    early_stop: bool = ...,
+    policy: PolicyLike | None = ...,
+    **kwargs: Any,
+) -> R: ...
+
+
+@overload
+def checkpoint(
+    function: None = None,
+    *,
+    use_reentrant: bool | None = ...,
+    context_fn: Callable[[], tuple[Any, Any]] = ...,
+    preserve_rng_state: bool = ...,
+    determinism_check: Check = ...,
+    debug: bool = ...,
+    early_stop: bool = ...,
+    policy: PolicyLike | None = ...,
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
 def checkpoint(
@@ -29,10 +67,10 @@ def checkpoint(
     use_reentrant: bool | None = False,
     context_fn: Callable[[], tuple[Any, Any]] = noop_context_fn,
     preserve_rng_state: bool = True,
-    determinism_check: str = "default",
+    determinism_check: Check = "default",
     debug: bool = False,
     early_stop: bool = True,
-    policy: Any = None,
+    policy: PolicyLike | None = None,
     **kwargs: Any,
 ) -> Any:
     """`torch.utils.checkpoint.checkpoint`, which works under `torch.func` and derives twice, too.
@@ -92,12 +130,12 @@ def _region(
     if torch.compiler.is_dynamo_compiling():
         # Dynamo runs no contexts of torch's: what they select is looked up when the graph is traced.
         return remat(function, policy=ContextPolicy(context_fn), **options)
-    contexts = context_fn()
+    contexts: Any = context_fn()
     if policy_function(contexts) is not None:
         return remat(function, policy=ContextPolicy(context_fn), **options)
-    if not isinstance(contexts, tuple) or len(contexts) != 2:
+    if type(contexts) is not tuple or len(cast("tuple[Any, ...]", contexts)) != 2:
         raise OptionError(f"checkpoint(context_fn=...): expected two context managers, got {contexts!r}.")
-    return remat(_within(function, contexts), **options)
+    return remat(_within(function, cast("tuple[Any, Any]", contexts)), **options)
 
 
 def _within(function: Callable[..., Any], contexts: tuple[Any, Any]) -> Callable[..., Any]:
@@ -121,8 +159,8 @@ class CheckpointFunction:
         options: other arguments of `remat.remat`.
     """
 
-    policy: Any = save_nothing
-    options: dict[str, Any] = field(default_factory=dict)
+    policy: PolicyLike = save_nothing
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # They may say how torch's checkpoint would have to be called.
@@ -138,7 +176,7 @@ def checkpoint_sequential(
     use_reentrant: bool | None = False,
     *,
     preserve_rng_state: bool = True,
-    policy: Any = save_nothing,
+    policy: PolicyLike = save_nothing,
 ) -> Any:
     """Run `functions` one after the other, in `segments` parts of which all but the last are regions.
 

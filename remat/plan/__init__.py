@@ -3,6 +3,7 @@
 from remat._core import register_cost as register_cost
 from remat.plan.chain_plan import ChainPlan as ChainPlan
 from remat.plan.chain_plan import plan_chain as plan_chain
+from remat.plan.graph import CostModel as CostModel
 from remat.plan.graph import Flops as Flops
 from remat.plan.graph import Roofline as Roofline
 from remat.plan.model import ModelPlan as ModelPlan

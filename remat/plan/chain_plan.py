@@ -211,11 +211,11 @@ class Task:
         if part.parts:
             return with_policy(_sequence([self._carried_out(one, {}) for one in part.parts]), save_nothing)
         run = _sequence(self.stages[part.start : part.stop])
-        return run if part.choice < 0 else with_policy(run, _Given(plans[part.start]))
+        return run if part.choice < 0 else with_policy(run, _GivenPlan(plans[part.start]))
 
 
 @dataclass(frozen=True)
-class _Given(Numbered):
+class _GivenPlan(Numbered):
     """A plan for a region that may be called in another way than it was planned in.
 
     Traced, a function may run a few other ops (a dropout that drops nothing is a copy there).

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import warnings
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +18,8 @@ from remat.transforms.compat import in_transform
 if TYPE_CHECKING:
     from remat.plan.plan import Plan
 
-# Stands among the numbers of ops for the one that comes next.
-_NEXT = -1
+# Stand among the numbers of ops for the one that comes next, and for the first that did not fit.
+_NEXT, _OUTDATED = -1, -2
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,19 @@ class Following(Policy):
     """
 
     plan: Plan
+    # Forgets what the plan was made from; None for a plan that the user chose.
+    forget: Callable[[], None] | None = field(default=None, compare=False, repr=False)
     # The number of an op in the forward -> its position in the plan; `_NEXT` -> the position to be met next.
-    places: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
+    places: dict[int, int] = field(default_factory=dict[int, int], compare=False, repr=False)
     counts = True
 
+    @property
+    def key(self) -> Hashable:  # type: ignore[override]
+        # Made anew for every call; a plan is not.
+        return type(self), self.plan.key
+
     def fresh(self) -> Policy:
-        return type(self)(self.plan)
+        return type(self)(self.plan, self.forget)
 
     def __call__(self, info: OpInfo) -> Decision:
         # An op is asked about once more when its value has got a name.
@@ -64,19 +73,31 @@ class Bound(Following):
     """A plan that was made for this very call: there is no other op."""
 
     def interleaved(self) -> Policy:
-        return Following(self.plan)
+        return Following(self.plan, self.forget)
 
     def _unplanned(self, position: int, op: Any) -> int:
+        if _OUTDATED in self.places:
+            return -1
         planned = self.plan.ops[position] if position < len(self.plan.ops) else None
-        raise RematError(self.plan.difference(position, planned, str(op)))
+        difference = self.plan.difference(position, planned, str(op))
+        if self.forget is None:
+            raise RematError(difference)
+        # Something changed that no key knows of. What is not planned is recomputed: right, if not the least.
+        self.forget()
+        self.places[_OUTDATED] = position
+        warnings.warn(f"{difference} (The next call is planned anew.)", stacklevel=2)
+        return -1
 
 
-def carried_out(plan: Plan) -> Following:
-    """The policy for the call that is about to run: where other ops may come in between, or where none do."""
-    return Following(plan) if in_transform() else Bound(plan)
+def carried_out(plan: Plan, forget: Callable[[], None] | None = None) -> Following:
+    """The policy for the call that is about to run: where other ops may come in between, or where none do.
+
+    A plan that can be forgotten was not chosen by the user: ops that do not fit it lead to another one.
+    """
+    return (Following if in_transform() else Bound)(plan, forget)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def _passed_over(name: str) -> bool:
     """Whether nothing is asked about an op: it is a view, or writes in place, whose result is never kept."""
     namespace, _, rest = name.partition(".")

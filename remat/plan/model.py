@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from remat._core import format_bytes
+from remat._core import format_bytes, joined_keywords, keywords_apart
 from remat.plan.budget import check_budget, check_peak
 from remat.plan.cache import graph_of
 from remat.plan.chain import Chain, Measure, Stage, best_parts
@@ -108,17 +108,20 @@ class ModelPlan:
         return "\n".join([head, *rows])
 
 
+@keywords_apart
 def plan_model(
     fn: Callable[..., Any],
+    /,
     *args: Any,
     budget: float | int | str | None = None,
     peak: int | str | None = None,
     cost: str | CostModel = "roofline",
     device: Any = None,
     time_limit: float = 2.0,
-    **kwargs: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    **keywords: Any,
 ) -> ModelPlan:
-    """Split one budget over all regions that `fn(*args, **kwargs)` calls.
+    """Split one budget over all regions that `fn(*args, **keywords)` calls.
 
     The regions are the calls inside `fn` of functions wrapped as
     `remat(f, policy=checkpoint_policy(budget=...))`; their own budgets give way to the common one. `fn` runs
@@ -127,10 +130,13 @@ def plan_model(
 
     Args:
         fn: the whole model or loss.
+        args, keywords: its arguments.
         budget: a share of what the regions would keep without remat, bytes, or a text such as "2GiB".
         peak: instead of `budget`, the most bytes that may be live at once in forward and backward through the
             regions, over what lives before the step, by simulation (see `remat.plan.peak`).
         cost, device, time_limit: as for `BudgetPolicy`.
+        kwargs: keywords of `fn` that are named like options here: `kwargs={"device": "cpu"}`. An option
+            that `fn` also takes is refused where there is no `kwargs`, as it may be meant for either.
 
     Returns:
         A function like `fn` that carries the plan out.
@@ -147,7 +153,7 @@ def plan_model(
         >>> planned = plan_model(lambda x: block(block(x)).sum(), x, budget=0.6)
         >>> planned(x).backward()
     """
-    graphs = _regions(fn, args, kwargs)
+    graphs = _regions(fn, args, joined_keywords(keywords, kwargs))
     if not graphs:
         raise RematError(
             "plan_model found no region to plan: wrap the blocks of the model as "

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from remat._core import Decision, OpInfo, TensorMeta, format_bytes
+from remat._core import Decision, OpInfo, TensorMeta, format_bytes, joined_keywords, keywords_apart
 from remat.plan.graph import CostModel, Graph, cost_model
 from remat.plan.solve import INF, Problem, Solution, bound, complete, hull, solve
 from remat.plan.torch_plans import SOLVERS, torch_plan
@@ -108,22 +108,28 @@ class Frontier:
         return "\n".join([head, *rows])
 
 
+@keywords_apart
 def pareto(
     fn: Callable[..., Any],
+    /,
     *args: Any,
     cost: str | CostModel = "flops",
     device: Any = None,
     points: int = 10,
     torch_solvers: tuple[str, ...] = SOLVERS,
-    **kwargs: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    **keywords: Any,
 ) -> Frontier:
     """Plans of a region over all budgets, with the lower bound, the ready policies, and torch's own plans.
 
     Args:
         fn: the region; traced on fake tensors, nothing is computed.
+        args, keywords: its arguments.
         cost, device: as for `BudgetPolicy`.
         points: number of budgets, evenly spaced from the least bytes to those kept without remat.
         torch_solvers: which of torch's solvers to ask; torch plans functional graphs only.
+        kwargs: keywords of `fn` that are named like options here: `kwargs={"device": "cpu"}`. An option
+            that `fn` also takes is refused where there is no `kwargs`, as it may be meant for either.
 
     Raises:
         RematError: the function cannot be traced without data.
@@ -135,7 +141,7 @@ def pareto(
         >>> [p.kept_bytes for p in frontier.of("remat")]
         [256, 256, 512]
     """
-    graph, model = Graph(record(fn, args, kwargs, tensors=True)), cost_model(cost, device)
+    graph, model = Graph(record(fn, args, joined_keywords(keywords, kwargs))), cost_model(cost, device)
     problem = graph.problem(model)
     corners = hull(problem)
     if not corners:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,7 @@ from remat.plan.followed import carried_out
 from remat.plan.graph import Graph
 from remat.plan.solve import Problem, Solved
 from remat.policies import Policy
-from remat.transforms import RematError
+from remat.transforms import Key, RematError
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,14 @@ class Plan(Policy):
         return Decision.SAVE if info.index in self.chosen else Decision.RECOMPUTE
 
     @cached_property
+    def key(self) -> Hashable:
+        """The verdicts: which ops there are, and which of them are saved."""
+        return Key(type(self), self.ops, self.saved)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    @cached_property
     def chosen(self) -> frozenset[int]:
         """`saved` as a set."""
         return frozenset(self.saved)
@@ -157,7 +165,9 @@ class Plan(Policy):
 
     def bind(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
         """The plan for this call, after a look (once per function and metadata) at the function's ops."""
-        self.check(graph_of(fn, args, kwargs).names)
+        names = graph_of(fn, args, kwargs).names
+        if names != self.ops:
+            self.check(names)
         return carried_out(self)
 
     def to_json(self) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from remat._core import Decision, OpInfo
 from remat.plan.budget import check_budget, check_peak, resolve
-from remat.plan.cache import graph_of
+from remat.plan.cache import forget, graph_of
 from remat.plan.chain import frontier
 from remat.plan.followed import carried_out
 from remat.plan.graph import CostModel, Graph, cost_model
@@ -26,8 +27,6 @@ from remat.transforms.compat import is_tracing
 _PROVEN = 1e-3
 # Torch is asked for plans that keep these shares; a peak may be met by one of them only.
 _SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
-_PLANS: dict[Any, tuple[Graph, Plan]] = {}
-_RIVALS: dict[Any, tuple[Graph, list[tuple[int, str, Solution]]]] = {}
 
 
 @dataclass(frozen=True, repr=False)
@@ -72,26 +71,23 @@ class BudgetPolicy(Numbered):
         Raises:
             RematError: the function cannot be traced without data, or the budget is out of reach.
         """
-        return self._plan(fn, args, kwargs)
+        return self._plan(graph_of(fn, args, kwargs), fn)
 
-    def _plan(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-        graph = graph_of(fn, args, kwargs)
+    def _plan(self, graph: Graph, fn: Callable[..., Any]) -> Plan:
         compiled = self.peak is not None and is_tracing()
-        key = (id(graph), self, compiled)
-        hit = _PLANS.get(key)
-        if hit is None:
-            name = getattr(fn, "__name__", None) or type(fn).__name__
-            hit = _PLANS[key] = (graph, plan_graph(graph, self, name, compiled=compiled))
-        return hit[1]
+        name = getattr(fn, "__name__", None) or type(fn).__name__
+        return graph.solved.made(
+            ("plan", self, compiled), lambda: plan_graph(graph, self, name, compiled=compiled)
+        )
 
     def bind(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
         """The plan for this call: a policy by op position."""
         args, kwargs = as_operands((args, kwargs))
         planned, plan = meet(fn, args, kwargs)
-        if planned and plan is None:
-            return save_everything
-        plan = plan or self._plan(fn, args, kwargs)
-        return carried_out(plan)
+        if planned:
+            return save_everything if plan is None else carried_out(plan)
+        graph = graph_of(fn, args, kwargs)
+        return carried_out(self._plan(graph, fn), functools.partial(forget, graph))
 
     def __call__(self, info: OpInfo) -> Decision:
         raise RematError(
@@ -138,20 +134,20 @@ def _rivals(
     graph: Graph, policy: BudgetPolicy, problem: Problem, compiled: bool
 ) -> list[tuple[int, str, Solution]]:
     """Plans that the search by bytes may miss, with their peaks: mixtures, and torch's own. Once a graph."""
-    key = (id(graph), policy.cost, policy.device, policy.budget == "free", compiled)
-    if key not in _RIVALS:
+
+    def found() -> list[tuple[int, str, Solution]]:
         tried = [("mixture", solution) for solution in frontier(problem)]
-        for share in _SHARES if graph.joint.tensors else ():
+        for share in _SHARES:
             for name, saved in candidates(graph, int(share * graph.kept_by_default), shares=(1.0,)):
                 solution = complete(problem, saved)
                 tried += [(name, solution)] if solution is not None else []
         distinct = {solution.saved: (name, solution) for name, solution in reversed(tried)}
-        found = [
+        return [
             (step_peak([profile(graph, solution, compiled=compiled)]), name, solution)
             for name, solution in distinct.values()
         ]
-        _RIVALS[key] = (graph, found)
-    return _RIVALS[key][1]
+
+    return graph.solved.made(("rivals", policy.cost, policy.device, policy.budget == "free", compiled), found)
 
 
 def _solved(graph: Graph, problem: Problem, budget: int, time_limit: float) -> Solved:

@@ -12,7 +12,7 @@ import torch
 from remat.plan.graph import CostModel, Graph, is_view
 from remat.plan.solve import INF, Problem
 from remat.transforms import RematError, draws, map_only, traits
-from remat.transforms.compat import partitioner_choice
+from remat.transforms.compat import fake_mode, outside_all_modes, partitioner_choice
 from remat.transforms.joint import Joint, Ref
 
 SOLVERS = ("dp", "ilp", "greedy")
@@ -102,11 +102,7 @@ def to_fx(joint: Joint) -> torch.fx.GraphModule:
     Raises:
         RematError: where the function writes in place (AOTAutograd would have functionalized it).
     """
-    if not joint.tensors:
-        raise RematError(
-            "This joint graph was recorded without tensors: write record(fn, args, tensors=True)."
-        )
-    graph = torch.fx.Graph()
+    graph, tensors = torch.fx.Graph(), _stand_ins(joint)
     nodes: dict[int, torch.fx.Node] = {}
     counts = {"primals": 0, "tangents": 0}
     for v, value in enumerate(joint.values):
@@ -114,7 +110,7 @@ def to_fx(joint: Joint) -> torch.fx.GraphModule:
             kind = "tangents" if value.origin == "tangent" else "primals"
             counts[kind] += 1
             nodes[v] = graph.create_node("placeholder", f"{kind}_{counts[kind]}", name=f"v{v}")
-            nodes[v].meta["val"] = joint.tensors[v]
+            nodes[v].meta["val"] = tensors[v]
     for op in joint.ops:
         if op.mutates:
             raise RematError(
@@ -125,18 +121,28 @@ def to_fx(joint: Joint) -> torch.fx.GraphModule:
         single = single and isinstance(op.target._schema.returns[0].type, torch.TensorType)
         name = f"v{op.outputs[0]}" if single else None
         made = graph.create_node("call_function", op.target, args, kwargs, name=name)
-        made.meta["val"] = (
-            joint.tensors[op.outputs[0]] if single else tuple(joint.tensors[o] for o in op.outputs)
-        )
+        made.meta["val"] = tensors[op.outputs[0]] if single else tuple(tensors[o] for o in op.outputs)
         for k, o in enumerate(op.outputs):
             nodes[o] = (
                 made
                 if single
                 else graph.create_node("call_function", operator.getitem, (made, k), name=f"v{o}")
             )
-            nodes[o].meta["val"] = joint.tensors[o]
+            nodes[o].meta["val"] = tensors[o]
     graph.output([nodes[v] for v in (*joint.results, *joint.gradients)])
     return torch.fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _stand_ins(joint: Joint) -> list[torch.Tensor]:
+    """A fake tensor for every value."""
+    with outside_all_modes(), fake_mode([]):
+        return [
+            # Of a sparse one (no strides are known) the size is all that a planner looks at.
+            torch.empty_strided(v.shape, v.stride, dtype=v.dtype, device=v.device)
+            if len(v.stride) == len(v.shape)
+            else torch.empty(v.shape, dtype=v.dtype, device=v.device)
+            for v in joint.values
+        ]
 
 
 @dataclass(frozen=True)
@@ -164,11 +170,12 @@ def torch_plan(joint: Joint, budget: float, solver: str = "dp") -> TorchPlan:
 def candidates(graph: Graph, budget: int, shares: Sequence[float] = (1.0, 0.9)) -> list[tuple[str, set[int]]]:
     """Torch's plans within `budget` bytes as saved sets of `graph.problem`, for `solve(candidates=...)`.
 
-    None for in-place code, which torch's partitioner does not take. Torch counts its budget as a share of
-    what its own default keeps, and may keep more than asked, so `shares` of it are asked for.
+    None for in-place code, which torch's partitioner does not take, and under torch.func, where it would be
+    asked while others trace. Torch counts its budget as a share of what its own default keeps, and may keep
+    more than asked, so `shares` of it are asked for.
     """
     joint = graph.joint
-    if not joint.tensors or any(op.mutates for op in joint.ops):
+    if not graph.alone or any(op.mutates for op in joint.ops):
         return []
     share = min(budget / max(graph.kept_by_default, 1), 1.0)
     found = []

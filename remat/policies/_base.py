@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator
+import functools
+import types
+from collections.abc import Callable, Collection, Hashable, Iterator, Set
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 
 from remat._core import Decision, OpInfo
-from remat.transforms import RematError, intern, register, traits
+from remat.transforms import Identity, Key, RematError, intern, register, registered, traits
 from remat.transforms.compat import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 
@@ -22,16 +24,40 @@ class Policy:
     """Decides, op by op, what a region keeps. Subclass it as a frozen dataclass.
 
     `__call__` gives the verdict. `decide_by_op` gives the same verdict from the op alone where that is
-    enough, so that the engine need not describe the op's operands. `needs_calls` says that `__call__` reads
-    `info.call`. `repeatable` says that the verdicts depend on the ops and their operands' shapes alone, so
-    that one run of a function tells what the next will keep; a policy that counts or looks elsewhere must
-    leave it False.
+    enough, so that the engine need not describe the op's operands.
+
+    A region's first forward under a policy asks it about every op. A later one that runs the same ops on the
+    same shapes, with the same names, in the same order is given the same verdicts without asking: a verdict
+    depends on what an `OpInfo` holds and on the verdicts before it in the forward, and on nothing else. A
+    policy for which that is not so (its verdicts change from call to call, or it looks at numbers somewhere)
+    says `asks_again = True`, and is asked in every forward; for a rule, `checkpoint_policy(rule,
+    stateful=True)` says it.
+
+    Attributes:
+        needs_calls: whether `__call__` reads `info.call`.
+        counts: whether a verdict depends on how many values were judged before, so that none may be passed
+            over. Each forward counts anew (`fresh`).
+        asks_again: whether a verdict depends on more than the forward itself.
     """
 
     needs_calls: bool = False
-    repeatable: bool = False
-    # Whether the verdict depends on how many values were judged before, so that none may be passed over.
     counts: bool = False
+    asks_again: bool = False
+
+    @functools.cached_property
+    def key(self) -> Hashable:
+        """What policies of the same verdicts have in common: hashed once, cheap to compare, for caches.
+
+        It holds no function: a rule counts as itself, and for as long as it lives.
+        """
+        if not dataclasses.is_dataclass(self):
+            return Identity(self)
+        fields = [field for field in dataclasses.fields(self) if field.compare]
+        return Key(type(self), *[key_of(getattr(self, field.name)) for field in fields])
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The key is good in this process alone.
+        return {name: value for name, value in self.__dict__.items() if name != "key"}
 
     def __call__(self, info: OpInfo) -> Decision | bool:
         raise NotImplementedError
@@ -72,15 +98,29 @@ class Policy:
         return Not(self)
 
 
-# What `as_policy` makes a policy of: a policy, a rule, ops (`torch.ops.aten.mm`) and names, one or several.
-PolicyLike: TypeAlias = (
-    Policy
-    | Callable[[OpInfo], Decision | bool]
-    | OpOverload
-    | OpOverloadPacket
-    | HigherOrderOperator
-    | Collection[Any]
-)
+def key_of(value: Any) -> Hashable:
+    """What a field of a policy is in its key."""
+    if isinstance(value, Policy):
+        return value.key
+    if isinstance(value, (bool, int, float)):
+        # 1, 1.0 and True are equal and may mean different things.
+        return type(value), value
+    if value is None or isinstance(value, _BY_VALUE):
+        return cast(Hashable, value)
+    if isinstance(value, (tuple, frozenset)):
+        parts = cast("Collection[Any]", value)
+        return frozenset(map(key_of, parts)) if isinstance(value, frozenset) else tuple(map(key_of, parts))
+    if isinstance(value, types.MethodType):
+        # Made anew wherever it is looked up.
+        return key_of(value.__self__), key_of(value.__func__)
+    try:
+        return Identity(value)
+    except TypeError:
+        # Nobody else's: the policy's key is made once.
+        return Key(object())
+
+
+_BY_VALUE = (str, bytes, Decision, OpOverload, HigherOrderOperator, type, torch.device, torch.dtype)
 
 
 @dataclass(frozen=True)
@@ -88,7 +128,6 @@ class Named(Policy):
     """A policy that prints as the name it is imported by."""
 
     label: str
-    repeatable = True
 
     def __repr__(self) -> str:
         return self.label
@@ -114,11 +153,14 @@ class Numbered(Policy):
     """
 
     numbering = staticmethod(intern)
+    number: str
 
     def __post_init__(self) -> None:
         # What is made in code that is traced has no number.
         if not torch.compiler.is_dynamo_compiling():
             object.__setattr__(self, "number", self.numbering(self))
+            if (first := registered[self.number]) is not self:
+                object.__setattr__(self, "first", first)
 
     def __reduce__(self) -> tuple[Any, ...]:
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
@@ -130,16 +172,22 @@ class FromCallable(Numbered):
     """The verdicts of a user's function of an `OpInfo`."""
 
     rule: Callable[[OpInfo], Decision | bool]
+    stateful: bool = False
     # What the function reads cannot be known, so it is given all there is.
     needs_calls = True
     # One of its own each, so that what the function closes over does not live for good.
     numbering = staticmethod(register)
 
+    @property
+    def asks_again(self) -> bool:  # type: ignore[override]
+        return self.stateful
+
     def __call__(self, info: OpInfo) -> Decision:
         return check_verdict(self, info, self.rule(info))
 
     def __repr__(self) -> str:
-        return f"checkpoint_policy({getattr(self.rule, '__qualname__', None) or repr(self.rule)})"
+        rule = getattr(self.rule, "__qualname__", None) or repr(self.rule)
+        return f"checkpoint_policy({rule}{', stateful=True' if self.stateful else ''})"
 
 
 class Combined(Policy):
@@ -160,8 +208,8 @@ class Combined(Policy):
         return any(part.counts for part in self.parts().values())
 
     @property
-    def repeatable(self) -> bool:  # type: ignore[override]
-        return all(part.repeatable for part in self.parts().values())
+    def asks_again(self) -> bool:  # type: ignore[override]
+        return any(part.asks_again for part in self.parts().values())
 
     def bind(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
         return self._with({name: part.bind(fn, args, kwargs) for name, part in self.parts().items()})
@@ -319,3 +367,11 @@ def converts(convert: Callable[[Any], Policy]) -> Callable[[Any], Policy]:
     """Let `as_policy` turn by `convert` what is no policy yet."""
     _converters.append(convert)
     return convert
+
+
+_CustomOp: TypeAlias = "torch.library.CustomOpDef"  # pyright: ignore[reportPrivateImportUsage]
+_Op: TypeAlias = "OpOverload[..., Any] | OpOverloadPacket[..., Any] | HigherOrderOperator | _CustomOp"
+PolicyLike: TypeAlias = (
+    "Policy | Callable[[OpInfo], Decision | bool] | _Op | list[Any] | tuple[_Op | str, ...] | Set[_Op | str]"
+)
+"""What `remat(policy=...)` accepts: a policy, a rule, one op, or several ops and `checkpoint_name`s."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from remat.transforms import RematError
+from remat.transforms import BoundedCache, RematError
 from remat.transforms.compat import HigherOrderOperator, OpOverload, OpOverloadPacket
 from remat.transforms.region import forget_all
 
@@ -94,7 +94,7 @@ _COSTLY: dict[str, Kind] = {
     **_qualified(_ATTENTION, "attention"),
 }
 # Looking an op up is on the path of every op of every region: one dict probe, keyed by the op itself.
-_KIND_OF: dict[Any, Kind | None] = {}
+_KIND_OF: BoundedCache[Any, Kind | None] = BoundedCache(8192)
 
 
 def qualified_name(op: Any) -> str:

@@ -33,7 +33,6 @@ class SaveOps(Policy):
     """Saves the outputs of the listed overloads and higher-order operators."""
 
     ops: frozenset[Any]
-    repeatable = True
 
     def __call__(self, info: OpInfo) -> Decision:
         return self.decide_by_op(info.op)

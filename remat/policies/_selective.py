@@ -1,5 +1,8 @@
 """Policies that narrow others down: by a predicate, by position, by size, by cost."""
 
+# What users pass is checked, whatever its type was said to be.
+# pyright: reportUnnecessaryIsInstance=false
+
 from __future__ import annotations
 
 import dataclasses
@@ -16,7 +19,6 @@ class Narrowed(Combined):
     """Keeps of what `policy` keeps a part; what that recomputes, this recomputes."""
 
     policy: Policy
-    repeatable = False  # type: ignore[assignment]
 
     def decide_by_op(self, op: Any) -> Decision | None:
         return Decision.RECOMPUTE if self.policy.decide_by_op(op) is Decision.RECOMPUTE else None
@@ -79,7 +81,7 @@ class SaveEvery(Narrowed):
     policy: Policy
     # The ops counted in this forward (one whose result is named later is judged twice). No part of the value:
     # `fresh` gives every forward its own.
-    seen: dict[int, int] = dataclasses.field(default_factory=dict, compare=False)
+    seen: dict[int, int] = dataclasses.field(default_factory=dict[int, int], compare=False)
     counts = True  # type: ignore[assignment]
 
     def __call__(self, info: OpInfo) -> Decision:
@@ -126,7 +128,6 @@ class SaveLarger(Policy):
     """Saves results of more than so many bytes."""
 
     bytes: int
-    repeatable = True
 
     def __call__(self, info: OpInfo) -> Decision:
         return Decision.SAVE if info.bytes > self.bytes else Decision.RECOMPUTE
@@ -168,7 +169,6 @@ class SaveCheaper(Numbered):
     """Saves results that spare more than so many FLOPs for a byte kept."""
 
     flops_per_byte: float
-    repeatable = True
 
     def __call__(self, info: OpInfo) -> Decision:
         return Decision.SAVE if info.flops > self.flops_per_byte * info.bytes else Decision.RECOMPUTE

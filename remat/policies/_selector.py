@@ -98,9 +98,9 @@ class PolicySelector:
                 return Decision.RECOMPUTE.value
             op = self.calls.fused
             args, kwargs = (describe(args[0]), *_as_operands(op, *self.product)), {}
-        quick = self.policy.decide_by_op(op)
-        if quick is not None:
-            return quick.value
+        verdict = self.policy.decide_by_op(op)
+        if verdict is not None:
+            return verdict.value
         return self._ask(at, node, args, kwargs, out, op)
 
     def _ask(self, at: int, node: Node, args: Any, kwargs: Any, out: Any, op: Any = None) -> int:

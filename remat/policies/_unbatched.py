@@ -20,7 +20,6 @@ class SaveUnbatched(Named):
     """
 
     needs_calls = True
-    repeatable = False
 
     def __call__(self, info: OpInfo) -> Decision:
         kind = _catalogue.kind_of(info.op)

@@ -8,10 +8,10 @@ import warnings
 from collections.abc import Iterable
 
 from remat.policies._base import Policy
-from remat.transforms import RematError, is_user_frame
+from remat.transforms import BoundedCache, RematError, is_user_frame
 
 # Regions and names that were warned of: a model calls its regions thousands of times.
-_warned: set[tuple[str, str]] = set()
+_warned: BoundedCache[tuple[str, str], None] = BoundedCache(4096)
 
 
 class UnmatchedName(UserWarning):
@@ -30,7 +30,7 @@ def report_unmatched(policy: Policy, region: str, seen: Iterable[str]) -> None:
     text = f"Policy {policy!r} of region {region!r} asks for {_listed(missing, seen)}"
     if any(missing.values()):
         raise RematError(text)
-    new = {(region, name) for name in missing} - _warned
+    new = {(region, name): None for name in missing if (region, name) not in _warned}
     _warned.update(new)
     if new:
         warnings.warn(f"{text} (Said once; strict=True makes it an error.)", UnmatchedName, _user_level())

@@ -66,7 +66,9 @@ class Step:
     """What changes before a call, and how the call is made; drawn once, carried out on both models."""
 
     def __init__(self, draw: random.Random) -> None:
-        self.flips = [name for name in ("counts", "averages", "deep", "caches", "steers") if draw.random() < 0.2]
+        self.flips = [
+            name for name in ("counts", "averages", "deep", "caches", "steers") if draw.random() < 0.2
+        ]
         self.factor = draw.choice([None, None, 0.0, -0.0, 1.0, 2.5])
         self.mode = draw.choice([None, None, None, "train", "eval", "freeze", "unfreeze"])
         self.hook = draw.choice([None, None, None, "add", "remove"])

@@ -294,9 +294,11 @@ class Frame(Packer):
             return
         self.store = Store(self.kept)
         # The caller may write to the results, into memory that is perhaps still being sent.
-        roots = {recorder.root(t) for t in tensors_in(flatten(out)[0])}
+        numbers = [recorder.bound(t) for t in tensors_in(flatten(out)[0])]
+        roots = {None if number is None else self.tape.root_of(number) for number in numbers}
         for at, value in away.items():
-            if self.tape.nodes[at].root in roots:
+            # An alias that autograd made of something may be of anything.
+            if None in roots or self.tape.nodes[at].root in roots:
                 for parcel in away_in(value):
                     parcel.parcel.wait()
 

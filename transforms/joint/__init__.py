@@ -1,7 +1,8 @@
 """The joint graph of a function, forward and backward, for those who plan."""
 
-from remat.transforms.joint.graph import Joint, Op, Ref, Value, record
+from remat.transforms.joint.graph import record
 from remat.transforms.joint.levels import Peeled, captured_at_levels, peel, record_peeled
+from remat.transforms.joint.ops import Joint, Op, Ref, Value
 
 __all__ = [
     "Joint",  # forward and backward of one call

@@ -7,10 +7,8 @@ here be carried out there. `detach`, which autograd inserts when it saves an out
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,140 +24,17 @@ from remat.transforms.compat import (
 )
 from remat.transforms.errors import RematError
 from remat.transforms.intermediates import only
+from remat.transforms.joint.ops import Joint, Op, Other, Ref, Value
 from remat.transforms.ops import traits, user_line
-from remat.transforms.pytree import flatten, map_only, tree_leaves, unflatten
+from remat.transforms.pytree import flatten, map_leaves, tree_leaves, unflatten
 from remat.transforms.region import planning
 
-
-@dataclass(frozen=True)
-class Value:
-    """A tensor of the joint graph.
-
-    Attributes:
-        shape, dtype, device, stride: its metadata.
-        storage: number of its storage; views and in-place results share their base's.
-        producer: position of the op that made it, or -1 for inputs.
-        origin: "op", "argument", "parameter" (held by somebody else: `nn.Parameter`, captured, or a leaf
-            inside a container argument) or "tangent".
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    stride: tuple[int, ...]
-    storage: int
-    producer: int
-    origin: str
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of a dense tensor of this shape."""
-        return functools.reduce(lambda a, b: a * b, self.shape, 1) * self.dtype.itemsize
+# What a recorded op holds as it is. (A symbolic size counts as an int that is not known.)
+_CONSTANT = (int, float, complex, bool, str, torch.SymInt, torch.SymFloat, torch.SymBool)
+_CONSTANT += (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-@dataclass(frozen=True)
-class Ref:
-    """Stands for value `id` in the arguments of a recorded op."""
-
-    id: int
-
-
-@dataclass(frozen=True)
-class Op:
-    """One dispatched op.
-
-    Attributes:
-        target: the overload (or higher-order operator).
-        args, kwargs: its arguments, tensors replaced by `Ref`.
-        reads, outputs: value numbers; a read of a storage written in place includes the last write.
-        mutates: values it wrote over.
-        forward: whether it ran before the backward started.
-        location: the user's "file:line", empty in the backward.
-    """
-
-    target: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    reads: tuple[int, ...]
-    outputs: tuple[int, ...]
-    mutates: tuple[int, ...]
-    forward: bool
-    location: str
-
-    @property
-    def name(self) -> str:
-        """Such as "aten.mm.default"."""
-        return str(self.target)
-
-
-@dataclass(frozen=True)
-class Joint:
-    """Forward and backward of one call.
-
-    Attributes:
-        ops: in the order of execution; those with `forward` come first.
-        values: every tensor seen.
-        storages: bytes of each storage.
-        saved: values that autograd packed for the backward, in order, without repetition.
-        results: the function's tensor outputs.
-        gradients: the values that the backward ends in, of those inputs that have a gradient.
-        differentiated: those inputs, in the same order.
-        tensors: a fake tensor for every value, where asked for.
-    """
-
-    ops: tuple[Op, ...]
-    values: tuple[Value, ...]
-    storages: tuple[int, ...]
-    saved: tuple[int, ...]
-    results: tuple[int, ...]
-    gradients: tuple[int, ...] = ()
-    differentiated: tuple[int, ...] = ()
-    tensors: tuple[torch.Tensor, ...] = field(default=(), repr=False, compare=False)
-
-    @functools.cached_property
-    def forward(self) -> tuple[Op, ...]:
-        """The ops of the forward: what an engine meets, in the order it meets them."""
-        return tuple(op for op in self.ops if op.forward)
-
-    @functools.cached_property
-    def backward(self) -> tuple[Op, ...]:
-        """The ops of the backward."""
-        return tuple(op for op in self.ops if not op.forward)
-
-    @functools.cached_property
-    def producers(self) -> dict[int, Op]:
-        """The op that made each value; inputs have none."""
-        return {output: op for op in self.ops for output in op.outputs}
-
-    @functools.cached_property
-    def readers(self) -> dict[int, tuple[Op, ...]]:
-        """The ops that read each value."""
-        found: dict[int, list[Op]] = {}
-        for op in self.ops:
-            for read in op.reads:
-                found.setdefault(read, []).append(op)
-        return {value: tuple(ops) for value, ops in found.items()}
-
-    @functools.cached_property
-    def family(self) -> tuple[tuple[int, ...], ...]:
-        """The values on each storage, oldest first."""
-        found: list[list[int]] = [[] for _ in self.storages]
-        for number, value in enumerate(self.values):
-            found[value.storage].append(number)
-        return tuple(map(tuple, found))
-
-    @functools.cached_property
-    def owner(self) -> tuple[int, ...]:
-        """The position of the op that allocated each storage, -1 for those of inputs."""
-        return tuple(self.values[members[0]].producer for members in self.family)
-
-    @functools.cached_property
-    def last_write(self) -> dict[int, int]:
-        """The value left by the last in-place write to a storage, for those written to."""
-        return {self.values[op.outputs[0]].storage: op.outputs[0] for op in self.ops if op.mutates}
-
-
-class Recorder(TorchDispatchMode):
+class JointRecorder(TorchDispatchMode):
     """Writes down every op below autograd, with values numbered by tensor identity."""
 
     supports_higher_order_operators = True
@@ -175,7 +50,6 @@ class Recorder(TorchDispatchMode):
         self.captured: dict[int, torch.Tensor] = {}
         self.gradients: tuple[int, ...] = ()
         self.differentiated: tuple[int, ...] = ()
-        self.tensors: list[torch.Tensor] = []
         self.in_forward = True
         self.last = ("", "")
         self._number: dict[int, int] = {}
@@ -200,7 +74,6 @@ class Recorder(TorchDispatchMode):
             )
         )
         self._number[id(tensor)] = len(self.values) - 1
-        self.tensors.append(tensor)
         self._alive.append(tensor)
         return len(self.values) - 1
 
@@ -233,8 +106,14 @@ class Recorder(TorchDispatchMode):
                 warnings.simplefilter("ignore")
                 stand_in = self.mode.from_tensor(tensor)
             self._storage[storage_key(stand_in)] = self.values[number].storage
-            self.tensors[number] = stand_in
+            self._alive.append(stand_in)
         return number
+
+    def _noted(self, leaf: Any) -> Any:
+        """What stands for an argument of an op."""
+        if isinstance(leaf, torch.Tensor):
+            return Ref(self.number(leaf))
+        return leaf if leaf is None or isinstance(leaf, _CONSTANT) else Other(type(leaf).__qualname__)
 
     def same(self, tensor: torch.Tensor, number: int) -> int:
         """Let a tensor go by a number that exists."""
@@ -258,7 +137,7 @@ class Recorder(TorchDispatchMode):
             return out
         location = user_line() if self.in_forward else ""
         self.last = (str(func), location)
-        refs = map_only(torch.Tensor, lambda t: Ref(self.number(t)), (args, kwargs))
+        refs = map_leaves(self._noted, (args, kwargs))
         reads = {leaf.id for leaf in tree_leaves(refs) if isinstance(leaf, Ref)}
         reads |= {self._writer[s] for v in reads if (s := self.values[v].storage) in self._writer}
         out = func(*args, **kwargs)
@@ -286,22 +165,21 @@ def record(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
     *,
-    tensors: bool = False,
     functional: bool = False,
 ) -> Joint:
     """The joint graph of `fn(*args, **kwargs)`, from metadata alone: nothing is computed or allocated.
 
     Inputs that require grad are differentiated, captured ones too. The current autocast, default dtype and
-    grad state are those of the call; gradients are enabled. `tensors` keeps a fake tensor for every value, to
-    build other graphs from. With `functional`, `fn` differentiates by itself: it is called with a switch
-    before its arguments, and calls that between its forward and its backward. Nobody collects named values
-    meanwhile, and `is_recomputing()` is true: what counts or prints has its turn in the run proper.
+    grad state are those of the call; gradients are enabled. With `functional`, `fn` differentiates by itself:
+    it is called with a switch before its arguments, and calls that between its forward and its backward.
+    Nobody collects named values meanwhile, and `is_recomputing()` is true: what counts or prints has its turn
+    in the run proper.
 
     Raises:
         RematError: where the function looks at data (`.item()`, a branch on a value) or an op has no fake
             kernel; names the op and the user's line.
     """
-    recorder = Recorder()
+    recorder = JointRecorder()
     with (
         outside_all_modes(),
         without_module_trackers(),
@@ -310,7 +188,6 @@ def record(
         planning(getattr(fn, "__name__", type(fn).__name__)),
     ):
         results = _trace(fn, args, kwargs or {}, recorder, _run_functional if functional else _run)
-        kept = tuple(t.detach() for t in recorder.tensors) if tensors else ()
     return Joint(
         ops=tuple(recorder.ops),
         values=tuple(recorder.values),
@@ -319,7 +196,6 @@ def record(
         results=results,
         gradients=recorder.gradients,
         differentiated=recorder.differentiated,
-        tensors=kept,
     )
 
 
@@ -327,7 +203,7 @@ def _trace(
     fn: Callable[..., Any],
     args: Any,
     kwargs: dict[str, Any],
-    recorder: Recorder,
+    recorder: JointRecorder,
     run: Callable[..., tuple[int, ...]],
 ) -> tuple[int, ...]:
     """Stand-ins for the arguments, then the run; returns the numbers of the results."""
@@ -373,7 +249,7 @@ def _stand_in(tensor: torch.Tensor, mode: Any) -> torch.Tensor:
 
 
 def _run(
-    fn: Callable[..., Any], args: Any, kwargs: Any, recorder: Recorder, inputs: list[torch.Tensor]
+    fn: Callable[..., Any], args: Any, kwargs: Any, recorder: JointRecorder, inputs: list[torch.Tensor]
 ) -> tuple[int, ...]:
     """Forward, then backward from fake cotangents; returns the numbers of the results."""
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda t: t):
@@ -396,7 +272,7 @@ def _run(
 
 
 def _run_functional(
-    fn: Callable[..., Any], args: Any, kwargs: Any, recorder: Recorder, inputs: list[torch.Tensor]
+    fn: Callable[..., Any], args: Any, kwargs: Any, recorder: JointRecorder, inputs: list[torch.Tensor]
 ) -> tuple[int, ...]:
     """The same for a function that differentiates with torch.func: saved-tensor hooks are refused there.
 

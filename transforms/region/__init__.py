@@ -10,11 +10,10 @@ from remat.transforms.context import (
     run_again_whole,
     selecting,
 )
-from remat.transforms.region.cache import Bounded, CachedTrace, forget_all
+from remat.transforms.region.cache import CachedTrace, forget_all
 from remat.transforms.region.region import Region, checksum
 
 __all__ = [
-    "Bounded",  # a table of so many entries at most
     "CachedTrace",  # a settled forward that later ones are held against
     "forget_all",  # drop every cached trace
     "checksum",  # a number for every tensor of a result that changes with any bit of it

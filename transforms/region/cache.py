@@ -7,11 +7,11 @@ into a recording where it leaves the tape. So what is kept here saves time, and 
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
+from remat.transforms.caches import BoundedCache
 from remat.transforms.tape import Program, Tape
 
 # How many signatures of calls, or policies, are told apart; what was used least recently goes first.
@@ -41,21 +41,8 @@ class CachedTrace:
     nodes: int
 
 
-class Bounded(OrderedDict[Hashable, Any]):
-    """A table of so many entries at most."""
-
-    def look(self, key: Hashable) -> Any:
-        """The entry, now the one used last; None if there is none."""
-        found = self.get(key)
-        if found is not None:
-            self.move_to_end(key)
-        return found
-
-    def note(self, key: Hashable, value: Any) -> None:
-        self[key] = value
-        self.move_to_end(key)
-        if len(self) > _MOST:
-            self.popitem(last=False)
+# By the signatures of calls.
+Traces: TypeAlias = "BoundedCache[Hashable, CachedTrace]"
 
 
 class TraceCache:
@@ -69,16 +56,12 @@ class TraceCache:
     __slots__ = ("__weakref__", "by_policy", "differentiates", "uses_func")
 
     def __init__(self) -> None:
-        self.by_policy = Bounded()
+        self.by_policy: BoundedCache[Hashable, Traces] = BoundedCache(_MOST)
         self.uses_func = self.differentiates = False
 
-    def under(self, policy: Hashable) -> Bounded:
+    def under(self, policy: Hashable) -> Traces:
         """Traces by the signatures of calls, under the policies with this key."""
-        found = self.by_policy.look(policy)
-        if found is None:
-            found = Bounded()
-            self.by_policy.note(policy, found)
-        return found
+        return self.by_policy.made(policy, lambda: BoundedCache(_MOST))
 
 
 def cache_of(anchor: Any) -> TraceCache:

@@ -12,7 +12,7 @@ import torch
 
 from remat.transforms.closure import Slots, slots_of
 from remat.transforms.context import run_innermost
-from remat.transforms.region.cache import Bounded, TraceCache, cache_of
+from remat.transforms.region.cache import TraceCache, Traces, cache_of
 from remat.transforms.tape import Node, Tape
 
 
@@ -63,7 +63,7 @@ class Region:
         return cache_of(self.anchor)
 
     @functools.cached_property
-    def traces(self) -> Bounded:
+    def traces(self) -> Traces:
         """What earlier calls did under this policy. (To hash a policy takes longer than a small op.)"""
         return self.cache.under(self.key)
 

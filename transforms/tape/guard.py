@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from remat.transforms.context import active, quiet
+from remat.transforms.offload import send
 from remat.transforms.ops import is_shape_arithmetic, traits
 from remat.transforms.placeholders import without_data
 from remat.transforms.state import GeneratorState
 from remat.transforms.tape.recorder import Recorder
-from remat.transforms.tape.tape import RECOMPUTE, Node, Outside, Tape
+from remat.transforms.tape.tape import OFFLOAD, RECOMPUTE, Node, Outside, Tape
 from remat.transforms.tape.values import Ref, constants_alike, map_tensors, memory_of, storage, tensors_in
 
 
@@ -180,8 +182,18 @@ class GuardMode(Recorder):
                 table[id(tensor)] = weakref.ref(tensor), number
                 number += 1
         if at in self.expected_kept:
-            self.kept[at] = quiet(map_tensors, torch.Tensor.detach, out)
+            self.kept[at] = self._hold_again(node, out)
         return out
+
+    def _hold_again(self, node: Node, out: Any) -> Any:
+        """What is kept of an op's results, as it was kept before."""
+        assert self.expected is not None
+        if node.verdict != OFFLOAD:
+            return quiet(map_tensors, torch.Tensor.detach, out)
+        # A look at what was sent lies in the copy, unless the memory is written to at some time.
+        whole = node.root < 0 or node.root in self.expected.last_write
+        root = None if whole else self.kept.get(node.root)
+        return quiet(map_tensors, lambda tensor: send(tensor, root), out)
 
     def _before(self, at: int, node: Node, func: Any, args: Any, kwargs: Any) -> None:
         if node.draws:
@@ -198,7 +210,9 @@ class GuardMode(Recorder):
             if at < len(expected.packed):
                 number, position = expected.packed[at]
                 known = self._numbers.get(tensor)
-                if position == self.at and (known == number or (known is None and self._binds(-1 - number, tensor))):
+                if position == self.at and (
+                    known == number or (known is None and self._binds(-1 - number, tensor))
+                ):
                     self.packs = at + 1
                     return number
             self.leave()
@@ -207,8 +221,10 @@ class GuardMode(Recorder):
     def name(self, tensor: torch.Tensor, name: str) -> None:
         expected = self.expected
         if expected is not None:
-            here = self._numbers.get(tensor), name
-            if self.named < len(expected.names) and expected.names[self.named] == here:
+            number = self._numbers.get(tensor)
+            if number is None or number < 0:
+                return
+            if self.named < len(expected.names) and expected.names[self.named] == (number, name):
                 self.named += 1
                 return
             self.leave()
@@ -247,10 +263,24 @@ class GuardMode(Recorder):
                 self._remember(memory, tape.root_of(number), number, tensor)
         if self.make_selector is not None:
             self.selector = self.make_selector()
-            # One that counts must have seen the ops so far.
-            for i, node in enumerate(tape.nodes):
-                if not node.written and not node.optional:
-                    self.selector.decide(i, node, *quiet(self._described, node))
+            self._show(self.selector)
+            # What the old tape had no use for was not kept, and calls were not watched: the next forward is
+            # recorded from its start.
+            self.tape.cacheable = False
+
+    def _show(self, selector: Any) -> None:
+        """Let a selector see the ops so far with their names: it may count them, or bar looks at a value."""
+        tape, names = self.tape, dict[int, list[tuple[int, str]]]()
+        for number, name in tape.names:
+            names.setdefault(tape.makers[number], []).append((number, name))
+        past = _Past(tape, self.owner)
+        for i, node in enumerate(tape.nodes):
+            facts, node.name = traits(node.op), None
+            if (not facts.writes or facts.conditional is not None) and not node.optional:
+                selector.decide(i, node, *quiet(self._described, node))
+            for number, name in names.get(i, ()):
+                node.name = name
+                selector.name(past, i, quiet(without_data, tape.meta_of(number)), name)
 
     def _described(self, node: Node) -> tuple[Any, Any, Any]:
         """The arguments and results of an op that has run, metadata in the place of tensors."""
@@ -264,6 +294,18 @@ class GuardMode(Recorder):
             return value
 
         return show(node.args), {k: show(v) for k, v in node.kwargs.items()}, without_data(node.outs)
+
+
+@dataclass(frozen=True)
+class _Past:
+    """The recorder to a selector that is told of names given before: what was kept stays as it is."""
+
+    tape: Tape
+    owner: Callable[[Node, torch.Tensor], int | None]
+
+    def judge(self, at: int, verdict: int, value: torch.Tensor) -> None: ...
+
+    def judge_again(self, at: int, verdict: int, value: torch.Tensor) -> None: ...
 
 
 def _prepared(node: Node) -> Any:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from remat._api import remat
-from remat._core import format_bytes
+from remat._core import format_bytes, joined_keywords, keywords_apart
 from remat._inspect.report.explain import Explanation, name_of, notes, si
 from remat._inspect.report.measure import Measured, measure
 from remat._inspect.report.tables import Page, Shown, Table
 from remat._region import under_policy
 from remat.policies import (
     Policy,
+    PolicyLike,
     as_policy,
     save_attention,
     save_everything,
@@ -75,17 +76,25 @@ class Comparison(Shown):
             )
 
 
+@keywords_apart
 def compare(
-    fn: Callable[..., Any], *args: Any, policies: Sequence[Any] | None = None, **kwargs: Any
+    fn: Callable[..., Any],
+    /,
+    *args: Any,
+    policies: Sequence[PolicyLike] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    **keywords: Any,
 ) -> Comparison:
-    """`fn(*args, **kwargs)` under each of several policies: kept bytes, peak, and what runs again.
+    """`fn(*args, **keywords)` under each of several policies: kept bytes, peak, and what runs again.
 
     If `fn` has regions in it, each takes the policy in place of its own; otherwise `fn` is made one region.
 
     Args:
         fn: a function or module.
-        args, kwargs: its arguments.
+        args, keywords: its arguments.
         policies: policies, or what `remat(policy=...)` accepts as one. By default the ready ones.
+        kwargs: keywords of `fn` that are named like options here, such as `kwargs={"policies": 3}`. An option
+            that `fn` also takes is refused where there is no `kwargs`, as it may be meant for either.
 
     Returns:
         A `Comparison`, which prints as a table; `comparison[policy]` is the `Explanation` under that policy.
@@ -104,16 +113,17 @@ def compare(
     chosen = DEFAULT if policies is None else tuple(map(as_policy, policies))
     if not chosen:
         raise RematError("compare(fn, policies=[]): give at least one policy, such as save_matmuls.")
-    plain = measure(fn, args, kwargs, regions=False)
+    given = joined_keywords(keywords, kwargs)
+    plain = measure(fn, args, given, regions=False)
     with under_policy(save_nothing):
         # Whatever their own policies are: one that keeps everything is no region to the engine.
-        has_regions = bool(measure(fn, args, kwargs).regions)
+        has_regions = bool(measure(fn, args, given).regions)
     rows = []
     for policy in chosen:
         if has_regions:
             with under_policy(policy):
-                now = measure(fn, args, kwargs)
+                now = measure(fn, args, given)
         else:
-            now = measure(remat(fn, policy=policy), args, kwargs)
+            now = measure(remat(fn, policy=policy), args, given)
         rows.append((policy, Explanation(name_of(fn), now, plain, tuple(notes(now, plain)))))
     return Comparison(name_of(fn), plain, tuple(rows))

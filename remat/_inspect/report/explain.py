@@ -79,7 +79,7 @@ class Explanation(Shown):
         yield f"FLOPs: {si(forward)} forward, {si(again)} recomputed{share}, {si(backward)} backward"
 
 
-def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
     """What `fn(*args, **kwargs)` keeps for its backward, what it recomputes, and what that costs.
 
     Runs `fn` forward and backward, once as it is and once without remat, and forward once more each to see

@@ -20,7 +20,7 @@ import torch
 from remat._core import known_flops, op_name
 from remat.plan.graph.traffic import is_view, traffic
 from remat.policies import kind_of
-from remat.transforms import RematError, map_only
+from remat.transforms import BoundedCache, RematError, map_only
 from remat.transforms.joint import Joint, Op, Ref, Value
 
 # A custom op of unknown cost counts as a matmul with this contraction: dear enough not to be rerun blindly.
@@ -28,7 +28,8 @@ UNKNOWN_FLOPS_PER_BYTE = 1024
 # Below any matmul's price, above nothing: among plans of equal FLOPs the one that moves fewer bytes.
 _FLOPS_PER_BYTE_MOVED = 1e-3
 
-_UNKNOWN: set[str] = set()
+# Ops that were warned of.
+_UNKNOWN: BoundedCache[str, None] = BoundedCache(4096)
 
 
 def flops_of(joint: Joint, op: Op) -> float:
@@ -47,7 +48,7 @@ def flops_of(joint: Joint, op: Op) -> float:
 
 def _warn_unknown(name: str) -> None:
     if name not in _UNKNOWN:
-        _UNKNOWN.add(name)
+        _UNKNOWN[name] = None
         warnings.warn(
             f"The cost of {name} is not known; it is counted as {UNKNOWN_FLOPS_PER_BYTE} FLOPs per byte of "
             f'output (a large matmul). Say what it costs with remat.plan.register_cost("{name}", flops).',

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from remat.plan.graph.costs import CostModel, flops_of, is_heavy, is_view
 from remat.plan.solve import INF, Problem
-from remat.transforms import draws, traits
+from remat.transforms import BoundedCache, draws, traits
 from remat.transforms.joint import Joint, Op
 
 
@@ -26,9 +27,18 @@ class Graph:
       are repeated on a copy of it.
     - A draw that runs again needs all draws before it, so that the generator is where it was. The draws are
       chained by a value of their own that cannot be saved.
+
+    Attributes:
+        joint: the joint graph.
+        alone: whether it was traced outside of torch.func's levels.
+        solved: what was solved on it: plans by their policies.
     """
 
     joint: Joint
+    alone: bool = True
+    solved: BoundedCache[Hashable, Any] = field(
+        default_factory=lambda: BoundedCache(64), repr=False, compare=False
+    )
 
     @cached_property
     def ops(self) -> tuple[Op, ...]:

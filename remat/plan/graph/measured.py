@@ -16,12 +16,14 @@ from typing import Any
 import torch
 
 from remat.plan.graph.traffic import is_view, traffic
-from remat.transforms import map_only
+from remat.transforms import BoundedCache, map_only
 from remat.transforms.joint import Joint, Op, Ref
 
 # An op is repeated until this much time has passed, so that small ones are not all clock.
 _SECONDS = 2e-3
 _REPEATS = 5
+# Timings that are kept for one device, on disk too.
+_MOST = 1 << 16
 
 
 def cache_directory() -> Path:
@@ -117,11 +119,11 @@ def _path(device: str) -> Path:
 
 
 @functools.lru_cache(maxsize=8)
-def _table(device: str) -> dict[str, float]:
+def _table(device: str) -> BoundedCache[str, float]:
     try:
-        return json.loads(_path(device).read_text())
-    except (OSError, ValueError):
-        return {}
+        return BoundedCache(_MOST, json.loads(_path(device).read_text()).items())
+    except (OSError, ValueError, AttributeError):
+        return BoundedCache(_MOST)
 
 
 def _store(device: str, table: dict[str, float]) -> None:

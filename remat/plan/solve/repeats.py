@@ -9,10 +9,6 @@ from functools import cached_property
 
 from remat.plan.solve.problem import Problem
 
-# A read of a layer: the reader's op and the producer as positions in the layer, the value among that op's
-# results, and how many layers back it was made.
-Link = tuple[int, int, int, int]
-
 
 @dataclass(frozen=True)
 class Repeats:

@@ -1,0 +1,76 @@
+"""Functions `report(fn, *args, **kwargs)` with options of their own, whose names `fn` may have for itself."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar, cast
+
+from remat.transforms import RematError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class KeywordError(RematError, TypeError):
+    """A keyword that may be meant for two functions."""
+
+
+def keywords_apart(function: Callable[P, R]) -> Callable[P, R]:
+    """Let no option of `function(fn, *args, kwargs=None, **keywords)` be taken from `fn`.
+
+    Every keyword that is not an option is `fn`'s. An option that `fn` has an argument of the same name for is
+    refused, unless the call says by `kwargs={...}` what is `fn`'s: then every other option is its own.
+
+    Raises:
+        RematError: when called: an option that may be either's, or a keyword that is given twice (also a
+            TypeError).
+    """
+    parameters = inspect.signature(function).parameters.values()
+    own = {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    name = getattr(function, "__name__", "")
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **keywords: P.kwargs) -> R:
+        theirs: Any = keywords.get("kwargs")
+        if theirs is None:
+            doubtful = own & keywords.keys() - {"kwargs"}
+            if doubtful and args and (both := sorted(doubtful & _named(args[0]))):
+                raise KeywordError(_said(name, both[0], args[0], keywords[both[0]]))
+        elif not isinstance(theirs, Mapping):
+            raise KeywordError(
+                f"{name}(kwargs=...): expected keywords of the function, as {{'scale': 2.0}}, got {theirs!r}"
+            )
+        elif twice := sorted(set(map(str, cast("Mapping[str, Any]", theirs))) & keywords.keys() - own):
+            raise KeywordError(f"{name}: the function's {twice[0]!r} is given both by itself and in kwargs.")
+        return function(*args, **keywords)
+
+    return checked
+
+
+def _named(fn: Any) -> set[str]:
+    """The arguments of `fn` that can be given by name."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    try:
+        # Of a module the forward's; a model wrapped by others may have a signature that says nothing.
+        parameters = inspect.signature(getattr(fn, "forward", fn)).parameters.values()
+    except (TypeError, ValueError):
+        return set()
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {p.name for p in parameters if p.kind in named}
+
+
+def _said(name: str, option: str, fn: Any, value: Any) -> str:
+    label = getattr(fn, "__name__", None) or type(fn).__name__
+    return (
+        f"{name}({option}={value!r}): {option} is an option of {name}, and {label} has an argument of that "
+        f"name. For {label}'s write {name}({label}, ..., kwargs={{{option!r}: {value!r}}}); for {name}'s "
+        f"write {name}({label}, ..., {option}={value!r}, kwargs={{}})."
+    )
+
+
+def joined_keywords(keywords: dict[str, Any], kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """All keywords of the function."""
+    return {**keywords, **(kwargs or {})}

@@ -1,0 +1,211 @@
+"""By what a joint graph is remembered: all that the ops of a call can depend on short of data.
+
+A function counts as its code and what it closes over, so that a lambda written in a loop is one function.
+Tensors count as their metadata, plain values as they are, modules and other objects as themselves (weakly)
+with their flags, numbers and strings. A key holds neither functions nor tensors nor modules.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+from remat.transforms import Identity, Key, flatten
+
+_PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None), type(...)))
+_BY_VALUE = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_CONTAINERS = (tuple, list, dict, set, frozenset)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# What every module has; of these its mode, tensors, children and hooks are looked at by themselves.
+_USUAL = frozenset(torch.nn.Module().__dict__)
+# A longer container counts as itself: its contents are data.
+_LONG = 256
+
+
+class Unkeyable(Exception):
+    """Something that no key can stand for: what was learnt with it in play is not remembered."""
+
+
+def call_key(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
+    """The key of `fn(*args, **kwargs)` as things are now; None where the call must not be remembered."""
+    while isinstance(fn, functools.partial):
+        # Model libraries make a new one at every call, of the same layer.
+        fn, args, kwargs = fn.func, (*fn.args, *args), fn.keywords | kwargs
+    leaves, spec = flatten((args, kwargs))
+    look = _Look()
+    try:
+        look.at(fn)
+        for leaf in leaves:
+            look.at(leaf)
+        return Key(*look.found, str(spec), *_modes())
+    except (Unkeyable, TypeError, RecursionError):
+        # TypeError: symbolic sizes and the like have no hash.
+        return None
+
+
+def _modes() -> tuple[Hashable, ...]:
+    """Settings of the process that change which ops a function runs."""
+    cast = [torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    sdp = torch.backends.cuda
+    attention = sdp.flash_sdp_enabled(), sdp.mem_efficient_sdp_enabled(), sdp.math_sdp_enabled()
+    enabled = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+    strict = torch.are_deterministic_algorithms_enabled()
+    return enabled, tuple(cast), torch.get_default_dtype(), attention, strict
+
+
+class _Look:
+    """One look at a function and its arguments, written down flat; what is met twice counts as met before."""
+
+    def __init__(self) -> None:
+        self.found: list[Hashable] = []
+        self.seen: dict[int, int] = {}
+        self.alive: list[Any] = []
+
+    def at(self, value: Any) -> None:
+        """Write down what `value` counts as.
+
+        Raises:
+            Unkeyable: there is nothing that it could count as.
+        """
+        kind = type(value)
+        if kind in _PLAIN:
+            # The types tell 1, 1.0 and True apart.
+            self.found += (kind, value)
+            return
+        if isinstance(value, _BY_VALUE):
+            self.found.append(value)
+            return
+        number = id(value)
+        if number in self.seen:
+            self.found += ("again", self.seen[number])
+            return
+        self.seen[number] = len(self.seen)
+        if isinstance(value, torch.Tensor):
+            self._tensor(value, kind)
+        elif isinstance(value, torch.nn.Module) and "_parameters" in value.__dict__:
+            self._module(value)
+        elif isinstance(value, _CONTAINERS):
+            self._container(value)
+        elif isinstance(value, types.FunctionType):
+            self._function(value)
+        else:
+            self._object(value)
+
+    def _tensor(self, tensor: torch.Tensor, kind: type) -> None:
+        held = kind is torch.nn.Parameter or isinstance(tensor, torch.nn.Parameter) or tensor.is_leaf
+        stride = tensor.stride() if tensor.layout is torch.strided else None
+        self.found += (kind.__qualname__, tensor.shape, stride, tensor.dtype, tensor.device)
+        self.found += (tensor.requires_grad, held)
+
+    def _container(self, value: Any) -> None:
+        self.found += (type(value).__qualname__, len(value))
+        if len(value) > _LONG:
+            self.found.append(id(value))
+        elif isinstance(value, (set, frozenset)):
+            # In no order that would be the same for an equal one.
+            self.found.append(frozenset(map(_of, value)))
+        else:
+            for part in value:
+                self.at(part)
+            if isinstance(value, dict):
+                for part in value.values():
+                    self.at(part)
+
+    def _function(self, fn: types.FunctionType) -> None:
+        code = fn.__code__
+        # The last is what `record` is told by those that make functions for it.
+        self.found += (Identity(code), fn.__dict__.get("held"))
+        self.at(fn.__defaults__)
+        self.at(fn.__kwdefaults__)
+        for cell in fn.__closure__ or ():
+            try:
+                self.at(cell.cell_contents)
+            except ValueError:
+                self.found.append("empty")
+        if not (fn.__module__ or "").startswith("torch."):
+            self._globals(code, fn.__globals__)
+
+    def _globals(self, code: types.CodeType, names: dict[str, Any]) -> None:
+        """What a function reads from its file: flags, models, tensors, other functions (as their code)."""
+        for name in code.co_names:
+            value = names.get(name, _NOWHERE)
+            if value is _NOWHERE or isinstance(value, (types.ModuleType, type)):
+                continue
+            self.found.append(name)
+            if isinstance(value, types.FunctionType):
+                self.found.append(Identity(value.__code__))
+            else:
+                self._loosely(value)
+
+    def _module(self, module: torch.nn.Module) -> None:
+        held, found = module.__dict__, self.found
+        parameters, buffers, children = held["_parameters"], held["_buffers"], held["_modules"]
+        # Of those inside another one their number will do: what may change of them is looked at.
+        found.append(Identity(module) if not found else id(module))
+        found += (type(module).__qualname__, held["training"], *parameters, *buffers, *children)
+        for name in _HOOKS:
+            if held[name]:
+                # Their numbers are never given twice.
+                found += (name, *held[name])
+        if len(held) > len(_USUAL):
+            for name, value in held.items():
+                if name not in _USUAL:
+                    found.append(name)
+                    self._loosely(value)
+        for table in (parameters, buffers, children):
+            for value in table.values():
+                self.at(value)
+
+    def _object(self, value: Any) -> None:
+        found = self.found
+        if isinstance(value, types.MethodType):
+            self.at(value.__func__)
+            self.at(value.__self__)
+        elif isinstance(value, types.BuiltinFunctionType):
+            # A method of a built-in object is made anew wherever it is looked up.
+            found.append(value.__qualname__)
+            if not isinstance(value.__self__, (type, types.ModuleType)):
+                self.at(value.__self__)
+        elif isinstance(value, functools.partial):
+            for part in (value.func, value.args, value.keywords):
+                self.at(part)
+        elif isinstance(value, torch.Generator):
+            found += ("generator", value.device)
+        elif (parts := getattr(type(value), "made_of", None)) is not None:
+            # Identities are only good while the objects live.
+            self.alive.append(made := parts(value))
+            found.append(type(value).__qualname__)
+            self.at(made)
+        else:
+            try:
+                found.append(Identity(value))
+            except TypeError:
+                raise Unkeyable(f"{value!r} cannot be referred to weakly") from None
+            if not isinstance(value, (type, types.ModuleType)):
+                for name, attribute in getattr(value, "__dict__", {}).items():
+                    if type(attribute) in _PLAIN:
+                        found += (name, type(attribute), attribute)
+
+    def _loosely(self, value: Any) -> None:
+        """The same, where one thing that no key can stand for must not spoil the rest."""
+        kind = type(value)
+        if kind in _PLAIN:
+            self.found += (kind, value)
+            return
+        try:
+            self.at(value)
+        except Unkeyable:
+            self.found += (kind.__qualname__, id(value))
+
+
+def _of(value: Any) -> Hashable:
+    look = _Look()
+    look.at(value)
+    return tuple(look.found)
+
+
+_NOWHERE = object()

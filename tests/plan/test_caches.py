@@ -1,0 +1,305 @@
+"""What is remembered of plans: hit by what looks alike, missed by what does not, bounded, holding nothing."""
+
+import functools
+import gc
+import types
+import weakref
+
+import pytest
+import torch
+
+from remat import checkpoint_policy, remat, save_names
+from remat.plan import BudgetPolicy, cache
+from remat.plan.graph import Graph
+from remat.plan.keys import call_key
+from remat.policies import Policy, save_every, save_matmuls, where
+from remat.transforms import BoundedCache, Identity, Key, registered
+from remat.transforms.joint import record
+
+X = torch.randn(4, 8, requires_grad=True)
+FLAG = False
+
+
+def model():
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
+
+
+def step(fn, *args, **kwargs):
+    fn(*(args or (X,)), **kwargs).sum().backward()
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """The names of functions traced for a plan."""
+    found = []
+    record = cache.record
+    monkeypatch.setattr(cache, "record", lambda fn, *rest: found.append(fn) or record(fn, *rest))
+    cache._GRAPHS.clear()
+    return found
+
+
+def of_module(block, captured):
+    return block
+
+
+def of_closure(block, captured):
+    return lambda x: block(x) + captured
+
+
+def of_partial(block, captured):
+    return functools.partial(lambda b, x: b(x) + captured, block)
+
+
+def of_method(block, captured):
+    return block.forward
+
+
+def of_default(block, captured):
+    return lambda x, b=block: b(x) + captured
+
+
+@pytest.mark.parametrize("policy", [save_matmuls, BudgetPolicy(0.5), BudgetPolicy(1.0, peak=1 << 30)])
+@pytest.mark.parametrize("how", [of_module, of_closure, of_partial, of_method, of_default])
+def test_what_was_planned_is_freed(policy, how):
+    block, captured = model(), torch.randn(8)
+    region = remat(how(block, captured), policy=policy)
+    for _ in range(2):
+        step(region)
+    left = weakref.ref(block), weakref.ref(captured), weakref.ref(block[0].weight)
+    del block, captured, region
+    gc.collect()
+    assert [ref() for ref in left] == [None] * 3
+
+
+def test_graphs_hold_no_tensor_no_module_and_no_function_of_the_users():
+    graph = Graph(record(of_closure(model(), torch.randn(8)), (X,)))
+    seen, todo = set(), [graph]
+    while todo:
+        thing = todo.pop()
+        if id(thing) in seen or isinstance(thing, (type, torch._ops.OpOverload)):
+            continue
+        seen.add(id(thing))
+        assert not isinstance(thing, (torch.Tensor, torch.nn.Module, types.FunctionType)), thing
+        todo += gc.get_referents(thing)
+    assert len(seen) > 50
+
+
+def test_a_fresh_lambda_is_planned_once(traced):
+    block = model()
+    for _ in range(3):
+        step(remat(lambda x: block(x) * 2.0, policy=checkpoint_policy(budget=0.5)))
+    assert len(traced) == 1
+
+
+CHANGES = {
+    "a captured number": lambda box: box.update(scale=3.0),
+    "a captured flag in a list": lambda box: box["flags"].append(True),
+    "another dtype captured": lambda box: box.update(tensor=torch.ones(8, dtype=torch.float64)),
+    "another shape captured": lambda box: box.update(tensor=torch.ones(4, 8)),
+    "gradient of what is captured": lambda box: box.update(tensor=torch.ones(8, requires_grad=True)),
+    "another module": lambda box: box.update(block=model()),
+    "training": lambda box: box["block"].eval(),
+    "frozen": lambda box: box["block"][0].requires_grad_(False),
+    "an attribute of a module": lambda box: setattr(box["block"][1], "slope", 0.5),
+    "a hook": lambda box: box["block"][1].register_forward_hook(lambda m, a, out: out * 2),
+    "a layer": lambda box: box["block"].append(torch.nn.ReLU()),
+    "another function": lambda box: box.update(act=torch.cos),
+    "the default dtype": lambda box: torch.set_default_dtype(torch.float64),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_the_ops_is_planned_anew(traced, change):
+    box = {"block": model(), "scale": 2.0, "flags": [], "tensor": torch.ones(8), "act": torch.sin}
+
+    def made():
+        block, scale, flags, tensor, act = (box[k] for k in ("block", "scale", "flags", "tensor", "act"))
+        return lambda x: act(block(x) * scale * len([*flags, 1]) + tensor)
+
+    step(remat(made(), policy=checkpoint_policy(budget=0.5)))
+    step(remat(made(), policy=checkpoint_policy(budget=0.5)))
+    assert len(traced) == 1
+    try:
+        CHANGES[change](box)
+        assert call_key(made(), (X,), {}) != call_key(lambda x: x, (X,), {})
+        step(remat(made(), policy=checkpoint_policy(budget=0.5)))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert len(traced) == 2
+
+
+def test_a_global_of_the_functions_file_counts(traced, monkeypatch):
+    def fn(x):
+        return x.sin().exp() if FLAG else x.cos().exp()
+
+    region = remat(fn, policy=checkpoint_policy(budget=0.5))
+    step(region)
+    monkeypatch.setitem(globals(), "FLAG", True)
+    step(region)
+    assert len(traced) == 2
+
+
+def test_autocast_and_its_dtype_are_in_the_key():
+    keys = [call_key(torch.sin, (X,), {})]
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            keys.append(call_key(torch.sin, (X,), {}))
+    assert len(set(keys)) == 3
+
+
+def test_the_same_tensor_twice_is_another_call():
+    assert call_key(torch.add, (X, X), {}) != call_key(torch.add, (X, X.clone()), {})
+    assert call_key(torch.add, (X, 1), {}) != call_key(torch.add, (X, 1.0), {})
+    assert call_key(torch.add, (X, 1), {}) == call_key(torch.add, (X, 1), {})
+
+
+def test_static_arguments_are_planned_once_each(traced):
+    region = remat(
+        lambda x, how: x.sin().exp() if how == "exp" else x.cos().exp(),
+        policy=checkpoint_policy(budget=0.5),
+        static_argnums=1,
+    )
+    for how in ("exp", "cos", "exp", "cos"):
+        step(region, X, how)
+    assert len(traced) == 2
+
+
+class Slotted:
+    """What no key can stand for."""
+
+    __slots__ = ("on",)
+
+    def __init__(self):
+        self.on = False
+
+
+def test_what_no_key_stands_for_is_planned_each_time(traced):
+    thing = Slotted()
+    for _ in range(2):
+        fn = remat(lambda x: (x.sin() if thing.on else x.cos()).exp(), policy=checkpoint_policy(budget=0.5))
+        step(fn)
+        thing.on = True
+    assert len(traced) == 2 and not cache._GRAPHS
+
+
+def test_a_budget_whose_plan_went_stale_unseen_is_right_and_plans_anew(traced):
+    """A flag too deep for a key: what the plan does not know is recomputed, and the plan forgotten."""
+    block = model()
+    block.__dict__["thing"] = Slotted()
+
+    def fn(x):
+        x = block(x)
+        return x.sin().exp() if block.__dict__["thing"].on else x.cos().exp()
+
+    region = remat(fn, policy=checkpoint_policy(budget=0.5))
+    step(region)
+    block.__dict__["thing"].on = True
+    x = X.detach().clone().requires_grad_()
+    with pytest.warns(UserWarning, match="does not fit this function.*next call is planned anew"):
+        region(x).sum().backward()
+    torch.testing.assert_close(x.grad, torch.autograd.grad(fn(X).sum(), X)[0])
+    step(region)
+    assert len(traced) == 2
+
+
+def test_caches_are_bounded(traced, monkeypatch):
+    monkeypatch.setattr(cache, "_GRAPHS", BoundedCache(4))
+    for size in range(1, 10):
+        x = torch.ones(size, requires_grad=True)
+        step(remat(lambda x: x.sin().exp(), policy=checkpoint_policy(budget=0.5)), x)
+    assert len(cache._GRAPHS) == 4
+    graph = next(iter(cache._GRAPHS.values()))
+    for k in range(100):
+        BudgetPolicy(budget=4096 + k)._plan(graph, torch.sin)
+    assert len(graph.solved) == graph.solved.room < 100
+
+
+def test_bounded_cache_forgets_what_was_not_asked_for_longest():
+    kept = BoundedCache(2)
+    kept["a"], kept["b"] = 1, 2
+    assert kept.recall("a") == 1
+    kept["c"] = 3
+    assert list(kept) == ["a", "c"] and kept.recall("b") is None
+    assert kept.made("d", lambda: 4) == 4 == kept.made("d", lambda: 5) and len(kept) == 2
+
+
+def test_identity_stands_for_one_object_and_does_not_hold_it():
+    a, b = model(), model()
+    one, again, other = Identity(a), Identity(a), Identity(b)
+    assert one == again and hash(one) == hash(again) and one != other
+    del a
+    gc.collect()
+    assert one() is None and one != again and one == one and hash(one) == hash(again)
+
+
+def test_interned_numbers_are_bounded_and_found_while_a_policy_lives():
+    first = checkpoint_policy(budget=0.123)
+    again = checkpoint_policy(budget=0.123)
+    assert first.number == again.number
+    for k in range(1100):
+        BudgetPolicy(1 + k)
+    later = checkpoint_policy(budget=0.123)
+    assert later.number != first.number
+    number = again.number
+    del first
+    gc.collect()
+    assert registered[number] == again == later
+
+
+class Counting(Policy):
+    """A policy of the user's that is not a dataclass."""
+
+    asks_again = True
+
+    def __call__(self, info):
+        return True
+
+
+def rule(info):
+    return True
+
+
+def test_keys_of_policies():
+    plan = BudgetPolicy(0.5).plan(model(), X)
+    assert plan.key is plan.key and plan.key == type(plan).from_json(plan.to_json()).key
+    assert save_names("a").key == save_names("a").key != save_names("b").key
+    assert checkpoint_policy(rule).key == checkpoint_policy(rule).key
+    assert checkpoint_policy(rule).key != checkpoint_policy(lambda info: True).key
+    assert (save_matmuls | save_names("a")).key == (save_matmuls | save_names("a")).key
+    assert save_every(2, save_matmuls).key != save_every(3, save_matmuls).key
+    assert Counting().key != Counting().key
+    policies = [plan, save_names("a"), checkpoint_policy(rule), save_matmuls, save_every(2, save_matmuls)]
+    assert all(isinstance(hash(policy.key), int) for policy in policies)
+    assert len({policy.key for policy in policies}) == 5
+
+
+def test_a_key_holds_no_rule():
+    def made(block):
+        return [checkpoint_policy(lambda info: bool(block)), where(lambda info: bool(block))]
+
+    block = model()
+    policies = made(block)
+    keys = [policy.key for policy in policies]
+    left = weakref.ref(block)
+    del policies, block
+    gc.collect()
+    assert left() is None and all(hash(key) == hash(key) for key in keys)
+
+
+def test_a_plan_is_hashed_once():
+    plan = BudgetPolicy(0.5).plan(model(), X)
+    assert isinstance(plan.key, Key) and hash(plan) == hash(plan.key)
+    bound = plan.bind(model(), (X,), {})
+    again = plan.bind(model(), (X,), {})
+    assert bound is not again and bound.key == again.key and bound.key != plan.key
+
+
+def test_who_is_asked_again():
+    asked = checkpoint_policy(rule, stateful=True)
+    assert asked.asks_again and repr(asked) == "checkpoint_policy(rule, stateful=True)"
+    assert asked.key != checkpoint_policy(rule).key
+    assert (asked | save_matmuls).asks_again and (~asked).asks_again and where(rule, asked).asks_again
+    for policy in (checkpoint_policy(rule), save_names("a"), save_every(2, save_matmuls), BudgetPolicy(0.5)):
+        assert not policy.asks_again and not (policy | save_matmuls).asks_again
+    with pytest.raises(TypeError, match="only a function can change its mind"):
+        checkpoint_policy(save_matmuls, stateful=True)
