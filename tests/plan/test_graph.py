@@ -174,7 +174,7 @@ def test_plan_is_a_value():
     assert plan.kept_bytes <= plan.budget <= plan.default_bytes / 2 + 1
     assert plan == Plan.from_json(plan.to_json()) and hash(plan) == hash(Plan.from_json(plan.to_json()))
     assert plan.gap <= 0.005 and plan.lower_bound <= plan.cost
-    assert "Plan for GPTBlock" in str(plan) and "plan_models.py" in str(plan)
+    assert "Plan for GPTBlock" in str(plan) and "models.py:" in str(plan)
     tight = BudgetPolicy(0.3).plan(block, x)
     assert plan.diff(plan) == "" and "this plan" in plan.diff(tight)
     with pytest.raises(RematError, match="not a plan"):
