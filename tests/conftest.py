@@ -1,9 +1,10 @@
-"""After every test, whatever it did, torch is as it was."""
+"""Before every test nothing is learnt of any region; after it, whatever it did, torch is as it was."""
 
 import pytest
 import torch
 
 from remat.transforms import _torch
+from tests.helpers import forget
 
 
 def ambient():
@@ -26,5 +27,6 @@ CLEAN = ambient()
 
 @pytest.fixture(autouse=True)
 def nothing_leaks():
+    forget()
     yield
     assert ambient() == CLEAN

@@ -39,14 +39,16 @@ def test_retained_graph_gives_a_second_backward(name, policy):
     check(name, policy, run)
 
 
-@matrix("backward", policies=("nothing", "everything", "matmuls", "rule"))
+@matrix("backward", policies=("rule",))
 def test_no_gradient_asked(name, policy):
+    """The function runs as it is: no policy is asked."""
+
     def run(fn, args):
         with torch.no_grad():
             outputs = fn(*leaves_of(args))
         return outputs, ()
 
-    check(name, policy, run)
+    check(name, policy, run, policed=False)
 
 
 def two_outputs(x, w):

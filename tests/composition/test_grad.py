@@ -1,6 +1,5 @@
 """torch.func.grad over a region, and remat's own grad over it."""
 
-import pytest
 from torch.func import grad, grad_and_value
 
 import remat.transforms
@@ -37,7 +36,7 @@ def test_grad_without_a_retained_graph(name, policy):
     check(name, policy, run)
 
 
-@matrix("grad", policies=("nothing", "matmuls"))
+@matrix("grad", "second", policies=("nothing", "matmuls", "rule"))
 def test_backward_through_func_grad(name, policy):
     """The result of torch.func.grad is differentiated once more by plain autograd."""
 
@@ -46,6 +45,4 @@ def test_backward_through_func_grad(name, policy):
         grads = grad(loss_of(fn), inexact(args))(*leaves)
         return (), gradients(grads, leaves, materialize_grads=True)
 
-    if name == "attention_fused":
-        pytest.skip("torch has no second derivative of fused attention on a CPU")
     check(name, policy, run, order=2)

@@ -3,7 +3,7 @@
 import torch
 from torch.func import grad, vmap
 
-from tests.helpers import batched, check, gradients, inexact, leaves_of, loss_of, matrix, scalar
+from tests.helpers import batched, check, inexact, loss_of, matrix, scalar
 
 
 def vmapped(fn):
@@ -45,15 +45,5 @@ def test_per_sample_gradients(name, policy):
         in_dims = (0, *(None for _ in rest))
         per_sample = vmap(grad(loss_of(fn), inexact(args)), in_dims, randomness="different")
         return (), per_sample(torch.stack([first, first, first]), *rest)
-
-    check(name, policy, run)
-
-
-@matrix("vmap", "backward")
-def test_backward_through_vmap(name, policy):
-    def run(fn, args):
-        leaves = leaves_of(batched(args))
-        outputs = vmapped(fn)(*leaves)
-        return outputs, gradients(outputs, leaves, materialize_grads=True)
 
     check(name, policy, run)
