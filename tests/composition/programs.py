@@ -201,7 +201,9 @@ def draw(seed: int) -> tuple[Program, bool]:
     dice = random.Random(seed)
     chance = dice.random() < 0.3
     body = _program(dice, 3, 2, chance)
-    whole = Step("region", at=(0, 1), region=body, policy=dice.choice(POLICIES), closure=dice.random() < 0.3)
+    # Under save_everything the whole would be no region at all.
+    policy = dice.choice([p for p in POLICIES if p is not save_everything])
+    whole = Step("region", at=(0, 1), region=body, policy=policy, closure=dice.random() < 0.3)
     return Program([whole], [2]), chance
 
 
@@ -218,7 +220,7 @@ REPEATABLE: list[Policy] = [
 def draw_flat(seed: int) -> list[Program]:
     """Two regions of which later calls know what the first taught, and not which of the two it was.
 
-    They differ in one step, if at all in what can be seen from outside.
+    They differ in one step, which need not be seen from outside.
     """
     dice = random.Random(seed)
     body = _program(dice, 0, 2, False)
@@ -227,10 +229,11 @@ def draw_flat(seed: int) -> list[Program]:
     body.steps = [Step("unary", "sin", s.at[:1]) if s.op in WRITING else s for s in body.steps]
     body.outs = [1 + len(body.steps)]
     other = Program(list(body.steps), body.outs)
-    at = dice.randrange(len(body.steps))
-    step = body.steps[at]
-    moved = tuple(dice.randrange(2 + at) for _ in step.at)
-    other.steps[at] = dataclasses.replace(step, at=moved, weight=dice.randrange(2))
+    while other == body:
+        at = dice.randrange(len(body.steps))
+        step = body.steps[at]
+        moved = tuple(dice.randrange(2 + at) for _ in step.at)
+        other.steps[at] = dataclasses.replace(step, at=moved, weight=dice.randrange(2))
     policy = dice.choice(REPEATABLE)
     return [Program([Step("region", at=(0, 1), region=p, policy=policy)], [2]) for p in (body, other)]
 
