@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 import torch.utils._pytree as pytree
+from _pytest.mark.structures import ParameterSet
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,17 +32,31 @@ def forget() -> None:
     _learned.forget_all()
 
 
+def sparse(values: Iterable[Any], every: int = 3) -> list[Any]:
+    """Parameters of which every third, and the first, is in the quick suite: the others are slow."""
+    params = [v if isinstance(v, ParameterSet) else pytest.param(v) for v in values]
+    return [
+        p if i % every == 0 else pytest.param(*p.values, id=p.id, marks=[*p.marks, pytest.mark.slow])
+        for i, p in enumerate(params)
+    ]
+
+
 def matrix(
-    *compositions: str, policies: tuple[str, ...] = tuple(POLICIES), without: tuple[str, ...] = ()
+    *compositions: str,
+    policies: tuple[str, ...] = tuple(POLICIES),
+    without: tuple[str, ...] = (),
+    stride: int = 0,
+    turn: int = 0,
 ) -> Callable[..., Any]:
     """Run a test for every function that torch can put through `compositions`, times `policies`.
 
-    The quick suite has every third of these: each function under some policy, each policy for some function.
+    The quick suite has one in `stride`, which is three where there are so many policies: each function under
+    some policy, each policy for some function. `turn` says where it begins.
     """
     names = [n for n, c in CASES.items() if not c.lacks.intersection(compositions) and n not in without]
-    stride = min(3, len(policies))
+    stride = stride or min(3, len(policies))
     pairs = [
-        pytest.param(n, p, id=f"{n}-{p}", marks=[pytest.mark.slow] if (i + k) % stride else [])
+        pytest.param(n, p, id=f"{n}-{p}", marks=[pytest.mark.slow] if (i + k + turn) % stride else [])
         for i, n in enumerate(names)
         for k, p in enumerate(policies)
     ]

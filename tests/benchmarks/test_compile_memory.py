@@ -9,6 +9,8 @@ from benchmarks.compile_memory import MODES, CompileMemory, compile_times, input
 from benchmarks.records import Record
 from tests.helpers import TORCH
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def fresh():

@@ -24,7 +24,7 @@ from benchmarks.suites import SUITES
 from remat.cli.measure import trace_memory
 from tests.benchmarks.test_suites import stub, tiny
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 class Device:

@@ -30,7 +30,7 @@ from benchmarks.suites import SUITES
 from benchmarks.tables import targets, verdict
 from benchmarks.worker import per_op
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 TINY = (("depth", 2), ("width", 64), ("heads", 4), ("seq", 16), ("batch", 2))
 TORCH = ("torch checkpoint", "torch SAC", "torch SAC titan", "torch_remat")
 OURS = ("save_nothing", "save_matmuls", "save_matmuls | save_attention", "names", "budget 0.6")

@@ -17,6 +17,8 @@ from benchmarks.overhead import Overhead
 from benchmarks.overhead import targets as overhead_targets
 from benchmarks.records import Record, Target, ratio, save, told
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def records() -> list[Record]:

@@ -18,7 +18,7 @@ from remat import remat, save_matmuls, save_nothing
 from remat.cli.measure import trace_memory
 from remat.transforms import _inductor as _taught  # noqa: F401
 from tests.compiled import compiled
-from tests.helpers import rand, same
+from tests.helpers import rand, same, sparse
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +73,7 @@ def plain(fn):
     return fn
 
 
-@pytest.mark.parametrize("by", [by_backward, by_grad], ids=lambda by: by.__name__)
+@pytest.mark.parametrize("by", sparse([by_backward, by_grad], 2), ids=lambda by: by.__name__)
 def test_memory_is_saved_and_gradients_are_right(by):
     weights, x = inputs()
     peaks, gradients = [], []
@@ -112,12 +112,14 @@ def peak_of_gated(wrap) -> int:
     return trace_memory(lambda mark: step()).peak
 
 
+@pytest.mark.slow
 def test_a_backward_holds_no_dead_memory_across_regions():
     # Two blocks: where the first gave its memory on to the second, both blocks' were there at once.
     rival = peak_of_gated(lambda fn: functools.partial(checkpoint, fn, use_reentrant=False))
     assert peak_of_gated(remat) <= rival
 
 
+@pytest.mark.slow
 def test_per_sample_gradients_under_a_policy():
     weights, x = inputs(width=8, rows=4, depth=2)
     per_sample = lambda wrap: vmap(grad(network(wrap)), (None, 0))  # noqa: E731

@@ -24,6 +24,7 @@ def printed(code: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_hugging_face_layer() -> None:
     """Line numbers and ops are those of one version; others are not compared."""
     for package, version in LINES.items():

@@ -30,7 +30,14 @@ def kept(line: str) -> int:
     return int(match[1])
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+# These two compile with Inductor.
+DEAR = ("compiled_step", "scan_rnn")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(p, id=p.stem, marks=[pytest.mark.slow] if p.stem in DEAR else []) for p in EXAMPLES],
+)
 def test_example_keeps_less_with_remat(path: Path) -> None:
     without, *versions = run(str(path)).splitlines()
     assert without.startswith("no remat") and versions

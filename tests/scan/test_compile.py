@@ -22,6 +22,7 @@ from remat.transforms import _scan_blocks, _scan_graph
 from remat.transforms._scan_blocks import Bound
 from remat.transforms._scan_sums import Sums
 from tests.compiled import ops
+from tests.helpers import sparse
 
 D = 3
 SIZE = 4
@@ -56,7 +57,7 @@ def gradients(body: Any, h: Any, xs: Any, targets: Any, **options: Any) -> Any:
     return torch.autograd.grad(total, targets)
 
 
-@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("reverse", sparse([True, False], 2))
 @pytest.mark.parametrize(
     "checkpoints", ["all", "sqrt", Segmented(SIZE, Revolve(1)), Segmented(2 * SIZE), 2], ids=repr
 )

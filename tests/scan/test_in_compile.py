@@ -15,16 +15,17 @@ from remat.schedules import Multilevel, Revolve, Segmented
 from remat.transforms import _scan_opaque, value_and_grad
 from remat.transforms._scan_graph import BLOCK
 from tests.compiled import Graphs, compiled, ops
+from tests.helpers import sparse
 from tests.scan.scans import D, N, backward, close, make, nested, of_loop, of_scan, step
 from tests.scan.scans import fresh as fresh
 
 nn = torch.nn.functional
 
 
-@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("reverse", sparse([False, True], 2))
 @pytest.mark.parametrize(
     "checkpoints",
-    ["all", "sqrt", 1, 3, Revolve(4), Segmented(5), Segmented(BLOCK), Multilevel(1, 2)],
+    sparse(["all", "sqrt", Segmented(5), Revolve(4), 1, Multilevel(1, 2), 3, Segmented(BLOCK)], 2),
     ids=repr,
 )
 def test_backward(checkpoints, reverse):
@@ -46,7 +47,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("checkpoints", ["sqrt", 2])
+@pytest.mark.parametrize("checkpoints", sparse(["sqrt", 2], 2))
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms(transform, checkpoints):
     args = make(2, n=BLOCK + 2) if "vmap" in transform else make(n=BLOCK + 2)
