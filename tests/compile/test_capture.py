@@ -51,7 +51,7 @@ TURNS = [
 ]
 
 
-@pytest.mark.parametrize(("transform", "run", "wrap"), sparse(TURNS))
+@pytest.mark.parametrize(("transform", "run", "wrap"), sparse(TURNS, 5))
 def test_every_transform(transform, run, wrap):
     def of(wrap):
         return RUNS[run](transform(model(WRAPS[wrap]), NAMES))
@@ -115,7 +115,7 @@ def test_nested_regions_of_several_calls():
         )
 
 
-@transforms
+@pytest.mark.parametrize("transform", sparse([capture_grads, capture], 2))
 def test_names_under_levels_that_the_function_opens(transform):
     def rows(wrap, around):
         def row(r):
@@ -216,7 +216,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("policy", sparse(POLICIES.values(), 2), ids=POLICIES)
 def test_nothing_more_is_kept_or_run_again(policy):
     loss = loss_of(lambda f: remat(f, policy=policy), ("g", "h"))
     facts = []
@@ -241,7 +241,7 @@ def test_recomputation_survives():
 
 
 @pytest.mark.filterwarnings("ignore:A budget of")  # a small region's inputs are all that it keeps
-@transforms
+@pytest.mark.parametrize("transform", sparse([capture_grads, capture], 2))
 def test_policies_speak_of_names_and_plans_hold(transform):
     want = transform(loss_of(WRAPS["none"]), "h")(W, X)
     for policy in POLICIES.values():

@@ -168,6 +168,6 @@ THROUGH_INDUCTOR = [
 ]
 
 
-@pytest.mark.parametrize(("name", "run", "policy"), sparse(starmap(pytest.param, THROUGH_INDUCTOR)))
+@pytest.mark.parametrize(("name", "run", "policy"), sparse(starmap(pytest.param, THROUGH_INDUCTOR), 4))
 def test_through_inductor(name, run, policy):
     check(name, policy, run, "inductor", 1e-7)

@@ -47,8 +47,15 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("checkpoints", sparse(["sqrt", 2], 2))
-@pytest.mark.parametrize("transform", TRANSFORMS)
+# Blocks of steps, which "sqrt" compiles, take long under every level of derivatives.
+QUICK = ("value_and_grad", "vmap of grad")
+TURNS = [pytest.param(t, 2, id=f"{t}-2") for t in TRANSFORMS] + [
+    pytest.param(t, "sqrt", id=f"{t}-sqrt", marks=[] if t in QUICK else [pytest.mark.slow])
+    for t in TRANSFORMS
+]
+
+
+@pytest.mark.parametrize(("transform", "checkpoints"), TURNS)
 def test_transforms(transform, checkpoints):
     args = make(2, n=BLOCK + 2) if "vmap" in transform else make(n=BLOCK + 2)
     if transform == "vmap of grad over carries":
@@ -57,6 +64,7 @@ def test_transforms(transform, checkpoints):
     close(compiled(change(of_scan(checkpoints)))(*args), change(of_loop())(*args))
 
 
+@pytest.mark.slow
 def test_inductor():
     args = make()
     found = compiled(grad(of_scan("sqrt"), (0, 1, 2)), "inductor")(*args)
