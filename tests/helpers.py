@@ -101,7 +101,7 @@ def check(name: str, policy: str, run: Run, order: int = 1, policed: bool = True
         if order > 1 and "autocast" in name:
             largest = max(float(t.detach().abs().max()) for t in pytree.tree_leaves(derivatives))
             pair = pytree.tree_map(lambda t: t / largest, (got_derivatives, derivatives))  # noqa: B023
-            same(*pair, 2e-2)
+            same(pair[0], pair[1], 2e-2)
         else:
             same(got_derivatives, derivatives, 1e-10)
 
