@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from remat._core import known_flops
 from remat.cli.measure import percentiles, seconds
-from remat.flops import known_flops
-from remat.transforms import _torch, _torch_compiler
+from remat.transforms.compat import unwind_levels
+from remat.transforms.compat.autograd import allow_hooks
 
 ROOT = Path(__file__).parent.parent
 Run = Callable[[], Any]
@@ -179,8 +180,8 @@ def recover(error: BaseException | None = None) -> None:
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
-    _torch_compiler.unwind_levels()
-    _torch.allow_hooks()
+    unwind_levels()
+    allow_hooks()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from remat.cli.models import VOCAB, Params, Sizes, Wrap, fresh, normal, rotate
-from remat.layers import scan_layers
+from remat._scan import scan_layers
+from remat.cli.models import normal, rotate
+from remat.cli.shapes import VOCAB, Params, Sizes, Wrap, fresh
 
 Shapes = dict[str, tuple[tuple[int, ...], float | None]]
 Part = Callable[[str, Callable[..., Tensor]], Callable[..., Tensor]]

@@ -26,7 +26,7 @@ from benchmarks.peers import KEPT_NAMES, OFFLOADED_NAMES, peer
 from benchmarks.records import Record, Target, conclude
 from benchmarks.steps import eager, make_step
 from remat.cli.steps import difference, tolerance, unmarked
-from remat.transforms import _offload
+from remat.transforms.offload import transfer
 
 MIB = 1 << 20
 POLICIES = ("none", KEPT_NAMES, OFFLOADED_NAMES, "save_nothing")
@@ -133,15 +133,15 @@ class Ledger(TorchDispatchMode):
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Within, all is counted; the lane of devices without streams tells what becomes the host's."""
-        before, _offload._at_once = _offload._at_once, _Counted(self)
+        before, transfer._at_once = transfer._at_once, _Counted(self)
         try:
             with self:
                 yield
         finally:
-            _offload._at_once = before
+            transfer._at_once = before
 
 
-class _Counted(_offload.Lane):
+class _Counted(transfer.Lane):
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
 

@@ -28,10 +28,9 @@ from planner_models import MODELS, joint
 
 from remat.plan import Flops, Roofline, register_cost
 from remat.plan.graph import Graph
-from remat.plan.problem import Problem, complete, keep_all
-from remat.plan.solve import Solved, least, solve
+from remat.plan.solve import Problem, Solved, complete, keep_all, least, solve
 from remat.plan.torch_plans import SOLVERS, TorchPlan, compiled_problem, torch_plan
-from remat.transforms._joint import Joint
+from remat.transforms.joint import Joint
 
 Offer = Sequence[tuple[str, Iterable[int]]]
 COLUMNS: Sequence[str] = (

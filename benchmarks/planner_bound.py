@@ -12,11 +12,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from remat.plan.costs import CostModel, flops_of
-from remat.plan.hull import bound, hull
-from remat.plan.problem import Problem
+from remat.plan.graph.costs import CostModel, flops_of
+from remat.plan.solve import Problem, bound, hull
 from remat.plan.torch_plans import compiled_problem
-from remat.transforms._joint import Joint, Op
+from remat.transforms.joint import Joint, Op
 
 # How many ops are looked at in each of this many stretches of the backward: those with the most bytes.
 _LOOKS, _STRETCHES = 4, 16

@@ -32,15 +32,13 @@ from planner_bound import Bound
 from planner_models import MODELS, built, gpt, joint, llama
 
 from remat.plan import Flops
+from remat.plan.chain import best_parts
 from remat.plan.chain_plan import Task, trace
-from remat.plan.chain_search import best_parts
-from remat.plan.costs import flops_of
-from remat.plan.hull import hull
+from remat.plan.graph.costs import flops_of
 from remat.plan.peak import compiled_order, highest_within, live_bytes
-from remat.plan.problem import Solution, complete
-from remat.plan.solve import solve
+from remat.plan.solve import Solution, complete, hull, solve
 from remat.plan.torch_plans import compiled_problem, torch_plan
-from remat.transforms._errors import RematError
+from remat.transforms import RematError
 
 MODELS |= {"GPT 16": lambda: gpt(16), "Llama 16 x 4": lambda: llama(16, batch=4)}
 

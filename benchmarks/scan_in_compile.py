@@ -30,8 +30,9 @@ from benchmarks.records import Record, Target, save, show
 from benchmarks.scan_memory import installed
 from benchmarks.scan_ways import cell, ways
 from remat import scan_remat
-from remat.transforms import _scan, _scan_opaque
-from remat.transforms._scan_blocks import Bound
+from remat.transforms.scan import function as the_function
+from remat.transforms.scan.compiled.unroll import UnrolledStep
+from remat.transforms.scan.traced import custom_op
 
 WIDTH = 16
 LENGTHS = (10, 10_000)
@@ -149,8 +150,8 @@ def one(backend: str, place: str, n: int) -> None:
     """Time one compilation in this process, and print it."""
     torch._inductor.config.compile_threads = 1
     # What both places run their steps in, and what compiles within.
-    ran, made = spent_in(_scan_opaque, "sweep", "pull_back"), spent_in(Bound, "_lookup")
-    ran_in_eager = spent_in(_scan, "sweep", "pull_back")
+    ran, made = spent_in(custom_op, "sweep", "pull_back"), spent_in(UnrolledStep, "_lookup")
+    ran_in_eager = spent_in(the_function, "sweep", "pull_back")
     # Of a length that is neither: kernels around the scan are another's for every length, and new for both.
     gradient(26, backend, place, torch.cos)()
 

@@ -30,9 +30,8 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.records import Record, Target, save, show
 from benchmarks.scan_ways import SLOTS, cell, ways
+from remat._scan import scan_layers, scan_remat, stack_params
 from remat.cli.measure import trace_memory
-from remat.layers import scan_layers, stack_params
-from remat.scan import scan_remat
 
 MIB = 1 << 20
 LENGTHS = (10, 100, 1_000, 10_000, 100_000)

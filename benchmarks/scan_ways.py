@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from remat._scan import scan_remat
 from remat.policies import save_everything
-from remat.scan import scan_remat
 
 Run = Callable[[], Any]
 BATCH = 4

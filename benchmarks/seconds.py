@@ -16,7 +16,7 @@ from benchmarks.peers import Peer, peer
 from remat.cli.steps import unmarked
 from remat.plan import plan_model
 from remat.plan.torch_plans import torch_plan
-from remat.transforms._joint import record
+from remat.transforms.joint import record
 
 
 def each(

@@ -1,6 +1,6 @@
 """`python -m remat`."""
 
-from remat.cli.main import main
+from remat.cli import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

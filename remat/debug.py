@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.utils._pytree as torch_pytree
 
-from remat.transforms import _torch_compiler
-from remat.transforms._errors import RematError
-from remat.transforms._written import RECOMPUTED
+from remat.transforms import RematError, tree_leaves
+from remat.transforms.compat import OpOverload, compiled_for_graphs, example_of
+from remat.transforms.compiled import RECOMPUTED
 
 __all__ = ["Recomputed", "Taken", "assert_recomputed", "recomputed"]
 
@@ -187,8 +186,8 @@ def uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _compile_and_run(fn: Any, args: Any, kwargs: Any, wanted: _Graphs, found: _Graphs) -> None:
-    out = _torch_compiler.compiled_for_graphs(uncompiled(fn), wanted.add, found.add)(*args, **kwargs)
-    ends = [t for t in torch_pytree.tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad]
+    out = compiled_for_graphs(uncompiled(fn), wanted.add, found.add)(*args, **kwargs)
+    ends = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad]
     if ends:
         torch.autograd.grad(ends, _leaves(ends), [torch.ones_like(t) for t in ends], allow_unused=True)
 
@@ -229,7 +228,7 @@ def _kept(found: Nodes, makers: dict[str, str]) -> tuple[Taken, ...]:
 
 def _base(node: torch.fx.Node) -> torch.fx.Node:
     """What `node` is a view of; itself if it is none."""
-    while isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
+    while isinstance(node.target, OpOverload) and node.target.is_view:
         node = node.all_input_nodes[0]
     return node
 
@@ -241,7 +240,7 @@ def _ops(nodes: Nodes) -> Counter[str]:
 def _name(node: torch.fx.Node) -> str:
     """The op that a node computes, empty for views, fences and the like."""
     op = node.target
-    if not isinstance(op, torch._ops.OpOverload) or op.namespace == "remat" or op.is_view:
+    if not isinstance(op, OpOverload) or op.namespace == "remat" or op.is_view:
         return ""
     return "" if op in _FREE else op._schema.name.rpartition("::")[2]
 
@@ -278,5 +277,5 @@ def _reads_input(node: torch.fx.Node) -> bool:
 
 def _taken(node: torch.fx.Node, source: torch.fx.Node, makers: dict[str, str]) -> Taken:
     value = node.meta["val"]
-    size = _torch_compiler.example_of(value.untyped_storage().nbytes())
+    size = example_of(value.untyped_storage().nbytes())
     return Taken(tuple(value.shape), value.dtype, size, makers.get(source.name))

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from remat.api import remat
+from remat._api import remat
 from remat.policies import as_policy, save_nothing
-from remat.transforms._errors import RematError
+from remat.transforms import RematError
 
 Layers = str | Iterable[str] | type | tuple[type, ...] | Callable[[str, torch.nn.Module], bool]
 

@@ -3,15 +3,16 @@
 import pytest
 import torch
 
-from remat.transforms import _torch
+from remat.transforms.compat.autograd import hooks_disabled, top_hooks
+from remat.transforms.compat.functorch import in_transform
 from tests.helpers import forget
 
 
 def ambient():
     return {
-        "functorch level": _torch.in_transform(),
-        "saved-tensor hooks refused": _torch.hooks_disabled(),
-        "saved-tensor hooks": _torch.top_hooks(),
+        "functorch level": in_transform(),
+        "saved-tensor hooks refused": hooks_disabled(),
+        "saved-tensor hooks": top_hooks(),
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
         "function modes": torch._C._len_torch_function_stack(),
         "grad mode": torch.is_grad_enabled(),

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import remat
-from remat.transforms import _learned
+from remat.transforms.region import cache, forget_all
 from tests.composition.table import ASKED, CASES, POLICIES
 from tests.composition.table import rand as rand
 
@@ -27,9 +27,9 @@ FEW = ("nothing", "matmuls", "rule")
 
 def forget() -> None:
     """Forget what first calls taught: the next call of every region is a first one."""
-    for memory in list(_learned._memories.values()):
-        memory.uses_func = memory.differentiates = False
-    _learned.forget_all()
+    for known in list(cache._caches.values()):
+        known.uses_func = known.differentiates = False
+    forget_all()
 
 
 def sparse(values: Iterable[Any], every: int = 3) -> list[Any]:

@@ -8,10 +8,10 @@ from typing import Annotated
 
 import tyro
 
+from remat._inspect.report import compare, explain
 from remat.cli.errors import UsageError
 from remat.cli.rows import parse
 from remat.cli.target import load
-from remat.explanation import compare, explain
 
 
 @dataclass

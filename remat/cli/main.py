@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from remat.cli.errors import UsageError
-from remat.transforms._errors import RematError
+from remat.transforms import RematError
 
 # Name -> (module, attribute, one line). The attribute is for tyro: a dataclass, whose instance is called,
 # or a function; either returns the exit code or raises a UsageError or RematError. Only the module named is

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat.flops import known_flops
+from remat._core import known_flops
+from remat.transforms.compat import TorchDispatchMode
 
 T = TypeVar("T")
 Mark = Callable[[], None]

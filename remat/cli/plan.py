@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from remat.cli.target import load
-from remat.plan.pareto import pareto
-from remat.plan.policy import BudgetPolicy
+from remat.plan import BudgetPolicy, pareto
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import remat.policies
-from remat.api import remat as rematerialize
+from remat._api import remat as rematerialize
 from remat.cli.errors import UsageError
 from remat.policies import Policy
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from remat.cli.errors import UsageError
 from remat.schedules import Multilevel, Online, Revolve, Schedule, Sqrt
-from remat.transforms._actions import Advance, Restore, Reverse, Store
+from remat.transforms.scan import Advance, Restore, Reverse, Store
 
 
 @dataclass

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from remat.cli.measure import Mark
-from remat.cli.models import Model, Params, Wrap
-from remat.transforms import value_and_grad
+from remat.cli.shapes import Model, Params, Wrap
+from remat.transforms import map_only, tree_leaves, value_and_grad
 
 Mode = Literal["backward", "func", "vmap"]
 # step(params, tokens, mark) -> (loss, gradients); `mark` is called between forward and backward.
@@ -34,7 +33,7 @@ def backward(model: Model, wrap: Wrap) -> Step:
         loss = model.loss(leaves, tokens, wrap)
         mark()
         loss.backward()
-        return loss.detach(), pytree.tree_map_only(Tensor, taken, leaves)
+        return loss.detach(), map_only(Tensor, taken, leaves)
 
     return step
 
@@ -79,7 +78,7 @@ class Trainer:
 
     @classmethod
     def start(cls, params: Params, lr: float) -> Trainer:
-        own = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), params)
+        own = map_only(Tensor, lambda t: t.detach().clone(), params)
         return cls(own, torch.optim.AdamW(tensors(own), lr=lr))
 
     def update(self, gradients: Params) -> None:
@@ -91,7 +90,7 @@ class Trainer:
 
 
 def tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def tolerance(eps: float) -> float:
@@ -105,7 +104,7 @@ def tolerance(eps: float) -> float:
 
 def difference(got: Params, expected: Params) -> float:
     """Largest |got - expected| over largest |expected|, worst parameter; inf where missing or not finite."""
-    pairs = zip(pytree.tree_leaves(got), pytree.tree_leaves(expected), strict=True)
+    pairs = zip(tree_leaves(got), tree_leaves(expected), strict=True)
     return max(_relative(a, b) for a, b in pairs if b is not None)
 
 

@@ -12,8 +12,9 @@ import torch
 
 from remat.cli.bench import Bench, Result, Runner
 from remat.cli.errors import UsageError
-from remat.cli.models import Sizes, build
+from remat.cli.models import build
 from remat.cli.rows import rows
+from remat.cli.shapes import Sizes
 from remat.cli.steps import Mode, make_step
 from remat.cli.text import batches
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import noop_context_fn
 
-from remat.api import remat
+from remat._api import remat
 from remat.interop._torch_policy import ContextPolicy, policy_function
 from remat.policies import save_nothing
-from remat.transforms._errors import RematError
-from remat.transforms._region import is_recomputing
+from remat.transforms import RematError
+from remat.transforms.region import is_recomputing
 
 _CHECKS = {"default": "metadata", "metadata": "metadata", "exact": "exact", "none": "none"}
 

@@ -8,9 +8,8 @@ from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from remat.opinfo import Decision, OpInfo
-from remat.policies import Policy, check_verdict, save_ops
-from remat.policies._base import PolicyError
+from remat._core import Decision, OpInfo
+from remat.policies import Policy, PolicyError, check_verdict, save_ops
 
 _DECISIONS = {
     CheckpointPolicy.MUST_SAVE: Decision.SAVE,

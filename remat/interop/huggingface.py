@@ -7,7 +7,7 @@ from typing import Any
 
 from remat.interop._checkpoint import CheckpointFunction
 from remat.policies import as_policy, save_nothing
-from remat.transforms._errors import RematError
+from remat.transforms import RematError
 
 
 def enable(model: Any, policy: Any = save_nothing, **options: Any) -> Any:

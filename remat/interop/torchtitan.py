@@ -13,8 +13,9 @@ from torchtitan.distributed.activation_checkpoint import (  # type: ignore[repor
 )
 
 from remat import nn, policies
-from remat.policies import Policy, checkpoint_policy
-from remat.transforms._errors import RematError
+from remat._api import checkpoint_policy
+from remat.policies import Policy
+from remat.transforms import RematError
 
 _CHECKS = {"default": "metadata"}
 

@@ -1,10 +1,10 @@
 """Budget plans: the region's joint graph, prices, exact solvers, and plans as values."""
 
-from remat.flops import register_cost as register_cost
+from remat._core import register_cost as register_cost
 from remat.plan.chain_plan import ChainPlan as ChainPlan
 from remat.plan.chain_plan import plan_chain as plan_chain
-from remat.plan.costs import Flops as Flops
-from remat.plan.costs import Roofline as Roofline
+from remat.plan.graph import Flops as Flops
+from remat.plan.graph import Roofline as Roofline
 from remat.plan.model import ModelPlan as ModelPlan
 from remat.plan.model import plan_model as plan_model
 from remat.plan.pareto import Frontier as Frontier

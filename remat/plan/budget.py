@@ -5,11 +5,10 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from remat import sizes
+from remat._core import parse_bytes
 from remat.plan.graph import Graph
-from remat.plan.problem import Problem, keep_all
-from remat.plan.solve import least
-from remat.transforms._errors import RematError
+from remat.plan.solve import Problem, keep_all, least
+from remat.transforms import RematError
 
 
 def check_budget(budget: Any) -> float | int | str:
@@ -23,7 +22,7 @@ def check_budget(budget: Any) -> float | int | str:
             f"A budget is a share, bytes or a text, got {budget!r} of type {type(budget).__name__}. {_WRITE}"
         )
     if isinstance(budget, str):
-        return budget if budget == "free" else parse_bytes(budget)
+        return budget if budget == "free" else _parsed(budget, "budget", _WRITE)
     if isinstance(budget, float):
         if not 0.0 <= budget <= 1.0:
             raise RematError(
@@ -45,7 +44,7 @@ def check_peak(peak: Any) -> int:
         RematError: anything but a positive int or a text such as "20GiB".
     """
     if isinstance(peak, str):
-        peak = parse_bytes(peak, _WRITE_PEAK)
+        peak = _parsed(peak, "peak", _WRITE_PEAK)
     if isinstance(peak, bool) or not isinstance(peak, int) or peak <= 0:
         raise RematError(f"A peak is a positive number of bytes, got {peak!r}. {_WRITE_PEAK}")
     return peak
@@ -58,16 +57,11 @@ _WRITE = (
 )
 
 
-def parse_bytes(text: str, advice: str = "") -> int:
-    """Bytes from "2GiB", "512 MB", "1e9".
-
-    Raises:
-        RematError: where the text is no amount of bytes.
-    """
+def _parsed(text: str, what: str, advice: str) -> int:
     try:
-        return sizes.parse_bytes(text)
+        return parse_bytes(text)
     except ValueError:
-        raise RematError(f"{text!r} is no {'peak' if advice else 'budget'}. {advice or _WRITE}") from None
+        raise RematError(f"{text!r} is no {what}. {advice}") from None
 
 
 def resolve(budget: float | int | str, graph: Graph, problem: Problem) -> int:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from remat.plan.graph import Graph
-from remat.transforms import _capture, _torch
-from remat.transforms._joint import record
-from remat.transforms._levels import Peeled, captured_at_levels, peel, record_peeled
+from remat.transforms import flatten
+from remat.transforms.closure import swapping
+from remat.transforms.compat import in_transform
+from remat.transforms.joint import Peeled, captured_at_levels, peel, record, record_peeled
 
 # Entries hold on to their function, so that its identity cannot be taken by another.
 _GRAPHS: OrderedDict[Hashable, tuple[Any, Graph]] = OrderedDict()
@@ -28,8 +28,8 @@ def graph_of(
     Under functorch levels: the graph of what they run at the bottom.
     """
     # Below a region around, what is captured may belong to levels that are not in force here.
-    captured = captured_at_levels(fn) if _torch.in_transform() or _capture.swapping() else ()
-    call = peel(args, kwargs or {}, captured) if _torch.in_transform() or captured else None
+    captured = captured_at_levels(fn) if in_transform() or swapping() else ()
+    call = peel(args, kwargs or {}, captured) if in_transform() or captured else None
     key = call_key(fn, args, kwargs or {}) if call is None else _peeled_key(fn, call)
     hit = _GRAPHS.get(key)
     if hit is None:
@@ -52,7 +52,7 @@ def call_key(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     while isinstance(fn, functools.partial):
         # Model libraries make a new one at every call, of the same layer.
         fn, args, kwargs = fn.func, (*fn.args, *args), fn.keywords | kwargs
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves, spec = flatten((args, kwargs))
     modes = (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), torch.get_default_dtype())
     return id(_anchor(fn)), training, str(spec), tuple(_leaf(x) for x in leaves), modes
 

@@ -11,25 +11,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
-from remat.opinfo import Decision, OpInfo
+from remat._core import Decision, OpInfo, format_bytes
+from remat._region import with_policy
 from remat.plan.budget import check_peak
-from remat.plan.chain import Chain, Part
-from remat.plan.chain_search import best_parts
-from remat.plan.costs import CostModel, cost_model
-from remat.plan.graph import Graph
+from remat.plan.chain import Chain, Choice, Measure, Part, Stage, best_parts
+from remat.plan.followed import Following, carried_out
+from remat.plan.graph import CostModel, Graph, cost_model
 from remat.plan.model import as_fake
-from remat.plan.plan import Plan, size_text
-from remat.plan.policy import Following, carried_out
-from remat.plan.problem import Problem, complete
-from remat.plan.solve import Solved
-from remat.plan.stages import Choice, Measure, Stage
-from remat.policies import Policy
-from remat.policies._base import Numbered
-from remat.transforms import _torch, _torch_compiler
-from remat.transforms._errors import RematError
-from remat.transforms._joint import record
+from remat.plan.plan import Plan
+from remat.plan.solve import Problem, Solved, complete
+from remat.policies import Numbered, Policy, save_nothing
+from remat.transforms import RematError, flatten, unflatten
+from remat.transforms.compat import fake_mode, is_tracing
+from remat.transforms.joint import record
 
 Stages = Sequence[Callable[..., Any]]
 
@@ -68,9 +63,9 @@ class ChainPlan:
 
     def __str__(self) -> str:
         head = (
-            f"{len(self.names)} stages keep {size_text(self.kept_bytes)} of {size_text(self.default_bytes)}, "
-            f"peak at {size_text(self.peak_bytes)} (simulated), recompute {self.recomputed_flops:.4g} FLOPs; "
-            f"cost {self.cost:.4g} {self.unit}"
+            f"{len(self.names)} stages keep {format_bytes(self.kept_bytes)} of "
+            f"{format_bytes(self.default_bytes)}, peak at {format_bytes(self.peak_bytes)} (simulated), "
+            f"recompute {self.recomputed_flops:.4g} FLOPs; cost {self.cost:.4g} {self.unit}"
         )
         return "\n".join([head, *self._lines(self.parts, 1)])
 
@@ -85,7 +80,7 @@ class ChainPlan:
                 yield f"{stages}: as without remat"
             else:
                 plan = self.plans[part.start]
-                yield f"{stages}: keeps {size_text(plan.kept_bytes)}, {plan.recomputed_flops:.4g} FLOPs"
+                yield f"{stages}: keeps {format_bytes(plan.kept_bytes)}, {plan.recomputed_flops:.4g} FLOPs"
 
 
 def plan_chain(
@@ -213,12 +208,10 @@ class Task:
 
     def _carried_out(self, part: Part, plans: dict[int, Plan]) -> Callable[..., Any]:
         """The stages of a part in the regions that it says."""
-        from remat.api import remat
-
         if part.parts:
-            return remat(_sequence([self._carried_out(one, {}) for one in part.parts]))
+            return with_policy(_sequence([self._carried_out(one, {}) for one in part.parts]), save_nothing)
         run = _sequence(self.stages[part.start : part.stop])
-        return run if part.choice < 0 else remat(run, policy=_Given(plans[part.start]))
+        return run if part.choice < 0 else with_policy(run, _Given(plans[part.start]))
 
 
 @dataclass(frozen=True)
@@ -231,7 +224,7 @@ class _Given(Numbered):
     plan: Plan
 
     def bind(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
-        return Following(self.plan) if _torch_compiler.is_tracing() else carried_out(self.plan)
+        return Following(self.plan) if is_tracing() else carried_out(self.plan)
 
     def __call__(self, info: OpInfo) -> Decision:
         return self.plan(info)
@@ -261,13 +254,13 @@ def _sequence(functions: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
 
 def trace(stages: Stages, x: Any, args: tuple[Any, ...]) -> tuple[list[Graph], list[Graph]]:
     """The joint graphs of the stages and of pairs of neighbours."""
-    leaves, spec = pytree.tree_flatten((x, args))
-    mode = _torch.fake_mode(leaves)
+    leaves, spec = flatten((x, args))
+    mode = fake_mode(leaves)
     fakes = [as_fake(leaf, mode) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     with warnings.catch_warnings(), mode, torch.enable_grad():
         # The engine asks for addresses, which fake tensors grudgingly give.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        x, args = pytree.tree_unflatten(fakes, spec)
+        x, args = unflatten(fakes, spec)
         inputs = [x]
         for stage in stages[:-1]:
             inputs.append(stage(inputs[-1], *args))

@@ -12,22 +12,17 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
+from remat._core import format_bytes
 from remat.plan.budget import check_budget, check_peak
 from remat.plan.cache import graph_of
-from remat.plan.chain import Chain
-from remat.plan.chain_search import best_parts
-from remat.plan.costs import CostModel, cost_model
-from remat.plan.graph import Graph
-from remat.plan.hull import bound, hull
+from remat.plan.chain import Chain, Measure, Stage, best_parts
+from remat.plan.graph import CostModel, Graph, cost_model
 from remat.plan.peak import OutOfReach, highest_within, profile, step_peak
-from remat.plan.plan import Plan, size_text
-from remat.plan.problem import INF, Problem, Solution, complete, keep_all
-from remat.plan.solve import Solved, least, solve
-from remat.plan.stages import Measure, Stage
-from remat.transforms import _torch
-from remat.transforms._errors import RematError
+from remat.plan.plan import Plan
+from remat.plan.solve import INF, Problem, Solution, Solved, bound, complete, hull, keep_all, least, solve
+from remat.transforms import RematError, flatten, unflatten
+from remat.transforms.compat import fake_mode, is_fake
 
 # What a budget policy does when it meets a region: None is to plan that region on its own.
 _meeting: ContextVar[Callable[..., Plan | None] | None] = ContextVar("remat_plan_meeting", default=None)
@@ -101,13 +96,13 @@ class ModelPlan:
     def __str__(self) -> str:
         flops = sum(plan.recomputed_flops for plan in self.regions)
         head = (
-            f"{len(self.regions)} regions keep {size_text(self.kept_bytes)} of "
-            f"{size_text(self.default_bytes)} (budget {size_text(self.budget)}), peak at "
-            f"{size_text(self.peak_bytes)} (simulated), recompute {flops:.4g} FLOPs; cost {self.cost:.4g} "
+            f"{len(self.regions)} regions keep {format_bytes(self.kept_bytes)} of "
+            f"{format_bytes(self.default_bytes)} (budget {format_bytes(self.budget)}), peak at "
+            f"{format_bytes(self.peak_bytes)} (simulated), recompute {flops:.4g} FLOPs; cost {self.cost:.4g} "
             f"{self.unit}, gap {self.gap:.2%}"
         )
         rows = [
-            f"  {k:>3} {p.region}: {size_text(p.kept_bytes)}, {p.recomputed_flops:.4g} FLOPs"
+            f"  {k:>3} {p.region}: {format_bytes(p.kept_bytes)}, {p.recomputed_flops:.4g} FLOPs"
             for k, p in enumerate(self.regions)
         ]
         return "\n".join([head, *rows])
@@ -274,20 +269,20 @@ def _regions(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[tuple[str, 
         name = getattr(region, "__name__", None) or type(region).__name__
         found.append((name, graph_of(region, args, kwargs)))
 
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    mode = _torch.fake_mode(leaves)
+    leaves, spec = flatten((args, kwargs))
+    mode = fake_mode(leaves)
     fakes = [as_fake(leaf, mode) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     with warnings.catch_warnings(), _handling(note), mode, torch.enable_grad():
         # The engine asks for addresses, which fake tensors grudgingly give.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        args, kwargs = pytree.tree_unflatten(fakes, spec)
+        args, kwargs = unflatten(fakes, spec)
         fn(*args, **kwargs)
     return found
 
 
 def as_fake(tensor: torch.Tensor, mode: Any) -> torch.Tensor:
     """A fake tensor of `mode` with the metadata of `tensor`."""
-    if _torch.is_fake(tensor):
+    if is_fake(tensor):
         return tensor
     made = mode.from_tensor(tensor.detach())
     return made.requires_grad_(tensor.requires_grad)

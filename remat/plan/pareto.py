@@ -9,13 +9,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from remat.opinfo import Decision, OpInfo, TensorMeta
-from remat.plan.costs import CostModel, cost_model
-from remat.plan.graph import Graph
-from remat.plan.hull import bound, hull
-from remat.plan.plan import size_text
-from remat.plan.problem import INF, Problem, Solution, complete
-from remat.plan.solve import solve
+from remat._core import Decision, OpInfo, TensorMeta, format_bytes
+from remat.plan.graph import CostModel, Graph, cost_model
+from remat.plan.solve import INF, Problem, Solution, bound, complete, hull, solve
 from remat.plan.torch_plans import SOLVERS, torch_plan
 from remat.policies import (
     Policy,
@@ -26,8 +22,8 @@ from remat.policies import (
     save_nothing,
     save_unbatched_matmuls,
 )
-from remat.transforms._errors import RematError
-from remat.transforms._joint import Joint, Op, record
+from remat.transforms import RematError, map_only
+from remat.transforms.joint import Joint, Op, record
 
 PRESETS: dict[str, Policy] = {
     "save_nothing": save_nothing,
@@ -102,11 +98,11 @@ class Frontier:
         figure.savefig(path, dpi=150)
 
     def __str__(self) -> str:
-        head = f"{self.name}: {size_text(self.default_bytes)} kept without remat; cost in {self.unit}"
+        head = f"{self.name}: {format_bytes(self.default_bytes)} kept without remat; cost in {self.unit}"
         rows = [f"{'planner':<24}{'kept':>12}{'share':>9}{'replay':>9}{'cost':>12}{'gap':>9}"]
         for planner in dict.fromkeys(p.planner for p in self.points):
             rows += [
-                f"{p.planner:<24}{size_text(p.kept_bytes):>12}{p.share:>9.1%}{p.replay_share:>9.2%}{p.cost:>12.4g}{p.gap:>9.2%}"
+                f"{p.planner:<24}{format_bytes(p.kept_bytes):>12}{p.share:>9.1%}{p.replay_share:>9.2%}{p.cost:>12.4g}{p.gap:>9.2%}"
                 for p in self.of(planner)
             ]
         return "\n".join([head, *rows])
@@ -192,7 +188,7 @@ def saved_by(policy: Policy, graph: Graph, problem: Problem) -> set[int]:
     chosen = set()
     for position, op in enumerate(graph.ops):
         info = op_info(graph.joint, op, position)
-        verdict = policy.quick(op.target) or check_verdict(policy, info, policy(info))
+        verdict = policy.decide_by_op(op.target) or check_verdict(policy, info, policy(info))
         if verdict is not Decision.RECOMPUTE and problem.size[position] < INF:
             chosen.add(position)
     return chosen | inputs
@@ -200,13 +196,12 @@ def saved_by(policy: Policy, graph: Graph, problem: Problem) -> set[int]:
 
 def op_info(joint: Joint, op: Op, position: int) -> OpInfo:
     """What the engine would show a policy of this op (the user's call is not known here)."""
-    import torch.utils._pytree as pytree
 
-    from remat.transforms._joint import Ref
+    from remat.transforms.joint import Ref
 
     def meta(number: int) -> TensorMeta:
         value = joint.values[number]
         return TensorMeta(value.shape, value.dtype, value.device, value.stride)
 
-    args, kwargs = pytree.tree_map_only(Ref, lambda r: meta(r.id), (op.args, op.kwargs))
+    args, kwargs = map_only(Ref, lambda r: meta(r.id), (op.args, op.kwargs))
     return OpInfo(op.target, args, kwargs, tuple(meta(o) for o in op.outputs), index=position)

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from remat.plan.graph import Graph
-from remat.plan.problem import Solution
-from remat.transforms._errors import RematError
-from remat.transforms._joint import Joint, Op
+from remat.plan.solve import Solution
+from remat.transforms import RematError
+from remat.transforms.joint import Joint, Op
 
 T = TypeVar("T")
 _CELLS, _HALVINGS = 16, 5

@@ -10,12 +10,13 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
-from remat.opinfo import Decision, OpInfo
+from remat._core import Decision, OpInfo, format_bytes
+from remat.plan.cache import graph_of
+from remat.plan.followed import carried_out
 from remat.plan.graph import Graph
-from remat.plan.problem import Problem
-from remat.plan.solve import Solved
+from remat.plan.solve import Problem, Solved
 from remat.policies import Policy
-from remat.transforms._errors import RematError
+from remat.transforms import RematError
 
 
 @dataclass(frozen=True)
@@ -156,9 +157,6 @@ class Plan(Policy):
 
     def bind(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
         """The plan for this call, after a look (once per function and metadata) at the function's ops."""
-        from remat.plan.cache import graph_of
-        from remat.plan.policy import carried_out
-
         self.check(graph_of(fn, args, kwargs).names)
         return carried_out(self)
 
@@ -205,15 +203,15 @@ class Plan(Policy):
         share = self.kept_bytes / self.default_bytes if self.default_bytes else 0.0
         again = self.recomputed_flops / self.step_flops if self.step_flops else 0.0
         head = (
-            f"Plan for {self.region}: keeps {size_text(self.kept_bytes)} of {size_text(self.default_bytes)} "
-            f"({share:.1%}; budget {size_text(self.budget)})\n"
+            f"Plan for {self.region}: keeps {format_bytes(self.kept_bytes)} of "
+            f"{format_bytes(self.default_bytes)} ({share:.1%}; budget {format_bytes(self.budget)})\n"
             f"  recomputes {self.recomputed_flops:.4g} FLOPs ({again:.2%} of forward and backward); "
             f"cost {self.cost:.4g} {self.unit}, proven lower bound {self.lower_bound:.4g} "
             f"(gap {self.gap:.2%}, {self.solver})\n"
         )
         rows = Counter((k.op, k.shape, k.dtype, k.bytes, k.location) for k in self.kept)
         body = [
-            f"  {f'{n} x ' if n > 1 else ''}{size_text(size):>10}  "
+            f"  {f'{n} x ' if n > 1 else ''}{format_bytes(size):>10}  "
             + f"{dtype}{list(shape)} of {op} {where}".rstrip()
             for (op, shape, dtype, size, where), n in rows.items()
         ]
@@ -232,12 +230,3 @@ def _describe(graph: Graph, place: int, size: int) -> Kept:
         bytes=size,
         location=graph.ops[place].location if made else "",
     )
-
-
-def size_text(count: float) -> str:
-    """Bytes for people."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(count) < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} GiB"

@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from remat.opinfo import Decision, OpInfo
+from remat._core import Decision, OpInfo
 from remat.plan.budget import check_budget, check_peak, resolve
 from remat.plan.cache import graph_of
-from remat.plan.costs import CostModel, cost_model
-from remat.plan.graph import Graph
-from remat.plan.hull import bound, hull
+from remat.plan.chain import frontier
+from remat.plan.followed import carried_out
+from remat.plan.graph import CostModel, Graph, cost_model
 from remat.plan.model import meet
 from remat.plan.peak import OutOfReach, highest_within, profile, step_peak
 from remat.plan.plan import Plan
-from remat.plan.problem import INF, Problem, Solution, complete
-from remat.plan.solve import Solved, least, solve
-from remat.plan.stages import frontier
+from remat.plan.solve import INF, Problem, Solution, Solved, bound, complete, hull, least, solve
 from remat.plan.torch_plans import candidates
-from remat.policies import Policy, save_everything
-from remat.policies._base import Numbered
-from remat.transforms import _capture, _ops, _torch, _torch_compiler
-from remat.transforms._errors import RematError
+from remat.policies import Numbered, Policy, save_everything
+from remat.transforms import RematError
+from remat.transforms.closure import as_operands
+from remat.transforms.compat import is_tracing
 
 # Torch's planner takes seconds to import and to run: not asked where it could not do better than this.
 _PROVEN = 1e-3
 # Torch is asked for plans that keep these shares; a peak may be met by one of them only.
 _SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
-# Stands among the numbers of ops for the one that comes next.
-_NEXT = -1
 _PLANS: dict[Any, tuple[Graph, Plan]] = {}
 _RIVALS: dict[Any, tuple[Graph, list[tuple[int, str, Solution]]]] = {}
 
@@ -83,7 +76,7 @@ class BudgetPolicy(Numbered):
 
     def _plan(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         graph = graph_of(fn, args, kwargs)
-        compiled = self.peak is not None and _torch_compiler.is_tracing()
+        compiled = self.peak is not None and is_tracing()
         key = (id(graph), self, compiled)
         hit = _PLANS.get(key)
         if hit is None:
@@ -93,7 +86,7 @@ class BudgetPolicy(Numbered):
 
     def bind(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
         """The plan for this call: a policy by op position."""
-        args, kwargs = _capture.as_operands((args, kwargs))
+        args, kwargs = as_operands((args, kwargs))
         planned, plan = meet(fn, args, kwargs)
         if planned and plan is None:
             return save_everything
@@ -105,74 +98,6 @@ class BudgetPolicy(Numbered):
             f"{self!r} decides for a whole region, not for {info.op} alone: pass it as "
             "remat(fn, policy=...), or ask for the plan with policy.plan(fn, *args)."
         )
-
-
-@dataclass(frozen=True)
-class Following(Policy):
-    """A plan carried out among other ops, which are recomputed; those of the plan come in order.
-
-    Forward-mode levels weave tangent ops between those of the plan; a step of a compiled scan takes its row
-    out of a block of rows first. Views come and go; they are nobody's to keep. (Where a view was written to,
-    autograd makes it anew of its base: by an op in the trace that was planned, without one in eager.)
-    """
-
-    plan: Plan
-    # The number of an op in the forward -> its position in the plan; `_NEXT` -> the position to be met next.
-    places: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
-    counts = True
-
-    def fresh(self) -> Policy:
-        return type(self)(self.plan)
-
-    def __call__(self, info: OpInfo) -> Decision:
-        # An op is asked about once more when its value has got a name.
-        if info.index not in self.places:
-            self.places[info.index] = self._place(info.op)
-        return Decision.SAVE if self.places[info.index] in self.plan.chosen else Decision.RECOMPUTE
-
-    def _place(self, op: Any) -> int:
-        """The position in the plan of an op that was met now, -1 where it has none."""
-        if _ops.traits(op).view:
-            return -1
-        position, ops = self.places.get(_NEXT, 0), self.plan.ops
-        while position < len(ops) and _passed_over(ops[position]):
-            position += 1
-        met = position < len(ops) and ops[position] == str(op)
-        self.places[_NEXT] = position + met
-        return position if met else self._unplanned(position, op)
-
-    def _unplanned(self, position: int, op: Any) -> int:
-        """What is said of an op that is not the one planned next, which is at `position`."""
-        return -1
-
-
-@dataclass(frozen=True)
-class Bound(Following):
-    """A plan that was made for this very call: there is no other op."""
-
-    def amid(self) -> Policy:
-        return Following(self.plan)
-
-    def _unplanned(self, position: int, op: Any) -> int:
-        planned = self.plan.ops[position] if position < len(self.plan.ops) else None
-        raise RematError(self.plan.difference(position, planned, str(op)))
-
-
-def carried_out(plan: Plan) -> Following:
-    """The policy for the call that is about to run: where other ops may come in between, or where none do."""
-    return Following(plan) if _torch.in_transform() else Bound(plan)
-
-
-@functools.cache
-def _passed_over(name: str) -> bool:
-    """Whether nothing is asked about an op: it is a view, or writes in place, whose result is never kept."""
-    namespace, _, rest = name.partition(".")
-    kind, _, overload = rest.partition(".")
-    op = getattr(getattr(getattr(torch.ops, namespace), kind, None), overload, None)
-    if op is None:
-        return kind.endswith("_")
-    facts = _ops.traits(op)
-    return facts.view or (bool(facts.writes) and facts.conditional is None)
 
 
 def plan_graph(graph: Graph, policy: BudgetPolicy, region: str, *, compiled: bool = False) -> Plan:

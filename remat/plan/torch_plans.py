@@ -8,14 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.utils._pytree as pytree
 
-from remat.plan.costs import CostModel, is_view
-from remat.plan.graph import Graph
-from remat.plan.problem import INF, Problem
-from remat.transforms import _ops, _torch
-from remat.transforms._errors import RematError
-from remat.transforms._joint import Joint, Ref
+from remat.plan.graph import CostModel, Graph, is_view
+from remat.plan.solve import INF, Problem
+from remat.transforms import RematError, draws, map_only, traits
+from remat.transforms.compat import partitioner_choice
+from remat.transforms.joint import Joint, Ref
 
 SOLVERS = ("dp", "ilp", "greedy")
 
@@ -80,8 +78,8 @@ def _after_tangents(joint: Joint) -> set[int]:
 
 def _price(joint: Joint, position: int, model: CostModel) -> float:
     op = joint.ops[position]
-    facts = _ops.traits(op.target)
-    if facts.outside or (facts.random and _ops.draws(op.target, op.args, op.kwargs)):
+    facts = traits(op.target)
+    if facts.outside or (facts.random and draws(op.target, op.args, op.kwargs)):
         return INF
     # What the forward has no use for is computed once, wherever that is.
     return 0.0 if is_view(joint, op) or not op.forward else model.price(joint, op)
@@ -122,7 +120,7 @@ def to_fx(joint: Joint) -> torch.fx.GraphModule:
             raise RematError(
                 f"{op.name} at {op.location} writes in place; torch's partitioner takes functional graphs."
             )
-        args, kwargs = pytree.tree_map_only(Ref, lambda r: nodes[r.id], (op.args, op.kwargs))
+        args, kwargs = map_only(Ref, lambda r: nodes[r.id], (op.args, op.kwargs))
         single = len(op.outputs) == 1 and len(op.target._schema.returns) == 1
         single = single and isinstance(op.target._schema.returns[0].type, torch.TensorType)
         name = f"v{op.outputs[0]}" if single else None
@@ -157,7 +155,7 @@ def torch_plan(joint: Joint, budget: float, solver: str = "dp") -> TorchPlan:
     inputs = [v for v, value in enumerate(joint.values) if value.producer < 0 and value.origin != "tangent"]
     held = [k for k, v in enumerate(inputs) if joint.values[v].origin == "parameter"]
     start = time.perf_counter()
-    names = _torch.partitioner_choice(module, len(joint.results), held, budget, solver)
+    names = partitioner_choice(module, len(joint.results), held, budget, solver)
     seconds = time.perf_counter() - start
     values = frozenset(int(name[1:]) for name in names if name[1:].isdigit())
     return TorchPlan(solver, budget, values, seconds)

@@ -1,10 +1,14 @@
 """Policies: values that decide, op by op, what a region keeps between forward and backward."""
 
+from remat.policies._base import Numbered as Numbered
 from remat.policies._base import Policy as Policy
+from remat.policies._base import PolicyError as PolicyError
+from remat.policies._base import PolicyLike as PolicyLike
 from remat.policies._base import as_policy as as_policy
 from remat.policies._base import check_verdict as check_verdict
+from remat.policies._catalogue import kind_of as kind_of
 from remat.policies._catalogue import register_costly_op as register_costly_op
-from remat.policies._makers import checkpoint_policy as checkpoint_policy
+from remat.policies._makers import makes_policies as makes_policies
 from remat.policies._ready import offload_matmuls as offload_matmuls
 from remat.policies._ready import offload_names as offload_names
 from remat.policies._ready import save_all_but_names as save_all_but_names
@@ -19,4 +23,6 @@ from remat.policies._selective import save_cheaper_than as save_cheaper_than
 from remat.policies._selective import save_every as save_every
 from remat.policies._selective import save_larger_than as save_larger_than
 from remat.policies._selective import where as where
+from remat.policies._selector import PolicySelector as PolicySelector
+from remat.policies._selector import bind as bind
 from remat.policies._unbatched import save_unbatched_matmuls as save_unbatched_matmuls

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-from remat.opinfo import Decision, OpInfo
-from remat.transforms._errors import RematError
-from remat.transforms._numbers import intern, register
-from remat.transforms._ops import traits
+from remat._core import Decision, OpInfo
+from remat.transforms import RematError, intern, register, traits
+from remat.transforms.compat import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 
 class PolicyError(RematError, TypeError):
@@ -22,10 +21,11 @@ class PolicyError(RematError, TypeError):
 class Policy:
     """Decides, op by op, what a region keeps. Subclass it as a frozen dataclass.
 
-    `__call__` gives the verdict. `quick` gives the same verdict from the op alone where that is enough, so
-    that the engine need not describe the op's operands. `needs_calls` says that `__call__` reads `info.call`.
-    `repeatable` says that the verdicts depend on the ops and their operands' shapes alone, so that one run of
-    a function tells what the next will keep; a policy that counts or looks elsewhere must leave it False.
+    `__call__` gives the verdict. `decide_by_op` gives the same verdict from the op alone where that is
+    enough, so that the engine need not describe the op's operands. `needs_calls` says that `__call__` reads
+    `info.call`. `repeatable` says that the verdicts depend on the ops and their operands' shapes alone, so
+    that one run of a function tells what the next will keep; a policy that counts or looks elsewhere must
+    leave it False.
     """
 
     needs_calls: bool = False
@@ -36,7 +36,7 @@ class Policy:
     def __call__(self, info: OpInfo) -> Decision | bool:
         raise NotImplementedError
 
-    def quick(self, op: Any) -> Decision | None:
+    def decide_by_op(self, op: Any) -> Decision | None:
         """The verdict for every use of `op`, or None when it depends on the `OpInfo`."""
         return None
 
@@ -44,7 +44,7 @@ class Policy:
         """The policy for one call `fn(*args, **kwargs)` of a region; asked before its forward."""
         return self
 
-    def amid(self) -> Policy:
+    def interleaved(self) -> Policy:
         """The policy for a function with more ops around those that it was bound to."""
         return self
 
@@ -72,6 +72,17 @@ class Policy:
         return Not(self)
 
 
+# What `as_policy` makes a policy of: a policy, a rule, ops (`torch.ops.aten.mm`) and names, one or several.
+PolicyLike: TypeAlias = (
+    Policy
+    | Callable[[OpInfo], Decision | bool]
+    | OpOverload
+    | OpOverloadPacket
+    | HigherOrderOperator
+    | Collection[Any]
+)
+
+
 @dataclass(frozen=True)
 class Named(Policy):
     """A policy that prints as the name it is imported by."""
@@ -92,7 +103,7 @@ class Constant(Named):
     def __call__(self, info: OpInfo) -> Decision:
         return self.decision
 
-    def quick(self, op: Any) -> Decision:
+    def decide_by_op(self, op: Any) -> Decision:
         return self.decision
 
 
@@ -155,8 +166,8 @@ class Combined(Policy):
     def bind(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
         return self._with({name: part.bind(fn, args, kwargs) for name, part in self.parts().items()})
 
-    def amid(self) -> Policy:
-        return self._with({name: part.amid() for name, part in self.parts().items()})
+    def interleaved(self) -> Policy:
+        return self._with({name: part.interleaved() for name, part in self.parts().items()})
 
     def fresh(self) -> Policy:
         return (
@@ -192,8 +203,8 @@ class Either(_Pair):
         left, right = self._verdicts(info)
         return left | right
 
-    def quick(self, op: Any) -> Decision | None:
-        left, right = self.left.quick(op), self.right.quick(op)
+    def decide_by_op(self, op: Any) -> Decision | None:
+        left, right = self.left.decide_by_op(op), self.right.decide_by_op(op)
         if Decision.SAVE in (left, right) and not self._passes_over(left, right):
             return Decision.SAVE
         return None if left is None or right is None else left | right
@@ -210,8 +221,8 @@ class Both(_Pair):
         left, right = self._verdicts(info)
         return left & right
 
-    def quick(self, op: Any) -> Decision | None:
-        left, right = self.left.quick(op), self.right.quick(op)
+    def decide_by_op(self, op: Any) -> Decision | None:
+        left, right = self.left.decide_by_op(op), self.right.decide_by_op(op)
         if Decision.RECOMPUTE in (left, right) and not self._passes_over(left, right):
             return Decision.RECOMPUTE
         return None if left is None or right is None else left & right
@@ -234,8 +245,8 @@ class Not(Combined):
         verdict = check_verdict(self.inner, info, self.inner(info))
         return verdict if self._passes(verdict, info.op) else self._flip(verdict)
 
-    def quick(self, op: Any) -> Decision | None:
-        verdict = self.inner.quick(op)
+    def decide_by_op(self, op: Any) -> Decision | None:
+        verdict = self.inner.decide_by_op(op)
         return verdict if verdict is None or self._passes(verdict, op) else self._flip(verdict)
 
     @staticmethod
@@ -296,6 +307,15 @@ def as_policy(value: Any) -> Policy:
     Raises:
         RematError: it is none of these (also a TypeError).
     """
-    from remat.policies._makers import policy_from
+    return value if isinstance(value, Policy) else _converters[-1](value)
 
-    return policy_from(value)
+
+# How other values become policies is the matter of `_makers`, which makes policies of every kind and puts its
+# function here when it is imported.
+_converters: list[Callable[[Any], Policy]] = []
+
+
+def converts(convert: Callable[[Any], Policy]) -> Callable[[Any], Policy]:
+    """Let `as_policy` turn by `convert` what is no policy yet."""
+    _converters.append(convert)
+    return convert

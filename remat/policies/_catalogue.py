@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
-from remat.transforms import _learned
-from remat.transforms._errors import RematError
+from remat.transforms import RematError
+from remat.transforms.compat import HigherOrderOperator, OpOverload, OpOverloadPacket
+from remat.transforms.region import forget_all
 
 # What `torch.library.custom_op` returns; public in torch.library's namespace though not in its __all__.
 CustomOp: Any = torch.library.CustomOpDef  # type: ignore[reportPrivateImportUsage]
@@ -145,4 +145,4 @@ def register_costly_op(op: Any, kind: Kind = "matmul") -> None:
         raise RematError(f"The op name {name!r} has no namespace: write 'namespace::name', as in 'aten::mm'.")
     _COSTLY[name] = kind
     _KIND_OF.clear()
-    _learned.forget_all()
+    forget_all()

@@ -1,76 +1,22 @@
-"""Policies from what users have at hand: a function, ops, names, a budget."""
+"""Policies from what users have at hand: a function, ops, names."""
 
 from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
-from remat.policies._base import FromCallable, Policy, PolicyError
+from remat.policies._base import FromCallable, Policy, PolicyError, converts
 from remat.policies._ready import is_op, offload_names, save_all_but_names, save_names, save_ops
 from remat.policies._selective import offload, save_cheaper_than, save_every, save_larger_than, where
-from remat.transforms._errors import RematError
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def checkpoint_policy(
-    rule: Any = None,
-    *,
-    budget: float | int | str | None = None,
-    peak: int | str | None = None,
-    cost: str = "roofline",
-    device: Any = None,
-) -> Policy:
-    """Make a policy value.
-
-    Args:
-        rule: a function from `OpInfo` to `Decision` or bool (also as a decorator); or an op or a collection
-            of ops, which are saved; or a `checkpoint_name` or a collection of them, likewise; or a policy.
-        budget: instead of a rule. A float from 0 to 1 is the share of the bytes that no remat would keep for
-            the region, an int or a string such as `"2GiB"` is bytes. What to keep is solved to optimality.
-        peak: instead of a rule, also beside `budget`: the most bytes that may be live at once in forward and
-            backward of the region, simulated; an int or a string such as `"20GiB"`. Recomputes the least
-            for it. For a model of many regions see `remat.plan_model(..., peak=...)`.
-        cost: with these two, the model of what recomputation costs: `"roofline"`, or another that
-            `remat.plan` knows.
-        device: with these two, the device whose speed is meant; None means the one the tensors are on.
-
-    Raises:
-        RematError: neither or both of `rule` and `budget` or `peak`, or a rule that is none of the above.
-
-    Example:
-        >>> from remat import Decision, checkpoint_policy
-        >>> @checkpoint_policy
-        ... def small_ones(info):
-        ...     return Decision.SAVE if info.bytes < 1024 else Decision.RECOMPUTE
-        >>> small_ones
-        checkpoint_policy(small_ones)
-    """
-    if (rule is None) == (budget is None and peak is None):
-        got = "neither" if rule is None else "both"
-        raise PolicyError(
-            f"checkpoint_policy takes a rule or a budget, got {got}: write checkpoint_policy(my_rule), "
-            f"checkpoint_policy([torch.ops.aten.mm]) or checkpoint_policy(budget=0.4)."
-        )
-    if rule is None:
-        return _from_budget(budget, peak, cost, device)
-    return save_names(rule) if isinstance(rule, str) else policy_from(rule)
-
-
-def _from_budget(budget: float | int | str | None, peak: int | str | None, cost: str, device: Any) -> Policy:
-    try:
-        from remat.plan import budget_policy  # type: ignore[reportMissingImports]
-    except ImportError as error:
-        raise RematError(
-            "checkpoint_policy(budget=...) needs the planner and its solver: pip install 'remat[plan]'. "
-            f"Importing remat.plan failed with: {error}"
-        ) from error
-    return budget_policy(budget, cost=cost, device=device, peak=peak)
-
-
+@converts
 def policy_from(value: Any) -> Policy:
     """See `remat.policies.as_policy`."""
-    if isinstance(value, Policy):
-        return value
     # Ops and classes are callable too, so they are told apart before plain functions.
     if is_op(value):
         return save_ops(value)
@@ -110,7 +56,14 @@ def _way_out(value: Any) -> str:
     )
 
 
-_MAKERS = (
-    *(checkpoint_policy, save_ops, save_names, save_all_but_names, offload_names),
+# Functions that make policies, which users take for policies.
+_MAKERS: list[Callable[..., Any]] = [
+    *(save_ops, save_names, save_all_but_names, offload_names),
     *(where, offload, save_every, save_larger_than, save_cheaper_than),
-)
+]
+
+
+def makes_policies(maker: Callable[P, R]) -> Callable[P, R]:
+    """Tell of a function that is no policy but makes some, so that a message can say so."""
+    _MAKERS.append(maker)
+    return maker

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
-from remat.opinfo import Decision, OpInfo
+from remat._core import Decision, OpInfo
 from remat.policies import _catalogue
 from remat.policies._base import Constant, Named, Policy, PolicyError
+from remat.transforms.compat import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 
 @dataclass(frozen=True, repr=False)
@@ -22,9 +22,9 @@ class OfKind(Named):
     decision: Decision = Decision.SAVE
 
     def __call__(self, info: OpInfo) -> Decision:
-        return self.quick(info.op)
+        return self.decide_by_op(info.op)
 
-    def quick(self, op: Any) -> Decision:
+    def decide_by_op(self, op: Any) -> Decision:
         return self.decision if _catalogue.kind_of(op) in self.kinds else Decision.RECOMPUTE
 
 
@@ -36,9 +36,9 @@ class SaveOps(Policy):
     repeatable = True
 
     def __call__(self, info: OpInfo) -> Decision:
-        return self.quick(info.op)
+        return self.decide_by_op(info.op)
 
-    def quick(self, op: Any) -> Decision:
+    def decide_by_op(self, op: Any) -> Decision:
         return Decision.SAVE if op in self.ops else Decision.RECOMPUTE
 
     def __repr__(self) -> str:

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from remat.opinfo import Decision, OpInfo
+from remat._core import Decision, OpInfo, parse_bytes
 from remat.policies._base import Combined, Numbered, Policy, PolicyError, as_policy, check_verdict
 from remat.policies._ready import save_everything
-from remat.sizes import parse_bytes
 
 
 class Narrowed(Combined):
@@ -19,8 +18,8 @@ class Narrowed(Combined):
     policy: Policy
     repeatable = False  # type: ignore[assignment]
 
-    def quick(self, op: Any) -> Decision | None:
-        return Decision.RECOMPUTE if self.policy.quick(op) is Decision.RECOMPUTE else None
+    def decide_by_op(self, op: Any) -> Decision | None:
+        return Decision.RECOMPUTE if self.policy.decide_by_op(op) is Decision.RECOMPUTE else None
 
 
 @dataclass(frozen=True, repr=False)
@@ -216,8 +215,8 @@ class Offload(Combined):
     def __call__(self, info: OpInfo) -> Decision:
         return check_verdict(self.policy, info, self.policy(info)) & Decision.OFFLOAD
 
-    def quick(self, op: Any) -> Decision | None:
-        verdict = self.policy.quick(op)
+    def decide_by_op(self, op: Any) -> Decision | None:
+        verdict = self.policy.decide_by_op(op)
         return None if verdict is None else verdict & Decision.OFFLOAD
 
     def __repr__(self) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from remat.opinfo import Call, Decision, OpInfo, TensorMeta
+from remat._core import Call, Decision, OpInfo, TensorMeta
 from remat.policies import _catalogue
 from remat.policies._base import Named
 
@@ -30,7 +30,7 @@ class SaveUnbatched(Named):
         batched = kind == "bmm" if rule is None or info.call is None else rule(info.call)
         return Decision.RECOMPUTE if batched else Decision.SAVE
 
-    def quick(self, op: Any) -> Decision | None:
+    def decide_by_op(self, op: Any) -> Decision | None:
         return None if _catalogue.kind_of(op) in ("matmul", "bmm") else Decision.RECOMPUTE
 
 

@@ -8,8 +8,7 @@ import warnings
 from collections.abc import Iterable
 
 from remat.policies._base import Policy
-from remat.transforms._errors import RematError
-from remat.transforms._ops import is_user_frame
+from remat.transforms import RematError, is_user_frame
 
 # Regions and names that were warned of: a model calls its regions thousands of times.
 _warned: set[tuple[str, str]] = set()

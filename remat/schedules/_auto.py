@@ -1,18 +1,17 @@
-"""From what a user writes for `checkpoints` to a schedule."""
+"""The schedule that a budget of bytes allows."""
 
 from __future__ import annotations
 
 import math
 
-from remat.schedules._base import Schedule
-from remat.schedules._offline import All, Revolve, Segmented, Sqrt, advances, check_slots
+from remat.schedules._offline import Revolve, Schedule, Segmented, advances
 
 
 def auto(n: int, budget: int, state_bytes: int, tape_bytes: int) -> Schedule:
     """The schedule of least recomputation with c S + k R <= budget.
 
     Segments of k steps are taped whole and c segment starts are kept by `Revolve`; the advances are then
-    k t(ceil(n / k), c) exactly. Only the smallest k of each segment count can be best, so that O(sqrt(n))
+    k t(ceil(n / k) + 1, c) exactly. Only the smallest k of each segment count can be best, so that O(sqrt(n))
     candidates settle it.
 
     Args:
@@ -30,7 +29,7 @@ def auto(n: int, budget: int, state_bytes: int, tape_bytes: int) -> Schedule:
         c = count if state_bytes == 0 else min(count, (budget - k * tape_bytes) // state_bytes)
         if c < 1 or k * tape_bytes + c * state_bytes > budget:
             continue
-        again = k * (advances(count, c) - (count - 1))
+        again = k * (advances(count + 1, c) - count)
         best = min(best or (again, k, c), (again, k, c))
     if best is None:
         need = state_bytes + tape_bytes
@@ -46,20 +45,3 @@ def _lengths(n: int) -> list[int]:
     """The smallest k for each value of ceil(n / k)."""
     small = range(1, math.isqrt(n) + 1)
     return sorted({*small, *(-(-n // count) for count in small)})
-
-
-def as_schedule(checkpoints: object) -> Schedule:
-    """`"all"`, `"sqrt"`, a number of carries or a schedule, as a schedule."""
-    if isinstance(checkpoints, Schedule):
-        return checkpoints
-    if isinstance(checkpoints, str):
-        named = {"all": All(), "sqrt": Sqrt()}
-        if checkpoints not in named:
-            raise ValueError(
-                f"checkpoints: got {checkpoints!r}; write 'all', 'sqrt', 'auto', a number of carries or a "
-                "schedule from remat.schedules."
-            )
-        return named[checkpoints]
-    check_slots(checkpoints)
-    assert isinstance(checkpoints, int)
-    return Revolve(checkpoints)

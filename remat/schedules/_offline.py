@@ -1,4 +1,4 @@
-"""Schedules for a chain whose length is known.
+"""What a schedule is, and those for a chain whose length is known.
 
 Binomial checkpointing:
     A. Griewank, "Achieving logarithmic growth of temporal and spatial complexity in reverse automatic
@@ -14,8 +14,8 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from remat.schedules._base import Schedule
-from remat.transforms._actions import Action, Advance, Free, Restore, Reverse, Store
+from remat.schedules._counts import Stats, counted
+from remat.transforms.scan import Action, Advance, Free, Restore, Reverse, Store
 
 
 def beta(c: int, r: int) -> int:
@@ -36,6 +36,9 @@ def advances(n: int, c: int) -> int:
 
     The initial state occupies one slot; the n - 1 advances of the primal sweep are counted, the n taped
     evaluations are not (Griewank and Walther 2000, theorem 1, with the initial state counted as a slot).
+    That sweep stops before the last step. A scan's forward runs it too, as it returns the last carry, and
+    keeps `c` states and no other: it is the sweep of a chain one step longer, and its least number of
+    recomputed steps is t(n + 1, c) - n.
 
     Example:
         >>> advances(10, 3)
@@ -57,6 +60,107 @@ def split(n: int, c: int) -> int:
     return max(beta(c, r - 2), n - beta(c - 1, r), 1)
 
 
+class Schedule:
+    """Which carries are kept and when steps are evaluated again; pure integers.
+
+    Subclasses say where the primal sweep stores (`place`) and how far the reversal advances from a state
+    before it stores the next one (`leap`).
+    """
+
+    def place(self, n: int | None) -> Callable[[int], int | None]:
+        """The primal sweep's rule: step -> the slot its state goes to, or None."""
+        raise NotImplementedError
+
+    def leap(self, at: int, end: int, free: int) -> int:
+        """Steps to advance from `at` before storing, when steps `at .. end - 1` remain and `free` slots are
+        empty."""
+        raise NotImplementedError
+
+    def capacity(self, n: int) -> int:
+        """Slots this schedule may use for `n` steps, the initial state's counted."""
+        raise NotImplementedError
+
+    # Whether what compiled blocks of steps leave for their pull-back is kept from the forward on.
+    keeps_tapes = False
+
+    def in_blocks(self, size: int, n: int) -> Schedule | None:
+        """This schedule with `n` steps evaluated `size` at a time, None where it needs them one by one."""
+        return None
+
+    def forward(self, n: int) -> dict[int, int]:
+        """Step -> slot, as the primal sweep leaves them: all that is kept until the reversal."""
+        place, slots = self.place(n), {}
+        for step in range(n):
+            slot = place(step)
+            if slot is not None:
+                slots[slot] = step
+        return {step: slot for slot, step in sorted(slots.items(), key=lambda item: item[1])}
+
+    def actions(self, n: int, stored: dict[int, int]) -> Iterator[Action]:
+        """Reverse `n` steps; `stored` maps step -> slot.
+
+        The stored states form a stack. The interval between the topmost and what is already reversed is
+        split as `leap` says, until one step is left to turn round.
+        """
+        stack = sorted(stored.items())
+        taken = set(stored.values())
+        idle = [s for s in range(self.capacity(n) - 1, -1, -1) if s not in taken]
+        end, at = n, -1
+        while end > 0:
+            if at < 0:
+                at, slot = stack[-1]
+                yield Restore(at, slot)
+            if stack and stack[-1][0] == end - 1:  # its last use: give the slot back before the tape grows
+                idle.append(stack.pop()[1])
+                yield Free(idle[-1])
+            if at == end - 1:
+                yield Reverse(at, end)
+                end, at = at, -1
+                continue
+            stop = at + self.leap(at, end, len(idle)) if idle else end - 1
+            yield Advance(at, stop)
+            at = stop
+            if at < end - 1:  # a state that is turned round at once needs no slot
+                stack.append((at, idle.pop()))
+                yield Store(*stack[-1])
+
+    def stats(self, n: int) -> Stats:
+        """Exact counts, by running the schedule on integers (time proportional to the number of actions)."""
+        if n == 0:
+            return Stats(0, 0, 0, 0, 0, 0)
+        stored = self.forward(n)
+        return counted(n, stored, self.actions(n, stored))
+
+    def explain(self, n: int, *, state_bytes: int | None = None, tape_bytes: int | None = None) -> str:
+        """Slots, advances and peak for `n` steps, as text.
+
+        Example:
+            >>> from remat.schedules import Revolve
+            >>> print(Revolve(3).explain(10))
+            Revolve(slots=3) over 10 steps
+              slots        3 carries, and the working one
+              advances     18 (10 in the forward pass, 8 again in the backward pass: 0.80 extra sweeps)
+              evaluations  28 of the body: 10 forward, 18 backward
+              peak         3 S + 1 R (S: bytes of a carry, R: bytes of a step's tape)
+        """
+        stats = self.stats(n)
+        peak = f"{stats.slots} S + {stats.tape} R (S: bytes of a carry, R: bytes of a step's tape)"
+        if state_bytes is not None and tape_bytes is not None:
+            peak += f" = {stats.peak_bytes(state_bytes, tape_bytes):,} bytes"
+        again = stats.recomputed
+        return "\n".join(
+            [
+                f"{self} over {n} steps",
+                f"  slots        {stats.slots} carries, and the working one",
+                f"  advances     {stats.advances} ({stats.advances - again} in the forward pass, {again} "
+                f"again in the backward pass: {stats.sweeps:.2f} extra sweeps)",
+                f"  evaluations  {stats.evaluations} of the body: {n} forward, {again + stats.taped} "
+                f"backward",
+                f"  peak         {peak}",
+            ]
+        )
+
+
 @dataclass(frozen=True)
 class Binomial(Schedule):
     """`slots` carries, the initial one counted; what lies between two of them is reversed optimally."""
@@ -72,7 +176,7 @@ class Binomial(Schedule):
 
 @dataclass(frozen=True)
 class Revolve(Binomial):
-    """`slots` carries, the initial one counted; exactly t(n, slots) advances, the proven optimum."""
+    """`slots` carries, the initial one counted; exactly t(n + 1, slots) advances, the proven optimum."""
 
     def capacity(self, n: int) -> int:
         return min(self.slots, n)
@@ -84,8 +188,8 @@ class Revolve(Binomial):
             )
         stores, at, slots = {0: 0}, 0, self.capacity(n)
         while len(stores) < slots:
-            at += split(n - at, slots - len(stores) + 1)
-            if at >= n - 1:
+            at += split(n + 1 - at, slots - len(stores) + 1)  # the last carry is a result: one step more
+            if at >= n:
                 break
             stores[at] = len(stores)
         return stores.get
@@ -131,7 +235,7 @@ class Sqrt(Schedule):
             )
         stride = self.stride(n)
         last = (n - 1) // stride * stride
-        stores = {step: i for i, step in enumerate([*range(0, last, stride), *range(last, n - 1)])}
+        stores = {step: i for i, step in enumerate([*range(0, last, stride), *range(last, n)])}
         return stores.get
 
     def leap(self, at: int, end: int, free: int) -> int:
@@ -143,7 +247,7 @@ class Sqrt(Schedule):
 
 @dataclass(frozen=True)
 class Multilevel(Revolve):
-    """`device` carries on the device and `host` carries offloaded, with t(n, device + host) advances.
+    """`device` carries on the device and `host` carries offloaded, with t(n + 1, device + host) advances.
 
     The oldest states live on the host: they lie at the bottom of the stack, are written once in the forward
     pass and read least often.
@@ -189,16 +293,13 @@ class Segmented(Schedule):
     def capacity(self, n: int) -> int:
         return self.outer.capacity(self._count(n))
 
-    def hand(self, n: int) -> int:
-        return self.outer.hand(self._count(n)) * self.length
-
     def place(self, n: int | None) -> Callable[[int], int | None]:
         outer = self.outer.place(None if n is None else self._count(n))
         return lambda step: None if step % self.length else outer(step // self.length)
 
-    def actions(self, n: int, stored: dict[int, int], in_hand: bool = True) -> Iterator[Action]:
+    def actions(self, n: int, stored: dict[int, int]) -> Iterator[Action]:
         segments = {step // self.length: slot for step, slot in stored.items()}
-        for action in self.outer.actions(self._count(n), segments, in_hand):
+        for action in self.outer.actions(self._count(n), segments):
             match action:
                 case Advance(start, stop):
                     yield Advance(start * self.length, stop * self.length)
@@ -217,6 +318,28 @@ class Taped(Segmented):
     """`All` in blocks of `length` steps: every carry is kept, in the tape of its block."""
 
     keeps_tapes = True
+
+
+def as_schedule(checkpoints: object) -> Schedule:
+    """`"all"`, `"sqrt"`, a number of carries or a schedule, as a schedule."""
+    check_checkpoints(checkpoints)
+    if isinstance(checkpoints, Schedule):
+        return checkpoints
+    if isinstance(checkpoints, int):
+        return Revolve(checkpoints)
+    return All() if checkpoints == "all" else Sqrt()
+
+
+def check_checkpoints(checkpoints: object) -> None:
+    """Raise unless `as_schedule` makes a schedule of it; Dynamo traces this."""
+    if isinstance(checkpoints, str):
+        if checkpoints not in ("all", "sqrt"):
+            raise ValueError(
+                f"checkpoints: got {checkpoints!r}; write 'all', 'sqrt', 'auto', a number of carries or a "
+                "schedule from remat.schedules."
+            )
+    elif not isinstance(checkpoints, Schedule):
+        check_slots(checkpoints)
 
 
 def check_slots(c: object) -> None:

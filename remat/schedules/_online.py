@@ -2,7 +2,7 @@
 
     P. Stumm and A. Walther, "New algorithms for optimal online checkpointing", SIAM J. Sci. Comput. 32
     (2010):
-    algorithm I, optimal while n <= (c + 1)(c + 2) / 2.
+    algorithm I, optimal while n < (c + 1)(c + 2) / 2 (with the last step counted as in `advances`).
     Q. Wang, P. Moin and G. Iaccarino, "Minimal repetition dynamic checkpointing algorithm for unsteady
     adjoint calculation", SIAM J. Sci. Comput. 31 (2009): for what comes after.
 
@@ -66,7 +66,7 @@ class _WangMoin:
 
 @dataclass(frozen=True)
 class Online(Binomial):
-    """`slots` carries for a loop of unknown length: as `Revolve` while n <= (c + 1)(c + 2) / 2."""
+    """`slots` carries for a loop of unknown length: as `Revolve` while n < (c + 1)(c + 2) / 2."""
 
     def capacity(self, n: int) -> int:
         return self.slots

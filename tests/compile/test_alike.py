@@ -15,10 +15,14 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from remat import remat, save_matmuls
-from remat.contexts import PolicySelector
 from remat.debug import recomputed
 from remat.policies import save_larger_than, save_nothing
-from remat.transforms import _alike, _compile, _torch_compiler, _torch_tracer, value_and_grad
+from remat.policies._selector import PolicySelector
+from remat.transforms import value_and_grad
+from remat.transforms.compat.aot import compiled_for_graphs
+from remat.transforms.compat.fx import Template
+from remat.transforms.compiled.dedup import _code
+from remat.transforms.entry import compiled as entry
 from tests.compiled import compiled
 from tests.helpers import CASES, POLICIES, gradients, leaves_of, rand, same, scalar, sparse
 
@@ -32,21 +36,21 @@ def fresh():
 def copies(monkeypatch) -> list[bool]:
     """Whether each attempt to copy succeeded."""
     found: list[bool] = []
-    paste = _torch_tracer.Template.paste
+    paste = Template.paste
 
     def counted(*args):
         made = paste(*args)
         found.append(made is not None)
         return made
 
-    monkeypatch.setattr(_torch_tracer.Template, "paste", counted)
+    monkeypatch.setattr(Template, "paste", counted)
     return found
 
 
 @contextmanager
 def no_copies() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_compile, "likeness", lambda *_: None)
+        patch.setattr(entry, "dedup_key", lambda *_: None)
         yield
 
 
@@ -56,7 +60,7 @@ def joint_graph(fn: Callable[..., Any], args: Any) -> tuple[list[Any], Any]:
     graphs: list[Any] = []
     # Its entries may have been made with views of another offset.
     with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
-        run = _torch_compiler.compiled_for_graphs(fn, lambda m: graphs.extend(lines(m)), lambda _: None)
+        run = compiled_for_graphs(fn, lambda m: graphs.extend(lines(m)), lambda _: None)
         return graphs, run(*args)
 
 
@@ -313,8 +317,8 @@ def test_each_copy_is_reported_as_a_region_of_its_own():
 
 
 def test_code_that_holds_a_constant_is_like_no_other():
-    assert _alike._code(torch.fx.symbolic_trace(nn.GELU())) is not None
-    assert _alike._code(torch.fx.symbolic_trace(nn.Linear(2, 2))) is None
+    assert _code(torch.fx.symbolic_trace(nn.GELU())) is not None
+    assert _code(torch.fx.symbolic_trace(nn.Linear(2, 2))) is None
 
 
 # -- values of the graph stay what they were ----------------------------------------------------------

@@ -23,7 +23,8 @@ from remat import (
     scan_remat,
 )
 from remat.debug import assert_recomputed
-from remat.transforms import _torch, value_and_grad
+from remat.transforms import value_and_grad
+from remat.transforms.compat.functorch import in_transform
 from tests.compiled import Graphs, compiled
 from tests.helpers import rand, same, sparse
 from tests.tools.test_capture import RUNS, WRAPS, W, X, model
@@ -350,5 +351,5 @@ def test_a_failure_leaves_no_level(transform):
     region = remat(lambda x: checkpoint_name(x.sin(), "h").exp(), policy=policy)
     with pytest.raises(exc.BackendCompilerFailed, match="division by zero"):
         compiled(vmap(grad(lambda x: transform(lambda x: region(x).sum(), "h")(x)[0])))(X)
-    assert not _torch.in_transform()
+    assert not in_transform()
     checkpoint(torch.sin, X.clone().requires_grad_(), use_reentrant=False).sum().backward()

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from remat import remat, save_matmuls, save_nothing
 from remat.cli.measure import trace_memory
-from remat.transforms import _inductor as _taught  # noqa: F401
+from remat.transforms.compat import inductor as _taught  # noqa: F401
 from tests.compiled import compiled
 from tests.helpers import rand, same, sparse
 

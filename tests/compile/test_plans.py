@@ -12,7 +12,7 @@ from torch import nn
 from torch.func import grad, vmap
 
 from remat import checkpoint_policy, remat
-from remat.compiled import describe
+from remat._dynamo.region import describe
 from remat.plan.policy import BudgetPolicy
 from remat.policies import save_cheaper_than
 from tests.compiled import compiled

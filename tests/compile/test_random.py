@@ -143,7 +143,7 @@ def test_moments():
 
 
 def test_a_generator_of_its_own_is_refused_with_a_way_out():
-    from remat.transforms._seeded import refuse_generator
+    from remat.transforms.state.functional_rng import refuse_generator
 
     with pytest.raises(
         RematError, match=r"region 'noise' draws .* explicit torch.Generator.*pass the numbers in"

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from remat import checkpoint_name
+from remat import checkpoint_name, checkpoint_policy
 from remat.policies import (
-    checkpoint_policy,
     offload_matmuls,
     offload_names,
     save_attention,

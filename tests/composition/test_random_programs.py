@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.func import grad, jvp, vmap
 
 from remat import remat
-from remat.transforms import _learned
+from remat.transforms.region import forget_all
 from tests.composition.programs import N, draw, draw_flat
 from tests.helpers import sparse
 
@@ -143,7 +143,7 @@ def test_two_programs_take_turns(seed: int) -> None:
     programs = draw_flat(seed)
     plain = [p.build(lambda fn, policy: fn) for p in programs]
     regions = [p.build(lambda fn, policy: remat(fn, policy=policy)) for p in programs]
-    _learned.forget_all()
+    forget_all()
     for run in (once, two_backwards, partial_backwards, double_backward):
         try:
             expected = [run(fn, seed) for fn in plain]

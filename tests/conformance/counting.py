@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from remat import save_everything, save_nothing, save_ops
-from remat.inspection import saved_residuals
+from remat._inspect.residuals import saved_residuals
 from tests.helpers import OpCounter, scalar, vjp
 
 
@@ -38,7 +38,7 @@ def pullback_ops(fn: Callable[..., Any], *args: Tensor) -> OpCounter:
 BACKWARDS = pytest.mark.parametrize("ops_of", [backward_ops, pullback_ops])
 
 COMPILES = pytest.mark.skipif(
-    importlib.util.find_spec("remat.compiled") is None, reason="this build has no torch.compile support"
+    importlib.util.find_spec("remat._dynamo.region") is None, reason="this build has no torch.compile support"
 )
 
 

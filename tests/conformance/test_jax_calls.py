@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.func import grad, vmap
 
-from remat import RematError, jax_names, remat
+from remat import RematError, remat
+from remat.interop.jax import checkpoint
 from tests.helpers import OpCounter, rand, vjp
 
 X = rand(3)
@@ -132,7 +133,7 @@ def test_concreteness_error_includes_user_code_with_static_argnums():
 
 def check_prevent_cse(prevent):
     """Taken, and of no effect: there is nothing to prevent in eager code."""
-    layer = jax_names.checkpoint(lambda w, x: torch.tanh(x @ w), prevent_cse=prevent)
+    layer = checkpoint(lambda w, x: torch.tanh(x @ w), prevent_cse=prevent)
     w, x = rand(3, 3), rand(2, 3)
     expected = grad(lambda w: torch.tanh(x @ w).sum())(w)
     torch.testing.assert_close(grad(lambda w: layer(w, x).sum())(w), expected)

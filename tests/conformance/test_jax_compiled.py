@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch.func import grad, vmap
 
-from remat import checkpoint_name, jax_names, policies, remat, save_matmuls, save_nothing, save_ops
+from remat import checkpoint_name, policies, remat, save_matmuls, save_nothing, save_ops
 from remat import save_unbatched_matmuls as save_unbatched
 from remat.interop import from_torch_policy
-from remat.jax_names import checkpoint_policies
+from remat.interop.jax import checkpoint, checkpoint_policies
 from remat.policies import (
     Policy,
     as_policy,
@@ -87,7 +87,7 @@ def sin_sin(x):
     return torch.sin(torch.sin(x))
 
 
-@pytest.mark.parametrize("wrap", [remat, lambda f: remat(f, policy=lambda info: False), jax_names.checkpoint])
+@pytest.mark.parametrize("wrap", [remat, lambda f: remat(f, policy=lambda info: False), checkpoint])
 def test_remat_jit(wrap):
     g = wrap(sin_sin)
     torch.testing.assert_close(compiled(g)(X), sin_sin(X))

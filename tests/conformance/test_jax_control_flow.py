@@ -9,9 +9,9 @@ import torch
 from torch.func import grad
 
 from remat import remat, save_everything, save_matmuls, save_nothing, scan_remat, while_remat
-from remat.jax_names import checkpoint_name, checkpoint_policies
+from remat.interop.jax import checkpoint_name, checkpoint_policies
 from remat.policies import offload_names, save_names
-from remat.transforms import _learned
+from remat.transforms.region import forget_all
 from tests.conformance.counting import (
     BACKWARDS,
     FUNKY,
@@ -32,7 +32,7 @@ POSITIVE = X.abs()
 @pytest.fixture(autouse=True)
 def unlearned():
     """Functions of one code and other closures: the first call of each would be taken for the last one's."""
-    _learned.forget_all()
+    forget_all()
 
 
 def scan(body, init, xs=None, **options):

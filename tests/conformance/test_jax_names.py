@@ -1,4 +1,4 @@
-"""`remat.jax_names` against the installed JAX: every public name is there, and takes JAX's arguments."""
+"""`remat.interop.jax` against the installed JAX: every public name is there, and takes JAX's arguments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from remat import jax_names
+from remat.interop import jax as the_jax
 from remat.policies import Policy
 
 jax: Any = pytest.importorskip("jax")
@@ -20,10 +20,10 @@ def public(module: Any) -> set[str]:
 
 
 def test_every_policy_of_jax_is_there() -> None:
-    theirs, ours = public(jax.checkpoint_policies), public(jax_names.checkpoint_policies)
+    theirs, ours = public(jax.checkpoint_policies), public(the_jax.checkpoint_policies)
     assert len(theirs) >= 12 and theirs == ours
     for name in theirs:
-        made = getattr(jax_names.checkpoint_policies, name)
+        made = getattr(the_jax.checkpoint_policies, name)
         takes = inspect.signature(getattr(jax.checkpoint_policies, name)).parameters
         if {"prim", "_"} & set(takes):
             # A policy itself; the others make one.
@@ -37,16 +37,16 @@ def test_every_policy_of_jax_is_there() -> None:
 
 
 def test_every_name_beside_the_policies_is_there() -> None:
-    assert public(ad_checkpoint) <= public(jax_names)
-    assert isinstance(jax_names.checkpoint_policies, SimpleNamespace)
-    assert jax_names.remat is jax_names.checkpoint
+    assert public(ad_checkpoint) <= public(the_jax)
+    assert isinstance(the_jax.checkpoint_policies, SimpleNamespace)
+    assert the_jax.remat is the_jax.checkpoint
 
 
 def test_checkpoint_takes_jaxs_arguments() -> None:
     # `concrete` was removed from JAX and is there to say so.
     theirs = [name for name in inspect.signature(jax.checkpoint).parameters if name != "concrete"]
-    assert list(inspect.signature(jax_names.checkpoint).parameters) == theirs
+    assert list(inspect.signature(the_jax.checkpoint).parameters) == theirs
 
 
 def test_a_name_that_is_missing_would_be_found() -> None:
-    assert not public(SimpleNamespace(new_policy=1)) <= public(jax_names.checkpoint_policies)
+    assert not public(SimpleNamespace(new_policy=1)) <= public(the_jax.checkpoint_policies)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.func import grad, vmap
 
-from remat import jax_names, remat, save_matmuls, save_nothing, save_ops
+from remat import remat, save_matmuls, save_nothing, save_ops
 from remat import save_unbatched_matmuls as save_unbatched
-from remat.inspection import saved_residuals
-from remat.jax_names import checkpoint_name, checkpoint_policies
+from remat._inspect.residuals import saved_residuals
+from remat.interop.jax import checkpoint, checkpoint_name, checkpoint_policies
 from tests.conformance.counting import BACKWARDS, check_grads, jax_sin, residuals, sines
 from tests.helpers import OpCounter, leaves_of, rand
 
@@ -41,7 +41,7 @@ def test_remat_custom_policy(ops_of, policy, counts):
             named = lambda x: checkpoint_name(sin(x), "sin")  # noqa: E731
             return named(named(x) ** 2)
 
-        region = jax_names.checkpoint(f, policy=policy)
+        region = checkpoint(f, policy=policy)
         assert sines(ops_of(region, X)) == expected
     check_grads(region, X)
 

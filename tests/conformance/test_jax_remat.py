@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.func import grad, jacfwd, jacrev, vmap
 
-from remat import jax_names, remat, save_matmuls, save_nothing
-from remat.transforms import _torch
+from remat import remat, save_matmuls, save_nothing
+from remat.interop.jax import checkpoint
 from tests.conformance.counting import BACKWARDS, check_grads
 from tests.helpers import OpCounter, leaves_of, rand, vjp
 
@@ -24,7 +24,7 @@ def nothing(info):
 # As in JAX: without a policy, with a callable that saves nothing, by the other name.
 REMATS = pytest.mark.parametrize(
     "remat",
-    [remat, lambda f: remat(f, policy=nothing), jax_names.checkpoint],
+    [remat, lambda f: remat(f, policy=nothing), checkpoint],
     ids=["remat", "policy", "jax_names"],
 )
 X = rand(3)
@@ -315,7 +315,6 @@ def test_remat_grad_accum_refs():
     torch.testing.assert_close(leaf.grad, 2 * grad(lambda x: region(x).sum())(X))
 
 
-@pytest.mark.skipif(not hasattr(_torch, "profiling"), reason="this build labels nothing for profilers")
 def test_name_stack_annotation():
     """The recomputation carries a label of its own, once, in a profile."""
     region, leaf = remat(sin_sin, name="block"), X.clone().requires_grad_()

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from remat.flops import known_flops
+from remat._core.flops import known_flops
 from tests.helpers import LiveBytes
 
 

@@ -5,7 +5,7 @@ import math
 
 from hypothesis import strategies as st
 
-from remat.plan.problem import INF, Problem, complete
+from remat.plan.solve.problem import INF, Problem, complete
 
 
 @st.composite

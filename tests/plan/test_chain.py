@@ -10,10 +10,10 @@ import torch
 from benchmarks.dry import Live
 from benchmarks.planner_models import MODELS, built, gpt
 from remat.plan import Flops, plan_chain
-from remat.plan.chain import Chain, Part
-from remat.plan.chain_search import best_parts
-from remat.plan.stages import Choice, Stage
-from remat.transforms._errors import RematError
+from remat.plan.chain.chain import Chain, Part
+from remat.plan.chain.search import best_parts
+from remat.plan.chain.stages import Choice, Stage
+from remat.transforms.errors import RematError
 from tests.helpers import sparse
 from tests.plan.models import MLP, Attention, Watch
 

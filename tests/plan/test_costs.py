@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from remat.plan import BudgetPolicy, Flops, Roofline
-from remat.plan.costs import DEVICES, cost_model, flops_of, traffic
-from remat.plan.graph import Graph
-from remat.plan.measured import Measured, _table
-from remat.transforms._errors import RematError
-from remat.transforms._joint import record
+from remat.plan.graph.costs import DEVICES, cost_model, flops_of, traffic
+from remat.plan.graph.graph import Graph
+from remat.plan.graph.measured import Measured, _table
+from remat.transforms.errors import RematError
+from remat.transforms.joint.graph import record
 from tests.plan.models import GPTBlock
 
 
@@ -65,7 +65,7 @@ def test_timings_are_taken_once_and_kept_on_disk(tmp_path, monkeypatch):
     monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
     _table.cache_clear()
     taken = []
-    monkeypatch.setattr("remat.plan.measured.seconds", lambda call, device: taken.append(call()) or 0.5)
+    monkeypatch.setattr("remat.plan.graph.measured.seconds", lambda call, device: taken.append(call()) or 0.5)
     joint, found = ops(lambda x: (x @ x).sin(), torch.empty(8, 8, requires_grad=True))
     model = Measured("cpu")
     assert [model.price(joint, op) for op in found.values()] == [0.5, 0.5]
@@ -111,7 +111,7 @@ def test_prices_decide_what_is_kept():
         return (x @ x).sin() + x.exp().cos()
 
     graph = Graph(record(fn, (torch.empty(32, 32, requires_grad=True),)))
-    from remat.plan.solve import solve
+    from remat.plan.solve.portfolio import solve
 
     for name, kept in (("mm", "aten.mm.default"), ("exp", "aten.exp.default")):
         solution = solve(graph.problem(Only(name)), 2 * 4096).solution

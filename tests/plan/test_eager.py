@@ -11,8 +11,8 @@ from torch.utils.flop_counter import flop_registry
 
 from remat import checkpoint_policy, remat, save_nothing, scan_remat
 from remat.plan import BudgetPolicy, Plan, plan_model
-from remat.transforms import _observe
-from remat.transforms._errors import RematError
+from remat.transforms.errors import RematError
+from remat.transforms.tape.observers import listen
 from tests.plan.models import GPTBlock
 
 BUDGETS = (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, "free")
@@ -46,7 +46,7 @@ def test_kept_bytes_are_those_planned_and_gradients_right(budget, dropout):
     policy = BudgetPolicy(budget)
     plan = policy.plan(block, x * 1)
     expected = gradients(block, block, x)
-    with _observe.listen() as heard:
+    with listen() as heard:
         actual = gradients(remat(block, policy=policy), block, x)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
     kept = kept_bytes(heard, block)
@@ -101,7 +101,7 @@ def test_plan_value_is_a_policy():
     block, x = GPTBlock(32, 4), torch.randn(2, 8, 32, requires_grad=True)
     plan = BudgetPolicy(0.5).plan(block, x * 1)
     again = Plan.from_json(plan.to_json())
-    with _observe.listen() as heard:
+    with listen() as heard:
         actual = gradients(remat(block, policy=again), block, x)
     assert kept_bytes(heard, block) == plan.kept_bytes
     torch.testing.assert_close(actual, gradients(block, block, x))
@@ -197,7 +197,7 @@ def test_kept_bytes_under_torch_func(name):
     params["b"] = params["b"][0]
     x = torch.randn(5, 16)
     region = remat(layer, policy=checkpoint_policy(budget="free"))
-    with _observe.listen() as heard:
+    with listen() as heard:
         TRANSFORMS[name](region, params, x)
     saved = [k.op for k in heard if k.why == "policy"]
     # tanh's and gelu's operands, the sine's and the last product: matmul results, none of them twice.
@@ -218,7 +218,7 @@ def test_one_budget_over_the_regions_of_a_model():
     expected = gradients(model, model, x)
     for budget in (0.1, 0.5, "free", 1.0):
         planned = plan_model(through, x, budget=budget, cost="flops")
-        with _observe.listen() as heard:
+        with listen() as heard:
             actual = gradients(planned, model, x)
         torch.testing.assert_close(actual, expected, rtol=0, atol=0)
         assert len(planned.regions) == 3 and planned.gap <= 0.005

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from remat.plan import BudgetPolicy, Flops, Plan, register_cost
-from remat.plan.graph import Graph
-from remat.plan.policy import Bound
-from remat.plan.solve import least, solve
-from remat.transforms._errors import RematError
-from remat.transforms._joint import record
-from remat.transforms._torch import fake_mode
+from remat.plan.followed import Bound
+from remat.plan.graph.graph import Graph
+from remat.plan.solve.portfolio import least, solve
+from remat.transforms.compat.modes import fake_mode
+from remat.transforms.errors import RematError
+from remat.transforms.joint.graph import record
 from tests.plan.models import GPTBlock, LlamaBlock
 
 
@@ -213,8 +213,8 @@ def test_a_share_below_the_least_warns_and_plans_the_least():
 
 
 def test_without_scipy_the_fallback_states_its_gap(monkeypatch):
-    monkeypatch.setattr("remat.plan.milp.available", lambda: False)
-    monkeypatch.setattr("remat.plan.choices._STATES", 0)
+    monkeypatch.setattr("remat.plan.solve.milp.available", lambda: False)
+    monkeypatch.setattr("remat.plan.solve.choices._STATES", 0)
     plan = BudgetPolicy(0.55).plan(GPTBlock(32, 4), torch.randn(2, 8, 32))
     assert plan.solver in ("hull", "fill") and plan.kept_bytes <= plan.budget
     assert plan.lower_bound <= plan.cost and "gap" in str(plan)

@@ -7,11 +7,11 @@ import torch
 
 from remat.cli.main import main
 from remat.plan import Plan, pareto
-from remat.plan.costs import Flops
-from remat.plan.problem import complete
-from remat.plan.solve import solve
+from remat.plan.graph.costs import Flops
+from remat.plan.solve.portfolio import solve
+from remat.plan.solve.problem import complete
 from remat.plan.torch_plans import compiled_problem, torch_plan
-from remat.transforms._joint import record
+from remat.transforms.joint.graph import record
 from tests.plan.models import GPTBlock, LlamaBlock
 
 
@@ -65,7 +65,7 @@ def test_torch_takes_a_cudnn_kernel_for_free_and_we_do_not():
         out = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)[0]
         return out.sin().view(64, 64) @ x
 
-    from remat.transforms._torch import fake_mode
+    from remat.transforms.compat.modes import fake_mode
 
     with fake_mode([]):
         x = torch.empty(64, 64, dtype=torch.bfloat16, requires_grad=True)

@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.plan import choices, contract, knapsack, milp
-from remat.plan.choices import States
-from remat.plan.contract import contract as contracted
-from remat.plan.hull import hull
-from remat.plan.knapsack import pack
-from remat.plan.parts import solve_parts
-from remat.plan.problem import INF, Problem, complete, keep_all
-from remat.plan.reduce import reduce
-from remat.plan.solve import least, solve
-from remat.plan.split import split
-from remat.transforms._errors import RematError
+from remat.plan.solve import choices, contract, knapsack, milp
+from remat.plan.solve.choices import States
+from remat.plan.solve.contract import contract as contracted
+from remat.plan.solve.hull import hull
+from remat.plan.solve.knapsack import pack
+from remat.plan.solve.parts import solve_parts
+from remat.plan.solve.portfolio import least, solve
+from remat.plan.solve.problem import INF, Problem, complete, keep_all
+from remat.plan.solve.reduce import reduce
+from remat.plan.solve.split import split
+from remat.transforms.errors import RematError
 from tests.plan.problems import best, check, frontier, layered, problems
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("error")
 def no_scipy():
     """Nothing here is left to SciPy: it is only compared with."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("remat.plan.milp.available", lambda: False)
+        patch.setattr("remat.plan.solve.milp.available", lambda: False)
         yield
 
 

@@ -10,10 +10,10 @@ from remat.plan import BudgetPolicy, Flops, Plan, plan_model
 from remat.plan.cache import graph_of
 from remat.plan.peak import highest_within, profile, step_peak
 from remat.plan.policy import plan_graph
-from remat.plan.problem import complete
+from remat.plan.solve.problem import complete
 from remat.plan.torch_plans import candidates
 from remat.policies import Policy
-from remat.transforms._errors import RematError
+from remat.transforms.errors import RematError
 from tests.plan.models import GPTBlock, Watch
 
 

@@ -7,16 +7,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from remat import checkpoint_policy, remat
 from remat.plan import BudgetPolicy, Flops, policy
 from remat.plan.cache import graph_of
-from remat.plan.problem import complete
+from remat.plan.solve.problem import complete
 from remat.plan.torch_plans import candidates, compiled_problem, torch_plan
-from remat.transforms._joint import record
+from remat.transforms.joint.graph import record
 from tests.plan.models import GPTBlock
 
 
 @pytest.mark.parametrize("scipy", [True, False])
 def test_never_worse_than_torch_with_or_without_a_proof(monkeypatch, scipy):
     """Every plan of torch's that fits the budget costs at least what ours does."""
-    monkeypatch.setattr("remat.plan.milp.available", lambda: scipy)
+    monkeypatch.setattr("remat.plan.solve.milp.available", lambda: scipy)
     monkeypatch.setattr(policy, "_PROVEN", -1.0)
     block, x = GPTBlock(32, 4), torch.randn(2, 8, 32)
     graph = graph_of(block, (x,))
@@ -34,8 +34,8 @@ def test_a_better_plan_of_torch_is_taken_and_named(monkeypatch):
     graph = graph_of(block, (x,))
     best = BudgetPolicy(0.45, "flops").plan(block, x)
     inputs = set(range(len(graph.ops), len(graph.problem(Flops()).size)))
-    monkeypatch.setattr("remat.plan.milp.available", lambda: False)
-    monkeypatch.setattr("remat.plan.choices._STATES", 0)
+    monkeypatch.setattr("remat.plan.solve.milp.available", lambda: False)
+    monkeypatch.setattr("remat.plan.solve.choices._STATES", 0)
     hulls = policy.plan_graph(graph, BudgetPolicy(0.45, "flops"), "block")
     assert hulls.cost > best.cost and hulls.gap > 1e-3
     monkeypatch.setattr(policy, "candidates", lambda *_: [("torch (budget 0.45)", {*best.saved, *inputs})])

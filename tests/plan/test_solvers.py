@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.plan import milp
-from remat.plan.hull import bound, hull
-from remat.plan.problem import INF, Problem, complete, keep_all
-from remat.plan.reduce import reduce
-from remat.plan.repeats import repeats
-from remat.plan.solve import least, solve
-from remat.transforms._errors import RematError
+from remat.plan.solve import milp
+from remat.plan.solve.hull import bound, hull
+from remat.plan.solve.portfolio import least, solve
+from remat.plan.solve.problem import INF, Problem, complete, keep_all
+from remat.plan.solve.reduce import reduce
+from remat.plan.solve.repeats import repeats
+from remat.transforms.errors import RematError
 from tests.plan.problems import check, frontier, layered, problems
 
 pytestmark = pytest.mark.filterwarnings("error")

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from remat.flops import known_flops
-from remat.opinfo import OpInfo, TensorMeta, describe
+from remat._core.flops import known_flops
+from remat._core.opinfo import OpInfo, TensorMeta, describe
 from remat.plan import register_cost
 from tests.helpers import TORCH, rand
 

@@ -6,15 +6,8 @@ import pytest
 import torch
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
-from remat import RematError, checkpoint_name, debug, remat, saved_residuals
-from remat.policies import (
-    _unmatched,
-    checkpoint_policy,
-    save_all_but_names,
-    save_everything,
-    save_matmuls,
-    save_names,
-)
+from remat import RematError, checkpoint_name, checkpoint_policy, debug, remat, saved_residuals
+from remat.policies import _unmatched, save_all_but_names, save_everything, save_matmuls, save_names
 from remat.policies._unmatched import UnmatchedName
 from tests.helpers import OpCounter, leaves_of, rand
 

@@ -6,8 +6,6 @@ early sees NaN, and what is written too early is sent wrong. What is asserted of
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -28,87 +26,16 @@ from remat import (
     saved_residuals,
 )
 from remat.policies import offload
-from remat.transforms import _modes, _offload
+from remat.transforms.offload import prefetch, transfer
 from tests.helpers import rand, same
+from tests.lanes import Late
 
 WIDTH = 4
 
 
-class Late(_offload.Lane):
-    """A stream that does nothing before somebody waits for it; it writes down what is asked of it.
-
-    Attributes:
-        log: "send", "fetch" and "use" with the last size of the tensor, which tells the regions apart.
-        most: how many fetched tensors of how many regions there were at once that nobody had read yet.
-    """
-
-    def __init__(self) -> None:
-        self.pending: list[Callable[[], Any]] = []
-        self.done = 0
-        self.log: list[str] = []
-        self.hosts: list[weakref.ref[Tensor]] = []
-        self.unread: list[weakref.ref[Tensor]] = []
-        self.most = 0
-
-    def send(self, tensor: Tensor) -> tuple[Tensor, int]:
-        self.log.append(f"send {_size(tensor)}")
-        host = torch.full_like(tensor, torch.nan)
-        self.hosts.append(weakref.ref(host))
-        return host, self._later(host, tensor)
-
-    def fetch(self, host: Tensor, device: torch.device) -> tuple[Tensor, int]:
-        self.log.append(f"fetch {_size(host)}")
-        tensor = torch.full_like(host, torch.nan)
-        self.unread.append(weakref.ref(tensor))
-        self.most = max(self.most, len(self.waiting()))
-        return tensor, self._later(tensor, host)
-
-    def wait(self, mark: int) -> None:
-        while self.done < mark:
-            _modes.quiet(self.pending.pop(0))
-            self.done += 1
-
-    def finish(self) -> None:
-        """Make all copies that were asked for."""
-        self.wait(self.done + len(self.pending))
-
-    def arrived(self, tensor: Tensor, mark: int) -> Tensor:
-        self.wait(mark)
-        self.log.append(f"use {_size(tensor)}")
-        self.unread = [ref for ref in self.unread if ref() is not tensor]
-        return tensor
-
-    def _later(self, to: Tensor, source: Tensor) -> int:
-        # A stream's memory is not used anew before its copies are through; what nobody holds any more needs
-        # no copy, so that what is held can be told by what is alive.
-        target, held = weakref.ref(to), source if to is not source else None
-        self.pending.append(lambda: None if target() is None else target().copy_(held))  # type: ignore[union-attr]
-        return self.done + len(self.pending)
-
-    def waiting(self) -> set[int]:
-        """The sizes of what was fetched and is neither read nor gone."""
-        return {_size(tensor) for ref in self.unread if (tensor := ref()) is not None}
-
-    def held(self) -> set[int]:
-        """The sizes of what is in host memory."""
-        self.finish()
-        gc.collect()
-        return {_size(tensor) for ref in self.hosts if (tensor := ref()) is not None}
-
-    def take(self) -> list[str]:
-        log, self.log = self.log, []
-        return log
-
-
-def _size(tensor: Tensor) -> int:
-    return tensor.shape[-1] if tensor.dim() else 1
-
-
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> Late:
-    made = Late()
-    monkeypatch.setattr(_offload, "lane", lambda tensor: made)
-    return made
+    return Late.installed(monkeypatch)
 
 
 def layer(x: Tensor, w: Tensor) -> Tensor:
@@ -161,7 +88,7 @@ def test_the_region_before_is_fetched_while_one_computes(late, run):
     assert late.take() == SENT + READ
     # While one is read there is at most one more.
     assert late.most == 2
-    assert late.held() == set() and late.waiting() == set() and not _offload._passes
+    assert late.held() == set() and late.waiting() == set() and not prefetch._passes
 
 
 def test_host_memory_goes_as_the_backward_reads_it(late):
@@ -256,7 +183,7 @@ def test_a_backward_that_stops_early_lets_go_of_what_it_fetched_ahead(late):
     late.take()
     same(torch.autograd.grad(loss, ws[2:], retain_graph=True), torch.autograd.grad(model(X, ws), ws[2:]), 0.0)
     assert late.take() == ["fetch 7", "fetch 6", "use 7"]
-    assert late.waiting() == set() and not _offload._passes
+    assert late.waiting() == set() and not prefetch._passes
 
 
 def test_what_has_nothing_left_is_passed_over(late):
@@ -275,31 +202,27 @@ def test_what_has_nothing_left_is_passed_over(late):
 
 
 def test_what_had_its_turn_is_not_fetched_ahead_again(late, monkeypatch):
-    class Op:
-        def __init__(self, size: int) -> None:
-            self.kept = _offload.send(torch.zeros(size))
-
-    one, two, three = [_offload.Store({0: Op(size)}) for size in (1, 2, 3)]
-    monkeypatch.setattr(_offload._torch, "graph_task", lambda: 77)
+    one, two, three = [prefetch.Store({0: transfer.send(torch.zeros(size))}) for size in (1, 2, 3)]
+    monkeypatch.setattr(prefetch, "graph_task", lambda: 77)
     ends: list[Any] = []
-    monkeypatch.setattr(_offload._torch, "at_backward_end", ends.append)
+    monkeypatch.setattr(prefetch, "at_backward_end", ends.append)
     late.take()
     for store in (two, one, two):
         store.begin(None)
         store.end()
     assert late.take() == ["fetch 2", "fetch 1", "fetch 2"]
-    monkeypatch.setattr(_offload._torch, "graph_task", lambda: 78)
+    monkeypatch.setattr(prefetch, "graph_task", lambda: 78)
     # What runs inside a recomputation fetches nothing of the region around it.
     two.begin(None)
-    two.nodes[0].kept.get()
-    monkeypatch.setattr(_offload._torch, "graph_task", lambda: 79)
+    two.kept[0].get()
+    monkeypatch.setattr(prefetch, "graph_task", lambda: 79)
     three.begin(None)
     assert late.take() == ["fetch 2", "fetch 1", "use 2", "fetch 3"]
     for store in (three, two):
         store.end()
     for end in ends:
         end()
-    assert late.waiting() == set() and not _offload._passes
+    assert late.waiting() == set() and not prefetch._passes
 
 
 def test_steps_whose_forwards_both_come_first(late):
@@ -352,14 +275,14 @@ def test_a_failing_backward_leaves_nothing_on_the_device(late):
         torch.autograd.grad(loss, ws, retain_graph=True)
     # The hook stands before the second region, which was fetched ahead.
     assert late.take() == READ[:3]
-    assert late.waiting() == set() and not _offload._passes
+    assert late.waiting() == set() and not prefetch._passes
     fail[0] = False
     same(torch.autograd.grad(loss, ws), torch.autograd.grad(model(X, ws), ws), 0.0)
     assert late.take() == READ
     assert late.held() == set()
 
 
-@pytest.mark.parametrize("run", [by_backward, by_grad])
+@pytest.mark.parametrize("run", [by_grad, by_vmap_of_grad])
 def test_a_failing_recomputation_leaves_nothing_on_the_device(late, run):
     fail = [True]
 
@@ -374,7 +297,7 @@ def test_a_failing_recomputation_leaves_nothing_on_the_device(late, run):
     region = remat(fails, policy=offload_names("h"))
     with pytest.raises(ZeroDivisionError):
         run(region, ws)
-    assert late.waiting() == set() and not _offload._passes
+    assert late.waiting() == set() and not prefetch._passes
     fail[0] = False
     same(run(region, ws), run(fails, ws), 0.0)
     assert late.waiting() == set() and late.held() == set()
@@ -453,6 +376,27 @@ def test_layouts_come_back(late):
     assert seen[0] == seen[1]
 
 
+def test_conjugates_and_negatives_come_back_as_such(late):
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        c = torch.complex(x @ w, torch.cos(x @ w))
+        return (c @ c.conj().t()).abs().sin().sum()
+
+    (w,) = weights(5)
+    expected = torch.autograd.grad(fn(X, w), w)
+    same(torch.autograd.grad(remat(fn, policy=offload(save_everything))(X, w), w), expected, 0.0)
+    number = torch.complex(X, 2 * X)
+    for value in (number, number.conj(), number.conj().imag):
+        away = transfer.send(value)
+        # Views of what was sent, with and without.
+        for root, look in [(None, value), (away, value), (away, value.view(-1)[1:])]:
+            got = transfer.send(look, root).get()
+            assert torch.equal(got, look) and (got.is_conj(), got.is_neg()) == (look.is_conj(), look.is_neg())
+    for value, look in [(number, number.conj()), (number.conj(), number)]:
+        away = transfer.send(value)
+        late.take()
+        assert torch.equal(transfer.send(look, away).get(), look) and late.take() == ["fetch 4", "use 4"]
+
+
 def test_the_input_of_a_block(late):
     """A value from outside is held on the host alone, if only its name is used inside."""
 
@@ -502,7 +446,7 @@ def test_nested_regions(late):
     ws = weights(5, 6)
     for run in (by_backward, by_grad, by_vmap_of_grad):
         same(run(outer, ws), run(plain, ws), 1e-14)
-        assert late.waiting() == set() and late.held() == set() and not _offload._passes
+        assert late.waiting() == set() and late.held() == set() and not prefetch._passes
 
 
 def test_second_order(late):
@@ -524,7 +468,7 @@ def test_second_order(late):
     same(got, second, 1e-12)
     first = grad(lambda ws: model(X, ws, OFFLOADED))(values)
     del first
-    assert late.waiting() == set() and late.held() == set() and not _offload._passes
+    assert late.waiting() == set() and late.held() == set() and not prefetch._passes
 
 
 def test_with_budgets_and_other_names(late):
@@ -633,8 +577,8 @@ class Stream:
 def test_what_streams_are_told(monkeypatch):
     streams = Streams()
     copy = Tensor.copy_
-    monkeypatch.setattr(_offload, "torch", streams)
-    monkeypatch.setattr(_offload, "_lanes", {})
+    monkeypatch.setattr(transfer, "torch", streams)
+    monkeypatch.setattr(transfer, "_lanes", {})
 
     def copied(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         streams.log.append(f"{streams.now} copies{'' if non_blocking else ' and blocks'}")
@@ -643,7 +587,7 @@ def test_what_streams_are_told(monkeypatch):
     monkeypatch.setattr(Tensor, "copy_", copied)
     monkeypatch.setattr(Tensor, "record_stream", lambda t, s: streams.log.append(f"memory used by {s.name}"))
     value = torch.ones(3)
-    away = _offload.send(value)
+    away = transfer.send(value)
     copying = ["side waits for computing", "side copies", "side marks", "memory used by side"]
     assert streams.log == ["new pinned", *copying]
     streams.log.clear()
@@ -656,8 +600,8 @@ def test_what_streams_are_told(monkeypatch):
     streams.log.clear()
     away.parcel.wait()
     assert streams.log == ["computing waits for mark"]
-    assert _offload.lane(value) is _offload.lane(value)
-    assert not isinstance(_offload.lane(torch.empty(3, device="meta")), _offload.StreamLane)
+    assert transfer.lane(value) is transfer.lane(value)
+    assert not isinstance(transfer.lane(torch.empty(3, device="meta")), transfer.StreamLane)
 
 
 needs_accelerator = pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator")
@@ -688,9 +632,9 @@ def test_on_an_accelerator(run):
     if run == "backward":
         # On the device stay the inputs of the layers.
         assert kept <= 9 * x.nbytes < all_of_it / 4
-    lane = _offload.lane(x)
-    assert isinstance(lane, _offload.StreamLane)
-    assert _offload.send(x).host.is_pinned()
+    lane = transfer.lane(x)
+    assert isinstance(lane, transfer.StreamLane)
+    assert transfer.send(x).host.is_pinned()
 
 
 @needs_accelerator
@@ -698,7 +642,7 @@ def test_the_side_stream_may_lag_behind():
     """What is written to or let go of right away is sent as it was, however late the copy begins."""
     device = torch.accelerator.current_accelerator()
     assert device is not None
-    lane = _offload.StreamLane(torch.device(device.type, torch.accelerator.current_device_index()))
+    lane = transfer.StreamLane(torch.device(device.type, torch.accelerator.current_device_index()))
     a = rand(2048, 2048).to(lane.stream.device)
     for i in range(50):
         value = (a @ a).div_(i + 1)

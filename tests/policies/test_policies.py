@@ -9,13 +9,12 @@ import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat import checkpoint_name, remat
-from remat.opinfo import Call, Decision, OpInfo, TensorMeta
+from remat import checkpoint_name, checkpoint_policy, remat
+from remat._core.opinfo import Call, Decision, OpInfo, TensorMeta
 from remat.policies import (
     Policy,
     as_policy,
     check_verdict,
-    checkpoint_policy,
     offload,
     offload_matmuls,
     offload_names,
@@ -34,8 +33,8 @@ from remat.policies import (
     where,
 )
 from remat.policies import _catalogue as catalogue
-from remat.transforms import _learned
-from remat.transforms._errors import RematError
+from remat.transforms.errors import RematError
+from remat.transforms.region import forget_all
 
 aten = torch.ops.aten
 SAVE, OFFLOAD, RECOMPUTE = Decision.SAVE, Decision.OFFLOAD, Decision.RECOMPUTE
@@ -135,7 +134,7 @@ def test_quick_agrees_with_the_full_verdict(text):
             for index in (0, 1):
                 op_info = OpInfo(op, args, {}, (IMAGE,), name=name, index=index)
                 full = check_verdict(policy, op_info, policy(op_info))
-                assert policy.quick(op) in (None, full), op
+                assert policy.decide_by_op(op) in (None, full), op
 
 
 @pytest.mark.parametrize("a", Decision)
@@ -287,7 +286,7 @@ def verdicts(policy, *ops):
     policy = policy.fresh()
     answers = []
     for index, op in enumerate(ops):
-        quick = policy.quick(op)
+        quick = policy.decide_by_op(op)
         op_info = info(op, index=index)
         answers.append(check_verdict(policy, op_info, policy(op_info)) if quick is None else quick)
     return "".join(answer.name[0] for answer in answers)
@@ -515,7 +514,7 @@ def test_a_registered_attention_op_is_kept_in_a_region(how):
     finally:
         catalogue._COSTLY.pop(name, None)
         catalogue._KIND_OF.clear()
-        _learned.forget_all()
+        forget_all()
 
 
 def test_registering_refuses_mistakes():

@@ -290,7 +290,7 @@ def test_labels_cost_nothing_without_a_profiler(monkeypatch):
     def unwanted(name):
         raise AssertionError
 
-    monkeypatch.setattr("remat.transforms._region.record_function", unwanted)
+    monkeypatch.setattr("remat.transforms.context.record_function", unwanted)
     for run in MODES.values():
         run(remat(lambda x: x.sin().exp()), X)
 

@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch.func import grad, vmap
 
-from remat import checkpoint_name, remat
-from remat.opinfo import Decision
+from remat import checkpoint_name, checkpoint_policy, remat
+from remat._core.opinfo import Decision
 from remat.policies import (
-    checkpoint_policy,
     offload,
     offload_names,
     save_all_but_names,

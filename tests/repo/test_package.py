@@ -46,8 +46,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 def test_wheel_installs_remat_alone_with_transforms_inside(wheel: zipfile.ZipFile) -> None:
     names = wheel.namelist()
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"remat"}
-    assert {"remat/transforms/__init__.py", "remat/transforms/_errors.py", "remat/py.typed"} <= set(names)
-    sources = {f"remat/transforms/{path.name}" for path in (ROOT / "transforms").glob("*.py")}
+    assert {"remat/transforms/__init__.py", "remat/transforms/errors.py", "remat/py.typed"} <= set(names)
+    sources = {f"remat/{path.relative_to(ROOT)}" for path in (ROOT / "transforms").rglob("*.py")}
     assert sources <= set(names)
 
 
@@ -68,7 +68,7 @@ def test_wheel_runs_where_the_repository_is_not(wheel: zipfile.ZipFile, tmp_path
 def test_sdist_holds_transforms_as_files_not_as_a_link(tmp_path: Path) -> None:
     with tarfile.open(build("build_sdist", tmp_path)) as archive:
         members = {member.name.partition("/")[2]: member for member in archive.getmembers()}
-    assert members["remat/transforms/_errors.py"].isfile()
+    assert members["remat/transforms/errors.py"].isfile()
     assert not any(member.issym() for member in members.values())
 
 

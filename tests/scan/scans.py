@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from remat import scan_remat
-from remat.transforms._scan_graph import BLOCK
+from remat.transforms.scan.traced.entry import BLOCK
 
 D, N = 3, 2 * BLOCK + 3
 

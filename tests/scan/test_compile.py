@@ -16,11 +16,11 @@ from remat import (
     save_names,
     save_nothing,
 )
-from remat.scan import scan_remat
+from remat._scan.scan import scan_remat
 from remat.schedules import All, Revolve, Segmented
-from remat.transforms import _scan_blocks, _scan_graph
-from remat.transforms._scan_blocks import Bound
-from remat.transforms._scan_sums import Sums
+from remat.transforms.scan.compiled.sums import Sums
+from remat.transforms.scan.compiled.unroll import UnrolledStep
+from remat.transforms.scan.traced import entry
 from tests.compiled import ops
 from tests.helpers import sparse
 
@@ -31,8 +31,8 @@ SIZE = 4
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch):
     """Blocks of four steps: what is tested does not depend on it, and less is compiled."""
-    monkeypatch.setattr(_scan_graph, "BLOCK", SIZE)
-    monkeypatch.setattr(_scan_graph, "BLOCK", SIZE)
+    monkeypatch.setattr(entry, "BLOCK", SIZE)
+    monkeypatch.setattr(entry, "BLOCK", SIZE)
 
 
 @pytest.fixture
@@ -87,13 +87,13 @@ def test_trees_modules_and_plain_numbers(args):
 def test_graphs_whatever_the_length_and_none_for_another_closure(args, monkeypatch):
     _, h, _ = args
     made = []
-    compiled = _scan_blocks.Bound._compiled
+    compiled = UnrolledStep._compiled
 
     def counted(self, graph):
         made[-1] += 1
         return compiled(self, graph)
 
-    monkeypatch.setattr(_scan_blocks.Bound, "_compiled", counted)
+    monkeypatch.setattr(UnrolledStep, "_compiled", counted)
 
     def value(n):
         # Another weight, another closure, the same code: as in a training loop.
@@ -118,13 +118,13 @@ def test_compiled_steps_are_run_in_blocks(args, monkeypatch):
     w, h, xs = args
     calls = {"run": 0, "pull": 0}
     for name in calls:
-        method = getattr(Bound, name)
+        method = getattr(UnrolledStep, name)
 
         def counted(self, *a, name=name, method=method):
             calls[name] += 1
             return method(self, *a)
 
-        monkeypatch.setattr(Bound, name, counted)
+        monkeypatch.setattr(UnrolledStep, name, counted)
     events = []
 
     def hook(phase, step):
@@ -193,13 +193,13 @@ def test_counts_in_blocks_are_those_of_the_segmented_schedule():
 def graphs(monkeypatch):
     """The graphs that are handed to the backend."""
     found: list[torch.fx.GraphModule] = []
-    compiled = _scan_blocks.Bound._compiled
+    compiled = UnrolledStep._compiled
 
     def noted(self, graph):
         found.append(graph)
         return compiled(self, graph)
 
-    monkeypatch.setattr(_scan_blocks.Bound, "_compiled", noted)
+    monkeypatch.setattr(UnrolledStep, "_compiled", noted)
     return found
 
 

@@ -12,12 +12,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import remat, saved_residuals
-from remat.loops import while_remat
+from remat._scan.scan import scan_remat
+from remat._scan.while_loop import while_remat
 from remat.policies import save_everything, save_matmuls
-from remat.scan import scan_remat
-from remat.schedules import Multilevel, Revolve, Sqrt
-from remat.transforms import _scan_state
-from remat.transforms._actions import Store
+from remat.schedules import Multilevel, Online, Revolve, Sqrt, advances
+from remat.transforms.offload import to_host
+from remat.transforms.scan import spec
+from remat.transforms.scan.instructions import Store
 
 STEPS = 4
 
@@ -86,8 +87,9 @@ def test_remat_outside_runs_the_scan_once_more_and_then_by_its_schedule(checkpoi
 
     inside = backward_ops(f(h), h)["sin"]
     # The region evaluates the scan's forward again, once (it may leave out the last step, whose result nobody
-    # reads); what the scan itself recomputes stays the same.
-    assert backward_ops(remat(f)(h), h)["sin"] - inside in (n - 1, n)
+    # reads); what the scan itself recomputes stays the same. One carry is the region's argument.
+    again = backward_ops(remat(f)(h), h)["sin"] - inside
+    assert again == 0 if checkpoints == 1 else again in (n - 1, n)
 
 
 def test_remat_inside_evaluates_each_step_as_the_schedule_says():
@@ -128,6 +130,35 @@ def test_tensors_alive_do_not_depend_on_the_length(slots):
     assert run(2000) == run(200) <= slots + 3
 
 
+@pytest.mark.parametrize("slots", [1, 2, 5, 8])
+@pytest.mark.parametrize("kind", ["scan", "loop"])
+def test_exactly_so_many_carries_are_kept_and_steps_run_again(kind, slots):
+    n, steps = 19, Counter()
+    made: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def body(h, _=None):
+        h = torch.tanh(h)
+        made.add(h)
+        return h, None
+
+    note = lambda phase, _: steps.update([phase])  # noqa: E731
+    h = torch.ones(3, requires_grad=True)
+    if kind == "loop":
+        run = lambda c: (c[0] + 1, body(c[1])[0])  # noqa: E731
+        end = while_remat(lambda c: c[0] < n, run, (0, h), checkpoints=slots, on_step=note)[1]
+    else:
+        end, _ = scan_remat(body, h, length=n, checkpoints=slots, on_step=note)
+    gc.collect()
+    # The first carry is the argument; the last one is the result and nobody's checkpoint.
+    assert len(made) == slots - 1 + 1
+    end.sum().backward()
+    schedule = Online(slots) if kind == "loop" else Revolve(slots)
+    recomputed = schedule.stats(n).recomputed
+    if kind == "scan" or n < (slots + 1) * (slots + 2) // 2:
+        assert recomputed == advances(n + 1, slots) - n
+    assert steps == {"forward": n, "advance": recomputed, "reverse": n}
+
+
 def test_tensors_alive_of_a_loop_do_not_depend_on_the_length():
     def run(n):
         start = (0, torch.ones(4, requires_grad=True))
@@ -140,7 +171,7 @@ def test_tensors_alive_of_a_loop_do_not_depend_on_the_length():
     assert run(1000) == run(200) <= 8 + 3
 
 
-@pytest.mark.parametrize("checkpoints, carries", [("all", 7), (3, 3), ("sqrt", 3)])
+@pytest.mark.parametrize("checkpoints, carries", [("all", 7), (1, 0), (3, 2), ("sqrt", 3)])
 def test_saved_residuals_shows_what_a_scan_keeps(checkpoints, carries):
     w = torch.randn(3, 3, requires_grad=True)
 
@@ -155,7 +186,7 @@ def test_saved_residuals_shows_what_a_scan_keeps(checkpoints, carries):
     inputs = {(r.why, r.shape) for r in found if r.why != "policy"}
     assert inputs == {("argument", (3,)), ("argument", (8, 3)), ("captured", (3, 3))}
     kept = [r for r in found if r.why == "policy"]
-    # The first carry is the argument and not counted; the one in hand is kept beside the slots.
+    # The first carry is the argument and not counted.
     assert len(kept) == carries
     assert all(r.shape == (3,) and "tanh" in str(r.op) for r in kept)
 
@@ -185,7 +216,7 @@ def test_multilevel_counts_as_one_level(schedule):
 )
 def test_which_carries_go_to_the_host(options, monkeypatch):
     sent = []
-    monkeypatch.setattr(_scan_state, "to_host", lambda t: sent.append(t) or t.clone())
+    monkeypatch.setattr(spec, "to_host", lambda t: sent.append(t) or to_host(t))
     h, n = torch.ones(3, requires_grad=True), 20
     schedule = options.get("checkpoints", Revolve(3))
     end, _ = scan_remat(lambda h, _: (h.sin(), None), h, length=n, **{"checkpoints": 3, **options})

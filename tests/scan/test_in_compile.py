@@ -12,8 +12,9 @@ from torch.func import grad, hessian, jacrev, jvp, vmap
 
 from remat import checkpoint_policy, save_matmuls, save_nothing, scan_remat
 from remat.schedules import Multilevel, Revolve, Segmented
-from remat.transforms import _scan_opaque, value_and_grad
-from remat.transforms._scan_graph import BLOCK
+from remat.transforms import value_and_grad
+from remat.transforms.scan.traced.custom_op import _entries, _for_good
+from remat.transforms.scan.traced.entry import BLOCK
 from tests.compiled import Graphs, compiled, ops
 from tests.helpers import sparse
 from tests.scan.scans import D, N, backward, close, make, nested, of_loop, of_scan, step
@@ -213,7 +214,7 @@ def test_policy_of_a_scan(transform):
 def test_what_a_graph_stands_for_goes_with_it():
     def count():
         gc.collect()
-        return len(_scan_opaque._entries)
+        return len(_entries)
 
     before = count()
     args = make(n=BLOCK)
@@ -227,7 +228,7 @@ def test_what_a_graph_stands_for_goes_with_it():
     del run
     close(torch.autograd.grad(total, leaves), backward(nested, args))
     del total
-    assert count() == before and not _scan_opaque._for_good
+    assert count() == before and not _for_good
 
 
 def test_no_steps():

@@ -8,9 +8,9 @@ from torch._dynamo import exc
 from torch.func import grad, vmap
 
 from remat import remat, save_matmuls, scan_remat
-from remat.layers import scan_layers, stack_params
+from remat._scan.stacked_layers import scan_layers, stack_params
 from remat.transforms import value_and_grad
-from remat.transforms._scan_graph import BLOCK
+from remat.transforms.scan.traced.entry import BLOCK
 from tests.compiled import compiled
 from tests.scan.scans import D, backward, close, make, nested, of_loop, of_scan, step
 from tests.scan.scans import fresh as fresh

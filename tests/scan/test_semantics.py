@@ -12,17 +12,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import remat.layers
-import remat.loops
-import remat.scan
+import remat._scan.scan
+import remat._scan.stacked_layers
+import remat._scan.while_loop
 from remat import remat as region
+from remat._scan.scan import scan_remat
+from remat._scan.stacked_layers import scan_layers, stack_params, unstack_params
+from remat._scan.while_loop import default_slots, while_remat
 from remat.cli.measure import trace_memory
-from remat.layers import scan_layers, stack_params, unstack_params
-from remat.loops import default_slots, while_remat
 from remat.policies import save_matmuls
-from remat.scan import scan_remat
 from remat.schedules import Online, Revolve, Segmented, Sqrt, advances
-from remat.transforms._errors import RematError
+from remat.transforms.errors import RematError
+from remat.transforms.scan.instructions import Advance
 from tests.helpers import loop
 
 
@@ -45,8 +46,8 @@ def test_body_evaluations_equal_the_formula(c):
         last, _ = scan_remat(body, torch.ones(()), length=n, checkpoints=c)
         assert body.calls == n
         last.backward()
-        # n in the forward; the advances that t(n, c) counts beyond its n - 1; every step once with its tape.
-        assert body.calls == n + (advances(n, c) - (n - 1)) + n
+        # n in the forward; the advances that t(n + 1, c) counts beyond these; every step once with its tape.
+        assert body.calls == n + (advances(n + 1, c) - n) + n
 
 
 @settings(max_examples=25, deadline=None)
@@ -54,7 +55,7 @@ def test_body_evaluations_equal_the_formula(c):
 def test_body_evaluations_at_random(n, c):
     body = Counted()
     scan_remat(body, torch.ones(()), length=n, checkpoints=c)[0].backward()
-    assert body.calls == 2 * n + advances(n, c) - (n - 1)
+    assert body.calls == n + advances(n + 1, c)
 
 
 @pytest.mark.parametrize("schedule", [Sqrt(), Segmented(4), Segmented(3, Revolve(2))], ids=repr)
@@ -270,7 +271,7 @@ def test_progress():
     assert events == [("forward", k) for k in range(4)]
     end.backward()
     assert [k for phase, k in events if phase == "reverse"] == [3, 2, 1, 0]
-    assert len([1 for phase, _ in events if phase == "advance"]) == 3
+    assert len([1 for phase, _ in events if phase == "advance"]) == 3 + 2 + 1
 
 
 class Odd(Exception):
@@ -402,10 +403,16 @@ def test_a_loop_that_ends_before_or_at_its_most_steps(steps, checkpoints):
     torch.testing.assert_close(found, torch.func.vmap(torch.func.grad(looped))(batch))
 
 
+def advancing(c: int, n: int) -> list[Advance]:
+    actions = Online(c).actions(n, Online(c).forward(n))
+    return [action for action in actions if isinstance(action, Advance)]
+
+
 def test_default_slots_recompute_no_step_twice():
     for n in range(1, 200):
         c = default_slots(n)
-        assert (c + 1) * (c + 2) // 2 >= n and (c == 1 or c * (c + 1) // 2 < n)
+        runs = [sum(a.start <= k < a.stop for a in advancing(c, n)) for k in range(n)]
+        assert max(runs) <= 1 and (c == 1 or c * (c + 1) // 2 <= n)
 
 
 @pytest.mark.parametrize("options", [{}, {"checkpoints": 2}, {"policy": save_matmuls}], ids=str)
@@ -468,7 +475,7 @@ def test_stacking_tied_parameters_and_unsaved_buffers():
 
 
 def test_documented_examples_run():
-    for module in (remat.scan, remat.loops, remat.layers):
+    for module in (remat._scan.scan, remat._scan.while_loop, remat._scan.stacked_layers):
         result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
         assert result.attempted and not result.failed
 

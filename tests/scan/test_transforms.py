@@ -10,8 +10,8 @@ import torch
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from remat import remat
+from remat._scan.scan import scan_remat
 from remat.policies import save_everything, save_matmuls, save_nothing
-from remat.scan import scan_remat
 from remat.schedules import Multilevel, Revolve, Segmented
 from tests.helpers import loop, sparse
 

@@ -18,9 +18,10 @@ from remat.cli.env import Env, machine
 from remat.cli.errors import UsageError
 from remat.cli.main import COMMANDS, main
 from remat.cli.measure import Work, percentiles, trace_memory
-from remat.cli.models import FAMILIES, VOCAB, Model, Sizes, build
+from remat.cli.models import FAMILIES, build
 from remat.cli.report import table
 from remat.cli.rows import parse, rows
+from remat.cli.shapes import VOCAB, Model, Sizes
 from remat.cli.steps import Trainer, difference, make_step, tensors, tolerance, unmarked
 from remat.cli.sweep import Sweep
 from remat.cli.text import batches, corpus

@@ -9,7 +9,7 @@ from torch.func import grad, vmap
 
 from remat import RematError, explain, remat, save_everything, save_matmuls
 from remat.debug import assert_recomputed, recomputed
-from remat.transforms import _written
+from remat.transforms.compiled import lowering
 from tests.helpers import rand
 
 
@@ -109,7 +109,7 @@ def test_assert_recomputed():
 
 
 def test_a_region_that_lost_its_recomputation_warns_and_raises(monkeypatch):
-    monkeypatch.setattr(_written, "fence", lambda value, after: value)
+    monkeypatch.setattr(lowering, "fence", lambda value, after: value)
     w, x = shared()
     with pytest.warns(
         UserWarning, match="region 'block' lost its recomputation to the compiler: the results of mm"

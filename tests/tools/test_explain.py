@@ -27,8 +27,8 @@ from remat import (
     saved_residuals,
     scan_remat,
 )
+from remat._inspect.report.watch import KINDS, kind
 from remat.cli.main import main
-from remat.explanation._watch import KINDS, kind
 from tests.helpers import OpCounter, rand
 
 aten = torch.ops.aten

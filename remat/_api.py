@@ -1,0 +1,203 @@
+"""`remat`, a function with the same results that recomputes instead of storing, and `checkpoint_policy`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, get_args, overload
+
+from remat._region import ArgumentError, Check, Options, rematerialized
+from remat.policies import (
+    Policy,
+    PolicyError,
+    PolicyLike,
+    as_policy,
+    makes_policies,
+    save_names,
+    save_nothing,
+)
+from remat.transforms import RematError
+
+P = ParamSpec("P")
+Q = ParamSpec("Q")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+
+_CHECKS = get_args(Check)
+
+
+class Rematerialized(Protocol[P, R_co]):
+    """What `remat` returns: a function of `fn`'s signature that knows `fn`."""
+
+    @property
+    def __wrapped__(self) -> Callable[P, R_co]: ...
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+
+    # A function like any other: in the body of a class it is a method.
+    @overload
+    def __get__(self, instance: None, owner: Any = ...) -> Rematerialized[P, R_co]: ...
+    @overload
+    def __get__(
+        self: Rematerialized[Concatenate[Any, Q], R_co], instance: object, owner: Any = ...
+    ) -> Callable[Q, R_co]: ...
+    def __get__(self, instance: Any, owner: Any = None) -> Any: ...
+
+
+@overload
+def remat(
+    fn: Callable[P, R],
+    *,
+    policy: PolicyLike = ...,
+    name: str | None = ...,
+    static_argnums: int | Iterable[int] = ...,
+    static_argnames: str | Iterable[str] = ...,
+    preserve_rng_state: bool = ...,
+    determinism_check: Check = ...,
+) -> Rematerialized[P, R]: ...
+
+
+@overload
+def remat(
+    fn: None = None,
+    *,
+    policy: PolicyLike = ...,
+    name: str | None = ...,
+    static_argnums: int | Iterable[int] = ...,
+    static_argnames: str | Iterable[str] = ...,
+    preserve_rng_state: bool = ...,
+    determinism_check: Check = ...,
+) -> Callable[[Callable[P, R]], Rematerialized[P, R]]: ...
+
+
+def remat(
+    fn: Callable[..., Any] | None = None,
+    *,
+    policy: PolicyLike = save_nothing,
+    name: str | None = None,
+    static_argnums: int | Iterable[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    preserve_rng_state: bool = True,
+    determinism_check: Check = "metadata",
+) -> Any:
+    """A function that does what `fn` does and that, when differentiated, recomputes instead of storing.
+
+    Composes with plain autograd and with every `torch.func` transform, in any nesting. Between forward and
+    backward it keeps the inputs that the backward needs and the values that `policy` saves (of those, only
+    what the backward reads); the rest is computed again.
+
+    Args:
+        fn: any callable: function, method, partial, `nn.Module`. Left out, `remat(...)` decorates.
+        policy: what to save; a `Policy`, a callable from `OpInfo` to `Decision`, or a list of ops.
+        name: what messages and reports call the region; by default the function's own name.
+        static_argnums: positions of arguments that are handed through as they are (no pytrees, no tensors).
+        static_argnames: names of such keyword arguments.
+        preserve_rng_state: draw the same random numbers in the recomputation.
+        determinism_check: "metadata" compares shape, dtype and device of what is recomputed; "exact" all
+            results bitwise (for debugging: slow, names the first op that differs); "none" does not look.
+
+    Returns:
+        A function with `fn`'s signature, name and docstring; `fn` itself is its `__wrapped__`.
+
+    Raises:
+        RematError: (also a `TypeError` or `ValueError`) for arguments that cannot work; when called, if the
+            region cannot be recomputed truly: written arguments, other ops in the replay, other shapes.
+
+    Example:
+        >>> import torch
+        >>> from remat import remat, save_matmuls
+        >>> @remat(policy=save_matmuls)
+        ... def layer(w, x):
+        ...     return torch.tanh(x @ w)
+        >>> w, x = torch.eye(2), torch.ones(2)
+        >>> torch.func.grad(lambda w: layer(w, x).sum())(w)
+        tensor([[0.4200, 0.4200],
+                [0.4200, 0.4200]])
+
+    Which matmul outputs are kept here: `x @ w`, from which `tanh` is computed again. Source of the idea:
+    `jax.checkpoint` (https://docs.jax.dev/en/latest/gradient-checkpointing.html) and Chen et al., 2016,
+    "Training deep nets with sublinear memory cost" (https://arxiv.org/abs/1604.06174).
+    """
+    if determinism_check not in _CHECKS:
+        raise ArgumentError(
+            f"remat(determinism_check={determinism_check!r}): expected one of {', '.join(map(repr, _CHECKS))}"
+        )
+    options = Options(
+        as_policy(policy),
+        name,
+        _indices(static_argnums),
+        _names(static_argnames),
+        preserve_rng_state,
+        determinism_check,
+    )
+    return functools.partial(rematerialized, options=options) if fn is None else rematerialized(fn, options)
+
+
+def _indices(value: int | Iterable[int]) -> tuple[int, ...]:
+    numbers = (value,) if isinstance(value, int) else tuple(value)
+    if bad := [n for n in numbers if not isinstance(n, int) or isinstance(n, bool)]:
+        raise ArgumentError(f"remat(static_argnums=...): expected integers, got {bad[0]!r}")
+    return numbers
+
+
+def _names(value: str | Iterable[str]) -> frozenset[str]:
+    names = (value,) if isinstance(value, str) else tuple(value)
+    if bad := [n for n in names if not isinstance(n, str)]:
+        raise ArgumentError(f"remat(static_argnames=...): expected strings, got {bad[0]!r}")
+    return frozenset(names)
+
+
+@makes_policies
+def checkpoint_policy(
+    rule: Any = None,
+    *,
+    budget: float | int | str | None = None,
+    peak: int | str | None = None,
+    cost: str = "roofline",
+    device: Any = None,
+) -> Policy:
+    """Make a policy value.
+
+    Args:
+        rule: a function from `OpInfo` to `Decision` or bool (also as a decorator); or an op or a collection
+            of ops, which are saved; or a `checkpoint_name` or a collection of them, likewise; or a policy.
+        budget: instead of a rule. A float from 0 to 1 is the share of the bytes that no remat would keep for
+            the region, an int or a string such as `"2GiB"` is bytes. What to keep is solved to optimality.
+        peak: instead of a rule, also beside `budget`: the most bytes that may be live at once in forward and
+            backward of the region, simulated; an int or a string such as `"20GiB"`. Recomputes the least
+            for it. For a model of many regions see `remat.plan_model(..., peak=...)`.
+        cost: with these two, the model of what recomputation costs: `"roofline"`, or another that
+            `remat.plan` knows.
+        device: with these two, the device whose speed is meant; None means the one the tensors are on.
+
+    Raises:
+        RematError: neither or both of `rule` and `budget` or `peak`, or a rule that is none of the above.
+
+    Example:
+        >>> from remat import Decision, checkpoint_policy
+        >>> @checkpoint_policy
+        ... def small_ones(info):
+        ...     return Decision.SAVE if info.bytes < 1024 else Decision.RECOMPUTE
+        >>> small_ones
+        checkpoint_policy(small_ones)
+    """
+    if (rule is None) == (budget is None and peak is None):
+        got = "neither" if rule is None else "both"
+        raise PolicyError(
+            f"checkpoint_policy takes a rule or a budget, got {got}: write checkpoint_policy(my_rule), "
+            f"checkpoint_policy([torch.ops.aten.mm]) or checkpoint_policy(budget=0.4)."
+        )
+    if rule is None:
+        return _from_budget(budget, peak, cost, device)
+    return save_names(rule) if isinstance(rule, str) else as_policy(rule)
+
+
+def _from_budget(budget: float | int | str | None, peak: int | str | None, cost: str, device: Any) -> Policy:
+    try:
+        from remat.plan import budget_policy  # type: ignore[reportMissingImports]
+    except ImportError as error:
+        raise RematError(
+            "checkpoint_policy(budget=...) needs the planner and its solver: pip install 'remat[plan]'. "
+            f"Importing remat.plan failed with: {error}"
+        ) from error
+    return budget_policy(budget, cost=cost, device=device, peak=peak)

@@ -1,0 +1,147 @@
+"""Floating point operations of one call of an op, from metadata alone.
+
+Source of the formulas: `torch.utils.flop_counter`, which counts a multiply-add as two; the few costly ops
+that it leaves out are below, counted in the same way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from remat.transforms import map_leaves
+
+_REGISTERED: dict[str, Callable[..., float]] = {}
+
+
+def register_cost(op: Any, flops: Callable[..., float]) -> None:
+    """Tell policies and the planner what a custom op costs.
+
+    Args:
+        op: a `torch.ops` overload or packet, a `torch.library.custom_op`, or a name: `"lib::attention"`.
+        flops: called with the op's arguments, each tensor replaced by its shape (a tuple of ints); returns
+            the FLOPs of one call.
+
+    Example:
+        >>> from remat.plan import register_cost
+        >>> register_cost("lib::attention", lambda q, k, v: 4 * q[0] * q[1] * q[2] * k[2] * q[3])
+    """
+    name = op if isinstance(op, str) else getattr(op, "_qualname", None) or op_name(op)
+    _REGISTERED[name] = flops
+
+
+def op_name(op: Any) -> str:
+    """`aten::mm` for every overload and for the packet; `higher_order::flex_attention` for that operator."""
+    schema = getattr(op, "_schema", None)
+    if schema is not None:
+        return schema.name
+    return getattr(op, "_qualified_op_name", None) or f"higher_order::{op.name()}"
+
+
+def known_flops(op: Any, args: Any, kwargs: Any, outputs: Any, is_meta: Callable[[Any], bool]) -> int | None:
+    """FLOPs of `op(*args, **kwargs)`, or None for an op that nobody gave a formula for.
+
+    Args:
+        op: an overload or a higher-order operator.
+        args, kwargs: its operands, tensors replaced by something that has a `shape` of ints.
+        outputs: its results, likewise, as a tuple.
+        is_meta: tells those replacements from other operands.
+    """
+    call = (tuple(args), dict(kwargs), tuple(outputs))
+    shapes, keywords, out = _replaced(call, is_meta, torch.Size)
+    name = op_name(op)
+    formula = _REGISTERED.get(name) or _OURS.get(name.removeprefix("aten::")) or _attention(name)
+    if formula is not None:
+        return int(formula(*shapes, **keywords))
+    from torch.utils.flop_counter import flop_registry
+
+    formula = flop_registry.get(getattr(op, "overloadpacket", op))
+    if formula is None:
+        formula = _LATER.get(name)
+        return None if formula is None else int(formula(*shapes, **keywords))
+    if not hasattr(formula, "__wrapped__"):
+        # Registered with get_raw=True: it reads `.shape` itself, and the lengths of packed sequences, which
+        # it takes to be the longest wherever the operands say that they have no data.
+        shapes, keywords, out = _replaced(call, is_meta, _Hollow)
+    if name == "aten::convolution_backward":
+        out = _as_masked(out, shapes[-1])
+    return int(formula(*shapes, **keywords, out_val=out[0] if len(out) == 1 else out))
+
+
+def _as_masked(out: tuple[Any, ...], mask: Any) -> tuple[Any, ...]:
+    """The results in the places where the formula looks for them, though those not wanted were left out."""
+    found = iter([value for value in out if value is not None])
+    return tuple([next(found, None) if wanted else None for wanted in mask])
+
+
+def _replaced(tree: Any, is_meta: Callable[[Any], bool], made: Callable[[Any], Any]) -> Any:
+    """`tree` with `made(shape)` in place of what stands for a tensor."""
+
+    def replace(leaf: Any) -> Any:
+        return made(leaf.shape) if is_meta(leaf) else leaf
+
+    return map_leaves(replace, tree)
+
+
+class _Hollow:
+    """What formulas read of a tensor without data."""
+
+    device = torch.device("meta")
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = torch.Size(shape)
+        self.ndim = len(shape)
+
+    def transpose(self, first: int, second: int) -> _Hollow:
+        shape = list(self.shape)
+        shape[first], shape[second] = shape[second], shape[first]
+        return _Hollow(tuple(shape))
+
+    def size(self, dim: int) -> int:
+        return self.shape[dim]
+
+
+def _attention(name: str) -> Callable[..., float] | None:
+    if not name.startswith("aten::") or "scaled_dot_product" not in name:
+        return None
+    return _sdpa_backward if "backward" in name else _sdpa
+
+
+def _sdpa(query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any) -> float:
+    """Both products, not halved for causal masks (as torch counts); heads of `query`, shared keys or not."""
+    *batch, rows, width = query
+    return 2 * math.prod(batch) * rows * key[-2] * (width + value[-1])
+
+
+def _sdpa_backward(*args: Any, **_: Any) -> float:
+    # Five products in place of two; the gradient comes first in the argument list.
+    queries = [s for s in args if isinstance(s, torch.Size) and len(s) >= 3]
+    return 2.5 * _sdpa(*queries[1:4])
+
+
+def _linear(x: torch.Size, weight: torch.Size, *_: Any, **__: Any) -> int:
+    return 2 * math.prod(x) * weight[0]
+
+
+def _flex_backward(query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any) -> float:
+    return 2.5 * _sdpa(query, key, value)
+
+
+# What torch itself counts since 2.13.
+_LATER: dict[str, Callable[..., float]] = {
+    "higher_order::flex_attention": _sdpa,
+    "higher_order::flex_attention_backward": _flex_backward,
+}
+_OURS: dict[str, Callable[..., float]] = {
+    "mv": lambda matrix, vector: 2 * math.prod(matrix),
+    "addmv": lambda bias, matrix, vector, **_: 2 * math.prod(matrix),
+    "dot": lambda a, b: 2 * math.prod(a),
+    "vdot": lambda a, b: 2 * math.prod(a),
+    "addbmm": lambda bias, a, b, **_: 2 * math.prod(a) * b[-1],
+    "_int_mm": lambda a, b, **_: 2 * math.prod(a) * b[-1],
+    "linear": _linear,
+    "mkldnn_linear": _linear,
+}

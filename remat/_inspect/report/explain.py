@@ -1,0 +1,262 @@
+"""`explain`: what a function keeps, what it runs again, and what that costs."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from remat import debug
+from remat._core import format_bytes
+from remat._inspect.report.measure import Measured, RegionUse, Work, measure
+from remat._inspect.report.tables import Page, Shown, Table
+from remat._inspect.report.watch import KINDS, PASSES, TRANSFER
+from remat._inspect.residuals import Residual, Residuals
+
+_WHOLE, _LITTLE = 0.9, 0.02
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation(Shown):
+    """What `explain` found. It prints as text, in rich, and in notebooks; `save` writes an HTML file.
+
+    Attributes:
+        name: the function's name.
+        now: one forward and backward as the function is.
+        plain: the same with its regions as plain functions: no remat at all.
+        notes: where remat does not help, and what would.
+    """
+
+    name: str
+    now: Measured
+    plain: Measured
+    notes: tuple[str, ...]
+
+    @property
+    def kept(self) -> Residuals:
+        """What is kept between forward and backward."""
+        return self.now.kept
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of `kept`, bytes that stay where they were made."""
+        return self.now.kept_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Of `kept`, bytes that policies offload."""
+        return self.now.kept.host_bytes
+
+    @property
+    def plain_bytes(self) -> int:
+        """What would be kept without remat."""
+        return self.plain.kept.bytes
+
+    @property
+    def recomputed(self) -> Work:
+        """The work of everything that runs again."""
+        return self.now.total("recompute")
+
+    def page(self) -> Page:
+        tables = [_kept_table(self.now.kept), _work_table(self.now)]
+        if self.now.recomputed:
+            tables.insert(1, _recomputed_table(self.now))
+        if self.now.regions:
+            tables.append(_region_table(self.now))
+        return Page(tuple(self._headline()), tuple(tables), self.notes)
+
+    def _headline(self) -> Iterator[str]:
+        kept, plain = self.kept_bytes, self.plain_bytes
+        of = f" of {format_bytes(plain)} without remat ({_percent(kept, plain)})" if self.now.regions else ""
+        host = f", and {format_bytes(self.host_bytes)} in host memory" if self.host_bytes else ""
+        yield f"{self.name} keeps {format_bytes(kept)}{of} for its backward{host}"
+        peaks = f", {format_bytes(self.plain.peak)} without remat" if self.now.regions else ""
+        yield f"peak of what its ops make: {format_bytes(self.now.peak)}{peaks}"
+        forward, again, backward = (self.now.total(when).flops for when in PASSES)
+        share = f" (+{_percent(again, self.plain.flops)})" if again else ""
+        yield f"FLOPs: {si(forward)} forward, {si(again)} recomputed{share}, {si(backward)} backward"
+
+
+def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """What `fn(*args, **kwargs)` keeps for its backward, what it recomputes, and what that costs.
+
+    Runs `fn` forward and backward, once as it is and once without remat, and forward once more each to see
+    what is kept. Generators, buffers and gradients are afterwards as they were. If nothing that requires grad
+    takes part, every floating point argument is differentiated.
+
+    Args:
+        fn: a function or module, with or without regions and `torch.func` transforms inside. Of the result of
+            `torch.compile` the eager function is measured, and notes say what the compiled graphs recompute.
+        args, kwargs: its arguments.
+
+    Returns:
+        An `Explanation`: kept values with their bytes and reasons, recomputed ops, FLOPs and bytes moved by
+        class of op with forward, recomputation and backward side by side, and notes that say where a remat
+        does not help. `print` it, show it in a notebook, or `.save("report.html")`.
+
+    Raises:
+        RematError: under a transform of `torch.func` (it may be inside), or with nothing to differentiate.
+
+    Bytes moved are those of each op's operands and results, as if nothing were fused. The peak is of what ops
+    make, by storages alive after each op; it leaves out what lives before, and an op's inner workspace.
+
+    Example:
+        >>> import torch
+        >>> from remat import explain, remat
+        >>> found = explain(remat(lambda x: x.sin().exp().sin()), torch.ones(8))
+        >>> found.kept_bytes, found.plain_bytes, found.recomputed.ops
+        (32, 64, 2)
+    """
+    inner = debug.uncompiled(fn)
+    now = measure(inner, args, kwargs)
+    plain = measure(inner, args, kwargs, regions=False) if now.regions else now
+    found = [*notes(now, plain)]
+    if inner is not fn:
+        found += [f"compiled, {region}" for region in debug.recomputed(fn, *args, **kwargs)]
+    return Explanation(name_of(inner), now, plain, tuple(found))
+
+
+def notes(now: Measured, plain: Measured) -> Iterator[str]:
+    """Where remat does not help, and what would."""
+    if not now.regions:
+        yield (
+            "nothing is recomputed: wrap the parts of the function, such as each block, in remat(...), with "
+            "another policy than save_everything"
+        )
+        return
+    kept, before = now.kept_bytes, plain.kept_bytes
+    if kept >= before:
+        size = format_bytes(before)
+        yield f"the regions keep as much as no remat does ({size}): they cost and save nothing"
+    elif kept > (1 - _LITTLE) * before:
+        yield f"the regions save next to nothing: {format_bytes(before - kept)} of {format_bytes(before)}"
+    for region in now.regions:
+        yield from _region_notes(region, now, plain)
+    held = sum(r.bytes for r in now.kept if r.why in ("argument", "captured"))
+    if held > _WHOLE * kept and kept:
+        yield f"{format_bytes(held)} of what is kept are arguments and captured tensors, which live anyway"
+
+
+def _region_notes(region: RegionUse, now: Measured, plain: Measured) -> Iterator[str]:
+    if region.calls and not region.recomputed.ops:
+        yield f"region {region.name!r} recomputes nothing: its backward reads nothing but what it keeps"
+    if region.calls == 1 and region.share >= _WHOLE and not region.holds_regions and region.recomputed.ops:
+        yield (
+            f"region {region.name!r} is the whole differentiated function: its recomputation brings back "
+            f"everything at once, so the peak is {format_bytes(now.peak)} against {format_bytes(plain.peak)} "
+            "without remat. Wrap its parts, such as each block (as one of several regions of something "
+            "larger it helps)"
+        )
+
+
+# -- tables -------------------------------------------------------------------------------------------
+
+
+def _kept_table(kept: Residuals) -> Table:
+    groups = Counter(kept)
+    rows = [
+        (
+            format_bytes(r.bytes * times),
+            f"{times}" if times > 1 else "",
+            _why(r),
+            str(r).split(" ")[0],
+            _source(r),
+        )
+        for r, times in sorted(groups.items(), key=lambda pair: pair[0].bytes * pair[1], reverse=True)
+    ]
+    host = f", {format_bytes(kept.host_bytes)} of it in host memory" if kept.host_bytes else ""
+    return Table(
+        f"kept: {format_bytes(kept.bytes)}{host}", (">bytes", ">times", "why", "each", "from"), tuple(rows)
+    )
+
+
+def _why(residual: Residual) -> str:
+    if residual.host:
+        return "offloaded by policy"
+    return "saved by policy" if residual.why == "policy" else residual.why
+
+
+def _source(residual: Residual) -> str:
+    name = f"{residual.name!r}, " if residual.name else ""
+    if residual.op is None:
+        return f"{name}{residual.path or ''}"
+    op = getattr(residual.op, "overloadpacket", residual.op)
+    return f"{name}{op} at {short(residual.location)}"
+
+
+def _recomputed_table(now: Measured) -> Table:
+    several = len(now.regions) > 1
+    rows = [
+        (
+            f"{r.work.ops}",
+            si(r.work.flops),
+            format_bytes(r.work.bytes),
+            r.op.rpartition(".")[0],
+            short(r.location) + (f" in {r.region}" if several else ""),
+        )
+        for r in now.recomputed
+    ]
+    total = now.total("recompute")
+    title = f"recomputed: {total.ops} ops, {si(total.flops)} FLOPs, {format_bytes(total.bytes)} moved"
+    return Table(title, (">times", ">FLOPs", ">moved", "op", "from"), tuple(rows))
+
+
+def _work_table(now: Measured) -> Table:
+    columns = ("class of ops", ">FLOPs", ">again", ">backward", ">moved", ">again", ">backward")
+    kinds = [kind for kind in KINDS if any((when, kind) in now.work for when in PASSES)]
+    rows = [(kind, *_cells([now.work.get((when, kind), Work()) for when in PASSES])) for kind in kinds]
+    rows.append(("all", *_cells([now.total(when) for when in PASSES])))
+    if now.kept.host_bytes:
+        moved = [now.work.get((when, TRANSFER), Work()) for when in PASSES]
+        rows.append(("to the host and back", *_cells(moved)))
+    return Table("FLOPs and bytes moved: forward, again, backward", columns, tuple(rows))
+
+
+def _cells(works: list[Work]) -> Iterator[str]:
+    yield from (si(work.flops) if work.flops else "" for work in works)
+    yield from (format_bytes(work.bytes) if work.bytes else "" for work in works)
+
+
+def _region_table(now: Measured) -> Table:
+    away = any(r.offloaded for r in now.regions)
+    rows = [
+        (
+            r.name,
+            f"{r.calls}" if r.calls else "inner",
+            f"{r.forward.ops}",
+            f"{r.recomputed.ops}",
+            si(r.recomputed.flops),
+            format_bytes(r.saved),
+            *([format_bytes(r.offloaded)] if away else []),
+            format_bytes(r.inputs),
+        )
+        for r in now.regions
+    ]
+    offloaded = (">offloaded",) if away else ()
+    columns = ("region", ">calls", ">ops", ">again", ">FLOPs again", ">saved by policy", *offloaded)
+    return Table("regions", (*columns, ">inputs held"), tuple(rows))
+
+
+def short(location: str | None) -> str:
+    """A location without its folders."""
+    return (location or "an unknown line").rpartition(os.sep)[2]
+
+
+def name_of(fn: Any) -> str:
+    """What the user calls a function, or a module by its class."""
+    return getattr(fn, "__name__", None) or type(fn).__name__
+
+
+def si(count: float) -> str:
+    """A number with a decimal prefix: 1234567 is `1.23 M`."""
+    for prefix in ("", " K", " M", " G", " T"):
+        if abs(count) < 1000:
+            return f"{count:.3g}{prefix}"
+        count /= 1000
+    return f"{count:.3g} P"
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{part / whole:.0%}" if whole else "100%"

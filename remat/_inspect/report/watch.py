@@ -1,0 +1,187 @@
+"""Watching one forward and backward: what ran, in which pass, for which region, and what lived meanwhile."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from remat._core import OpInfo, describe
+from remat.policies import kind_of
+from remat.transforms import flatten, traits, user_line
+from remat.transforms import recordings as context_recordings
+from remat.transforms.compat import TorchDispatchMode, graph_task, is_strided, storage_key, unwrapped
+from remat.transforms.offload import travelling
+from remat.transforms.region import recomputed_region
+from remat.transforms.tape import Kept, made_by, targets
+
+PASSES = ("forward", "recompute", "backward")
+KINDS = ("matmul", "convolution", "attention", "normalization", "pointwise", "reduction", "custom", "other")
+TRANSFER = "transfer"  # of an offloaded value, to the host or back
+# They move no number: counting them would call bookkeeping a recomputation.
+_BOOKKEEPING = ("empty", "new_empty", "detach", "alias", "_unsafe_view", "set_", "resize_")
+_NORMALIZATION = ("norm", "softmax")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One op that ran.
+
+    Attributes:
+        when: "forward", "recompute" or "backward".
+        op: the overload.
+        kind: its class, one of `KINDS`, or `TRANSFER`.
+        flops: floating point operations, 0 for ops without a formula.
+        bytes: of its operands and results.
+        region: the region that it ran for, or None.
+        call: which call of an outermost region it belongs to in the forward, or None.
+        inner: whether that region lies inside another one.
+        location: the user's `file:line (function)`.
+    """
+
+    when: str
+    op: Any
+    kind: str
+    flops: int
+    bytes: int
+    region: str | None
+    call: int | None
+    inner: bool
+    location: str
+
+
+class Watch(TorchDispatchMode):
+    """Collects `Ran`s, and follows the bytes alive that ops have made."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: list[Ran] = []
+        self.peak = 0
+        self.kept = KeptByRegion()
+        self.forward = True
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._calls: list[weakref.ref[Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self._follow(args, kwargs, out)
+        if not _is_bookkeeping(func):
+            self.ran.append(self._note(func, args, kwargs, out))
+        return out
+
+    def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> Ran:
+        if travelling():
+            # Kept or not, no op of the user's or of a region's: what it takes are the bytes on the way.
+            return Ran(self._when(), func, TRANSFER, 0, _bytes(out), None, None, False, user_line())
+        outs = out if isinstance(out, (tuple, list)) else (out,)
+        info = OpInfo(func, describe(args), describe(kwargs), describe(tuple(outs)))
+        moved = sum(_bytes(t) for t in flatten((args, kwargs, out))[0] if isinstance(t, Tensor))
+        again = recomputed_region()
+        when = "recompute" if again is not None else self._when()
+        recordings = context_recordings() if when == "forward" else []
+        region = recordings[-1].tape.region if recordings else again
+        call = self._call(recordings[0].tape) if recordings else None
+        inner = len(recordings) > 1
+        return Ran(when, func, kind(func), info.flops, moved, region, call, inner, user_line())
+
+    def _when(self) -> str:
+        # A function that calls torch.func.grad has a backward inside.
+        return "forward" if self.forward and graph_task() == -1 else "backward"
+
+    def _call(self, trace: Any) -> int:
+        for number, known in enumerate(self._calls):
+            if known() is trace:
+                return number
+        self._calls.append(weakref.ref(trace))
+        return len(self._calls) - 1
+
+    def _follow(self, args: Any, kwargs: Any, out: Any) -> None:
+        if travelling() == "host":
+            return
+        self._alive = {key: pair for key, pair in self._alive.items() if not pair[0].expired()}
+        for key, storage in made_by(args, kwargs, out):
+            self._alive.setdefault(key, (StorageWeakRef(storage), storage.nbytes()))
+        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+
+
+class KeptByRegion:
+    """Adds up what regions report, without holding it: (region, why) -> bytes."""
+
+    def __init__(self) -> None:
+        self.bytes: dict[tuple[str, str], int] = {}
+        self._seen: dict[int, StorageWeakRef] = {}
+
+    def append(self, kept: Kept) -> None:
+        tensor = unwrapped(kept.tensor)
+        if not is_strided(tensor) or storage_key(tensor) in self._seen:
+            return
+        storage = tensor.untyped_storage()
+        self._seen[storage_key(tensor)] = StorageWeakRef(storage)
+        key = kept.region, "offloaded" if kept.away else kept.why
+        self.bytes[key] = self.bytes.get(key, 0) + storage.nbytes()
+
+
+class Untouched(TorchDispatchMode):
+    """Undoes, at its end, what ops inside wrote into tensors from outside, such as running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, StorageWeakRef] = {}
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in targets(traits(func), args, kwargs):
+            if is_strided(tensor) and not self._is_made(tensor) and id(tensor) not in self._before:
+                self._before[id(tensor)] = tensor, tensor.clone()
+        out = func(*args, **kwargs)
+        for key, storage in made_by(args, kwargs, out):
+            self._made[key] = StorageWeakRef(storage)
+        return out
+
+    def _is_made(self, tensor: Tensor) -> bool:
+        made = self._made.get(storage_key(tensor))
+        return made is not None and not made.expired()
+
+    def __exit__(self, *exc: Any) -> Any:
+        done = super().__exit__(*exc)
+        with torch.no_grad():
+            for tensor, before in reversed(self._before.values()):
+                tensor.copy_(before)
+        return done
+
+
+def kind(op: Any) -> str:
+    """The class of an op, one of `KINDS`."""
+    costly = kind_of(op)
+    if costly is not None:
+        return "matmul" if costly == "bmm" else costly
+    if getattr(op, "namespace", "aten") not in ("aten", "prims"):
+        return "custom"
+    if any(part in _name(op) for part in _NORMALIZATION):
+        return "normalization"
+    tags = getattr(op, "tags", ())
+    if torch.Tag.pointwise in tags:
+        return "pointwise"
+    # The tag is younger than torch 2.11.
+    return "reduction" if getattr(torch.Tag, "reduction", None) in tags else "other"
+
+
+def _name(op: Any) -> str:
+    return getattr(getattr(op, "_schema", None), "name", str(op)).rpartition("::")[2]
+
+
+def _is_bookkeeping(op: Any) -> bool:
+    facts = traits(op)
+    return facts.ignored or facts.view or _name(op).startswith(_BOOKKEEPING)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,329 @@
+"""What a function keeps between its forward and its backward."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from remat._core import format_bytes
+from remat.transforms import flatten, merge, smooth, unflatten, user_place
+from remat.transforms.closure import by_storage
+from remat.transforms.compat import TorchDispatchMode, in_transform, is_strided, storage_key, unwrapped
+from remat.transforms.compiled import give_name
+from remat.transforms.state import RandomState
+from remat.transforms.tape import Kept, listen
+
+_SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c", "bool": "bool"}
+
+
+@dataclass(frozen=True)
+class Residual:
+    """One block of memory that waits for the backward.
+
+    Attributes:
+        shape, dtype, device: of the tensor that is kept; of several views of one block, the first.
+        bytes: what the block takes, which for a view is the whole of what it looks into.
+        why: "argument"; "captured" (neither an argument nor made by the function); "policy" (one saved it);
+            "random" (generator state); "output" (of an op, which autograd or a region keeps).
+        op: the op that made it, None for arguments and captured tensors.
+        name: its `checkpoint_name`, or None.
+        location: `file:line (function)` of the user's code that made it, or None.
+        path: where it is found among the arguments, such as `params['layers'][0]['w']`, or None.
+        host: whether a policy sent it to host memory.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    bytes: int
+    why: str
+    op: Any = None
+    name: str | None = None
+    location: str | None = None
+    path: str | None = None
+    host: bool = False
+
+    def __str__(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        letters = kind.rstrip("0123456789")
+        size = ",".join(map(str, self.shape))
+        where = "" if self.device.type == "cpu" else f" on {self.device}"
+        short = _SHORT.get(letters, letters) + kind[len(letters) :]
+        return f"{short}[{size}] {format_bytes(self.bytes)}{where} {self._source()}"
+
+    def _source(self) -> str:
+        if self.op is None:
+            origin = f"from the {self.why} {self.path}" if self.path else f"from a {self.why} tensor"
+            origin = "random generator state" if self.why == "random" else origin
+            return origin if self.name is None else f"named {self.name!r}, {origin}"
+        made = f"output of {getattr(self.op, 'overloadpacket', self.op)}"
+        made = made if self.name is None else f"named {self.name!r}, {made}"
+        file, _, rest = (self.location or "an unknown line").rpartition(os.sep)
+        kept = ", offloaded by policy" if self.host else ", saved by policy" if self.why == "policy" else ""
+        return f"{made} from {rest}{kept}"
+
+
+class Residuals(list[Residual]):
+    """The residuals of one call, with their total."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all of them: nothing is counted twice."""
+        return sum(r.bytes for r in self)
+
+    @property
+    def host_bytes(self) -> int:
+        """Of them, bytes that policies sent to host memory."""
+        return sum(r.bytes for r in self if r.host)
+
+    def __str__(self) -> str:
+        inputs = sum(r.bytes for r in self if r.why in ("argument", "captured"))
+        total = f"total {format_bytes(self.bytes)} in {len(self)} tensors"
+        total += f", {format_bytes(inputs)} of it arguments and captured tensors"
+        total += f", {format_bytes(self.host_bytes)} offloaded" if self.host_bytes else ""
+        return "\n".join([*map(str, self), total])
+
+
+def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Residuals:
+    """What would be kept if `fn(*args, **kwargs)` were differentiated.
+
+    Runs the forward under plain autograd. If nothing that requires grad takes part, every floating point and
+    complex argument is differentiated, as by `torch.func.grad` over all of them.
+
+    Args:
+        fn: any function, with or without regions and `torch.func` transforms inside.
+        args, kwargs: its arguments.
+
+    Returns:
+        A list with one `Residual` for every block of memory; its `bytes` is the total.
+
+    Example:
+        >>> import torch
+        >>> from remat import saved_residuals
+        >>> [(r.why, r.path, r.bytes) for r in saved_residuals(lambda x: x.sin().exp(), torch.ones(3))]
+        [('argument', 'x', 12), ('output', None, 12)]
+    """
+    random = RandomState([t for t in flatten((args, kwargs))[0] if isinstance(t, Tensor)])
+    try:
+        found = _observed(fn, args, kwargs)
+        return found if found is not None else _differentiated(fn, args, kwargs) or Residuals()
+    finally:
+        random.restore()
+
+
+def print_saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Print what `saved_residuals` finds, a line each, and the total.
+
+    Example:
+        >>> import torch
+        >>> from remat import print_saved_residuals
+        >>> print_saved_residuals(lambda x: x.sin(), torch.ones(3))
+        f32[3] 12 B from the argument x
+        total 12 B in 1 tensors, 12 B of it arguments and captured tensors
+    """
+    print(saved_residuals(fn, *args, **kwargs))
+
+
+def _differentiated(fn: Callable[..., Any], args: Any, kwargs: Any) -> Residuals | None:
+    """The residuals of one run in which every inexact argument requires grad."""
+    leaves, spec = flatten((args, kwargs))
+    at = [i for i, x in enumerate(leaves) if smooth(x)]
+    found: list[Residuals | None] = [None]
+
+    def look(*inexact: Tensor) -> Tensor:
+        new_args, new_kwargs = unflatten(merge(leaves, at, list(inexact)), spec)
+        found[0] = _observed(fn, new_args, new_kwargs)
+        return torch.zeros(())
+
+    if not at:
+        return None
+    if in_transform():
+        # requires_grad_ is refused there; a level of torch.func does the same.
+        torch.func.vjp(look, *[leaves[i] for i in at])
+    else:
+        look(*[leaves[i].detach().requires_grad_() for i in at])
+    return found[0]
+
+
+def _observed(
+    fn: Callable[..., Any], args: Any, kwargs: Any, packed: _Packed | None = None
+) -> Residuals | None:
+    """The residuals of one run, or None when autograd recorded nothing."""
+    first = _next_node_number()
+    makers = _Makers()
+    with torch.enable_grad(), listen() as heard, makers, packed or contextlib.nullcontext():
+        out = fn(*args, **kwargs)
+    roots = [t.grad_fn for t in flatten(out)[0] if isinstance(t, Tensor) and t.grad_fn is not None]
+    if not any(node._sequence_nr() >= first for node in roots):
+        return None
+    table = _Table(makers, by_storage(fn, args, kwargs))
+    # Regions report what they keep; what is kept outside of them stands in autograd's graph. Policies go
+    # first: a value that one saved is theirs, even if an op outside reads it too.
+    for kept in sorted(heard, key=lambda k: k.why != "policy"):
+        table.add(kept.tensor, kept)
+    try:
+        for tensor in packed.alive() if packed else _saved_in_graph(roots, first):
+            table.add(tensor)
+    except _Unreadable:
+        with contextlib.suppress(RuntimeError):
+            return _observed(fn, args, kwargs, _Packed())
+    return table.residuals()
+
+
+class _Packed(torch.autograd.graph.saved_tensors_hooks):
+    """Watches what autograd packs, for graphs with nodes that cannot be read. torch.func refuses it."""
+
+    def __init__(self) -> None:
+        self.tokens: list[weakref.ref[_Token]] = []
+        super().__init__(self.pack, lambda token: token.tensor)
+
+    def pack(self, tensor: Tensor) -> _Token:
+        token = _Token(tensor)
+        self.tokens.append(weakref.ref(token))
+        return token
+
+    def alive(self) -> Iterator[Tensor]:
+        """The tensors whose node, or region, is still there."""
+        yield from [token.tensor for ref in self.tokens if (token := ref()) is not None]
+
+
+class _Token:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class _Makers(TorchDispatchMode):
+    """Remembers which op and which line made each block of memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # The weak references keep an address, by which blocks of memory are told apart, from being reused.
+        self.made: dict[int, tuple[int, Any, str | None, StorageWeakRef]] = {}
+        self.named: dict[int, str] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        read = {storage_key(t) for t in flatten((args, kwargs))[0] if is_strided(t)}
+        line = user_place()
+        for tensor in flatten(out)[0]:
+            if is_strided(tensor) and (key := storage_key(tensor)) not in read:
+                self.made[key] = len(self.made), func, line, StorageWeakRef(tensor.untyped_storage())
+            elif name := _name_being_given():
+                self.named[storage_key(tensor)] = name
+        return out
+
+
+def _name_being_given() -> str | None:
+    # checkpoint_name tells the regions that are being recorded. Outside of regions it is found on the stack.
+    frame = sys._getframe(2)
+    for _ in range(4):
+        if frame is None:
+            return None
+        if frame.f_code is give_name.__code__:
+            return frame.f_locals["name"]
+        frame = frame.f_back
+    return None
+
+
+class _Table:
+    """Residuals by block of memory, in the order of arguments, captured tensors, and ops."""
+
+    def __init__(self, makers: _Makers, paths: dict[int, tuple[str, str, int]]) -> None:
+        self.makers, self.paths = makers, paths
+        self.found: dict[int, tuple[tuple[int, int], Residual]] = {}
+
+    def add(self, tensor: Tensor, kept: Kept | None = None) -> None:
+        tensor = unwrapped(tensor)
+        key = storage_key(tensor) if is_strided(tensor) else id(tensor)
+        size = tensor.untyped_storage().nbytes() if is_strided(tensor) else _sparse_bytes(tensor)
+        # A region puts tensors without memory in the place of operands that its backward does not read.
+        if key in self.found or (size == 0 and tensor.numel()):
+            return
+        why, path, place = self.paths.get(key, ("captured", None, len(self.paths)))
+        order, op, line, _ = self.makers.made.get(key, (-1, None, None, None))
+        name = self.makers.named.get(key)
+        if kept is not None:
+            name = kept.name or name
+            op = kept.op or op
+        if op is not None and why == "captured":
+            why = "output"
+        if kept is not None and kept.why in ("policy", "random"):
+            why = kept.why
+        away = kept is not None and kept.away
+        shape = tuple(tensor.shape)
+        residual = Residual(shape, tensor.dtype, tensor.device, size, why, op, name, line, path, away)
+        rank = {"argument": 0, "captured": 1, "random": 2}.get(why, 3)
+        self.found[key] = (rank, order if rank == 3 else place), residual
+
+    def residuals(self) -> Residuals:
+        return Residuals(residual for _, residual in sorted(self.found.values(), key=lambda pair: pair[0]))
+
+
+def _sparse_bytes(tensor: Tensor) -> int:
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    return tensor.numel() * tensor.element_size()
+
+
+# -- autograd's graph ---------------------------------------------------------------------------------
+
+
+def _next_node_number() -> int:
+    """The number that this thread's next autograd node gets: older nodes belong to what `fn` was given."""
+    node = torch.empty(0, requires_grad=True).view(0).grad_fn
+    assert node is not None
+    return node._sequence_nr() + 1
+
+
+def _saved_in_graph(roots: list[Any], first: int) -> Iterator[Tensor]:
+    stack, seen = list(roots), set(roots)
+    while stack:
+        node = stack.pop()
+        # The node that accumulates into a leaf has the largest number there is, and keeps nothing.
+        if node._sequence_nr() < first:
+            continue
+        yield from _saved_by(node)
+        new = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= new
+        stack.extend(new)
+
+
+class _Unreadable(Exception):
+    """A node of the graph does not show what it saves."""
+
+
+def _saved_by(node: Any) -> Iterator[Tensor]:
+    # An in-place op on a view hides its node inside this one.
+    if node.name().endswith("CopySlices"):
+        raise _Unreadable
+    found: list[Tensor] = []
+    for attribute in dir(node):
+        if not attribute.startswith("_raw_saved_"):
+            continue
+        value = getattr(node, attribute)
+        for slot in value if isinstance(value, (tuple, list)) else (value,):
+            _look_into(slot, found)
+    yield from found
+
+
+def _look_into(slot: Any, found: list[Tensor]) -> None:
+    """Append the tensor in a slot of a node, unless a region's hooks stand there."""
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    try:
+        slot.register_hooks(note, lambda tensor: tensor)
+    except (RuntimeError, AttributeError):
+        # Hooks are there already, or the slot is empty.
+        return

@@ -1,0 +1,223 @@
+"""A region as the user's code calls it: options, static arguments, and the function that `remat` returns."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from remat._dynamo import call_planned, call_region, needs_call, wrap
+from remat._inspect import logger, told, wanted
+from remat.policies import Policy, PolicySelector, bind, save_everything, save_nothing
+from remat.transforms import RematError, register
+from remat.transforms.entry import Graph, outermost, run, run_transparently
+from remat.transforms.region import Region, checksum, choosing
+
+# How a recomputation is compared with its forward.
+Check = Literal["metadata", "exact", "none"]
+
+
+class ArgumentError(RematError, ValueError):
+    """An argument of `remat` that it cannot accept."""
+
+
+class FunctionError(RematError, TypeError):
+    """Something that cannot be rematerialized because it cannot be called."""
+
+
+@dataclass(eq=False)
+class Options:
+    """The arguments of `remat`, checked.
+
+    Code that Dynamo traces has them by a number, or by their class and fields, and asks them for `region` (to
+    write out) or `eager` (where the graph broke).
+    """
+
+    policy: Policy
+    name: str | None = None
+    numbers: tuple[int, ...] = ()
+    names: frozenset[str] = frozenset()
+    random: bool = True
+    check: Check = "metadata"
+
+    def label(self, fn: Callable[..., Any]) -> str:
+        """What messages call the region."""
+        return self.name or getattr(fn, "__qualname__", None) or type(fn).__name__
+
+    def region(self, fn: Callable[..., Any], policy: Policy, label: str | None = None) -> Region:
+        label = label or self.label(fn)
+        selector = None if policy == save_nothing else functools.partial(PolicySelector, policy, label)
+        key = policy if policy.repeatable else None
+        digest = checksum if self.check == "exact" else None
+        return Region(fn, label, selector, self.random, self.check, anchor(fn), key, digest)
+
+    def eager(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`fn` as a region, where Dynamo gave it up."""
+        return _wrap(fn, self)
+
+    def under(self, policy: Policy) -> Options:
+        """The same with another policy."""
+        return replace(self, policy=policy)
+
+
+class _Forced(threading.local):
+    policy: Policy | None = None
+
+
+_forced = _Forced()
+
+
+@contextlib.contextmanager
+def under_policy(policy: Policy) -> Iterator[None]:
+    """Let every region that this thread calls meanwhile have this policy, to compare it with its own."""
+    before = _forced.policy
+    _forced.policy = policy
+    try:
+        yield
+    finally:
+        _forced.policy = before
+
+
+def with_policy(fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    """`fn` as a region that has this policy and no other options."""
+    return rematerialized(fn, Options(policy))
+
+
+def rematerialized(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
+    """`fn` as a region, also where Dynamo traces the very making of it."""
+    return wrap(fn, options) if torch.compiler.is_dynamo_compiling() else _wrap(fn, options)
+
+
+def _wrap(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
+    if not callable(fn):
+        raise FunctionError(
+            f"remat(fn): fn must be callable, got {fn!r} of type {type(fn).__name__}; write remat(function) "
+            "or @remat"
+        )
+    _check_static_names(fn, options.names)
+    region = options.region(fn, options.policy)
+    static = bool(options.numbers or options.names)
+    keeps_everything = options.policy == save_everything
+    label, number = region.name, register(options)
+    # Most policies are the same for every call; asking them takes longer than a small op.
+    binds = needs_call(options.policy)
+    compile_call = call_planned if binds else call_region
+
+    ordinary = not (keeps_everything or static or binds)
+
+    def eager(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        forced = _forced.policy
+        if ordinary and forced is None:
+            return run(region, args, kwargs)
+        if forced is not None and options.policy is not forced:
+            return _wrap(fn, options.under(forced))(*args, **kwargs)
+        if keeps_everything and outermost():
+            with choosing():
+                return run_transparently(fn, args, kwargs)
+        if static:
+            return _call_static(fn, options, args, kwargs)
+        bound = bind(options.policy, fn, args, kwargs) if binds else options.policy
+        return run(region if bound is options.policy else options.region(fn, bound), args, kwargs)
+
+    # Dynamo looks into every cell, so this one closes over strings and functions alone.
+    def rematerialized(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return compile_call(label, number, fn, args, kwargs)
+        if logger.level and wanted():
+            return told(label, functools.partial(eager, args, kwargs))
+        return eager(args, kwargs)
+
+    # Tracebacks name the region, those of torch.compile too; and what Dynamo keeps for a region's code, and
+    # how often it compiles it, is then no other region's.
+    rematerialized.__code__ = rematerialized.__code__.replace(co_name=f"region {label!r}")
+    functools.update_wrapper(rematerialized, fn, updated=())
+    if isinstance(fn, torch.nn.Module):
+        rematerialized.__signature__ = inspect.signature(fn.forward)  # type: ignore[attr-defined]
+        rematerialized.__name__ = rematerialized.__qualname__ = type(fn).__name__
+    rematerialized.__wrapped__ = fn  # type: ignore[attr-defined]
+    return rematerialized
+
+
+def _check_static_names(fn: Callable[..., Any], names: frozenset[str]) -> None:
+    """Raise for a static name that `fn` cannot be called with: it would silently do nothing."""
+    if not names:
+        # Reading a signature takes longer than the rest, and layers of models make a region in each call.
+        return
+    try:
+        parameters = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters
+    except (TypeError, ValueError):
+        return
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return
+    if unknown := sorted(names - set(parameters)):
+        label = getattr(fn, "__qualname__", type(fn).__name__)
+        raise ArgumentError(
+            f"remat(static_argnames={unknown[0]!r}): {label} takes no argument of that name; it takes "
+            f"{', '.join(parameters) or 'none'}"
+        )
+
+
+def _call_static(
+    fn: Callable[..., Any], options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call with the static arguments taken out of the pytrees and put back inside."""
+    count = len(args)
+    for i in options.numbers:
+        if not -count <= i < count:
+            raise ArgumentError(
+                f"remat(static_argnums={options.numbers}): {i} is no position among the {count} positional "
+                f"arguments of this call of {getattr(fn, '__qualname__', fn)}; use numbers from {-count} to "
+                f"{count - 1}, or static_argnames for keywords"
+            )
+    fixed = {i % count for i in options.numbers}
+    moving = tuple([a for i, a in enumerate(args) if i not in fixed])
+    settled = {k: v for k, v in kwargs.items() if k in options.names}
+    for value in (*[args[i] for i in fixed], *settled.values()):
+        if isinstance(value, torch.Tensor):
+            raise ArgumentError(
+                "remat: a static argument is a tensor; static arguments carry no derivative, pass it as an "
+                "ordinary one"
+            )
+    call = _Static(fn, args, fixed, settled)
+    bound = bind(options.policy, call, moving, {k: v for k, v in kwargs.items() if k not in settled})
+    region = options.region(call, bound)
+    return run(region, moving, {k: v for k, v in kwargs.items() if k not in settled})
+
+
+class _Static:
+    """`fn` with some arguments fixed."""
+
+    def __init__(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], fixed: set[int], settled: dict[str, Any]
+    ) -> None:
+        self.fn, self.settled = fn, settled
+        self.fixed = {i: args[i] for i in fixed}
+        self.count = len(args)
+        self.__qualname__ = getattr(fn, "__qualname__", type(fn).__name__)
+
+    def __call__(self, *moving: Any, **kwargs: Any) -> Any:
+        rest = iter(moving)
+        args = [self.fixed[i] if i in self.fixed else next(rest) for i in range(self.count)]
+        return self.fn(*args, **self.settled, **kwargs)
+
+
+def anchor(fn: Any) -> Any:
+    """The object with whose life what was learnt about `fn` ends: a module, or a function's code."""
+    if isinstance(fn, functools.partial):
+        return anchor(fn.func)
+    if isinstance(fn, types.MethodType):
+        return fn.__self__ if isinstance(fn.__self__, torch.nn.Module) else anchor(fn.__func__)
+    if isinstance(fn, types.FunctionType):
+        return anchor(fn.__wrapped__) if hasattr(fn, "__wrapped__") else fn.__code__
+    if isinstance(fn, _Static):
+        return anchor(fn.fn)
+    if isinstance(fn, Graph):
+        return fn.module
+    return fn if isinstance(fn, torch.nn.Module) else type(fn)

@@ -1,0 +1,267 @@
+"""`scan_remat`: lax.scan for PyTorch, whose backward runs a checkpointing schedule."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+
+from remat._core import parse_bytes
+from remat._dynamo import call_scan, run_compiled, runs_in_eager
+from remat._region import with_policy
+from remat.policies import Policy, as_policy, save_everything, save_nothing
+from remat.schedules import All, Schedule, Segmented, Sqrt, as_schedule, auto, check_checkpoints
+from remat.transforms import flatten, smooth, unflatten
+from remat.transforms.closure import MOST_TRIES, Bindings, Missed, captured, changing
+from remat.transforms.compat import (
+    dynamo_errors,
+    hooks_allowed,
+    in_transform,
+    storage_key,
+    unwrapped,
+    watched,
+)
+from remat.transforms.region import selecting
+from remat.transforms.scan import (
+    Body,
+    ScanSpec,
+    check_budget,
+    make,
+    name_of,
+    rows_of,
+    run,
+    structure_of,
+    with_step_note,
+)
+from remat.transforms.scan.traced import Whole
+
+C = TypeVar("C")
+Rows = list[torch.Tensor]
+
+
+def scan_remat(
+    body: Callable[[C, Any], tuple[C, Any]],
+    init: C,
+    xs: Any = None,
+    *,
+    length: int | None = None,
+    reverse: bool = False,
+    policy: Any = save_nothing,
+    checkpoints: str | int | Schedule = "sqrt",
+    budget: int | str | None = None,
+    offload: bool = False,
+    compile: bool | str = False,
+    on_step: Callable[[str, int], None] | None = None,
+) -> tuple[C, Any]:
+    """Fold `body` over the leading axis of `xs`, keeping few carries for the backward.
+
+    As `jax.lax.scan`: `body(carry, x) -> (carry, y)`; returns the last carry and the stacked ys. What the
+    body closes over is differentiated, random numbers are the same when a step is evaluated again. Composes
+    with plain autograd (double backward too) and with every `torch.func` transform, in any nesting.
+
+    Args:
+        body: a function of (carry, x). The carry keeps its structure, shapes, dtypes and Python types.
+        init: the first carry, any pytree of tensors, numbers, bools and None.
+        xs: a pytree of tensors of shape [length, ...] (None leaves allowed), or None.
+        length: the number of steps; needed where `xs` has no tensor.
+        reverse: go from the last row to the first; y of a row still lies at that row.
+        policy: what is kept inside steps whose carry is kept. It speaks where several steps' values are
+            alive at once: with "all" (the whole scan) and with "sqrt" (a segment), compiled or not. With a
+            number of carries every step is reversed right after it is evaluated, and nothing is left to
+            decide.
+        checkpoints: "all" (every carry); "sqrt" (two levels: about 2 sqrt(length) carries, one sweep more);
+            an int c (c carries, the initial one counted, and exactly the least number of evaluations:
+            `Revolve`); "auto" (least work within `budget`); or a schedule of `remat.schedules`.
+        budget: with "auto", bytes for carries and for what the backward of the steps in work keeps; an int
+        or a
+            string such as "64MiB".
+        offload: kept carries lie in host memory between forward and backward.
+        compile: compile blocks of steps, and their pull-back, with `torch.compile`'s backend (a string names
+            another), whatever the length. Under `torch.func` steps run as they are.
+        on_step: called with ("forward" | "advance" | "reverse", step) after each evaluation.
+
+    Returns:
+        The last carry, and the tree of ys, each of shape [length, ...].
+
+    Raises:
+        TypeError: a carry that changes structure, shape, dtype or type; ys or xs that are no tensors.
+        ValueError: no length, lengths that differ, a number of carries below 1.
+        RematError: a body that writes into its carry.
+        An exception of the body's is passed on, with a note that names the step.
+
+    Example:
+        >>> import torch
+        >>> from remat import scan_remat
+        >>> w = torch.tensor(0.5, requires_grad=True)
+        >>> def body(h, x):
+        ...     return w * h + x, h
+        >>> last, ys = scan_remat(body, torch.tensor(0.0), torch.ones(4), checkpoints=2)
+        >>> last.item(), ys.tolist()
+        (1.875, [0.0, 1.0, 1.5, 1.75])
+        >>> last.backward()
+        >>> w.grad
+        tensor(2.7500)
+    """
+    name = name_of("scan_remat", body)
+    if not isinstance(policy, Policy):
+        policy = as_policy(policy)
+    check_budget(name, checkpoints, budget)
+    if budget is None:
+        check_checkpoints(checkpoints)
+    rows, n = rows_of(name, xs, length)
+    if torch.compiler.is_dynamo_compiling():
+        return call_scan(name, body, init, xs, n, bool(reverse), checkpoints, bool(offload), on_step, policy)
+    schedule = as_schedule("all" if checkpoints == "auto" else checkpoints)
+    options = (bool(reverse), policy, bool(offload), None, on_step)
+    spec = ScanSpec(name, n, structure_of(init), structure_of(xs), schedule, *options)
+    if n == 0:
+        return init, _no_ys(body, spec, init, rows)
+    if checkpoints == "auto":
+        schedule = auto(n, _bytes(budget), *_sizes(body, spec, init, rows))
+    if policy == save_nothing and isinstance(schedule, All) and selecting():
+        # The policy of the region around says of each step's values which are kept, as in JAX: the steps are
+        # its own then, and it computes again what they lack.
+        if not (offload or compile or on_step):
+            policy = save_everything
+    spec = replace(spec, schedule=schedule, policy=policy)
+    if compile and _compilable(init):
+        backend = compile if isinstance(compile, str) else "inductor"
+        return _compiled(body, replace(spec, compile=backend), init, xs, rows)
+    if policy != save_nothing:
+        if isinstance(schedule, All):
+            return _taped(body, spec, init, rows)
+        if isinstance(schedule, Sqrt):
+            spec = replace(spec, schedule=Segmented(schedule.stride(n)))
+        if isinstance(spec.schedule, Segmented):
+            body = _region(body, policy)
+    return run_eager(body, spec, init, rows, body)
+
+
+def _compilable(init: Any) -> bool:
+    """Whether steps can be compiled: under functorch, or where somebody watches, they run as they are."""
+    leaves = flatten(init)[0]
+    # A number in the carry that changes would be a constant of the graph.
+    plain = all(isinstance(t, torch.Tensor) and not t.is_complex() for t in leaves)
+    return bool(leaves) and plain and not (in_transform() or watched())
+
+
+def _compiled(body: Callable[..., Any], spec: ScanSpec, init: Any, xs: Any, rows: Rows) -> tuple[Any, Any]:
+    carry = flatten(init)[0]
+    try:
+        return run_compiled(body, init, xs, Whole(spec, carry, rows, torch.is_grad_enabled()))
+    except dynamo_errors():
+        # What is wrong with the body, if anything, is said better where it runs.
+        with torch.no_grad():
+            Body(body, spec, trusted=True)([], carry, [x.select(0, 0) for x in rows])
+        raise
+
+
+def run_eager(
+    body: Callable[..., Any],
+    spec: ScanSpec,
+    init: Any,
+    rows: Rows,
+    roots: Any,
+    condition: Callable[[Any], Any] | None = None,
+) -> tuple[Any, Any]:
+    """Run with the captured tensors as operands; one that the search missed is added and the scan starts
+    again. `roots` are the functions whose captured tensors these are."""
+    if torch.compiler.is_compiling():
+        # Opaque to an enclosing torch.compile: traced, the loop would be unrolled and its graph grow with n.
+        apart: Any = torch.compiler.disable(run_eager)
+        return apart(body, spec, init, rows, roots, condition)
+    found = captured(roots)
+    for _ in range(MOST_TRIES):
+        step = Body(body, spec, found)
+        options: dict[str, Any] = {"around": Bindings(body).restored, "offloaded": spec.offloaded}
+        if condition is not None:
+            options["proceed"] = functools.partial(_proceed, step, condition)
+        scan, operands = make(step, spec, found, flatten(init)[0], rows, **options)
+        try:
+            end, ys = run(scan, operands)
+        except Missed as missed:
+            if any(tensor is missed.tensor for tensor in found):
+                raise  # an enclosing region lacks it, not this scan
+            found = [*found, missed.tensor]
+            continue
+        carry = unflatten(end, spec.carry.spec)
+        return carry, step.stacked(ys) if condition is None else None
+    raise changing(spec.name)
+
+
+def _proceed(step: Body, condition: Callable[[Any], Any], consts: Any, carry: list[Any]) -> Any:
+    with step.swapped(consts, carry):
+        return condition(unflatten(carry, step.spec.carry.spec))
+
+
+def _no_ys(body: Callable[..., Any], spec: ScanSpec, init: Any, rows: Rows) -> Any:
+    """The ys of a scan without steps: the body is evaluated on zeros to learn their shapes."""
+    step = Body(body, spec, trusted=True)
+    with torch.no_grad():
+        _, ys = step([], flatten(init)[0], [row.new_zeros(row.shape[1:]) for row in rows])
+    return step.stacked([y.new_empty((0, *y.shape)) for y in ys])
+
+
+def _sizes(body: Callable[..., Any], spec: ScanSpec, init: Any, rows: Rows) -> tuple[int, int]:
+    """Bytes of a carry, and of what the backward of one step keeps, from one evaluation of the first step."""
+    carry = flatten(init)[0]
+    mine = [t for t in (*carry, *rows, *captured(body)) if isinstance(t, torch.Tensor)]
+    given = {storage_key(unwrapped(t)) for t in mine}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        plain = unwrapped(tensor)
+        key = storage_key(plain)
+        if key not in given:
+            kept[key] = plain.untyped_storage().nbytes()
+        return tensor
+
+    # Under functorch the carry is tracked as it is, or else its part of the tape is no part of the
+    # derivative.
+    mark = not in_transform()
+    marked = [t.detach().requires_grad_() if mark and smooth(t) else t for t in carry]
+    given |= {storage_key(unwrapped(t)) for t in marked if isinstance(t, torch.Tensor)}
+    with (
+        torch.enable_grad(),
+        hooks_allowed(),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
+    ):
+        Body(body, spec, trusted=True)([], marked, [row.select(0, 0) for row in rows])
+    size = sum(unwrapped(t).nbytes for t in carry if isinstance(t, torch.Tensor))
+    return size, size + sum(kept.values())
+
+
+def _bytes(budget: Any) -> int:
+    if isinstance(budget, str):
+        with contextlib.suppress(ValueError):
+            return parse_bytes(budget)
+    elif isinstance(budget, int) and not isinstance(budget, bool):
+        return budget
+    raise ValueError(f"budget: got {budget!r}; write bytes as an int, or '64MiB', '2GB'.")
+
+
+def _region(body: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    """The body as a rematerialized region of its own."""
+    if policy == save_everything:
+        return body
+    return with_policy(body, policy)
+
+
+def _taped(body: Callable[..., Any], spec: ScanSpec, init: Any, rows: Rows) -> tuple[Any, Any]:
+    """Every carry, and of every step what the policy keeps: a loop over regions, one graph."""
+    step = Body(_region(body, spec.policy), spec, trusted=True)
+    scan, _ = make(step, spec, [], flatten(init)[0], rows)
+    carry, ys = flatten(init)[0], []
+    for k in range(scan.length):
+        at = scan.at(k)
+        carry, y = with_step_note(scan, k, [], carry, [row.select(0, at) for row in rows])
+        ys.append(y)
+    stacked = [torch.stack(column) for column in zip(*ys[:: -1 if spec.reverse else 1], strict=True)]
+    return unflatten(carry, spec.carry.spec), step.stacked(stacked)
+
+
+runs_in_eager(scan_remat)

@@ -1,0 +1,168 @@
+"""JAX's names for what this library does, for people who port code.
+
+    from remat import jax_names as jax      # in place of `import jax`
+    from remat.interop.jax import checkpoint_name
+
+    @jax.checkpoint(policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+    def block(params, x): ...
+
+What has no meaning here is accepted and said so below; docs/jax.md compares the two libraries behaviour by
+behaviour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from remat._api import remat as _remat
+from remat._core import Decision, OpInfo
+from remat._inspect import print_saved_residuals as print_saved_residuals
+from remat._inspect import saved_residuals as saved_residuals
+from remat._names import checkpoint_name as checkpoint_name
+from remat.policies import (
+    Policy,
+    as_policy,
+    offload,
+    offload_names,
+    save_all_but_names,
+    save_everything,
+    save_matmuls,
+    save_names,
+    save_nothing,
+    save_unbatched_matmuls,
+)
+from remat.transforms import RematError
+
+Saveable = Decision.SAVE
+Recompute = Decision.RECOMPUTE
+Offloadable = Decision.OFFLOAD
+
+
+class PortingError(RematError, ValueError):
+    """Arguments that JAX refuses too, or that name a memory that torch does not have."""
+
+
+def checkpoint(
+    fun: Callable[..., Any] | None = None,
+    *,
+    prevent_cse: Any = True,
+    policy: Any = None,
+    static_argnums: int | Iterable[int] = (),
+    static_argnames: str | Iterable[str] = (),
+) -> Any:
+    """`jax.checkpoint`, which is `remat.remat` with JAX's argument names.
+
+    Args:
+        fun: the function; left out, this is a decorator (in JAX it may not be left out).
+        prevent_cse: accepted, and without effect: there is nothing to prevent in eager mode, and under
+            torch.compile recomputation is always protected.
+        policy: None recomputes everything. A policy of `checkpoint_policies`, or a function of one `OpInfo`
+            (not of JAX's primitive, avals and parameters).
+        static_argnums, static_argnames: as in `remat.remat`; values need not be hashable.
+
+    Example:
+        >>> import torch
+        >>> from remat import jax_names as jax
+        >>> sin = jax.checkpoint(torch.sin, policy=jax.checkpoint_policies.dots_saveable)
+        >>> torch.func.grad(sin)(torch.tensor(0.0))
+        tensor(1.)
+    """
+    del prevent_cse
+    chosen = save_nothing if policy is None else policy
+    return _remat(fun, policy=chosen, static_argnums=static_argnums, static_argnames=static_argnames)  # type: ignore[call-overload]
+
+
+remat = checkpoint
+
+
+@dataclass(frozen=True, repr=False)
+class SaveAnyNamesBut(Policy):
+    """Saves the values that have a name, except for some names; values without a name are recomputed."""
+
+    barred: frozenset[str]
+
+    def __call__(self, info: OpInfo) -> Decision:
+        named = info.name is not None and info.name not in self.barred
+        return Decision.SAVE if named else Decision.RECOMPUTE
+
+    def __repr__(self) -> str:
+        return f"save_any_names_but_these({', '.join(map(repr, sorted(self.barred)))})"
+
+
+def save_any_names_but_these(*names: str) -> Policy:
+    """Save named values but these; recompute values without a name."""
+    return SaveAnyNamesBut(frozenset(names))
+
+
+def save_only_these_names(*names: str) -> Policy:
+    """`remat.save_names`; without names, `remat.save_nothing`."""
+    return save_names(*names) if names else save_nothing
+
+
+def save_anything_except_these_names(*names: str) -> Policy:
+    """`remat.save_all_but_names`. A value barred here is really recomputed, which JAX does not promise."""
+    return save_all_but_names(*names) if names else save_everything
+
+
+def save_and_offload_only_these_names(
+    *,
+    names_which_can_be_saved: Sequence[str],
+    names_which_can_be_offloaded: Sequence[str],
+    offload_src: str,
+    offload_dst: str,
+) -> Policy:
+    """`save_names(...) | offload_names(...)`.
+
+    Raises:
+        RematError: a name in both lists, or other memories than "device" and "pinned_host" (also a
+            ValueError).
+    """
+    saved, offloaded = set(names_which_can_be_saved), set(names_which_can_be_offloaded)
+    if both := saved & offloaded:
+        raise PortingError(
+            "The names should be exclusive and should not intersect in names_which_can_be_saved and "
+            f"names_which_can_be_offloaded. Got names_which_can_be_saved={sorted(saved)}, "
+            f"names_which_can_be_offloaded={sorted(offloaded)} and the intersection={sorted(both)}"
+        )
+    _check_memories(offload_src, offload_dst)
+    policy = save_only_these_names(*sorted(saved))
+    return policy | offload_names(*sorted(offloaded)) if offloaded else policy
+
+
+def offload_dot_with_no_batch_dims(offload_src: str, offload_dst: str) -> Policy:
+    """`offload(save_unbatched_matmuls)`."""
+    _check_memories(offload_src, offload_dst)
+    return offload(save_unbatched_matmuls)
+
+
+def save_from_both_policies(policy_1: Any, policy_2: Any) -> Policy:
+    """`policy_1 | policy_2`: what either saves; unlike in JAX they may offload, too."""
+    return as_policy(policy_1) | policy_2
+
+
+def _check_memories(source: str, destination: str) -> None:
+    if (source, destination) != ("device", "pinned_host"):
+        raise PortingError(
+            f"offload_src={source!r}, offload_dst={destination!r}: values move from their device to pinned "
+            "host memory; write offload_src='device', offload_dst='pinned_host'."
+        )
+
+
+checkpoint_policies = SimpleNamespace(
+    everything_saveable=save_everything,
+    nothing_saveable=save_nothing,
+    dots_saveable=save_matmuls,
+    checkpoint_dots=save_matmuls,
+    dots_with_no_batch_dims_saveable=save_unbatched_matmuls,
+    checkpoint_dots_with_no_batch_dims=save_unbatched_matmuls,
+    offload_dot_with_no_batch_dims=offload_dot_with_no_batch_dims,
+    save_only_these_names=save_only_these_names,
+    save_any_names_but_these=save_any_names_but_these,
+    save_anything_except_these_names=save_anything_except_these_names,
+    save_and_offload_only_these_names=save_and_offload_only_these_names,
+    save_from_both_policies=save_from_both_policies,
+)
+"""The policies of `jax.checkpoint_policies`, as values of this library."""

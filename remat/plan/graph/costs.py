@@ -1,0 +1,169 @@
+"""What running an op again costs: floating point operations, a roofline, or a stopwatch.
+
+| model | unit | an op's price |
+|---|---|---|
+| `Flops` | FLOP | torch's formulas for matmuls, convolutions, attention; else 0.001 per byte moved |
+| `Roofline` | seconds | the larger of FLOPs over peak and bytes moved over bandwidth |
+| `Measured` | seconds | the median of timed runs on this device, cached on disk (`measured`) |
+
+Views and in-place metadata cost nothing in any of them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from remat._core import known_flops, op_name
+from remat.plan.graph.traffic import is_view, traffic
+from remat.policies import kind_of
+from remat.transforms import RematError, map_only
+from remat.transforms.joint import Joint, Op, Ref, Value
+
+# A custom op of unknown cost counts as a matmul with this contraction: dear enough not to be rerun blindly.
+UNKNOWN_FLOPS_PER_BYTE = 1024
+# Below any matmul's price, above nothing: among plans of equal FLOPs the one that moves fewer bytes.
+_FLOPS_PER_BYTE_MOVED = 1e-3
+
+_UNKNOWN: set[str] = set()
+
+
+def flops_of(joint: Joint, op: Op) -> float:
+    """FLOPs of one op; 0 for pointwise ops, reductions and views. Unknown custom ops are priced by size."""
+    args, kwargs = map_only(Ref, lambda r: joint.values[r.id], (op.args, op.kwargs))
+    outputs = tuple([joint.values[o] for o in op.outputs])
+    known = known_flops(op.target, args, kwargs, outputs, lambda x: isinstance(x, Value))
+    if known is not None:
+        return float(known)
+    name = op_name(op.target)
+    if name.split("::")[0] not in ("aten", "prims", "prim", "higher_order") and op.outputs and op.forward:
+        _warn_unknown(name)
+        return float(UNKNOWN_FLOPS_PER_BYTE * sum(joint.values[o].bytes for o in op.outputs))
+    return 0.0
+
+
+def _warn_unknown(name: str) -> None:
+    if name not in _UNKNOWN:
+        _UNKNOWN.add(name)
+        warnings.warn(
+            f"The cost of {name} is not known; it is counted as {UNKNOWN_FLOPS_PER_BYTE} FLOPs per byte of "
+            f'output (a large matmul). Say what it costs with remat.plan.register_cost("{name}", flops).',
+            stacklevel=2,
+        )
+
+
+def is_heavy(joint: Joint, op: Op) -> bool:
+    """Matmul, convolution, attention, or a custom op with FLOPs: what `budget="free"` never runs again."""
+    return kind_of(op.target) is not None or flops_of(joint, op) > 0
+
+
+class CostModel(Protocol):
+    """A price for each op; `unit` is "FLOP" or "s"."""
+
+    @property
+    def unit(self) -> str: ...
+
+    def price(self, joint: Joint, op: Op) -> float:
+        """What running `op` again costs."""
+        ...
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Floating point operations."""
+
+    unit: str = field(default="FLOP", init=False, repr=False)
+
+    def price(self, joint: Joint, op: Op) -> float:
+        return flops_of(joint, op) + _FLOPS_PER_BYTE_MOVED * traffic(joint, op)
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a device attains: FLOP/s of half precision and of float32 matmuls, memory bandwidth in bytes/s."""
+
+    half: float
+    single: float
+    bandwidth: float
+
+
+# Vendors' dense peaks times 0.6 to 0.7 for compute and 0.8 for bandwidth: what large kernels attain.
+DEVICES = {
+    "a100": Device(half=220e12, single=110e12, bandwidth=1.6e12),
+    "h100": Device(half=600e12, single=300e12, bandwidth=2.7e12),
+    "h200": Device(half=600e12, single=300e12, bandwidth=3.8e12),
+    "b200": Device(half=1400e12, single=700e12, bandwidth=6.4e12),
+    "mi300x": Device(half=700e12, single=110e12, bandwidth=4.2e12),
+    "cpu": Device(half=100e9, single=100e9, bandwidth=20e9),
+}
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Seconds by the roofline of a device.
+
+    Attributes:
+        device: a key of `DEVICES`.
+        fused: price as a compiler runs it: pointwise chains cost the traffic of their ends only, which is
+            charged here as nothing for an op whose every reader is pointwise too.
+    """
+
+    device: str = "h100"
+    fused: bool = False
+    unit: str = field(default="s", init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.device not in DEVICES:
+            raise RematError(
+                f"No roofline for device {self.device!r}: write one of {', '.join(sorted(DEVICES))}."
+            )
+
+    def price(self, joint: Joint, op: Op) -> float:
+        speed = DEVICES[self.device]
+        half = any(joint.values[o].dtype.itemsize <= 2 for o in op.outputs)
+        compute = flops_of(joint, op) / (speed.half if half else speed.single)
+        moved = (
+            self._fused_traffic(joint, op) if self.fused and not is_heavy(joint, op) else traffic(joint, op)
+        )
+        return max(compute, moved / speed.bandwidth)
+
+    def _fused_traffic(self, joint: Joint, op: Op) -> int:
+        """Only what comes from or goes to an op that does not fuse touches memory."""
+        makers, readers = joint.producers, joint.readers
+        read = (v for v in op.reads if v not in makers or is_heavy(joint, makers[v]))
+        made = (o for o in op.outputs if any(is_heavy(joint, r) for r in readers.get(o, ())))
+        return 0 if is_view(joint, op) else sum(joint.values[v].bytes for v in (*read, *made))
+
+
+def cost_model(cost: str | CostModel, device: Any = None) -> CostModel:
+    """A cost model from its name: "flops", "roofline" or "measured"; a model is returned as it is.
+
+    `device` is a key of `DEVICES` or a torch device; None means the accelerator of this machine, else h100,
+    the device that budgets are mostly planned for.
+    """
+    if not isinstance(cost, str):
+        return cost
+    if cost == "flops":
+        return Flops()
+    if cost == "roofline":
+        return Roofline(_preset(device))
+    if cost == "measured":
+        from remat.plan.graph.measured import Measured
+
+        return Measured(str(torch.device(device)) if device is not None else None)
+    raise RematError(f'Unknown cost model {cost!r}: write "flops", "roofline", "measured", or a CostModel.')
+
+
+def _preset(device: Any) -> str:
+    if isinstance(device, str) and device in DEVICES:
+        return device
+    kind = torch.device(device).type if device is not None else None
+    if kind == "cpu":
+        return "cpu"
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name().lower().replace(" ", "")
+        return next((key for key in DEVICES if key in name), "h100")
+    return "h100"

@@ -1,0 +1,136 @@
+"""From a joint graph and a cost model to the planning problem."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from remat.plan.graph.costs import CostModel, flops_of, is_heavy, is_view
+from remat.plan.solve import INF, Problem
+from remat.transforms import draws, traits
+from remat.transforms.joint import Joint, Op
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The region's joint graph as a planning problem.
+
+    Op `k` of the problem is op `k` of the forward, and value `k` is everything that it makes: an engine that
+    saves an op saves all its results. Each input of the region follows as an op that cannot run, with its
+    value.
+    Three rules of the engine are written into the numbers:
+
+    - Views cannot be saved: their base is, and they are taken again at no cost.
+    - What an op writes in place cannot be saved either: the value before the first write can, and the writes
+      are repeated on a copy of it.
+    - A draw that runs again needs all draws before it, so that the generator is where it was. The draws are
+      chained by a value of their own that cannot be saved.
+    """
+
+    joint: Joint
+
+    @cached_property
+    def ops(self) -> tuple[Op, ...]:
+        """The forward's ops."""
+        return self.joint.forward
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Their names: the identity that a plan is checked against."""
+        return tuple(op.name for op in self.ops)
+
+    @cached_property
+    def signature(self) -> tuple[Hashable, ...]:
+        """What graphs must have in common for plans and prices of one to be those of the other."""
+        joint = self.joint
+        ops = tuple(
+            (op.name, repr((op.args, op.kwargs)), op.reads, op.outputs, op.forward) for op in joint.ops
+        )
+        return ops, joint.values, joint.storages, joint.saved, joint.gradients, joint.differentiated
+
+    @cached_property
+    def flops(self) -> tuple[float, ...]:
+        """FLOPs of each forward op."""
+        return tuple(flops_of(self.joint, op) for op in self.ops)
+
+    @cached_property
+    def step_flops(self) -> float:
+        """FLOPs of forward and backward together, without recomputation."""
+        return sum(self.flops) + sum(flops_of(self.joint, op) for op in self.joint.backward)
+
+    @cached_property
+    def draws(self) -> tuple[int, ...]:
+        """Positions of the ops that draw random numbers."""
+        return tuple(
+            k
+            for k, op in enumerate(self.ops)
+            if traits(op.target).random and draws(op.target, op.args, op.kwargs)
+        )
+
+    @cached_property
+    def inputs(self) -> tuple[int, ...]:
+        """The values from outside: arguments, parameters, captured tensors."""
+        values = self.joint.values
+        return tuple(v for v, value in enumerate(values) if value.producer < 0 and value.origin != "tangent")
+
+    def _place(self, number: int) -> int | None:
+        """The problem's value that holds a value of the joint graph."""
+        producer = self.joint.values[number].producer
+        return producer if producer >= 0 else self._input_place.get(number)
+
+    @cached_property
+    def _input_place(self) -> dict[int, int]:
+        return {v: len(self.ops) + k for k, v in enumerate(self.inputs)}
+
+    def _size(self, position: int) -> float:
+        op, joint = self.ops[position], self.joint
+        if op.mutates or is_view(joint, op):
+            return INF
+        fresh = {s for o in op.outputs if joint.owner[s := joint.values[o].storage] == position}
+        return float(sum(joint.storages[s] for s in fresh))
+
+    def _input_size(self, number: int) -> float:
+        value = self.joint.values[number]
+        return 0.0 if value.origin == "parameter" else float(value.bytes)
+
+    @cached_property
+    def kept_by_default(self) -> int:
+        """Bytes that eager autograd keeps without any remat: whole storages, parameters free."""
+        joint = self.joint
+        storages: dict[int, int] = {}
+        for number in joint.saved:
+            storage = joint.values[number].storage
+            first = joint.values[joint.family[storage][0]]
+            if first.producer >= 0:
+                storages[storage] = joint.storages[storage]
+            elif first.origin == "argument":
+                storages[storage] = sum(
+                    joint.values[v].bytes for v in joint.family[storage] if joint.values[v].producer < 0
+                )
+        return sum(storages.values())
+
+    def problem(self, model: CostModel, *, keep_heavy: bool = False) -> Problem:
+        """The planning problem under a cost model.
+
+        With `keep_heavy`, matmuls, convolutions and attention must not run again.
+        """
+        cost = [self._price(model, op, keep_heavy) for op in self.ops] + [INF] * len(self.inputs)
+        size = [self._size(k) for k in range(len(self.ops))] + [self._input_size(v) for v in self.inputs]
+        reads = [self.places(op.reads) for op in self.ops] + [()] * len(self.inputs)
+        producer = list(range(len(cost)))
+        for earlier, later in zip(self.draws, self.draws[1:], strict=False):
+            reads[later] += (len(producer),)
+            producer.append(earlier)
+            size.append(INF)
+        need = frozenset(self.places(self.joint.saved))
+        return Problem(tuple(cost), tuple(reads), tuple(producer), tuple(size), need=need)
+
+    def places(self, numbers: Iterable[int]) -> tuple[int, ...]:
+        """The problem's values that hold these values of the joint graph."""
+        return tuple(sorted({place for v in numbers if (place := self._place(v)) is not None}))
+
+    def _price(self, model: CostModel, op: Op, keep_heavy: bool) -> float:
+        if traits(op.target).outside or (keep_heavy and is_heavy(self.joint, op)):
+            return INF
+        return 0.0 if is_view(self.joint, op) else model.price(self.joint, op)

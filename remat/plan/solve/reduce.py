@@ -1,0 +1,91 @@
+"""A smaller problem with the same solutions: views contracted, what is free or of no use left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from remat.plan.solve.problem import INF, Problem
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """A problem without views.
+
+    An op that costs nothing and whose results cannot be kept is there whenever what it reads is: who reads
+    it reads that instead. Half of a transformer's ops are such views. Ops keep their order, and the values
+    of an op are numbered one after another.
+
+    Attributes:
+        problem: the smaller problem.
+        values: for each of its values the number in the original.
+    """
+
+    problem: Problem
+    values: tuple[int, ...]
+
+    def original(self, saved: Iterable[int]) -> frozenset[int]:
+        """A saved set of the smaller problem in the original's numbers."""
+        return frozenset(self.values[v] for v in saved)
+
+
+def reduce(problem: Problem) -> Reduced:
+    """`problem` without its views and without what nothing needs."""
+    behind = _behind(problem)
+    need = frozenset(b for v in problem.need for b in behind[v])
+    ops, reads = _wanted(problem, behind, need)
+    place = {op: k for k, op in enumerate(ops)}
+    # All results of an op stay, so that equal ops stay equal; only what is free is gone.
+    values = [v for op in ops for v in problem.outputs[op] if not problem.free(v)]
+    number = {v: k for k, v in enumerate(values)}
+    smaller = Problem(
+        cost=tuple(problem.cost[op] for op in ops),
+        reads=tuple(tuple(sorted(number[v] for v in reads[op])) for op in ops),
+        producer=tuple(place[problem.producer[v]] for v in values),
+        size=tuple(problem.size[v] for v in values),
+        keep=tuple(problem.price(v) for v in values) if problem.keep else (),
+        need=frozenset(number[v] for v in need),
+    )
+    return Reduced(smaller, tuple(values))
+
+
+def _behind(problem: Problem) -> dict[int, frozenset[int]]:
+    """For each value the values that stand for it: itself, what it is a view of, or nothing if it is free."""
+    found: dict[int, frozenset[int]] = {}
+    for start in problem.relevant:
+        todo = [start]
+        while todo:
+            value = todo[-1]
+            reads = problem.reads[problem.producer[value]] if _is_view(problem, value) else ()
+            missing = [r for r in reads if r not in found]
+            if missing and value not in found:
+                todo += missing
+                continue
+            todo.pop()
+            if problem.free(value):
+                found[value] = frozenset()
+            elif _is_view(problem, value):
+                found[value] = frozenset().union(*(found[r] for r in reads))
+            else:
+                found[value] = frozenset((value,))
+    return found
+
+
+def _is_view(problem: Problem, value: int) -> bool:
+    op = problem.producer[value]
+    # An op that reads nothing and cannot be kept is no view of anything, but it costs nothing to have either.
+    return problem.cost[op] == 0 and all(problem.size[v] == INF for v in problem.outputs[op])
+
+
+def _wanted(
+    problem: Problem, behind: dict[int, frozenset[int]], need: frozenset[int]
+) -> tuple[list[int], dict[int, frozenset[int]]]:
+    """The ops from which something needed can be made, in order, and what they read."""
+    reads: dict[int, frozenset[int]] = {}
+    todo = [problem.producer[v] for v in need]
+    while todo:
+        op = todo.pop()
+        if op not in reads:
+            reads[op] = frozenset(b for v in problem.reads[op] for b in behind[v])
+            todo += [problem.producer[v] for v in reads[op]]
+    return sorted(reads), reads

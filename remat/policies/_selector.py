@@ -1,0 +1,171 @@
+"""Selective-checkpoint contexts: a policy's verdicts, op by op, while a region is recorded."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from remat._core import Call, Decision, OpInfo, TensorMeta, describe
+from remat.policies._base import Policy, check_verdict
+from remat.policies._unmatched import report_unmatched
+from remat.transforms import traits
+from remat.transforms.compat import is_batched_below
+from remat.transforms.intermediates import current
+from remat.transforms.tape import Node, Recorder, Tape, tensors_in
+
+_aten = torch.ops.aten
+# Products with a bias, of which torch.vmap makes a product and a sum, by the names of their functions.
+_FUSED = {"linear": _aten.addmm.default, "addmm": _aten.addmm.default, "baddbmm": _aten.baddbmm.default}
+
+
+class Calls(TorchFunctionMode):
+    """Remembers the torch function that the user is calling; it runs above functorch, so sizes are per
+    example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # What the function itself calls runs with the mode off: the outermost call is the user's.
+        self.latest: tuple[Any, Any, Any] | None = None
+        self.fused: Any = None  # the op that it is without vmap, where vmap makes several of it
+
+    def __torch_function__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.latest = (func, args, kwargs)
+        op = _FUSED.get(getattr(func, "__name__", ""))
+        if op is not None and _has_bias(args, kwargs) and any(map(is_batched_below, tensors_in(args))):
+            self.fused = op
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.latest = self.fused = None
+
+    def current(self) -> Call | None:
+        if self.latest is None:
+            return None
+        func, args, kwargs = self.latest
+        return Call(func, describe(args), describe(kwargs))
+
+
+def _has_bias(args: Any, kwargs: Any) -> bool:
+    return kwargs.get("bias") is not None or (len(args) > 2 and args[2] is not None)
+
+
+def _as_operands(op: Any, left: TensorMeta, right: TensorMeta) -> tuple[TensorMeta, TensorMeta]:
+    """What stands for the operands of `addmm` where the product was one of batches: as many FLOPs."""
+    if op is not _aten.addmm.default or len(left.shape) == 2:
+        return left, right
+    rows, columns = left.shape[0] * left.shape[1], left.shape[2]
+    flat = dataclasses.replace(left, shape=(rows, columns), stride=(columns, 1))
+    return flat, dataclasses.replace(right, shape=right.shape[1:], stride=right.stride[1:])
+
+
+def bind(policy: Policy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
+    """`policy` for one call of a region."""
+    bound = policy.bind(fn, args, kwargs)
+    return bound.interleaved() if current() else bound  # what captures put in are further ops
+
+
+class PolicySelector:
+    """Puts a policy's verdicts before the engine; one for every forward of a region."""
+
+    def __init__(self, policy: Policy, region: str) -> None:
+        # One that counts starts afresh: a region's forward may be run more than once before it counts.
+        self.policy = policy.fresh()
+        self.region = region
+        self.calls = Calls() if policy.needs_calls else None
+        self.named: dict[str, bool] = {}
+        self.product: Any = None  # operands of the product of a call that is several ops
+        # What was said of unnamed ops, which a name given to their result later may change.
+        self.said: dict[int, tuple[OpInfo, Decision]] = {}
+        # Values that are not to be kept for their name, and looks at them: a look would keep the whole.
+        self.barred: set[int] = set()
+
+    def decide(self, at: int, node: Node, args: Any, kwargs: Any, out: Any) -> int:
+        if self.barred and self._looks_at_barred(at, node):
+            return Decision.RECOMPUTE.value
+        op = node.op
+        if self.calls is not None and self.calls.fused is not None:
+            # The sum has the verdict of the one op that the call is without vmap, and the product goes.
+            if op in (_aten.mm.default, _aten.bmm.default):
+                self.product = describe(args[:2])
+            if op is not _aten.add.Tensor:
+                return Decision.RECOMPUTE.value
+            op = self.calls.fused
+            args, kwargs = (describe(args[0]), *_as_operands(op, *self.product)), {}
+        quick = self.policy.decide_by_op(op)
+        if quick is not None:
+            return quick.value
+        return self._ask(at, node, args, kwargs, out, op)
+
+    def _ask(self, at: int, node: Node, args: Any, kwargs: Any, out: Any, op: Any = None) -> int:
+        outs = out if isinstance(out, (tuple, list)) else (out,)
+        call = self.calls.current() if self.calls and self.policy.needs_calls else None
+        info = OpInfo(
+            op or node.op,
+            describe(args),
+            describe(kwargs),
+            describe(tuple(outs)),
+            node.name,
+            at,
+            self.region,
+            call,
+        )
+        verdict = check_verdict(self.policy, info, self.policy(info))
+        if node.name is None:
+            self.said[at] = info, verdict
+        return verdict.value
+
+    def name(self, record: Recorder, at: int, value: torch.Tensor, name: str) -> None:
+        """Judge a value once more, now that it has a name."""
+        node = record.tape.nodes[at]
+        owner = record.owner(node, value)
+        if owner is None:
+            verdict = self._ask(at, node, (value,), {}, value)
+            record.judge(at, verdict, value)
+        else:
+            verdict = self._name_owner(record, owner, value, name)
+        place = at if owner is None else owner
+        if verdict != Decision.RECOMPUTE.value:
+            self.barred -= {at, place}
+        elif place in self.said and self.said[place][1] is not Decision.RECOMPUTE:
+            # It is the name that bars it.
+            self.barred |= {at, place}
+        self.named[name] = self.named.get(name, False) or verdict != Decision.RECOMPUTE.value
+
+    def _looks_at_barred(self, at: int, node: Node) -> bool:
+        found = traits(node.op).view and not self.barred.isdisjoint((node.root, *node.deps[:1]))
+        if found:
+            self.barred.add(at)
+        return found
+
+    def _name_owner(self, record: Recorder, owner: int, value: torch.Tensor, name: str) -> int:
+        """Judge the op that made a value: what autograd reads there, and what others read, is one memory."""
+        node = record.tape.nodes[owner]
+        # Reports say the name whoever keeps the value.
+        node.name = node.name or name
+        if owner not in self.said:
+            # The policy needs no more than the op: a name changes nothing.
+            return node.verdict
+        info, before = self.said[owner]
+        info = dataclasses.replace(info, name=name)
+        verdict = check_verdict(self.policy, info, self.policy(info))
+        # Of several names of one value, the one counts that makes a difference.
+        if verdict is not before:
+            record.judge_again(owner, verdict.value, value)
+            node.name = name
+        return verdict.value
+
+    def watching(self, levels: bool = False) -> AbstractContextManager[Any]:
+        if levels and self.calls is None:
+            self.calls = Calls()
+        return self.calls if self.calls is not None else contextlib.nullcontext()
+
+    def finished(self, tape: Tape) -> None:
+        """The forward is over."""
+        report_unmatched(self.policy, self.region, self.named)

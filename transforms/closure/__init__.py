@@ -1,0 +1,43 @@
+"""What a function closes over, found, named and made an operand."""
+
+from remat.transforms.closure.cond import cond_met, kept_whole, not_compiled
+from remat.transforms.closure.convert import (
+    MOST_TRIES,
+    Bindings,
+    ClosureConversion,
+    Missed,
+    Slots,
+    as_operand,
+    as_operands,
+    captured,
+    changing,
+    innermost,
+    made_inside,
+    slots_of,
+    swapping,
+    trial,
+)
+from remat.transforms.closure.paths import by_storage, of_arguments, of_captured
+
+__all__ = [
+    "cond_met",  # whether torch.cond was ever called in a region
+    "kept_whole",  # within, torch.cond does not compile itself, so that torch-function modes meet it
+    "not_compiled",  # whether `error` is Dynamo's about the first torch.cond in a region
+    "Bindings",  # which tensors the modules in reach hold, so that a recomputation sees them again
+    "MOST_TRIES",  # how often a region starts over with one more captured tensor among its operands
+    "Missed",  # a captured tensor that the search had not found
+    "Slots",  # where the modules under a module hold tensors
+    "ClosureConversion",  # puts operands in the place of captured tensors, refuses other captured ones
+    "as_operand",  # what the enclosing region, if any, has put in the place of `tensor`
+    "as_operands",  # `tree` with what the enclosing region has put in the place of its tensors
+    "captured",  # the tensors reachable from `function` that could carry a derivative or a batch dimension
+    "changing",  # what to raise when every start over meets another captured tensor
+    "innermost",  # the substitution in force on this thread
+    "made_inside",  # tell every substitution in force that these were made inside its region
+    "slots_of",  # where `module` and those in it hold tensors
+    "swapping",  # whether a region around here reads its captured tensors as operands
+    "trial",  # within, a function is tried on fake tensors
+    "by_storage",  # block of memory -> what the user calls it
+    "of_arguments",  # position among the leaves of (args, kwargs) -> path
+    "of_captured",  # the path of a tensor that `fn` closes over, None if it is not found
+]

@@ -1,0 +1,96 @@
+"""What is set around an op on this thread, and what a tensor is made of.
+
+Private names of torch, each with its reason. Supported: torch 2.11 to 2.15. Unless a line says otherwise a
+name was tried on 2.11.0, 2.13.0 and 2.15.0 (CPU), by the whole test suite.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.utils._device
+from torch.nn.modules import module as _modules
+
+# -- ambient state ------------------------------------------------------------------------------------
+# What torch.set_grad_enabled calls, without an object for the way back.
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+# Whether autocast is on for any device.
+autocasting: Callable[[], bool] = torch._C._is_any_autocast_enabled
+# What the public readers read; they are called for every region, and are Python functions.
+read_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
+read_matmul_precision: Callable[[], str] = torch._C._get_float32_matmul_precision
+read_flash_sdp: Callable[[], bool] = torch._C._get_flash_sdp_enabled
+read_efficient_sdp: Callable[[], bool] = torch._C._get_mem_efficient_sdp_enabled
+read_math_sdp: Callable[[], bool] = torch._C._get_math_sdp_enabled
+read_cudnn_sdp: Callable[[], bool] = torch._C._get_cudnn_sdp_enabled
+
+
+# How many torch-function modes are active.
+function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+# The one at this place, from the outermost.
+function_mode_at: Callable[[int], Any] = torch._C._get_function_stack_at
+# What `with torch.device(...)` and `set_default_device` put there.
+DeviceContext = torch.utils._device.DeviceContext
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """An address that aliases share: the storage object (works for fake tensors, which have no data)."""
+    # A pack hook may ask while a torch-function mode is on, which would take this for a call of the user's.
+    with functions_as_they_are():
+        return tensor.untyped_storage()._cdata
+
+
+# A context in which no torch-function mode answers for an attribute such as `requires_grad`.
+functions_as_they_are: Callable[[], contextlib.AbstractContextManager[None]] = torch._C.DisableTorchFunction
+
+
+def is_strided(value: Any) -> bool:
+    """Whether `value` is a tensor with one block of memory behind it."""
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+def bits(tensor: torch.Tensor) -> tuple[bool, bool]:
+    """Whether the numbers in its memory stand for their conjugates, and for their negatives."""
+    return tensor.is_conj(), tensor.is_neg()
+
+
+def with_bits(tensor: torch.Tensor, bits: tuple[bool, bool]) -> torch.Tensor:
+    """A look at the same memory with these two flipped: twice is as before."""
+    if bits[0]:
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if bits[1] else tensor
+
+
+def modules_watched() -> bool:
+    """Whether any global module hook is set: cheap enough to ask at every recomputation."""
+    return bool(_modules._global_forward_pre_hooks or _modules._global_forward_hooks)
+
+
+@contextlib.contextmanager
+def without_module_trackers() -> Iterator[None]:
+    """Take the global module hooks of torch's own observers away for a while.
+
+    `FlopCounterMode` and the memory tools follow modules by hooks on gradients, which `torch.autograd.grad`
+    refuses for leaves; nor should a trace be counted. Users' global hooks stay: they may run ops. The tables
+    of hooks have no public access.
+    """
+    tables: list[Any] = [
+        _modules._global_forward_pre_hooks,
+        _modules._global_forward_hooks,
+        _modules._global_backward_pre_hooks,
+        _modules._global_backward_hooks,
+    ]
+    before = [list(table.items()) for table in tables]
+    for table, hooks in zip(tables, before, strict=True):
+        for key, hook in hooks:
+            if type(getattr(hook, "__self__", None)).__module__.startswith("torch."):
+                del table[key]
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, before, strict=True):
+            table.clear()
+            table.update(hooks)

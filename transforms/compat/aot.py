@@ -1,0 +1,319 @@
+"""Private names of torch's compiler; `compat.functorch` has the others.
+
+Tried on 2.11.0, 2.13.0 and 2.15.0 (CPU), by the whole test suite, unless a line says otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._C import _functorch as _functorch_c  # pyright: ignore[reportAttributeAccessIssue]
+
+from remat.transforms.compat.autograd import allow_hooks
+from remat.transforms.compat.functorch import FUNCTIONALIZE, GRAD, JVP, VMAP, in_transform, levels
+
+
+def bypassing_wrapper() -> Callable[..., Any]:
+    """The operator that lets Dynamo trace a function while we decide, at AOT-trace time, how it runs.
+
+    Dynamo has no public way to call a function of ours on a graph it made. (2.14.1 too)
+    """
+    from torch._higher_order_ops.wrap import dynamo_bypassing_wrapper
+
+    return dynamo_bypassing_wrapper
+
+
+def is_tracing() -> bool:
+    """Whether what runs now is being traced below autograd, functionalized, for a compiler."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None
+
+
+def depth() -> int:
+    """How many functorch levels are active; the innermost has this number."""
+    return len(_functorch_c.get_interpreter_stack() or ())
+
+
+# Functions of Dynamo's graphs that take the number of a functorch level, and at which position.
+_LEVEL_ARGUMENTS = {
+    "_wrap_for_grad": 1,
+    "_unwrap_for_grad": 1,
+    "_add_batch_dim": 2,
+    "_remove_batch_dim": 1,
+    "_unwrap_batched": 1,
+}
+
+
+def level_argument(function: Any) -> int | None:
+    """Which argument of a function in Dynamo's graph is the number of a functorch level, None for none."""
+    return _LEVEL_ARGUMENTS.get(getattr(function, "__name__", ""))
+
+
+def dual_level_known_if_any() -> contextlib.AbstractContextManager[None]:
+    """`dual_level_known` where a forward-mode level is active."""
+    dual = any(kind == JVP for _, kind, _ in levels())
+    return dual_level_known() if dual else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def dual_level_known() -> Iterator[None]:
+    """Tell Python of the forward-mode level that a traced graph has opened below Python's own count of them.
+
+    Without it make_dual and unpack_dual find no level, and torch.func.jvp tries to open a second one.
+    """
+    from torch._functorch import eager_transforms
+
+    forward_ad = torch.autograd.forward_ad
+    if forward_ad._current_level >= 0:
+        yield
+        return
+    nesting = eager_transforms.JVP_NESTING
+    forward_ad._current_level, eager_transforms.JVP_NESTING = 0, max(nesting, 1)
+    try:
+        yield
+    finally:
+        forward_ad._current_level, eager_transforms.JVP_NESTING = -1, nesting
+
+
+def tags() -> dict[str, Any]:
+    """What the nodes that a trace makes now bear in their `meta["custom"]`."""
+    from torch.fx import traceback
+
+    return dict(traceback.current_meta.get("custom", {}))
+
+
+def tagged(tags: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+    """Within, nodes also bear these in their `meta["custom"]`."""
+    from torch.fx.traceback import annotate
+
+    return annotate(tags) if tags else contextlib.nullcontext()
+
+
+def unwind_levels() -> None:
+    """Leave every functorch level of this thread: a graph that fails halfway leaves those it entered behind.
+
+    With them goes their refusal of saved-tensor hooks. No level can be older than the graph: torch.compile
+    does not compile inside torch.func.
+    """
+    if in_transform():
+        # All forward-mode derivatives live on one level below functorch's, which a graph's first jvp opens.
+        if any(kind == JVP for _, kind, _ in levels()) and torch.autograd.forward_ad._current_level < 0:
+            torch._C._exit_dual_level(level=0)
+        # functorch's own way to leave several levels at once pops each of them twice on 2.11.
+        for _, kind, _ in reversed(levels()):
+            _LEAVE[kind]()
+        allow_hooks()
+
+
+_LEAVE: dict[Any, Callable[[], int]] = {
+    GRAD: _functorch_c._grad_decrement_nesting,
+    VMAP: _functorch_c._vmap_decrement_nesting,
+    JVP: _functorch_c._jvp_decrement_nesting,
+    FUNCTIONALIZE: _functorch_c._func_decrement_nesting,
+}
+
+
+def graph_storage(tensor: torch.Tensor) -> int:
+    """What aliases of one memory have in common in a functionalized trace, whose tensors wrap others."""
+    inner = getattr(tensor, "elem", tensor)
+    return inner.untyped_storage()._cdata
+
+
+def example_of(size: Any) -> int:
+    """A size as a number: that of the example where it is symbolic."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def compiled_for_graphs(
+    fn: Callable[..., Any],
+    joint: Callable[[torch.fx.GraphModule], None],
+    final: Callable[[torch.fx.GraphModule], None],
+) -> Callable[..., Any]:
+    """`fn`, compiled as far as Inductor's partitioner and decompositions go; the graphs are shown and then
+    run as they are.
+
+    `joint` sees each graph of forward and backward before it is partitioned, `final` each one that would be
+    handed to code generation; what has no backward of its own is seen by both.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    def partition(module: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        module.graph.eliminate_dead_code()
+        joint(module)
+        return min_cut_rematerialization_partition(module, inputs, compiler="inductor", **options)
+
+    def show(module: torch.fx.GraphModule, _: Any) -> Any:
+        final(module)
+        return make_boxed_func(module.forward)
+
+    def show_whole(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        module.graph.eliminate_dead_code()
+        joint(module)
+        return show(module, inputs)
+
+    backend = aot_autograd(
+        fw_compiler=show,
+        bw_compiler=show,
+        inference_compiler=show_whole,
+        partition_fn=partition,
+        decompositions=select_decomp_table(),
+    )
+    return torch.compile(fn, backend=backend, fullgraph=True)
+
+
+_compiling = threading.local()
+
+
+def compiler() -> Callable[..., Any] | None:
+    """What compiles the graph that is being traced: (graph, inputs) -> callable; None if nobody knows.
+
+    Dynamo calls its backend while its translator is still there, which knows it. (2.11, 2.13, 2.15)
+    """
+    inner = getattr(_compiling, "compiler", None)
+    if inner is not None:
+        return inner
+    from torch._dynamo.symbolic_convert import tls
+
+    translator = getattr(tls, "current_tx", None)
+    found = None if translator is None else translator.output.compiler_fn
+    # Dynamo wraps backends to write down what fails.
+    return getattr(found, "_torchdynamo_orig_backend", found)
+
+
+def live_with_graph(thing: Any) -> bool:
+    """Keep `thing` for as long as the code that Dynamo is making now; whether it is making any.
+
+    (2.11, 2.13, 2.15)
+    """
+    from torch._dynamo.symbolic_convert import tls
+
+    translator = getattr(tls, "current_tx", None)
+    if translator is None:
+        return False
+    # What is called once the code is gone, and let go of then.
+    translator.output.cleanups.append(functools.partial(bool, thing))
+    return True
+
+
+def dynamo_errors() -> type[Exception]:
+    """What Dynamo raises where it cannot trace a function."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return TorchDynamoException
+
+
+def traced_functionally(
+    function: Callable[..., Any], values: list[torch.Tensor], inner: Callable[..., Any]
+) -> torch.fx.GraphModule:
+    """A graph of aten ops of `function` at `values`, functionalized as AOTAutograd does; regions and scans
+    in it write themselves out as they do there. `inner` compiles the steps of such scans. (2.11, 2.13, 2.15)
+    """
+    from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    before = getattr(_compiling, "compiler", None)
+    _compiling.compiler = inner
+    try:
+        with torch.no_grad():
+            plain = dispatch_functionalize(function, FunctionalTensorMode())
+            return make_fx(plain, tracing_mode="fake")(*values)
+    finally:
+        _compiling.compiler = before
+
+
+def compiled_bare(
+    compiler: Callable[..., Any], graph: torch.fx.GraphModule, inputs: list[torch.Tensor]
+) -> Callable[..., Any]:
+    """`graph` compiled by a backend, without what keeps Dynamo from looking inside: that takes longer than a
+    small step, and Dynamo does not look here."""
+    made = compiler(graph, inputs)
+    return getattr(made, "_torchdynamo_orig_callable", made)
+
+
+def above_all(fake: bool = False) -> contextlib.AbstractContextManager[Any]:
+    """Let autograd and functorch work in the kernel of an op: it is called below them, and compiled graphs
+    run with all of them off. `fake`: in a fake kernel, which runs while AOTAutograd traces.
+
+    (2.11, 2.13, 2.15)
+    """
+    c: Any = torch._C
+    keys, included = c.DispatchKey, c._dispatch_tls_local_include_set()
+    excluded = c._dispatch_tls_local_exclude_set()
+    for name in _ABOVE:
+        if hasattr(keys, name):
+            excluded = excluded.remove(getattr(keys, name))
+    if fake:
+        included = included.remove(keys.Functionalize).remove(keys.PythonTLSSnapshot)
+        excluded = excluded.add(keys.Functionalize)
+    return c._ForceDispatchKeyGuard(included, excluded)
+
+
+_ABOVE = (
+    "ADInplaceOrView",
+    "AutogradFunctionality",
+    "AutogradNestedTensor",
+    "AutogradOther",
+    "Batched",
+    "BatchedNestedTensor",
+    "Conjugate",
+    "FuncTorchBatched",
+    "FuncTorchDynamicLayerBackMode",
+    "FuncTorchDynamicLayerFrontMode",
+    "FuncTorchGradWrapper",
+    "FuncTorchVmapMode",
+    "Functionalize",
+    "Negative",
+    "PythonTLSSnapshot",
+    "VmapMode",
+    "ZeroTensor",
+)
+
+
+# -- torch.compile ------------------------------------------------------------------------------------
+# What else is private there is in _torch_compiler.
+def teach_inductor() -> None:
+    """Tell Inductor how to lower the library's own ops; imports Inductor."""
+    from remat.transforms.compat import inductor  # noqa: F401
+
+
+def backend(name: str) -> Callable[..., Any]:
+    """The compiler that torch.compile knows as `name`: (graph, inputs) -> callable."""
+    from torch._dynamo import lookup_backend
+
+    return lookup_backend(name)
+
+
+# -- torch's own planner ------------------------------------------------------------------------------
+def partitioner_choice(
+    module: torch.fx.GraphModule, results: int, held: list[int], budget: float, solver: str
+) -> list[str]:
+    """Names of the nodes that torch's min-cut partitioner would save, without extracting the two halves.
+
+    `min_cut_rematerialization_partition` up to the point where the choice is made; `results` counts the
+    forward outputs, `held` are positions of the placeholders that are parameters.
+    """
+    from torch._functorch import config, partitioners
+    from torch._functorch.compile_utils import fx_graph_cse
+
+    module.graph.eliminate_dead_code()
+    module.graph = fx_graph_cse(module.graph)
+    info = partitioners.classify_nodes(module, held, results)
+    for node in reversed(module.graph.nodes):
+        if node.op == "output":
+            node.dist_from_bw = int(1e9)
+        elif not info.is_required_fw(node):
+            node.dist_from_bw = 0
+        else:
+            node.dist_from_bw = min([int(1e9), *(user.dist_from_bw + 1 for user in node.users)])
+    with config.patch(activation_memory_budget_solver=solver):
+        return [
+            node.name
+            for node in partitioners.choose_saved_values_set(module.graph, info, memory_budget=budget)
+        ]

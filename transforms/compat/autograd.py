@@ -1,0 +1,114 @@
+"""Autograd's engine and its saved-tensor hooks.
+
+Private names of torch, each with its reason. Supported: torch 2.11 to 2.15. Unless a line says otherwise a
+name was tried on 2.11.0, 2.13.0 and 2.15.0 (CPU), by the whole test suite.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._C import _autograd as _autograd_c
+
+_unpack_dual: Callable[..., Any] = torch._unpack_dual  # pyright: ignore[reportPrivateImportUsage]
+
+
+# -- saved-tensor hooks -------------------------------------------------------------------------------
+# The context manager of torch.autograd.graph costs a Python object and a generator a region; a region may
+# pass 24 times a step, so the frame pushes and pops by hand.
+push_hooks: Callable[[Any, Any], None] = _autograd_c._push_saved_tensors_default_hooks
+pop_hooks: Callable[[], None] = _autograd_c._pop_saved_tensors_default_hooks
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
+profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # pyright: ignore[reportPrivateImportUsage]
+engine_runs: Callable[[Any], bool] = torch._C._will_engine_execute_node
+# The node that this thread's backward pass is running, None outside of one.
+running_node: Callable[[], Any] = torch._C._current_autograd_node
+# The number that this thread's next autograd node gets.
+next_node: Callable[[], int] = torch.autograd._get_sequence_nr  # pyright: ignore[reportPrivateImportUsage]
+graph_kept: Callable[[], bool] = _autograd_c._get_current_graph_task_keep_graph
+# The innermost saved-tensor hooks of this thread: inner ones hide them, so a region asks them itself.
+top_hooks: Callable[[], tuple[Callable[..., Any], Callable[..., Any]] | None] = functools.partial(
+    _autograd_c._top_saved_tensors_default_hooks, True
+)
+
+
+@contextlib.contextmanager
+def hooks_aside() -> Iterator[None]:
+    """Take all saved-tensor hooks off for a while: the engine's own use of torch.func would be refused under
+    them."""
+    taken = []
+    while (pair := top_hooks()) is not None:
+        pop_hooks()
+        taken.append(pair)
+    try:
+        yield
+    finally:
+        for pair in reversed(taken):
+            push_hooks(*pair)
+
+
+# The message with which saved-tensor hooks are refused at this point, or None where they work.
+hooks_disabled: Callable[[], str | None] = _autograd_c._saved_tensors_hooks_get_disabled_error_message
+allow_hooks: Callable[[], None] = _autograd_c._saved_tensors_hooks_enable
+refuse_hooks: Callable[[str], None] = _autograd_c._saved_tensors_hooks_disable  # with this message
+
+
+@contextlib.contextmanager
+def hooks_allowed() -> Iterator[None]:
+    """Lift the refusal that `torch.func` puts on saved-tensor hooks.
+
+    Only for hooks whose values are never unpacked: differentiating through hooks under functorch is silently
+    wrong (FACTS section 1), watching what is packed is not.
+    """
+    message = hooks_disabled()
+    if message is None:
+        yield
+        return
+    _autograd_c._saved_tensors_hooks_enable()
+    try:
+        yield
+    finally:
+        _autograd_c._saved_tensors_hooks_disable(message)
+
+
+@contextlib.contextmanager
+def hooks_as_they_are() -> Iterator[None]:
+    """Afterwards saved-tensor hooks are refused as before, or not."""
+    message = hooks_disabled()
+    try:
+        yield
+    finally:
+        if hooks_disabled() != message:
+            if message is None:
+                _autograd_c._saved_tensors_hooks_enable()
+            else:
+                _autograd_c._saved_tensors_hooks_disable(message)
+
+
+def is_hook_refusal(error: BaseException) -> bool:
+    """Whether `error` is torch.func's refusal to run under saved-tensor hooks."""
+    return isinstance(error, RuntimeError) and "yet support saved tensor hooks" in str(error)
+
+
+# `torch.autograd.grad` with `allow_unused`, without its checks, which take a third of a small step's time. Of
+# tuples: outputs, cotangents, whether the graph is kept, whether one is made, inputs.
+engine_grad: Callable[..., tuple[torch.Tensor | None, ...]] = functools.partial(
+    torch.autograd.Variable._execution_engine.run_backward, allow_unreachable=True, accumulate_grad=False
+)
+
+
+def at_backward_end(callback: Callable[[], None]) -> None:
+    """Run `callback` when the running backward pass ends."""
+    # 2.15 has torch.autograd.graph.queue_callback; this spelling works on all.
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def forward_ad_active(tensors: list[torch.Tensor]) -> bool:
+    """Whether a plain `forward_ad.dual_level` is open and one of `tensors` has a tangent."""
+    if torch.autograd.forward_ad._current_level < 0:
+        return False
+    return any(_unpack_dual(t, level=0)[1] is not None for t in tensors)

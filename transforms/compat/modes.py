@@ -1,0 +1,165 @@
+"""Dispatch modes, torch's own for tracing included.
+
+Private names of torch, each with its reason. Supported: torch 2.11 to 2.15. Unless a line says otherwise a
+name was tried on 2.11.0, 2.13.0 and 2.15.0 (CPU), by the whole test suite.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._C import _autograd as _autograd_c
+from torch._functorch.pyfunctorch import (
+    temporarily_clear_interpreter_stack,
+)
+from torch._higher_order_ops.cond import cond_op
+from torch._ops import _compute_keyset
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from remat.transforms.compat.autograd import hooks_allowed, hooks_disabled, top_hooks
+
+
+# -- dispatch modes -----------------------------------------------------------------------------------
+class DispatchMode(TorchDispatchMode):
+    """A dispatch mode without the switch that torch wraps around each of its calls.
+
+    The switch turns Dynamo off inside; it costs more than the rest of a call, and imports Dynamo at the
+    first.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__torch_dispatch__" in cls.__dict__:
+            # torch.cond compiles itself in eager code: Dynamo meets this frame below it, to be left alone.
+            frames: Any = torch._C._dynamo.eval_frame  # type: ignore[reportAttributeAccessIssue]
+            skip = frames._FrameAction.SKIP
+            strategy = frames._FrameExecStrategy(skip, skip)
+            frames.set_code_exec_strategy(cls.__dict__["__torch_dispatch__"].__code__, strategy)
+
+
+def direct_call(op: Any) -> Callable[..., Any]:
+    """What calling `op` comes down to, without the Python method in between."""
+    return getattr(op, "_op", op)
+
+
+# The operator that torch.cond calls: what torch-function modes see of it.
+cond: Any = cond_op
+
+
+@contextlib.contextmanager
+def uncompiled_branches() -> Iterator[None]:
+    """Within, Dynamo looks at nothing, and afterwards it compiles torch.cond again where no mode is active.
+
+    torch.cond has Dynamo look at what it calls. Under a dispatch mode Dynamo leaves those frames, and marks
+    their code to be left for good: later calls of torch.cond, without any mode, then fail.
+    """
+    frames: Any = torch._C._dynamo.eval_frame  # type: ignore[reportAttributeAccessIssue]
+    before = frames.set_eval_frame(None)
+    try:
+        yield
+    finally:
+        frames.set_eval_frame(before)
+        usual = frames._FrameAction.DEFAULT
+        for code in torch.cond.__code__.co_consts:
+            if isinstance(code, types.CodeType):
+                frames.set_code_exec_strategy(code, frames._FrameExecStrategy(usual, usual))
+
+
+def intercept_under_modes(op: Any, kernel: Callable[..., Any]) -> None:
+    """Have `kernel` run in place of an operator on functions where a dispatch mode is active.
+
+    A mode itself is asked below autograd only, when the operator has made its node. `kernel` may return
+    NotImplemented; the operator then does what it does without it. `PythonTLSSnapshot` is the key that modes
+    add above autograd, for which no operator on functions has a kernel.
+    """
+    key = torch._C.DispatchKey.PythonTLSSnapshot
+
+    def first(*args: Any, **kwargs: Any) -> Any:
+        out = kernel(*args, **kwargs)
+        if out is not NotImplemented:
+            return out
+        keys = _compute_keyset(args, kwargs, op.non_fallthrough_keys.remove(key))
+        return op.dispatch(keys.highestPriorityTypeId(), *args, **kwargs)
+
+    op.py_impl(key)(first)
+
+
+def unseen(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Within, ops on `tensor` reach no dispatch mode; those on a subclass do, which are computed there."""
+    plain = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
+    return torch._C._DisableTorchDispatch() if plain else contextlib.nullcontext()
+
+
+# How many dispatch modes are active, torch's own for tracing included.
+modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+def watched() -> bool:
+    """Whether saved-tensor hooks or a dispatch mode follow what runs here, as an enclosing region does."""
+    return top_hooks() is not None or modes_active() > 0
+
+
+# Those modes, outermost first.
+active_modes: Callable[[], list[TorchDispatchMode]] = _get_current_dispatch_mode_stack
+
+
+_INFRASTRUCTURE = (
+    torch._C._TorchDispatchModeKey.FAKE,
+    torch._C._TorchDispatchModeKey.PROXY,
+    torch._C._TorchDispatchModeKey.FUNCTIONAL,
+)
+
+
+def memory_is_real() -> bool:
+    """Whether new tensors have memory: not while something is traced or tried without data (2.11 to 2.15)."""
+    if modes_active() == 0:
+        return True
+    return all([torch._C._get_dispatch_mode(kind) is None for kind in _INFRASTRUCTURE])
+
+
+# -- tracing without data -----------------------------------------------------------------------------
+def fake_mode(leaves: list[Any]) -> Any:
+    """The fake mode of the first fake tensor among `leaves`, else a new one that takes real tensors too."""
+    from torch._subclasses import FakeTensor, FakeTensorMode
+
+    for leaf in leaves:
+        if isinstance(leaf, FakeTensor):
+            # Parameters that a function captures may be real beside fake arguments.
+            leaf.fake_mode.allow_non_fake_inputs = True
+            return leaf.fake_mode
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(tensor: Any) -> bool:
+    """Whether a tensor has no data because it is fake."""
+    from torch._subclasses import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+@contextlib.contextmanager
+def outside_all_modes() -> Iterator[None]:
+    """Step out of every dispatch mode and functorch level, so that a trace inside leaves none in theirs."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    message = hooks_disabled()
+    # While AOTAutograd traces, hooks are not called at all: that too belongs to what is left.
+    tracing = _autograd_c._saved_tensors_hooks_set_tracing(False)
+    try:
+        with temporarily_clear_interpreter_stack(), _disable_current_modes():
+            # The refusal of hooks belongs to the levels that were left.
+            with hooks_allowed() if message is not None else contextlib.nullcontext():
+                yield
+    finally:
+        _autograd_c._saved_tensors_hooks_set_tracing(tracing)

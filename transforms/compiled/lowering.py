@@ -1,0 +1,322 @@
+"""How a region's primitives run when they are written out in a graph that is being traced.
+
+Recording and replaying are those of eager, made simple: what nobody reads is dead code that the compiler
+drops, so nothing is skipped or freed here. Values that the selector keeps stay values of the graph.
+Everything that a recomputation starts from passes a fence (`compiled.barrier_placement` says what that is).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from remat.transforms.compat import as_it_is, graph_storage, tagged
+from remat.transforms.compiled.barrier import Origins, fence, fence_below
+from remat.transforms.compiled.dedup import GraphDedup
+from remat.transforms.context import Mode, is_quiet, quiet
+from remat.transforms.errors import RematError
+from remat.transforms.functorch import Prim, PullBack, replaying
+from remat.transforms.offload import Elsewhere, to_host
+from remat.transforms.ops import Traits, draws, is_shape_arithmetic, traits
+from remat.transforms.placeholders import metadata
+from remat.transforms.region import Region
+from remat.transforms.state import can_seed, draw, new_seed, refuse_generator, seeding
+from remat.transforms.tape import (
+    OFFLOAD,
+    RECOMPUTE,
+    SAVE,
+    Node,
+    Recorder,
+    Tape,
+    map_tensors,
+    targets,
+    tensors_in,
+)
+
+Tensors = Sequence[torch.Tensor]
+# The key under which a graph's nodes say which call of a region they recompute.
+RECOMPUTED = "remat_recomputed"
+_serials = itertools.count()
+# matmul ends in the one or the other, by whether a level below differentiates its operands.
+_LOOKS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default})
+
+
+class Sent(Elsewhere):
+    """A kept value that the graph copies to the host, and back when its recomputation begins.
+
+    A graph has one stream: the copies take their turn among its ops, and none is made ahead of its time.
+    """
+
+    __slots__ = ("device", "host")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.device = tensor.device
+        self.host = to_host(tensor).tensor
+
+
+class GraphLowering:
+    """Runs primitives at the bottom of the functorch levels (a `functorch.World`).
+
+    Args:
+        region: whose primitives.
+        alike: how to copy others of the graph, or to be copied.
+    """
+
+    def __init__(self, region: Region, alike: GraphDedup | None = None) -> None:
+        self.tags = {RECOMPUTED: f"{next(_serials)} {region.name}"}
+        self.alike = alike or GraphDedup()
+
+    def forward(self, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+        """Run a region; with a node above it that will pull back, note what its recomputation needs."""
+        if not prim.sinks:
+            return tuple(prim.body(*operands))
+        run = functools.partial(self._forward, prim, operands)
+        record, outs = run() if prim.mapped else self.alike.forward(operands, prim.masks, run)
+        for sink in prim.sinks:
+            sink.written = record
+        return tuple(outs)
+
+    @staticmethod
+    def _forward(prim: Prim, operands: Tensors) -> tuple[GraphRecord, Tensors]:
+        region = prim.family.region
+        record = GraphRecord(region, operands)
+        selector = record.selector
+        record.tape.loose = prim.dual
+        with selector.watching(levels=True) if selector else contextlib.nullcontext(), record:
+            outs = (prim.recorded or prim.body)(*operands)
+        if selector:
+            selector.finished(record.tape)
+        return record, outs
+
+    def pull(self, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+        """Recompute a region behind a fence, and pull its cotangents back."""
+        run = functools.partial(self._pull, prim, operands)
+        body = prim.body
+        assert prim.source is not None
+        record: GraphRecord = prim.source.written
+        # The pull-back of a pull-back has more operands than the forward.
+        if prim.mapped or not isinstance(body, PullBack) or body.count != len(record.operands):
+            return run()
+        return tuple(self.alike.pull(operands, record, body, self.tags, run))
+
+    def _pull(self, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+        first, last = prim.cotangents
+        after = operands[first:last]
+        assert prim.source is not None
+        record: GraphRecord = prim.source.written
+        region, ambient = prim.family.region, prim.family.ambient
+        with contextlib.ExitStack() as stack:
+            tag = stack.enter_context(contextlib.ExitStack())
+            tag.enter_context(tagged(self.tags))
+            fenced = [
+                t if first <= i < last or record.origins.bare(i) else fence(record.before.get(i, t), after)
+                for i, t in enumerate(operands)
+            ]
+            replay = GraphReplay(record, after, prim.dual or record.tape.loose, tag.close)
+            if ambient.must_be_restored():
+                stack.enter_context(ambient.restored())
+            stack.enter_context(replaying(replay, region.name))
+            return tuple((prim.recorded or prim.body)(*fenced))
+
+
+class GraphRecord(Recorder):
+    """Writes down a region's ops, and what of their results the recomputation takes from the forward.
+
+    Attributes:
+        seeds: the seed of every op that draws, by its position.
+        draws: positions of the ops that draw.
+        before: operands as they were before the region wrote to them, by their position.
+        origins: which operands the recomputation starts from.
+    """
+
+    def __init__(self, region: Region, operands: Tensors) -> None:
+        super().__init__(Tape(region.name), region.selector)
+        self.region = region
+        self.seeds: dict[int, torch.Tensor] = {}
+        self.draws: list[int] = []
+        self.before: dict[int, torch.Tensor] = {}
+        self.operands = list(operands)
+        self.given = {graph_storage(t): i for i, t in enumerate(operands)}
+        self.origins = Origins(operands)
+        self.storages: dict[int, int] = {}  # node -> storage of its first result
+        self.rewritten: set[int] = set()
+        self.keeps = False  # whether anything was kept but seeds
+
+    def values(self) -> list[torch.Tensor] | None:
+        """What is held beside the operands; None where it is more than tensors of the graph."""
+        held: list[Any] = []
+        for value in self.kept.values():
+            map_tensors(held.append, value)
+        if self.rewritten or any(isinstance(value, Elsewhere) for value in held):
+            return None
+        return [*held, *self.seeds.values()]
+
+    def like(self, operands: Tensors, values: Tensors) -> GraphRecord:
+        """The same forward of other operands, which holds other values."""
+        left = iter(values)
+        made = copy.copy(self)
+        made.operands = list(operands)
+        made.kept = {at: map_tensors(lambda _: next(left), value) for at, value in self.kept.items()}
+        made.seeds = dict(zip(self.seeds, left, strict=True))
+        return made
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        facts = traits(func)
+        if is_quiet() or facts.ignored or is_shape_arithmetic(args):
+            return func(*args, **kwargs)
+        for tensor in targets(facts, args, kwargs):
+            self._before_writing(graph_storage(tensor))
+        at = len(self.tape.nodes)
+        if facts.random and draws(func, args, kwargs):
+            self.draws.append(at)
+            out = self._draw(at, func, args, kwargs)
+        else:
+            out = func(*args, **kwargs)
+        self.origins.follow(func, facts, args, kwargs, out)
+        self._note(at, func, facts, args, kwargs, out)
+        return out
+
+    def _draw(self, at: int, func: Any, args: Any, kwargs: Any) -> Any:
+        refuse_generator(self.region.name, func, args, kwargs)
+        if seeding() or not can_seed(func, args, kwargs):
+            return func(*args, **kwargs)
+        self.seeds[at] = seed = new_seed(func, args, kwargs)
+        return draw(seed, func, args, kwargs)
+
+    def _note(self, at: int, func: Any, facts: Traits, args: Any, kwargs: Any, out: Any) -> None:
+        tape, node = self.tape, Node()
+        node.op, node.name, node.verdict, node.root = func, None, RECOMPUTE, at
+        node.outs, node.deps, node.first, node.written, node.optional = (
+            metadata(out),
+            [],
+            len(tape.makers),
+            (),
+            False,
+        )
+        first = next(iter(tensors_in(args)), None) if facts.view else None
+        number = None if first is None else self._numbers.get(first)
+        if number is not None:
+            node.root, node.deps = tape.root_of(number), [tape.makers[number]]
+        tape.nodes.append(node)
+        for tensor in tensors_in(out):
+            self._numbers.set(tensor, len(tape.makers))
+            tape.makers.append(at)
+            self.storages.setdefault(at, graph_storage(tensor))
+        if at in self.draws and at not in self.seeds:
+            # A draw that cannot be repeated from a seed is kept: right, if not small.
+            self.judge(at, SAVE, out)
+        elif (shared := self._kept_around(func)) is not None:
+            self.kept[at], self.keeps = shared, True
+        elif self.selector is not None and (not facts.writes or facts.conditional is not None):
+            self.judge(at, self.selector.decide(at, node, args, kwargs, out), out)
+
+    def _kept_around(self, func: Any) -> Any:
+        """What the region around this one has kept of the op that just ran, None for nothing."""
+        around = self.parent
+        if around is None or not 0 < around.position <= len(around.tape.nodes):
+            return None
+        at = around.position - 1
+        kept = getattr(around, "kept", {}).get(at)
+        return kept if around.tape.nodes[at].op is func and not isinstance(kept, Sent) else None
+
+    def _hold(self, at: int, node: Node, verdict: int, out: Any) -> Any:
+        self.keeps = True
+        return quiet(map_tensors, Sent if verdict == OFFLOAD else as_it_is, out)
+
+    def _before_writing(self, storage: int) -> None:
+        """Copy an operand that is about to be written to; copies nobody reads are dropped."""
+        if storage in self.rewritten:
+            return
+        self.rewritten.add(storage)
+        at = self.given.get(storage)
+        if at is not None:
+            self.before[at] = quiet(torch.clone, self.operands[at])
+
+
+class GraphReplay(Mode):
+    """Runs a region again: hands out kept values, draws from the same seeds, and checks that the ops are
+    the same.
+
+    Args:
+        record: the forward.
+        after: the cotangents, which kept values and seeds are fenced with.
+        loose: op sequences cannot be compared (forward-mode derivatives are computed along).
+        finish: called when the recomputation is over and the backward begins.
+    """
+
+    def __init__(self, record: GraphRecord, after: Tensors, loose: bool, finish: Callable[[], None]) -> None:
+        super().__init__()
+        self.tape, self.record = record.tape, record
+        self.after, self.loose, self.finish = after, loose, finish
+        self.at = self.drawn = 0
+        self.done = False
+
+    @property
+    def position(self) -> int:
+        return self.at
+
+    def forward_done(self) -> None:
+        """What follows belongs to the backward."""
+        self.done = True
+        self.finish()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        facts = traits(func)
+        if self.done or is_quiet() or facts.ignored or is_shape_arithmetic(args):
+            return func(*args, **kwargs)
+        at, self.at = self.at, self.at + 1
+        if facts.random and draws(func, args, kwargs):
+            return self._draw(func, args, kwargs)
+        if self.loose or not self.record.keeps:
+            return func(*args, **kwargs)
+        self._check(at, func)
+        if at not in self.record.kept or (
+            facts.view and self.record.storages.get(at) in self.record.rewritten
+        ):
+            return func(*args, **kwargs)
+        return self._hand_out(at)
+
+    def _hand_out(self, at: int) -> Any:
+        return quiet(map_tensors, self._fenced, self.record.kept[at])
+
+    def _fenced(self, value: Any) -> torch.Tensor:
+        if isinstance(value, Sent):
+            return fence_below(value.host, self.after).to(value.device)
+        return fence_below(value, self.after)
+
+    def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
+        turn, self.drawn = self.drawn, self.drawn + 1
+        if turn >= len(self.record.draws):
+            raise RematError(self._differs(f"it draws more often, with {func}"))
+        at = self.record.draws[turn]
+        self._check(at, func)
+        seed = self.record.seeds.get(at)
+        if seed is None:
+            return self._write(func, args, kwargs, self._hand_out(at))
+        return draw(quiet(fence_below, seed, self.after), func, args, kwargs)
+
+    @staticmethod
+    def _write(func: Any, args: Any, kwargs: Any, value: Any) -> Any:
+        for target in targets(traits(func), args, kwargs):
+            return target.copy_(value)
+        return value
+
+    def _check(self, at: int, func: Any) -> None:
+        nodes = self.tape.nodes
+        if at >= len(nodes) or not (nodes[at].op is func or _LOOKS.issuperset((nodes[at].op, func))):
+            was = "ended" if at >= len(nodes) else f"ran {nodes[at].op}"
+            raise RematError(self._differs(f"at op {at} the forward {was}, the recomputation runs {func}"))
+
+    def _differs(self, what: str) -> str:
+        return (
+            f"the recomputation of region {self.tape.region!r} does not repeat its forward in the traced "
+            f"graph: {what}. Please report this as a bug in remat; policy=save_nothing compiles such regions."
+        )

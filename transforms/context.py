@@ -1,0 +1,202 @@
+"""What is going on around the code at hand: recordings, regions that run again, captures, our own ops."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from torch.autograd.profiler import record_function
+
+from remat.transforms.compat import DispatchMode, profiling
+
+if TYPE_CHECKING:
+    from remat.transforms.tape import Tape
+
+
+class _Active(threading.local):
+    """What is going on in this thread. (A bare threading.local is slow to say that it lacks something.)"""
+
+    stack: Any = ()
+    selecting = False  # whether the innermost region around may keep values
+    transparent = False  # whether regions keep what autograd keeps
+    sessions: tuple[Any, ...] = ()  # the captures that are open
+    listeners: tuple[Any, ...] = ()  # who wants to know what regions keep
+    quiet = False
+    unasked = False
+
+    def __init__(self) -> None:
+        self.rerun: list[str] = []  # names of the regions that are being run again
+        self.replays: list[Any] = []  # under functorch: what hands out values, and how to end the rerun
+
+
+active = _Active()
+
+
+class Mode(DispatchMode):
+    """Shared by recording and replaying: a stack of those active, and silence for the engine's own ops."""
+
+    tape: Tape
+    records = False  # whether it watches a forward
+    reruns = False  # whether it watches one of which the function runs again
+    parent: Mode | None = None  # what records or replays around it
+
+    def __enter__(self) -> Any:
+        stack = active.__dict__.setdefault("stack", [])
+        self.parent = stack[-1] if stack else None
+        stack.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> Any:
+        active.stack.pop()
+        return super().__exit__(*exc)
+
+    @property
+    def position(self) -> int:
+        """How many ops it has seen."""
+        raise NotImplementedError
+
+
+def enclosing() -> Mode | None:
+    """The innermost recording or replaying in progress on this thread."""
+    stack = active.stack
+    return stack[-1] if stack else None
+
+
+@contextlib.contextmanager
+def inside() -> Iterator[None]:
+    """Tell the enclosing recording, if any, that what runs now is a region of its own.
+
+    Where the function around runs again, that region runs a forward of its own, with all of its ops.
+    """
+    mode = enclosing()
+    if mode is None or not mode.reruns:
+        yield
+        return
+    start = mode.position
+    yield
+    mode.tape.inner.append((start, mode.position))
+
+
+def selective_around() -> bool:
+    """Whether a region around may keep values, which one inside must then not recompute."""
+    return any(getattr(mode, "selective", True) for mode in active.stack)
+
+
+def recordings() -> list[Any]:
+    """The recordings in progress on this thread, outermost first."""
+    return [mode for mode in active.stack if mode.records]
+
+
+def is_quiet() -> bool:
+    """Whether an op of the engine's own runs."""
+    return active.quiet
+
+
+def quiet(function: Callable[..., Any], *args: Any) -> Any:
+    """Run an op of the engine's own, which no recording counts."""
+    before = active.quiet
+    active.quiet = True
+    try:
+        return function(*args)
+    finally:
+        active.quiet = before
+
+
+def unasked(function: Callable[..., Any], *args: Any) -> Any:
+    """Run an op of the engine's own, which recordings count, and no selector is asked about."""
+    before = active.unasked
+    active.unasked = True
+    try:
+        return function(*args)
+    finally:
+        active.unasked = before
+
+
+# -- regions around the code at hand ---------------------------------------------------------------------
+_NOTHING = contextlib.nullcontext()
+
+
+def run_innermost(
+    function: Callable[..., Any], selects: bool, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """Call a region's function as a part of a recording or of a recomputation; `selects`: it has a policy."""
+    before = active.selecting
+    if not selects and not before:
+        return function(*args, **kwargs)
+    active.selecting = selects
+    try:
+        return function(*args, **kwargs)
+    finally:
+        active.selecting = before
+
+
+def selecting() -> bool:
+    """Whether the innermost region that runs around here, for the first time or again, may keep values."""
+    return active.selecting
+
+
+@contextlib.contextmanager
+def choosing() -> Iterator[None]:
+    """Around a function that a policy lets run as it is: the innermost region there keeps all values."""
+    before = active.selecting
+    active.selecting = True
+    try:
+        yield
+    finally:
+        active.selecting = before
+
+
+def recomputing(name: str) -> Callable[[], Any]:
+    """Begin to run the region `name` again on this thread; call what comes back at the end."""
+    names = active.rerun
+    names.append(name)
+    if not profiling():
+        return names.pop
+    label = labelled("recompute", name)
+    label.__enter__()
+
+    def end() -> None:
+        label.__exit__(None, None, None)
+        names.pop()
+
+    return end
+
+
+@contextlib.contextmanager
+def planning(name: str) -> Iterator[None]:
+    """Run the region `name` for what it would do: a run beside the passes, as a recomputation is."""
+    active.rerun.append(name)
+    try:
+        yield
+    finally:
+        active.rerun.pop()
+
+
+def labelled(phase: str, name: str) -> AbstractContextManager[Any]:
+    """A label for the profiler's trace, such as `remat::recompute block`, if a profiler is on."""
+    return record_function(f"remat::{phase} {name}") if profiling() else _NOTHING
+
+
+def recomputed_region() -> str | None:
+    """The name of the region that this thread is running again, None if it is running none."""
+    names = active.rerun
+    return names[-1] if names else None
+
+
+def is_recomputing() -> bool:
+    """Whether the code that asks runs as part of a recomputation.
+
+    Also where a budget is planned (once for each shape of the arguments, on tensors without data), and where
+    `capture_grads` looks for names under `torch.func`. For counters, prints and logs: the same torch ops must
+    run in both passes, and a tensor that code sets aside in the recomputation holds no numbers where the
+    backward does not read it. For intermediates there is `remat.capture`.
+
+    Example:
+        >>> from remat import is_recomputing
+        >>> is_recomputing()
+        False
+    """
+    return bool(active.rerun)

@@ -1,0 +1,507 @@
+"""Recomputation under plain autograd: one graph, kept through saved-tensor hooks.
+
+The forward runs as it is, watched op by op; what autograd would save is replaced by a handle. When the
+backward asks for the first of them, the ops that the saved values take run again from the tape, below
+autograd: a saved variable reattaches its own history when it is unpacked, so data is all it needs. Hooks,
+FSDP, in-place ops on results and captured tensors behave as without remat, because the autograd graph is the
+one without remat. The idea of the hooks is that of torch.utils.checkpoint (non-reentrant).
+
+Where the tape does not tell all that was computed (raw kernels, collectives, operators on functions), the
+user's function runs again as a whole (`rerun.Rerun`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from typing import Any
+
+import torch
+
+from remat.transforms.compat import (
+    at_backward_end,
+    below_levels,
+    graph_kept,
+    graph_task,
+    in_transform,
+    next_node,
+    pop_hooks,
+    push_hooks,
+    set_grad_enabled,
+)
+from remat.transforms.context import active, quiet
+from remat.transforms.eager.inputs import Inputs
+from remat.transforms.eager.reports import report_frame
+from remat.transforms.eager.rerun import Rerun
+from remat.transforms.eager.saved import DroppedInput, Packer, Residuals, SavedInput, bytes_of, watcher
+from remat.transforms.errors import RematError
+from remat.transforms.offload import Store, away_in
+from remat.transforms.pytree import flatten, split
+from remat.transforms.region import CachedTrace, recomputing
+from remat.transforms.state import generators_put_back
+from remat.transforms.tape import Needs, Program, Reachability, Recorder, Tape, listening, tensors_in
+
+
+class Handle:
+    """What autograd holds in the place of a value: it is gone when no backward can want the value."""
+
+    __slots__ = ("__weakref__", "at", "value")
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+        self.value: torch.Tensor | None = None  # the value itself, where it is held as it is
+
+
+class Frame(Packer):
+    """One forward of a region, and whatever it takes to make again what its backward reads.
+
+    Attributes:
+        recorder: what watches the forward; None once that is over.
+        tape: the ops of the forward.
+        kept: what is kept, by op.
+        held: the tensors from outside that the backward needs, by their positions on the tape.
+        program: what runs again; None where the function does (`rerun`).
+        values: saved values that were made again and that the backward has not read yet.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "dropped",
+        "handles",
+        "held",
+        "kept",
+        "program",
+        "random",
+        "reach",
+        "recorder",
+        "region",
+        "nodes",
+        "rerun",
+        "residuals",
+        "snapshots",
+        "spent",
+        "start",
+        "store",
+        "tape",
+        "task",
+        "values",
+    )
+
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs, self.region = inputs, inputs.region
+        self.inner = 0
+        self.task = -1  # the backward pass for which values were made again
+        self.recorder: Recorder | None = None
+        self.tape = Tape(self.region.name)
+        self.kept: dict[int, Any] = {}
+        self.held: dict[int, SavedInput] = {}
+        self.dropped: dict[int, DroppedInput] = {}
+        self.handles: list[weakref.ref[Handle]] = []
+        self.values: dict[int, torch.Tensor] = {}
+        self.random: dict[int, Any] = {}
+        self.snapshots: dict[int, Any] = {}
+        self.program: Program | None = None
+        self.rerun: Rerun | None = None
+        self.reach: Reachability | None = None
+        self.store: Store | None = None
+        self.spent = False  # whether kept values were let go of
+        self.residuals: Residuals | None = None
+        self.start = next_node()
+        self.nodes = 0  # how many autograd nodes the forward made
+
+    # -- forward ---------------------------------------------------------------------------------------
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], known: CachedTrace | None) -> Any:
+        """Run the function and settle what is kept of it; `known` is what an earlier call did."""
+        region, inputs = self.region, self.inputs
+        self.recorder = recorder = Recorder(
+            self.tape,
+            region.selector,
+            inputs.tensors,
+            digest=region.digest,
+            casts=inputs.ambient.casts,
+            expected=None if known is None else known.tape,
+            expected_kept=frozenset() if known is None else known.kept,
+        )
+        if known is None:
+            inputs.note_random()
+            self.residuals = Residuals(inputs.tensors, recorder)
+        elif known.residual:
+            self.residuals = Residuals((), None)
+        watching = recorder.selector.watching() if recorder.selector else contextlib.nullcontext()
+        push_hooks(self.pack, self.unpack)
+        try:
+            with watching, recorder:
+                out = region.run(args, kwargs)
+        except BaseException:
+            # What it holds leads back here through the graph.
+            self.recorder = None
+            raise
+        finally:
+            pop_hooks()
+            self.values, self.task = {}, -1
+        self.nodes = next_node() - self.start
+        try:
+            if known is not None and recorder.followed:
+                self._settle_as(known, recorder, out)
+            else:
+                recorder.leave()
+                self._settle(recorder, out)
+            if recorder.parent is not None or inputs.hooks is not None:
+                self._tell_around(recorder)
+            self._note_away(recorder, out)
+        finally:
+            self.recorder = None
+        if recorder.selector:
+            recorder.selector.finished(self.tape)
+        return out
+
+    def pack(self, tensor: torch.Tensor) -> Handle:
+        recorder = self.recorder
+        assert recorder is not None
+        # What a region inside this one keeps is no node's of this one.
+        owner = None if self.inner else next_node() - 1 - self.start
+        handle = Handle(len(self.handles))
+        self.handles.append(weakref.ref(handle))
+        number = recorder.pack(tensor, owner)
+        if number < 0 and (tell := watcher(self.inputs.hooks)) is not None:
+            tell(tensor)
+        if self.region.cache.differentiates:
+            recorder.alive[number] = tensor
+        if self.residuals is not None and not self.residuals.add(tensor):
+            self.residuals = None
+        return handle
+
+    def lesson(self) -> CachedTrace | None:
+        """What this forward tells of the next call with the same signature, None if nothing."""
+        tape, program = self.tape, self.program
+        if program is None or not tape.cacheable or tape.meta or self.region.digest is not None:
+            return None
+        held, kept = frozenset(self.held), frozenset(self.kept)
+        ends = None if self.reach is None else self.reach.behind
+        return CachedTrace(tape, program, kept, held, self.residuals is not None, ends, self.nodes)
+
+    def _settle_as(self, known: CachedTrace, recorder: Recorder, out: Any) -> None:
+        """The forward was the known one: keep what that kept."""
+        self.tape, self.program = known.tape, known.program
+        if self.residuals is not None:
+            self._hold_residuals(self.residuals)
+        else:
+            self.kept = recorder.kept
+            self._take(recorder, known.held)
+        if known.ends is not None and self.nodes == known.nodes:
+            self.reach = Reachability(_differentiated(out), self.start, known.ends)
+
+    def _settle(self, recorder: Recorder, out: Any) -> None:
+        """Keep what is needed of arguments and values, now that all is known that the backward may read."""
+        tape = self.tape
+        outs = _differentiated(out)
+        if len(outs) > 1:
+            reach = Reachability(outs, self.start)
+            self.reach = reach if reach.differ else None
+        recorder.share_around()
+        wanted = self._computed()
+        needs = Needs(tape, self._sources(wanted), recorder.kept)
+        held = {-1 - n for n, position in tape.packed if tape.is_outside(n, position)}
+        if needs.whole:
+            self._settle_whole(recorder, needs, held)
+        else:
+            program = Program(tape, needs, wanted)
+            self._release(recorder, program.kept)
+            self._take(recorder, held.union(program.outside))
+            self.program = program
+            self._prefer_residuals(recorder)
+        if listening():
+            report_frame(self, recorder)
+
+    def _settle_whole(self, recorder: Recorder, needs: Needs, held: set[int]) -> None:
+        """The function is to run again: hold all arguments, and what stands in for its ops."""
+        self._release(recorder, frozenset(recorder.kept))
+        self._take(recorder, held.union(needs.outside, range(self.tape.arguments)))
+        self.inputs.note_surroundings()
+        self.rerun = Rerun(self, needs)
+
+    def _computed(self) -> list[int]:
+        """The saved values that have to be made again: those from outside are held."""
+        tape = self.tape
+        return [i for i, (number, at) in enumerate(tape.packed) if not tape.is_outside(number, at)]
+
+    def _sources(self, wanted: list[int]) -> set[int]:
+        return {source for i in wanted for source in self.tape.sources(*self.tape.packed[i])}
+
+    def _tell_around(self, recorder: Recorder) -> None:
+        """What this region keeps is not computed again by a region around it, and what it reads is not lost."""
+        if (tell := watcher(self.inputs.hooks)) is not None:
+            for at in self.held:
+                tell(recorder.outside[at])
+        around = recorder.parent
+        if around is None or not around.records:
+            return
+        for at, value in self.kept.items():
+            if at in recorder.outer:
+                around.offer(recorder.outer[at], value, self.tape.nodes[at].op)  # pyright: ignore
+
+    def _release(self, recorder: Recorder, needed: frozenset[int]) -> None:
+        """Keep of what was kept only what is read."""
+        self.kept = {at: value for at, value in recorder.kept.items() if at in needed}
+
+    def _take(self, recorder: Recorder, held: Any) -> None:
+        """Hold these tensors from outside, and what the recomputation starts from besides."""
+        inputs, tape = self.inputs, self.tape
+        snapshots = recorder.snapshots
+        for at in sorted(held):
+            if tape.outside[at].root in snapshots:
+                self.snapshots[tape.outside[at].root] = snapshots[tape.outside[at].root]
+            self.held[at] = SavedInput(recorder.outside[at], inputs.hooks)
+        self.random = recorder.random if self.program is None or self.program.draws else {}
+        if self.kept:
+            # After what is kept was let go of, all may be asked for once more.
+            self.dropped = {
+                at: DroppedInput(tensor, at < tape.arguments)
+                for at, tensor in enumerate(recorder.outside)
+                if at not in self.held
+            }
+
+    def _prefer_residuals(self, recorder: Recorder) -> None:
+        # Promise 2: never keep more than no remat keeps. Where the inputs are larger than what autograd saves
+        # (a reduction, a cast down), the saved values themselves are the better thing to keep.
+        residuals, program = self.residuals, self.program
+        self.residuals = None
+        if residuals is None or program is None or not any(step.call for step in program.steps):
+            return
+        needed = [recorder.outside[at] for at in self.held]
+        if residuals.bytes < bytes_of([*needed, *tensors_in(list(self.kept.values()))]):
+            self.residuals = residuals
+            self._hold_residuals(residuals)
+            self.held, self.kept, self.dropped, self.random = {}, {}, {}, {}
+
+    def _hold_residuals(self, residuals: Residuals) -> None:
+        for ref, tensor in zip(self.handles, residuals.tensors, strict=True):
+            if (handle := ref()) is not None:
+                handle.value = tensor.detach()
+        residuals.finish()
+
+    def _note_away(self, recorder: Recorder, out: Any) -> None:
+        """Note what was sent to the host."""
+        away = {at: value for at, value in self.kept.items() if any(True for _ in away_in(value))}
+        if not away:
+            return
+        self.store = Store(self.kept)
+        # The caller may write to the results, into memory that is perhaps still being sent.
+        roots = {recorder.root(t) for t in tensors_in(flatten(out)[0])}
+        for at, value in away.items():
+            if self.tape.nodes[at].root in roots:
+                for parcel in away_in(value):
+                    parcel.parcel.wait()
+
+    # -- backward --------------------------------------------------------------------------------------
+
+    def unpack(self, handle: Handle) -> torch.Tensor:
+        at = handle.at
+        if self.recorder is not None:
+            return self._get_early(at, self.recorder)
+        if handle.value is not None:
+            return handle.value.detach()
+        number, position = self.tape.packed[at]
+        if self.tape.is_outside(number, position) and -1 - number in self.held:
+            return self.outside(-1 - number)
+        task = graph_task()
+        if task != self.task or at not in self.values:
+            self._fill(at, task)
+        value = self.values.pop(at)
+        if task == -1:
+            self.forget()
+        return value
+
+    def outside(self, at: int) -> torch.Tensor:
+        """The tensor from outside at this position of the tape."""
+        return self.held[at].get(self.region.name, lambda tensor: self.inputs.path(at, tensor))
+
+    def _fill(self, at: int, task: int) -> None:
+        """Make saved value `at` again, and with it what else this backward reads."""
+        self.forget()
+        self.task = task
+        passing.add(self, task)
+        if in_transform():
+            with below_levels():
+                self._run(at)
+        else:
+            self._run(at)
+
+    def _run(self, at: int) -> None:
+        if self.rerun is not None:
+            self.values = self.rerun.run()
+            return
+        program = self.program
+        assert program is not None
+        part = self._part()
+        if part is not None and at in part:
+            program = self._program_for(sorted(part))
+        elif self.spent:
+            program = self._program_anew()
+        spend = program is self.program and self._spends()
+        take: Any = self.kept.__getitem__
+        if spend and self.kept:
+            take, self.spent = self.kept.pop, True
+        self.values = self.execute(program, self.outside, take)
+        if spend:
+            self.kept = {}
+
+    def execute(self, program: Program, outside: Any, take: Any) -> dict[int, torch.Tensor]:
+        """Run a program under the state in which the forward ran, and leave no trace of it."""
+        inputs = self.inputs
+        scratch = {root: quiet(snapshot.copy) for root, snapshot in self.snapshots.items()}
+
+        def read(at: int) -> torch.Tensor:
+            root = self.tape.outside[at].root
+            return scratch[root].view(outside(at)) if root in scratch else outside(at)
+
+        graded = torch.is_grad_enabled()
+        set_grad_enabled(False)
+        end = recomputing(self.region.name)
+        random = self.random if self.region.preserve_rng_state else {}
+        try:
+            with contextlib.ExitStack() as stack:
+                for context in inputs.ambient_contexts():
+                    stack.enter_context(context)
+                if program.draws and random:
+                    stack.enter_context(generators_put_back(random.values()))
+                if self.store is not None:
+                    stack.enter_context(self.store.fetched(program.kept))
+                return program.run(read, take, random, self.region.digest)
+        finally:
+            end()
+            set_grad_enabled(graded)
+
+    def _part(self) -> set[int] | None:
+        """The saved values that the backward under way reads, None for all of them."""
+        if self.reach is None or graph_task() == -1:
+            return None
+        idle = self.reach.idle_now()
+        return {
+            i
+            for i, (ref, owner) in enumerate(zip(self.handles, self.tape.owners, strict=True))
+            if ref() is not None and (owner is None or owner not in idle)
+        }
+
+    def _program_for(self, wanted: list[int]) -> Program:
+        computed = set(self._computed())
+        wanted = [i for i in wanted if i in computed]
+        return Program(self.tape, Needs(self.tape, self._sources(wanted), self.kept), wanted)
+
+    def _program_anew(self) -> Program:
+        """What makes all values where nothing is kept any more."""
+        for at, dropped in list(self.dropped.items()):
+            if (tensor := dropped.tensor()) is not None:
+                self.held[at] = SavedInput(tensor, None)
+                del self.dropped[at]
+        program = Program(self.tape, Needs(self.tape, self._sources(self._computed()), {}), self._computed())
+        if any(at not in self.held for at in program.outside):
+            raise RematError(
+                f"region {self.region.name!r}: a backward asks again for values that an earlier one let go "
+                "of, and an argument is gone or was written to. Say retain_graph=True in the earlier one."
+            )
+        return program
+
+    def _spends(self) -> bool:
+        """Whether kept values go as they are read, like autograd's own saved values.
+
+        A pass that keeps no graph reads each of them once. Should one be asked for again after all, as by
+        another such pass through other nodes, everything is computed anew; that takes all that was read.
+        """
+        if graph_kept() or self.reach is not None:
+            return False
+        return self.spent or not any(d.tensor() is None for d in self.dropped.values())
+
+    def forget(self) -> None:
+        """Let go of recomputed values."""
+        self.values = {}
+        for held in self.held.values():
+            held.forget()
+
+    # -- a backward inside the forward -------------------------------------------------------------------
+
+    def _get_early(self, at: int, recorder: Recorder) -> torch.Tensor:
+        """A value for a backward pass that the function itself runs."""
+        recorder.leave()
+        number, position = self.tape.packed[at]
+        overwritten = self.tape.last_write.get(self.tape.root_of(number), -1) >= position
+        living = None if overwritten else recorder.living(number)
+        # From now on what is saved is held while the function runs: it costs less than to make it again.
+        self.region.cache.differentiates = True
+        task = graph_task()
+        if living is None and (task != self.task or at not in self.values):
+            active.quiet, before = True, active.quiet
+            try:
+                self.values = self._partly(at, recorder)
+            finally:
+                active.quiet = before
+            self.task = task
+        value = self.values.pop(at) if living is None else quiet(living.detach)
+        recorder.bind(value, number)
+        return value
+
+    def _partly(self, at: int, recorder: Recorder) -> dict[int, torch.Tensor]:
+        """What was saved so far, made again from the part of the tape that there is."""
+        wanted = [i for i in self._computed() if self.handles[i]() is not None]
+        if at not in wanted:
+            wanted.append(at)
+        needs = Needs(self.tape, self._sources(wanted), recorder.kept)
+        if needs.whole:
+            raise RematError(
+                f"region {self.region.name!r} runs a backward pass inside of values that an unseen kernel made"
+                f" ({self.tape.open or 'it fills uninitialized memory'}). Run that part of the function outside "
+                "of the region."
+            )
+        self.random, self.snapshots = recorder.random, recorder.snapshots
+        return self.execute(
+            Program(self.tape, needs, wanted),
+            lambda i: recorder.outside[i].detach(),
+            recorder.kept.__getitem__,
+        )
+
+    def repack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Take the next value that a run of the function saves."""
+        assert self.rerun is not None
+        return self.rerun.pack(tensor)
+
+    @property
+    def complete(self) -> bool:
+        """Whether a run of the function that is under way has seen all it was started for."""
+        return self.rerun is not None and self.rerun.complete
+
+
+class _Passing(threading.local):
+    """The frames that the backward pass at hand has made values for, to be forgotten at its end.
+
+    What a partial backward leaves unread must not outlive it. By weak reference: what a region keeps goes
+    when its own nodes are through, not with the pass.
+    """
+
+    task = -1
+    frames: Any = ()
+
+    def add(self, frame: Frame, task: int) -> None:
+        """Note that `frame` makes values for the backward pass `task`, -1 outside of any."""
+        if task == -1:
+            return
+        if task != self.task:
+            frames: list[weakref.ref[Frame]] = []
+            self.task, self.frames = task, frames
+            at_backward_end(lambda: _forget(frames))
+        self.frames.append(weakref.ref(frame))
+
+
+passing = _Passing()
+
+
+def _forget(frames: list[weakref.ref[Frame]]) -> None:
+    for frame in frames:
+        alive = frame()
+        if alive is not None:
+            alive.forget()
+
+
+def _differentiated(out: Any) -> list[torch.Tensor]:
+    return [t for t in split(flatten(out)[0])[0] if t.grad_fn is not None]

@@ -1,0 +1,140 @@
+"""What a region was called with in plain autograd, and under what: enough to call it again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from remat.transforms.closure import Bindings, innermost, of_arguments, of_captured
+from remat.transforms.compat import modules_watched, top_hooks, without_module_trackers
+from remat.transforms.intermediates import again, current, marks
+from remat.transforms.pytree import flatten, flatten_call, split, unflatten
+from remat.transforms.region import Region
+from remat.transforms.state import Ambient, RandomState, device_kinds
+
+
+class Inputs:
+    """The arguments of one call, and the state around it.
+
+    Attributes:
+        tensors: the tensors among the arguments, while the forward runs.
+        leaves, arguments, spec: the other leaves, the places of the tensors among them, and the structure.
+        hooks: the saved-tensor hooks around the region.
+        random, bindings, swap: generators, modules and captured tensors as the function found them; only
+            where the function runs again.
+    """
+
+    __slots__ = (
+        "ambient",
+        "arguments",
+        "bindings",
+        "hooks",
+        "kinds",
+        "leaf",
+        "leaves",
+        "random",
+        "region",
+        "spec",
+        "swap",
+        "taps",
+        "tensors",
+    )
+
+    def __init__(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.region = region
+        leaves, self.spec = flatten_call(args, kwargs)
+        if self.spec is None:
+            self.tensors, self.arguments = leaves, range(len(leaves))
+            self.leaves: list[Any] = []
+        else:
+            self.tensors, self.arguments = split(leaves)
+            self.leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self.hooks = top_hooks()
+        self.kinds = device_kinds(self.tensors)
+        self.ambient = Ambient(self.kinds)
+        self.taps = marks()
+        self.random: RandomState | None = None
+        self.bindings: Bindings | None = None
+        self.swap: Any = None
+        self.leaf: list[tuple[bool, bool]] = []
+
+    def note_random(self) -> None:
+        """Note the state of the generators before the forward."""
+        if self.region.preserve_rng_state:
+            self.random = RandomState(self.tensors, self.kinds)
+
+    def note_surroundings(self) -> None:
+        """Note what a run of the function itself needs besides its arguments."""
+        self.bindings = Bindings(self.region.function, self.region.slots)
+        self.swap = innermost()
+
+    @property
+    def label(self) -> str:
+        return self.region.name
+
+    def signature(self) -> Any:
+        """What decides, besides the function, which ops run."""
+        shapes = tuple([(t.shape, t.dtype, t.requires_grad) for t in self.tensors])
+        training = getattr(self.region.function, "training", None)
+        steering = tuple(self._steering()) if len(self.leaves) > len(self.tensors) else ()
+        return shapes, training, self.ambient.autocast, self.spec, steering
+
+    def _steering(self) -> Iterator[Any]:
+        for leaf in self.leaves:
+            yield leaf if isinstance(leaf, (int, float, str)) else type(leaf)
+
+    def rebuild(self, tensors: list[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments again, as leaves of a graph of their own; one that was passed twice is one again."""
+        leaves = list(self.leaves) if self.spec is not None else [None] * len(tensors)
+        again: dict[int, Any] = {}
+        for i, (tensor, (key, leaf, graded)) in zip(
+            self.arguments, zip(tensors, self.leaf, strict=True), strict=True
+        ):
+            made = again.get(key)
+            if made is None:
+                made = tensor.requires_grad_() if graded else tensor
+                if self.ambient.casts and not leaf and graded:
+                    # Autocast caches casts of leaves, and this one was none in the forward.
+                    with torch.enable_grad():
+                        made = tensor.view_as(tensor)
+                again[key] = made
+            leaves[i] = made
+        # The structure of a call with tensors only is not even noted.
+        return (tuple(leaves), {}) if self.spec is None else unflatten(leaves, self.spec)
+
+    def finish(self) -> None:
+        """The forward is over: let go of the arguments."""
+        first: dict[int, int] = {}
+        self.leaf = [
+            (first.setdefault(id(t), i), t.is_leaf, t.requires_grad) for i, t in enumerate(self.tensors)
+        ]
+        self.tensors = []
+
+    def contexts(self) -> list[AbstractContextManager[Any]]:
+        """What has to be put back for the function to see what it saw."""
+        needed: list[AbstractContextManager[Any]] = []
+        if self.taps or current():
+            needed.append(again(self.taps))
+        if self.swap is not None:
+            needed.append(self.swap.lenient())
+        if self.bindings is not None and self.bindings.changed():
+            needed.append(self.bindings.restored())
+        needed.extend(self.ambient_contexts())
+        if modules_watched():
+            # They would add ops of their own to the replay: inputs are leaves there, not in the forward.
+            needed.append(without_module_trackers())
+        return needed
+
+    def ambient_contexts(self) -> list[AbstractContextManager[Any]]:
+        """What has to be put back for ops to do what they did."""
+        return [self.ambient.restored()] if self.ambient.must_be_restored() else []
+
+    def path(self, at: int | None, tensor: torch.Tensor) -> str | None:
+        """What the user calls the argument number `at`, or a captured tensor."""
+        if at is None or at >= len(self.arguments):
+            return of_captured(self.region.function, tensor)
+        spec = self.spec or flatten((tuple([None] * len(self.arguments)), {}))[1]
+        return of_arguments(self.region.function, spec).get(self.arguments[at])

@@ -1,0 +1,145 @@
+"""Running a region's function again, as a whole, where its tape does not tell all that was computed.
+
+Every value that the function can see is real: ops run, what is kept is handed out, arguments that were one
+tensor are one tensor, and ops and their constants are compared with those of the forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from remat.transforms.compat import pop_hooks, push_hooks, set_grad_enabled, unseen
+from remat.transforms.errors import RematError
+from remat.transforms.region import recomputing
+from remat.transforms.state import generators_put_back
+from remat.transforms.tape import Needs, Replay, Stop, not_repeated, storage
+
+if TYPE_CHECKING:
+    from remat.transforms.eager.frame import Frame
+
+
+class Rerun:
+    """Recomputes the saved values of one frame by its function."""
+
+    __slots__ = ("count", "frame", "needs", "values")
+
+    def __init__(self, frame: Frame, needs: Needs) -> None:
+        self.frame, self.needs = frame, needs
+        self.count = -1  # how many values the run under way has saved
+        self.values: dict[int, torch.Tensor] = {}
+
+    @property
+    def complete(self) -> bool:
+        """Whether the run under way has saved all that the forward did."""
+        return self.count == len(self.frame.tape.packed) and not self.frame.inner
+
+    def run(self) -> dict[int, torch.Tensor]:
+        """All saved values, by their numbers."""
+        frame, inputs = self.frame, self.frame.inputs
+        args, kwargs = inputs.rebuild([frame.outside(at) for at in range(frame.tape.arguments)])
+        for at, held in frame.held.items():
+            if at >= frame.tape.arguments and not _is_shared(frame, at):
+                # Only to see that it was not written to.
+                held.get(frame.region.name, lambda tensor, at=at: inputs.path(at, tensor))
+        inner, frame.inner = frame.inner, 0
+        self.values, self.count = {}, 0
+        try:
+            with contextlib.ExitStack() as stack:
+                if inputs.random is not None:
+                    stack.callback(inputs.random.again().restore)
+                    inputs.random.restore()
+                    stack.enter_context(generators_put_back(frame.random.values()))
+                for context in inputs.contexts():
+                    stack.enter_context(context)
+                if frame.store is not None:
+                    stack.enter_context(frame.store.fetched(None))
+                if not frame.tape.loose:
+                    stack.enter_context(self._replay())
+                self._call(args, kwargs)
+        except Stop:
+            pass
+        finally:
+            frame.inner = inner
+        values, self.values = self.values, {}
+        count, self.count = self.count, -1
+        if count < len(frame.tape.packed):
+            raise self._differs(
+                f"it packed fewer values for the backward than the {len(frame.tape.packed)} of it"
+            )
+        return values
+
+    def _replay(self) -> Replay:
+        frame, region = self.frame, self.frame.region
+        return Replay(
+            frame.tape,
+            self.needs,
+            frame.kept,
+            random=frame.random if region.preserve_rng_state else {},
+            snapshots=[
+                (storage(frame.held[at].packed), frame.snapshots[root])
+                for at, root in ((at, frame.tape.outside[at].root) for at in frame.held)
+                if root in frame.snapshots
+            ],
+            check=region.determinism_check != "none",
+            digest=region.digest,
+            casts=frame.inputs.ambient.casts,
+        )
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        graded = torch.is_grad_enabled()
+        set_grad_enabled(True)
+        push_hooks(self.frame.repack, _identity)
+        end = recomputing(self.frame.region.name)
+        try:
+            self.frame.region.run(args, kwargs)
+        finally:
+            end()
+            pop_hooks()
+            set_grad_enabled(graded)
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Take the next value that the function saves."""
+        tape = self.frame.tape
+        at, self.count = self.count, self.count + 1
+        if at >= len(tape.packed):
+            raise self._differs(f"it packs more than the {len(tape.packed)} values of the forward")
+        # An op's own result, packed as it is, would hold on to the op: nothing frees that cycle.
+        with unseen(tensor):
+            alias = tensor.detach()
+        self._check(at, alias)
+        self.values[at] = alias
+        if self.complete:
+            raise Stop
+        return alias
+
+    def _check(self, at: int, tensor: torch.Tensor) -> None:
+        if self.frame.region.determinism_check == "none":
+            return
+        shape, _, dtype, device = self.frame.tape.meta_of(self.frame.tape.packed[at][0])
+        if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
+            now = f"{tensor.dtype}{list(tensor.shape)} on {tensor.device}"
+            then = f"{dtype}{list(shape)} on {device}"
+            raise self._differs(
+                f"value {at} that it packs for the backward is {now}, in the forward it was {then}"
+            )
+
+    def _differs(self, what: str) -> RematError:
+        return RematError(not_repeated(self.frame.region.name, what))
+
+
+def stop_enclosing(hooks: Any) -> None:
+    """End the run of the enclosing region's function if this region was the last thing it needed."""
+    frame = getattr(hooks[0], "__self__", None) if hooks else None
+    if getattr(frame, "complete", False):
+        raise Stop
+
+
+def _is_shared(frame: Frame, at: int) -> bool:
+    return frame.held[at].unpack is not None
+
+
+def _identity(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

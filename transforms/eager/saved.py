@@ -1,0 +1,162 @@
+"""How a frame of plain autograd holds what it was given until the backward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from remat.transforms.compat import top_hooks
+from remat.transforms.errors import RematError
+from remat.transforms.tape import version_of, written
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+class Packer:
+    """Base of what stands behind saved-tensor hooks."""
+
+    __slots__ = ("inner", "inputs")
+
+    inner: int  # how many regions inside this one are handing their arguments over right now
+    inputs: Any  # what the region was called with (`inputs.Inputs`)
+
+
+class SavedInput:
+    """A tensor from outside a region, kept across through the hooks of whoever encloses the region."""
+
+    __slots__ = ("_fetched", "packed", "requires_grad", "unpack", "version")
+
+    def __init__(self, tensor: torch.Tensor, hooks: Hooks | None) -> None:
+        self._fetched: torch.Tensor | None = None
+        self.requires_grad = tensor.requires_grad
+        self.unpack, self.version = None, 0
+        # The graph itself holds on to leaves, to add up their gradients.
+        if hooks is None or (tensor.is_leaf and tensor.requires_grad):
+            self.packed: Any = tensor.detach()
+            self.version = version_of(self.packed)
+        elif isinstance(frame := getattr(hooks[0], "__self__", None), Packer):
+            # An enclosing region that runs again must not stop here, in the middle of ours.
+            frame.inner += 1
+            try:
+                self.packed, self.unpack = hooks[0](tensor), hooks[1]
+            finally:
+                frame.inner -= 1
+        else:
+            self.packed, self.unpack = hooks[0](tensor.detach()), hooks[1]
+
+    def get(self, region: str, path: Callable[[torch.Tensor], str | None]) -> torch.Tensor:
+        """The tensor again, without a history; `path` finds what the user calls it."""
+        if self.unpack is not None:
+            if self._fetched is None:
+                self._fetched = self.unpack(self.packed).detach()
+            return self._fetched.detach()
+        if version_of(self.packed) != self.version:
+            raise RematError(written(region, self.packed, path(self.packed)))
+        return self.packed.detach()
+
+    def forget(self) -> None:
+        """Let go of what an enclosing region has made again."""
+        self._fetched = None
+
+    @property
+    def enclosed(self) -> bool:
+        """Whether an enclosing region is to recompute it."""
+        return belongs_to_region(self.unpack)
+
+
+class DroppedInput:
+    """Stands for a tensor from outside that nothing in the backward reads, and that may be there after all."""
+
+    __slots__ = ("ref", "spare", "version")
+
+    def __init__(self, tensor: torch.Tensor, argument: bool) -> None:
+        leaf = tensor.is_leaf and tensor.requires_grad
+        self.spare = tensor.detach() if leaf else None
+        # Of an argument nobody knows who else holds it, and for how long.
+        self.ref = None if leaf or argument else weakref.ref(tensor)
+        self.version = version_of(tensor)
+
+    def tensor(self) -> torch.Tensor | None:
+        """The tensor, if it is there and as it was."""
+        tensor = self.spare if self.ref is None else self.ref()
+        return tensor if tensor is not None and version_of(tensor) == self.version else None
+
+
+def belongs_to_region(hook: Any) -> bool:
+    """Whether a saved-tensor hook is that of a region."""
+    return isinstance(getattr(hook, "__self__", None), Packer)
+
+
+def enclosed() -> bool:
+    """Whether the saved-tensor hooks in force are those of a region."""
+    hooks = top_hooks()
+    return hooks is not None and belongs_to_region(hooks[0])
+
+
+def unread(_: Any) -> torch.Tensor:
+    """The second of two hooks that only watch what is saved."""
+    raise RematError(
+        "a value of a forward that only watches what is saved was asked for; please report this as a bug in "
+        "remat"
+    )
+
+
+def watcher(hooks: Hooks | None) -> Callable[[torch.Tensor], Any] | None:
+    """Whom to tell what a region reads without being given it, None if nobody needs to know.
+
+    A region that runs below functorch levels calls its function again with its operands, or with empty ones
+    in the place of those nobody reads. It watches what is saved, and sees nothing of what regions inside do.
+    """
+    while hooks is not None:
+        if hooks[1] is unread:
+            return hooks[0]
+        frame = getattr(hooks[0], "__self__", None)
+        hooks = frame.inputs.hooks if isinstance(frame, Packer) else None
+    return None
+
+
+class Residuals:
+    """The values that autograd saves, held while they are smaller than what they would be recomputed from.
+
+    Args:
+        inputs: the region's arguments.
+        recorder: what counts the bytes that a policy keeps; None holds the values in any case.
+    """
+
+    __slots__ = ("_limit", "_recorder", "_sizes", "bytes", "tensors")
+
+    def __init__(self, inputs: Sequence[torch.Tensor], recorder: Any) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._sizes: set[int] = set()
+        self._recorder, self._limit, self.bytes = recorder, bytes_of(inputs), 0
+
+    def add(self, tensor: torch.Tensor) -> bool:
+        """Hold one more value; whether they are still small enough."""
+        self.tensors.append(tensor)
+        if self._recorder is None:
+            return True
+        key, size = _block(tensor)
+        if key not in self._sizes:
+            self._sizes.add(key)
+            self.bytes += size
+        return self.bytes <= self._limit + self._recorder.kept_bytes
+
+    def finish(self) -> None:
+        """Somebody else holds the values now."""
+        self.tensors, self._recorder = [], None
+
+
+def bytes_of(tensors: Sequence[torch.Tensor]) -> int:
+    """Bytes of the distinct storages behind `tensors`."""
+    return sum(dict(map(_block, tensors)).values())
+
+
+def _block(tensor: torch.Tensor) -> tuple[int, int]:
+    try:
+        memory = tensor.untyped_storage()
+        return id(memory), memory.nbytes()
+    except (NotImplementedError, RuntimeError):
+        return id(tensor), tensor.numel() * tensor.element_size()

@@ -1,0 +1,235 @@
+"""Regions inside graphs that are being traced for a compiler.
+
+Dynamo sees a region as one call of `torch`'s wrapper operator: it traces the user's function into a graph
+module, with captured tensors lifted to operands, and leaves what is done with it to us. When the graph is
+then traced below autograd, `run_graph` calls the region's primitive (`functorch`) there and then,
+under whatever functorch levels are active: the recomputation is written out in the graph. A fence on all that
+the recomputation reads keeps the compiler from undoing it.
+
+Here, unlike in eager, nothing has to be skipped, freed or put back: what nobody reads is dead code that the
+compiler drops.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from remat.transforms.compat import (
+    depth,
+    in_transform,
+    is_tracing,
+    level_argument,
+    tagged,
+    tags,
+    teach_inductor,
+    unwind_levels,
+)
+from remat.transforms.compiled import CAPTURED, NAMED, GraphDedup, GraphLowering, dedup_key
+from remat.transforms.context import active
+from remat.transforms.entry.dispatch import outermost, run
+from remat.transforms.functorch import AliasSpec, Family, Prim, bases, call, looks, rebuild
+from remat.transforms.intermediates import Handed, current, tap
+from remat.transforms.region import Region
+from remat.transforms.state import Ambient, device_kinds
+
+_local = threading.local()
+
+
+def outermost_traced() -> bool:
+    """Whether no other region is being run around here."""
+    return not getattr(_local, "depth", 0) and outermost()
+
+
+def run_graph(region: Region, graph: Graph, operands: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Call a region whose function is `graph`."""
+    outs = _run(region, graph, operands)
+    # Dynamo takes a result that is an argument for the argument itself from then on, also where that is what
+    # one differentiates by.
+    return tuple([out if i is None else operands[i] for out, i in zip(outs, graph.returned, strict=True)])
+
+
+def _run(region: Region, graph: Graph, operands: tuple[Any, ...]) -> tuple[Any, ...]:
+    if not is_tracing() or active.transparent:
+        # A backend that executes Dynamo's graph as it is, such as "eager".
+        return run(region, operands, {})
+    _local.depth = getattr(_local, "depth", 0) + 1
+    try:
+        with levels_left():
+            return _run_traced(region, graph, operands)
+    finally:
+        _local.depth -= 1
+
+
+@contextlib.contextmanager
+def levels_left() -> Iterator[None]:
+    """Leave, should it fail, the functorch levels that the graph around has entered: nobody else would."""
+    outermost = not getattr(_local, "guarded", False)
+    _local.guarded = True
+    try:
+        yield
+    except BaseException:
+        if outermost:
+            unwind_levels()
+        raise
+    finally:
+        _local.guarded = not outermost
+
+
+def _teach_inductor() -> None:
+    """Tell Inductor how to compile our ops, if Inductor is what will compile them."""
+    if "torch._inductor.compile_fx" in sys.modules:
+        teach_inductor()
+
+
+def _run_traced(region: Region, graph: Graph, operands: tuple[Any, ...]) -> tuple[Any, ...]:
+    _teach_inductor()
+    if not torch.is_grad_enabled() and not in_transform():
+        return region.function(*operands)
+    return _TracedCall(region, graph, operands)()
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a region was called with, in numbers.
+
+    Dynamo makes flat operands of arguments and captured tensors: arguments that are tensors themselves come
+    first, and repeated and unused ones are left out.
+
+    Attributes:
+        tensors: how many arguments are tensors, `nn.Parameter` aside.
+        containers: whether some arguments hold others.
+    """
+
+    tensors: int
+    containers: bool
+
+    def held(self, examples: Sequence[Any]) -> Iterator[int]:
+        """Which operands somebody else holds, given an example of each: what is found in eager."""
+        left = self.tensors
+        for i, example in enumerate(examples):
+            if isinstance(example, torch.nn.Parameter):
+                yield i
+            elif isinstance(example, torch.Tensor):
+                left -= 1
+                if left < 0 and (not self.containers or _leaf(example)):
+                    yield i
+
+
+def _leaf(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and (tensor.is_leaf or in_transform())
+
+
+class Graph:
+    """A function that Dynamo traced, as a function of flat operands.
+
+    Where it uses torch.func inside, Dynamo has written down the numbers of the levels that were entered;
+    the function runs again below and above other levels, so the numbers are shifted.
+
+    Attributes:
+        held: positions of operands that somebody else holds, as `joint.graph` asks for them.
+    """
+
+    def __init__(self, module: torch.fx.GraphModule, given: Given | None = None) -> None:
+        self.module, self.given = module, given
+        placeholders = module.graph.find_nodes(op="placeholder")
+        self.held = frozenset(
+            given.held([n.meta.get("example_value") for n in placeholders]) if given else ()
+        )
+        # How deep the levels were where Dynamo traced the region's call.
+        traced = getattr(_local, "traced_depth", None)
+        self.depth: int = depth() if traced is None else traced
+        inputs = {node: i for i, node in enumerate(placeholders)}
+        results: Any = module.graph.output_node().args[0]
+        self.returned: list[int | None] = [inputs.get(node) for node in results]
+        # Names, and examples, of the values among its results that a capture around it wants.
+        self.named: list[tuple[str, torch.Tensor]] = [
+            (node.args[1], node.meta["example_value"])
+            for node in results
+            if getattr(node, "target", None) is CAPTURED
+        ]
+
+    def bare(self) -> Graph:
+        """The function without what a capture wants of it."""
+        if not self.named:
+            return self
+        copy = torch.fx.Graph()
+        results: Any = copy.graph_copy(self.module.graph, {})
+        copy.output(tuple([node for node in results if getattr(node, "target", None) is not CAPTURED]))
+        for node in reversed(copy.find_nodes(op="call_function", target=CAPTURED)):
+            copy.erase_node(node)
+        return Graph(torch.fx.GraphModule(self.module, copy), self.given)
+
+    def __call__(self, *operands: Any) -> Any:
+        return _Interpreter(self.module, self.depth).run(*operands)
+
+
+class _Interpreter(torch.fx.Interpreter):
+    def __init__(self, module: torch.fx.GraphModule, traced_depth: int) -> None:
+        super().__init__(module)
+        self.traced = traced_depth
+        self.shift = depth() - traced_depth
+        # Every node brings its own; what the nodes made here are tagged with comes on top.
+        self.tags = tags()
+
+    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
+        with tagged(self.tags):
+            return super().call_method(target, args, kwargs)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        at = level_argument(target)
+        if at is not None and args[at] > self.traced:
+            args = (*args[:at], args[at] + self.shift, *args[at + 1 :])
+        before = getattr(_local, "traced_depth", None)
+        # For regions inside this one.
+        _local.traced_depth = depth() - self.shift
+        try:
+            with tagged(self.tags):
+                out = super().call_function(target, args, kwargs)
+                return tap(args[1], out, graph=True) if target is NAMED else out
+        finally:
+            _local.traced_depth = before
+
+
+class _TracedCall:
+    """One call of a region in a graph that is being traced."""
+
+    def __init__(self, region: Region, graph: Graph, operands: tuple[Any, ...]) -> None:
+        self.region = region
+        self.operands = list(operands)
+        self.at = [i for i, x in enumerate(self.operands) if isinstance(x, torch.Tensor)]
+        self.tensors = [self.operands[i] for i in self.at]
+        self.taps = Handed(graph.named) if active.sessions and current() else None
+        self.outs: list[Any] = []
+        self.looks: list[AliasSpec | None] | None = None  # once it has run, if it returned several tensors
+        ambient = Ambient(device_kinds(self.tensors))
+        # What runs in another region is that one's to record; captures count what they are given.
+        alone = _local.depth == 1 and self.taps is None
+        like = dedup_key(region, operands, ambient) if alone else None
+        self.family = Family(region, ambient, GraphLowering(region, GraphDedup(like, self.outs, _TENSOR)))
+
+    def __call__(self) -> tuple[Any, ...]:
+        operands = [*self.tensors, *(self.taps.offsets if self.taps else ())]
+        made = call(Prim(self.body, self.family), operands)
+        results = iter(rebuild(made, self.looks) if self.looks else made)
+        return tuple([next(results) if out is _TENSOR else out for out in self.outs])
+
+    def body(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        tensors, offsets = operands[: len(self.at)], operands[len(self.at) :]
+        with self.taps.opened(offsets) if self.taps else contextlib.nullcontext():
+            given = dict(zip(self.at, tensors, strict=True))
+            outs = self.region.function(*[given.get(i, x) for i, x in enumerate(self.operands)])
+        self.outs[:] = [_TENSOR if isinstance(out, torch.Tensor) else out for out in outs]
+        found = [out for out in outs if isinstance(out, torch.Tensor)]
+        if self.looks is None and len(found) > 1:
+            self.looks = looks(found)
+        return tuple(found) if self.looks is None else bases(found, self.looks)
+
+
+_TENSOR = object()

@@ -1,0 +1,22 @@
+"""Regions under functorch levels and in traced graphs: a primitive with rules for grad, vmap and jvp."""
+
+from remat.transforms.functorch import nodes, rules  # noqa: F401  (they add the rules that `call` looks up)
+from remat.transforms.functorch.aliasing import AliasSpec, bases, looks, rebuild
+from remat.transforms.functorch.flat_call import FlatCall, WatchingRefused
+from remat.transforms.functorch.primitive import Family, Prim, World, call
+from remat.transforms.functorch.pullback import PullBack, replaying
+
+__all__ = [
+    "AliasSpec",  # a view of another result
+    "bases",  # those results that leave the node
+    "looks",  # for every result, how to see it in another one that holds all of it
+    "rebuild",  # all results, given those that left the node
+    "FlatCall",  # a region's call with every tensor it depends on as a flat operand
+    "WatchingRefused",  # the forward must be run afresh, without watching
+    "Family",  # what all primitives derived from one call of a region share
+    "Prim",  # a function of tensors to a tuple of tensors, ready to be called under any levels
+    "World",  # where primitives run that do not run in eager
+    "PullBack",  # (operands, cotangents of the outs at `present`) -> gradients of the operands at `mask`
+    "call",  # run `prim` under whatever functorch levels are active
+    "replaying",  # hand out a forward's values (`replay` is a mode, or None) until the backward begins
+]

@@ -1,0 +1,118 @@
+"""The rules of the primitive that make no node: what `call` does at a level of vmap or jvp.
+
+Each takes one level off and calls a primitive derived from the one at hand below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from remat.transforms.compat import (
+    JVP,
+    VMAP,
+    add_batch_dim,
+    dual_level_known,
+    hooks_aside,
+    level_of,
+    restore_vmap,
+    unwrap_batched,
+    unwrap_for_grad,
+    wrap_for_grad,
+)
+from remat.transforms.functorch.primitive import Body, Prim, Tensors, call, rule
+from remat.transforms.functorch.pullback import PullBack, merged, reassemble, smooth_first
+
+
+@rule(VMAP)
+def vmap_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+    number = level.level()
+    pairs = [unwrap_batched(t, number) for t in operands]
+    in_dims = tuple([dim for _, dim in pairs])
+    lowered = [t for t, _ in pairs]
+    randomness = level.randomness()
+    if randomness != "different" and all(dim is None for dim in in_dims):
+        with level.lower():
+            return call(prim, lowered)
+    out_dims: list[Any] = []
+    size = level.batch_size()
+
+    def batched(body: Body) -> Body:
+        if isinstance(body, PullBack) and (pull := body.batched(in_dims, size, randomness)) is not None:
+            out_dims[:] = [0] * len(body.mask)
+            return pull
+        over = restore_vmap(lambda *ts: tuple(body(*ts)), in_dims, size, randomness)
+
+        def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            outs, dims = over(*tensors)
+            out_dims[:] = dims
+            return tuple(outs)
+
+        return run
+
+    with level.lower():
+        outs = call(_mapped(prim, batched), lowered)
+    return tuple(
+        [t if d is None else add_batch_dim(t, d, number) for t, d in zip(outs, out_dims, strict=True)]
+    )
+
+
+def _dual_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+    number = level.level()
+    duals = [forward_ad.unpack_dual(t) if level_of(t) == number else (t, None) for t in operands]
+    primals = [unwrap_for_grad(p, number) for p, _ in duals]
+    at = [i for i, (_, t) in enumerate(duals) if t is not None]
+    tangents = [unwrap_for_grad(t, number) for _, t in duals if t is not None]
+    if not at:
+        with level.lower():
+            outs = call(prim, primals)
+        return tuple([wrap_for_grad(t, number) for t in outs])
+    split: list[list[int]] = [[]]
+    with level.lower():
+        dual = _mapped(prim, lambda body: _with_tangents(body, len(primals), at, split))
+        outs = call(replace(dual, dual=True), [*primals, *tangents])
+    smooth = split[0]
+    plain = len(outs) - len(smooth)
+    made = [wrap_for_grad(t, number) for t in outs[:plain]]
+    for i, tangent in zip(smooth, outs[plain:], strict=True):
+        made[i] = forward_ad.make_dual(_writable(made[i]), wrap_for_grad(tangent, number))
+    return tuple(made)
+
+
+def _writable(primal: torch.Tensor) -> torch.Tensor:
+    """`primal`, or a copy where its elements share memory: torch gives a tangent the layout of its primal."""
+    overlaps = any(step == 0 and size > 1 for step, size in zip(primal.stride(), primal.shape, strict=True))
+    return primal.clone(memory_format=torch.contiguous_format) if overlaps else primal
+
+
+def _with_tangents(body: Body, count: int, at: list[int], split: list[list[int]]) -> Body:
+    """(primals, tangents of those at `at`) -> (outs, tangents of the floating-point outs)."""
+
+    def dual(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        primals, tangents = tensors[:count], tensors[count:]
+
+        def of(*moving: torch.Tensor) -> Any:
+            return smooth_first(body(*merged(primals, at, moving)), split)
+
+        with hooks_aside():
+            # torch's stub gives the result two possible lengths.
+            made: Any = torch.func.jvp(of, tuple(primals[i] for i in at), tuple(tangents), has_aux=True)
+        smooth, out_tangents, rest = made
+        return (*reassemble(smooth, rest, split[0]), *out_tangents)
+
+    return dual
+
+
+def _mapped(prim: Prim, transform: Callable[[Body], Body]) -> Prim:
+    recorded = transform(prim.recorded) if prim.recorded is not None else None
+    return replace(prim, body=transform(prim.body), recorded=recorded, mapped=True)
+
+
+@rule(JVP)
+def jvp_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+    with dual_level_known():
+        return _dual_rule(level, prim, operands)

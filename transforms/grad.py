@@ -1,0 +1,217 @@
+"""`grad` and `value_and_grad` under JAX's names, without a graph kept at the outermost level.
+
+`torch.func.grad` runs its backward with `create_graph=True` because it cannot know whether another transform
+will differentiate the result. At the outermost level that can be known, and plain autograd then frees every
+saved tensor as the backward passes it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec
+
+import torch
+from torch import Tensor
+
+from remat.transforms.compat import forward_ad_active, in_transform
+from remat.transforms.pytree import flatten, map_only, tree_leaves, unflatten
+
+P = ParamSpec("P")
+
+
+def grad(
+    fun: Callable[P, Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False
+) -> Callable[P, Any]:
+    """The gradient of a scalar function.
+
+    Args:
+        fun: returns a tensor of shape `()`; with `has_aux` a pair of it and any pytree.
+        argnums: which positional arguments, pytrees of floating point or complex tensors, to differentiate.
+        has_aux: `fun` returns `(value, aux)`.
+
+    Returns:
+        A function of the same arguments that returns the gradients, in the structure of the argument (a tuple
+        of such for a tuple `argnums`), or `(gradients, aux)` with `has_aux`.
+
+    Raises:
+        RuntimeError: `fun` returns no scalar tensor, or `argnums` is out of range.
+        ValueError: an argument to differentiate holds something other than tensors.
+
+    The semantics are those of `torch.func.grad`. Inside another transform, under `torch.compile`, or where a
+    tensor that requires grad takes part while grad mode is on, the gradients are differentiable in turn and
+    their graph is kept: pass detached parameters, or call it under `torch.no_grad()`, to keep nothing.
+
+    Example:
+        >>> import torch
+        >>> from remat.transforms import grad
+        >>> grad(lambda x: x.sin().sum())(torch.zeros(2))
+        tensor([1., 1.])
+    """
+    value_and_grad_fun = value_and_grad(fun, argnums, has_aux)
+
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> Any:
+        value, grads = value_and_grad_fun(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return named_like(fun, wrapper)
+
+
+def value_and_grad(
+    fun: Callable[P, Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False
+) -> Callable[P, tuple[Any, Any]]:
+    """The value and the gradient of a scalar function, value first.
+
+    Args, raises: as `grad`.
+
+    Returns:
+        A function of the same arguments that returns `(value, gradients)`, or `((value, aux), gradients)`.
+
+    Example:
+        >>> import torch
+        >>> from remat.transforms import value_and_grad
+        >>> value_and_grad(lambda x: (x * x).sum())(torch.ones(3))
+        (tensor(3.), tensor([2., 2., 2.]))
+    """
+
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> tuple[Any, Any]:
+        if torch.compiler.is_compiling() or _differentiated_around(args, kwargs):
+            grads, value = torch.func.grad_and_value(fun, argnums, has_aux)(*args, **kwargs)
+            return value, grads
+        return _outermost(fun, argnums, has_aux, args, kwargs)
+
+    return named_like(fun, wrapper)
+
+
+def named_like(fun: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    # Dynamo cannot trace functools.wraps over everything that is callable, and needs no names.
+    return wrapper if torch.compiler.is_compiling() else functools.wraps(fun, updated=())(wrapper)
+
+
+def _differentiated_around(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether something outside may differentiate the result with respect to an argument."""
+    # Autograd records nothing in inference mode, and nothing can require grad of its tensors outside it.
+    if in_transform() or torch.is_inference_mode_enabled():
+        return True
+    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    return recorded or any(t.is_inference() for t in tensors) or forward_ad_active(tensors)
+
+
+def _outermost(
+    fun: Callable[..., Any],
+    argnums: int | tuple[int, ...],
+    has_aux: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Any, Any]:
+    positions = argument_positions(argnums, len(args))
+    chosen = args[positions] if isinstance(positions, int) else tuple(args[i] for i in positions)
+    flat, spec = flatten(chosen)
+    outer_grad = torch.is_grad_enabled()
+    with torch.enable_grad():
+        leaves = [fresh_leaf(x) for x in flat]
+        output = fun(*replace_arguments(args, positions, unflatten(leaves, spec)), **kwargs)
+        value, aux = _split(output) if has_aux else (output, None)
+        check_scalar(value)
+        returned = [t for t in tree_leaves((value, aux)) if isinstance(t, Tensor)]
+        # Captured tensors that require grad are found only now: derivatives with respect to them must flow
+        # through what is returned, as with torch.func.grad.
+        attached = outer_grad and reaches_other_leaves(returned, leaves)
+        grads = gradients_of(value, leaves, create_graph=attached)
+    result = (value, aux) if has_aux else value
+    if not attached:
+        result = map_only(Tensor, functools.partial(_detached, leaves, flat), result)
+    return result, unflatten(grads, spec)
+
+
+def argument_positions(argnums: Any, count: int) -> int | tuple[int, ...]:
+    if isinstance(argnums, tuple):
+        positions = tuple(_position(i, count) for i in argnums)
+        if not positions or len(set(positions)) < len(positions):
+            raise RuntimeError(f"argnums must be unique and not empty, got {argnums}.")
+        return positions
+    return _position(argnums, count)
+
+
+def _position(argnum: Any, count: int) -> int:
+    if not isinstance(argnum, int):
+        raise RuntimeError(f"argnums must be an int or a tuple of ints, got {argnum!r}, a {type(argnum)}.")
+    if not -count <= argnum < count:
+        raise RuntimeError(
+            f"Got argnums={argnum}, but the function was called with {count} positional arguments. Keyword "
+            f"arguments cannot be differentiated."
+        )
+    return argnum % count
+
+
+def replace_arguments(args: tuple[Any, ...], positions: int | tuple[int, ...], new: Any) -> list[Any]:
+    replaced = list(args)
+    chosen = [(positions, new)] if isinstance(positions, int) else zip(positions, new, strict=True)
+    for i, value in chosen:
+        replaced[i] = value
+    return replaced
+
+
+def fresh_leaf(x: Any) -> Tensor:
+    return checked_tensor(x).detach().requires_grad_()
+
+
+def checked_tensor(x: Any) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise ValueError(
+            f"An argument to differentiate must be a pytree of tensors, got {x!r} of type {type(x)} in it. "
+            f"Pass it as another argument, or choose the arguments to differentiate with argnums."
+        )
+    return x
+
+
+def _split(output: Any) -> tuple[Any, Any]:
+    if not (isinstance(output, tuple) and len(output) == 2):
+        raise RuntimeError(f"With has_aux=True the function must return (value, aux), got {type(output)}.")
+    return output
+
+
+def check_scalar(value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise RuntimeError(
+            f"Expected the function to return a scalar tensor, got {value!r}, a {type(value)}."
+        )
+    if value.dim() != 0:
+        raise RuntimeError(
+            f"Expected the function to return a scalar tensor, got one of shape {tuple(value.shape)}. For "
+            f"functions of many outputs use torch.func.vjp or torch.func.jacrev."
+        )
+
+
+def gradients_of(value: Tensor, leaves: list[Tensor], create_graph: bool) -> list[Tensor]:
+    found: tuple[Tensor | None, ...] = (None,) * len(leaves)
+    if value.requires_grad:
+        found = torch.autograd.grad(value, leaves, create_graph=create_graph, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True)]
+
+
+def reaches_other_leaves(roots: list[Tensor], leaves: list[Tensor]) -> bool:
+    """Whether the graph behind `roots` ends in a tensor that requires grad and is none of `leaves`."""
+    own = {torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves}
+    if any(t.is_leaf and t.requires_grad and all(t is not leaf for leaf in leaves) for t in roots):
+        return True
+    stack: list[Any] = [t.grad_fn for t in roots if t.grad_fn is not None]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        # Only the node of a leaf holds a variable to accumulate into.
+        if node.name().endswith("AccumulateGrad") and node not in own:
+            return True
+        new = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= new
+        stack.extend(new)
+    return False
+
+
+def _detached(leaves: list[Tensor], originals: list[Tensor], tensor: Tensor) -> Tensor:
+    for leaf, original in zip(leaves, originals, strict=True):
+        if tensor is leaf:
+            return original
+    # A tensor in which no gradient was recorded is returned itself, as torch.func does.
+    return tensor.detach() if tensor.requires_grad else tensor

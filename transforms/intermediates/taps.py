@@ -1,0 +1,358 @@
+"""Taps: what `capture` and `capture_grads` put where a value gets its name.
+
+`tap(name, tree)` hands a named tree to the sessions open on this thread and returns it, perhaps changed. A
+region under functorch levels runs below them, where a value can leave only as a result and enter only as an
+operand: there each session is replaced by a mirror, and the region passes on what that found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from remat.transforms.compat import (
+    VMAP,
+    add_batch_dim,
+    graph_task,
+    interpreter,
+    unwrap_batched,
+    unwrap_for_grad,
+)
+from remat.transforms.context import active, quiet, unasked
+from remat.transforms.errors import RematError
+from remat.transforms.pytree import flatten, smooth, unflatten
+
+
+def depth() -> int:
+    """The number of the innermost functorch level, 0 outside every transform."""
+    level = interpreter()
+    return 0 if level is None else level.level()
+
+
+class Session:
+    """Receives named values; open from `only` or `opened` to its end.
+
+    Attributes:
+        wanted: the names it asks for.
+        seen: every name that was given.
+    """
+
+    graph = False  # whether the nodes of a compiler's graph give to it, instead of `tap`
+
+    def __init__(self, wanted: frozenset[str]) -> None:
+        self.wanted = wanted
+        self.seen: set[str] = set()
+        self.depth = depth()
+        # What runs in a backward that began after the session opened is a recomputation, not the function.
+        self.task = graph_task()
+
+    def give(self, name: str, tree: Any) -> Any:
+        self.seen.add(name)
+        return self.take(name, tree) if name in self.wanted else tree
+
+    def take(self, name: str, tree: Any) -> Any:
+        raise NotImplementedError
+
+
+class Values(Session):
+    """Collects named values."""
+
+    def __init__(self, wanted: frozenset[str]) -> None:
+        super().__init__(wanted)
+        self.found: list[tuple[str, Any]] = []
+
+    def take(self, name: str, tree: Any) -> Any:
+        self.found.append((name, _map(lambda t: lifted(t, self.depth), tree)))
+        return tree
+
+
+class Refusal(Session):
+    """Stands where values can neither leave nor enter."""
+
+    def __init__(self, wanted: frozenset[str], where: str) -> None:
+        super().__init__(wanted)
+        self.where = where
+
+    def take(self, name: str, tree: Any) -> Any:
+        raise RematError(
+            f"capture: the name {name!r} is given inside {self.where}, whose steps cannot be looked into "
+            "from outside. Return the value among the ys of the body."
+        )
+
+
+class Given(Session):
+    """Adds an offset to every floating point or complex tensor that is named: the handle to its gradient.
+
+    Args:
+        wanted: the names.
+        offsets: one for each tensor, in the order of the function, at the session's own level.
+    """
+
+    def __init__(
+        self, wanted: frozenset[str], offsets: Sequence[torch.Tensor] = (), graph: bool = False
+    ) -> None:
+        super().__init__(wanted)
+        self.offsets = list(offsets)
+        self.graph = graph
+        self.at = 0
+
+    def take(self, name: str, tree: Any) -> Any:
+        return _map(self._moved, tree)
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not smooth(tensor):
+            return tensor
+        self.at += 1
+        return unasked(torch.add, tensor, raised(self.offsets[self.at - 1], self.depth))
+
+    def here(self, start: int) -> list[torch.Tensor]:
+        """The offsets from `start` on that were used, at the present levels."""
+        return [raised(t, self.depth) for t in self.offsets[start : self.at]]
+
+    def since(self, mark: int) -> Given:
+        """What stands in for it where the function runs again from a point at which `at` was `mark`."""
+        return Given(self.wanted, self.offsets[mark:], self.graph)
+
+
+class Perturbations(Given):
+    """The same with offsets that it makes when it meets a tensor.
+
+    Args:
+        wanted: the names.
+        make: the offset for a tensor, at the session's own level.
+    """
+
+    def __init__(
+        self, wanted: frozenset[str], make: Callable[[torch.Tensor], torch.Tensor], graph: bool = False
+    ) -> None:
+        super().__init__(wanted, graph=graph)
+        self.make = make
+        self.found: list[tuple[str, Any]] = []  # trees of offsets, at the session's own level
+
+    def take(self, name: str, tree: Any) -> Any:
+        leaves, spec = flatten(tree)
+        self.found.append((name, unflatten([self._offset(leaf) for leaf in leaves], spec)))
+        return super().take(name, tree)
+
+    def _offset(self, leaf: Any) -> Any:
+        if not smooth(leaf):
+            return None if isinstance(leaf, torch.Tensor) else leaf
+        own: list[torch.Tensor] = []
+
+        def make(tensor: torch.Tensor) -> torch.Tensor:
+            own.append(quiet(self.make, tensor))
+            return own[0]
+
+        _made_below(leaf, self.depth, make)
+        self.offsets.append(own[0])
+        return own[0]
+
+
+# -- the sessions of this thread ----------------------------------------------------------------------
+
+
+def current() -> tuple[Session, ...]:
+    """The open sessions, outermost first, but for those that a running backward does not concern."""
+    sessions = active.sessions
+    if not sessions:
+        return ()
+    task = graph_task()
+    return tuple([session for session in sessions if session.task == task])
+
+
+@contextlib.contextmanager
+def only(sessions: Sequence[Session]) -> Iterator[None]:
+    """Let these be the open sessions for a while."""
+    before = active.sessions
+    active.sessions = tuple(sessions)
+    try:
+        yield
+    finally:
+        active.sessions = before
+
+
+@contextlib.contextmanager
+def opened(session: Session) -> Iterator[None]:
+    """Add a session."""
+    with only((*active.sessions, session)):
+        yield
+
+
+def tap(name: str, tree: Any, graph: bool = False) -> Any:
+    """Give a named tree to the open sessions; those of graphs or those of the user's code."""
+    # From the outermost: what an inner function collects is used outside of it, with the outer offset.
+    for session in current():
+        if session.graph == graph:
+            tree = session.give(name, tree)
+    return tree
+
+
+# -- in a region --------------------------------------------------------------------------------------
+
+Marks = tuple[tuple[Given, int], ...]
+
+
+def marks() -> Marks:
+    """Where the open sessions stand, for a recomputation of what runs next."""
+    if not active.sessions:
+        return ()
+    # Not those that collect: their values lead back, through autograd's graph, to whoever holds the marks.
+    return tuple([(session, session.at) for session in current() if isinstance(session, Given)])
+
+
+@contextlib.contextmanager
+def again(start: Marks) -> Iterator[None]:
+    """The sessions of a recomputation: it adds the same offsets, and nobody collects from it."""
+    if not start and not active.sessions:
+        yield
+        return
+    with only([session.since(mark) for session, mark in start]):
+        yield
+
+
+class Mirrors:
+    """The open sessions as a region below their levels can serve them.
+
+    Args:
+        dry_run: runs the region's function at the present levels, for the shapes of the offsets it needs.
+
+    Attributes:
+        offsets: the region's further operands.
+    """
+
+    def __init__(self, dry_run: Callable[[], Any]) -> None:
+        self.sessions = current()
+        self.makers = [_mirrored(session, dry_run) for session in self.sessions]
+        self.offsets = [t for make in self.makers for t in getattr(make(), "offsets", ())]
+        self.names: list[list[str]] = []
+        self.seen: list[set[str]] = []
+
+    def opened(
+        self, operands: dict[int, torch.Tensor]
+    ) -> tuple[contextlib.AbstractContextManager[None], list[Session]]:
+        """Fresh mirrors for one run of the region's body, in which `operands` stand for the offsets."""
+        made = [make() for make in self.makers]
+        for session in made:
+            if isinstance(session, Given):
+                session.offsets = [operands[id(t)] for t in session.offsets]
+        return only(made), made
+
+    def found(self, made: list[Session]) -> list[Any]:
+        """The trees that the mirrors collected; as results they leave the region."""
+        pairs = [getattr(session, "found", ()) for session in made]
+        self.names = [[name for name, _ in found] for found in pairs]
+        self.seen = [session.seen for session in made]
+        return [[tree for _, tree in found] for found in pairs]
+
+    def pass_on(self, trees: list[Any]) -> None:
+        """Give what left the region to the sessions themselves."""
+        for session, names, found, seen in zip(self.sessions, self.names, trees, self.seen, strict=True):
+            session.seen |= seen
+            for name, tree in zip(names, found, strict=True):
+                session.give(name, tree)
+        # The region's node in autograd's graph holds the mirrors; they must not hold its results.
+        self.sessions = ()
+
+
+def _mirrored(session: Session, dry_run: Callable[[], Any]) -> Callable[[], Session]:
+    if isinstance(session, Refusal):
+        return functools.partial(Refusal, session.wanted, session.where)
+    if not isinstance(session, Given):
+        return functools.partial(Values, session.wanted)
+    start = session.at
+    with only([session]):
+        dry_run()
+    return functools.partial(Given, session.wanted, session.here(start), session.graph)
+
+
+class Handed:
+    """The open sessions of a graph, as a region of that graph can serve them.
+
+    Args:
+        named: for each value that the region names, in order, the name and an example of its metadata.
+
+    Attributes:
+        offsets: the region's further operands.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        self.offsets: list[torch.Tensor] = []
+        self.counts: list[tuple[frozenset[str], int]] = []
+        for session in current():
+            if isinstance(session, Given) and session.graph:
+                start = session.at
+                for name, example in named:
+                    # All that becomes of it is an offset of its shape, at the session's level.
+                    quiet(session.give, name, quiet(_blank, example))
+                self.offsets += session.here(start)
+                self.counts.append((session.wanted, session.at - start))
+
+    def opened(self, offsets: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
+        """Sessions for one run of the region's body, which got `offsets` as operands."""
+        made, rest = [], list(offsets)
+        for wanted, count in self.counts:
+            made.append(Given(wanted, rest[:count], graph=True))
+            del rest[:count]
+        return only(made)
+
+
+def _blank(example: torch.Tensor) -> torch.Tensor:
+    return torch.empty(example.shape, dtype=example.dtype, device=example.device)
+
+
+# -- levels -------------------------------------------------------------------------------------------
+
+
+def lifted(tensor: torch.Tensor, depth: int) -> torch.Tensor:
+    """`tensor` without the levels deeper than `depth`: the batch of a vmap comes to the front."""
+    level = interpreter()
+    if level is None or level.level() <= depth:
+        return tensor
+    inner, batch = _peeled(level, tensor)
+    with level.lower():
+        return lifted(quiet(_batch_first, inner, *batch), depth)
+
+
+def raised(tensor: torch.Tensor, depth: int) -> torch.Tensor:
+    """What `lifted` brought to `depth`, at the present levels again."""
+    level = interpreter()
+    if level is None or level.level() <= depth:
+        return tensor
+    with level.lower():
+        inner = raised(tensor, depth)
+    return add_batch_dim(inner, 0, level.level()) if level.key() == VMAP else inner
+
+
+def _made_below(tensor: torch.Tensor, depth: int, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Call `make` at `depth`, with the lifted tensor."""
+    level = interpreter()
+    if level is None or level.level() <= depth:
+        make(tensor)
+        return
+    inner, batch = _peeled(level, tensor)
+    with level.lower():
+        _made_below(quiet(_batch_first, inner, *batch), depth, make)
+
+
+def _peeled(level: Any, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    """The tensor below `level`; for a vmap also (where its batch is or None, the batch's size)."""
+    if level.key() == VMAP:
+        inner, dim = unwrap_batched(tensor, level.level())
+        return inner, (dim, level.batch_size())
+    return unwrap_for_grad(tensor, level.level()), ()
+
+
+def _batch_first(tensor: torch.Tensor, *batch: Any) -> torch.Tensor:
+    if not batch:
+        return tensor
+    dim, size = batch
+    return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+
+def _map(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    leaves, spec = flatten(tree)
+    return unflatten([function(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec)

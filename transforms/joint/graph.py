@@ -1,0 +1,413 @@
+"""The joint graph of a function: every op of its forward and of its plain-autograd backward, on fake tensors.
+
+The record is made by a dispatch mode at the bottom of the stack, so the forward half lists exactly the
+ops that an eager run with gradients dispatches, in order. That is what lets a decision about "op 17" made
+here be carried out there. `detach`, which autograd inserts when it saves an output, is not an op here.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from remat.transforms.closure import trial
+from remat.transforms.compat import (
+    TorchDispatchMode,
+    fake_mode,
+    is_fake,
+    outside_all_modes,
+    storage_key,
+    without_module_trackers,
+)
+from remat.transforms.errors import RematError
+from remat.transforms.intermediates import only
+from remat.transforms.ops import traits, user_line
+from remat.transforms.pytree import flatten, map_only, tree_leaves, unflatten
+from remat.transforms.region import planning
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor of the joint graph.
+
+    Attributes:
+        shape, dtype, device, stride: its metadata.
+        storage: number of its storage; views and in-place results share their base's.
+        producer: position of the op that made it, or -1 for inputs.
+        origin: "op", "argument", "parameter" (held by somebody else: `nn.Parameter`, captured, or a leaf
+            inside a container argument) or "tangent".
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    stride: tuple[int, ...]
+    storage: int
+    producer: int
+    origin: str
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of a dense tensor of this shape."""
+        return functools.reduce(lambda a, b: a * b, self.shape, 1) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Ref:
+    """Stands for value `id` in the arguments of a recorded op."""
+
+    id: int
+
+
+@dataclass(frozen=True)
+class Op:
+    """One dispatched op.
+
+    Attributes:
+        target: the overload (or higher-order operator).
+        args, kwargs: its arguments, tensors replaced by `Ref`.
+        reads, outputs: value numbers; a read of a storage written in place includes the last write.
+        mutates: values it wrote over.
+        forward: whether it ran before the backward started.
+        location: the user's "file:line", empty in the backward.
+    """
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    reads: tuple[int, ...]
+    outputs: tuple[int, ...]
+    mutates: tuple[int, ...]
+    forward: bool
+    location: str
+
+    @property
+    def name(self) -> str:
+        """Such as "aten.mm.default"."""
+        return str(self.target)
+
+
+@dataclass(frozen=True)
+class Joint:
+    """Forward and backward of one call.
+
+    Attributes:
+        ops: in the order of execution; those with `forward` come first.
+        values: every tensor seen.
+        storages: bytes of each storage.
+        saved: values that autograd packed for the backward, in order, without repetition.
+        results: the function's tensor outputs.
+        gradients: the values that the backward ends in, of those inputs that have a gradient.
+        differentiated: those inputs, in the same order.
+        tensors: a fake tensor for every value, where asked for.
+    """
+
+    ops: tuple[Op, ...]
+    values: tuple[Value, ...]
+    storages: tuple[int, ...]
+    saved: tuple[int, ...]
+    results: tuple[int, ...]
+    gradients: tuple[int, ...] = ()
+    differentiated: tuple[int, ...] = ()
+    tensors: tuple[torch.Tensor, ...] = field(default=(), repr=False, compare=False)
+
+    @functools.cached_property
+    def forward(self) -> tuple[Op, ...]:
+        """The ops of the forward: what an engine meets, in the order it meets them."""
+        return tuple(op for op in self.ops if op.forward)
+
+    @functools.cached_property
+    def backward(self) -> tuple[Op, ...]:
+        """The ops of the backward."""
+        return tuple(op for op in self.ops if not op.forward)
+
+    @functools.cached_property
+    def producers(self) -> dict[int, Op]:
+        """The op that made each value; inputs have none."""
+        return {output: op for op in self.ops for output in op.outputs}
+
+    @functools.cached_property
+    def readers(self) -> dict[int, tuple[Op, ...]]:
+        """The ops that read each value."""
+        found: dict[int, list[Op]] = {}
+        for op in self.ops:
+            for read in op.reads:
+                found.setdefault(read, []).append(op)
+        return {value: tuple(ops) for value, ops in found.items()}
+
+    @functools.cached_property
+    def family(self) -> tuple[tuple[int, ...], ...]:
+        """The values on each storage, oldest first."""
+        found: list[list[int]] = [[] for _ in self.storages]
+        for number, value in enumerate(self.values):
+            found[value.storage].append(number)
+        return tuple(map(tuple, found))
+
+    @functools.cached_property
+    def owner(self) -> tuple[int, ...]:
+        """The position of the op that allocated each storage, -1 for those of inputs."""
+        return tuple(self.values[members[0]].producer for members in self.family)
+
+    @functools.cached_property
+    def last_write(self) -> dict[int, int]:
+        """The value left by the last in-place write to a storage, for those written to."""
+        return {self.values[op.outputs[0]].storage: op.outputs[0] for op in self.ops if op.mutates}
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down every op below autograd, with values numbered by tensor identity."""
+
+    supports_higher_order_operators = True
+    plans = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mode: Any = None
+        self.ops: list[Op] = []
+        self.values: list[Value] = []
+        self.storages: list[int] = []
+        self.saved: dict[int, None] = {}
+        self.captured: dict[int, torch.Tensor] = {}
+        self.gradients: tuple[int, ...] = ()
+        self.differentiated: tuple[int, ...] = ()
+        self.tensors: list[torch.Tensor] = []
+        self.in_forward = True
+        self.last = ("", "")
+        self._number: dict[int, int] = {}
+        self._storage: dict[int, int] = {}
+        self._writer: dict[int, int] = {}
+        # Identities are only good while the objects live.
+        self._alive: list[torch.Tensor] = []
+
+    def add(self, tensor: torch.Tensor, origin: str, producer: int = -1) -> int:
+        """A new number for a tensor."""
+        key = storage_key(tensor) if tensor.layout == torch.strided else -id(tensor)
+        if key not in self._storage:
+            self._storage[key] = len(self.storages)
+            dense = tensor.numel() * tensor.dtype.itemsize
+            # An input that is a slice does not own its base; what an op allocates is kept whole.
+            owned = origin == "op" and key >= 0
+            self.storages.append(tensor.untyped_storage().nbytes() if owned else dense)
+        stride = tuple(tensor.stride()) if tensor.layout == torch.strided else ()
+        self.values.append(
+            Value(
+                tuple(tensor.shape), tensor.dtype, tensor.device, stride, self._storage[key], producer, origin
+            )
+        )
+        self._number[id(tensor)] = len(self.values) - 1
+        self.tensors.append(tensor)
+        self._alive.append(tensor)
+        return len(self.values) - 1
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor; an unknown one is a capture, or another handle on a known storage."""
+        known = self._number.get(id(tensor))
+        if known is not None:
+            return known
+        if not is_fake(tensor):
+            return self._capture(tensor)
+        storage = self._storage.get(storage_key(tensor)) if tensor.layout == torch.strided else None
+        if storage is not None:
+            for candidate in range(len(self.values) - 1, -1, -1):
+                value = self.values[candidate]
+                if (
+                    value.storage == storage
+                    and value.shape == tuple(tensor.shape)
+                    and value.dtype == tensor.dtype
+                ):
+                    return self.same(tensor, candidate)
+        return self._capture(tensor)
+
+    def _capture(self, tensor: torch.Tensor) -> int:
+        """A tensor met inside the function that is no argument; its views are views of its fake's storage."""
+        self.captured[id(tensor)] = tensor
+        number = self.add(tensor, "parameter")
+        if not is_fake(tensor) and tensor.layout == torch.strided:
+            with warnings.catch_warnings():
+                # It asks for the gradient of every tensor, and is warned that some have none.
+                warnings.simplefilter("ignore")
+                stand_in = self.mode.from_tensor(tensor)
+            self._storage[storage_key(stand_in)] = self.values[number].storage
+            self.tensors[number] = stand_in
+        return number
+
+    def same(self, tensor: torch.Tensor, number: int) -> int:
+        """Let a tensor go by a number that exists."""
+        self._number[id(tensor)] = number
+        self._alive.append(tensor)
+        return number
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A saved-tensor hook: notes what autograd keeps."""
+        self.saved[self.number(tensor)] = None
+        # An op's own result would hold on to the op that holds it: a cycle that nothing collects.
+        return tensor.detach()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        facts = traits(func)
+        if facts.ignored:
+            out = func(*args, **kwargs)
+            if isinstance(out, torch.Tensor):
+                self.same(out, self.number(args[0]))
+            return out
+        location = user_line() if self.in_forward else ""
+        self.last = (str(func), location)
+        refs = map_only(torch.Tensor, lambda t: Ref(self.number(t)), (args, kwargs))
+        reads = {leaf.id for leaf in tree_leaves(refs) if isinstance(leaf, Ref)}
+        reads |= {self._writer[s] for v in reads if (s := self.values[v].storage) in self._writer}
+        out = func(*args, **kwargs)
+        position = len(self.ops)
+        mutated = [
+            kwargs.get(w) if isinstance(w, str) else args[w] if w < len(args) else None for w in facts.writes
+        ]
+        overwritten = [t for t in tree_leaves(mutated) if isinstance(t, torch.Tensor)]
+        old = tuple(self.number(t) for t in overwritten)
+        outputs = []
+        for tensor in overwritten:
+            outputs.append(self.add(tensor, "op", position))
+            self._writer[self.values[outputs[-1]].storage] = outputs[-1]
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and not any(leaf is t for t in overwritten):
+                outputs.append(self.add(leaf, "op", position))
+        self.ops.append(
+            Op(func, refs[0], refs[1], tuple(sorted(reads)), tuple(outputs), old, self.in_forward, location)
+        )
+        return out
+
+
+def record(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    tensors: bool = False,
+    functional: bool = False,
+) -> Joint:
+    """The joint graph of `fn(*args, **kwargs)`, from metadata alone: nothing is computed or allocated.
+
+    Inputs that require grad are differentiated, captured ones too. The current autocast, default dtype and
+    grad state are those of the call; gradients are enabled. `tensors` keeps a fake tensor for every value, to
+    build other graphs from. With `functional`, `fn` differentiates by itself: it is called with a switch
+    before its arguments, and calls that between its forward and its backward. Nobody collects named values
+    meanwhile, and `is_recomputing()` is true: what counts or prints has its turn in the run proper.
+
+    Raises:
+        RematError: where the function looks at data (`.item()`, a branch on a value) or an op has no fake
+            kernel; names the op and the user's line.
+    """
+    recorder = Recorder()
+    with (
+        outside_all_modes(),
+        without_module_trackers(),
+        trial(),
+        only(()),
+        planning(getattr(fn, "__name__", type(fn).__name__)),
+    ):
+        results = _trace(fn, args, kwargs or {}, recorder, _run_functional if functional else _run)
+        kept = tuple(t.detach() for t in recorder.tensors) if tensors else ()
+    return Joint(
+        ops=tuple(recorder.ops),
+        values=tuple(recorder.values),
+        storages=tuple(recorder.storages),
+        saved=tuple(recorder.saved),
+        results=results,
+        gradients=recorder.gradients,
+        differentiated=recorder.differentiated,
+        tensors=kept,
+    )
+
+
+def _trace(
+    fn: Callable[..., Any],
+    args: Any,
+    kwargs: dict[str, Any],
+    recorder: Recorder,
+    run: Callable[..., tuple[int, ...]],
+) -> tuple[int, ...]:
+    """Stand-ins for the arguments, then the run; returns the numbers of the results."""
+    leaves, spec = flatten((args, kwargs))
+    mode = recorder.mode = fake_mode(leaves)
+    direct = {id(a) for a in (*args, *kwargs.values())}
+    # What Dynamo has traced takes flat operands, and says itself which of them are held by somebody else.
+    known = getattr(fn, "held", frozenset())
+    fakes: dict[int, torch.Tensor] = {}
+    with mode:
+        for at, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in fakes:
+                held = isinstance(leaf, torch.nn.Parameter) or at in known
+                held |= id(leaf) not in direct and leaf.requires_grad and leaf.is_leaf
+                fakes[id(leaf)] = _stand_in(leaf, mode)
+                recorder.add(fakes[id(leaf)], "parameter" if held else "argument")
+    args, kwargs = unflatten([fakes.get(id(x), x) if torch.is_tensor(x) else x for x in leaves], spec)
+    try:
+        with mode, recorder, torch.autograd.set_multithreading_enabled(False):
+            return run(fn, args, kwargs, recorder, list(fakes.values()))
+    except RematError:
+        raise
+    except Exception as error:
+        op, line = recorder.last
+        where = f" at {line}" if line else ""
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        raise RematError(
+            f"{getattr(fn, '__name__', type(fn).__name__)} cannot be planned: {op or 'the function'}{where} "
+            f"does not run on fake tensors ({reason}). A plan needs shapes alone: keep .item() and branches "
+            "on values out of the region, give custom ops a fake kernel (torch.library.register_fake), or "
+            "use a policy without a budget."
+        ) from error
+
+
+def _stand_in(tensor: torch.Tensor, mode: Any) -> torch.Tensor:
+    """A fake leaf with the metadata of `tensor`."""
+    if is_fake(tensor) and tensor.is_leaf:
+        return tensor.detach().requires_grad_(tensor.requires_grad)
+    if tensor.layout != torch.strided:
+        return mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def _run(
+    fn: Callable[..., Any], args: Any, kwargs: Any, recorder: Recorder, inputs: list[torch.Tensor]
+) -> tuple[int, ...]:
+    """Forward, then backward from fake cotangents; returns the numbers of the results."""
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda t: t):
+        out = fn(*args, **kwargs)
+    results = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+    numbers = tuple(recorder.number(t) for t in results)
+    active = [t for t in results if t.requires_grad]
+    wanted = [t for t in (*inputs, *recorder.captured.values()) if t.requires_grad and t.is_leaf]
+    recorder.in_forward = False
+    if active and wanted:
+        tangents = [torch.empty_like(t) for t in active]
+        recorder.ops = [op for op in recorder.ops if op.forward]
+        for tangent in tangents:
+            recorder.add(tangent, "tangent")
+        found = torch.autograd.grad(active, wanted, tangents, allow_unused=True)
+        graded = [(recorder.number(t), g) for t, g in zip(wanted, found, strict=True) if g is not None]
+        recorder.differentiated = tuple(number for number, _ in graded)
+        recorder.gradients = tuple(recorder.number(g) for _, g in graded)
+    return numbers
+
+
+def _run_functional(
+    fn: Callable[..., Any], args: Any, kwargs: Any, recorder: Recorder, inputs: list[torch.Tensor]
+) -> tuple[int, ...]:
+    """The same for a function that differentiates with torch.func: saved-tensor hooks are refused there.
+
+    `fn` is given a switch to call between its forward and its backward. What the backward reads stands in for
+    what autograd packs.
+    """
+
+    def switch() -> None:
+        recorder.in_forward = False
+
+    fn(switch, *args, **kwargs)
+    made = {o for op in recorder.ops if not op.forward for o in op.outputs}
+    recorder.saved = {r: None for op in recorder.ops if not op.forward for r in op.reads if r not in made}
+    return ()

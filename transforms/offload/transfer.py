@@ -1,0 +1,276 @@
+"""Copies between a device and the host, and values that lie in host memory between forward and backward.
+
+Copies run on a stream beside the one that computes (`StreamLane`). On a device without streams, the CPU among
+them, copies are made there and then and in the same order: who decides what travels knows nothing of streams.
+Regions (`Parcel`), scans and the graphs of compilers all copy in this way. Host memory is pinned; torch's
+allocator of pinned memory keeps what is let go of and hands it out again, so a step like the one before it
+allocates none.
+
+PyTorch's own `torch.autograd.graph.save_on_cpu` copies on the computing stream; torchtune's
+`OffloadActivations` has a side stream and sends one tensor after another, without knowing of regions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from remat.transforms.compat import bits, memory_is_real, with_bits
+from remat.transforms.ops import instances
+
+
+class Lane:
+    """Copies between a device without streams of its own and the host.
+
+    `send` and `fetch` return the copy with a mark that says when it is there; whoever reads the copy, or
+    writes to what it was made of, calls `arrived` or `wait` first.
+    """
+
+    def send(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> tuple[torch.Tensor, Any]:
+        """A copy in host memory, in the tensor `into` if there is one."""
+        if into is None:
+            # Tensors on the meta device have nothing to send, and are no smaller elsewhere.
+            device = tensor.device if tensor.is_meta else "cpu"
+            into = torch.empty_like(tensor, device=device, pin_memory=pinned_for(tensor, tensor.device))
+        return into.copy_(tensor), None
+
+    def fetch(self, host: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Any]:
+        """A copy on the device of a tensor that was sent."""
+        return torch.empty_like(host, device=device).copy_(host), None
+
+    def finish(self) -> None:
+        """Have the host wait for all that was asked for, so that it may read what was sent."""
+
+    def wait(self, mark: Any) -> None:
+        """Let what is computed from now on come after the copy that has this mark."""
+
+    def arrived(self, tensor: torch.Tensor, mark: Any) -> torch.Tensor:
+        """A tensor that was fetched, to be computed with from now on."""
+        return tensor
+
+
+class StreamLane(Lane):
+    """Copies on a stream of their own, to and from pinned memory, beside what the device computes.
+
+    A copy in either direction begins when what the computing stream was given so far is done: what is sent
+    has been made by then, and what is fetched goes into memory that is no longer in use. So what is fetched
+    is an ordinary tensor of the computing stream's memory, and is fetched no sooner than planned however far
+    the host runs ahead of the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.Stream(device)
+
+    def send(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> tuple[torch.Tensor, Any]:
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True) if into is None else into
+        return host, self._copy(host, tensor, tensor)
+
+    def fetch(self, host: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Any]:
+        tensor = torch.empty_like(host, device=device)
+        return tensor, self._copy(tensor, host, tensor)
+
+    def finish(self) -> None:
+        self.stream.synchronize()
+
+    def _copy(self, to: torch.Tensor, source: torch.Tensor, on_device: torch.Tensor) -> Any:
+        self.stream.wait_stream(torch.accelerator.current_stream(on_device.device))
+        with self.stream:
+            to.copy_(source, non_blocking=True)
+            mark = self.stream.record_event()
+        # Its memory may be let go of at any time, and is then not used anew before the copy is through. (For
+        # the pinned memory the copy itself sees to that.)
+        on_device.record_stream(self.stream)
+        return mark
+
+    def wait(self, mark: Any) -> None:
+        torch.accelerator.current_stream(self.stream.device).wait_event(mark)
+
+    def arrived(self, tensor: torch.Tensor, mark: Any) -> torch.Tensor:
+        here = torch.accelerator.current_stream(tensor.device)
+        here.wait_event(mark)
+        # The stream that asked for it need not be the one that reads it.
+        tensor.record_stream(here)
+        return tensor
+
+
+class _Travel(threading.local):
+    where: str | None = None
+
+
+_travel = _Travel()
+
+
+def travelling() -> str | None:
+    """Where what runs now brings a value, "host" or "device"; None for what is no part of a transfer."""
+    return _travel.where
+
+
+@contextlib.contextmanager
+def _to(where: str) -> Iterator[None]:
+    before = _travel.where
+    _travel.where = where
+    try:
+        yield
+    finally:
+        _travel.where = before
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_at_once = Lane()
+_lanes: dict[torch.device, Lane] = {}
+
+
+def lane(tensor: torch.Tensor, device: torch.device | None = None) -> Lane:
+    """How this tensor travels to the host, or from there to `device`."""
+    kind, device = torch.accelerator.current_accelerator(), device or tensor.device
+    if kind is None or device.type != kind.type or not memory_is_real():
+        return _at_once
+    if type(tensor) not in _PLAIN:
+        # A subclass need not know of streams.
+        return _at_once
+    if device not in _lanes:
+        _lanes[device] = StreamLane(device)
+    return _lanes[device]
+
+
+def pinned_for(like: torch.Tensor, device: torch.device) -> bool:
+    """Whether such a tensor, sent from `device`, goes to pinned memory."""
+    # A subclass need not know of that.
+    return device.type not in ("cpu", "meta") and (type(like) in _PLAIN or not memory_is_real())
+
+
+class Copy(NamedTuple):
+    """A copy that is on its way."""
+
+    tensor: torch.Tensor
+    lane: Lane
+    mark: Any
+
+    def arrived(self) -> torch.Tensor:
+        """The copy on its device, to be computed with from now on."""
+        return self.lane.arrived(self.tensor, self.mark)
+
+    def wait(self) -> None:
+        """Let what is computed from now on write to what was copied."""
+        self.lane.wait(self.mark)
+
+
+def to_host(tensor: torch.Tensor, into: torch.Tensor | None = None) -> Copy:
+    """Begin to copy a tensor to host memory, that of `into` if there is one."""
+    # Conjugates are made on the device: the host would do so as soon as the copy was asked for.
+    tensor = tensor.resolve_conj().resolve_neg()
+    by = lane(tensor)
+    with _to("host"):
+        copy, mark = by.send(tensor, into)
+    return Copy(copy, by, mark)
+
+
+def to_device(host: torch.Tensor, device: torch.device) -> Copy:
+    """Begin to copy a tensor that was sent from `device` back: once it has come to the host."""
+    by = lane(host, device)
+    with _to("device"):
+        copy, mark = by.fetch(host, device)
+    return Copy(copy, by, mark)
+
+
+class Parcel:
+    """One tensor that was sent to the host, and while the backward needs it its copy on the device."""
+
+    __slots__ = ("__weakref__", "bits", "device", "fetched", "host", "offset", "sent", "stride", "takers")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # What travels is memory: that its numbers stand for their conjugates is noted beside it.
+        self.bits = bits(tensor)
+        tensor = with_bits(tensor.detach(), self.bits)
+        self.device = tensor.device
+        self.sent = to_host(tensor)
+        self.host = self.sent.tensor
+        # Where it lay, for views of it.
+        self.offset, self.stride = tensor.storage_offset(), tensor.stride()
+        self.fetched: Copy | None = None
+        self.takers = 0  # how many values will still be asked for of what was fetched
+
+    def covers(self, view: torch.Tensor) -> bool:
+        """Whether `view`, which looks into the same memory, is a part of it, laid out in the same way."""
+        plain = type(view) is torch.Tensor and view.layout is torch.strided
+        if not plain or view.dtype is not self.host.dtype or self.host.stride() != self.stride:
+            return False
+        start, size = view.storage_offset() - self.offset, self.host.untyped_storage().nbytes()
+        return start >= 0 and (start + _span(view)) * view.element_size() <= size
+
+    def wait(self) -> None:
+        """Let what is computed from now on write to the tensor that was sent."""
+        self.sent.wait()
+
+    def fetch(self, takers: int) -> None:
+        """Begin to bring it back for so many values."""
+        self.takers = takers
+        if self.fetched is None:
+            self.fetched = to_device(self.host, self.device)
+
+    def take(self) -> torch.Tensor:
+        """What was sent on its device, fetched now if it was not before."""
+        fetched = self.fetched or to_device(self.host, self.device)
+        self.takers -= 1
+        if self.takers <= 0:
+            self.fetched = None
+        return fetched.arrived()
+
+    def drop(self) -> None:
+        """Let go of the copy on the device."""
+        self.fetched = None
+
+
+class Elsewhere:
+    """A kept value that is not on its device."""
+
+    __slots__ = ()
+
+
+class Away(Elsewhere):
+    """A kept value that lies in host memory: what one parcel holds, or a view of that."""
+
+    __slots__ = ("bits", "parcel", "view")
+
+    def __init__(self, parcel: Parcel, view: torch.Tensor | None = None) -> None:
+        self.parcel, self.bits = parcel, parcel.bits
+        self.view: tuple[Any, Any, Any] | None = None
+        if view is not None:
+            self.view = view.size(), view.stride(), view.storage_offset() - parcel.offset
+            self.bits = bits(view)
+
+    @property
+    def host(self) -> torch.Tensor:
+        """The value where it lies."""
+        return self._look(self.parcel.host)
+
+    def get(self, alone: bool = False) -> torch.Tensor:
+        """The value on its device; if `alone`, in memory that no other kept value looks into."""
+        value = self._look(self.parcel.take())
+        # A new tensor object each time: autograd writes its own record on it.
+        return value.clone() if alone and self.view is not None else value.detach()
+
+    def _look(self, tensor: torch.Tensor) -> torch.Tensor:
+        return with_bits(tensor if self.view is None else tensor.as_strided(*self.view), self.bits)
+
+
+def send(value: torch.Tensor, root: Any = None) -> Away:
+    """Send a value to the host, unless what is kept of the op that made its memory, `root`, covers it."""
+    if isinstance(root, Away) and root.view is None and root.parcel.covers(value):
+        return Away(root.parcel, value)
+    return Away(Parcel(value))
+
+
+def away_in(kept: Any) -> Iterable[Away]:
+    """The values among what is kept of an op that lie in host memory."""
+    return instances(Away, kept)
+
+
+def _span(tensor: torch.Tensor) -> int:
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))

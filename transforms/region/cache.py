@@ -1,0 +1,96 @@
+"""What one forward of a region tells of later ones: the tape that they are held against, op by op.
+
+Nothing of it is believed before it is seen again: a later forward compares each op before it runs, and turns
+into a recording where it leaves the tape. So what is kept here saves time, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from remat.transforms.tape import Program, Tape
+
+# How many signatures of calls, or policies, are told apart; what was used least recently goes first.
+_MOST = 32
+_caches: weakref.WeakKeyDictionary[Any, TraceCache] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, eq=False)
+class CachedTrace:
+    """A settled forward, without any of its tensors.
+
+    Attributes:
+        tape, program: its ops, and those that run again.
+        kept: the ops whose results are kept.
+        held: the tensors from outside that are held, by their positions on the tape.
+        residual: whether all that autograd saves is held instead, as the smaller thing.
+        ends: the autograd nodes behind each result, where they differ.
+        nodes: how many autograd nodes the forward made.
+    """
+
+    tape: Tape
+    program: Program
+    kept: frozenset[int]
+    held: frozenset[int]
+    residual: bool
+    ends: tuple[frozenset[int], ...] | None
+    nodes: int
+
+
+class Bounded(OrderedDict[Hashable, Any]):
+    """A table of so many entries at most."""
+
+    def look(self, key: Hashable) -> Any:
+        """The entry, now the one used last; None if there is none."""
+        found = self.get(key)
+        if found is not None:
+            self.move_to_end(key)
+        return found
+
+    def note(self, key: Hashable, value: Any) -> None:
+        self[key] = value
+        self.move_to_end(key)
+        if len(self) > _MOST:
+            self.popitem(last=False)
+
+
+class TraceCache:
+    """What is known of one function.
+
+    Attributes:
+        uses_func: whether it was seen to use torch.func inside; then it cannot run under saved-tensor hooks.
+        differentiates: whether it was seen to call `torch.autograd.grad` or `backward` on values of its own.
+    """
+
+    __slots__ = ("__weakref__", "by_policy", "differentiates", "uses_func")
+
+    def __init__(self) -> None:
+        self.by_policy = Bounded()
+        self.uses_func = self.differentiates = False
+
+    def under(self, policy: Hashable) -> Bounded:
+        """Traces by the signatures of calls, under the policies with this key."""
+        found = self.by_policy.look(policy)
+        if found is None:
+            found = Bounded()
+            self.by_policy.note(policy, found)
+        return found
+
+
+def cache_of(anchor: Any) -> TraceCache:
+    """The cache that all regions around one function share, for as long as `anchor` lives."""
+    found = _caches.get(anchor)
+    if found is None:
+        found = _caches[anchor] = TraceCache()
+    return found
+
+
+def forget_all() -> None:
+    """Drop every trace: what policies say of ops has changed."""
+    for cache in list(_caches.values()):
+        for traces in cache.by_policy.values():
+            traces.clear()

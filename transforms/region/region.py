@@ -1,0 +1,100 @@
+"""What one call of `remat(fn)` is, to the engine: the function, its name, and what to check and select."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from remat.transforms.closure import Slots, slots_of
+from remat.transforms.context import run_innermost
+from remat.transforms.region.cache import Bounded, TraceCache, cache_of
+from remat.transforms.tape import Node, Tape
+
+
+class Selector(Protocol):
+    """Decides what is kept; made afresh for every run of a region's forward."""
+
+    def decide(self, at: int, node: Node, args: Any, kwargs: Any, out: Any) -> int:
+        """RECOMPUTE, OFFLOAD or SAVE for the op that just ran."""
+        ...
+
+    def watching(self, levels: bool = False) -> AbstractContextManager[Any]:
+        """A context around the user's function in its forward; `levels`: torch.func may batch it."""
+        ...
+
+    def finished(self, tape: Tape) -> None:
+        """Called once the forward is over and settled."""
+        ...
+
+
+@dataclass(frozen=True)
+class Region:
+    """A function to be rematerialized, with everything that does not depend on the arguments.
+
+    Attributes:
+        function: the user's callable.
+        name: what messages and reports call it.
+        selector: makes the `Selector` of one forward; None keeps nothing (cheaper than one that says so).
+        preserve_rng_state: replay random numbers.
+        determinism_check: "metadata", "exact" or "none".
+        anchor: with whose life what was learnt about the function ends.
+        key: what the selector's verdicts depend on besides the ops; None where one forward tells
+            nothing of the next.
+        digest: a number for an op's results that any other bit changes, None where they are not compared so.
+    """
+
+    function: Callable[..., Any]
+    name: str
+    selector: Callable[[], Selector] | None
+    preserve_rng_state: bool
+    determinism_check: str
+    anchor: Any
+    key: Hashable | None = None
+    digest: Callable[[Any], Any] | None = None
+
+    @functools.cached_property
+    def cache(self) -> TraceCache:
+        """What earlier calls of the function did. (Graphs that are traced ask for none.)"""
+        return cache_of(self.anchor)
+
+    @functools.cached_property
+    def traces(self) -> Bounded:
+        """What earlier calls did under this policy. (To hash a policy takes longer than a small op.)"""
+        return self.cache.under(self.key)
+
+    @functools.cached_property
+    def slots(self) -> Slots | None:
+        """Where a module and those in it hold tensors, for `Bindings`; None for any other function."""
+        return slots_of(self.function) if isinstance(self.function, torch.nn.Module) else None
+
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Call the function as a part of a recording or of a recomputation."""
+        return run_innermost(self.function, self.selector is not None, args, kwargs)
+
+
+def checksum(out: Any) -> Any:
+    """A number for every tensor of `out` that changes with any bit of it, and with their order."""
+    if isinstance(out, torch.Tensor):
+        return _checksum_tensor(out.detach())
+    if isinstance(out, (tuple, list)):
+        return tuple([checksum(value) for value in out])
+    return out
+
+
+def _checksum_tensor(tensor: torch.Tensor) -> int:
+    if tensor.numel() == 0 or tensor.layout is not torch.strided:
+        return 0
+    # Integer arithmetic modulo 2**64: exact, and the same on every device and in every order of summation.
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    parts = torch.view_as_real(plain) if plain.is_complex() else plain
+    # Flat before: a number of no dimension cannot be looked at as octets.
+    words = parts.reshape(-1).view(torch.uint8).to(torch.int64)
+    weights = (
+        torch.arange(1, words.numel() + 1, device=words.device, dtype=torch.int64) * 0x9E3779B97F4A7C1 | 1
+    )
+    return int((words * weights).sum().item())

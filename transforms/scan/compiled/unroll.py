@@ -1,0 +1,364 @@
+"""Blocks of a scan's steps, compiled: one graph that runs a block, one that pulls back through it.
+
+Both are traced from a flat step, unrolled `size` times, with plain tensors for all it reads; nothing of
+Dynamo's or of autograd's is left between one block and the next, whatever the scan's length. What the
+pull-back needs of the forward is its *tape*: the carries between the steps, and what a selector keeps. In
+the graph that pulls back they stand in the place of the ops that made them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from remat.transforms.compat import (
+    compiled_bare,
+    compiled_for_cpu,
+    example_of,
+    fake_mode,
+    fits_cpu,
+    options_of,
+    outside_all_modes,
+    traced_functionally,
+    transposes_given,
+)
+from remat.transforms.scan.compiled.fx_passes import (
+    added_to_inputs,
+    aliases_dropped,
+    factors_given,
+    products_joined,
+    put_in_place,
+    results,
+)
+from remat.transforms.scan.compiled.kept import keep_of
+from remat.transforms.scan.compiled.sums import Sums
+from remat.transforms.scan.spec import Leaves, Step, Tensors
+from remat.transforms.scan.vjp import pull
+
+Columns = list[list[torch.Tensor]]
+# What is compiled, and the consts whose transposes it takes after all else.
+Made = tuple[Callable[..., Any], list[int]]
+
+# Blocks whose rows are looked up at a time.
+MOST = 256
+
+_local = threading.local()
+
+
+def owner() -> list[Any] | None:
+    """Where to put what must live as long as the steps that are being compiled now, if any are."""
+    return getattr(_local, "owner", None)
+
+
+@dataclass
+class UnrolledStep:
+    """A scan's step, unrolled `size` times and compiled.
+
+    Attributes:
+        step: `step(consts, carry, x) -> (carry, ys)`, of tensors only.
+        size: how many steps there are in a block.
+        reverse: whether rows and ys run from the last to the first.
+        compiler: a backend of torch.compile.
+        selector: makes the selector of what is kept of a step, None for carries alone.
+        made: what has been compiled, by what it is for.
+        consts: what every step reads besides, in one run of the scan.
+    """
+
+    step: Step
+    size: int
+    reverse: bool
+    compiler: Callable[..., Any]
+    selector: Callable[[], Any] | None = None
+    made: dict[Any, Any] = field(default_factory=dict)
+
+    consts: list[torch.Tensor] = field(default_factory=list)
+    # Of these consts: what to call, so that it is looked up once a run; transposes that several calls read.
+    _found: dict[Any, Any] = field(default_factory=dict)
+    _transposed: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def at(self, consts: Tensors) -> UnrolledStep:
+        """The same for one run of the scan, whose blocks all read these consts and are all of one shape."""
+        return replace(self, consts=[t.detach() for t in consts], _found={}, _transposed={})
+
+    # -- calls ---------------------------------------------------------------------------------------------
+
+    def run(
+        self, carry: Leaves, xs: Sequence[torch.Tensor], tape: bool
+    ) -> tuple[Leaves, Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """The carry after a block, its ys stacked, and what pulling back needs; carry and `xs` are dense."""
+        tape = tape and self.selector is not None  # carries are there anyway
+        found = self._found.get(tape)
+        if found is None:
+            values, b = [*self.consts, *carry, *xs], len(carry)
+            made = self._lookup(("run", tape), values, lambda: self._made_run(values, b, tape))
+            count = b + (len(self._wanted(self.consts, carry, xs)) if tape else 0)
+            found = self._found[tape] = *self._ready(made), b, count
+        call, more, b, count = found
+        outs = call(*self.consts, *carry, *xs, *more)
+        return [t.select(0, -1) for t in outs[:b]], outs[count:], outs[:count]
+
+    def pull(
+        self,
+        carry: Leaves,
+        xs: Sequence[torch.Tensor],
+        tape: Sequence[torch.Tensor] | None,
+        cts: tuple[Any, Any],
+        needs: tuple[Any, Any],
+        sums: Sums,
+    ) -> tuple[Any, Any]:
+        """Gradients of the carry and of the rows of xs, those of the consts added to `sums`; carry and `xs`
+        are dense. `cts`: of the carry, of the ys.
+
+        Without a tape the steps are evaluated again on the way.
+        """
+        whole = [*cts[0], *cts[1]]
+        key = tuple([ct is not None for ct in whole]), tape is not None
+        given = [ct.contiguous() for ct in whole if ct is not None]
+        values = [*self.consts, *carry, *xs, *given, *(tape or ())]
+        found = self._found.get(key)
+        if found is None:
+            full = "pull", *key, len(cts[0]), tuple(needs[0]), tuple(needs[1])
+            sizes = len(carry), len(xs), len(tape or ())
+            made, *where = self._lookup(full, values, lambda: self._made_pull(values, *sizes, cts, needs))
+            found = self._found[key] = *self._ready(made), *where
+        call, more, added, here, factored = found
+        before = [sums.of(i) for i in added]
+        outs = call(*values, *before, *more)
+        count = len(before)
+        for i, total in zip(added, outs, strict=False):
+            sums.found[i] = total
+        if factored:
+            sums.later(factored, outs[len(outs) - 2 * len(factored) :])
+        flat = [None if at is None else outs[count + at] for at in here]
+        b = len(carry)
+        return flat[:b], flat[b:]
+
+    def rows(self, xs: Sequence[torch.Tensor], count: int) -> Sequence[Sequence[torch.Tensor]]:
+        """The rows of `count` blocks, in the order in which they run; `xs` are all of them, and dense."""
+        if not xs:
+            return [()] * count
+        columns = [x.view(count, self.size, *x.shape[1:]).unbind(0) for x in xs]
+        return list(zip(*(column[::-1] if self.reverse else column for column in columns), strict=True))
+
+    def tape_of(self, carry: Tensors, xs: Tensors) -> list[tuple[torch.Tensor, bool]]:
+        """Tensors such as a block's tape has of each step, and which of them belong on the host."""
+        return [*((t, False) for t in carry), *self._selected(self.consts, carry, xs)[1]]
+
+    def host(self, carry: int) -> list[bool]:
+        """Which of a tape's tensors belong on the host; known once a tape has been made."""
+        return [False] * carry + [out for _, out in self._found.get("kept", ((), ()))[1]]
+
+    def _lookup(self, key: Any, values: list[torch.Tensor], make: Callable[[], Any]) -> Any:
+        made, full = self.made, (*key, self.size, self.reverse, _signature(values))
+        if full not in made:
+            before, _local.owner = owner(), made.setdefault("inside", [])
+            try:
+                made[full] = make()
+            finally:
+                _local.owner = before
+        return made[full]
+
+    # -- what is compiled ----------------------------------------------------------------------------------
+
+    def _made_run(self, values: list[torch.Tensor], b: int, tape: bool) -> Made:
+        a = len(self.consts)
+        wanted = self._wanted(values[:a], values[a : a + b], values[a + b :]) if tape else []
+
+        def block(*values: torch.Tensor) -> list[torch.Tensor]:
+            state: Leaves = list(values[a : a + b])
+            tapes, columns = [], []
+            for x in self._rows(values[a + b :]):
+                state, ys, kept = self._step(values[:a], state, x, bool(wanted))
+                tapes.append([*state, *(kept[i] for i in wanted)])
+                columns.append(ys)
+            ordered = columns[::-1] if self.reverse else columns
+            return [*_stacked(tapes), *_stacked(ordered)]
+
+        return self._compiled(_traced(block, values, self.compiler))
+
+    def _made_pull(
+        self, values: list[torch.Tensor], b: int, c: int, tapes: int, cts: Any, needs: tuple[Any, Any]
+    ) -> tuple[Made, list[int], list[int | None], list[int]]:
+        """What pulls back, the consts whose gradients it adds up, where the others' gradients are, and the
+        consts of whose gradients it gives factors."""
+        a = len(self.consts)
+        wanted = self._wanted(values[:a], values[a : a + b], values[a + b : a + b + c]) if tapes > b else []
+        graph, here, _ = self._pulling(values, a, b, c, tapes, cts, needs, wanted)
+        consts = [i for i in range(a) if here[i]]
+        factored = [consts[i] for i in factors_given(graph, len(consts))]
+        added = [i for i in consts if i not in factored]
+        added_to_inputs(graph, len(added))
+        rest = itertools.count()
+        return self._compiled(graph), added, [next(rest) if yes else None for yes in here[a:]], factored
+
+    def _pulling(
+        self,
+        values: list[torch.Tensor],
+        a: int,
+        b: int,
+        c: int,
+        tapes: int,
+        cts: Any,
+        needs: tuple[Any, Any],
+        wanted: Sequence[int],
+    ) -> tuple[torch.fx.GraphModule, tuple[bool, ...], list[bool]]:
+        """The graph that pulls back, which of the gradients it makes, which of the tape it reads."""
+        present = [ct is not None for ct in (*cts[0], *cts[1])]
+        found: list[bool] = []
+        first = len(values) - tapes
+
+        def gradient(*values: torch.Tensor) -> list[torch.Tensor]:
+            rest = iter(values[a + b + c : first])
+            given = [next(rest) if here else None for here in present]
+            y_cts = [
+                [None if ct is None else ct.select(0, self._at(k)) for ct in given[len(cts[0]) :]]
+                for k in range(self.size)
+            ]
+            made: list[torch.Tensor] = []
+
+            def steps(consts: Tensors, carry: Leaves, rows: Any) -> tuple[Leaves, list[Any]]:
+                ys = []
+                for x in rows:
+                    carry, y, kept = self._step(consts, carry, x, bool(wanted))
+                    ys.append(y)
+                    made.extend([*carry, *(kept[i] for i in wanted)])
+                return carry, ys
+
+            rows = self._rows(values[a + b : a + b + c])
+            carry_cts = given[: len(cts[0])]
+            grads = pull(steps, values[:a], list(values[a : a + b]), rows, carry_cts, y_cts, needs)
+            flat = [*grads[0], *grads[1], *self._x_grads(grads[2], values[a + b : a + b + c])]
+            found[:] = [grad is not None for grad in flat]
+            outs = [grad for grad in flat if grad is not None]
+            if not tapes:
+                return outs
+            # The next carry of the last step is read by nobody.
+            known = [t.select(0, k) for k in range(self.size) for t in values[first:]]
+            return [*outs, *known, *made]
+
+        graph = _traced(gradient, values, self.compiler)
+        reads = put_in_place(graph, self.size * tapes, tapes)
+        products_joined(graph)
+        return graph, tuple(found), reads
+
+    def _step(
+        self, consts: Tensors, carry: Leaves, x: Tensors, keep: bool
+    ) -> tuple[Leaves, list[torch.Tensor], Sequence[torch.Tensor]]:
+        if keep:
+            return keep_of(self.step, self.selector, consts, carry, x)
+        return *self.step(consts, carry, x), ()
+
+    # -- what the selector keeps ---------------------------------------------------------------------------
+
+    def _wanted(self, consts: Tensors, carry: Tensors, xs: Tensors) -> list[int]:
+        """Which of the values that the selector keeps of a step a pull-back reads."""
+        return self._selected(consts, carry, xs)[0]
+
+    def _selected(self, consts: Tensors, carry: Tensors, xs: Tensors) -> Any:
+        if self.selector is None:
+            return [], []
+        if "kept" not in self._found:
+            key, values = ("kept",), [*consts, *carry, *(x.narrow(0, 0, 1) for x in xs)]
+            make = lambda: self._select(values, len(consts), len(carry))  # noqa: E731
+            self._found["kept"] = self._lookup(key, values, make)
+        return self._found["kept"]
+
+    def _select(self, values: list[torch.Tensor], a: int, b: int) -> Any:
+        # Of one step, pulled back through with a cotangent for every result: whatever a pull-back may read.
+        one = UnrolledStep(self.step, 1, False, self.compiler, self.selector).at(values[:a])
+        like: list[Any] = []
+
+        def look(*values: torch.Tensor) -> list[torch.Tensor]:
+            rows = [x.select(0, 0) for x in values[a + b :]]
+            new, ys, kept = keep_of(self.step, self.selector, values[:a], list(values[a : a + b]), rows)
+            like[:] = [len(new), len(ys), *zip(kept, kept.host, strict=True)]
+            return [*new, *ys, *kept]
+
+        rows = values[a + b :]
+        graph = _traced(look, values, self.compiler)
+        metas = [_empty(node.meta["val"]) for node in results(graph)]
+        hosts = [host for _, host in like[2:]]
+        news, ys, kept = metas[:b], metas[b : b + like[1]], metas[b + like[1] :]
+        cts = (
+            [t if t.is_floating_point() else None for t in news],
+            [y.unsqueeze(0) if y.is_floating_point() else None for y in ys],
+        )
+        given = [ct for ct in (*cts[0], *cts[1]) if ct is not None]
+        tape = [t.unsqueeze(0) for t in (*news, *kept)]
+        needs = [True] * a, [True] * len(rows)
+        count = len(tape)
+        full = [*values[: a + b], *rows, *given, *tape]
+        reads = one._pulling(full, a, b, len(rows), count, cts, needs, range(len(kept)))[2]
+        at = [i for i in range(len(kept)) if reads[b + i]]
+        return at, [(kept[i], hosts[i]) for i in at]
+
+    # -- rows ----------------------------------------------------------------------------------------------
+
+    def _at(self, k: int) -> int:
+        return self.size - 1 - k if self.reverse else k
+
+    def _rows(self, xs: Sequence[torch.Tensor]) -> Columns:
+        return [[x.select(0, self._at(k)) for x in xs] for k in range(self.size)]
+
+    def _x_grads(
+        self, rows: list[list[torch.Tensor | None]], xs: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        found: list[torch.Tensor | None] = []
+        for i, x in enumerate(xs):
+            column = [row[i] for row in (rows[::-1] if self.reverse else rows)]
+            zero = None if all(g is None for g in column) else torch.zeros_like(x.select(0, 0))
+            found.append(None if zero is None else torch.stack([zero if g is None else g for g in column]))
+        return found
+
+    def _compiled(self, graph: torch.fx.GraphModule) -> Made:
+        if not results(graph):
+            return (lambda *_: ()), []
+        inputs = [_empty(node.meta["val"]) for node in graph.graph.find_nodes(op="placeholder")]
+        options = options_of(self.compiler)
+        if options is None or not fits_cpu(graph, inputs):
+            return compiled_bare(self.compiler, graph, inputs), []
+        aliases_dropped(graph)
+        given = transposes_given(graph, len(self.consts))
+        inputs += [_empty(inputs[i].t().contiguous()) for i in given]
+        return compiled_for_cpu(graph, inputs, options), given
+
+    def _ready(self, made: Made) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+        """What is compiled, and the transposes that it takes."""
+        call, given = made
+        for i in given:
+            if i not in self._transposed:
+                self._transposed[i] = self.consts[i].t().contiguous()
+        return call, [self._transposed[i] for i in given]
+
+
+def _traced(
+    function: Callable[..., Any], values: Sequence[torch.Tensor], compiler: Callable[..., Any]
+) -> torch.fx.GraphModule:
+    with outside_all_modes():
+        # Not the values themselves: rows lie in larger tensors, and forward-mode AD looks at that.
+        with fake_mode([]):
+            like = [_empty(t) for t in values]
+        return traced_functionally(function, like, compiler)
+
+
+def _empty(t: torch.Tensor) -> torch.Tensor:
+    sizes, strides = (tuple(map(example_of, s)) for s in (t.shape, t.stride()))
+    return torch.empty_strided(sizes, strides, dtype=t.dtype, device=t.device)
+
+
+def dense(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Alike in every block: compiled code is for certain strides, and rows of a tensor are contiguous."""
+    return [t.detach().contiguous() for t in tensors]
+
+
+def _signature(values: Sequence[torch.Tensor]) -> Any:
+    return tuple([(t.shape, t.stride(), t.dtype, t.device) for t in values])
+
+
+def _stacked(columns: Columns) -> list[torch.Tensor]:
+    return [torch.stack(column) for column in zip(*columns, strict=True)]

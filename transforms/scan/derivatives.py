@@ -1,0 +1,187 @@
+"""Derivatives of a scan written as scans: its tangents, and its pull-back as a differentiable function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from remat.transforms.pytree import smooth as pytree_smooth
+from remat.transforms.scan.spec import Leaves, Scan, ScanSpec, Tensors, as_in_forward, make
+from remat.transforms.scan.vjp import pull
+from remat.transforms.state import RandomState
+
+Cotangents = Sequence[torch.Tensor | None]
+# `function.run`, which itself needs this file.
+Run = Callable[..., Any]
+
+
+def tangents_of(run: Run, scan: Scan, flat: Tensors, tangents: Cotangents) -> list[torch.Tensor | None]:
+    """Tangents of the carry's tensors and the ys: one scan over (value, tangent) pairs."""
+    consts, carry, xs = scan.split(flat)
+    full = [
+        (torch.zeros_like(t) if d is None else d) if pytree_smooth(t) else None
+        for t, d in zip(flat, tangents, strict=True)
+    ]
+    a, b, _ = scan.sizes
+    dual_carry = [*carry, *(t for t in full[a : a + b] if t is not None)]
+    at = [i for i in scan.tensors if pytree_smooth(carry[i])]
+    marks = [pytree_smooth(t) for t in consts], [pytree_smooth(t) for t in xs]
+    shape: list[list[bool]] = []
+
+    def step(consts2: Tensors, carry2: Leaves, x2: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
+        k, dk = consts2[:a], iter(consts2[a:])
+        c, dc = carry2[: len(carry)], list(carry2[len(carry) :])
+        x, dx = x2[: len(xs)], iter(x2[len(xs) :])
+        values = [
+            [t for t, m in zip(k, marks[0], strict=True) if m],
+            [c[i] for i in at],
+            [t for t, m in zip(x, marks[1], strict=True) if m],
+        ]
+
+        def floats(values: list[list[torch.Tensor]]) -> tuple[Any, Any]:
+            fk, fc, fx = map(iter, values)
+            full_carry = list(c)
+            for i in at:
+                full_carry[i] = next(fc)
+            new, ys = scan.step(
+                [next(fk) if m else t for t, m in zip(k, marks[0], strict=True)],
+                full_carry,
+                [next(fx) if m else t for t, m in zip(x, marks[1], strict=True)],
+            )
+            shape[:] = [[pytree_smooth(y) for y in ys]]
+            out[:] = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in new]
+            # Tensors must leave the level as results: those without derivative go as auxiliary ones.
+            others = [new[i] for i in scan.tensors if i not in at], [y for y in ys if not pytree_smooth(y)]
+            return ([new[i] for i in at], [y for y in ys if pytree_smooth(y)]), others
+
+        out: Leaves = []
+        results: Any = torch.func.jvp(floats, (values,), ([list(dk), dc, list(dx)],), has_aux=True)
+        (new, ys), (dnew, dys), (fixed, fixed_ys) = results
+        for i, value in zip([*at, *(i for i in scan.tensors if i not in at)], [*new, *fixed], strict=True):
+            out[i] = value
+        smooth, rest = iter(ys), iter(fixed_ys)
+        return [*out, *dnew], [*(next(smooth) if f else next(rest) for f in shape[0]), *dys]
+
+    dual, operands = make(
+        step,
+        _spec(scan),
+        [*consts, *(t for t in full[:a] if t is not None)],
+        dual_carry,
+        [*xs, *(t for t in full[a + b :] if t is not None)],
+        around=scan.around,
+        opaque=scan.opaque,
+    )
+    with as_in_forward(scan, seeded=True):
+        end, ys = run(dual, operands)
+    carries = dict(zip(at, end[len(carry) :], strict=True))
+    dys = iter(ys[len(shape[0]) :])
+    return [*(carries.get(i) for i in scan.tensors), *(next(dys) if f else None for f in shape[0])]
+
+
+def pull_back_of(
+    run: Run, scan: Scan, needs: Sequence[bool], flat: Tensors, cts: Cotangents
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of the needed operands as a function of operands and cotangents that autograd can
+    differentiate.
+
+    All n states are listed (n carries, no tape): what the second order costs.
+    """
+    consts, carry, xs = scan.split(flat)
+    a, b, _ = scan.sizes
+    states, statics, randoms = _states_of(run, scan, consts, carry, xs)
+    numbers = [0] if scan.opaque is None else []
+    float_at = [i for i, j in enumerate(scan.tensors) if pytree_smooth(carry[j])]
+    count = len(scan.tensors)
+    start = [cts[i] if cts[i] is not None else torch.zeros_like(carry[scan.tensors[i]]) for i in float_at]
+    const_at = [i for i in range(a) if needs[i]]
+    x_at = [i for i in range(len(xs)) if needs[a + b + i]]
+    ct_at = [i for i, ct in enumerate(cts[count:]) if ct is not None]
+
+    def back(consts: Tensors, carry2: Leaves, x2: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
+        ks, rest = carry2[: len(numbers)], carry2[len(numbers) :]
+        given, totals = rest[: len(start)], rest[len(start) :]
+        state, x, ys = x2[:count], x2[count : count + len(xs)], x2[count + len(xs) :]
+        full = list(statics[ks[0]]) if ks else list(scan.carry)
+        for i, tensor in zip(scan.tensors, state, strict=True):
+            full[i] = tensor
+        if ks and ks[0] in randoms:
+            randoms[ks[0]].restore()
+        carry_cts: list[torch.Tensor | None] = [None] * count
+        for i, ct in zip(float_at, given, strict=True):
+            carry_cts[i] = ct
+        y_cts: list[torch.Tensor | None] = [None] * (len(cts) - count)
+        for i, ct in zip(ct_at, ys, strict=True):
+            y_cts[i] = ct
+
+        def one(consts: Tensors, carry: Leaves, rows: list[Any]) -> tuple[Leaves, list[Any]]:
+            new, out = scan.step(consts, carry, rows[0])
+            return new, [out]
+
+        wanted = list(needs[:a]), list(needs[a + b :])
+        by_const, by_carry, by_x = pull(one, consts, full, [list(x)], carry_cts, [y_cts], wanted)
+        new = [_or_zero(by_carry[i], state[i]) for i in float_at]
+        sums = [t if by_const[i] is None else t + by_const[i] for i, t in zip(const_at, totals, strict=True)]
+        return [*(k - 1 for k in ks), *new, *sums], [_or_zero(by_x[0][i], x[i]) for i in x_at]
+
+    end, x_grads = run(
+        *make(
+            back,
+            replace(_spec(scan), reverse=not scan.reverse),
+            consts,
+            [*(scan.length - 1 for _ in numbers), *start, *(torch.zeros_like(consts[i]) for i in const_at)],
+            [*states, *xs, *(cts[count + i] for i in ct_at)],  # type: ignore[list-item]
+            around=scan.around,
+            opaque=scan.opaque,
+        )
+    )
+    grads = end[len(numbers) :]
+    by_carry = dict(zip(float_at, grads[: len(start)], strict=True))
+    const_grads = grads[len(start) :]
+    return (*const_grads, *(by_carry[i] for i in range(b) if needs[a + i]), *x_grads)
+
+
+def _states_of(
+    run: Run, scan: Scan, consts: Tensors, carry: Leaves, xs: Tensors
+) -> tuple[list[torch.Tensor], dict[int, Leaves], dict[int, RandomState]]:
+    """The tensors of all carries, stacked; by step the rest of each carry, and the generators before it."""
+    statics: dict[int, Leaves] = {}
+    randoms: dict[int, RandomState] = {}
+    # What changes from step to step beside tensors is found by the step's number. In a traced graph nothing
+    # does, and a number that changes would be a constant of it.
+    numbers = [0] if scan.opaque is None else []
+
+    def emit(consts: Tensors, carry: Leaves, x: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
+        if not numbers:
+            new, _ = scan.step(consts, carry, x)
+            return new, list(carry)
+        *carry, k = carry
+        statics[k] = [None if i in scan.tensors else leaf for i, leaf in enumerate(carry)]
+        if scan.record.random and scan.record.start is not None:
+            randoms[k] = scan.record.start.again()
+        new, _ = scan.step(consts, carry, x)
+        return [*new, k + 1], [carry[i] for i in scan.tensors]
+
+    states: list[torch.Tensor] = run(
+        *make(
+            emit,
+            _spec(scan),
+            consts,
+            [*carry, *numbers],
+            xs,
+            around=scan.around,
+            opaque=scan.opaque,
+        )
+    )[1]
+    return states, statics, randoms
+
+
+def _or_zero(grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(like) if grad is None else grad
+
+
+def _spec(scan: Scan) -> ScanSpec:
+    """What a scan over as many steps is that serves a derivative: nobody is told of its evaluations."""
+    return replace(scan.spec, length=scan.length, on_step=None)

@@ -1,0 +1,247 @@
+"""A scan as one differentiable function of flat tensors, its pull-back run by a checkpointing schedule.
+
+The forward keeps the carries that the schedule names. The pull-back executes the schedule's actions: it
+advances without tape, and reverses a step (or a segment) by evaluating it with its tape and pulling back at
+once. Both are `autograd.Function`s with vjp, vmap and jvp rules, so that torch.func composes with them; a
+rule never opens the recomputation to the level it serves. Higher orders differentiate the pull-back in its
+mathematical form, two
+scans: one that lists the states, one that runs over them in reverse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from remat.transforms.compat import (
+    dual_level_known_if_any,
+    function_modes,
+    graph_kept,
+    in_transform,
+    is_wrapped,
+    modes_active,
+    top_hooks,
+    unwrapped,
+)
+from remat.transforms.context import active
+from remat.transforms.pytree import merge, smooth
+from remat.transforms.scan.backward import pull_back
+from remat.transforms.scan.batching import batch, dense, expand, kept_batched, kept_for_batch
+from remat.transforms.scan.derivatives import pull_back_of, tangents_of
+from remat.transforms.scan.forward import run_forward
+from remat.transforms.scan.spec import Leaves, Record, Scan, Tensors, as_in_forward, index_states, lift_states
+from remat.transforms.tape import Kept, report
+
+
+def run(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
+    """The final carry and the stacked ys, differentiable with respect to `flat`."""
+    if function_modes():
+        # A mode that swaps captured tensors sees torch functions, not Functions: let it see these operands.
+        # By an op that traces pass over: of a region's levels each differentiates other operands.
+        flat = [torch.ops.aten.alias(t) if smooth(t) and _torch_differentiable(t) else t for t in flat]
+    # Whoever watches (an enclosing region, offloading hooks) must see the states as saved tensors.
+    levels = in_transform()
+    plain, ambient = not (levels or top_hooks() or modes_active()), None
+    if scan.opaque is not None:
+        plain, ambient = False, scan.opaque.ambient
+    scan = replace(scan, plain=plain, levels=levels, record=Record(ambient))
+    out = _Scan.apply(scan, *flat)
+    if active.listeners and torch.is_grad_enabled() and any(map(_torch_differentiable, flat)):
+        _report(scan, flat, out)
+    carry = list(scan.record.final)
+    for i, tensor in zip(scan.tensors, out, strict=False):
+        carry[i] = tensor
+    count = len(scan.tensors)
+    return carry, list(out[count : len(out) - scan.extra])
+
+
+def _report(scan: Scan, flat: Tensors, out: tuple[torch.Tensor, ...]) -> None:
+    consts = scan.sizes[0]
+    for i, tensor in enumerate(flat):
+        why = "captured" if i < consts else "argument"
+        report(Kept(why, unwrapped(tensor), scan.spec.name, i))
+    for i, tensor in enumerate(scan.record.kept if scan.plain else out[len(out) - scan.extra :]):
+        report(Kept("policy", unwrapped(tensor), scan.spec.name, i))
+
+
+def _torch_differentiable(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad or is_wrapped(tensor)
+
+
+class _Scan(torch.autograd.Function):
+    """scan, *operands -> tensors of the carry, ys, and under functorch the kept states."""
+
+    @staticmethod
+    def forward(scan: Scan, *flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if scan.opaque is not None:
+            scan.record.final = [None] * len(scan.carry)
+            return tuple(scan.opaque.forward(scan, flat))
+        with torch.no_grad():
+            carry, ys = run_forward(scan, flat)
+        scan.record.final = [None if i in scan.tensors else v for i, v in enumerate(carry)]
+        index_states(scan, flat)
+        taken = {id(t) for t in (*flat, *scan.record.kept)}
+        outs = []
+        for out in (*(carry[i] for i in scan.tensors), *ys):
+            # An output that is an operand or a state would be one tensor with two histories.
+            outs.append(out.clone() if id(out) in taken or out._is_view() else out)
+            taken.add(id(outs[-1]))
+        if scan.plain:
+            return tuple(outs)
+        kept, scan.record.kept = scan.record.kept, []
+        return (*outs, *kept)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        scan, *flat = inputs
+        ctx.scan = scan
+        kept = output[len(output) - scan.extra :]
+        ctx.mark_non_differentiable(*kept, *(t for t in output if not smooth(t)))
+        ctx.save_for_backward(*flat, *kept)
+        ctx.save_for_forward(*flat)
+        ctx.set_materialize_grads(False)
+        ctx.outputs = len(output) - len(kept)
+
+    @staticmethod
+    def backward(ctx: Any, *cts: torch.Tensor | None) -> tuple[Any, ...]:
+        scan: Scan = ctx.scan
+        total, needs = sum(scan.sizes), tuple(ctx.needs_input_grad[1:])
+        saved = ctx.saved_tensors  # once: every look unpacks anew, and may recompute
+        flat, kept = saved[:total], list(saved[total:])
+        cts = cts[: ctx.outputs]
+        if scan.plain:
+            kept = scan.record.kept
+        if not (scan.levels or in_transform() or torch.is_grad_enabled()):
+            if scan.opaque is not None:
+                return (None, *scan.opaque.pull(scan, flat, kept, needs, cts))
+            states = lift_states(scan, flat, kept)
+            if graph_kept():
+                scan = replace(scan, record=replace(scan.record, tapes=dict(scan.record.tapes)))
+            else:
+                # The slots' tensors must be the machine's alone, so that a freed slot is freed memory.
+                scan.record.kept, kept = [], []
+            return (None, *pull_back(scan, flat, states, needs, cts))
+        present = tuple(ct is not None for ct in cts)
+        with dual_level_known_if_any() if scan.opaque is not None else nullcontext():
+            given = [ct for ct in cts if ct is not None]
+            out = _PullBack.apply(scan, needs, present, *flat, *kept, *given)
+        rest = iter(out)
+        return (None, *(next(rest) if need else None for need in needs))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], scan: Scan, *flat: torch.Tensor) -> tuple[Any, Any]:
+        batched, operands = batch(scan, info, in_dims[1:], flat, [False] * len(flat))
+        out = _Scan.apply(batched, *operands)
+        carry, kept = len(scan.tensors), batched.extra
+        if scan.opaque is not None:
+            scan.opaque.entry(scan).tape = kept
+        first = len(out) - kept
+        states, dims = kept_batched(scan, out[first:], info.batch_size)
+        return (*out[:first], *states), (*([0] * carry), *([1] * (first - carry)), *dims)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
+        scan: Scan = ctx.scan
+        flat = [_primal(t) for t in ctx.saved_tensors[: sum(scan.sizes)]]
+        outs = tangents_of(run, scan, flat, tangents[1:])
+        return (*outs, *([None] * scan.extra))
+
+
+class _PullBack(torch.autograd.Function):
+    """scan, needs, present, *operands, *kept, *cotangents -> gradients of the needed operands."""
+
+    @staticmethod
+    def forward(scan: Scan, needs: Any, present: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        flat, kept, cts = _parts(scan, present, tensors)
+        if scan.opaque is not None:
+            found = scan.opaque.pull(scan, flat, kept, needs, cts)
+            return tuple(g for g in found if g is not None)
+        states = lift_states(scan, flat, kept)
+        # Other derivatives may need the tapes again.
+        scan = replace(scan, record=replace(scan.record, tapes=dict(scan.record.tapes)))
+        grads = pull_back(scan, flat, states, needs, cts)
+        zeros = (torch.zeros_like(t) if g is None else g for g, t in zip(grads, flat, strict=True))
+        # Cotangents passed through unchanged would be outputs that are operands.
+        given = {id(t) for t in tensors}
+        return tuple(g.clone() if id(g) in given else g for g, need in zip(zeros, needs, strict=True) if need)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.scan, ctx.needs, ctx.present, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *cts: torch.Tensor) -> tuple[Any, ...]:
+        wanted = ctx.needs_input_grad[3:]
+        tensors = ctx.saved_tensors
+        at = [i for i, want in enumerate(wanted) if want and i not in _kept_range(ctx, tensors)]
+        with as_in_forward(ctx.scan, seeded=True):
+            vjp: Any = torch.func.vjp(_pull_back_at(ctx, tensors, at), *(tensors[i] for i in at))[1]
+            grads = dict(zip(at, vjp(tuple(cts)), strict=True))
+        return (None, None, None, *(grads.get(i) for i in range(len(tensors))))
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], scan: Scan, needs: Any, present: Any, *tensors: torch.Tensor
+    ) -> tuple[Any, Any]:
+        dims = in_dims[3:]
+        flat, kept, cts = _parts(scan, present, tensors)
+        total, last = len(flat), len(tensors) - sum(present)
+        batched, flat = batch(scan, info, dims[:total], flat, list(needs))
+        kept = kept_for_batch(scan, kept, dims[total:last], info.batch_size)
+        ct_dims = iter(dims[last:])
+        moved = []
+        for i, ct in enumerate(cts):
+            if ct is not None:
+                moved.append(expand(ct, next(ct_dims), info.batch_size, 0 if i < len(scan.tensors) else 1))
+        out = _PullBack.apply(batched, needs, present, *flat, *kept, *moved)
+        a, b, c = scan.sizes
+        where = [0] * (a + b) + [1] * c
+        return out, tuple(d for d, need in zip(where, needs, strict=True) if need)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> Any:
+        tensors, given = [_primal(t) for t in ctx.saved_tensors], tangents[3:]
+        skip = _kept_range(ctx, tensors)
+        at = [i for i, t in enumerate(given) if t is not None and i not in skip]
+        with as_in_forward(ctx.scan, seeded=True):
+            primals, duals = tuple(dense(tensors[i]) for i in at), tuple(given[i] for i in at)
+            return torch.func.jvp(_pull_back_at(ctx, tensors, at), primals, duals)[1]
+
+
+def _pull_back_at(ctx: Any, tensors: Tensors, at: list[int]) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """The pull-back as a function of its tensors at these positions, the others as they are."""
+
+    def differentiable(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        full = merge(list(tensors), at, list(values))
+        return pull_back_of(run, ctx.scan, ctx.needs, *_parts_without_kept(ctx.scan, ctx.present, full))
+
+    return differentiable
+
+
+def _primal(tensor: torch.Tensor) -> torch.Tensor:
+    # What a jvp rule finds saved still has its tangent, and the levels that run inside would see it.
+    return forward_ad.unpack_dual(tensor).primal
+
+
+def _kept_range(ctx: Any, tensors: Tensors) -> range:
+    """Positions of kept states among the pull-back's tensors: functions of the operands, never
+    differentiated."""
+    return range(sum(ctx.scan.sizes), len(tensors) - sum(ctx.present))
+
+
+def _parts(scan: Scan, present: Any, tensors: Tensors) -> tuple[Any, Any, list[torch.Tensor | None]]:
+    total, last = sum(scan.sizes), len(tensors) - sum(present)
+    rest = iter(tensors[last:])
+    return tensors[:total], tensors[total:last], [next(rest) if p else None for p in present]
+
+
+def _parts_without_kept(scan: Scan, present: Any, tensors: Tensors) -> tuple[Any, list[torch.Tensor | None]]:
+    flat, _, cts = _parts(scan, present, tensors)
+    return flat, cts

@@ -1,0 +1,307 @@
+"""What a scan is, what one run of it works with, and what its forward leaves for the pull-back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from remat.transforms.compat import modes_active, unseen
+from remat.transforms.offload import Copy, to_device, to_host
+from remat.transforms.pytree import Spec, flatten
+from remat.transforms.scan.instructions import Schedule
+from remat.transforms.state import Ambient, RandomState
+
+Tensors = Sequence[torch.Tensor]
+Leaves = list[Any]
+# Tensors on their way to a device: to be called when they are needed.
+Coming = Callable[[], Leaves]
+Step = Callable[[Tensors, Leaves, Tensors], tuple[Leaves, list[torch.Tensor]]]
+
+
+class Structure(NamedTuple):
+    """The structure of a tree, and of each leaf the shape and dtype, or the type if it is not a tensor."""
+
+    spec: Spec
+    kinds: tuple[Any, ...]
+
+
+def kind_of(leaf: Any) -> Any:
+    """What must be the same of a leaf at every step."""
+    return (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf)
+
+
+def structure_of(tree: Any) -> Structure:
+    """The structure of a tree as it stands."""
+    leaves, spec = flatten(tree)
+    return Structure(spec, tuple([kind_of(leaf) for leaf in leaves]))
+
+
+@dataclass(frozen=True)
+class ScanSpec:
+    """What a scan is: all that its call says, and no tensor. Eager and traced scans have the same.
+
+    Attributes:
+        name: how messages call it.
+        length: the number of steps; of a loop the most steps, or None.
+        carry: the structure of the carry, the same at every step.
+        xs: the structure of xs. That of ys is known after the first step (`Body.ys`).
+        schedule: which carries are kept, and in which order steps are evaluated again.
+        reverse: whether steps go from the last row to the first.
+        policy: what is kept inside steps.
+        offload: whether all kept carries lie on the host.
+        compile: the backend that compiles steps, None where they run as they are.
+        on_step: called after each evaluation.
+    """
+
+    name: str
+    length: int | None
+    carry: Structure
+    xs: Structure
+    schedule: Schedule
+    reverse: bool = False
+    policy: Any = None
+    offload: bool = False
+    compile: str | None = None
+    on_step: Callable[[str, int], None] | None = None
+
+    @property
+    def offloaded(self) -> Callable[[int], bool] | None:
+        """Which slots lie on the host, None for none."""
+        return _always if self.offload else getattr(self.schedule, "offloaded", None)
+
+
+def _always(slot: int) -> bool:
+    return True
+
+
+@dataclass
+class State:
+    """A carry, with the generators as they stood before its step."""
+
+    step: int
+    carry: Leaves
+    random: RandomState | None
+
+
+@dataclass
+class Record:
+    """What the forward leaves for the pull-back beside tensors that autograd tracks."""
+
+    ambient: Ambient | None = None
+    start: RandomState | None = None
+    random: bool = False
+    # slot -> state. Tensors are integers where autograd holds them:
+    # i >= 0 the i-th operand, i < 0 the kept tensor ~i.
+    states: dict[int, State] = field(default_factory=dict)
+    kept: list[torch.Tensor] = field(default_factory=list)
+    count: int = 0  # kept tensors
+    length: int = 0
+    tapes: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # of compiled blocks, by first step
+    final: Leaves = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Scan:
+    """One run of a scan; its operands are `consts`, the tensors of the carry, `xs`, in this order.
+
+    A loop has a `proceed(consts, carry)` that says whether another step follows. The run of a rule (a
+    tangent, a pull-back, a batch) has the `spec` of the user's scan, with a step and a carry of its own.
+    """
+
+    # Tensors without a derivative that the body captures are no operands: nobody is told of them.
+    reads_more = True
+
+    step: Step
+    spec: ScanSpec
+    sizes: tuple[int, int, int]
+    carry: tuple[Any, ...]  # the carry's leaves, None in place of tensors
+    offloaded: Callable[[int], bool] | None = None
+    tensors: tuple[int, ...] = ()  # positions of tensors in `carry`
+    proceed: Callable[[Tensors, Leaves], bool] | None = None
+    around: Callable[[], contextlib.AbstractContextManager[None]] | None = (
+        None  # entered by every recomputation
+    )
+    plain: bool = (
+        False  # neither functorch level nor hooks at the call: states lie in `record`, not in outputs
+    )
+    levels: bool = False  # called under functorch: its backward may meet tensors of levels that are gone
+    record: Record = field(default_factory=Record, compare=False)
+    buffered: bool = False  # what the forward keeps is written into buffers, which lie where it belongs
+    blocks: Any = None  # compiled `UnrolledStep` of steps, for a schedule whose segments are whole blocks
+    taped: bool = False  # whether the forward keeps the tape of every block
+    selector: Callable[[], Any] | None = None  # makes what selects the values that tapes hold beside carries
+    opaque: Any = None  # in a graph that is being traced: makes one op of the forward, one of the pull-back
+
+    @property
+    def reverse(self) -> bool:
+        """Whether steps go from the last row to the first."""
+        return self.spec.reverse
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether blocks may be run: nobody watches, and no step draws random numbers."""
+        return self.blocks is not None and self.plain and not self.record.random
+
+    def block(self, xs: Tensors, start: int, count: int) -> list[torch.Tensor]:
+        """The rows of xs (or ys) that steps `start .. start + count - 1` work on, in the order of xs."""
+        low = self.length - start - count if self.reverse else start
+        return [x.narrow(0, low, count) for x in xs]
+
+    def split(self, flat: Tensors) -> tuple[list[torch.Tensor], Leaves, list[torch.Tensor]]:
+        a, b, c = self.sizes
+        carry = list(self.carry)
+        for i, tensor in zip(self.tensors, flat[a : a + b], strict=True):
+            carry[i] = tensor
+        return list(flat[:a]), carry, list(flat[a + b : a + b + c])
+
+    @property
+    def extra(self) -> int:
+        """Kept tensors among the outputs."""
+        if self.opaque is not None:
+            return self.opaque.kept(self)
+        return 0 if self.plain else self.record.count
+
+    @property
+    def length(self) -> int:
+        """The number of steps; of a loop, once it has run."""
+        known = self.spec.length
+        return self.record.length if self.proceed is not None or known is None else known
+
+    def at(self, step: int) -> int:
+        """The row of xs and ys that `step` works on."""
+        return self.length - 1 - step if self.spec.reverse else step
+
+    def tell(self, phase: str, steps: range) -> None:
+        """Tell the user's `on_step` of evaluations."""
+        if self.spec.on_step is not None:
+            for k in steps:
+                self.spec.on_step(phase, k)
+
+    def sent(self, tensors: Leaves, slot: int) -> Leaves:
+        """The carry as it is to lie in a slot, on its way to the host if it belongs there."""
+        if self.buffered or self.offloaded is None or not self.offloaded(slot):
+            return tensors
+        return [to_host(t).tensor if isinstance(t, torch.Tensor) else t for t in tensors]
+
+    def fetched(self, tensors: Leaves, slot: int, like: Leaves) -> Coming:
+        """The carry of a slot on the devices of `like`, on its way there."""
+        if self.offloaded is None or not self.offloaded(slot):
+            return lambda: tensors
+        return fetch(tensors, [isinstance(t, torch.Tensor) and t.device for t in like])
+
+    def stowed(self, tape: Tensors, host: Sequence[bool]) -> list[torch.Tensor]:
+        """A tape as it lies between forward and pull-back."""
+        if self.buffered:
+            return list(tape)
+        every = self.offloaded is not None
+        return [to_host(t).tensor if every or out else t for t, out in zip(tape, host, strict=True)]
+
+
+def fetch(tensors: Leaves, devices: Sequence[torch.device | bool]) -> Coming:
+    """Begin to bring tensors to devices, where they are not False."""
+    pairs = zip(tensors, devices, strict=True)
+    coming = [to_device(t, d) if isinstance(d, torch.device) else t for t, d in pairs]
+    return lambda: [t.arrived() if isinstance(t, Copy) else t for t in coming]
+
+
+def make(
+    step: Step, spec: ScanSpec, consts: Tensors, carry: Leaves, xs: Tensors, **options: Any
+) -> tuple[Scan, list[torch.Tensor]]:
+    """A run of a scan, and its operands."""
+    at = tuple([i for i, leaf in enumerate(carry) if isinstance(leaf, torch.Tensor)])
+    static = tuple([None if isinstance(leaf, torch.Tensor) else leaf for leaf in carry])
+    scan = Scan(step, spec, (len(consts), len(at), len(xs)), static, tensors=at, **options)
+    return scan, [*consts, *(carry[i] for i in at), *xs]
+
+
+def now(before: RandomState) -> RandomState:
+    """The generators' state: `before` itself where nothing was drawn since, so that steps share one copy."""
+    now = before.again()
+    # Real tensors, also where a plan is made on fake ones.
+    with unseen(now.cpu) if modes_active() else contextlib.nullcontext():
+        same = torch.equal(now.cpu, before.cpu) and all(
+            torch.equal(a, b) for (_, a), (_, b) in zip(now.devices, before.devices, strict=True)
+        )
+    return before if same else now
+
+
+def with_step_note(
+    scan: Scan, k: int, consts: Tensors, carry: Leaves, x: Tensors
+) -> tuple[Leaves, list[torch.Tensor]]:
+    """One step; an exception says which."""
+    try:
+        return scan.step(consts, carry, x)
+    except Exception as error:
+        error.add_note(f"in step {k} of {scan.spec.name}")
+        raise
+
+
+def compact(carry: Leaves) -> Leaves:
+    """Copies of views that would keep more than themselves alive."""
+    return [
+        t.clone()
+        if isinstance(t, torch.Tensor) and t._is_view() and t.untyped_storage().nbytes() > t.nbytes
+        else t
+        for t in carry
+    ]
+
+
+def index_states(scan: Scan, flat: Tensors) -> None:
+    """Replace the tensors of the kept states by their numbers, each tensor kept once."""
+    known = {id(t): i for i, t in enumerate(flat)}
+    kept: list[torch.Tensor] = []
+    for state in scan.record.states.values():
+        for i in scan.tensors:
+            tensor = state.carry[i]
+            if id(tensor) not in known:
+                known[id(tensor)] = ~len(kept)
+                kept.append(tensor)
+        state.carry = [known[id(t)] if i in scan.tensors else t for i, t in enumerate(state.carry)]
+    scan.record.kept, scan.record.count = kept, len(kept)
+
+
+def lift_states(scan: Scan, flat: Tensors, kept: Tensors) -> dict[int, State]:
+    """The kept states with their tensors back in place."""
+
+    def lift(i: int) -> torch.Tensor:
+        return flat[i] if i >= 0 else kept[~i]
+
+    return {
+        slot: State(s.step, [lift(v) if i in scan.tensors else v for i, v in enumerate(s.carry)], s.random)
+        for slot, s in scan.record.states.items()
+    }
+
+
+@contextlib.contextmanager
+def uncached_casts() -> Iterator[None]:
+    """Autocast without its cache: a cast kept from one step would hang on that step's graph, or on none."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+@contextlib.contextmanager
+def as_in_forward(scan: Scan, *, seeded: bool = False) -> Iterator[None]:
+    """Autocast, switches and generators as in the forward; the generators are put back afterwards."""
+    record = scan.record
+    assert record.ambient is not None
+    with contextlib.ExitStack() as stack:
+        if record.ambient.differs():
+            stack.enter_context(record.ambient.restored())
+        if record.ambient.casts:
+            stack.enter_context(uncached_casts())
+        if scan.around is not None:
+            stack.enter_context(scan.around())
+        if record.random:
+            assert record.start is not None
+            stack.callback(record.start.again().restore)
+            if seeded:
+                record.start.restore()
+        yield

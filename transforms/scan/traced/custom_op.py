@@ -1,0 +1,353 @@
+"""A scan's forward and its pull-back as one opaque op each, for graphs of compilers.
+
+A compiler sees two ops, however many steps there are. When they run, they execute the schedule as in eager,
+on steps that the same compiler compiled: one graph that runs a block of steps, one that pulls back through
+it. Both are made at the first run, from the step as the levels around the scan have transformed it.
+
+The ops are functions of their operands: random numbers come from seeds in xs, and the kept carries are
+results of the forward, one tensor of shape [carries, ...] for every tensor of the carry.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from remat.transforms.compat import above_all, live_with_graph
+from remat.transforms.context import quiet
+from remat.transforms.entry import run_transparently
+from remat.transforms.errors import RematError
+from remat.transforms.offload import pinned_for, to_host
+from remat.transforms.scan.backward import pull_back
+from remat.transforms.scan.body import version, wrote
+from remat.transforms.scan.compiled import UnrolledStep, dense, owner
+from remat.transforms.scan.forward import run_forward
+from remat.transforms.scan.spec import Record, Scan, State, Tensors
+from remat.transforms.state import Ambient, RandomState
+
+_library = torch.library.Library("remat", "FRAGMENT")
+_library.define("scan_forward(str scan, Tensor[] operands) -> Tensor[]")
+_library.define("scan_pull(str scan, bool[] needs, bool[] present, Tensor[] tensors) -> Tensor[]")
+_local = threading.local()
+_numbers = itertools.count()
+# A graph holds a string only. What it stands for lives with the code that Dynamo makes of the graph, with the
+# blocks of steps that hold the graph, or, where neither is known, for good.
+_entries: weakref.WeakValueDictionary[str, Entry] = weakref.WeakValueDictionary()
+_for_good: list[Entry] = []
+
+
+@contextlib.contextmanager
+def evaluation() -> Iterator[None]:
+    """Within, steps are evaluated for their shapes alone; a scan in them must not run its steps."""
+    before, _local.evaluating = getattr(_local, "evaluating", False), True
+    try:
+        yield
+    finally:
+        _local.evaluating = before
+
+
+def evaluating() -> bool:
+    """Whether a step is being evaluated for its shapes alone."""
+    return getattr(_local, "evaluating", False)
+
+
+@contextlib.contextmanager
+def unwritten(name: str, keys: Sequence[str], carry: Tensors, x: Tensors) -> Iterator[None]:
+    """Raise if what runs within writes into a step's operands; `keys` are those of the carry."""
+    before = [version(t) for t in (*carry, *x)]
+    yield
+    for i, (tensor, old) in enumerate(zip((*carry, *x), before, strict=True)):
+        if version(tensor) != old:
+            key = keys[i] if i < len(keys) else ""
+            raise wrote(name, f"its carry{key}" if i < len(carry) else "xs")
+
+
+@dataclass
+class Opaque:
+    """What makes a scan opaque: how its ops are called and its steps compiled.
+
+    Attributes:
+        name: how graphs show the scan.
+        compiler: (graph, inputs) -> callable; None runs steps as they are.
+        size: steps compiled at a time.
+        ambient: the surroundings in which the steps' ops are traced.
+    """
+
+    name: str
+    compiler: Callable[..., Any] | None
+    size: int
+    ambient: Ambient
+    entries: dict[int, Entry] = field(default_factory=dict)
+
+    def entry(self, scan: Scan) -> Entry:
+        """What the ops of this scan run; a scan that a level transformed has a step of its own."""
+        found = self.entries.get(id(scan.step))
+        if found is None:
+            key = f"{next(_numbers)} {self.name}"
+            found = self.entries[id(scan.step)] = _entries[key] = Entry(key, scan, self)
+            if (inside := owner()) is not None:
+                inside.append(found)
+            elif not live_with_graph(found):
+                _for_good.append(found)
+        return found
+
+    def kept(self, scan: Scan) -> int:
+        """How many results of the forward are kept carries."""
+        if scan.taped:
+            return self.entry(scan).tape
+        return len(scan.tensors) if rows_kept(scan) else 0
+
+    def forward(self, scan: Scan, flat: Tensors) -> list[torch.Tensor]:
+        """The tensors of the last carry, ys, and the kept carries."""
+        entry = self.entry(scan)
+        found = torch.ops.remat.scan_forward.default(entry.key, list(flat))
+        if scan.taped and not entry.tape:
+            # A region around that repeats its forward has handed out what the op returned there.
+            quiet(torch.ops.remat.scan_forward.default, entry.key, list(flat))
+        return found
+
+    def pull(
+        self,
+        scan: Scan,
+        flat: Tensors,
+        kept: Tensors,
+        needs: Sequence[bool],
+        cts: Sequence[torch.Tensor | None],
+    ) -> list[torch.Tensor | None]:
+        """Gradients of `flat`, None where not needed."""
+        present = [ct is not None for ct in cts]
+        tensors = [*flat, *kept, *(ct for ct in cts if ct is not None)]
+        key = self.entry(scan).key
+        found = iter(torch.ops.remat.scan_pull.default(key, list(needs), present, tensors))
+        return [next(found) if need else None for need in needs]
+
+
+@functools.lru_cache(maxsize=256)
+def layout(schedule: Any, n: int) -> dict[int, tuple[int, int]]:
+    """Slot -> (step, row among the kept carries), as the forward leaves them.
+
+    The first carry is an operand and has no row: -1.
+    """
+    rows = itertools.count()
+    return {slot: (step, next(rows) if step else -1) for step, slot in schedule.forward(n).items()}
+
+
+def rows_kept(scan: Scan) -> int:
+    """How many carries the forward keeps besides the first."""
+    return sum(row >= 0 for _, row in layout(scan.spec.schedule, scan.length).values())
+
+
+class _Slots(dict[Any, State]):
+    """The states that a forward keeps, each written into its row at once."""
+
+    def __init__(self, rows: dict[int, tuple[int, int]], buffers: Tensors) -> None:
+        super().__init__()
+        self.rows, self.buffers = rows, buffers
+
+    def __setitem__(self, slot: int, state: State) -> None:
+        row = self.rows[slot][1] if slot in self.rows and self.rows[slot][0] == state.step else -1
+        if row >= 0:
+            rows = [b.select(0, row) for b in self.buffers]
+            carry = [_put(r, t) for r, t in zip(rows, state.carry, strict=True)]
+            state = State(state.step, carry, state.random)
+        super().__setitem__(slot, state)
+
+
+class _Tapes(dict[int, list[torch.Tensor]]):
+    """The tapes of the blocks, each in its row of one tensor of shape [blocks, size, ...]."""
+
+    def __init__(self, size: int, buffers: list[torch.Tensor], device: torch.device) -> None:
+        super().__init__()
+        self.size, self.buffers, self.device = size, buffers, device
+        # Of every block, what it has in each buffer.
+        self.rows = list(zip(*(buffer.unbind(0) for buffer in buffers), strict=True))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __setitem__(self, step: int, tape: list[torch.Tensor]) -> None:
+        for row, tensor in zip(self.rows[step // self.size], tape, strict=True):
+            _put(row, tensor)
+
+    def pop(self, step: int, *_: Any) -> list[torch.Tensor]:
+        return list(self.rows[step // self.size])
+
+    def carry(self, step: int, count: int) -> list[torch.Tensor]:
+        """The carry before a block: the last one of the block before."""
+        rows = [b.select(0, step // self.size - 1).select(0, -1) for b in self.buffers[:count]]
+        return [row.to(self.device) for row in rows]
+
+
+class Entry:
+    """What a scan's two ops do."""
+
+    def __init__(self, key: str, scan: Scan, opaque: Opaque) -> None:
+        self.key, self.opaque = key, opaque
+        scan = replace(scan, plain=True, levels=False, opaque=None, around=None)
+        if opaque.compiler is not None:
+            blocks = UnrolledStep(scan.step, opaque.size, scan.reverse, opaque.compiler, scan.selector)
+            scan = replace(scan, blocks=blocks)
+        self.scan = scan
+        self.tape = 0  # how many tensors a tape has
+
+    def _tape(self, flat: Tensors) -> list[tuple[torch.Tensor, bool]]:
+        """What a block's tape has of each step, and which of it belongs on the host."""
+        consts, carry, xs = self.scan.split(flat)
+        found = self.scan.blocks.at(consts).tape_of(carry, xs)
+        self.tape = len(found)
+        return found
+
+    def _buffers(self, flat: Tensors) -> list[torch.Tensor]:
+        """Where what the forward keeps is to lie."""
+        _, carry, _ = self.scan.split(flat)
+        host = self.scan.offloaded is not None
+        if not self.scan.taped:
+            count = rows_kept(self.scan)
+            return [_buffer(t, (count,), host) for t in carry if count]
+        rows = self.scan.length // self.opaque.size, self.opaque.size
+        return [_buffer(t, rows, host or out, carry[0].device) for t, out in self._tape(flat)]
+
+    def forward(self, flat: Tensors) -> list[torch.Tensor]:
+        flat = dense(flat)
+        rows, buffers = layout(self.scan.spec.schedule, self.scan.length), self._buffers(flat)
+        record = Record(self.opaque.ambient, RandomState(flat))
+        if self.scan.taped:
+            record.tapes = _Tapes(self.opaque.size, buffers, flat[self.scan.sizes[0]].device)
+        else:
+            record.states = _Slots(rows, buffers)
+        scan = replace(self.scan, record=record, buffered=True)
+        with torch.no_grad(), self.surroundings():
+            carry, ys = run_forward(scan, flat)
+        for buffer in buffers:
+            buffer.scan = self  # type: ignore[attr-defined]  the backward may outlive the compiled code
+        return [*_apart([*carry, *ys], flat), *buffers]
+
+    def pull(self, flat: Tensors, kept: Tensors, needs: Any, cts: Any) -> list[torch.Tensor]:
+        flat = dense(flat)
+        cts = [None if ct is None else ct.contiguous() for ct in cts]
+        a, b, _ = self.scan.sizes
+        record, tapes = Record(self.opaque.ambient, RandomState(flat)), None
+        if self.scan.taped:
+            tapes = _Tapes(self.opaque.size, list(kept), flat[a].device)
+            if len(kept) == len(self._tape(flat)):
+                record.tapes = tapes
+
+        def kept_carry(step: int, row: int) -> list[torch.Tensor]:
+            if row < 0:
+                return list(flat[a : a + b])
+            return [t.select(0, row) for t in kept] if tapes is None else tapes.carry(step, b)
+
+        rows = layout(self.scan.spec.schedule, self.scan.length) if tapes is not record.tapes else {}
+        states = {slot: State(step, kept_carry(step, row), None) for slot, (step, row) in rows.items()}
+        record.states = states
+        scan = replace(self.scan, record=record)
+        with torch.no_grad():
+            grads = pull_back(scan, flat, states, needs, cts)
+        wanted = [
+            torch.zeros_like(t) if g is None else g
+            for g, t, need in zip(grads, flat, needs, strict=True)
+            if need
+        ]
+        return _apart(wanted, [*flat, *(ct for ct in cts if ct is not None)])
+
+    @contextlib.contextmanager
+    def surroundings(self) -> Iterator[None]:
+        """Autocast and switches as they were where the scan was traced."""
+        ambient = self.opaque.ambient
+        with ambient.restored() if ambient.must_be_restored() else contextlib.nullcontext():
+            yield
+
+    def fake_forward(self, flat: Tensors) -> list[torch.Tensor]:
+        scan = self.scan
+        consts, carry, xs = scan.split(flat)
+        first = [x.select(0, 0) for x in xs]
+        with torch.no_grad(), self.surroundings(), evaluation(), unwritten(scan.spec.name, (), carry, first):
+            new, ys = run_transparently(scan.step, (consts, carry, first), {})
+        stacks = [y.new_empty((scan.length, *y.shape)) for y in ys]
+        return [
+            *(t.new_empty(t.shape) for t in new),
+            *stacks,
+            *self._buffers(flat),
+        ]
+
+
+def _buffer(
+    like: torch.Tensor, rows: tuple[int, ...], host: bool, device: torch.device | None = None
+) -> torch.Tensor:
+    device = device or like.device
+    pinned = host and pinned_for(like, device)
+    device = torch.device("cpu") if host else device
+    return torch.empty((*rows, *like.shape), dtype=like.dtype, device=device, pin_memory=pinned)
+
+
+def _put(row: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor into a row of a buffer."""
+    return row.copy_(tensor) if row.device == tensor.device else to_host(tensor, row).tensor
+
+
+def _apart(outs: Sequence[torch.Tensor], operands: Tensors) -> list[torch.Tensor]:
+    """Results that share memory neither with operands nor with each other, as an op's results must not."""
+    taken = {t.untyped_storage()._cdata for t in operands}
+    found = []
+    for out in outs:
+        key = out.untyped_storage()._cdata
+        out = out.detach()
+        if key in taken or not out.is_contiguous() or out._is_view():
+            out = out.clone(memory_format=torch.contiguous_format)
+        taken.add(out.untyped_storage()._cdata)
+        found.append(out)
+    return found
+
+
+def _split_pull(entry: Entry, present: Sequence[bool], tensors: Tensors) -> tuple[Any, Any, Any]:
+    total, last = sum(entry.scan.sizes), len(tensors) - sum(present)
+    rest = iter(tensors[last:])
+    return tensors[:total], tensors[total:last], [next(rest) if p else None for p in present]
+
+
+def _entry(key: str) -> Entry:
+    if key not in _entries:
+        raise RematError(
+            f"scan {key!r} was compiled by another process, or its compiled code is gone "
+            "(torch._dynamo.reset). A compiled graph with a scan_remat in it cannot be taken from one "
+            "process to another, nor be run without its code. Compile it here, reset after the backward."
+        )
+    return _entries[key]
+
+
+def _forward(key: str, operands: Tensors) -> list[torch.Tensor]:
+    with above_all():
+        return _entry(key).forward(operands)
+
+
+def _pull(key: str, needs: Sequence[bool], present: Sequence[bool], tensors: Tensors) -> list[torch.Tensor]:
+    entry = _entry(key)
+    flat, kept, cts = _split_pull(entry, present, tensors)
+    with above_all():
+        return entry.pull(flat, kept, needs, cts)
+
+
+def _fake_forward(key: str, operands: Tensors) -> list[torch.Tensor]:
+    with above_all(fake=True):
+        return _entry(key).fake_forward(operands)
+
+
+def _fake_pull(
+    key: str, needs: Sequence[bool], present: Sequence[bool], tensors: Tensors
+) -> list[torch.Tensor]:
+    flat, _, _ = _split_pull(_entry(key), present, tensors)
+    return [t.new_empty(t.shape) for t, need in zip(flat, needs, strict=True) if need]
+
+
+_library.impl("scan_forward", _forward, "CompositeExplicitAutograd")
+_library.impl("scan_pull", _pull, "CompositeExplicitAutograd")
+torch.library.register_fake("remat::scan_forward", _fake_forward, lib=_library)
+torch.library.register_fake("remat::scan_pull", _fake_pull, lib=_library)

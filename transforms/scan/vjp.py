@@ -1,0 +1,165 @@
+"""The pull-back of a few steps, by the means of the world it runs in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from remat.transforms.compat import engine_grad, in_transform
+from remat.transforms.pytree import smooth
+
+Grads = list[torch.Tensor | None]
+
+
+def pull(
+    steps: Callable[..., Any],
+    consts: Sequence[torch.Tensor],
+    carry: list[Any],
+    rows: list[list[torch.Tensor]],
+    carry_cts: Grads,
+    y_cts: list[Grads],
+    needs: tuple[list[bool], list[bool]],
+) -> tuple[Grads, Grads, list[Grads]]:
+    """Gradients of `steps(consts, carry, rows) -> (carry, ys of each row)`.
+
+    Args:
+        carry_cts: cotangents of the carry's tensors, in order; None is zero.
+        y_cts: cotangents of each row's ys.
+        needs: which consts and which xs want a gradient; every float tensor of the carry does.
+
+    Returns:
+        Gradients of the consts, of the carry's tensors and of each row's xs; None is zero or not wanted.
+
+    With no functorch level active plain autograd does it: faster, and the only way for bodies that hold an
+    autograd.Function without `setup_context`. The result is differentiable where grad mode is on.
+    """
+    at = [i for i, leaf in enumerate(carry) if isinstance(leaf, torch.Tensor)]
+    states = [carry[i] for i in at]
+    marks = [need and smooth(c) for c, need in zip(consts, needs[0], strict=True)]
+    marks += map(smooth, states)
+    for row in rows:
+        marks += [need and smooth(x) for x, need in zip(row, needs[1], strict=True)]
+    flat = [*consts, *states]
+    for row in rows:
+        flat += row
+    head, body, width = len(consts), len(consts) + len(at), len(needs[1])
+
+    def outputs(values: Sequence[torch.Tensor]) -> list[Any]:
+        full = list(carry)
+        for i, value in zip(at, values[head:body], strict=True):
+            full[i] = value
+        tail = (
+            [values[i : i + width] for i in range(body, body + width * len(rows), width)] if width else rows
+        )
+        end, ys = steps(values[:head], full, tail)
+        outs = [end[i] for i in at]
+        for row in ys:
+            outs += row
+        return outs
+
+    cts = list(carry_cts)
+    for row in y_cts:
+        cts += row
+    by = _with_func if in_transform() else _with_autograd
+    grads = by(outputs, flat, marks, cts, head)
+    tail = [grads[i : i + width] for i in range(body, len(grads), width)] if width else [[] for _ in rows]
+    return grads[:head], grads[head:body], tail
+
+
+class OneByOne:
+    """`pull` of one step after another, by plain autograd: what is alike in all is looked at once.
+
+    Args:
+        consts: what every step reads besides.
+        needs: which consts and which xs want a gradient.
+    """
+
+    def __init__(self, consts: Sequence[torch.Tensor], needs: tuple[list[bool], list[bool]]) -> None:
+        self.needs = needs
+        self.marks = [need and smooth(c) for c, need in zip(consts, needs[0], strict=True)]
+        self.consts = [_alias(c, False, True) if m else c for c, m in zip(consts, self.marks, strict=True)]
+        self.targets = [c for c, mark in zip(self.consts, self.marks, strict=True) if mark]
+
+    def __call__(
+        self, step: Callable[..., Any], carry: list[Any], x: list[torch.Tensor], cts: Grads
+    ) -> tuple[Grads, Grads, list[Grads]]:
+        """Gradients as `pull` has them; `cts`: of the carry's tensors and of ys."""
+        targets, marks, at = list(self.targets), list(self.marks), []
+        with torch.enable_grad():
+            state, row = list(carry), []
+            for i, leaf in enumerate(carry):
+                if isinstance(leaf, torch.Tensor):
+                    at.append(i)
+                    marks.append(smooth(leaf))
+                    state[i] = own = leaf.detach()
+                    if marks[-1]:
+                        targets.append(own.requires_grad_())
+            for t, need in zip(x, self.needs[1], strict=True):
+                row.append(own := t.detach())
+                marks.append(need and smooth(t))
+                if marks[-1]:
+                    targets.append(own.requires_grad_())
+            new, ys = step(self.consts, state, row)
+        ends, starts = [], []
+        for out, ct in zip([*(new[i] for i in at), *ys], cts, strict=True):
+            if ct is not None and out.requires_grad:
+                ends.append(out)
+                starts.append(ct)
+        a, b = len(self.marks), len(self.marks) + len(at)
+        if not ends or not targets:
+            return [None] * a, [None] * len(at), [[None] * len(row)]
+        found = iter(engine_grad(tuple(ends), tuple(starts), False, False, tuple(targets)))
+        grads = [next(found) if mark else None for mark in marks]
+        return grads[:a], grads[a:b], [grads[b:]]
+
+
+def _with_autograd(
+    outputs: Callable[..., list[Any]], flat: list[torch.Tensor], marks: list[bool], cts: Grads, consts: int
+) -> Grads:
+    create = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # An alias each: a gradient must not run on from one operand into another that it was made from. A
+        # leaf without hooks is its own alias, and lets a body that holds it run without swapping.
+        values = [
+            _alias(t, create, i < consts) if mark else t if create or i < consts else t.detach()
+            for i, (t, mark) in enumerate(zip(flat, marks, strict=True))
+        ]
+        outs = outputs(values)
+    targets = [v for v, mark in zip(values, marks, strict=True) if mark]
+    ends, starts = [], []
+    for out, ct in zip(outs, cts, strict=True):
+        if ct is not None and out.requires_grad:
+            ends.append(out)
+            starts.append(ct)
+    if not ends or not targets:
+        return [None] * len(flat)
+    found = iter(engine_grad(tuple(ends), tuple(starts), create, create, tuple(targets)))
+    return [next(found) if mark else None for mark in marks]
+
+
+def _alias(tensor: torch.Tensor, create: bool, const: bool) -> torch.Tensor:
+    if const and tensor.is_leaf and tensor.requires_grad and not tensor._backward_hooks:
+        # A view made without grad mode says that it is a leaf too, and gets no gradient.
+        if not tensor._is_view():
+            return tensor
+    if create and tensor.requires_grad:
+        return tensor.view_as(tensor)
+    return tensor.detach().requires_grad_()
+
+
+def _with_func(
+    outputs: Callable[..., list[Any]], flat: list[torch.Tensor], marks: list[bool], cts: Grads, consts: int
+) -> Grads:
+    at = [i for i, mark in enumerate(marks) if mark]
+
+    def chosen(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        full = list(flat)
+        for i, value in zip(at, values, strict=True):
+            full[i] = value
+        return tuple(o for o, ct in zip(outputs(full), cts, strict=True) if ct is not None)
+
+    vjp: Any = torch.func.vjp(chosen, *(flat[i] for i in at))[1]
+    found = dict(zip(at, vjp(tuple(ct for ct in cts if ct is not None)), strict=True))
+    return [found.get(i) for i in range(len(flat))]

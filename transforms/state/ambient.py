@@ -1,0 +1,219 @@
+"""The ambient state under which a region ran, so that its recomputation runs under the same."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from remat.transforms.compat import (
+    DeviceContext,
+    autocasting,
+    function_mode_at,
+    function_modes,
+    graph_task,
+    read_cudnn_sdp,
+    read_deterministic,
+    read_efficient_sdp,
+    read_flash_sdp,
+    read_math_sdp,
+    read_matmul_precision,
+)
+
+# (read, write) of every global that changes which kernel an op picks or what a factory makes. A region that
+# saw another value in its forward would otherwise replay other ops, or other numbers.
+_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (read_deterministic, torch.use_deterministic_algorithms),
+    (read_matmul_precision, torch.set_float32_matmul_precision),
+    (read_flash_sdp, torch.backends.cuda.enable_flash_sdp),
+    (read_math_sdp, torch.backends.cuda.enable_math_sdp),
+)
+if torch.backends.cuda.is_built():
+    # These two say nothing to the CPU's kernels, and each read counts: it happens twice for every region.
+    _SWITCHES += (
+        (read_efficient_sdp, torch.backends.cuda.enable_mem_efficient_sdp),
+        (read_cudnn_sdp, torch.backends.cuda.enable_cudnn_sdp),
+    )
+_READERS = tuple(read for read, _ in _SWITCHES)
+_ONLY_CPU = ("cpu",)
+_NO_AUTOCAST: tuple[tuple[str, torch.dtype | None], ...] = (("cpu", None),)
+
+
+class Ambient:
+    """A snapshot of switches, autocast and default device; `restored()` puts it back for a while."""
+
+    __slots__ = ("autocast", "casts", "device", "switches")
+
+    def __init__(self, device_types: Sequence[str]) -> None:
+        self.switches = [read() for read in _READERS]
+        self.device = _default_device() if function_modes() else None
+        # Whether autocast was on for any of the devices, and what it cast to.
+        self.casts = False
+        self.autocast: tuple[tuple[str, torch.dtype | None], ...] = _NO_AUTOCAST
+        if device_types is not _ONLY_CPU or autocasting():
+            self.autocast = tuple([(d, _autocast_dtype(d)) for d in device_types])
+            self.casts = any([dtype is not None for _, dtype in self.autocast])
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.callback(_write_switches, [read() for read in _READERS])
+            _write_switches(self.switches)
+            for kind, dtype in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None))
+            if self.device is not None:
+                stack.enter_context(self.device)
+            yield
+
+    def must_be_restored(self) -> bool:
+        """Whether a recomputation at this point must restore it; with autocast always."""
+        return self.casts or self.differs()
+
+    def differs(self) -> bool:
+        """Whether the present state is another than the snapshot."""
+        if self.device is not None or _switches_now() != self.switches:
+            return True
+        if not self.casts and not autocasting():
+            return False
+        return tuple([(kind, _autocast_dtype(kind)) for kind, _ in self.autocast]) != self.autocast
+
+
+def _default_device() -> torch.device | None:
+    """The device of an enclosing `with torch.device(...)` or `set_default_device`, None without one."""
+    for i in reversed(range(function_modes())):
+        mode = function_mode_at(i)
+        if isinstance(mode, DeviceContext):
+            return mode.device
+    return None
+
+
+# The backward pass at hand, and the switches as its first recomputation found them: nobody turns them between
+# two nodes of one pass, and all those reads take as long as a small op.
+_found: tuple[int, list[Any]] = (-1, [])
+
+
+def _switches_now() -> list[Any]:
+    global _found
+    task, found = graph_task(), _found
+    if task == -1 or task != found[0]:
+        found = _found = (task, [read() for read in _READERS])
+    return found[1]
+
+
+def _autocast_dtype(kind: str) -> torch.dtype | None:
+    """What autocast casts to on such devices, None where it is off."""
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def _write_switches(values: Sequence[Any]) -> None:
+    global _found
+    _found = (-1, [])
+    for (read, write), value in zip(_SWITCHES, values, strict=True):
+        if read() != value:
+            write(value)
+
+
+def device_kinds(tensors: Sequence[torch.Tensor]) -> tuple[str, ...]:
+    """The kinds of device among `tensors`, the CPU always first."""
+    if all([t.is_cpu for t in tensors]):
+        return _ONLY_CPU
+    kinds = {t.device.type for t in tensors}
+    return ("cpu", *sorted(kinds - {"cpu", "meta"}))
+
+
+class GeneratorState:
+    """The state of the generator that an op is about to draw from."""
+
+    __slots__ = ("device", "generator", "state")
+
+    def __init__(self, args: Any, kwargs: Any) -> None:
+        self.generator: torch.Generator | None = kwargs.get("generator")
+        self.device = _device_of(args, kwargs)
+        if self.generator is None and self.device.type == "cpu":
+            self.generator = torch.default_generator
+        self.state = self._read()
+
+    def _read(self) -> torch.Tensor:
+        if self.generator is not None:
+            return self.generator.get_state()
+        return getattr(torch, self.device.type).get_rng_state(self.device)
+
+    def restore(self) -> None:
+        if self.generator is not None:
+            self.generator.set_state(self.state)
+        else:
+            getattr(torch, self.device.type).set_rng_state(self.state, self.device)
+
+    def now(self) -> GeneratorState:
+        """The present state of the same generator."""
+        made = GeneratorState.__new__(GeneratorState)
+        made.generator, made.device = self.generator, self.device
+        made.state = made._read()
+        return made
+
+
+@contextlib.contextmanager
+def generators_put_back(states: Iterable[GeneratorState]) -> Iterator[None]:
+    """Leave these generators as they are now, whatever is drawn inside."""
+    found: dict[Any, GeneratorState] = {}
+    for state in states:
+        found.setdefault(state.device if state.generator is None else id(state.generator), state)
+    now = [state.now() for state in found.values()]
+    try:
+        yield
+    finally:
+        for state in now:
+            state.restore()
+
+
+_CPU = torch.device("cpu")
+
+
+def _device_of(args: Any, kwargs: Any) -> torch.device:
+    """Where an op draws: on the device of its first tensor, or where it is told to make one."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            return _CPU if value.is_meta else value.device
+    device = kwargs.get("device")
+    return _CPU if device is None or torch.device(device).type == "meta" else torch.device(device)
+
+
+class RandomState:
+    """Generator states of the CPU and of every device among the arguments.
+
+    Whoever knows `device_kinds` of the tensors already may say so.
+    """
+
+    __slots__ = ("cpu", "devices")
+
+    def __init__(self, tensors: Sequence[torch.Tensor], kinds: tuple[str, ...] | None = None) -> None:
+        self.cpu = torch.default_generator.get_state()
+        self.devices: Sequence[tuple[torch.device, torch.Tensor]] = ()
+        if (kinds or device_kinds(tensors)) != _ONLY_CPU:
+            found = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
+            self.devices = [(d, getattr(torch, d.type).get_rng_state(d)) for d in found]
+
+    def restore(self) -> None:
+        torch.default_generator.set_state(self.cpu)
+        for device, state in self.devices:
+            getattr(torch, device.type).set_rng_state(state, device)
+
+    @contextlib.contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Draw the same numbers inside, and go on afterwards as if nothing had been drawn."""
+        now = self.again()
+        self.restore()
+        try:
+            yield
+        finally:
+            now.restore()
+
+    def again(self) -> RandomState:
+        """The present state of the same generators."""
+        new = RandomState.__new__(RandomState)
+        new.cpu = torch.default_generator.get_state()
+        new.devices = self.devices and [(d, getattr(torch, d.type).get_rng_state(d)) for d, _ in self.devices]
+        return new

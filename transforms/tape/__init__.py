@@ -1,0 +1,51 @@
+"""The ops of a region's forward: recorded or held against an earlier tape, cut to what runs again, replayed."""
+
+from remat.transforms.tape.liveness import Reachability, holds_unseen
+from remat.transforms.tape.observers import Kept, listen, listening, made_by, report
+from remat.transforms.tape.program import Program
+from remat.transforms.tape.recorder import Recorder
+from remat.transforms.tape.replay import Replay
+from remat.transforms.tape.tape import (
+    KEPT,
+    OFFLOAD,
+    RECOMPUTE,
+    SAVE,
+    SKIP,
+    Needs,
+    Node,
+    Stop,
+    Tape,
+    not_repeated,
+    written,
+)
+from remat.transforms.tape.values import held_tensors, map_tensors, storage, targets, tensors_in, version_of
+
+__all__ = [
+    "KEPT",  # what an op does in a recomputation: its kept result is handed out
+    "OFFLOAD",  # the verdict: keep in host memory
+    "RECOMPUTE",  # the verdict: run again
+    "SAVE",  # the verdict: keep
+    "SKIP",  # what an op does in a recomputation: nothing
+    "Kept",  # one tensor that a region keeps from its forward to its backward
+    "Needs",  # which ops of a tape run again for the values that a backward reads
+    "Node",  # one op of a region
+    "Program",  # what of a tape has to run for some of the values that autograd saved
+    "Reachability",  # the results of one forward with the autograd nodes behind each
+    "Recorder",  # writes down the ops of a region, or holds them against a tape, and keeps what a policy says
+    "Replay",  # hands out kept values where a region's function runs again
+    "Stop",  # ends a recomputation once everything that was asked for is there
+    "Tape",  # the ops of one run of a region
+    "held_tensors",  # the tensors held for a kept value, and which are offloaded
+    "holds_unseen",  # whether a node may read tensors that no saved-tensor hook was told of
+    "listen",  # collect what the regions called inside keep, in a new list or whatever else has `append`
+    "listening",  # whether anybody listens on this thread
+    "made_by",  # the blocks of memory of an op's results that are not those of its operands, with their keys
+    "map_tensors",  # a function applied to the tensors of an op's results
+    "not_repeated",  # the message for a recomputation that runs otherwise than its forward did
+    "report",  # tell every listener of this thread of a kept tensor
+    "storage",  # what aliases of one memory have in common
+    "targets",  # the tensors that a call writes to
+    "tensors_in",  # the tensors among the arguments or results of an op
+    "version_of",  # the version counter of a tensor
+    "written",  # the message for a tensor written between forward and backward
+]

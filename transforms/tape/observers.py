@@ -1,0 +1,70 @@
+"""A tap on what regions keep, for `saved_residuals` and the tests: `report` costs nothing when nobody
+listens."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from remat.transforms.compat import is_strided, storage_key
+from remat.transforms.context import active
+from remat.transforms.pytree import flatten
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One tensor that a region keeps from its forward to its backward.
+
+    Attributes:
+        why: "argument", "captured", "policy", "random" (generator state) or "residual" (a value kept because
+            keeping it costs no more than what it would be recomputed from).
+        tensor: the tensor itself, below functorch.
+        region: the region's name.
+        index: the argument's position among the region's tensors, or the op's position in the region.
+        op: the op that made it, None for arguments.
+        name: its `checkpoint_name`, or None.
+        away: whether it lies in host memory, sent there.
+    """
+
+    why: str
+    tensor: torch.Tensor
+    region: str
+    index: int
+    op: Any = None
+    name: str | None = None
+    away: bool = False
+
+
+def made_by(args: Any, kwargs: Any, out: Any) -> Iterator[tuple[int, torch.UntypedStorage]]:
+    """The blocks of memory of an op's results that are not those of its operands, with their keys."""
+    given = {storage_key(t) for t in flatten((args, kwargs))[0] if is_strided(t)}
+    for tensor in flatten(out)[0]:
+        if is_strided(tensor) and (key := storage_key(tensor)) not in given:
+            yield key, tensor.untyped_storage()
+
+
+def listening() -> bool:
+    """Whether anybody listens on this thread."""
+    return bool(active.listeners)
+
+
+def report(kept: Kept) -> None:
+    """Tell every listener of this thread of a kept tensor."""
+    for listener in active.listeners:
+        listener.append(kept)
+
+
+@contextlib.contextmanager
+def listen(heard: Any = None) -> Iterator[Any]:
+    """Collect what the regions called inside keep, in a new list or whatever else has `append`."""
+    heard = [] if heard is None else heard
+    active.listeners = (*active.listeners, heard)
+    try:
+        yield heard
+    finally:
+        # By identity: two listeners that heard nothing compare equal.
+        active.listeners = tuple([other for other in active.listeners if other is not heard])

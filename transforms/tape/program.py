@@ -1,0 +1,255 @@
+"""Running a part of a tape again: ops, not the user's function.
+
+Modules, autograd, hooks and user code stay out of it, so that it costs little more than its kernels, and
+nothing that the user's code counts, draws or stores happens twice. Autograd takes plain data for a saved
+value and reattaches its history itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from remat.transforms.compat import direct_call, outside_all_modes
+from remat.transforms.context import quiet
+from remat.transforms.errors import RematError
+from remat.transforms.offload import Elsewhere
+from remat.transforms.placeholders import Meta
+from remat.transforms.tape.tape import KEPT, SKIP, Needs, Tape, not_repeated
+from remat.transforms.tape.values import Ref, map_tensors, tensors_in
+
+Values = dict[int, Any]
+
+
+class Step:
+    """One op of a program.
+
+    Attributes:
+        at: its number on the tape.
+        call: the op, None where a kept result is handed out.
+        args, kwargs: its arguments, with a `Ref` for each tensor.
+        flat: positions among the arguments and the numbers of the tensors there.
+        nested: positions of arguments that hold tensors inside.
+        outs: the numbers of its results, None for those that nobody reads.
+        single: whether it returns one tensor.
+        gone: values that nobody reads after it.
+        before, after: saved values that are taken before it (as copies), and after it.
+    """
+
+    __slots__ = (
+        "after",
+        "args",
+        "at",
+        "before",
+        "call",
+        "draws",
+        "flat",
+        "gone",
+        "kwargs",
+        "nested",
+        "outs",
+        "single",
+    )
+
+    at: int
+    call: Callable[..., Any] | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    flat: list[tuple[int, int]]
+    nested: list[int]
+    outs: list[int | None]
+    single: bool
+    gone: tuple[int, ...]
+    before: tuple[tuple[int, int], ...]
+    after: tuple[tuple[int, int], ...]
+    draws: bool
+
+
+class Program:
+    """What of a tape has to run for some of the values that autograd saved.
+
+    Args:
+        tape: of a forward whose ops tell all that was computed.
+        needs: what runs, what is handed out.
+        wanted: the values to make, as positions in `tape.packed`.
+
+    Attributes:
+        outside: positions of the tensors from outside that it reads.
+        kept: the ops whose kept results it takes.
+        draws: whether it draws random numbers.
+    """
+
+    __slots__ = ("copied", "draws", "first", "kept", "outside", "steps", "tape", "writes")
+
+    def __init__(self, tape: Tape, needs: Needs, wanted: Iterable[int]) -> None:
+        self.tape, self.copied = tape, needs.copied
+        self.steps = [_step(tape, needs, at) for at, action in enumerate(needs.actions) if action != SKIP]
+        self.writes = {root for step in self.steps if step.call for root in tape.nodes[step.at].written}
+        self.kept = frozenset(step.at for step in self.steps if step.call is None)
+        self.draws = any(step.draws for step in self.steps)
+        self.first: list[tuple[int, int]] = []  # wanted values that are there before any step
+        self._take(wanted)
+        self.outside = self._free()
+
+    def _take(self, wanted: Iterable[int]) -> None:
+        """Note for every wanted value when it is taken: as soon as it is there and as it was when saved."""
+        tape = self.tape
+        makers = {step.at: step for step in self.steps}
+        for place in wanted:
+            number, position = tape.packed[place]
+            pair = (place, number)
+            sources = [i for i in tape.sources(number, position) if i in makers]
+            root = tape.root_of(number)
+            later = [
+                s for s in self.steps if s.at >= position and s.call and root in tape.nodes[s.at].written
+            ]
+            if later:
+                later[0].before += (pair,)
+            elif sources:
+                makers[max(sources)].after += (pair,)
+            else:
+                self.first.append(pair)
+
+    def _free(self) -> tuple[int, ...]:
+        """Let values go with the last step that reads them; returns what is read from outside."""
+        read: set[int] = set()
+        taken = [number for _, number in self.first]
+        for step in reversed(self.steps):
+            uses = {number for _, number in step.after}
+            mine = {n for n in step.outs if n is not None}
+            step.outs = [n if n in read or n in uses else None for n in step.outs]
+            reads = _reads(step) | {number for _, number in (*step.before, *step.after)}
+            step.gone = tuple(sorted((reads | (mine & uses)) - read))
+            read |= reads
+        return tuple(sorted({-1 - n for n in (*read, *taken) if n < 0}))
+
+    def run(
+        self,
+        outside: Callable[[int], torch.Tensor],
+        take: Callable[[int], Any],
+        random: Mapping[int, Any],
+        digest: Callable[[Any], Any] | None = None,
+    ) -> dict[int, torch.Tensor]:
+        """The wanted values, by their positions in `tape.packed`.
+
+        Args:
+            outside: gives a tensor from outside, by its position.
+            take: gives what was kept of an op.
+            random: the generator's state before each op that draws; an op without one draws anew.
+            digest: checks the results bitwise.
+        """
+        values: Values = {-1 - at: outside(at) for at in self.outside}
+        made = {place: values[number] for place, number in self.first}
+        for step in self.steps:
+            for place, number in step.before:
+                made[place] = values[number].clone()
+            out = self._out(step, values, take, random)
+            if digest is not None and step.call is not None:
+                self._compare(step, digest, out)
+            if step.single:
+                if step.outs[0] is not None:
+                    values[step.outs[0]] = out
+            else:
+                for number, tensor in zip(step.outs, tensors_in(out), strict=True):
+                    if number is not None:
+                        values[number] = tensor
+            for place, number in step.after:
+                made[place] = values[number]
+            for number in step.gone:
+                del values[number]
+        return made
+
+    def _out(self, step: Step, values: Values, take: Callable[[int], Any], random: Mapping[int, Any]) -> Any:
+        if step.call is None:
+            kept = take(step.at)
+            copies = step.at in self.copied
+            return map_tensors(lambda value: _fresh(value, copies), kept)
+        args: Any = step.args
+        if step.flat or step.nested:
+            args = list(args)
+            for at, number in step.flat:
+                args[at] = values[number]
+            for at in step.nested:
+                args[at] = _filled(args[at], values)
+        if step.draws and (state := random.get(step.at)) is not None:
+            state.restore()
+        if not step.kwargs:
+            return step.call(*args)
+        return step.call(*args, **{key: _filled(value, values) for key, value in step.kwargs.items()})
+
+    def _compare(self, step: Step, digest: Callable[[Any], Any], out: Any) -> None:
+        node = self.tape.nodes[step.at]
+        if node.digest is not None and quiet(digest, out) != node.digest:
+            what = f"at op {step.at}, {node.op} gave other numbers than in the forward, bit for bit"
+            raise RematError(not_repeated(self.tape.region, what))
+
+
+def _step(tape: Tape, needs: Needs, at: int) -> Step:
+    node, step = tape.nodes[at], Step()
+    step.at, step.before, step.after, step.gone = at, (), (), ()
+    count = _count(tape, at)
+    step.outs = list(range(node.first, node.first + count))
+    step.single = isinstance(node.outs, Meta)
+    step.draws = node.draws
+    step.call, step.args, step.kwargs = None, (), {}
+    step.flat, step.nested = [], []
+    if needs.actions[at] == KEPT:
+        step.draws = False
+        return step
+    step.call, step.args, step.kwargs = direct_call(node.op), node.args, node.kwargs
+    if node.shape_only:
+        step.args, step.kwargs = _like(tape, at)
+    step.flat = [(i, int(arg)) for i, arg in enumerate(step.args) if type(arg) is Ref]
+    step.nested = [i for i, arg in enumerate(step.args) if isinstance(arg, (list, tuple)) and _refs(arg)]
+    return step
+
+
+def _like(tape: Tape, at: int) -> tuple[Any, Any]:
+    """The call of a factory that takes shape, dtype and device from a tensor whose numbers it does not read."""
+    node = tape.nodes[at]
+    number = node.args[0]
+    if type(number) is not Ref:
+        return node.args, node.kwargs
+    shape, stride, dtype, device = tape.meta_of(number)
+    with outside_all_modes():
+        stand_in = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    kwargs = dict(node.kwargs)
+    if kwargs.get("device") is None:
+        kwargs["device"] = device
+    return (stand_in, *node.args[1:]), kwargs
+
+
+def _count(tape: Tape, at: int) -> int:
+    end = tape.nodes[at + 1].first if at + 1 < len(tape.nodes) else len(tape.makers)
+    return end - tape.nodes[at].first
+
+
+def _reads(step: Step) -> set[int]:
+    return set(_refs((step.args, step.kwargs)))
+
+
+def _refs(value: Any) -> list[int]:
+    if type(value) is Ref:
+        return [int(value)]
+    if isinstance(value, (list, tuple)):
+        return [number for part in value for number in _refs(part)]
+    if isinstance(value, dict):
+        return [number for part in value.values() for number in _refs(part)]
+    return []
+
+
+def _filled(value: Any, values: Values) -> Any:
+    if type(value) is Ref:
+        return values[value]
+    if isinstance(value, (list, tuple)):
+        return type(value)([_filled(v, values) for v in value])
+    return value
+
+
+def _fresh(value: Any, copy: bool) -> torch.Tensor:
+    if isinstance(value, Elsewhere):
+        return value.get(alone=copy)  # pyright: ignore[reportAttributeAccessIssue]
+    # A new tensor object each time: autograd writes its own record on it.
+    return value.clone() if copy else value.detach()

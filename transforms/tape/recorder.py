@@ -1,0 +1,729 @@
+"""Writing down the ops of a region's forward, or holding them against an earlier tape, and keeping what a
+policy says.
+
+A dispatch mode sees aten ops below autograd and below functorch, so that one recorder serves plain autograd
+and `torch.func` at any depth. With a tape that is expected (guard mode) each op is compared before it runs:
+the op, its operands by their numbers, its constants. A forward that leaves the tape is recorded from there.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from remat.transforms.compat import below_levels, memory_is_real
+from remat.transforms.context import Mode, active, enclosing, quiet, unasked
+from remat.transforms.errors import RematError
+from remat.transforms.offload import Away, Elsewhere, away_in, send
+from remat.transforms.ops import Traits, draws, is_shape_arithmetic, traits, user_line
+from remat.transforms.placeholders import Meta, metadata, metas, without_data
+from remat.transforms.state import GeneratorState
+from remat.transforms.tape.snapshots import Snapshot
+from remat.transforms.tape.tape import KEPT, RECOMPUTE, SAVE, Node, Outside, Tape
+from remat.transforms.tape.values import (
+    Ref,
+    ValueNumbering,
+    constants_alike,
+    map_tensors,
+    memory_of,
+    storage,
+    targets,
+    tensors_in,
+    version_of,
+)
+
+_as_strided = torch.ops.aten.as_strided.default
+# What stands in a template as it is, and means the same in another call.
+_PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+
+
+class Recorder(Mode):
+    """Writes down the ops of a region and keeps what its selector says.
+
+    Args:
+        tape: where to write.
+        selector: its `decide(index, node, args, kwargs, outs)` says RECOMPUTE, OFFLOAD or SAVE; makes one when
+            called. None keeps nothing.
+        inputs: the region's argument tensors, which it must not write to.
+        digest: a checksum of an op's results to compare bitwise later, or None.
+        expected: the tape of an earlier forward that this one is held against (guard mode), and what is kept
+            of it, by op.
+        casts: whether autocast is on. It caches casts of leaves across regions, so that whether such a cast
+            happens in a forward, and in a run of the function again, is chance.
+        reruns: whether the recomputation runs the function.
+
+    Attributes:
+        outside: the tensors from outside, as on the tape.
+        kept: what is kept, by op.
+        random: for every op that draws, the state of its generator before.
+        snapshots: memories from outside as they were before the region wrote to them.
+        outer: for every op its number on the tape of the region around, if there is one.
+        taken_back: memories that were kept until they had a name.
+    """
+
+    records = True
+
+    def __init__(
+        self,
+        tape: Tape,
+        selector: Callable[[], Any] | None = None,
+        inputs: Sequence[torch.Tensor] = (),
+        *,
+        digest: Callable[[Any], Any] | None = None,
+        expected: Tape | None = None,
+        expected_kept: frozenset[int] = frozenset(),
+        casts: bool = False,
+        reruns: bool = False,
+    ) -> None:
+        super().__init__()
+        self.reruns = reruns
+        self.tape, self.digest, self.casts = tape, digest, casts
+        self.expected, self.expected_kept = expected, expected_kept
+        self.make_selector, self.selector = selector, None
+        self.outside: list[torch.Tensor] = []
+        self.kept: dict[int, Any] = {}
+        self.random: dict[int, GeneratorState] = {}
+        self.snapshots: dict[int, Snapshot] = {}
+        self.outer: dict[int, int] = {}
+        self.kept_bytes = 0
+        self.alive: dict[int, torch.Tensor] = {}  # saved values that are held while the function runs
+        self.exposed: str | None = None  # how user code looked at memory itself, if it did
+        self.at = 0  # guard mode: how many ops have run
+        self.packs = self.named = 0  # guard mode: how many values were saved, how many were named
+        self._numbers = ValueNumbering()
+        # Living memories by the ids of their storage objects: where they come from, and a value in them.
+        self._memory: dict[int, tuple[Any, int, int, Any]] = {}
+        self._kept_in: dict[int, list[int]] = {}
+        if expected is None:
+            tape.meta = any(t.is_meta for t in inputs)
+            tape.arguments = len(inputs)
+            if selector is not None:
+                self.selector = selector()
+        for tensor in inputs:
+            self._from_outside(tensor)
+
+    @property
+    def position(self) -> int:
+        return self.at if self.expected is not None else len(self.tape.nodes)
+
+    @property
+    def selective(self) -> bool:
+        """Whether anything may be kept."""
+        return self.make_selector is not None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if active.quiet:
+            return func(*args, **kwargs)
+        expected = self.expected
+        if expected is not None and self.at < len(expected.nodes):
+            node = expected.nodes[self.at]
+            if node.op is func and self._matches(node, args, kwargs):
+                return self._follow(node, func, args, kwargs)
+        facts = traits(func)
+        meta = (self.tape if expected is None else expected).meta
+        if facts.ignored or (not meta and is_shape_arithmetic(args)):
+            return self._pass(func, facts, args, kwargs)
+        if expected is not None:
+            self.leave()
+        return self._record(func, facts, args, kwargs)
+
+    # -- guard mode ----------------------------------------------------------------------------------------
+
+    def _matches(self, node: Node, args: Any, kwargs: Any) -> bool:
+        """Whether an op is called as on the tape; binds what it reads from outside for the first time."""
+        bound = len(self.outside)
+        if len(args) == len(node.args) and (not kwargs) == (not node.kwargs):
+            for want, value in zip(node.args, args, strict=True):
+                if not self._alike(want, value):
+                    break
+            else:
+                if not kwargs or self._alike(node.kwargs, kwargs):
+                    return True
+        for tensor in self.outside[bound:]:
+            self._numbers.drop(tensor)
+        del self.outside[bound:]
+        return False
+
+    def _alike(self, want: Any, value: Any) -> bool:
+        kind = type(want)
+        if kind is Ref:
+            if not isinstance(value, torch.Tensor):
+                return False
+            number = self._numbers.get(value)
+            return number == want if number is not None else self._binds(-1 - want, value)
+        if kind is not type(value):
+            return False
+        if kind is list or kind is tuple:
+            return len(want) == len(value) and all(map(self._alike, want, value))
+        if kind is dict:
+            return want.keys() == value.keys() and all(self._alike(want[k], value[k]) for k in want)
+        return constants_alike(want, value)
+
+    def _binds(self, at: int, tensor: torch.Tensor) -> bool:
+        """Let an unknown tensor be the one from outside at this position, if it is the next one's turn."""
+        assert self.expected is not None
+        if at != len(self.outside) or at >= len(self.expected.outside):
+            return False
+        known = self.expected.outside[at]
+        if known.meta[0] != tensor.shape or known.meta[2] != tensor.dtype:
+            return False
+        if self.expected.last_write:
+            # What is written to must share its memory with what it shared it with.
+            key = storage(tensor)
+            first = next((i for i, other in enumerate(self.outside) if storage(other) == key), at)
+            if -1 - first != known.root:
+                return False
+        self._numbers.set(tensor, -1 - at)
+        self.outside.append(tensor)
+        return True
+
+    def _follow(self, node: Node, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op that is the one on the tape."""
+        at = self.at
+        if node.written or node.draws:
+            self._before(at, node, func, args, kwargs)
+        around = enclosing_position(self)
+        out = func(*args, **kwargs)
+        if around >= 0:
+            self._link(at, around)
+        self.at = at + 1
+        number = node.first
+        if isinstance(out, torch.Tensor):
+            self._numbers.set(out, number)
+        else:
+            for tensor in tensors_in(out):
+                self._numbers.set(tensor, number)
+                number += 1
+        if at in self.expected_kept:
+            self.kept[at] = quiet(map_tensors, torch.Tensor.detach, out)
+        return out
+
+    def _before(self, at: int, node: Node, func: Any, args: Any, kwargs: Any) -> None:
+        if node.draws:
+            self.random[at] = quiet(GeneratorState, args, kwargs)
+        for root in node.written:
+            if root < 0 and root not in self.snapshots:
+                self._snapshot(func, root)
+        self._copy_kept([i for i in node.overwrites if i in self.kept])
+
+    def leave(self) -> None:
+        """Go on recording: the forward is not the one on the tape."""
+        expected, count = self.expected, self.at
+        if expected is None:
+            return
+        self.expected = None
+        tape = expected.prefix(count, self.packs, self.named)
+        tape.arguments, bound = expected.arguments, expected.outside[: len(self.outside)]
+        tape.outside = [Outside(known.meta, known.root) for known in bound]
+        for i, node in enumerate(tape.nodes):
+            node.verdict = node.verdict if i in self.kept else RECOMPUTE
+            if i in self.kept:
+                self._kept_in.setdefault(node.root, []).append(i)
+        self.tape.__dict__.update(tape.__dict__)
+        self.tape.cacheable = True
+        for tensor, number in self._numbers.living():
+            if (memory := memory_of(tensor)) is not None:
+                self._remember(memory, tape.root_of(number), number, tensor)
+        if self.make_selector is not None:
+            self.selector = self.make_selector()
+            # One that counts must have seen the ops so far.
+            for i, node in enumerate(tape.nodes):
+                if not node.written and not node.optional:
+                    self.selector.decide(i, node, *quiet(self._described, node))
+
+    def _described(self, node: Node) -> tuple[Any, Any, Any]:
+        """The arguments and results of an op that has run, metadata in the place of tensors."""
+        tape = self.tape
+
+        def show(value: Any) -> Any:
+            if isinstance(value, Ref):
+                return without_data(tape.meta_of(value))
+            if isinstance(value, (list, tuple)):
+                return type(value)([show(v) for v in value])
+            return value
+
+        return show(node.args), {k: show(v) for k, v in node.kwargs.items()}, without_data(node.outs)
+
+    def pack(self, tensor: torch.Tensor, owner: int | None) -> int:
+        """Autograd saves `tensor` for the node with this number: which value that is."""
+        expected = self.expected
+        if expected is not None:
+            at = self.packs
+            if at < len(expected.packed) and expected.packed[at] == (self._numbers.get(tensor), self.at):
+                self.packs = at + 1
+                return expected.packed[at][0]
+            unknown = self._numbers.get(tensor) is None and at < len(expected.packed)
+            if (
+                unknown
+                and expected.packed[at][1] == self.at
+                and self._binds(-1 - expected.packed[at][0], tensor)
+            ):
+                self.packs = at + 1
+                return expected.packed[at][0]
+            self.leave()
+        number = self.number(tensor)
+        self.tape.packed.append((number, len(self.tape.nodes)))
+        self.tape.owners.append(owner)
+        return number
+
+    @property
+    def followed(self) -> bool:
+        """Guard mode: whether the forward, now over, was the one on the tape."""
+        expected = self.expected
+        return (
+            expected is not None
+            and self.at == len(expected.nodes)
+            and self.packs == len(expected.packed)
+            and self.named == len(expected.names)
+            and self.kept.keys() >= self.expected_kept
+        )
+
+    # -- recording -----------------------------------------------------------------------------------------
+
+    def _pass(self, func: Any, facts: Traits, args: Any, kwargs: Any) -> Any:
+        """Run an op that computes nothing; what it returns stands for its operand."""
+        first = next(iter(tensors_in(args)), None)
+        number = self._known(first) if first is not None else None
+        out = func(*args, **kwargs)
+        if not isinstance(out, torch.Tensor) or first is None or out is first:
+            if func is torch.ops.aten._has_same_storage_numel.default:
+                self.leave()
+                self.tape.loose = True
+            return out
+        if func is torch.ops.aten._new_zeros_with_same_feature_meta.default or out.dtype != first.dtype:
+            # Memory of its own, which a tangent is then copied into.
+            self.leave()
+            self.tape.loose = self.tape.loose or out.dtype == first.dtype
+            self._add(
+                func, facts, (self._template(args), self._template(kwargs)), args, kwargs, out, optional=True
+            )
+            return out
+        if number is None:
+            self.leave()
+            number = self.number(first)
+        self._numbers.set(out, number)
+        return out
+
+    def _known(self, tensor: torch.Tensor) -> int | None:
+        """The number of a tensor where it has one, or where a guard may bind it later."""
+        number = self._numbers.get(tensor)
+        if number is None and self.expected is not None:
+            at = len(self.outside)
+            return -1 - at if self._binds(at, tensor) else None
+        return number
+
+    def _record(self, func: Any, facts: Traits, args: Any, kwargs: Any) -> Any:
+        template = self._template(args), self._template(kwargs)
+        if facts.writes:
+            self._before_write(func, facts, args, kwargs)
+        state = None
+        if facts.may_draw and (not facts.random or draws(func, args, kwargs)):
+            state = quiet(GeneratorState, args, kwargs)
+        around = enclosing_position(self)
+        out = func(*args, **kwargs)
+        chance = self.casts and is_cast_of_leaf(func, args)
+        at = self._add(func, facts, template, args, kwargs, out, draws_from=state, optional=chance)
+        if around >= 0:
+            self._link(at, around)
+        return out
+
+    def _add(
+        self,
+        func: Any,
+        facts: Traits,
+        template: Any,
+        args: Any,
+        kwargs: Any,
+        out: Any,
+        draws_from: GeneratorState | None = None,
+        optional: bool = False,
+    ) -> int:
+        tape = self.tape
+        at = len(tape.nodes)
+        node = Node()
+        node.op, node.name, node.digest, node.verdict = func, None, None, RECOMPUTE
+        node.args, node.kwargs = template
+        node.first, node.outs, node.optional = len(tape.makers), metadata(out), optional
+        node.draws, node.overwrites = draws_from is not None, ()
+        if draws_from is not None:
+            self.random[at] = draws_from
+        self._link_operands(node, facts, args)
+        node.graded = _is_graded(tape, node, facts, args)
+        if facts.collective:
+            tape.open = tape.open or f"it calls {func}, which acts outside of this process"
+            tape.sharded = tape.sharded or not node.graded
+        if facts.higher_order:
+            tape.open = tape.open or f"it calls {func}, an operator on functions"
+        node.written = tuple([self.root(t) for t in targets(facts, args, kwargs)]) if facts.writes else ()
+        if node.written:
+            node.overwrites = tuple([i for root in node.written for i in self._kept_in.get(root, ())])
+        node.root = self._root_of_results(at, facts, args, out)
+        tape.nodes.append(node)
+        for root in node.written:
+            tape.last_write[root] = at
+        for tensor in tensors_in(out):
+            number = len(tape.makers)
+            tape.makers.append(at)
+            self._numbers.set(tensor, number)
+            if (memory := memory_of(tensor)) is not None:
+                self._remember(memory, node.root, number, tensor)
+        if self.digest is not None and not facts.uninitialized:
+            node.digest = quiet(self.digest, out)
+        self._decide(at, node, facts, args, kwargs, out)
+        return at
+
+    def _decide(self, at: int, node: Node, facts: Traits, args: Any, kwargs: Any, out: Any) -> None:
+        # What an op wrote in place is handed to its caller by reference, so it cannot be kept in its stead.
+        asked = not facts.writes or facts.conditional is not None
+        if self.selector is not None and asked and not active.unasked and not node.optional:
+            self.judge(at, self.selector.decide(at, node, args, kwargs, out), out)
+
+    def _template(self, value: Any) -> Any:
+        """The arguments of a call with numbers in the place of tensors."""
+        if isinstance(value, torch.Tensor):
+            return Ref(self.number(value))
+        kind = type(value)
+        if kind is tuple or kind is list:
+            return kind([self._template(v) for v in value])
+        if isinstance(value, dict):
+            return {k: self._template(v) for k, v in value.items()}
+        if isinstance(value, (tuple, list)) and any(True for _ in tensors_in(value)):
+            return tuple([self._template(v) for v in value])
+        if not isinstance(value, (*_PLAIN, tuple, list)):
+            self.tape.cacheable = False
+            if isinstance(value, (torch.UntypedStorage, torch.TypedStorage)):
+                self.tape.open = "it takes the storage of a tensor"
+        return value
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor that the forward meets; one that is unknown comes from outside."""
+        number = self._numbers.get(tensor)
+        return self._unknown(tensor) if number is None else number
+
+    def _unknown(self, tensor: torch.Tensor) -> int:
+        memory = memory_of(tensor)
+        known = self._memory.get(id(memory)) if memory is not None else None
+        if known is None or known[0]() is not memory or known[1] < 0:
+            return self._from_outside(tensor)
+        # Autograd, `.data` and C++ make aliases that no dispatch mode sees.
+        _, root, number, base = known
+        if _geometry(tensor) == base:
+            self._numbers.set(tensor, number)
+            return number
+        self.tape.cacheable = False
+        if base[0] is not tensor.dtype or base[1] != tensor.is_conj() or tensor.is_neg():
+            self.tape.open = self.tape.open or "it looks at memory as another dtype, unseen"
+            return self._from_outside(tensor)
+        shape, stride, start = base_look(tensor)
+        self._add(
+            _as_strided,
+            traits(_as_strided),
+            ((Ref(number), shape, stride, start), {}),
+            (),
+            {},
+            tensor,
+            optional=True,
+        )
+        found = self._numbers.get(tensor)
+        assert found is not None
+        self.tape.nodes[-1].root = root
+        return found
+
+    def _from_outside(self, tensor: torch.Tensor) -> int:
+        number = -1 - len(self.outside)
+        self.outside.append(tensor)
+        if self._numbers.get(tensor) is None:
+            self._numbers.set(tensor, number)
+        if self.expected is not None:
+            return number
+        memory = memory_of(tensor)
+        known = self._memory.get(id(memory)) if memory is not None else None
+        root = known[1] if known is not None and known[0]() is memory and known[1] < 0 else number
+        self.tape.outside.append(Outside(metadata(tensor), root))
+        if memory is not None:
+            self._remember(memory, root, number, tensor)
+        return number
+
+    def _remember(self, memory: Any, root: int, number: int, tensor: torch.Tensor) -> None:
+        known = self._memory.get(id(memory))
+        if known is None or known[0]() is not memory:
+            self._memory[id(memory)] = weakref.ref(memory), root, number, _geometry(tensor)
+
+    def _root_of_results(self, at: int, facts: Traits, args: Any, out: Any) -> int:
+        """The memory that the results of an op lie in, whatever its schema says of aliases."""
+        for tensor in tensors_in(out):
+            number = self._numbers.get(tensor)
+            if number is not None:
+                return self.tape.root_of(number)  # written in place
+            memory = memory_of(tensor)
+            known = self._memory.get(id(memory)) if memory is not None else None
+            if known is not None and known[0]() is memory:
+                return known[1]
+        if facts.view or facts.inplace:
+            first = next(iter(tensors_in(args)), None)
+            if first is not None and memory_of(first) is None:
+                return self.root(first)
+        return at
+
+    def root(self, tensor: torch.Tensor) -> int:
+        """The memory that a tensor lies in."""
+        return self.tape.root_of(self.number(tensor))
+
+    def _link_operands(self, node: Node, facts: Traits, args: Any) -> None:
+        tape, deps, external = self.tape, [], []
+        node.shape_only = facts.shape_only and _is_plain(args)
+        # Of such an op the first operand is the one whose numbers do not matter.
+        read = (node.args[1:], node.kwargs) if node.shape_only else (node.args, node.kwargs)
+        for number in _refs(read):
+            maker = tape.makers[number] if number >= 0 else -1
+            if number >= 0:
+                deps.append(maker)
+            else:
+                external.append(-1 - number)
+            # A write is an op of its own, which reads what was written before: the last one leads to all.
+            write = tape.last_write.get(tape.root_of(number)) if tape.last_write else None
+            if write is not None and write > maker:
+                deps.append(write)
+        node.deps, node.external = deps, tuple(external)
+
+    # -- writes --------------------------------------------------------------------------------------------
+
+    def _before_write(self, func: Any, facts: Traits, args: Any, kwargs: Any) -> None:
+        if facts.collective or (self.tape.sharded and not torch.is_grad_enabled()):
+            return
+        for tensor in targets(facts, args, kwargs):
+            root = self.root(tensor)
+            if root >= 0:
+                self._copy_kept(self._kept_in.get(root, ()))
+            elif any(self.tape.outside[i].root == root for i in range(self.tape.arguments)):
+                raise RematError(self._refusal(func, tensor))
+            elif root not in self.snapshots:
+                self._snapshot(func, root)
+
+    def _snapshot(self, func: Any, root: int) -> None:
+        """Hold memory from outside as it is before the region writes to it: the outside sees the write once."""
+        if self.expected is not None and -1 - root < self.expected.arguments:
+            raise RematError(self._refusal(func, self.outside[-1 - root]))
+        self.snapshots[root] = quiet(Snapshot, self.outside[-1 - root])
+
+    def _copy_kept(self, kept: Sequence[int]) -> None:
+        """What is kept is about to be overwritten."""
+        nodes = (self.tape if self.expected is None else self.expected).nodes
+        for i in kept:
+            value = self.kept.get(i)
+            if value is not None and nodes[i].verdict == SAVE:
+                self.kept[i] = quiet(map_tensors, _copied, value)
+            elif value is not None:
+                for away in away_in(value):
+                    away.parcel.wait()
+
+    def _refusal(self, func: Any, tensor: torch.Tensor) -> str:
+        return (
+            f"region {self.tape.region!r} writes with {func} at {user_line()} into a "
+            f"{tuple(tensor.shape)} {tensor.dtype} tensor from outside the region, which is an argument. A "
+            "recomputation would write again. Write out of place, or into a `.clone()` made inside the region."
+        )
+
+    # -- verdicts ------------------------------------------------------------------------------------------
+
+    def judge(self, at: int, verdict: int, out: Any) -> None:
+        """Keep `out` for an op, or forget it, as the verdict says."""
+        node = self.tape.nodes[at]
+        node.verdict = verdict
+        if verdict == RECOMPUTE:
+            self.kept.pop(at, None)
+        elif at not in self.kept:
+            self.kept[at] = self._hold(at, node, verdict, out)
+            self._kept_in.setdefault(node.root, []).append(at)
+            if verdict == SAVE:
+                self.kept_bytes += sum(t.numel() * t.element_size() for t in tensors_in(out))
+
+    def _hold(self, at: int, node: Node, verdict: int, out: Any) -> Any:
+        """What is kept of an op's results under this verdict, SAVE or OFFLOAD."""
+        if verdict == SAVE:
+            return quiet(map_tensors, torch.Tensor.detach, out)
+        # Of memory that was written to since, what was sent is out of date.
+        fresh = node.root < 0 or node.root == at or node.root in self.tape.last_write
+        root = None if fresh else self.kept.get(node.root)
+        return quiet(map_tensors, lambda tensor: send(tensor, root), out)
+
+    def owner(self, node: Node, value: torch.Tensor) -> int | None:
+        """The op whose whole result lies in the memory of `value`, the result of `node`, if there is one."""
+        at, nodes = node.root, self.tape.nodes
+        if at < 0 or at in self.tape.last_write or nodes[at] is node or value.storage_offset():
+            return None
+        # Size.numel() would make numbers of symbolic sizes, for which the graph then holds alone.
+        outs = [m for m in metas(nodes[at].outs) if math.prod(m[0]) == value.numel()]
+        return at if any(m[2] is value.dtype for m in outs) else None
+
+    def judge_again(self, at: int, verdict: int, value: torch.Tensor) -> None:
+        """Change what is kept of op `at` and of the views of its result, all of which `value` is."""
+        node = self.tape.nodes[at]
+        for i in self._kept_in.get(at, ()):
+            if verdict != SAVE or i == at:
+                self.kept.pop(i, None)
+                self.tape.nodes[i].verdict = RECOMPUTE
+        node.verdict = RECOMPUTE
+        if verdict != RECOMPUTE and isinstance(node.outs, Meta):
+            shape, stride = node.outs[:2]
+            same = value.shape == shape and value.stride() == stride
+            self.judge(at, verdict, value if same else quiet(torch.as_strided, value, shape, stride, 0))
+        elif verdict != RECOMPUTE and (number := self._numbers.get(value)) is not None and number >= 0:
+            # The op's other results are gone: what the name speaks of is kept alone.
+            self.judge(self.tape.makers[number], verdict, value)
+
+    def name(self, tensor: torch.Tensor, name: str) -> None:
+        """Name the value `tensor`, which an op of its own made."""
+        number = self._numbers.get(tensor)
+        if self.expected is not None:
+            names = self.expected.names
+            if self.named < len(names) and names[self.named] == (number, name):
+                self.named += 1
+                return
+            self.leave()
+        if number is None or number < 0:
+            return
+        self.tape.names.append((number, name))
+        at = self.tape.makers[number]
+        node = self.tape.nodes[at]
+        node.name = name
+        if self.selector is not None:
+            # The user's code runs above the levels, what is kept belongs below them.
+            with below_levels():
+                self.selector.name(self, at, tensor, name)
+        elif (owner := self.owner(node, tensor)) is not None:
+            # An enclosing region may keep it, and share it.
+            self.tape.nodes[owner].name = name
+
+    # -- regions inside and around ---------------------------------------------------------------------------
+
+    def _link(self, at: int, around: int) -> None:
+        """Note the number of op `at` on the tape of the region around, if it is one op there."""
+        mode = self.parent
+        if mode is not None and mode.position == around + 1:
+            self.outer[at] = around
+
+    def share_around(self) -> None:
+        """What a region around this one keeps is not computed again by this one."""
+        kept = getattr(self.parent, "kept", None)
+        if not kept:
+            return
+        for at, outer in self.outer.items():
+            if at not in self.kept and outer in kept and not self.tape.nodes[at].written:
+                self.kept[at] = kept[outer]
+                self.tape.cacheable = False
+
+    def offer(self, at: int, value: Any, op: Any) -> None:
+        """A region inside keeps the result of op `at` of this one: then it is kept for this one too."""
+        tape = self.tape if self.expected is None else self.expected
+        if at >= len(tape.nodes) or tape.nodes[at].op is not op or at in self.kept:
+            return
+        if self.expected is not None and at not in self.expected_kept:
+            self.leave()
+            tape = self.tape
+        self.kept[at] = value
+        if self.expected is None:
+            tape.nodes[at].verdict = SAVE
+            self._kept_in.setdefault(tape.nodes[at].root, []).append(at)
+
+    def bind(self, tensor: torch.Tensor, number: int) -> None:
+        """Let `tensor` be another object with the value of this number: a recomputed copy."""
+        self._numbers.set(tensor, number)
+        memory = memory_of(tensor)
+        if memory is not None and self.expected is None:
+            self._remember(memory, self.tape.root_of(number), number, tensor)
+
+    def living_values(self) -> list[tuple[torch.Tensor, int]]:
+        """The tensors that ops have made and that somebody holds."""
+        return list(self._numbers.living())
+
+    def living(self, number: int) -> torch.Tensor | None:
+        """A tensor with this number, if one is still there."""
+        if number < 0:
+            return self.outside[-1 - number]
+        return self.alive.get(number)
+
+    def origin(self, tensor: torch.Tensor) -> int | None:
+        """The op that made a tensor, None for one from outside."""
+        number = self.number(tensor)
+        return self.tape.makers[number] if number >= 0 else None
+
+
+def is_cast_of_leaf(func: Any, args: Any) -> bool:
+    """Whether an op is a cast that autocast may have in its cache."""
+    return func is torch.ops.aten._to_copy.default and args[0].is_leaf and args[0].requires_grad
+
+
+def enclosing_position(mode: Recorder) -> int:
+    """How many ops the region around has seen, -1 without one."""
+    return -1 if mode.parent is None else mode.parent.position
+
+
+def _is_plain(args: Any) -> bool:
+    """Whether a factory's first operand can be stood in for by its metadata."""
+    tensor = args[0] if args else None
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and memory_is_real()
+
+
+def _is_graded(tape: Tape, node: Node, facts: Traits, args: Any) -> bool:
+    # A look at what was made without gradients belongs to it.
+    return torch.is_grad_enabled() and not (
+        facts.view
+        and bool(node.deps)
+        and not any([tape.nodes[i].graded for i in node.deps])
+        and not any([t.requires_grad for t in tensors_in(args)])
+    )
+
+
+def _refs(template: Any) -> list[int]:
+    found: list[int] = []
+    stack = [template]
+    while stack:
+        value = stack.pop()
+        if type(value) is Ref:
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            stack.extend(reversed(value))
+        elif isinstance(value, dict):
+            stack.extend(reversed(value.values()))
+    return found
+
+
+def _geometry(tensor: torch.Tensor) -> Any:
+    """How a tensor lies in its memory."""
+    return (
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.storage_offset(),
+        tensor.is_neg(),
+    )
+
+
+def base_look(tensor: torch.Tensor) -> tuple[list[int], list[int], int]:
+    """The arguments with which `as_strided` makes a tensor of any other one in its memory."""
+    return list(tensor.shape), list(tensor.stride()), int(tensor.storage_offset())
+
+
+def _copied(value: Any) -> Any:
+    return value if isinstance(value, Elsewhere) else value.clone()
+
+
+__all__ = ["KEPT", "Away", "Recorder", "base_look", "enclosing", "unasked", "version_of"]

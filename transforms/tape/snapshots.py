@@ -1,0 +1,44 @@
+"""Memory from outside as it was before a region wrote to it, for the recomputation to write to."""
+
+from __future__ import annotations
+
+import torch
+
+from remat.transforms.compat import memory_is_real
+from remat.transforms.tape.values import memory_of
+
+
+class Snapshot:
+    """A copy of the memory of a tensor: all of it, so that every view of it can be had again."""
+
+    __slots__ = ("memory", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        memory = memory_of(tensor) if type(tensor) in (torch.Tensor, torch.nn.Parameter) else None
+        if memory is None or tensor.is_meta or not memory_is_real():
+            self.memory, self.tensor = None, tensor.detach().clone()
+        else:
+            self.memory, self.tensor = memory.clone(), None
+
+    def copy(self) -> Snapshot:
+        """Another one, to be written to."""
+        made = Snapshot.__new__(Snapshot)
+        made.memory = None if self.memory is None else self.memory.clone()
+        made.tensor = None if self.tensor is None else self.tensor.clone()
+        return made
+
+    def view(self, like: torch.Tensor) -> torch.Tensor:
+        """What `like`, a tensor in the memory that was copied, was."""
+        if self.memory is None:
+            assert self.tensor is not None
+            return self.tensor
+        empty = torch.empty(0, dtype=like.dtype, device=like.device)
+        return empty.set_(self.memory, like.storage_offset(), like.shape, like.stride())
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What is held, for reports."""
+        if self.memory is None:
+            return [] if self.tensor is None else [self.tensor]
+        device = self.memory.device
+        empty = torch.empty(0, dtype=torch.uint8, device=device)
+        return [empty.set_(self.memory, 0, (self.memory.nbytes(),), (1,))]

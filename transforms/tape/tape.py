@@ -1,0 +1,238 @@
+"""The tape of a region's forward: its ops, numbered once, and which of them run again for the backward.
+
+A tape is pure structure. It names values by number, and holds neither tensors nor user code, so that it may
+outlive the call that wrote it. `recorder.Recorder` writes a tape, or holds a later forward against one;
+`program.Program` runs a part of it again; `replay.Replay` follows it where the user's function runs again.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from remat.transforms.ops import traits, user_line
+from remat.transforms.placeholders import metas, numel
+
+RECOMPUTE, OFFLOAD, SAVE = 0, 1, 2
+RUN, KEPT, SKIP = 0, 1, 2
+
+
+class Stop(BaseException):
+    """Ends a recomputation once everything that was asked for is there."""
+
+
+class Node:
+    """One op of a region: how it was called, where its operands came from, what its results were."""
+
+    __slots__ = (
+        "args",
+        "deps",
+        "digest",
+        "draws",
+        "external",
+        "first",
+        "graded",
+        "kwargs",
+        "name",
+        "op",
+        "optional",
+        "outs",
+        "overwrites",
+        "root",
+        "shape_only",
+        "verdict",
+        "written",
+    )
+
+    op: Any
+    args: tuple[Any, ...]  # with a `Ref` in the place of every tensor
+    kwargs: dict[str, Any]
+    first: int  # the number of its first result
+    deps: list[int]  # ops whose values, or whose writes, this op reads
+    external: tuple[int, ...]  # the tensors from outside that it reads, by their positions in `Tape.outside`
+    outs: Any  # results as placeholders can be made of them: metadata, or plain values
+    root: int  # the memory its results lie in: the op that made it, or -1, -2, ... for one from outside
+    written: tuple[int, ...]  # the memories that it writes to
+    overwrites: tuple[int, ...]  # ops whose kept results lie in those, and are copied before
+    graded: bool  # whether gradients were on
+    shape_only: bool  # whether it makes a tensor like its first operand, whose numbers it does not read
+    draws: bool  # whether it advances a random number generator
+    optional: bool  # whether a recomputation by user code may lack it, or have it where the forward had not
+    verdict: int  # RECOMPUTE, OFFLOAD or SAVE
+    name: str | None  # its checkpoint_name
+    digest: Any  # checksum of its results, for bitwise comparison
+
+
+class Outside:
+    """A tensor from outside the region, as its tape knows it."""
+
+    __slots__ = ("meta", "root")
+
+    def __init__(self, meta: Any, root: int) -> None:
+        self.meta = meta  # its metadata
+        self.root = root  # -1 - the position of the first tensor from outside in the same memory
+
+
+class Tape:
+    """The ops of one run of a region.
+
+    Attributes:
+        nodes: the ops, in order.
+        makers: the op that made each value, by the value's number.
+        outside: the tensors from outside in the order in which they were met, arguments first.
+        arguments: how many of them are arguments.
+        packed: for each value that autograd saved its number, and how many ops had run by then.
+        owners: for each of those the autograd node it was saved for, counted from the region's first; None
+            where that is not certain.
+        names: (value, name) for every `checkpoint_name`, in order.
+        inner: the ops of regions inside this one.
+        last_write: the last op that wrote to a memory.
+        open: why the ops do not tell all that was computed, None where they do.
+        loose: forward-mode derivatives inside: torch leaves out tangents known to be zero, by rules that
+            differ between the passes. Where user code runs again, its ops cannot be compared.
+        sharded: parameters are gathered inside, without gradients, and not in both passes (FSDP2's hooks see
+            to it that they are there). Where user code runs again, what runs without gradients is left out.
+        meta: whether the region itself computes on the meta device.
+    """
+
+    def __init__(self, region: str) -> None:
+        self.region = region
+        self.nodes: list[Node] = []
+        self.makers: list[int] = []
+        self.outside: list[Outside] = []
+        self.arguments = 0
+        self.packed: list[tuple[int, int]] = []
+        self.owners: list[int | None] = []
+        self.names: list[tuple[int, str]] = []
+        self.inner: list[tuple[int, int]] = []
+        self.last_write: dict[int, int] = {}
+        self.open: str | None = None
+        self.loose = self.sharded = self.meta = False
+        self.cacheable = True  # whether another forward may be held against it
+
+    def root_of(self, number: int) -> int:
+        """The memory that a value lies in."""
+        return self.nodes[self.makers[number]].root if number >= 0 else self.outside[-1 - number].root
+
+    def meta_of(self, number: int) -> Any:
+        """The metadata of a value."""
+        if number < 0:
+            return self.outside[-1 - number].meta
+        node = self.nodes[self.makers[number]]
+        return metas(node.outs)[number - node.first]
+
+    def sources(self, number: int, position: int) -> list[int]:
+        """The ops whose results a value is, as it was when so many ops had run."""
+        found = [self.makers[number]] if number >= 0 else []
+        write = self.last_write.get(self.root_of(number))
+        if write is not None and write >= position:
+            root = self.root_of(number)
+            write = next((i for i in reversed(range(position)) if root in self.nodes[i].written), None)
+        if write is not None and (not found or write > found[0]):
+            found.append(write)
+        return found
+
+    def is_outside(self, number: int, position: int) -> bool:
+        """Whether a saved value is simply there: from outside, and not written to by the region."""
+        return number < 0 and self.outside[-1 - number].root not in self.last_write
+
+    def prefix(self, count: int, packed: int, names: int) -> Tape:
+        """A tape of its own with the first ops of this one, to be written on."""
+        made = copy.copy(self)
+        made.nodes = [copy.copy(node) for node in self.nodes[:count]]
+        last = self.nodes[count].first if count < len(self.nodes) else len(self.makers)
+        made.makers = self.makers[:last]
+        made.outside = []
+        made.packed, made.owners = self.packed[:packed], self.owners[:packed]
+        made.names, made.inner = self.names[:names], [pair for pair in self.inner if pair[1] <= count]
+        made.last_write = {root: i for i, node in enumerate(made.nodes) for root in node.written}
+        return made
+
+    def passes(self, node: Node) -> bool:
+        """Whether an op is left out of the sequence where user code runs again (see `sharded`)."""
+        return self.sharded and not node.graded
+
+
+class Needs:
+    """Which ops of a tape run again, given the ops whose values the backward reads.
+
+    Attributes:
+        actions: RUN, KEPT or SKIP for every op.
+        copied: ops whose kept results the recomputation overwrites, so that it needs copies.
+        outside: positions of the tensors from outside that it reads.
+        last: the last op that does anything, -1 for none.
+        whole: whether user code must run, as a whole.
+    """
+
+    __slots__ = ("actions", "copied", "last", "live", "outside", "whole")
+
+    def __init__(self, tape: Tape, wanted: Iterable[int], kept: Mapping[int, Any]) -> None:
+        nodes = tape.nodes
+        self.live = live = _reach(tape, wanted, kept)
+        self.whole = tape.open is not None or (any(live.values()) and _fills_unseen(tape, live))
+        if self.whole:
+            self.live = live = {i: not _handed_out(tape, i, kept) for i in range(len(nodes))}
+        written = {root for i, runs in live.items() if runs for root in nodes[i].written}
+        self.actions = [SKIP] * len(nodes)
+        self.copied: set[int] = set()
+        outside: set[int] = set()
+        for i, runs in live.items():
+            self.actions[i] = RUN if runs else KEPT
+            if runs:
+                outside.update(nodes[i].external)
+            elif nodes[i].root in written:
+                self.copied.add(i)
+        self.outside = frozenset(outside)
+        # Where every op is kept or skipped nothing needs to run up to that point at all.
+        self.last = max(live, default=-1) if any(live.values()) else -1
+
+
+def _handed_out(tape: Tape, i: int, kept: Mapping[int, Any]) -> bool:
+    """Whether the kept result of an op stands for the op."""
+    node = tape.nodes[i]
+    # A view that is handed out would no longer alias what is written through others.
+    return i in kept and (node.root == i or tape.last_write.get(node.root, -1) <= i)
+
+
+def _reach(tape: Tape, wanted: Iterable[int], kept: Mapping[int, Any]) -> dict[int, bool]:
+    """The ops that the values of those in `wanted` depend on, up to kept ones: True runs, False is kept."""
+    live: dict[int, bool] = {}
+    stack = list(wanted)
+    while stack:
+        i = stack.pop()
+        if i in live:
+            continue
+        live[i] = runs = not _handed_out(tape, i, kept)
+        if runs:
+            stack.extend(tape.nodes[i].deps)
+    return live
+
+
+def _fills_unseen(tape: Tape, live: dict[int, bool]) -> bool:
+    """Whether a needed value came about unseen: a raw kernel (Triton, an extension) fills what `empty` made."""
+    return any(
+        traits(tape.nodes[i].op).uninitialized and i not in tape.last_write and numel(tape.nodes[i].outs)
+        for i in live
+    )
+
+
+def written(region: str, tensor: Any, path: str | None = None) -> str:
+    """The message for a tensor written between forward and backward; `path` is what the user calls it."""
+    what = f"a {tuple(tensor.shape)} {tensor.dtype} tensor"
+    what = f"`{path}`, {what}" if path else what
+    return (
+        f"region {region!r} reads {what} that was written in place between its forward and its backward, so "
+        "the recomputation would see another value. Write out of place (`x = x + 1`), pass a `.clone()` "
+        "into the region, or run the backward first."
+    )
+
+
+def not_repeated(region: str, what: str) -> str:
+    """The message for a recomputation that runs otherwise than its forward did."""
+    return (
+        f"the recomputation of region {region!r} does not repeat its forward: {what}, at {user_line()}. "
+        "(a) The function reads something that changed in between (a global, an attribute, a counter); (b) "
+        "it is random in a way torch does not restore (Python's or NumPy's generator); (c) an argument was "
+        "changed. Make the function depend on its arguments only."
+    )

@@ -1,0 +1,128 @@
+"""Values of a forward: numbers for the tensors it meets, and templates for how its ops are called."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from remat.transforms.compat import functions_as_they_are, storage_key
+from remat.transforms.offload import Elsewhere, away_in
+from remat.transforms.ops import Traits
+
+
+class Ref(int):
+    """Stands for the value of this number in the template of a call: 0, 1, ... are results of ops, in their
+    order; -1, -2, ... come from outside."""
+
+    __slots__ = ()
+
+
+class ValueNumbering:
+    """Numbers of tensor objects. An id is reused once its tensor is gone, so each entry knows its own."""
+
+    __slots__ = ("_at",)
+
+    def __init__(self) -> None:
+        self._at: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+
+    def get(self, tensor: torch.Tensor) -> int | None:
+        found = self._at.get(id(tensor))
+        return found[1] if found is not None and found[0]() is tensor else None
+
+    def set(self, tensor: torch.Tensor, number: int) -> None:
+        self._at[id(tensor)] = weakref.ref(tensor), number
+
+    def drop(self, tensor: torch.Tensor) -> None:
+        self._at.pop(id(tensor), None)
+
+    def living(self) -> Iterator[tuple[torch.Tensor, int]]:
+        """The tensors that are still there, in the order in which they were met."""
+        for ref, number in list(self._at.values()):
+            if (tensor := ref()) is not None:
+                yield tensor, number
+
+
+def constants_alike(want: Any, value: Any) -> bool:
+    """Whether two values in the arguments of an op, tensors aside, are the same to the op."""
+    kind = type(want)
+    if kind is not type(value):
+        return False
+    if kind is float:
+        # 0.0 == -0.0, and nan differs from itself.
+        same_sign = math.copysign(1.0, want) == math.copysign(1.0, value)
+        return (want == value and same_sign) or (want != want and value != value)
+    if kind is complex:
+        return constants_alike(want.real, value.real) and constants_alike(want.imag, value.imag)
+    if kind is list or kind is tuple:
+        return len(want) == len(value) and all(map(constants_alike, want, value))
+    if kind is dict:
+        return want.keys() == value.keys() and all(constants_alike(want[k], value[k]) for k in want)
+    return bool(want == value)
+
+
+def tensors_in(values: Any) -> Iterable[torch.Tensor]:
+    """The tensors among the arguments or results of an op."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                yield value
+            elif isinstance(value, (tuple, list)):
+                yield from tensors_in(value)
+    elif isinstance(values, dict):
+        yield from tensors_in(tuple(values.values()))
+
+
+def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
+    """`value`, the result of an op or what is kept of it, with `function` applied to its tensors."""
+    if isinstance(value, (torch.Tensor, Elsewhere)):
+        return function(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)([map_tensors(function, v) for v in value])
+    return value
+
+
+def held_tensors(kept: Any) -> list[tuple[torch.Tensor, bool]]:
+    """The tensors that are held for a kept value, and whether each is an offloaded one, on its host."""
+    return [*((away.host, True) for away in away_in(kept)), *((tensor, False) for tensor in tensors_in(kept))]
+
+
+def targets(facts: Traits, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
+    """The tensors that a call writes to."""
+    if facts.conditional is not None and not args[facts.conditional]:
+        return
+    for where in facts.writes:
+        if isinstance(where, str):
+            yield from tensors_in(kwargs.get(where))
+        elif where < len(args):
+            yield from tensors_in(args[where])
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """The version counter of a tensor; inference tensors keep none, and cannot be written outside their mode."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def storage(tensor: torch.Tensor) -> int:
+    """What aliases of one memory have in common while one of them lives."""
+    try:
+        return storage_key(tensor)
+    except (NotImplementedError, RuntimeError):
+        return id(tensor)
+
+
+def memory_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The storage object of a tensor, which lives as long as its memory; None for tensors that have none."""
+    if tensor.layout is not torch.strided:
+        return None
+    try:
+        # Whoever watches torch functions would take this for a call of the user's.
+        with functions_as_they_are():
+            return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
