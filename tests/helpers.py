@@ -32,6 +32,13 @@ def forget() -> None:
     forget_all()
 
 
+def unseen(like: Tensor) -> Tensor:
+    """Zeros that no op wrote: where a recomputation needs them, the region's function runs again."""
+    zeros = torch.empty_like(like)
+    zeros.detach().numpy().fill(0)
+    return zeros
+
+
 def sparse(values: Iterable[Any], every: int = 3) -> list[Any]:
     """Parameters of which every third, and the first, is in the quick suite: the others are slow."""
     params = [v if isinstance(v, ParameterSet) else pytest.param(v) for v in values]

@@ -8,7 +8,7 @@ from torch.func import grad, vmap
 
 from remat import RematError, remat
 from remat.policies import save_matmuls, save_nothing, save_ops
-from tests.helpers import POLICIES, rand, same, vjp
+from tests.helpers import POLICIES, rand, same, unseen, vjp
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def test_policy_with_a_wrong_answer(mode, answer):
 
 def run(mode, region, x=None):
     x = rand(3) if x is None else x
-    if mode == "backward":
+    if mode in ("backward", "unseen"):
         leaf = x.clone().requires_grad_()
         return torch.autograd.grad(region(leaf).sum(), leaf)[0]
     if mode == "grad":
@@ -65,6 +65,8 @@ def run(mode, region, x=None):
 
 
 MODES = pytest.mark.parametrize("mode", ["backward", "grad", "vmap_grad"])
+# Where the function itself runs again: under torch.func, and in plain autograd where a kernel went unseen.
+RUN_AGAIN = pytest.mark.parametrize("mode", ["unseen", "grad", "vmap_grad"])
 
 
 def test_unknown_determinism_check():
@@ -139,14 +141,14 @@ def test_exception_in_the_forward(mode, policy):
     assert not torch.equal(before, torch.get_rng_state())
 
 
-@MODES
+@RUN_AGAIN
 @pytest.mark.parametrize("policy", ["nothing", "matmuls", "rule"])
 def test_exception_in_the_recomputation(mode, policy):
     runs = []
 
     def fn(x):
         runs.append(1)
-        h = x.sin()
+        h = (x + unseen(x) if mode == "unseen" else x).sin()
         if len(runs) > 1:
             raise Mine("again")
         return torch.tanh(h.exp()).cos()
@@ -171,7 +173,7 @@ def test_backward_can_be_tried_again_after_a_failure():
     broken = []
 
     def fn(x):
-        h = x.sin().exp()
+        h = (x + unseen(x)).sin().exp()
         if broken:
             raise Mine()
         return h.tanh()
@@ -253,42 +255,66 @@ def test_input_mutated_before_the_call_is_fine():
 # -- functions that do not replay ---------------------------------------------------------------------
 
 
-def flips(first, second):
+def flips(first, second, mode):
     """A function that does `first` when it runs and `second` when it runs again."""
     runs = []
 
     def fn(x):
         runs.append(1)
-        return (first if len(runs) == 1 else second)(x)
+        return (first if len(runs) == 1 else second)(x + unseen(x) if mode == "unseen" else x)
 
     return fn
 
 
-@MODES
-@pytest.mark.parametrize("policy", [save_ops(torch.ops.aten.exp), lambda info: info.index == 1])
+@pytest.mark.parametrize("check", ["metadata", "exact", "none"])
+@pytest.mark.parametrize("policy", ["nothing", "matmuls", "rule", "ops"])
+@pytest.mark.parametrize("calls", [1, 2])
+def test_plain_autograd_runs_again_the_ops_that_ran_and_no_python(policy, check, calls):
+    again = []
+
+    def fn(x):
+        if again:
+            raise Mine("again")
+        again.append(1)
+        return torch.tanh(x.sin().exp() * scale[0]).cos()
+
+    region = remat(fn, policy=POLICIES[policy], determinism_check=check)
+    for _ in range(calls):
+        x, scale = rand(3).requires_grad_(), [2.0]
+        out, before = region(x), torch.get_rng_state()
+        scale[0] = 3.0
+        got = torch.autograd.grad(out.sum(), x, retain_graph=True)
+        same(got, torch.autograd.grad(torch.tanh(x.sin().exp() * 2.0).cos().sum(), x))
+        same(torch.autograd.grad(out.sum(), x), got)
+        assert again == [1] and torch.equal(before, torch.get_rng_state())
+        again.clear()
+
+
+@RUN_AGAIN
+@pytest.mark.parametrize("policy", [save_ops(torch.ops.aten.exp), lambda info: "exp" in str(info.op)])
 def test_replay_that_takes_other_ops(mode, policy):
-    fn = flips(lambda x: torch.tanh(x.sin().exp()) * 2, lambda x: torch.sigmoid(x.cos().exp()) * 2)
+    fn = flips(lambda x: torch.tanh(x.sin().exp()) * 2, lambda x: torch.sigmoid(x.cos().exp()) * 2, mode)
     with pytest.raises(RematError, match="(?s)my_block.*aten"):
         run(mode, remat(fn, policy=policy, name="my_block"))
 
 
-@MODES
+@RUN_AGAIN
 def test_replay_of_other_shapes(mode):
-    fn = flips(lambda x: x.sin().exp().tanh().sum(), lambda x: x[:2].sin().exp().tanh().sum())
+    fn = flips(lambda x: x.sin().exp().tanh().sum(), lambda x: x[:2].sin().exp().tanh().sum(), mode)
     with pytest.raises(RematError, match="my_block"):
         run(mode, remat(fn, name="my_block"))
 
 
-@MODES
+@RUN_AGAIN
 def test_replay_with_fewer_ops(mode):
-    fn = flips(lambda x: x.sin().exp().tanh() * x.exp(), lambda x: x.sin())
+    fn = flips(lambda x: x.sin().exp().tanh() * x.exp(), lambda x: x.sin(), mode)
     with pytest.raises(RematError, match="my_block"):
         run(mode, remat(fn, policy=save_matmuls, name="my_block"))
 
 
-@MODES
+@RUN_AGAIN
 def test_exact_check_finds_values_that_differ_and_names_the_first_op(mode):
-    fn = flips(lambda x: (x * 1.0).sin().exp(), lambda x: (x * 2.0).sin().exp())
+    fn = flips(lambda x: (x * 1.0).sin().exp(), lambda x: (x * 2.0).sin().exp(), mode)
     with pytest.raises(RematError, match="(?s)my_block.*aten.mul"):
         run(mode, remat(fn, determinism_check="exact", name="my_block"))
 
@@ -315,18 +341,41 @@ def test_exact_check_takes_every_tensor(fn):
     run("backward", remat(fn, determinism_check="exact"))
 
 
-@MODES
+@RUN_AGAIN
 def test_exact_check_compares_numbers_of_no_dimension(mode):
     fn = flips(
-        lambda x: (x.sum() * 1.0).sin() * x.exp().sin(), lambda x: (x.sum() * 2.0).sin() * x.exp().sin()
+        lambda x: (x.sum() * 1.0).sin() * x.exp().sin(),
+        lambda x: (x.sum() * 2.0).sin() * x.exp().sin(),
+        mode,
     )
     with pytest.raises(RematError, match="(?s)my_block.*aten.mul"):
         run(mode, remat(fn, determinism_check="exact", name="my_block"))
 
 
-def test_no_check_is_no_error():
-    fn = flips(lambda x: (x * 1.0).sin().exp(), lambda x: (x * 2.0).sin().exp())
-    run("backward", remat(fn, determinism_check="none"))
+@RUN_AGAIN
+def test_no_check_is_no_error(mode):
+    fn = flips(lambda x: (x * 1.0).sin().exp(), lambda x: (x * 2.0).sin().exp(), mode)
+    run(mode, remat(fn, determinism_check="none"))
+
+
+TIMES = [0]
+
+
+@torch.library.custom_op("remat_tests::drifts", mutates_args=())
+def drifts(x: torch.Tensor) -> torch.Tensor:
+    """Twice the same call gives two results."""
+    TIMES[0] += 1
+    return x * TIMES[0]
+
+
+drifts.register_autograd(lambda ctx, g: g)
+
+
+def test_exact_check_finds_an_op_that_gives_other_numbers_in_plain_autograd():
+    fn = lambda x: drifts(x).sin().exp()  # noqa: E731
+    with pytest.raises(RematError, match="(?s)my_block.*remat_tests.drifts"):
+        run("backward", remat(fn, determinism_check="exact", name="my_block"))
+    run("backward", remat(fn, determinism_check="metadata"))
 
 
 # -- results that outlive their level -----------------------------------------------------------------
