@@ -40,7 +40,16 @@ from remat.transforms.offload import Store, away_in
 from remat.transforms.pytree import flatten, split
 from remat.transforms.region import CachedTrace, recomputing
 from remat.transforms.state import generators_put_back
-from remat.transforms.tape import Needs, Program, Reachability, Recorder, Tape, listening, tensors_in
+from remat.transforms.tape import (
+    GuardMode,
+    Needs,
+    Program,
+    Reachability,
+    Recorder,
+    Tape,
+    listening,
+    tensors_in,
+)
 
 
 class Handle:
@@ -115,20 +124,15 @@ class Frame(Packer):
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], known: CachedTrace | None) -> Any:
         """Run the function and settle what is kept of it; `known` is what an earlier call did."""
         region, inputs = self.region, self.inputs
-        self.recorder = recorder = Recorder(
-            self.tape,
-            region.selector,
-            inputs.tensors,
-            digest=region.digest,
-            casts=inputs.ambient.casts,
-            expected=None if known is None else known.tape,
-            expected_kept=frozenset() if known is None else known.kept,
-        )
+        casts, select = inputs.ambient.casts, region.selector
         if known is None:
-            inputs.note_random()
+            recorder = Recorder(self.tape, select, inputs.tensors, digest=region.digest, casts=casts)
             self.residuals = Residuals(inputs.tensors, recorder)
-        elif known.residual:
-            self.residuals = Residuals((), None)
+            inputs.note_random()
+        else:
+            recorder = GuardMode(known.tape, known.kept, self.tape, select, inputs.tensors, casts)
+            self.residuals = Residuals((), None) if known.residual else None
+        self.recorder = recorder
         watching = recorder.selector.watching() if recorder.selector else contextlib.nullcontext()
         push_hooks(self.pack, self.unpack)
         try:
@@ -143,7 +147,7 @@ class Frame(Packer):
             self.values, self.task = {}, -1
         self.nodes = next_node() - self.start
         try:
-            if known is not None and recorder.followed:
+            if known is not None and isinstance(recorder, GuardMode) and recorder.followed:
                 self._settle_as(known, recorder, out)
             else:
                 recorder.leave()

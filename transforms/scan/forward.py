@@ -6,6 +6,7 @@ import contextlib
 
 import torch
 
+from remat.transforms.offload import lane
 from remat.transforms.scan.body import version, wrote
 from remat.transforms.scan.compiled import MOST, UnrolledStep, dense
 from remat.transforms.scan.spec import (
@@ -41,8 +42,10 @@ def run_forward(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
             record.tapes.clear()
             record.start.restore()
             carry, stacks = run(scan, flat)
-    # Where states are results of the forward, others may look at them.
-    record.all_sent([t for t in (*carry, *stacks) if isinstance(t, torch.Tensor)], not scan.plain)
+    if scan.offloaded is not None and not scan.plain:
+        # States are results of the forward, and others may look at them.
+        for tensor in (t for t in carry if isinstance(t, torch.Tensor)):
+            lane(tensor).finish()
     if before != [version(x) for x in xs]:
         raise wrote(scan.spec.name, "xs")
     return carry, stacks

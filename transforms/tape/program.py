@@ -143,14 +143,25 @@ class Program:
         values: Values = {-1 - at: outside(at) for at in self.outside}
         made = {place: values[number] for place, number in self.first}
         for step in self.steps:
-            for place, number in step.before:
-                made[place] = values[number].clone()
-            out = self._out(step, values, take, random)
-            if digest is not None and step.call is not None:
-                self._compare(step, digest, out)
+            if step.before:
+                made.update([(place, values[number].clone()) for place, number in step.before])
+            call = step.call
+            if call is None:
+                out = self._taken(step, take)
+            else:
+                if step.draws and (state := random.get(step.at)) is not None:
+                    state.restore()
+                args = list(step.args)
+                for at, number in step.flat:
+                    args[at] = values[number]
+                for at in step.nested:
+                    args[at] = _filled(args[at], values)
+                out = call(*args, **_filled_kwargs(step.kwargs, values)) if step.kwargs else call(*args)
+                if digest is not None:
+                    self._compare(step, digest, out)
             if step.single:
-                if step.outs[0] is not None:
-                    values[step.outs[0]] = out
+                if (number := step.outs[0]) is not None:
+                    values[number] = out
             else:
                 for number, tensor in zip(step.outs, tensors_in(out), strict=True):
                     if number is not None:
@@ -161,23 +172,9 @@ class Program:
                 del values[number]
         return made
 
-    def _out(self, step: Step, values: Values, take: Callable[[int], Any], random: Mapping[int, Any]) -> Any:
-        if step.call is None:
-            kept = take(step.at)
-            copies = step.at in self.copied
-            return map_tensors(lambda value: _fresh(value, copies), kept)
-        args: Any = step.args
-        if step.flat or step.nested:
-            args = list(args)
-            for at, number in step.flat:
-                args[at] = values[number]
-            for at in step.nested:
-                args[at] = _filled(args[at], values)
-        if step.draws and (state := random.get(step.at)) is not None:
-            state.restore()
-        if not step.kwargs:
-            return step.call(*args)
-        return step.call(*args, **{key: _filled(value, values) for key, value in step.kwargs.items()})
+    def _taken(self, step: Step, take: Callable[[int], Any]) -> Any:
+        copies = step.at in self.copied
+        return map_tensors(lambda value: _fresh(value, copies), take(step.at))
 
     def _compare(self, step: Step, digest: Callable[[Any], Any], out: Any) -> None:
         node = self.tape.nodes[step.at]
@@ -246,6 +243,10 @@ def _filled(value: Any, values: Values) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)([_filled(v, values) for v in value])
     return value
+
+
+def _filled_kwargs(kwargs: dict[str, Any], values: Values) -> dict[str, Any]:
+    return {key: _filled(value, values) for key, value in kwargs.items()}
 
 
 def _fresh(value: Any, copy: bool) -> torch.Tensor:

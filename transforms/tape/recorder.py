@@ -1,9 +1,7 @@
-"""Writing down the ops of a region's forward, or holding them against an earlier tape, and keeping what a
-policy says.
+"""Writing down the ops of a region's forward, and keeping what a policy says.
 
 A dispatch mode sees aten ops below autograd and below functorch, so that one recorder serves plain autograd
-and `torch.func` at any depth. With a tape that is expected (guard mode) each op is compared before it runs:
-the op, its operands by their numbers, its constants. A forward that leaves the tape is recorded from there.
+and `torch.func` at any depth. `guard.GuardMode` is one that expects the ops of an earlier tape.
 """
 
 from __future__ import annotations
@@ -20,17 +18,15 @@ from remat.transforms.context import Mode, active, enclosing, quiet, unasked
 from remat.transforms.errors import RematError
 from remat.transforms.offload import Away, Elsewhere, away_in, send
 from remat.transforms.ops import Traits, draws, is_shape_arithmetic, traits, user_line
-from remat.transforms.placeholders import Meta, metadata, metas, without_data
+from remat.transforms.placeholders import Meta, metadata, metas
 from remat.transforms.state import GeneratorState
 from remat.transforms.tape.snapshots import Snapshot
 from remat.transforms.tape.tape import KEPT, RECOMPUTE, SAVE, Node, Outside, Tape
 from remat.transforms.tape.values import (
     Ref,
     ValueNumbering,
-    constants_alike,
     map_tensors,
     memory_of,
-    storage,
     targets,
     tensors_in,
     version_of,
@@ -61,8 +57,6 @@ class Recorder(Mode):
             called. None keeps nothing.
         inputs: the region's argument tensors, which it must not write to.
         digest: a checksum of an op's results to compare bitwise later, or None.
-        expected: the tape of an earlier forward that this one is held against (guard mode), and what is kept
-            of it, by op.
         casts: whether autocast is on. It caches casts of leaves across regions, so that whether such a cast
             happens in a forward, and in a run of the function again, is chance.
         reruns: whether the recomputation runs the function.
@@ -85,15 +79,12 @@ class Recorder(Mode):
         inputs: Sequence[torch.Tensor] = (),
         *,
         digest: Callable[[Any], Any] | None = None,
-        expected: Tape | None = None,
-        expected_kept: frozenset[int] = frozenset(),
         casts: bool = False,
         reruns: bool = False,
     ) -> None:
         super().__init__()
         self.reruns = reruns
         self.tape, self.digest, self.casts = tape, digest, casts
-        self.expected, self.expected_kept = expected, expected_kept
         self.make_selector, self.selector = selector, None
         self.outside: list[torch.Tensor] = []
         self.kept: dict[int, Any] = {}
@@ -103,23 +94,23 @@ class Recorder(Mode):
         self.kept_bytes = 0
         self.alive: dict[int, torch.Tensor] = {}  # saved values that are held while the function runs
         self.exposed: str | None = None  # how user code looked at memory itself, if it did
-        self.at = 0  # guard mode: how many ops have run
-        self.packs = self.named = 0  # guard mode: how many values were saved, how many were named
         self._numbers = ValueNumbering()
         # Living memories by the ids of their storage objects: where they come from, and a value in them.
         self._memory: dict[int, tuple[Any, int, int, Any]] = {}
         self._kept_in: dict[int, list[int]] = {}
-        if expected is None:
-            tape.meta = any(t.is_meta for t in inputs)
-            tape.arguments = len(inputs)
-            if selector is not None:
-                self.selector = selector()
+        self._begin(inputs)
+
+    def _begin(self, inputs: Sequence[torch.Tensor]) -> None:
+        self.tape.meta = any(t.is_meta for t in inputs)
+        self.tape.arguments = len(inputs)
+        if self.make_selector is not None:
+            self.selector = self.make_selector()
         for tensor in inputs:
             self._from_outside(tensor)
 
     @property
     def position(self) -> int:
-        return self.at if self.expected is not None else len(self.tape.nodes)
+        return len(self.tape.nodes)
 
     @property
     def selective(self) -> bool:
@@ -130,176 +121,31 @@ class Recorder(Mode):
         kwargs = kwargs or {}
         if active.quiet:
             return func(*args, **kwargs)
-        expected = self.expected
-        if expected is not None and self.at < len(expected.nodes):
-            node = expected.nodes[self.at]
-            if node.op is func and self._matches(node, args, kwargs):
-                return self._follow(node, func, args, kwargs)
         facts = traits(func)
-        meta = (self.tape if expected is None else expected).meta
-        if facts.ignored or (not meta and is_shape_arithmetic(args)):
+        if facts.ignored or (not self.tape.meta and is_shape_arithmetic(args)):
             return self._pass(func, facts, args, kwargs)
-        if expected is not None:
-            self.leave()
         return self._record(func, facts, args, kwargs)
-
-    # -- guard mode ----------------------------------------------------------------------------------------
-
-    def _matches(self, node: Node, args: Any, kwargs: Any) -> bool:
-        """Whether an op is called as on the tape; binds what it reads from outside for the first time."""
-        bound = len(self.outside)
-        if len(args) == len(node.args) and (not kwargs) == (not node.kwargs):
-            for want, value in zip(node.args, args, strict=True):
-                if not self._alike(want, value):
-                    break
-            else:
-                if not kwargs or self._alike(node.kwargs, kwargs):
-                    return True
-        for tensor in self.outside[bound:]:
-            self._numbers.drop(tensor)
-        del self.outside[bound:]
-        return False
-
-    def _alike(self, want: Any, value: Any) -> bool:
-        kind = type(want)
-        if kind is Ref:
-            if not isinstance(value, torch.Tensor):
-                return False
-            number = self._numbers.get(value)
-            return number == want if number is not None else self._binds(-1 - want, value)
-        if kind is not type(value):
-            return False
-        if kind is list or kind is tuple:
-            return len(want) == len(value) and all(map(self._alike, want, value))
-        if kind is dict:
-            return want.keys() == value.keys() and all(self._alike(want[k], value[k]) for k in want)
-        return constants_alike(want, value)
-
-    def _binds(self, at: int, tensor: torch.Tensor) -> bool:
-        """Let an unknown tensor be the one from outside at this position, if it is the next one's turn."""
-        assert self.expected is not None
-        if at != len(self.outside) or at >= len(self.expected.outside):
-            return False
-        known = self.expected.outside[at]
-        if known.meta[0] != tensor.shape or known.meta[2] != tensor.dtype:
-            return False
-        if self.expected.last_write:
-            # What is written to must share its memory with what it shared it with.
-            key = storage(tensor)
-            first = next((i for i, other in enumerate(self.outside) if storage(other) == key), at)
-            if -1 - first != known.root:
-                return False
-        self._numbers.set(tensor, -1 - at)
-        self.outside.append(tensor)
-        return True
-
-    def _follow(self, node: Node, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an op that is the one on the tape."""
-        at = self.at
-        if node.written or node.draws:
-            self._before(at, node, func, args, kwargs)
-        around = enclosing_position(self)
-        out = func(*args, **kwargs)
-        if around >= 0:
-            self._link(at, around)
-        self.at = at + 1
-        number = node.first
-        if isinstance(out, torch.Tensor):
-            self._numbers.set(out, number)
-        else:
-            for tensor in tensors_in(out):
-                self._numbers.set(tensor, number)
-                number += 1
-        if at in self.expected_kept:
-            self.kept[at] = quiet(map_tensors, torch.Tensor.detach, out)
-        return out
-
-    def _before(self, at: int, node: Node, func: Any, args: Any, kwargs: Any) -> None:
-        if node.draws:
-            self.random[at] = quiet(GeneratorState, args, kwargs)
-        for root in node.written:
-            if root < 0 and root not in self.snapshots:
-                self._snapshot(func, root)
-        self._copy_kept([i for i in node.overwrites if i in self.kept])
-
-    def leave(self) -> None:
-        """Go on recording: the forward is not the one on the tape."""
-        expected, count = self.expected, self.at
-        if expected is None:
-            return
-        self.expected = None
-        tape = expected.prefix(count, self.packs, self.named)
-        tape.arguments, bound = expected.arguments, expected.outside[: len(self.outside)]
-        tape.outside = [Outside(known.meta, known.root) for known in bound]
-        for i, node in enumerate(tape.nodes):
-            node.verdict = node.verdict if i in self.kept else RECOMPUTE
-            if i in self.kept:
-                self._kept_in.setdefault(node.root, []).append(i)
-        self.tape.__dict__.update(tape.__dict__)
-        self.tape.cacheable = True
-        for tensor, number in self._numbers.living():
-            if (memory := memory_of(tensor)) is not None:
-                self._remember(memory, tape.root_of(number), number, tensor)
-        if self.make_selector is not None:
-            self.selector = self.make_selector()
-            # One that counts must have seen the ops so far.
-            for i, node in enumerate(tape.nodes):
-                if not node.written and not node.optional:
-                    self.selector.decide(i, node, *quiet(self._described, node))
-
-    def _described(self, node: Node) -> tuple[Any, Any, Any]:
-        """The arguments and results of an op that has run, metadata in the place of tensors."""
-        tape = self.tape
-
-        def show(value: Any) -> Any:
-            if isinstance(value, Ref):
-                return without_data(tape.meta_of(value))
-            if isinstance(value, (list, tuple)):
-                return type(value)([show(v) for v in value])
-            return value
-
-        return show(node.args), {k: show(v) for k, v in node.kwargs.items()}, without_data(node.outs)
 
     def pack(self, tensor: torch.Tensor, owner: int | None) -> int:
         """Autograd saves `tensor` for the node with this number: which value that is."""
-        expected = self.expected
-        if expected is not None:
-            at = self.packs
-            if at < len(expected.packed) and expected.packed[at] == (self._numbers.get(tensor), self.at):
-                self.packs = at + 1
-                return expected.packed[at][0]
-            unknown = self._numbers.get(tensor) is None and at < len(expected.packed)
-            if (
-                unknown
-                and expected.packed[at][1] == self.at
-                and self._binds(-1 - expected.packed[at][0], tensor)
-            ):
-                self.packs = at + 1
-                return expected.packed[at][0]
-            self.leave()
         number = self.number(tensor)
         self.tape.packed.append((number, len(self.tape.nodes)))
         self.tape.owners.append(owner)
         return number
 
-    @property
-    def followed(self) -> bool:
-        """Guard mode: whether the forward, now over, was the one on the tape."""
-        expected = self.expected
-        return (
-            expected is not None
-            and self.at == len(expected.nodes)
-            and self.packs == len(expected.packed)
-            and self.named == len(expected.names)
-            and self.kept.keys() >= self.expected_kept
-        )
+    def leave(self) -> None:
+        """Go on recording where a forward was held against a tape (see `guard.GuardMode`)."""
+
+    def bound(self, tensor: torch.Tensor) -> int | None:
+        """The number of a tensor that is known, None if it is not."""
+        return self._numbers.get(tensor)
 
     # -- recording -----------------------------------------------------------------------------------------
 
     def _pass(self, func: Any, facts: Traits, args: Any, kwargs: Any) -> Any:
         """Run an op that computes nothing; what it returns stands for its operand."""
         first = next(iter(tensors_in(args)), None)
-        number = self._known(first) if first is not None else None
+        number = self.bound(first) if first is not None else None
         out = func(*args, **kwargs)
         if not isinstance(out, torch.Tensor) or first is None or out is first:
             if func is torch.ops.aten._has_same_storage_numel.default:
@@ -319,14 +165,6 @@ class Recorder(Mode):
             number = self.number(first)
         self._numbers.set(out, number)
         return out
-
-    def _known(self, tensor: torch.Tensor) -> int | None:
-        """The number of a tensor where it has one, or where a guard may bind it later."""
-        number = self._numbers.get(tensor)
-        if number is None and self.expected is not None:
-            at = len(self.outside)
-            return -1 - at if self._binds(at, tensor) else None
-        return number
 
     def _record(self, func: Any, facts: Traits, args: Any, kwargs: Any) -> Any:
         template = self._template(args), self._template(kwargs)
@@ -357,7 +195,7 @@ class Recorder(Mode):
         tape = self.tape
         at = len(tape.nodes)
         node = Node()
-        node.op, node.name, node.digest, node.verdict = func, None, None, RECOMPUTE
+        node.op, node.name, node.digest, node.verdict, node.check = func, None, None, RECOMPUTE, None
         node.args, node.kwargs = template
         node.first, node.outs, node.optional = len(tape.makers), metadata(out), optional
         node.draws, node.overwrites = draws_from is not None, ()
@@ -450,8 +288,6 @@ class Recorder(Mode):
         self.outside.append(tensor)
         if self._numbers.get(tensor) is None:
             self._numbers.set(tensor, number)
-        if self.expected is not None:
-            return number
         memory = memory_of(tensor)
         known = self._memory.get(id(memory)) if memory is not None else None
         root = known[1] if known is not None and known[0]() is memory and known[1] < 0 else number
@@ -518,18 +354,14 @@ class Recorder(Mode):
 
     def _snapshot(self, func: Any, root: int) -> None:
         """Hold memory from outside as it is before the region writes to it: the outside sees the write once."""
-        if self.expected is not None and -1 - root < self.expected.arguments:
-            raise RematError(self._refusal(func, self.outside[-1 - root]))
         self.snapshots[root] = quiet(Snapshot, self.outside[-1 - root])
 
     def _copy_kept(self, kept: Sequence[int]) -> None:
         """What is kept is about to be overwritten."""
-        nodes = (self.tape if self.expected is None else self.expected).nodes
         for i in kept:
             value = self.kept.get(i)
-            if value is not None and nodes[i].verdict == SAVE:
+            if value is not None:
                 self.kept[i] = quiet(map_tensors, _copied, value)
-            elif value is not None:
                 for away in away_in(value):
                     away.parcel.wait()
 
@@ -591,12 +423,6 @@ class Recorder(Mode):
     def name(self, tensor: torch.Tensor, name: str) -> None:
         """Name the value `tensor`, which an op of its own made."""
         number = self._numbers.get(tensor)
-        if self.expected is not None:
-            names = self.expected.names
-            if self.named < len(names) and names[self.named] == (number, name):
-                self.named += 1
-                return
-            self.leave()
         if number is None or number < 0:
             return
         self.tape.names.append((number, name))
@@ -631,22 +457,17 @@ class Recorder(Mode):
 
     def offer(self, at: int, value: Any, op: Any) -> None:
         """A region inside keeps the result of op `at` of this one: then it is kept for this one too."""
-        tape = self.tape if self.expected is None else self.expected
-        if at >= len(tape.nodes) or tape.nodes[at].op is not op or at in self.kept:
-            return
-        if self.expected is not None and at not in self.expected_kept:
-            self.leave()
-            tape = self.tape
-        self.kept[at] = value
-        if self.expected is None:
-            tape.nodes[at].verdict = SAVE
-            self._kept_in.setdefault(tape.nodes[at].root, []).append(at)
+        nodes = self.tape.nodes
+        if at < len(nodes) and nodes[at].op is op and at not in self.kept:
+            self.kept[at] = value
+            nodes[at].verdict = SAVE
+            self._kept_in.setdefault(nodes[at].root, []).append(at)
 
     def bind(self, tensor: torch.Tensor, number: int) -> None:
         """Let `tensor` be another object with the value of this number: a recomputed copy."""
         self._numbers.set(tensor, number)
         memory = memory_of(tensor)
-        if memory is not None and self.expected is None:
+        if memory is not None:
             self._remember(memory, self.tape.root_of(number), number, tensor)
 
     def living_values(self) -> list[tuple[torch.Tensor, int]]:

@@ -27,6 +27,7 @@ class Node:
 
     __slots__ = (
         "args",
+        "check",
         "deps",
         "digest",
         "draws",
@@ -62,6 +63,7 @@ class Node:
     verdict: int  # RECOMPUTE, OFFLOAD or SAVE
     name: str | None  # its checkpoint_name
     digest: Any  # checksum of its results, for bitwise comparison
+    check: Any  # what a later call is compared by, once it was asked for
 
 
 class Outside:

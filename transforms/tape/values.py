@@ -24,24 +24,24 @@ class Ref(int):
 class ValueNumbering:
     """Numbers of tensor objects. An id is reused once its tensor is gone, so each entry knows its own."""
 
-    __slots__ = ("_at",)
+    __slots__ = ("table",)
 
     def __init__(self) -> None:
-        self._at: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self.table: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
 
     def get(self, tensor: torch.Tensor) -> int | None:
-        found = self._at.get(id(tensor))
+        found = self.table.get(id(tensor))
         return found[1] if found is not None and found[0]() is tensor else None
 
     def set(self, tensor: torch.Tensor, number: int) -> None:
-        self._at[id(tensor)] = weakref.ref(tensor), number
+        self.table[id(tensor)] = weakref.ref(tensor), number
 
     def drop(self, tensor: torch.Tensor) -> None:
-        self._at.pop(id(tensor), None)
+        self.table.pop(id(tensor), None)
 
     def living(self) -> Iterator[tuple[torch.Tensor, int]]:
         """The tensors that are still there, in the order in which they were met."""
-        for ref, number in list(self._at.values()):
+        for ref, number in list(self.table.values()):
             if (tensor := ref()) is not None:
                 yield tensor, number
 

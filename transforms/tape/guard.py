@@ -1,0 +1,288 @@
+"""Holding a forward against the tape of an earlier one, op by op.
+
+Each op is compared before it runs: the op, its operands by their numbers, its constants. While they are
+those of the tape, what that teaches holds; a forward that leaves the tape is recorded from there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from remat.transforms.context import active, quiet
+from remat.transforms.ops import is_shape_arithmetic, traits
+from remat.transforms.placeholders import without_data
+from remat.transforms.state import GeneratorState
+from remat.transforms.tape.recorder import Recorder
+from remat.transforms.tape.tape import RECOMPUTE, Node, Outside, Tape
+from remat.transforms.tape.values import Ref, constants_alike, map_tensors, memory_of, storage, tensors_in
+
+
+class GuardMode(Recorder):
+    """Expects the ops of `expected`, and keeps what was kept of them; records from the first other one on.
+
+    Args:
+        expected: the tape of an earlier forward.
+        expected_kept: the ops whose results are kept.
+        tape, selector, inputs, casts: as for `Recorder`, once the forward has left the tape.
+
+    Attributes:
+        expected: None from then on.
+        at, packs, named: how many ops have run, values were saved, and values were named.
+    """
+
+    def __init__(
+        self,
+        expected: Tape,
+        expected_kept: frozenset[int],
+        tape: Tape,
+        selector: Callable[[], Any] | None,
+        inputs: Sequence[torch.Tensor],
+        casts: bool,
+    ) -> None:
+        self.expected: Tape | None = expected
+        self.expected_kept = expected_kept
+        self.at = self.packs = self.named = 0
+        super().__init__(tape, selector, inputs, casts=casts)
+
+    def _begin(self, inputs: Sequence[torch.Tensor]) -> None:
+        for at, tensor in enumerate(inputs):
+            if self._numbers.get(tensor) is None:
+                self._numbers.set(tensor, -1 - at)
+            self.outside.append(tensor)
+
+    @property
+    def position(self) -> int:
+        return len(self.tape.nodes) if self.expected is None else self.at
+
+    @property
+    def followed(self) -> bool:
+        """Whether the forward, now over, was the one on the tape."""
+        expected = self.expected
+        return (
+            expected is not None
+            and self.at == len(expected.nodes)
+            and self.packs == len(expected.packed)
+            and self.named == len(expected.names)
+            and self.kept.keys() >= self.expected_kept
+        )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if active.quiet:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        expected = self.expected
+        if expected is None:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        at = self.at
+        if at < len(expected.nodes):
+            node = expected.nodes[at]
+            if node.op is func and (self._is_just(node, args, kwargs) or self._matches(node, args, kwargs)):
+                return self._follow(at, node, func, args, kwargs)
+        facts = traits(func)
+        if facts.ignored or (not expected.meta and is_shape_arithmetic(args)):
+            return self._pass(func, facts, args, kwargs or {})
+        self.leave()
+        return self._record(func, facts, args, kwargs or {})
+
+    # -- comparing -------------------------------------------------------------------------------------------
+
+    def _is_just(self, node: Node, args: Any, kwargs: Any) -> bool:
+        """Whether an op is called as on the tape with tensors that are all known: the usual case, in a hurry."""
+        refs, constants, count = node.check or _prepared(node)
+        if len(args) != count or kwargs:
+            return False
+        table = self._numbers.table
+        for i, want in refs:
+            value = args[i]
+            found = table.get(id(value))
+            if found is None or found[1] != want or found[0]() is not value:
+                return False
+        for i, want, plain in constants:
+            value = args[i]
+            if value is not want and not (
+                (type(value) is type(want) and value == want) if plain else constants_alike(want, value)
+            ):
+                return False
+        return True
+
+    def _matches(self, node: Node, args: Any, kwargs: Any) -> bool:
+        """Whether an op is called as on the tape; binds what it reads from outside for the first time."""
+        bound = len(self.outside)
+        if len(args) == len(node.args) and (not kwargs) == (not node.kwargs):
+            alike = all(map(self._alike, node.args, args))
+            if alike and (not kwargs or self._alike(node.kwargs, kwargs)):
+                return True
+        for tensor in self.outside[bound:]:
+            self._numbers.drop(tensor)
+        del self.outside[bound:]
+        return False
+
+    def _alike(self, want: Any, value: Any) -> bool:
+        kind = type(want)
+        if kind is Ref:
+            if not isinstance(value, torch.Tensor):
+                return False
+            number = self._numbers.get(value)
+            return number == want if number is not None else self._binds(-1 - want, value)
+        if kind is not type(value):
+            return False
+        if kind is list or kind is tuple:
+            return len(want) == len(value) and all(map(self._alike, want, value))
+        if kind is dict:
+            return want.keys() == value.keys() and all(self._alike(want[k], value[k]) for k in want)
+        return constants_alike(want, value)
+
+    def _binds(self, at: int, tensor: torch.Tensor) -> bool:
+        """Let an unknown tensor be the one from outside at this position, if it is the next one's turn."""
+        assert self.expected is not None
+        if at != len(self.outside) or at >= len(self.expected.outside):
+            return False
+        known = self.expected.outside[at]
+        if known.meta[0] != tensor.shape or known.meta[2] != tensor.dtype:
+            return False
+        if self.expected.last_write:
+            # What is written to must share its memory with what it shared it with.
+            key = storage(tensor)
+            first = next((i for i, other in enumerate(self.outside) if storage(other) == key), at)
+            if -1 - first != known.root:
+                return False
+        self._numbers.set(tensor, -1 - at)
+        self.outside.append(tensor)
+        return True
+
+    def bound(self, tensor: torch.Tensor) -> int | None:
+        number = self._numbers.get(tensor)
+        if number is None and self.expected is not None:
+            at = len(self.outside)
+            return -1 - at if self._binds(at, tensor) else None
+        return number
+
+    # -- following -------------------------------------------------------------------------------------------
+
+    def _follow(self, at: int, node: Node, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op that is the one on the tape."""
+        if node.written or node.draws:
+            self._before(at, node, func, args, kwargs or {})
+        parent = self.parent
+        around = -1 if parent is None else parent.position
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        if parent is not None:
+            self._link(at, around)
+        self.at = at + 1
+        number, table = node.first, self._numbers.table
+        if isinstance(out, torch.Tensor):
+            table[id(out)] = weakref.ref(out), number
+        else:
+            for tensor in tensors_in(out):
+                table[id(tensor)] = weakref.ref(tensor), number
+                number += 1
+        if at in self.expected_kept:
+            self.kept[at] = quiet(map_tensors, torch.Tensor.detach, out)
+        return out
+
+    def _before(self, at: int, node: Node, func: Any, args: Any, kwargs: Any) -> None:
+        if node.draws:
+            self.random[at] = quiet(GeneratorState, args, kwargs)
+        for root in node.written:
+            if root < 0 and root not in self.snapshots:
+                self._snapshot(func, root)
+        if node.overwrites:
+            self._copy_kept(node.overwrites)
+
+    def pack(self, tensor: torch.Tensor, owner: int | None) -> int:
+        expected, at = self.expected, self.packs
+        if expected is not None:
+            if at < len(expected.packed):
+                number, position = expected.packed[at]
+                known = self._numbers.get(tensor)
+                if position == self.at and (known == number or (known is None and self._binds(-1 - number, tensor))):
+                    self.packs = at + 1
+                    return number
+            self.leave()
+        return super().pack(tensor, owner)
+
+    def name(self, tensor: torch.Tensor, name: str) -> None:
+        expected = self.expected
+        if expected is not None:
+            here = self._numbers.get(tensor), name
+            if self.named < len(expected.names) and expected.names[self.named] == here:
+                self.named += 1
+                return
+            self.leave()
+        super().name(tensor, name)
+
+    def offer(self, at: int, value: Any, op: Any) -> None:
+        expected = self.expected
+        if expected is not None:
+            if at < len(expected.nodes) and expected.nodes[at].op is op and at in self.expected_kept:
+                self.kept.setdefault(at, value)
+                return
+            self.leave()
+        super().offer(at, value, op)
+
+    def bind(self, tensor: torch.Tensor, number: int) -> None:
+        self.leave()
+        super().bind(tensor, number)
+
+    # -- leaving ---------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Go on recording: the forward is not the one on the tape."""
+        expected, count = self.expected, self.at
+        if expected is None:
+            return
+        self.expected = None
+        tape = expected.prefix(count, self.packs, self.named)
+        tape.outside = [Outside(known.meta, known.root) for known in expected.outside[: len(self.outside)]]
+        for i, node in enumerate(tape.nodes):
+            node.verdict = node.verdict if i in self.kept else RECOMPUTE
+            if i in self.kept:
+                self._kept_in.setdefault(node.root, []).append(i)
+        self.tape.__dict__.update(tape.__dict__)
+        for tensor, number in self._numbers.living():
+            if (memory := memory_of(tensor)) is not None:
+                self._remember(memory, tape.root_of(number), number, tensor)
+        if self.make_selector is not None:
+            self.selector = self.make_selector()
+            # One that counts must have seen the ops so far.
+            for i, node in enumerate(tape.nodes):
+                if not node.written and not node.optional:
+                    self.selector.decide(i, node, *quiet(self._described, node))
+
+    def _described(self, node: Node) -> tuple[Any, Any, Any]:
+        """The arguments and results of an op that has run, metadata in the place of tensors."""
+        tape = self.tape
+
+        def show(value: Any) -> Any:
+            if isinstance(value, Ref):
+                return without_data(tape.meta_of(value))
+            if isinstance(value, (list, tuple)):
+                return type(value)([show(v) for v in value])
+            return value
+
+        return show(node.args), {k: show(v) for k, v in node.kwargs.items()}, without_data(node.outs)
+
+
+def _prepared(node: Node) -> Any:
+    """What to compare of a call: tensors by their numbers, and constants; False where it takes more."""
+    refs = tuple([(i, int(arg)) for i, arg in enumerate(node.args) if type(arg) is Ref])
+    others = [(i, arg, _is_plain(arg)) for i, arg in enumerate(node.args) if type(arg) is not Ref]
+    if node.kwargs or any(_holds_refs(arg) for _, arg, _ in others):
+        node.check = (), (), -1
+    else:
+        node.check = refs, tuple(others), len(node.args)
+    return node.check
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether == is all that there is to compare: not for floats."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return not isinstance(value, (float, complex))
+
+
+def _holds_refs(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and any(type(v) is Ref or _holds_refs(v) for v in value)
