@@ -5,12 +5,16 @@ BIN := $(VENV)/bin
 # The stamp is newer than the two files that decide what is installed, or the environment is brought up to date.
 STAMP := $(VENV)/.installed
 
-.PHONY: sweep test lint format bench docs build clean
+.PHONY: sweep test test-all lint format bench docs build clean
 
 sweep: $(STAMP)
 	$(BIN)/python -m remat sweep $(ARGS)
 
 test: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not slow' $(ARGS)
+
+# Everything; `make test-all ARGS='-m slow'` is what `make test` leaves out.
+test-all: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
 
 lint: $(STAMP)

@@ -1,10 +1,11 @@
-"""After every test, whatever it did, torch is as it was."""
+"""Before every test nothing is learnt of any region; after it, whatever it did, torch is as it was."""
 
 import pytest
 import torch
 
 from remat.transforms.compat.autograd import hooks_disabled, top_hooks
 from remat.transforms.compat.functorch import in_transform
+from tests.helpers import forget
 
 
 def ambient():
@@ -27,5 +28,6 @@ CLEAN = ambient()
 
 @pytest.fixture(autouse=True)
 def nothing_leaks():
+    forget()
     yield
     assert ambient() == CLEAN

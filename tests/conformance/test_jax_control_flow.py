@@ -11,7 +11,7 @@ from torch.func import grad
 from remat import remat, save_everything, save_matmuls, save_nothing, scan_remat, while_remat
 from remat.interop.jax import checkpoint_name, checkpoint_policies
 from remat.policies import offload_names, save_names
-from remat.transforms.region.cache import forget_all
+from remat.transforms.region import forget_all
 from tests.conformance.counting import (
     BACKWARDS,
     FUNKY,

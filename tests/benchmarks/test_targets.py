@@ -1,0 +1,100 @@
+"""The benchmarks run, their memory targets hold at a smaller size, and a missed target is told."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.memory import MODES, Memory
+from benchmarks.memory import targets as memory_targets
+from benchmarks.offload import Offload
+from benchmarks.offload import targets as offload_targets
+from benchmarks.overhead import Overhead
+from benchmarks.overhead import targets as overhead_targets
+from benchmarks.records import Record, Target, ratio, save, told
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def records() -> list[Record]:
+    # The shape of the full benchmark at a quarter of its width and batch: bytes scale, ratios stay.
+    return Memory(width=64, batch=512).run()
+
+
+def test_memory_targets_are_met(records: list[Record]) -> None:
+    missed = [told(target) for target in memory_targets(records) if not target.met]
+    assert not missed
+
+
+def test_memory_of_every_mode_and_policy_is_measured_with_right_gradients(records: list[Record]) -> None:
+    assert {record.mode for record in records} == set(MODES)
+    failed = {(r.mode, r.policy): r.error for r in records if r.error}
+    assert set(failed) <= {("torch.func.grad", "torch_checkpoint"), ("grad(grad)", "torch_checkpoint")}
+
+
+def test_save_matmuls_lies_between_nothing_and_all(records: list[Record]) -> None:
+    peak = {(r.mode, r.policy): r.value for r in records}
+    for mode in MODES:
+        nothing, matmuls, none = (peak[mode, p] for p in ("save_nothing", "save_matmuls", "none"))
+        assert nothing and matmuls and none and nothing < matmuls < none, mode
+
+
+def test_every_byte_of_an_offload_is_accounted_for() -> None:
+    records = Offload(depth=3, width=64, seq=64).run()
+    found = {target.claim: (target.value, target.limit) for target in offload_targets(records, 3)}
+    # Not less either: that would be a byte that the ledger has not seen.
+    assert all(value == limit for value, limit in found.values()), found
+
+
+def test_overhead_runs_every_rival_and_ours() -> None:
+    got = Overhead(depth=2, processes=1, rounds=2).run()
+    rows = ["none", "torch_checkpoint", "torch_sac", "torch_remat", "save_nothing", "save_matmuls"]
+    assert [r.policy for r in got if r.metric == "overhead per block"] == rows
+    assert [target.limit for target in overhead_targets(got)] == [0.6, 0.6, 0.7]
+
+
+def test_every_row_of_the_overhead_computes_the_same_gradient() -> None:
+    benchmark = Overhead(depth=2)
+    gradients = []
+    for row in benchmark.rows():
+        torch.manual_seed(0)
+        x = torch.randn(2, 8, 16, requires_grad=True)
+        h = x
+        for block in benchmark.blocks():
+            h = row.wrap(block)(h)
+        h.sum().backward()
+        gradients.append(x.grad)
+    for gradient in gradients[1:]:
+        torch.testing.assert_close(gradient, gradients[0])
+
+
+def test_records_carry_machine_versions_and_commit(tmp_path: Path) -> None:
+    path = save("name", [Record("b", "m", "p", "peak", "MiB", 1.5)], tmp_path)
+    with path.open() as file:
+        (record,) = csv.DictReader(file)
+    assert record["torch"] == torch.__version__ and record["value"] == "1.5"
+    assert all(record[key] for key in ("hardware", "cpu_count", "threads", "commit"))
+
+
+def test_lines_of_other_measurements_and_versions_stay_where_asked(tmp_path: Path) -> None:
+    first, second = (Record("b", mode, "p", "peak", "MiB", 1.0) for mode in ("one", "two"))
+    path = save("name", [first, second], tmp_path)
+    path.write_text(path.read_text() + path.read_text().splitlines()[1].replace(torch.__version__, "1.0"))
+    save("name", [replace(second, value=2.0)], tmp_path, beside=True)
+    with path.open() as file:
+        got = [(row["torch"], row["mode"], row["value"]) for row in csv.DictReader(file)]
+    here = torch.__version__
+    assert got == [("1.0", "one", "1.0"), (here, "one", "1.0"), (here, "two", "2.0")]
+
+
+def test_a_missed_or_unmeasured_target_is_told() -> None:
+    assert not Target("claim", 1.2, 1.1).met and "missed" in told(Target("claim", 1.2, 1.1))
+    assert not Target("claim", None, 1.1).met and "not measured" in told(Target("claim", None, 1.1))
+    assert Target("claim", 1.1, 1.1).met and "met" in told(Target("claim", 1.1, 1.1))
+    measured = [Record("b", "m", "a", "peak", "MiB", 3.0), Record("b", "m", "b", "peak", "MiB", 2.0)]
+    assert ratio(measured, "m", "a", "b") == 1.5 and ratio(measured, "m", "a", "c") is None

@@ -1,0 +1,49 @@
+"""vmap and grad in every order."""
+
+import torch
+from torch.func import grad, vmap
+
+from tests.helpers import batched, check, inexact, loss_of, matrix, scalar
+
+
+def vmapped(fn):
+    return vmap(fn, randomness="different")
+
+
+@matrix("vmap", "grad")
+def test_vmap_of_grad(name, policy):
+    def run(fn, args):
+        return (), vmapped(grad(loss_of(fn), inexact(args)))(*batched(args))
+
+    check(name, policy, run)
+
+
+@matrix("vmap", "grad")
+def test_grad_of_vmap(name, policy):
+    def run(fn, args):
+        loss = lambda *args: scalar(vmapped(fn)(*args))  # noqa: E731
+        return (), grad(loss, inexact(args))(*batched(args))
+
+    check(name, policy, run)
+
+
+@matrix("vmap", "grad", policies=("nothing", "matmuls", "unbatched"))
+def test_vmap_of_vmap_of_grad(name, policy):
+    def run(fn, args):
+        per_example = vmapped(vmapped(grad(loss_of(fn), inexact(args))))
+        return (), per_example(*batched(batched(args), 3))
+
+    check(name, policy, run)
+
+
+@matrix("vmap", "grad", policies=("nothing", "unbatched", "rule"))
+def test_per_sample_gradients(name, policy):
+    """The weights are shared, the first argument is batched: the usual form."""
+
+    def run(fn, args):
+        first, *rest = args
+        in_dims = (0, *(None for _ in rest))
+        per_sample = vmap(grad(loss_of(fn), inexact(args)), in_dims, randomness="different")
+        return (), per_sample(torch.stack([first, first, first]), *rest)
+
+    check(name, policy, run)

@@ -1,0 +1,12 @@
+"""FSDP2 blocks with the region around the sharded module, on two processes."""
+
+import pytest
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+from tests.interop import fsdp_worker
+
+
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
+def test_gradients_of_sharded_parameters(tmp_path):
+    spawn(fsdp_worker.work, args=(str(tmp_path / "store"),), nprocs=2)

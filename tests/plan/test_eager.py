@@ -1,0 +1,327 @@
+"""Plans carried out: what is kept is what was planned, and gradients are those without remat."""
+
+import gc
+from functools import partial
+
+import pytest
+import torch
+from torch.func import grad, jacrev, jvp, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from remat import checkpoint_policy, remat, save_nothing, scan_remat
+from remat.plan import BudgetPolicy, Plan, plan_model
+from remat.transforms.errors import RematError
+from remat.transforms.tape.observers import listen
+from tests.plan.models import GPTBlock
+
+BUDGETS = (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, "free")
+
+
+def kept_bytes(heard, module):
+    """Bytes of the distinct storages that regions keep, the module's own parameters aside."""
+    held = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    sizes = {}
+    for kept in heard:
+        storage = kept.tensor.untyped_storage()
+        if storage.data_ptr() not in held:
+            sizes[kept.region, storage._cdata] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def gradients(fn, module, x):
+    """Gradients of a loss, with the random numbers fixed; x is no leaf, as inside a network."""
+    torch.manual_seed(0)
+    module.zero_grad()
+    x.grad = None
+    fn(x * 1).square().sum().backward()
+    return [x.grad, *(p.grad for p in module.parameters())]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_kept_bytes_are_those_planned_and_gradients_right(budget, dropout):
+    torch.manual_seed(1)
+    block, x = GPTBlock(32, 4, dropout), torch.randn(2, 8, 32, requires_grad=True)
+    policy = BudgetPolicy(budget)
+    plan = policy.plan(block, x * 1)
+    expected = gradients(block, block, x)
+    with listen() as heard:
+        actual = gradients(remat(block, policy=policy), block, x)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    kept = kept_bytes(heard, block)
+    assert kept <= plan.budget
+    assert kept == plan.kept_bytes
+    if not isinstance(budget, str):
+        assert kept <= max(budget * plan.default_bytes, policy_least(block, x))
+
+
+def test_checkpoint_policy_makes_budget_policies():
+    assert checkpoint_policy(budget=0.5, cost="flops") == BudgetPolicy(0.5, "flops")
+    assert checkpoint_policy(budget="2GiB") == BudgetPolicy(2 << 30)
+
+
+def policy_least(block, x):
+    return BudgetPolicy(0).plan(block, x * 1).kept_bytes
+
+
+class Flops(TorchDispatchMode):
+    """Counts by torch's formulas; CPU attention by the one of flash attention, which torch's table lacks."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        packet = func.overloadpacket
+        if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
+            packet = torch.ops.aten._scaled_dot_product_flash_attention
+        if packet in flop_registry:
+            self.total += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+@pytest.mark.parametrize("budget", [0, 0.1, 0.3, 0.5, "free"])
+def test_recomputed_flops_are_those_planned(budget):
+    """Counted in the backward that runs, against the backward without remat."""
+    block, x = GPTBlock(32, 4), torch.randn(2, 8, 32, requires_grad=True)
+    policy = BudgetPolicy(budget, cost="flops")
+    plan = policy.plan(block, x * 1)
+    counts = []
+    for fn in (block, remat(block, policy=policy)):
+        out = fn(x * 1).sum()
+        with Flops() as counter:
+            out.backward()
+        counts.append(counter.total)
+    assert counts[1] - counts[0] == plan.recomputed_flops
+
+
+def test_plan_value_is_a_policy():
+    block, x = GPTBlock(32, 4), torch.randn(2, 8, 32, requires_grad=True)
+    plan = BudgetPolicy(0.5).plan(block, x * 1)
+    again = Plan.from_json(plan.to_json())
+    with listen() as heard:
+        actual = gradients(remat(block, policy=again), block, x)
+    assert kept_bytes(heard, block) == plan.kept_bytes
+    torch.testing.assert_close(actual, gradients(block, block, x))
+    with pytest.raises(RematError, match="does not fit this function: op 19"):
+        remat(GPTBlock(32, 4, 0.3), policy=plan)(x)
+
+
+def test_budget_policy_follows_training_mode():
+    block, x = GPTBlock(32, 4, 0.3), torch.randn(2, 8, 32, requires_grad=True)
+    region = remat(block, policy=checkpoint_policy(budget=0.5))
+    for training in (True, False, True):
+        block.train(training)
+        torch.testing.assert_close(gradients(region, block, x), gradients(block, block, x), rtol=0, atol=0)
+
+
+def layer(params, x):
+    hidden = torch.tanh(x @ params["a"] + params["b"])
+    hidden = torch.nn.functional.gelu(hidden @ params["c"])
+    return (hidden.sin() @ params["d"]).exp().sum(-1)
+
+
+TRANSFORMS = {
+    "grad": lambda f, p, x: grad(lambda p: f(p, x).sum())(p),
+    "vmap(grad)": lambda f, p, x: vmap(grad(lambda p, x: f(p, x).sum()), (None, 0))(p, x),
+    "grad(vmap)": lambda f, p, x: grad(lambda p: vmap(lambda x: f(p, x))(x).sum())(p),
+    "vmap": lambda f, p, x: vmap(lambda x: f(p, x))(x),
+    "jvp": lambda f, p, x: jvp(lambda p: f(p, x), (p,), (p,)),
+    "jacrev": lambda f, p, x: jacrev(lambda p: f(p, x))(p),
+    "grad(grad)": lambda f, p, x: grad(
+        lambda p: sum(g.sum() for g in grad(lambda p: f(p, x).sum())(p).values())
+    )(p),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("budget", [0, 0.7, "free"])
+def test_budgets_compose_with_torch_func(name, budget):
+    torch.manual_seed(2)
+    params = {k: torch.randn(16, 16) * 0.3 for k in "abcd"}
+    params["b"] = params["b"][0]
+    x = torch.randn(5, 16)
+    region = remat(layer, policy=checkpoint_policy(budget=budget))
+    run = TRANSFORMS[name]
+    torch.testing.assert_close(run(region, params, x), run(layer, params, x))
+
+
+def of_region(region, w, x):
+    return region(region(x, w), w)
+
+
+def of_region_with_captured(region, w, x):
+    return remat(lambda x: region(x, w))(x)
+
+
+def of_scan_with_captured(region, w, x):
+    return scan_remat(lambda h, _: (region(h, w), None), x, length=3)[0]
+
+
+@pytest.mark.parametrize("checkpoints", ["all", "sqrt", 2])
+def test_budget_of_a_scan_whose_body_captures_its_weights(checkpoints):
+    w, x = torch.randn(8, 8, dtype=torch.float64, requires_grad=True), torch.randn(3, 8, dtype=torch.float64)
+
+    def gradient(**options):
+        end, _ = scan_remat(lambda h, _: (torch.sin(torch.tanh(h @ w) @ w), None), x, length=5, **options)
+        return torch.autograd.grad(end.sum(), w)
+
+    torch.testing.assert_close(
+        gradient(checkpoints=checkpoints, policy=checkpoint_policy(budget="free")), gradient()
+    )
+
+
+@pytest.mark.parametrize("outer", [of_region, of_region_with_captured, of_scan_with_captured])
+@pytest.mark.parametrize("transform", [grad, jacrev])
+def test_planned_inside_another_region(outer, transform):
+    """What the outer region puts in the place of captured tensors is not asked of a plan's stand-ins."""
+    w, x = torch.randn(4, 4, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
+
+    def inner(x, w):
+        return torch.sin(torch.tanh(x @ w) @ w)
+
+    def closing(w):
+        region = remat(lambda x, _: inner(x, w), policy=checkpoint_policy(budget="free"))
+        return remat(partial(outer, region))(w, x).sum()
+
+    expected = transform(lambda w: outer(inner, w, x).sum())(w)
+    torch.testing.assert_close(transform(closing)(w), expected)
+
+
+@pytest.mark.parametrize("name", ["grad", "grad(vmap)", "vmap(grad)"])
+def test_kept_bytes_under_torch_func(name):
+    torch.manual_seed(2)
+    params = {k: torch.randn(16, 16) * 0.3 for k in "abcd"}
+    params["b"] = params["b"][0]
+    x = torch.randn(5, 16)
+    region = remat(layer, policy=checkpoint_policy(budget="free"))
+    with listen() as heard:
+        TRANSFORMS[name](region, params, x)
+    saved = [k.op for k in heard if k.why == "policy"]
+    # tanh's and gelu's operands, the sine's and the last product: matmul results, none of them twice.
+    assert saved and len(saved) <= 5
+
+
+def test_one_budget_over_the_regions_of_a_model():
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(*[GPTBlock(32, 4, 0.1) for _ in range(3)])
+    regions = [remat(block, policy=checkpoint_policy(budget=0.5)) for block in model]
+
+    def through(x):
+        for region in regions:
+            x = region(x)
+        return x
+
+    x = torch.randn(2, 8, 32, requires_grad=True)
+    expected = gradients(model, model, x)
+    for budget in (0.1, 0.5, "free", 1.0):
+        planned = plan_model(through, x, budget=budget, cost="flops")
+        with listen() as heard:
+            actual = gradients(planned, model, x)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+        assert len(planned.regions) == 3 and planned.gap <= 0.005
+        # All three regions bear one name, so storages tell them apart.
+        assert kept_bytes(heard, model) == planned.kept_bytes <= planned.budget
+        assert "3 regions keep" in str(planned)
+
+
+def test_model_plan_beats_equal_shares():
+    """Unequal blocks: the common budget goes where it spares most."""
+    small, large = GPTBlock(16, 2), GPTBlock(16, 2)
+    regions = [remat(b, policy=checkpoint_policy(budget=0.4, cost="flops")) for b in (small, large)]
+
+    def fn(x):
+        short = regions[0](x[:, :4])
+        return regions[1](torch.cat((short, x), 1))
+
+    x = torch.randn(1, 32, 16, requires_grad=True)
+    parts = [
+        BudgetPolicy(0.4, cost="flops").plan(small, x[:, :4]),
+        BudgetPolicy(0.4, cost="flops").plan(large, torch.cat((x[:, :4], x), 1)),
+    ]
+    together = plan_model(fn, x, budget=sum(p.kept_bytes for p in parts), cost="flops")
+    assert together.cost <= sum(p.cost for p in parts) * (1 + 1e-3)
+
+
+def test_plan_model_without_regions_says_what_to_wrap():
+    with pytest.raises(RematError, match="found no region"):
+        plan_model(lambda x: x.sin(), torch.ones(2, requires_grad=True), budget=0.5)
+
+
+@pytest.mark.parametrize("budget", [0, 0.5, "free"])
+def test_nothing_outlives_a_step(budget):
+    """Neither recomputed nor kept values: attention saves its own result, which must not hold itself."""
+    block, x = GPTBlock(32, 4), torch.randn(3, 7, 32, requires_grad=True)
+    region = remat(block, policy=checkpoint_policy(budget=budget))
+
+    def living():
+        gc.collect()
+        return sum(type(o) is torch.Tensor and 3 in o.shape for o in gc.get_objects())
+
+    gradients(region, block, x)
+    before = living()
+    for _ in range(3):
+        gradients(region, block, x)
+    assert living() == before
+
+
+def test_a_layer_in_a_new_partial_at_every_call_is_planned_once(monkeypatch):
+    """Transformers hand over `partial(layer.__call__, **options)`, another one at every step."""
+    from remat.plan import cache
+
+    traced = []
+    record = cache.record
+    monkeypatch.setattr(cache, "record", lambda *args, **kwargs: traced.append(1) or record(*args, **kwargs))
+    layer, x = Scaled(), torch.randn(4, 16, requires_grad=True)
+
+    def run(scale):
+        region = remat(partial(layer.__call__, scale=scale), policy=checkpoint_policy(budget=0.5))
+        region(x * 1).sum().backward()
+
+    for _ in range(3):
+        run(2.0)
+    assert len(traced) == 1
+    # What it is bound to decides about the plan as any argument does.
+    run(3.0)
+    assert len(traced) == 2
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(16, 16)
+
+    def forward(self, x, scale):
+        return torch.sin(self.linear(x)) * scale
+
+
+@pytest.mark.parametrize("inside", ["scan", "region", "planned region"])
+@pytest.mark.parametrize("transform", ["jacrev", "grad(vmap)", "vmap(grad)"])
+def test_what_torch_func_differentiates_may_be_captured(transform, inside):
+    """By a function that is planned, and read there by a scan or by a region."""
+    w, x = torch.randn(4, 4).double() / 2, torch.randn(3, 2, 4).double()
+
+    def network(w, x, remat_it):
+        def inner(h):
+            return torch.sin(h @ w)
+
+        def repeated(h):
+            if inside == "scan":
+                return scan_remat(lambda h, _: (inner(h), None), h, length=2)[0]
+            policy = checkpoint_policy(budget=0.5) if inside == "planned region" else save_nothing
+            return remat(inner, policy=policy)(h) if remat_it else inner(h)
+
+        def outer(x):
+            return repeated(x * w.sum(0)).cos()
+
+        return (remat(outer, policy=checkpoint_policy(budget=0.5)) if remat_it else outer)(x).sum()
+
+    run = {
+        "jacrev": lambda f: jacrev(lambda w: f(w, x[0])[None])(w),
+        "grad(vmap)": lambda f: grad(lambda w: vmap(f, (None, 0))(w, x).sum())(w),
+        "vmap(grad)": lambda f: vmap(grad(f), (None, 0))(w, x),
+    }[transform]
+    expected = run(lambda w, x: network(w, x, False))
+    torch.testing.assert_close(run(lambda w, x: network(w, x, True)), expected)

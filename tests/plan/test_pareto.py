@@ -1,0 +1,118 @@
+"""The frontier and the plan command."""
+
+import json
+
+import pytest
+import torch
+
+from remat.cli.main import main
+from remat.plan import Plan, pareto
+from remat.plan.graph.costs import Flops
+from remat.plan.solve.portfolio import solve
+from remat.plan.solve.problem import complete
+from remat.plan.torch_plans import compiled_problem, torch_plan
+from remat.transforms.joint.graph import record
+from tests.plan.models import GPTBlock, LlamaBlock
+
+
+def test_nobody_is_below_the_bound_and_the_exact_plan_touches_it():
+    frontier = pareto(GPTBlock(32, 4), torch.randn(2, 8, 32), points=6)
+    planners = {p.planner for p in frontier.points}
+    assert {
+        "remat",
+        "bound",
+        "save_matmuls",
+        "save_nothing",
+        "torch dp",
+        "torch ilp",
+        "torch greedy",
+    } <= planners
+    assert all(p.gap <= 0.005 for p in frontier.of("remat"))
+    costs = [p.cost for p in frontier.of("remat")]
+    assert costs == sorted(costs, reverse=True) and costs[-1] == 0
+    for point in frontier.points:
+        better = [
+            p
+            for p in frontier.of("bound")
+            if p.kept_bytes <= point.kept_bytes and p.cost < point.cost * (1 - 1e-6)
+        ]
+        assert point.planner != "remat" or not better or point.gap > 0
+    head, *rows = frontier.to_csv().splitlines()
+    assert head.startswith("planner,budget,kept_bytes") and len(rows) == len(frontier.points)
+    assert "save_matmuls" in str(frontier)
+
+
+@pytest.mark.parametrize("solver", ["dp", "ilp", "greedy"])
+@pytest.mark.parametrize(
+    "make", [lambda: GPTBlock(64, 4), lambda: LlamaBlock(64, 8, 2, 96)], ids=["gpt", "llama"]
+)
+def test_never_worse_than_torch_on_the_same_graph(make, solver):
+    x = torch.empty(2, 32, 64, requires_grad=True) * 1
+    rest = [torch.empty(32, 4) for _ in range(2)] if isinstance(make(), LlamaBlock) else []
+    joint = record(make(), (x, *rest))
+    compiled = compiled_problem(joint, Flops())
+    for budget in (0.0, 0.2, 0.5, 0.8, 1.0):
+        saved = compiled.saved(set(torch_plan(joint, budget, solver).values))
+        theirs = complete(compiled.problem, saved)
+        assert theirs is not None
+        ours = solve(compiled.problem, theirs.bytes, candidates=[("torch", saved)]).solution
+        assert ours.bytes <= theirs.bytes and ours.cost <= theirs.cost
+
+
+def test_torch_takes_a_cudnn_kernel_for_free_and_we_do_not():
+    def attend(x):
+        q = k = v = (x @ x.mT).tanh().view(1, 1, 64, 64)
+        out = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)[0]
+        return out.sin().view(64, 64) @ x
+
+    from remat.transforms.compat.modes import fake_mode
+
+    with fake_mode([]):
+        x = torch.empty(64, 64, dtype=torch.bfloat16, requires_grad=True)
+    joint = record(attend, (x * 1,))
+    compiled = compiled_problem(joint, Flops())
+    plan = torch_plan(joint, 0.6)
+    theirs = complete(compiled.problem, compiled.saved(set(plan.values)))
+    assert theirs is not None
+    assert solve(compiled.problem, theirs.bytes).solution.cost <= theirs.cost
+
+
+def block(w, x):
+    return torch.tanh(x @ w) @ w
+
+
+def case():
+    return GPTBlock(32, 4), torch.randn(2, 8, 32)
+
+
+def test_plan_command_prints_a_plan_and_writes_it(tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    assert main(["plan", f"{__name__}:case", "--budget", "free", "--json", str(out)]) == 0
+    assert "Plan for GPTBlock: keeps" in capsys.readouterr().out
+    assert Plan.from_json(out.read_text()).recomputed_flops == 0
+    assert json.loads(out.read_text())["region"] == "GPTBlock"
+
+
+def test_plan_command_draws_the_frontier(tmp_path, capsys):
+    args = [f"{__name__}:block", "--input", "8x8", "--input", "4x8", "--points", "3"]
+    assert main(["plan", *args, "--csv", str(tmp_path / "f.csv")]) == 0
+    assert "save_everything" in capsys.readouterr().out
+    assert (tmp_path / "f.csv").read_text().startswith("planner,")
+    pytest.importorskip("matplotlib")
+    assert main(["plan", *args, "--png", str(tmp_path / "f.png")]) == 0
+    assert (tmp_path / "f.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["nowhere:fn"], "cannot be loaded"),
+        (["remat"], "write MODULE:FN"),
+        ([f"{__name__}:block"], "takes arguments"),
+        ([f"{__name__}:block", "--input", "8xx"], "is no tensor"),
+        ([f"{__name__}:case", "--budget", "7 parsecs"], "no budget"),
+    ],
+)
+def test_plan_command_errors(args, message, capsys):
+    assert main(["plan", *args]) == 2
+    assert message in capsys.readouterr().err

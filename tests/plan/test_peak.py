@@ -1,0 +1,154 @@
+"""Budgets on the peak: simulated live bytes through forward and backward."""
+
+import re
+
+import pytest
+import torch
+
+from remat import checkpoint_policy, remat
+from remat.plan import BudgetPolicy, Flops, Plan, plan_model
+from remat.plan.cache import graph_of
+from remat.plan.peak import highest_within, profile, step_peak
+from remat.plan.policy import plan_graph
+from remat.plan.solve.problem import complete
+from remat.plan.torch_plans import candidates
+from remat.policies import Policy
+from remat.transforms.errors import RematError
+from tests.plan.models import GPTBlock, Watch
+
+
+def budgeted(policy: Policy) -> BudgetPolicy:
+    assert isinstance(policy, BudgetPolicy)
+    return policy
+
+
+def deep(batch=2):
+    model = torch.nn.Sequential(*[GPTBlock(32, 4) for _ in range(3)])
+    return model, torch.randn(batch, 32, 32, requires_grad=True)
+
+
+def compiled_plan(model, x, **options):
+    """The plan for a region in compiled code."""
+    return plan_graph(graph_of(model, (x * 1,)), BudgetPolicy(**options), "deep", compiled=True)
+
+
+def test_a_wider_peak_never_recomputes_more():
+    model, x = deep(8)
+    low, high = (compiled_plan(model, x, budget=b) for b in (0, 1.0))
+    peaks = range(high.peak_bytes * 6 // 10, high.peak_bytes + 1, high.peak_bytes // 8)
+    plans = [compiled_plan(model, x, budget=1.0, peak=peak) for peak in (*peaks, high.peak_bytes)]
+    assert all(plan.peak_bytes <= peak for plan, peak in zip(plans, peaks, strict=False))
+    costs = [plan.cost for plan in plans]
+    assert costs == sorted(costs, reverse=True) and low.cost >= costs[0]
+    assert costs[0] > costs[len(costs) // 2] > costs[-1] == 0
+    assert plans[-1].kept_bytes == high.kept_bytes
+
+
+def test_in_eager_a_region_runs_again_as_a_whole():
+    """Whatever it keeps, its own peak is that of all its values; what it keeps matters to other regions."""
+    model, x = deep(8)
+    peaks = [BudgetPolicy(b).plan(model, x * 1).peak_bytes for b in (0, 0.4, 0.8)]
+    assert max(peaks) < 1.01 * min(peaks)
+    for budget, planned in zip((0, 0.4, 0.8), peaks, strict=True):
+        region = remat(model, policy=checkpoint_policy(budget=budget))
+        y = region(given := x * 1)
+        seed = torch.ones_like(y)
+        with Watch() as watch:
+            y.backward(seed)
+        # What lived before the backward is among the bytes of the plan, and goes as the backward reads it.
+        kept = BudgetPolicy(budget).plan(model, given).kept_bytes
+        assert watch.peak <= planned <= watch.peak + kept + seed.nbytes
+        model.zero_grad(set_to_none=True)
+
+
+def test_torchs_plans_compete_for_a_peak():
+    """At every peak that torch's own plans reach the plan is no dearer than theirs."""
+    model, x = deep(8)
+    graph = graph_of(model, (x * 1,))
+    problem = graph.problem(Flops())
+    for share in (0.1, 0.3):
+        for _, saved in candidates(graph, int(share * graph.kept_by_default)):
+            theirs = complete(problem, saved)
+            assert theirs is not None
+            peak = step_peak([profile(graph, theirs, compiled=True)])
+            ours = compiled_plan(model, x, budget=1.0, peak=peak, cost="flops")
+            assert ours.cost <= theirs.cost and ours.peak_bytes <= peak
+
+
+def test_peaks_that_do_not_rise_with_the_budget():
+    """What fits is looked for from the top; a wider limit still finds no lower budget."""
+
+    def peak(budget):
+        return 90 if budget < 10 else 50 + budget // 8 + 6 * (budget // 10 % 2)
+
+    found = [highest_within(limit, 0, 160, lambda b: b, peak) for limit in range(52, 80)]
+    assert found == sorted(found) and all(
+        peak(b) <= limit for b, limit in zip(found, range(52, 80), strict=True)
+    )
+    assert len(set(found)) > 10
+    with pytest.raises(RematError, match="lowest that was found is 52 bytes"):
+        highest_within(10, 0, 160, lambda b: b, peak)
+
+
+def test_gradients_under_a_peak_are_those_without():
+    model, x = deep()
+    low, high = (BudgetPolicy(b).plan(model, x * 1).peak_bytes for b in (0, 1.0))
+    region = remat(model, policy=checkpoint_policy(peak=(low + high) // 2))
+    grads = []
+    for fn in (model, region):
+        model.zero_grad()
+        fn(x * 1).square().sum().backward()
+        grads.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
+
+
+def test_peak_beside_a_budget_keeps_to_both():
+    model, x = deep()
+    plan = budgeted(checkpoint_policy(budget=0.5, peak="1GiB")).plan(model, x * 1)
+    assert 0 < plan.kept_bytes <= plan.default_bytes / 2
+    assert plan == BudgetPolicy(0.5).plan(model, x * 1)
+    assert Plan.from_json(plan.to_json()).peak_bytes == plan.peak_bytes > plan.kept_bytes
+
+
+def test_a_model_plan_within_a_peak():
+    model, x = deep()
+    regions = [remat(block, policy=checkpoint_policy(budget=0.5)) for block in model]
+
+    def through(x):
+        for region in regions:
+            x = region(x)
+        return x
+
+    low, high = (plan_model(through, x, budget=b).peak_bytes for b in (0, 1.0))
+    plans = [plan_model(through, x, peak=p) for p in range(low, high, (high - low) // 6)]
+    costs = [plan.cost for plan in plans]
+    assert costs == sorted(costs, reverse=True) and costs[0] > costs[-1]
+    with pytest.raises(RematError, match="lowest that was found is") as error:
+        plan_model(through, x, peak=1000)
+    lowest = int(re.findall(r"peak=(\d+)", str(error.value))[0])
+    assert lowest <= low and plan_model(through, x, peak=lowest).peak_bytes == lowest
+    with pytest.raises(RematError, match=f"lowest that was found is {lowest:,} bytes"):
+        plan_model(through, x, peak=lowest - 1)
+
+
+@pytest.mark.parametrize(
+    ("peak", "message"),
+    [
+        (0, "positive number of bytes, got 0"),
+        (-5, "positive number of bytes"),
+        (0.5, "positive number of bytes, got 0.5"),
+        (True, "positive number of bytes, got True"),
+        ("lots", "'lots' is no peak"),
+    ],
+)
+def test_bad_peaks(peak, message):
+    with pytest.raises(RematError, match=message):
+        checkpoint_policy(peak=peak)
+    with pytest.raises(RematError, match=message):
+        BudgetPolicy(1.0, peak=peak)
+
+
+def test_a_peak_out_of_reach_gives_the_lowest():
+    model, x = deep()
+    with pytest.raises(RematError, match="A peak of 5,000 bytes cannot be met .* lowest that was found is"):
+        budgeted(checkpoint_policy(peak=5000)).plan(model, x * 1)

@@ -1,0 +1,84 @@
+"""Torch's own plans: beside ours where the proof is open, and what dropout does to them."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from remat import checkpoint_policy, remat
+from remat.plan import BudgetPolicy, Flops, policy
+from remat.plan.cache import graph_of
+from remat.plan.solve.problem import complete
+from remat.plan.torch_plans import candidates, compiled_problem, torch_plan
+from remat.transforms.joint.graph import record
+from tests.plan.models import GPTBlock
+
+
+@pytest.mark.parametrize("scipy", [True, False])
+def test_never_worse_than_torch_with_or_without_a_proof(monkeypatch, scipy):
+    """Every plan of torch's that fits the budget costs at least what ours does."""
+    monkeypatch.setattr("remat.plan.solve.milp.available", lambda: scipy)
+    monkeypatch.setattr(policy, "_PROVEN", -1.0)
+    block, x = GPTBlock(32, 4), torch.randn(2, 8, 32)
+    graph = graph_of(block, (x,))
+    problem = graph.problem(Flops())
+    for share in (0.2, 0.45, 0.7, 0.9):
+        plan = policy.plan_graph(graph, BudgetPolicy(share, "flops"), "block")
+        offers = [complete(problem, saved) for _, saved in candidates(graph, plan.budget)]
+        fitting = [s for s in offers if s is not None and s.bytes <= plan.budget]
+        assert plan.kept_bytes <= plan.budget
+        assert all(plan.cost <= s.cost for s in fitting)
+
+
+def test_a_better_plan_of_torch_is_taken_and_named(monkeypatch):
+    block, x = GPTBlock(32, 4), torch.randn(2, 8, 32)
+    graph = graph_of(block, (x,))
+    best = BudgetPolicy(0.45, "flops").plan(block, x)
+    inputs = set(range(len(graph.ops), len(graph.problem(Flops()).size)))
+    monkeypatch.setattr("remat.plan.solve.milp.available", lambda: False)
+    monkeypatch.setattr("remat.plan.solve.choices._STATES", 0)
+    hulls = policy.plan_graph(graph, BudgetPolicy(0.45, "flops"), "block")
+    assert hulls.cost > best.cost and hulls.gap > 1e-3
+    monkeypatch.setattr(policy, "candidates", lambda *_: [("torch (budget 0.45)", {*best.saved, *inputs})])
+    ours = policy.plan_graph(graph, BudgetPolicy(0.45, "flops"), "block")
+    assert ours.solver == "torch (budget 0.45)" and ours.cost == pytest.approx(best.cost)
+
+
+def noisy(weight, x):
+    """Products with dropout in between, out of place as compiled graphs have it."""
+    for _ in range(3):
+        x = torch.ops.aten.native_dropout(torch.tanh(x @ weight), 0.5, True)[0]
+    return x @ weight
+
+
+def test_torch_draws_anew_under_a_budget_and_we_do_not():
+    """Torch's solver replays the draws at low budgets: wrong gradients; ours are right at every budget."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(16, 16, requires_grad=True), torch.randn(8, 16, requires_grad=True)
+    joint = record(noisy, (weight, x))
+    compiled = compiled_problem(joint, Flops())
+    verdicts = {}
+    for budget in (0.0, 0.35, 0.5, 0.65, 0.8, 1.0):
+        saved = compiled.saved(set(torch_plan(joint, budget).values))
+        verdicts[budget] = complete(compiled.problem, saved) is not None
+        grads = []
+        for fn in (noisy, remat(noisy, policy=checkpoint_policy(budget=budget))):
+            torch.manual_seed(1)
+            grads.append(torch.autograd.grad(fn(weight, x).square().sum(), (weight, x)))
+        torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
+    assert verdicts[1.0] and not verdicts[0.0]
+
+
+@pytest.mark.parametrize("budget", [0.5, "free"])
+def test_plans_are_made_and_replayed_under_a_flop_counter(budget):
+    """Its module tracker hooks gradients of leaves, which planning and replaying must not meet."""
+    block, x = GPTBlock(32, 4), torch.randn(2, 8, 32, requires_grad=True)
+    totals = []
+    region = remat(block, policy=checkpoint_policy(budget=budget, cost="flops"))
+    for fn in (block, region):
+        with FlopCounterMode(display=False) as counter:
+            fn(x * 1).sum().backward()
+        totals.append(counter.get_total_flops())
+        assert set(counter.get_flop_counts()) > {"Global"}
+    again = BudgetPolicy(budget, "flops").plan(block, x * 1).recomputed_flops
+    # Torch's table has no CPU attention: it is in neither total.
+    assert totals[1] - totals[0] == pytest.approx(again, abs=4 * 2 * 4 * 8 * 8 * 8)

@@ -1,0 +1,410 @@
+"""Bad input: each a clear error, nothing leaked, nothing silently wrong."""
+
+import functools
+
+import pytest
+import torch
+from torch.func import grad, vmap
+
+from remat import RematError, remat
+from remat.policies import save_matmuls, save_nothing, save_ops
+from tests.helpers import POLICIES, rand, same, unseen, vjp
+
+
+@pytest.fixture(autouse=True)
+def ordinary_calls_work_afterwards():
+    yield
+    x, w = rand(3, 3), rand(3, 3, seed=1)
+    region = remat(lambda x, w: torch.tanh(torch.tanh(x @ w) @ w), policy=save_matmuls)
+    expected = grad(lambda x: torch.tanh(torch.tanh(x @ w) @ w).sum())(x)
+    same(grad(lambda x: region(x, w).sum())(x), expected)
+    leaf = x.clone().requires_grad_()
+    same(torch.autograd.grad(region(leaf, w).sum(), leaf)[0], expected)
+
+
+# -- what remat is called with ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fn", [3, "block", [torch.sin], torch.ones(2)])
+def test_function_that_cannot_be_called(fn):
+    with pytest.raises(TypeError, match="callable"):
+        remat(fn)
+
+
+@pytest.mark.parametrize("policy", [None, "save_matmuls", 3, torch.mm])
+def test_policy_of_a_wrong_type(policy):
+    with pytest.raises(RematError, match="policy"):
+        remat(torch.sin, policy=policy)
+
+
+@pytest.mark.parametrize("mode", ["backward", "grad", "vmap_grad"])
+@pytest.mark.parametrize("answer", [None, "yes", 1])
+def test_policy_with_a_wrong_answer(mode, answer):
+    def bad_rule(info):
+        return answer
+
+    region = remat(lambda x: torch.tanh(x.sin()), policy=bad_rule, name="my_block")
+    with pytest.raises(RematError) as caught:
+        run(mode, region)
+    assert (
+        "bad_rule" in str(caught.value)
+        and repr(answer) in str(caught.value)
+        and "aten.sin" in str(caught.value)
+    )
+    assert "my_block" in str(caught.value)
+
+
+def run(mode, region, x=None):
+    x = rand(3) if x is None else x
+    if mode in ("backward", "unseen"):
+        leaf = x.clone().requires_grad_()
+        return torch.autograd.grad(region(leaf).sum(), leaf)[0]
+    if mode == "grad":
+        return grad(lambda x: region(x).sum())(x)
+    return vmap(grad(lambda x: region(x).sum()))(torch.stack([x, x]))
+
+
+MODES = pytest.mark.parametrize("mode", ["backward", "grad", "vmap_grad"])
+# Where the function itself runs again: under torch.func, and in plain autograd where a kernel went unseen.
+RUN_AGAIN = pytest.mark.parametrize("mode", ["unseen", "grad", "vmap_grad"])
+
+
+def test_unknown_determinism_check():
+    with pytest.raises((RematError, ValueError), match="metadata.*exact.*none|'sometimes'"):
+        remat(torch.sin, determinism_check="sometimes")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("static", [(3,), (-4,)])
+def test_static_arguments_out_of_range(static):
+    with pytest.raises((RematError, ValueError), match="static_argnums"):
+        remat(lambda x, flag: x.sin(), static_argnums=static)(rand(3), True)
+
+
+def test_static_names_that_do_not_exist():
+    with pytest.raises((RematError, ValueError), match="static_argnames"):
+        remat(lambda x, flag: x.sin(), static_argnames=("flog",))(rand(3), flag=True)
+
+
+def test_static_arguments_of_a_wrong_type():
+    with pytest.raises((RematError, TypeError), match="static_argnums"):
+        remat(torch.sin, static_argnums="x")  # type: ignore[arg-type]
+
+
+def test_static_arguments_are_passed_as_they_are():
+    class Unhashable:
+        __hash__ = None  # type: ignore[assignment]
+        scale = 2.0
+
+    region = remat(
+        lambda x, config, *, mode: x.sin() * config.scale if mode == "on" else x,
+        static_argnums=(1,),
+        static_argnames=("mode",),
+    )
+    same(grad(lambda x: region(x, Unhashable(), mode="on").sum())(rand(3)), rand(3).cos() * 2)
+
+
+class Opaque:
+    def __init__(self, value):
+        self.value = value
+
+
+@pytest.mark.parametrize("mode", ["grad", "vmap_grad"])
+def test_outputs_that_torch_func_does_not_accept(mode):
+    region = remat(lambda x: Opaque(x.sin()), name="my_block")
+    with pytest.raises(RematError, match="Opaque"):
+        run(mode, lambda x: region(x).value)
+
+
+@MODES
+def test_wrong_call_is_the_functions_own_error(mode):
+    with pytest.raises(TypeError, match="positional"):
+        run(mode, lambda x: remat(lambda x: x)(x, x))  # type: ignore[call-arg]
+
+
+# -- exceptions inside --------------------------------------------------------------------------------
+
+
+class Mine(Exception):
+    pass
+
+
+@MODES
+@pytest.mark.parametrize("policy", ["nothing", "matmuls", "rule"])
+def test_exception_in_the_forward(mode, policy):
+    def fn(x):
+        torch.dropout(x.sin(), 0.5, True)
+        raise Mine("forward")
+
+    before = torch.get_rng_state()
+    with pytest.raises(Mine, match="forward"):
+        run(mode, remat(fn, policy=POLICIES[policy])) if mode != "vmap_grad" else run("grad", remat(fn))
+    assert not torch.equal(before, torch.get_rng_state())
+
+
+@RUN_AGAIN
+@pytest.mark.parametrize("policy", ["nothing", "matmuls", "rule"])
+def test_exception_in_the_recomputation(mode, policy):
+    runs = []
+
+    def fn(x):
+        runs.append(1)
+        h = (x + unseen(x) if mode == "unseen" else x).sin()
+        if len(runs) > 1:
+            raise Mine("again")
+        return torch.tanh(h.exp()).cos()
+
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    with pytest.raises(Mine, match="again"):
+        run(mode, remat(fn, policy=POLICIES[policy]))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@MODES
+def test_exception_in_a_nested_region(mode):
+    def inner(x):
+        raise Mine("deep")
+
+    with pytest.raises(Mine, match="deep"):
+        run(mode, remat(lambda x: remat(inner)(x.sin()).exp()))
+
+
+def test_backward_can_be_tried_again_after_a_failure():
+    broken = []
+
+    def fn(x):
+        h = (x + unseen(x)).sin().exp()
+        if broken:
+            raise Mine()
+        return h.tanh()
+
+    x = rand(3).requires_grad_()
+    out = remat(fn)(x).sum()
+    broken.append(1)
+    with pytest.raises(Mine):
+        torch.autograd.grad(out, x, retain_graph=True)
+    broken.clear()
+    same(torch.autograd.grad(out, x)[0], grad(lambda x: x.sin().exp().tanh().sum())(x.detach()))
+
+
+# -- mutation between forward and backward ------------------------------------------------------------
+
+
+def positional(w):
+    return lambda wrap, x: wrap(lambda x, w: torch.tanh(x * w).exp())(x, w)
+
+
+def keyword(w):
+    return lambda wrap, x: wrap(lambda x, *, w: torch.tanh(x * w).exp())(x, w=w)
+
+
+def in_a_container(w):
+    return lambda wrap, x: wrap(lambda x, p: torch.tanh(x * p["w"][0]).exp())(x, {"w": [w]})
+
+
+def in_a_closure(w):
+    return lambda wrap, x: wrap(lambda x: torch.tanh(x * w).exp())(x)
+
+
+def in_a_captured_container(w):
+    held = {"w": [w]}
+    return lambda wrap, x: wrap(lambda x: torch.tanh(x * held["w"][0]).exp())(x)
+
+
+def in_a_partial(w):
+    return lambda wrap, x: wrap(functools.partial(lambda w, x: torch.tanh(x * w).exp(), w))(x)
+
+
+@pytest.mark.parametrize(
+    "how", [positional, keyword, in_a_container, in_a_closure, in_a_captured_container, in_a_partial]
+)
+@pytest.mark.parametrize("policy", ["nothing", "matmuls", "rule"])
+@pytest.mark.parametrize("mode", ["backward", "vjp"])
+def test_tensor_mutated_between_forward_and_backward(how, policy, mode):
+    w = rand(3)
+    region = how(w)
+    wrap = functools.partial(remat, policy=POLICIES[policy], name="my_block")
+    if mode == "backward":
+        x = rand(3).requires_grad_()
+        out = region(wrap, x)
+        w.add_(1)
+        with pytest.raises(RuntimeError, match="my_block|modified by an inplace operation"):
+            out.sum().backward()
+    else:
+        out, pullback = vjp(lambda x: region(wrap, x), rand(3))
+        w.add_(1)
+        with pytest.raises(RuntimeError, match="my_block|modified by an inplace operation"):
+            pullback(out)
+
+
+def test_mutation_message_names_what_was_mutated_and_the_way_out():
+    w, x = rand(3), rand(3).requires_grad_()
+    out = remat(lambda x, scale: torch.tanh(x * scale).exp(), name="my_block")(x, scale=w)
+    w.zero_()
+    with pytest.raises(RematError, match="(?s)my_block.*scale"):
+        out.sum().backward()
+
+
+def test_input_mutated_before_the_call_is_fine():
+    w, x = rand(3), rand(3).requires_grad_()
+    w.mul_(2)
+    out = remat(lambda x: torch.tanh(x * w).exp())(x)
+    same(torch.autograd.grad(out.sum(), x), torch.autograd.grad(torch.tanh(x * w).exp().sum(), x))
+
+
+# -- functions that do not replay ---------------------------------------------------------------------
+
+
+def flips(first, second, mode):
+    """A function that does `first` when it runs and `second` when it runs again."""
+    runs = []
+
+    def fn(x):
+        runs.append(1)
+        return (first if len(runs) == 1 else second)(x + unseen(x) if mode == "unseen" else x)
+
+    return fn
+
+
+@pytest.mark.parametrize("check", ["metadata", "exact", "none"])
+@pytest.mark.parametrize("policy", ["nothing", "matmuls", "rule", "ops"])
+@pytest.mark.parametrize("calls", [1, 2])
+def test_plain_autograd_runs_again_the_ops_that_ran_and_no_python(policy, check, calls):
+    again = []
+
+    def fn(x):
+        if again:
+            raise Mine("again")
+        again.append(1)
+        return torch.tanh(x.sin().exp() * scale[0]).cos()
+
+    region = remat(fn, policy=POLICIES[policy], determinism_check=check)
+    for _ in range(calls):
+        x, scale = rand(3).requires_grad_(), [2.0]
+        out, before = region(x), torch.get_rng_state()
+        scale[0] = 3.0
+        got = torch.autograd.grad(out.sum(), x, retain_graph=True)
+        same(got, torch.autograd.grad(torch.tanh(x.sin().exp() * 2.0).cos().sum(), x))
+        same(torch.autograd.grad(out.sum(), x), got)
+        assert again == [1] and torch.equal(before, torch.get_rng_state())
+        again.clear()
+
+
+@RUN_AGAIN
+@pytest.mark.parametrize("policy", [save_ops(torch.ops.aten.exp), lambda info: "exp" in str(info.op)])
+def test_replay_that_takes_other_ops(mode, policy):
+    fn = flips(lambda x: torch.tanh(x.sin().exp()) * 2, lambda x: torch.sigmoid(x.cos().exp()) * 2, mode)
+    with pytest.raises(RematError, match="(?s)my_block.*aten"):
+        run(mode, remat(fn, policy=policy, name="my_block"))
+
+
+@RUN_AGAIN
+def test_replay_of_other_shapes(mode):
+    fn = flips(lambda x: x.sin().exp().tanh().sum(), lambda x: x[:2].sin().exp().tanh().sum(), mode)
+    with pytest.raises(RematError, match="my_block"):
+        run(mode, remat(fn, name="my_block"))
+
+
+@RUN_AGAIN
+def test_replay_with_fewer_ops(mode):
+    fn = flips(lambda x: x.sin().exp().tanh() * x.exp(), lambda x: x.sin(), mode)
+    with pytest.raises(RematError, match="my_block"):
+        run(mode, remat(fn, policy=save_matmuls, name="my_block"))
+
+
+@RUN_AGAIN
+def test_exact_check_finds_values_that_differ_and_names_the_first_op(mode):
+    fn = flips(lambda x: (x * 1.0).sin().exp(), lambda x: (x * 2.0).sin().exp(), mode)
+    with pytest.raises(RematError, match="(?s)my_block.*aten.mul"):
+        run(mode, remat(fn, determinism_check="exact", name="my_block"))
+
+
+@MODES
+@pytest.mark.parametrize("check", ["metadata", "exact", "none"])
+def test_checks_pass_where_the_function_replays(mode, check):
+    region = remat(lambda x: torch.tanh(torch.dropout(x.sin(), 0.5, True)).exp(), determinism_check=check)
+    if mode != "vmap_grad":
+        run(mode, region)
+    run(mode, remat(lambda x: x.sin().exp(), determinism_check=check))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: x.exp().sum().sin(),
+        lambda x: (torch.fft.fft(x).conj() * x).imag.exp().sin(),
+        lambda x: torch.where(x.exp() > 1, x.bfloat16().sin().double(), x[:0].sum())[None].t().exp(),
+    ],
+    ids=["number", "complex", "others"],
+)
+def test_exact_check_takes_every_tensor(fn):
+    run("backward", remat(fn, determinism_check="exact"))
+
+
+@RUN_AGAIN
+def test_exact_check_compares_numbers_of_no_dimension(mode):
+    fn = flips(
+        lambda x: (x.sum() * 1.0).sin() * x.exp().sin(),
+        lambda x: (x.sum() * 2.0).sin() * x.exp().sin(),
+        mode,
+    )
+    with pytest.raises(RematError, match="(?s)my_block.*aten.mul"):
+        run(mode, remat(fn, determinism_check="exact", name="my_block"))
+
+
+@RUN_AGAIN
+def test_no_check_is_no_error(mode):
+    fn = flips(lambda x: (x * 1.0).sin().exp(), lambda x: (x * 2.0).sin().exp(), mode)
+    run(mode, remat(fn, determinism_check="none"))
+
+
+TIMES = [0]
+
+
+@torch.library.custom_op("remat_tests::drifts", mutates_args=())
+def drifts(x: torch.Tensor) -> torch.Tensor:
+    """Twice the same call gives two results."""
+    TIMES[0] += 1
+    return x * TIMES[0]
+
+
+drifts.register_autograd(lambda ctx, g: g)
+
+
+def test_exact_check_finds_an_op_that_gives_other_numbers_in_plain_autograd():
+    fn = lambda x: drifts(x).sin().exp()  # noqa: E731
+    with pytest.raises(RematError, match="(?s)my_block.*remat_tests.drifts"):
+        run("backward", remat(fn, determinism_check="exact", name="my_block"))
+    run("backward", remat(fn, determinism_check="metadata"))
+
+
+# -- results that outlive their level -----------------------------------------------------------------
+
+
+def test_result_used_after_its_level_is_gone():
+    """As without remat: the number is there, the derivative is not."""
+    leaked = []
+    region = remat(lambda x: x.sin().exp(), policy=save_nothing)
+
+    def loss(x):
+        leaked.append(region(x))
+        return leaked[0].sum()
+
+    grad(loss)(rand(3))
+    same(leaked[0] * 1, rand(3).sin().exp(), 0.0)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(leaked[0].sum(), rand(3).requires_grad_())
+
+
+def test_captured_tensor_whose_level_is_gone():
+    leaked = []
+    grad(lambda x: (leaked.append(x * 2), x.sum())[1])(rand(3))
+    region = remat(lambda x: torch.exp(x * leaked[0]))
+    same(grad(lambda x: region(x).sum())(rand(3)), grad(lambda x: torch.exp(x * leaked[0]).sum())(rand(3)))
+
+
+def test_saved_tensor_hooks_around_torch_func_are_refused_as_without_remat():
+    region = remat(lambda x: x.sin().exp())
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        x = rand(3).requires_grad_()
+        same(torch.autograd.grad(region(x).sum(), x), torch.autograd.grad(x.sin().exp().sum(), x))

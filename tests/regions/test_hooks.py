@@ -1,0 +1,341 @@
+"""Hooks inside regions, and whether code that runs can tell that it runs again."""
+
+import json
+import os
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensor
+from torch.func import grad, vmap
+
+from remat import (
+    RematError,
+    capture_grads,
+    checkpoint_name,
+    checkpoint_policy,
+    is_recomputing,
+    remat,
+    save_everything,
+    save_matmuls,
+    save_nothing,
+)
+from tests.helpers import rand, same, unseen
+
+POLICIES = pytest.mark.parametrize("policy", [save_nothing, save_matmuls, save_everything], ids=repr)
+X = rand(5, 3)
+
+
+def observed(wrap, passes=1):
+    """What the hooks of every layer see: {(pass, recomputing, layer, hook): [values]}, and the gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1)
+    ).double()
+    seen = {}
+
+    def note(hook, i, tensor):
+        # A number is read at once; a tensor would be that of ops which nothing in the backward reads.
+        key = (step, is_recomputing(), i, hook)
+        seen.setdefault(key, []).append(None if tensor is None else tensor.detach().norm().item())
+
+    for i, layer in enumerate(model):
+        layer.register_forward_pre_hook(lambda m, args, i=i: note("pre", i, args[0]))
+        layer.register_forward_hook(lambda m, args, out, i=i: note("forward", i, out))
+        layer.register_full_backward_pre_hook(lambda m, gout, i=i: note("backward pre", i, gout[0]))
+        layer.register_full_backward_hook(lambda m, gin, gout, i=i: note("backward", i, gin[0]))
+    for step in range(passes):  # noqa: B007
+        wrap(model)(X.clone().requires_grad_()).square().sum().backward()
+    return seen, [p.grad for p in model.parameters()]
+
+
+@POLICIES
+@pytest.mark.parametrize("passes", [1, 3])
+def test_module_hooks_see_right_values_once_per_pass(policy, passes):
+    """A recomputation runs ops, and no hooks: they see what they see without remat."""
+    expected, gradients = observed(lambda m: m, passes)
+    seen, got = observed(lambda m: remat(m, policy=policy), passes)
+    same(got, gradients)
+    assert seen == expected and all(len(values) == 1 for values in expected.values())
+
+
+@POLICIES
+@pytest.mark.parametrize("inner", [save_nothing, save_matmuls], ids=repr)
+def test_module_hooks_in_nested_regions(policy, inner):
+    expected, gradients = observed(lambda m: m, 3)
+
+    def nested(model):
+        part = remat(nn.Sequential(*model[1:4]), policy=inner)
+        return remat(lambda x: model[4](part(model[0](x))), policy=policy)
+
+    seen, got = observed(nested, 3)
+    same(got, gradients)
+    assert seen == expected
+
+
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=repr)
+def test_module_hooks_run_again_where_the_function_does(policy):
+    """With a kernel that went unseen: up to the last value that the backward wants, with the same numbers."""
+    expected, gradients = observed(lambda m: m)
+    seen, got = observed(lambda m: remat(lambda x: m(x + unseen(x)), policy=policy))
+    same(got, gradients)
+    assert {key: values for key, values in seen.items() if not key[1]} == expected
+    again = {(at, False, i, hook): v for (at, twice, i, hook), v in seen.items() if twice}
+    last = (0, False, 4, "forward")
+    assert again.keys() == {key for key in expected if not key[3].startswith("backward")} - {last}
+    assert all(expected[key] == values for key, values in again.items())
+
+
+@POLICIES
+def test_module_hooks_of_a_retained_graph_run_once_per_backward(policy):
+    def run(wrap):
+        torch.manual_seed(0)
+        model, seen = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double(), []
+        for i, layer in enumerate(model):
+            layer.register_full_backward_hook(
+                lambda m, gin, gout, i=i: seen.append((is_recomputing(), i, gin[0].norm().item()))
+            )
+        out = wrap(model)(X.clone().requires_grad_()).square().sum()
+        for retain in (True, True, False):
+            out.backward(retain_graph=retain)
+        return seen, [p.grad for p in model.parameters()]
+
+    seen, got = run(lambda m: remat(m, policy=policy))
+    expected, gradients = run(lambda m: m)
+    assert seen == expected and len(seen) == 9
+    same(got, gradients)
+
+
+@POLICIES
+def test_hooks_that_change_values_change_them_in_both_passes(policy):
+    def gradients(wrap):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+        model[0].register_forward_pre_hook(lambda m, args: (args[0] * 2,))
+        model[1].register_forward_hook(lambda m, args, out: torch.add(out, 1))  # type: ignore[arg-type]
+        model[1].register_full_backward_hook(lambda m, gin, gout: (gin[0] * 3,))
+        model[2].register_full_backward_pre_hook(lambda m, gout: (gout[0] * 5,))
+        x = X.clone().requires_grad_()
+        wrap(model)(x).square().sum().backward()
+        return x.grad, [p.grad for p in model.parameters()]
+
+    same(gradients(lambda m: remat(m, policy=policy)), gradients(lambda m: m))
+
+
+def test_forward_hooks_under_torch_func():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    calls = []
+    model[1].register_forward_hook(lambda m, args, out: calls.append(is_recomputing()))
+    params = {k: p.detach() for k, p in model.named_parameters()}
+
+    def loss(wrap):
+        return lambda p, x: torch.func.functional_call(Outer(wrap), p, (x,)).square().sum()
+
+    class Outer(nn.Module):
+        def __init__(self, wrap):
+            super().__init__()
+            self.wrap, self.model = wrap, model
+
+        def forward(self, x):
+            return self.wrap(self.model)(x)
+
+    params = {"model." + k: p for k, p in params.items()}
+    expected = vmap(grad(loss(lambda m: m)), (None, 0))(params, X)
+    calls.clear()
+    same(vmap(grad(loss(remat)), (None, 0))(params, X), expected)
+    assert calls == [False, True]
+
+
+@POLICIES
+def test_tensor_hooks_inside_a_region_run_once_per_backward(policy):
+    def run(wrap):
+        seen = []
+
+        def region(x, w):
+            h = torch.tanh(x @ w)
+            if h.requires_grad:
+                h.register_hook(lambda g: seen.append((is_recomputing(), g.norm().item())))
+                h.register_hook(lambda g: g * 2)
+            return h @ w
+
+        x, w = X.clone().requires_grad_(), rand(3, 3).requires_grad_()
+        out = wrap(region)(x, w).sum()
+        out.backward(retain_graph=True)
+        out.backward()
+        return seen, x.grad, w.grad
+
+    expected = run(lambda f: f)
+    got = run(lambda f: remat(f, policy=policy))
+    assert got[0] == expected[0] and len(got[0]) == 2
+    same(got[1:], expected[1:])
+
+
+def test_hooks_are_told_where_a_budget_is_planned():
+    """It is planned once, on tensors without data, in a run that is none of the passes."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    seen = []
+    model[1].register_forward_hook(lambda m, args, out: seen.append((is_recomputing(), type(out))))
+    model[1].register_full_backward_hook(lambda m, *_: seen.append((is_recomputing(), "backward")))
+    region = remat(model, policy=checkpoint_policy(budget=1.0))
+    for _ in range(2):
+        region(X.clone().requires_grad_()).sum().backward()
+    assert [what for again, what in seen if not again] == [torch.Tensor, "backward"] * 2
+    assert [what for again, what in seen if again][:2] == [FakeTensor, "backward"]
+    assert [what for _, what in seen].count(FakeTensor) == 1
+    seen.clear()
+    vmap(remat(model[1], policy=checkpoint_policy(budget=1.0)))(X)
+    assert [again for again, _ in seen].count(False) == 1
+
+
+def test_gradients_that_hooks_change_are_differentiated_as_by_plain_autograd():
+    """docs/looking.md says so: torch.func itself calls them in the inner pass only."""
+
+    def region(x):
+        h = torch.tanh(x)
+        if h.requires_grad:
+            h.register_hook(lambda g: g * 2)
+        return h.sin()
+
+    x = X.clone().requires_grad_()
+    (first,) = torch.autograd.grad(region(x).sum(), x, create_graph=True)
+    (plain,) = torch.autograd.grad(first.sum(), x)
+    twice = lambda f: grad(lambda x: grad(lambda x: f(x).sum())(x).sum())(X)  # noqa: E731
+    same(twice(remat(region)), plain)
+    same(2 * twice(region), plain)
+
+
+def test_hooks_are_told_where_names_are_looked_for():
+    told = []
+
+    def region(x):
+        told.append(is_recomputing())
+        return checkpoint_name(x.sin(), "h").exp().sum()
+
+    vmap(capture_grads(remat(region), "h"))(X)
+    assert told.count(False) == 1
+
+
+MODES = {
+    "backward": lambda f, x: f(x.clone().requires_grad_()).sum().backward(),
+    "grad": lambda f, x: grad(lambda x: f(x).sum())(x),
+    "vmap grad": lambda f, x: vmap(grad(lambda x: f(x).sum()))(x),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_is_recomputing(mode):
+    told = []
+
+    def region(x):
+        told.append(is_recomputing())
+        return x.sin().exp()
+
+    assert not is_recomputing()
+    again = [] if mode == "backward" else [True]
+    MODES[mode](remat(region), X)
+    assert told == [False] + again and not is_recomputing()
+    # Under torch.func, k regions in one another run the innermost once in the forward and once for each.
+    nested = region
+    for k in range(1, 4):
+        told.clear()
+        nested = remat(lambda x, nested=nested: nested(x.cos()))
+        MODES[mode](nested, X)
+        assert told == [False] + again * k and not is_recomputing()
+
+
+def test_is_recomputing_where_a_kernel_went_unseen():
+    told = []
+
+    def region(x):
+        told.append(is_recomputing())
+        return (x + unseen(x)).sin().exp()
+
+    MODES["backward"](remat(region), X)
+    assert told == [False, True] and not is_recomputing()
+
+
+@pytest.mark.parametrize("run", MODES.values(), ids=MODES)
+def test_the_backward_after_a_recomputation_is_none(run):
+    told = []
+
+    def region(x):
+        y = x.sin().exp()
+        if y.requires_grad:
+            y.register_hook(lambda g: told.append(is_recomputing()))
+        return y * 2
+
+    run(remat(region), X)
+    assert told and not any(told)
+
+
+def labels(run):
+    """The labels of regions in a profiler's trace, in order."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        run()
+    events = sorted(profile.events() or (), key=lambda event: event.time_range.start)
+    return [event.name.removeprefix("remat::") for event in events if event.name.startswith("remat::")]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_profiler_sees_labels(mode):
+    run = MODES[mode]
+    first, second = (remat(lambda x: x.sin().exp(), name=name) for name in "ab")
+    fn = lambda x: second(first(x))  # noqa: E731
+    assert labels(lambda: run(fn, X)) == ["forward a", "forward b", "recompute b", "recompute a"]
+    with pytest.raises(ZeroDivisionError):
+        labels(lambda: run(remat(lambda x: x / (1 // 0)), X))
+    nested = remat(lambda x: first(x.cos()), name="outer")
+    # In plain autograd it is the inner one that is asked first; what it starts from is the outer one's.
+    inner, outer = "recompute a", "recompute outer"
+    again = [inner, outer] if mode == "backward" else [outer]
+    assert labels(lambda: run(nested, X))[: 2 + len(again)] == ["forward outer", "forward a", *again]
+
+
+def test_chrome_traces_bear_the_labels(tmp_path):
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    block = remat(lambda x: x.sin().exp(), name="block")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        block(X.clone().requires_grad_()).sum().backward()
+    profile.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X" and "dur" in e}
+    # The recomputation's exp lies inside its label, in the backward.
+    start, end = spans["remat::recompute block"]
+    assert spans["remat::forward block"][1] <= start
+    sines = [e for e in events if e["name"] == "aten::sin" and e.get("ph") == "X"]
+    # That of the forward is seen twice, above the region's mode and below it.
+    assert [start <= e["ts"] <= end for e in sines] == [False, False, True]
+
+
+def test_labels_cost_nothing_without_a_profiler(monkeypatch):
+    def unwanted(name):
+        raise AssertionError
+
+    monkeypatch.setattr("remat.transforms.context.record_function", unwanted)
+    for run in MODES.values():
+        run(remat(lambda x: x.sin().exp()), X)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_failing_recomputation_is_over(mode):
+    def region(x):
+        if is_recomputing():
+            raise ZeroDivisionError
+        return (x + unseen(x) if mode == "backward" else x).sin().exp()
+
+    with pytest.raises(ZeroDivisionError):
+        MODES[mode](remat(region), X)
+    assert not is_recomputing()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_other_ops_in_the_recomputation_are_told(mode):
+    """What runs no op may depend on `is_recomputing`; other ops there would make another function."""
+
+    def region(x):
+        h = (x + unseen(x) if mode == "backward" else x).exp()
+        return (h if is_recomputing() else h.clone()).sin()
+
+    with pytest.raises(RematError, match="does not repeat its forward"):
+        MODES[mode](remat(region), X)

@@ -1,0 +1,77 @@
+"""The examples and README's code run, and print what they claim."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def run(*command: str) -> str:
+    # The checkout is found whether or not it is installed.
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def kept(line: str) -> int:
+    match = re.search(r"(\d+) bytes kept", line)
+    assert match, line
+    return int(match[1])
+
+
+# What the others show is tested elsewhere too.
+QUICK = ("quickstart",)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(p, id=p.stem, marks=[] if p.stem in QUICK else [pytest.mark.slow]) for p in EXAMPLES],
+)
+def test_example_keeps_less_with_remat(path: Path) -> None:
+    without, *versions = run(str(path)).splitlines()
+    assert without.startswith("no remat") and versions
+    # The first version is full remat: of what no remat keeps, at most the blocks' inputs stay.
+    assert kept(versions[0]) < kept(without) / 2
+    assert all(kept(versions[0]) <= kept(version) < kept(without) for version in versions)
+    assert all("equal" in version for version in versions)
+
+
+def test_quickstart_counts_are_exact() -> None:
+    without, nothing, matmuls = map(kept, run("examples/quickstart.py").splitlines())
+    # One float32 of batch x width, and one of batch x hidden, in bytes.
+    narrow, wide = 4 * 512 * 256, 4 * 512 * 1024
+    assert nothing == 0
+    # The product that GELU reads; nothing in the backward reads the second one.
+    assert matmuls == wide
+    # Normed input, its mean and reciprocal deviation, the product that GELU reads, GELU's result.
+    assert without == narrow + 2 * 4 * 512 + 2 * wide
+
+
+def readme_blocks() -> tuple[str, str]:
+    text = (ROOT / "README.md").read_text()
+    match = re.search(r"```python\n(.*?)```\s+prints\s+```text\n(.*?)```", text, re.DOTALL)
+    assert match, "README has no python block followed by `prints` and its output"
+    return match[1], match[2]
+
+
+def test_readme_code_prints_what_readme_says() -> None:
+    code, printed = readme_blocks()
+    assert run("-c", code) == printed
+
+
+def test_readme_puts_the_two_commands_first() -> None:
+    text = (ROOT / "README.md").read_text()
+    commands = re.findall(r"^\s*(make \w+)", text, re.MULTILINE)
+    assert commands[:2] == ["make sweep", "make test"]
+    assert text.index("make sweep") < text.index("```python")

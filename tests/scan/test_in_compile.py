@@ -1,0 +1,248 @@
+"""scan_remat in functions that torch.compile compiles whole: one op each way, steps compiled once."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch.func import grad, hessian, jacrev, jvp, vmap
+
+from remat import checkpoint_policy, save_matmuls, save_nothing, scan_remat
+from remat.schedules import Multilevel, Revolve, Segmented
+from remat.transforms import value_and_grad
+from remat.transforms.scan.traced.custom_op import _entries, _for_good
+from remat.transforms.scan.traced.entry import BLOCK
+from tests.compiled import Graphs, compiled, ops
+from tests.helpers import sparse
+from tests.scan.scans import D, N, backward, close, make, nested, of_loop, of_scan, step
+from tests.scan.scans import fresh as fresh
+
+nn = torch.nn.functional
+
+
+@pytest.mark.parametrize("reverse", sparse([False, True], 2))
+@pytest.mark.parametrize(
+    "checkpoints",
+    sparse(["all", "sqrt", Segmented(5), Revolve(4), 1, Multilevel(1, 2), 3, Segmented(BLOCK)], 2),
+    ids=repr,
+)
+def test_backward(checkpoints, reverse):
+    args = make()
+    close(backward(compiled(of_scan(checkpoints, reverse)), args), backward(of_loop(reverse), args))
+
+
+TRANSFORMS = {
+    "grad": lambda f: grad(f, (0, 1, 2)),
+    "value_and_grad": lambda f: value_and_grad(f, (0, 1, 2)),
+    "grad of grad": lambda f: grad(lambda *a: grad(f)(*a).pow(2).sum(), (0, 1, 2)),
+    "jvp": lambda f: lambda *a: jvp(f, a, a),
+    "jvp of grad": lambda f: lambda *a: jvp(grad(f, (0, 1, 2)), a, a),
+    "hessian": lambda f: hessian(f, 1),
+    "vmap": vmap,
+    "vmap of grad": lambda f: vmap(grad(f, (0, 1, 2))),
+    "vmap of grad over carries": lambda f: vmap(grad(f, (0, 1, 2)), (None, 0, None)),
+    "grad of vmap": lambda f: grad(lambda *a: vmap(f)(*a).sum(), (0, 1, 2)),
+}
+
+
+# Blocks of steps, which "sqrt" compiles, take long under every level of derivatives.
+QUICK = ("value_and_grad", "vmap of grad")
+TURNS = [pytest.param(t, 2, id=f"{t}-2") for t in TRANSFORMS] + [
+    pytest.param(t, "sqrt", id=f"{t}-sqrt", marks=[] if t in QUICK else [pytest.mark.slow])
+    for t in TRANSFORMS
+]
+
+
+@pytest.mark.parametrize(("transform", "checkpoints"), TURNS)
+def test_transforms(transform, checkpoints):
+    args = make(2, n=BLOCK + 2) if "vmap" in transform else make(n=BLOCK + 2)
+    if transform == "vmap of grad over carries":
+        args = (args[0][0], args[1], args[2][0])
+    change = TRANSFORMS[transform]
+    close(compiled(change(of_scan(checkpoints)))(*args), change(of_loop())(*args))
+
+
+@pytest.mark.slow
+def test_inductor():
+    args = make()
+    found = compiled(grad(of_scan("sqrt"), (0, 1, 2)), "inductor")(*args)
+    close(found, grad(of_loop(), (0, 1, 2))(*args))
+
+
+class Counting:
+    """A backend that notes the ops of every graph it is given."""
+
+    def __init__(self) -> None:
+        self.graphs: list[Any] = []
+
+    def __call__(self, module, inputs, **_):
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._functorch._aot_autograd.utils import make_boxed_func
+
+        def note(graph, _):
+            self.graphs.append(ops(graph))
+            return make_boxed_func(graph.forward)
+
+        return aot_autograd(fw_compiler=note, bw_compiler=note)(module, inputs)
+
+
+def test_one_op_each_way_and_one_compiled_step_whatever_the_length():
+    def made(n):
+        torch._dynamo.reset()
+        backend = Counting()
+        run = compiled(of_scan("all"), backend)
+        backward(run, make(n=n))
+        first = len(backend.graphs)
+        backward(run, make(n=n))
+        assert len(backend.graphs) == first, "the second call compiled something"
+        return backend.graphs
+
+    short, long = made(10), made(10_000)
+    assert short == long
+    assert len(short) == 4  # the graph and its backward; a block of steps and its pull-back
+    outer = [graph for graph in short if graph["scan_forward"] or graph["scan_pull"]]
+    assert sum(outer[0].values()) < 20 and not any(graph["tanh"] for graph in outer)
+    # The pull-back reads the carries that the forward has kept.
+    assert [graph["tanh"] for graph in short if graph not in outer] == [BLOCK, 0]
+
+
+def test_no_recompilation():
+    run = Graphs(of_scan(2))
+    backward(run, make())
+    frames = run.frames  # the function, one step, its pull-back
+    assert frames == 3
+    backward(run, make())
+    assert run.frames == frames
+
+
+def test_another_length_is_right():
+    run = compiled(of_scan("sqrt"))
+    for n in (N, 5, 2 * N):
+        args = make(n=n)
+        close(backward(run, args), backward(of_loop(), args))
+
+
+def test_few_carries_are_kept():
+    def kept(checkpoints):
+        torch._dynamo.reset()
+        run = Graphs(of_scan(checkpoints))
+        backward(run, make(n=400))
+        return (run.saved_bytes - 400 * D * 8) // (D * 8)
+
+    assert kept(4) < 12
+    assert kept(40) - kept(4) == 36
+
+
+def test_large_steps_are_compiled_one_at_a_time():
+    run = Counting()
+    w = torch.randn(200, 200, dtype=torch.float64)
+    loss = lambda h: scan_remat(lambda h, _: (torch.tanh(h @ w), None), h, length=3)[0].sum()  # noqa: E731
+    h = torch.randn(100, 200, dtype=torch.float64)
+    close(compiled(grad(loss), run)(h), grad(loss)(h))
+    made = [graph["tanh"] for graph in run.graphs if graph["tanh"]]
+    assert made == [1, 1]
+
+
+def test_trees_constants_and_captured_modules():
+    cell = torch.nn.GRUCell(D, D, dtype=torch.float64)
+    w, h, xs = make()
+
+    def loss(w, h, xs):
+        def body(carry, x):
+            h = cell(x["a"] * carry["scale"], carry["z"][0]) @ w
+            return {"z": (h, carry["z"][1] + 1), "scale": carry["scale"], "none": None}, {
+                "h": h,
+                "none": None,
+            }
+
+        start = {"z": (h[None], torch.tensor(0)), "scale": 0.5, "none": None}
+        end, ys = scan_remat(body, start, {"a": xs[:, None], "none": None}, checkpoints="sqrt")
+        assert ys["none"] is None and end["scale"] == 0.5
+        return end["z"][0].pow(2).sum() * end["z"][1] + ys["h"].sin().sum()
+
+    leaves = [w.requires_grad_(), h.requires_grad_(), xs.requires_grad_()]
+    targets = [*leaves, *cell.parameters()]
+    found = torch.autograd.grad(compiled(loss)(*leaves), targets)
+    close(found, torch.autograd.grad(loss(*leaves), targets))
+
+
+def test_budgets_of_a_scan():
+    """Floats that differ from call to call, and a plan for a step among other ops."""
+
+    def loss(policy, w, h, xs):
+        body = lambda h, x: step(w, torch.tanh(h @ w), x)  # noqa: E731
+        end, ys = scan_remat(body, h[None], xs, checkpoints="all", policy=policy)
+        return end.sum() + ys.pow(2).sum()
+
+    args = make(n=BLOCK)
+    saved = []
+    for budget in (1.0, 0.8, "free"):
+        step_of = functools.partial(loss, checkpoint_policy(budget=budget))
+        run = Graphs(step_of)
+        close(backward(run, args), backward(step_of, args))
+        saved.append(run.saved_bytes)
+    assert saved[0] > saved[2]
+
+
+@pytest.mark.parametrize("transform", ["backward", "vmap of grad", "jacobian"])
+def test_policy_of_a_scan(transform):
+    def ends(w, h, xs, policy=save_matmuls):
+        body = lambda h, x: step(w, torch.tanh(h @ w), x)  # noqa: E731
+        end, ys = scan_remat(body, h[None], xs, checkpoints="all", policy=policy)
+        return end[0] + ys.pow(2).sum()
+
+    loss = lambda *args, **options: ends(*args, **options).sum()  # noqa: E731
+    args = make(n=BLOCK)
+    if transform == "backward":
+        saved = []
+        for policy in (save_matmuls, save_nothing):
+            run = Graphs(functools.partial(loss, policy=policy))
+            close(backward(run, args), backward(loss, args))
+            saved.append(run.saved_bytes)
+        # One product a step: the other one's tanh is the next carry, from which the backward starts.
+        assert saved[0] - saved[1] == BLOCK * D * 8
+    elif transform == "jacobian":
+        close(compiled(jacrev(ends, 1))(*args), jacrev(ends, 1)(*args))
+    else:
+        found = compiled(vmap(grad(loss)))(*(torch.stack([t, t]) for t in args))
+        close(found[1], grad(loss)(*args))
+
+
+def test_what_a_graph_stands_for_goes_with_it():
+    def count():
+        gc.collect()
+        return len(_entries)
+
+    before = count()
+    args = make(n=BLOCK)
+    run = compiled(nested)
+    backward(run, args)
+    assert count() > before
+    # A backward that is still to come holds what it needs.
+    leaves = [t.requires_grad_() for t in args]
+    total = run(*leaves)
+    torch._dynamo.reset()
+    del run
+    close(torch.autograd.grad(total, leaves), backward(nested, args))
+    del total
+    assert count() == before and not _for_good
+
+
+def test_no_steps():
+    def run(h, xs):
+        return scan_remat(lambda h, x: (h + x, {"y": h * x, "none": None}), h, xs)
+
+    end, ys = compiled(run)(torch.ones(D), torch.ones(0, D))
+    assert end.equal(torch.ones(D)) and ys["y"].shape == (0, D) and ys["none"] is None
+
+
+def test_length_alone_and_a_result_that_is_carry_and_y():
+    def run(h):
+        end, ys = scan_remat(lambda h, _: (h, h), torch.sin(h), length=4, checkpoints=2)
+        return end.sum() + (ys * 2).sum()
+
+    h = torch.randn(D, dtype=torch.float64)
+    close(compiled(grad(run))(h), 9 * h.cos())

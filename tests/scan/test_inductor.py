@@ -1,0 +1,145 @@
+"""Scans whose blocks Inductor compiles: small products written as sums, buffers on the stack, C++ calls."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+from remat import save_matmuls, scan_remat
+from remat.transforms.compat import cpu
+from remat.transforms.compat.inductor_cpu import results_on_heap
+from tests.helpers import sparse
+
+N, B, D = 19, 2, 8
+
+
+@pytest.fixture
+def args():
+    torch.manual_seed(0)
+    return tuple(torch.randn(s, requires_grad=True) for s in ((D, D), (B, D), (N, B, D)))
+
+
+def gradients(body: Any, init: Any, xs: Any, targets: Any, **options: Any) -> Any:
+    end, ys = scan_remat(body, init, xs, checkpoints="all", **options)
+    leaves = [t for t in tree_leaves((end, ys)) if isinstance(t, torch.Tensor)]
+    total = torch.stack([t.float().pow(3).sum() for t in leaves if t.is_floating_point()]).sum()
+    return total, torch.autograd.grad(total, targets)
+
+
+def check(body: Any, init: Any, xs: Any, targets: Any, **options: Any) -> None:
+    found = gradients(body, init, xs, targets, compile=True, **options)
+    torch.testing.assert_close(found, gradients(body, init, xs, targets, **options), rtol=1e-4, atol=1e-5)
+
+
+def test_products_with_a_weight_and_its_transpose(args):
+    w, h, xs = args
+    b = torch.randn(D, requires_grad=True)
+
+    def body(h, x):
+        h = torch.tanh(torch.nn.functional.linear(h, w, b) + x @ w)
+        return h, (h.t(), x)
+
+    check(body, h, xs, (*args, b), reverse=True, policy=save_matmuls)
+
+
+def test_what_is_passed_on_doubled_or_called_outside_kernels(args):
+    w, h, xs = args
+
+    def body(carry, x):
+        a, b, k = carry["a"], carry["b"], carry["k"]
+        order = torch.sort(a, -1)[0]  # no kernel of Inductor's
+        new = torch.sigmoid(order @ w) * x
+        return {"a": new, "b": a, "k": k + 1}, (new, new, b.view(-1), k)
+
+    check(body, {"a": h, "b": h, "k": torch.tensor(0)}, xs, args)
+
+
+@pytest.mark.parametrize("kind", sparse(["a gated module", "wide", "vectors of doubles", "autocast"], 2))
+def test_bodies(kind, args):
+    w, h, xs = args
+    if kind == "a gated module":
+        cell = torch.nn.GRUCell(D, D)
+
+        def body(h, x):
+            h = cell(x, h)
+            return h, h.sum()
+
+        check(body, h, xs, (h, xs, *cell.parameters()))
+    elif kind == "vectors of doubles":
+        w, h, xs = (t.detach().double().requires_grad_() for t in (w, h[0], xs[:, 0]))
+        check(lambda h, x: (torch.cos(w @ h) + x, h @ x), h, xs, (w, h, xs))
+    elif kind == "wide":  # too large for sums
+        wide = torch.randn(B, 160, requires_grad=True), (torch.randn(160, 160) / 13).requires_grad_()
+        check(lambda h, x: (torch.tanh(h @ wide[1]) * x.mean(), None), wide[0], xs, (*wide, xs))
+    else:
+
+        def under_autocast(h, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                return torch.tanh((h @ w).float() + x), None
+
+        check(under_autocast, h, xs, args)
+
+
+def test_small_products_are_sums_in_one_kernel(args, monkeypatch):
+    """No matrix library is called in a block: neither forward, nor for the carry's gradient."""
+    w, h, xs = args
+    graphs, decompositions = [], cpu._decompositions
+
+    def noted():
+        table = decompositions()
+        for op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            rule = table[op]
+
+            def called(*a: Any, rule: Any = rule, **kw: Any) -> Any:
+                out = rule(*a, **kw)
+                graphs.append(out is not NotImplemented)
+                return out
+
+            table[op] = called
+        return table
+
+    monkeypatch.setattr(cpu, "_decompositions", noted)
+    check(lambda h, x: (torch.tanh(h @ w + x), None), h, xs, args)
+    assert len(graphs) == 16 and all(graphs)
+
+
+def test_inside_torch_compile(args):
+    w, h, xs = args
+
+    def loss(w, h, xs):
+        end, ys = scan_remat(lambda h, x: (torch.tanh(h @ w + x), h.sin()), h, xs, checkpoints="all")
+        return end.sum() + ys.sum()
+
+    expected = torch.autograd.grad(loss(*args), args)
+    compiled = torch.compile(loss, fullgraph=True)
+    torch.testing.assert_close(torch.autograd.grad(compiled(*args), args), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_inductor_is_as_it_was_however_threads_overlap():
+    from torch._inductor.codegen.cpp_wrapper_cpu_array_ref import CppWrapperCpuArrayRef as Wrapper
+
+    before, gates = Wrapper.can_stack_allocate_buffer, [threading.Event() for _ in range(3)]
+
+    def first():
+        with results_on_heap():
+            gates[0].set()
+            gates[1].wait(10)
+        gates[2].set()
+
+    def second():
+        gates[0].wait(10)
+        with results_on_heap():
+            gates[1].set()
+            gates[2].wait(10)
+            assert Wrapper.can_stack_allocate_buffer is not before
+
+    threads = [threading.Thread(target=run) for run in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert Wrapper.can_stack_allocate_buffer is before
