@@ -21,16 +21,6 @@ from remat.transforms.compat import unflatten as unflatten
 from remat.transforms.errors import RematError
 
 
-def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Spec | None]:
-    """Leaves and structure of a call; the structure is None where there are tensors only, as is common."""
-    if kwargs:
-        return flatten((args, kwargs))
-    for arg in args:
-        if not isinstance(arg, torch.Tensor):
-            return flatten((args, kwargs))
-    return list(args), None
-
-
 def split(leaves: list[Any]) -> tuple[list[torch.Tensor], list[int]]:
     """The tensors among `leaves`, and their positions."""
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]

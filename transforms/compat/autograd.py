@@ -101,10 +101,11 @@ engine_grad: Callable[..., tuple[torch.Tensor | None, ...]] = functools.partial(
 )
 
 
-def at_backward_end(callback: Callable[[], None]) -> None:
-    """Run `callback` when the running backward pass ends."""
-    # 2.15 has torch.autograd.graph.queue_callback; this spelling works on all.
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+# Runs a callback when the running backward pass ends. (2.15 has torch.autograd.graph.queue_callback; this
+# spelling works on all.)
+at_backward_end: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback  # pyright: ignore[reportAttributeAccessIssue]
+)
 
 
 def forward_ad_active(tensors: list[torch.Tensor]) -> bool:

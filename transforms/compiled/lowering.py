@@ -201,12 +201,12 @@ class GraphRecord(Recorder):
             False,
         )
         first = next(iter(tensors_in(args)), None) if facts.view else None
-        number = None if first is None else self._numbers.get(first)
+        number = None if first is None else self._numbers.of(first)
         if number is not None:
             node.root, node.deps = tape.root_of(number), [tape.makers[number]]
         tape.nodes.append(node)
         for tensor in tensors_in(out):
-            self._numbers.set(tensor, len(tape.makers))
+            self._numbers.add(tensor, len(tape.makers))
             tape.makers.append(at)
             self.storages.setdefault(at, graph_storage(tensor))
         if at in self.draws and at not in self.seeds:

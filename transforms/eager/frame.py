@@ -30,14 +30,14 @@ from remat.transforms.compat import (
     push_hooks,
     set_grad_enabled,
 )
-from remat.transforms.context import active, quiet
+from remat.transforms.context import quiet, run_innermost
+from remat.transforms.eager.early import early_value
 from remat.transforms.eager.inputs import Inputs
-from remat.transforms.eager.reports import report_frame
 from remat.transforms.eager.rerun import Rerun
-from remat.transforms.eager.saved import DroppedInput, Packer, Residuals, SavedInput, bytes_of, watcher
+from remat.transforms.eager.saved import DroppedInput, Packer, Residuals, SavedInput, watcher
+from remat.transforms.eager.settle import computed, differentiated, note_away, settle, sources, tell_around
 from remat.transforms.errors import RematError
-from remat.transforms.offload import Store, away_in
-from remat.transforms.pytree import flatten, split
+from remat.transforms.offload import Store
 from remat.transforms.region import CachedTrace, recomputing
 from remat.transforms.state import generators_put_back
 from remat.transforms.tape import (
@@ -47,8 +47,6 @@ from remat.transforms.tape import (
     Reachability,
     Recorder,
     Tape,
-    listening,
-    tensors_in,
 )
 
 
@@ -68,6 +66,7 @@ class Frame(Packer):
     Attributes:
         recorder: what watches the forward; None once that is over.
         tape: the ops of the forward.
+        direct: saved values that are simply there: the positions of those tensors from outside.
         kept: what is kept, by op.
         held: the tensors from outside that the backward needs, by their positions on the tape.
         program: what runs again; None where the function does (`rerun`).
@@ -76,6 +75,7 @@ class Frame(Packer):
 
     __slots__ = (
         "__weakref__",
+        "direct",
         "dropped",
         "handles",
         "held",
@@ -102,7 +102,8 @@ class Frame(Packer):
         self.inner = 0
         self.task = -1  # the backward pass for which values were made again
         self.recorder: Recorder | None = None
-        self.tape = Tape(self.region.name)
+        self.tape: Tape = None  # type: ignore[assignment]  # there is one once the forward runs
+        self.direct: dict[int, int] = {}
         self.kept: dict[int, Any] = {}
         self.held: dict[int, SavedInput] = {}
         self.dropped: dict[int, DroppedInput] = {}
@@ -126,18 +127,19 @@ class Frame(Packer):
         region, inputs = self.region, self.inputs
         casts, select = inputs.ambient.casts, region.selector
         if known is None:
-            recorder = Recorder(self.tape, select, inputs.tensors, digest=region.digest, casts=casts)
+            tape = Tape(region.name)
+            recorder = Recorder(tape, select, inputs.tensors, digest=region.digest, casts=casts)
             self.residuals = Residuals(inputs.tensors, recorder)
             inputs.note_random()
         else:
-            recorder = GuardMode(known.tape, known.kept, self.tape, select, inputs.tensors, casts)
+            recorder = GuardMode(known.tape, known.kept, select, inputs.tensors, casts)
             self.residuals = Residuals((), None) if known.residual else None
         self.recorder = recorder
         watching = recorder.selector.watching() if recorder.selector else contextlib.nullcontext()
         push_hooks(self.pack, self.unpack)
         try:
             with watching, recorder:
-                out = region.run(args, kwargs)
+                out = run_innermost(region.function, select is not None, args, kwargs)
         except BaseException:
             # What it holds leads back here through the graph.
             self.recorder = None
@@ -146,15 +148,18 @@ class Frame(Packer):
             pop_hooks()
             self.values, self.task = {}, -1
         self.nodes = next_node() - self.start
+        self.tape = recorder.tape
         try:
             if known is not None and isinstance(recorder, GuardMode) and recorder.followed:
                 self._settle_as(known, recorder, out)
             else:
                 recorder.leave()
-                self._settle(recorder, out)
+                self.tape = recorder.tape
+                settle(self, recorder, out)
             if recorder.parent is not None or inputs.hooks is not None:
-                self._tell_around(recorder)
-            self._note_away(recorder, out)
+                tell_around(self, recorder)
+            if self.kept:
+                note_away(self, recorder, out)
         finally:
             self.recorder = None
         if recorder.selector:
@@ -188,69 +193,16 @@ class Frame(Packer):
 
     def _settle_as(self, known: CachedTrace, recorder: Recorder, out: Any) -> None:
         """The forward was the known one: keep what that kept."""
-        self.tape, self.program = known.tape, known.program
+        self.program, self.direct = known.program, known.program.direct
         if self.residuals is not None:
-            self._hold_residuals(self.residuals)
+            self.hold_residuals(self.residuals)
         else:
             self.kept = recorder.kept
-            self._take(recorder, known.held)
+            self.take(recorder, known.held)
         if known.ends is not None and self.nodes == known.nodes:
-            self.reach = Reachability(_differentiated(out), self.start, known.ends)
+            self.reach = Reachability(differentiated(out), self.start, known.ends)
 
-    def _settle(self, recorder: Recorder, out: Any) -> None:
-        """Keep what is needed of arguments and values, now that all is known that the backward may read."""
-        tape = self.tape
-        outs = _differentiated(out)
-        if len(outs) > 1:
-            reach = Reachability(outs, self.start)
-            self.reach = reach if reach.differ else None
-        recorder.share_around()
-        wanted = self._computed()
-        needs = Needs(tape, self._sources(wanted), recorder.kept)
-        held = {-1 - n for n, position in tape.packed if tape.is_outside(n, position)}
-        if needs.whole:
-            self._settle_whole(recorder, needs, held)
-        else:
-            program = Program(tape, needs, wanted)
-            self._release(recorder, program.kept)
-            self._take(recorder, held.union(program.outside))
-            self.program = program
-            self._prefer_residuals(recorder)
-        if listening():
-            report_frame(self, recorder)
-
-    def _settle_whole(self, recorder: Recorder, needs: Needs, held: set[int]) -> None:
-        """The function is to run again: hold all arguments, and what stands in for its ops."""
-        self._release(recorder, frozenset(recorder.kept))
-        self._take(recorder, held.union(needs.outside, range(self.tape.arguments)))
-        self.inputs.note_surroundings()
-        self.rerun = Rerun(self, needs)
-
-    def _computed(self) -> list[int]:
-        """The saved values that have to be made again: those from outside are held."""
-        tape = self.tape
-        return [i for i, (number, at) in enumerate(tape.packed) if not tape.is_outside(number, at)]
-
-    def _sources(self, wanted: list[int]) -> set[int]:
-        return {source for i in wanted for source in self.tape.sources(*self.tape.packed[i])}
-
-    def _tell_around(self, recorder: Recorder) -> None:
-        """What this region keeps is not computed again by a region around it, and what it reads is not lost."""
-        if (tell := watcher(self.inputs.hooks)) is not None:
-            for at in self.held:
-                tell(recorder.outside[at])
-        around = recorder.parent
-        if around is None or not around.records:
-            return
-        for at, value in self.kept.items():
-            if at in recorder.outer:
-                around.offer(recorder.outer[at], value, self.tape.nodes[at].op)  # pyright: ignore
-
-    def _release(self, recorder: Recorder, needed: frozenset[int]) -> None:
-        """Keep of what was kept only what is read."""
-        self.kept = {at: value for at, value in recorder.kept.items() if at in needed}
-
-    def _take(self, recorder: Recorder, held: Any) -> None:
+    def take(self, recorder: Recorder, held: Any) -> None:
         """Hold these tensors from outside, and what the recomputation starts from besides."""
         inputs, tape = self.inputs, self.tape
         snapshots = recorder.snapshots
@@ -268,51 +220,24 @@ class Frame(Packer):
                 if at not in self.held
             }
 
-    def _prefer_residuals(self, recorder: Recorder) -> None:
-        # Promise 2: never keep more than no remat keeps. Where the inputs are larger than what autograd saves
-        # (a reduction, a cast down), the saved values themselves are the better thing to keep.
-        residuals, program = self.residuals, self.program
-        self.residuals = None
-        if residuals is None or program is None or not any(step.call for step in program.steps):
-            return
-        needed = [recorder.outside[at] for at in self.held]
-        if residuals.bytes < bytes_of([*needed, *tensors_in(list(self.kept.values()))]):
-            self.residuals = residuals
-            self._hold_residuals(residuals)
-            self.held, self.kept, self.dropped, self.random = {}, {}, {}, {}
-
-    def _hold_residuals(self, residuals: Residuals) -> None:
+    def hold_residuals(self, residuals: Residuals) -> None:
+        """Hold all that autograd saves as it is."""
         for ref, tensor in zip(self.handles, residuals.tensors, strict=True):
             if (handle := ref()) is not None:
                 handle.value = tensor.detach()
         residuals.finish()
-
-    def _note_away(self, recorder: Recorder, out: Any) -> None:
-        """Note what was sent to the host."""
-        away = {at: value for at, value in self.kept.items() if any(True for _ in away_in(value))}
-        if not away:
-            return
-        self.store = Store(self.kept)
-        # The caller may write to the results, into memory that is perhaps still being sent.
-        numbers = [recorder.bound(t) for t in tensors_in(flatten(out)[0])]
-        roots = {None if number is None else self.tape.root_of(number) for number in numbers}
-        for at, value in away.items():
-            # An alias that autograd made of something may be of anything.
-            if None in roots or self.tape.nodes[at].root in roots:
-                for parcel in away_in(value):
-                    parcel.parcel.wait()
 
     # -- backward --------------------------------------------------------------------------------------
 
     def unpack(self, handle: Handle) -> torch.Tensor:
         at = handle.at
         if self.recorder is not None:
-            return self._get_early(at, self.recorder)
+            return early_value(self, at, self.recorder)
         if handle.value is not None:
             return handle.value.detach()
-        number, position = self.tape.packed[at]
-        if self.tape.is_outside(number, position) and -1 - number in self.held:
-            return self.outside(-1 - number)
+        there = self.direct.get(at)
+        if there is not None and there in self.held:
+            return self.outside(there)
         task = graph_task()
         if task != self.task or at not in self.values:
             self._fill(at, task)
@@ -393,9 +318,8 @@ class Frame(Packer):
         }
 
     def _program_for(self, wanted: list[int]) -> Program:
-        computed = set(self._computed())
-        wanted = [i for i in wanted if i in computed]
-        return Program(self.tape, Needs(self.tape, self._sources(wanted), self.kept), wanted)
+        wanted = [i for i in wanted if i not in self.direct]
+        return Program(self.tape, Needs(self.tape, sources(self, wanted), self.kept), wanted)
 
     def _program_anew(self) -> Program:
         """What makes all values where nothing is kept any more."""
@@ -403,7 +327,7 @@ class Frame(Packer):
             if (tensor := dropped.tensor()) is not None:
                 self.held[at] = SavedInput(tensor, None)
                 del self.dropped[at]
-        program = Program(self.tape, Needs(self.tape, self._sources(self._computed()), {}), self._computed())
+        program = Program(self.tape, Needs(self.tape, sources(self, computed(self)), {}), computed(self))
         if any(at not in self.held for at in program.outside):
             raise RematError(
                 f"region {self.region.name!r}: a backward asks again for values that an earlier one let go "
@@ -426,47 +350,6 @@ class Frame(Packer):
         self.values = {}
         for held in self.held.values():
             held.forget()
-
-    # -- a backward inside the forward -------------------------------------------------------------------
-
-    def _get_early(self, at: int, recorder: Recorder) -> torch.Tensor:
-        """A value for a backward pass that the function itself runs."""
-        recorder.leave()
-        number, position = self.tape.packed[at]
-        overwritten = self.tape.last_write.get(self.tape.root_of(number), -1) >= position
-        living = None if overwritten else recorder.living(number)
-        # From now on what is saved is held while the function runs: it costs less than to make it again.
-        self.region.cache.differentiates = True
-        task = graph_task()
-        if living is None and (task != self.task or at not in self.values):
-            active.quiet, before = True, active.quiet
-            try:
-                self.values = self._partly(at, recorder)
-            finally:
-                active.quiet = before
-            self.task = task
-        value = self.values.pop(at) if living is None else quiet(living.detach)
-        recorder.bind(value, number)
-        return value
-
-    def _partly(self, at: int, recorder: Recorder) -> dict[int, torch.Tensor]:
-        """What was saved so far, made again from the part of the tape that there is."""
-        wanted = [i for i in self._computed() if self.handles[i]() is not None]
-        if at not in wanted:
-            wanted.append(at)
-        needs = Needs(self.tape, self._sources(wanted), recorder.kept)
-        if needs.whole:
-            raise RematError(
-                f"region {self.region.name!r} runs a backward pass inside of values that an unseen kernel made"
-                f" ({self.tape.open or 'it fills uninitialized memory'}). Run that part of the function outside "
-                "of the region."
-            )
-        self.random, self.snapshots = recorder.random, recorder.snapshots
-        return self.execute(
-            Program(self.tape, needs, wanted),
-            lambda i: recorder.outside[i].detach(),
-            recorder.kept.__getitem__,
-        )
 
     def repack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Take the next value that a run of the function saves."""
@@ -508,7 +391,3 @@ def _forget(frames: list[weakref.ref[Frame]]) -> None:
         alive = frame()
         if alive is not None:
             alive.forget()
-
-
-def _differentiated(out: Any) -> list[torch.Tensor]:
-    return [t for t in split(flatten(out)[0])[0] if t.grad_fn is not None]

@@ -10,8 +10,9 @@ import torch
 
 from remat.transforms.closure import Bindings, innermost, of_arguments, of_captured
 from remat.transforms.compat import modules_watched, top_hooks, without_module_trackers
+from remat.transforms.context import active
 from remat.transforms.intermediates import again, current, marks
-from remat.transforms.pytree import flatten, flatten_call, split, unflatten
+from remat.transforms.pytree import flatten, split, unflatten
 from remat.transforms.region import Region
 from remat.transforms.state import Ambient, RandomState, device_kinds
 
@@ -45,17 +46,18 @@ class Inputs:
 
     def __init__(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.region = region
-        leaves, self.spec = flatten_call(args, kwargs)
-        if self.spec is None:
-            self.tensors, self.arguments = leaves, range(len(leaves))
+        self.spec: Any = None  # where there are tensors only, as is common
+        if not kwargs and all([isinstance(arg, torch.Tensor) for arg in args]):
+            self.tensors, self.arguments = list(args), range(len(args))
             self.leaves: list[Any] = []
         else:
+            leaves, self.spec = flatten((args, kwargs))
             self.tensors, self.arguments = split(leaves)
             self.leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.hooks = top_hooks()
         self.kinds = device_kinds(self.tensors)
         self.ambient = Ambient(self.kinds)
-        self.taps = marks()
+        self.taps = marks() if active.sessions else ()
         self.random: RandomState | None = None
         self.bindings: Bindings | None = None
         self.swap: Any = None

@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 class Rerun:
     """Recomputes the saved values of one frame by its function."""
 
-    __slots__ = ("count", "frame", "needs", "values")
+    __slots__ = ("count", "frame", "needs", "replay", "values")
 
     def __init__(self, frame: Frame, needs: Needs) -> None:
         self.frame, self.needs = frame, needs
         self.count = -1  # how many values the run under way has saved
         self.values: dict[int, torch.Tensor] = {}
+        self.replay: Replay | None = None
 
     @property
     def complete(self) -> bool:
@@ -56,13 +57,12 @@ class Rerun:
                     stack.enter_context(context)
                 if frame.store is not None:
                     stack.enter_context(frame.store.fetched(None))
-                if not frame.tape.loose:
-                    stack.enter_context(self._replay())
+                self.replay = None if frame.tape.loose else stack.enter_context(self._replay())
                 self._call(args, kwargs)
         except Stop:
             pass
         finally:
-            frame.inner = inner
+            frame.inner, self.replay = inner, None
         values, self.values = self.values, {}
         count, self.count = self.count, -1
         if count < len(frame.tape.packed):
@@ -118,6 +118,8 @@ class Rerun:
     def _check(self, at: int, tensor: torch.Tensor) -> None:
         if self.frame.region.determinism_check == "none":
             return
+        if self.replay is not None and not self.replay.has_run(self.frame.tape.packed[at][1]):
+            raise self._differs(f"value {at} that it packs for the backward comes after other ops")
         shape, _, dtype, device = self.frame.tape.meta_of(self.frame.tape.packed[at][0])
         if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
             now = f"{tensor.dtype}{list(tensor.shape)} on {tensor.device}"

@@ -41,7 +41,7 @@ class SavedInput:
         # The graph itself holds on to leaves, to add up their gradients.
         if hooks is None or (tensor.is_leaf and tensor.requires_grad):
             self.packed = tensor.detach()
-            self.version = version_of(self.packed)
+            self.version = 0 if self.packed.is_inference() else self.packed._version
         elif isinstance(frame := getattr(hooks[0], "__self__", None), Packer):
             # An enclosing region that runs again must not stop here, in the middle of ours.
             frame.inner += 1
@@ -58,7 +58,8 @@ class SavedInput:
             if self._fetched is None:
                 self._fetched = self.unpack(self.packed).detach()
             return self._fetched.detach()
-        if self.version >= 0 and version_of(self.packed) != self.version:
+        packed = self.packed
+        if self.version >= 0 and (0 if packed.is_inference() else packed._version) != self.version:
             raise RematError(written(region, self.packed, path(self.packed)))
         return self.packed.detach()
 
@@ -73,7 +74,7 @@ class SavedInput:
 
 
 class DroppedInput:
-    """Stands for a tensor from outside that nothing in the backward reads, and that may be there after all."""
+    """Stands for a tensor from outside that the backward does not read; it may be there after all."""
 
     __slots__ = ("ref", "spare", "version")
 

@@ -104,7 +104,7 @@ def _run_frame(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     key = None if region.key is None or inputs.taps or active.listeners else inputs.signature()
     # What a region around keeps decides what this one computes again.
     key = None if key is not None and enclosing() is not None and selective_around() else key
-    known = None if key is None else region.traces.recall(key)
+    known = None if key is None else region.traces.get(key)
     frame = Frame(inputs)
     with labelled("forward", region.name), inside():
         out = frame.forward(args, kwargs, known)

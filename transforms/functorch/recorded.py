@@ -81,7 +81,11 @@ class Recorded:
         self.storages: set[int] | None = None  # of the operands that are read again; None for all
         if packed is not None and not needs.whole:
             self.storages = saved.union([given[at].storage for at in needs.outside])
-        self.given = {at: g for at, g in enumerate(given) if at in needs.outside or g.snapshot is not None}
+        self.given = {
+            at: g
+            for at, g in enumerate(given)
+            if at in needs.outside or g.storage in saved or g.snapshot is not None
+        }
         self.store = self._sent(outs, recorder)
 
     def _sent(self, outs: Sequence[torch.Tensor], recorder: Recorder) -> Store | None:

@@ -1,4 +1,4 @@
-"""The ops of a region's forward: recorded or held against an earlier tape, cut to what runs again, replayed."""
+"""The ops of a region's forward: recorded, or held against an earlier tape; what of them runs again."""
 
 from remat.transforms.tape.guard import GuardMode
 from remat.transforms.tape.liveness import Reachability, holds_unseen

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from remat.transforms.compat import DispatchMode
 from remat.transforms.context import active, quiet
 from remat.transforms.offload import send
 from remat.transforms.ops import is_shape_arithmetic, traits
@@ -20,7 +21,15 @@ from remat.transforms.placeholders import without_data
 from remat.transforms.state import GeneratorState
 from remat.transforms.tape.recorder import Recorder
 from remat.transforms.tape.tape import OFFLOAD, RECOMPUTE, Node, Outside, Tape
-from remat.transforms.tape.values import Ref, constants_alike, map_tensors, memory_of, storage, tensors_in
+from remat.transforms.tape.values import (
+    Ref,
+    ValueNumbering,
+    constants_alike,
+    map_tensors,
+    memory_of,
+    storage,
+    tensors_in,
+)
 
 
 class GuardMode(Recorder):
@@ -29,7 +38,7 @@ class GuardMode(Recorder):
     Args:
         expected: the tape of an earlier forward.
         expected_kept: the ops whose results are kept.
-        tape, selector, inputs, casts: as for `Recorder`, once the forward has left the tape.
+        selector, inputs, casts: as for `Recorder`, once the forward has left the tape.
 
     Attributes:
         expected: None from then on.
@@ -40,21 +49,24 @@ class GuardMode(Recorder):
         self,
         expected: Tape,
         expected_kept: frozenset[int],
-        tape: Tape,
         selector: Callable[[], Any] | None,
         inputs: Sequence[torch.Tensor],
         casts: bool,
     ) -> None:
+        # Not the constructor of `Recorder`: most of it is for a forward that is recorded.
+        DispatchMode.__init__(self)
         self.expected: Tape | None = expected
-        self.expected_kept = expected_kept
+        self.tape = expected
+        self.expected_kept, self.make_selector, self.casts = expected_kept, selector, casts
         self.at = self.packs = self.named = 0
-        super().__init__(tape, selector, inputs, casts=casts)
-
-    def _begin(self, inputs: Sequence[torch.Tensor]) -> None:
+        self.selector = None
+        self.outside, self.kept, self.random, self.snapshots = list(inputs), {}, {}, {}
+        self.outer, self.alive, self._memory, self._kept_in = {}, {}, {}, {}
+        self.digest, self.exposed, self.kept_bytes = None, None, 0
+        self._numbers = ValueNumbering()
+        numbers = self._numbers
         for at, tensor in enumerate(inputs):
-            if self._numbers.get(tensor) is None:
-                self._numbers.set(tensor, -1 - at)
-            self.outside.append(tensor)
+            numbers.setdefault(id(tensor), (weakref.ref(tensor), -1 - at))
 
     @property
     def position(self) -> int:
@@ -92,11 +104,11 @@ class GuardMode(Recorder):
     # -- comparing -------------------------------------------------------------------------------------------
 
     def _is_just(self, node: Node, args: Any, kwargs: Any) -> bool:
-        """Whether an op is called as on the tape with tensors that are all known: the usual case, in a hurry."""
+        """Whether an op is called as on the tape, with known tensors: the usual case, in a hurry."""
         refs, constants, count = node.check or _prepared(node)
         if len(args) != count or kwargs:
             return False
-        table = self._numbers.table
+        table = self._numbers
         for i, want in refs:
             value = args[i]
             found = table.get(id(value))
@@ -118,7 +130,7 @@ class GuardMode(Recorder):
             if alike and (not kwargs or self._alike(node.kwargs, kwargs)):
                 return True
         for tensor in self.outside[bound:]:
-            self._numbers.drop(tensor)
+            self._numbers.pop(id(tensor), None)
         del self.outside[bound:]
         return False
 
@@ -127,8 +139,10 @@ class GuardMode(Recorder):
         if kind is Ref:
             if not isinstance(value, torch.Tensor):
                 return False
-            number = self._numbers.get(value)
-            return number == want if number is not None else self._binds(-1 - want, value)
+            found = self._numbers.get(id(value))
+            if found is not None and found[0]() is value:
+                return found[1] == want
+            return self._binds(-1 - want, value)
         if kind is not type(value):
             return False
         if kind is list or kind is tuple:
@@ -151,12 +165,12 @@ class GuardMode(Recorder):
             first = next((i for i, other in enumerate(self.outside) if storage(other) == key), at)
             if -1 - first != known.root:
                 return False
-        self._numbers.set(tensor, -1 - at)
+        self._numbers[id(tensor)] = weakref.ref(tensor), -1 - at
         self.outside.append(tensor)
         return True
 
     def bound(self, tensor: torch.Tensor) -> int | None:
-        number = self._numbers.get(tensor)
+        number = self._numbers.of(tensor)
         if number is None and self.expected is not None:
             at = len(self.outside)
             return -1 - at if self._binds(at, tensor) else None
@@ -174,7 +188,7 @@ class GuardMode(Recorder):
         if parent is not None:
             self._link(at, around)
         self.at = at + 1
-        number, table = node.first, self._numbers.table
+        number, table = node.first, self._numbers
         if isinstance(out, torch.Tensor):
             table[id(out)] = weakref.ref(out), number
         else:
@@ -209,7 +223,8 @@ class GuardMode(Recorder):
         if expected is not None:
             if at < len(expected.packed):
                 number, position = expected.packed[at]
-                known = self._numbers.get(tensor)
+                found = self._numbers.get(id(tensor))
+                known = found[1] if found is not None and found[0]() is tensor else None
                 if position == self.at and (
                     known == number or (known is None and self._binds(-1 - number, tensor))
                 ):
@@ -221,7 +236,7 @@ class GuardMode(Recorder):
     def name(self, tensor: torch.Tensor, name: str) -> None:
         expected = self.expected
         if expected is not None:
-            number = self._numbers.get(tensor)
+            number = self._numbers.of(tensor)
             if number is None or number < 0:
                 return
             if self.named < len(expected.names) and expected.names[self.named] == (number, name):
@@ -257,7 +272,7 @@ class GuardMode(Recorder):
             node.verdict = node.verdict if i in self.kept else RECOMPUTE
             if i in self.kept:
                 self._kept_in.setdefault(node.root, []).append(i)
-        self.tape.__dict__.update(tape.__dict__)
+        self.tape = tape
         for tensor, number in self._numbers.living():
             if (memory := memory_of(tensor)) is not None:
                 self._remember(memory, tape.root_of(number), number, tensor)

@@ -77,11 +77,12 @@ class Program:
 
     Attributes:
         outside: positions of the tensors from outside that it reads.
+        direct: saved values that are tensors from outside: the positions of those.
         kept: the ops whose kept results it takes.
         draws: whether it draws random numbers.
     """
 
-    __slots__ = ("copied", "draws", "first", "kept", "outside", "steps", "tape", "writes")
+    __slots__ = ("copied", "direct", "draws", "first", "kept", "outside", "steps", "tape", "writes")
 
     def __init__(self, tape: Tape, needs: Needs, wanted: Iterable[int]) -> None:
         self.tape, self.copied = tape, needs.copied
@@ -89,6 +90,7 @@ class Program:
         self.writes = {root for step in self.steps if step.call for root in tape.nodes[step.at].written}
         self.kept = frozenset(step.at for step in self.steps if step.call is None)
         self.draws = any(step.draws for step in self.steps)
+        self.direct = tape.direct()
         self.first: list[tuple[int, int]] = []  # wanted values that are there before any step
         self._take(wanted)
         self.outside = self._free()
@@ -208,7 +210,7 @@ def _step(tape: Tape, needs: Needs, at: int) -> Step:
 
 
 def _like(tape: Tape, at: int) -> tuple[Any, Any]:
-    """The call of a factory that takes shape, dtype and device from a tensor whose numbers it does not read."""
+    """The call of a factory that takes shape, dtype and device from a tensor, and not its numbers."""
     node = tape.nodes[at]
     number = node.args[0]
     if type(number) is not Ref:

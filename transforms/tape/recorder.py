@@ -6,22 +6,21 @@ and `torch.func` at any depth. `guard.GuardMode` is one that expects the ops of 
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from remat.transforms.compat import below_levels, memory_is_real
-from remat.transforms.context import Mode, active, enclosing, quiet, unasked
+from remat.transforms.compat import memory_is_real
+from remat.transforms.context import active, quiet
 from remat.transforms.errors import RematError
-from remat.transforms.offload import Away, Elsewhere, away_in, send
+from remat.transforms.offload import Elsewhere, away_in
 from remat.transforms.ops import Traits, draws, is_shape_arithmetic, traits, user_line, user_place
-from remat.transforms.placeholders import Meta, metadata, metas
+from remat.transforms.placeholders import metadata
 from remat.transforms.state import GeneratorState
 from remat.transforms.tape.snapshots import Snapshot
-from remat.transforms.tape.tape import KEPT, RECOMPUTE, SAVE, Node, Outside, Tape
+from remat.transforms.tape.tape import RECOMPUTE, Node, Outside, Tape
 from remat.transforms.tape.values import (
     Ref,
     ValueNumbering,
@@ -29,8 +28,8 @@ from remat.transforms.tape.values import (
     memory_of,
     targets,
     tensors_in,
-    version_of,
 )
+from remat.transforms.tape.verdicts import Verdicts
 
 _as_strided = torch.ops.aten.as_strided.default
 # What stands in a template as it is, and means the same in another call.
@@ -48,13 +47,13 @@ _PLAIN = (
 )
 
 
-class Recorder(Mode):
+class Recorder(Verdicts):
     """Writes down the ops of a region and keeps what its selector says.
 
     Args:
         tape: where to write.
-        selector: its `decide(index, node, args, kwargs, outs)` says RECOMPUTE, OFFLOAD or SAVE; makes one when
-            called. None keeps nothing.
+        selector: makes the selector, whose `decide(index, node, args, kwargs, outs)` says RECOMPUTE, OFFLOAD
+            or SAVE. None keeps nothing.
         inputs: the region's argument tensors, which it must not write to.
         digest: a checksum of an op's results to compare bitwise later, or None.
         casts: whether autocast is on. It caches casts of leaves across regions, so that whether such a cast
@@ -67,7 +66,8 @@ class Recorder(Mode):
         random: for every op that draws, the state of its generator before.
         snapshots: memories from outside as they were before the region wrote to them.
         outer: for every op its number on the tape of the region around, if there is one.
-        taken_back: memories that were kept until they had a name.
+        alive: saved values that are held while the function runs.
+        exposed: how user code looked at memory itself, if it did.
     """
 
     records = True
@@ -91,9 +91,9 @@ class Recorder(Mode):
         self.random: dict[int, GeneratorState] = {}
         self.snapshots: dict[int, Snapshot] = {}
         self.outer: dict[int, int] = {}
-        self.kept_bytes = 0
-        self.alive: dict[int, torch.Tensor] = {}  # saved values that are held while the function runs
-        self.exposed: str | None = None  # how user code looked at memory itself, if it did
+        self.kept_bytes = 0  # of what is kept on its device
+        self.alive: dict[int, torch.Tensor] = {}
+        self.exposed: str | None = None
         self._numbers = ValueNumbering()
         # Living memories by the ids of their storage objects: where they come from, and a value in them.
         self._memory: dict[int, tuple[Any, int, int, Any]] = {}
@@ -111,11 +111,6 @@ class Recorder(Mode):
     @property
     def position(self) -> int:
         return len(self.tape.nodes)
-
-    @property
-    def selective(self) -> bool:
-        """Whether anything may be kept."""
-        return self.make_selector is not None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -135,7 +130,7 @@ class Recorder(Mode):
 
     def bound(self, tensor: torch.Tensor) -> int | None:
         """The number of a tensor that is known, None if it is not."""
-        return self._numbers.get(tensor)
+        return self._numbers.of(tensor)
 
     # -- recording -----------------------------------------------------------------------------------------
 
@@ -160,7 +155,7 @@ class Recorder(Mode):
         if number is None:
             self.leave()
             number = self.number(first)
-        self._numbers.set(out, number)
+        self._numbers.add(out, number)
         return out
 
     def _record(self, func: Any, facts: Traits, args: Any, kwargs: Any) -> Any:
@@ -216,7 +211,7 @@ class Recorder(Mode):
         for tensor in tensors_in(out):
             number = len(tape.makers)
             tape.makers.append(at)
-            self._numbers.set(tensor, number)
+            self._numbers.add(tensor, number)
             if (memory := memory_of(tensor)) is not None:
                 self._remember(memory, node.root, number, tensor)
         if self.digest is not None and not facts.uninitialized:
@@ -249,7 +244,7 @@ class Recorder(Mode):
 
     def number(self, tensor: torch.Tensor) -> int:
         """The number of a tensor that the forward meets; one that is unknown comes from outside."""
-        number = self._numbers.get(tensor)
+        number = self._numbers.of(tensor)
         return self._unknown(tensor) if number is None else number
 
     def _unknown(self, tensor: torch.Tensor) -> int:
@@ -260,7 +255,7 @@ class Recorder(Mode):
         # Autograd, `.data` and C++ make aliases that no dispatch mode sees.
         _, root, number, base = known
         if _geometry(tensor) == base:
-            self._numbers.set(tensor, number)
+            self._numbers.add(tensor, number)
             return number
         self.tape.cacheable = False
         if base[0] is not tensor.dtype or base[1] != tensor.is_conj() or tensor.is_neg():
@@ -276,7 +271,7 @@ class Recorder(Mode):
             tensor,
             optional=True,
         )
-        found = self._numbers.get(tensor)
+        found = self._numbers.of(tensor)
         assert found is not None
         self.tape.nodes[-1].root = root
         return found
@@ -284,8 +279,8 @@ class Recorder(Mode):
     def _from_outside(self, tensor: torch.Tensor) -> int:
         number = -1 - len(self.outside)
         self.outside.append(tensor)
-        if self._numbers.get(tensor) is None:
-            self._numbers.set(tensor, number)
+        if self._numbers.of(tensor) is None:
+            self._numbers.add(tensor, number)
         memory = memory_of(tensor)
         known = self._memory.get(id(memory)) if memory is not None else None
         root = known[1] if known is not None and known[0]() is memory and known[1] < 0 else number
@@ -302,7 +297,7 @@ class Recorder(Mode):
     def _root_of_results(self, at: int, facts: Traits, args: Any, out: Any) -> int:
         """The memory that the results of an op lie in, whatever its schema says of aliases."""
         for tensor in tensors_in(out):
-            number = self._numbers.get(tensor)
+            number = self._numbers.of(tensor)
             if number is not None:
                 return self.tape.root_of(number)  # written in place
             memory = memory_of(tensor)
@@ -351,7 +346,7 @@ class Recorder(Mode):
                 self._snapshot(func, root)
 
     def _snapshot(self, func: Any, root: int) -> None:
-        """Hold memory from outside as it is before the region writes to it: the outside sees the write once."""
+        """Hold memory from outside as it is before the region writes to it, for the recomputation."""
         self.snapshots[root] = quiet(Snapshot, self.outside[-1 - root])
 
     def _copy_kept(self, kept: Sequence[int]) -> None:
@@ -367,73 +362,8 @@ class Recorder(Mode):
         return (
             f"region {self.tape.region!r} writes with {func} at {user_line()} into a "
             f"{tuple(tensor.shape)} {tensor.dtype} tensor from outside the region, which is an argument. A "
-            "recomputation would write again. Write out of place, or into a `.clone()` made inside the region."
+            "recomputation would write again. Write out of place, or into a `.clone()` made in the region."
         )
-
-    # -- verdicts ------------------------------------------------------------------------------------------
-
-    def judge(self, at: int, verdict: int, out: Any) -> None:
-        """Keep `out` for an op, or forget it, as the verdict says."""
-        node = self.tape.nodes[at]
-        node.verdict = verdict
-        if verdict == RECOMPUTE:
-            self.kept.pop(at, None)
-        elif at not in self.kept:
-            self.kept[at] = self._hold(at, node, verdict, out)
-            self._kept_in.setdefault(node.root, []).append(at)
-            if verdict == SAVE:
-                self.kept_bytes += sum(t.numel() * t.element_size() for t in tensors_in(out))
-
-    def _hold(self, at: int, node: Node, verdict: int, out: Any) -> Any:
-        """What is kept of an op's results under this verdict, SAVE or OFFLOAD."""
-        if verdict == SAVE:
-            return quiet(map_tensors, torch.Tensor.detach, out)
-        # Of memory that was written to since, what was sent is out of date.
-        fresh = node.root < 0 or node.root == at or node.root in self.tape.last_write
-        root = None if fresh else self.kept.get(node.root)
-        return quiet(map_tensors, lambda tensor: send(tensor, root), out)
-
-    def owner(self, node: Node, value: torch.Tensor) -> int | None:
-        """The op whose whole result lies in the memory of `value`, the result of `node`, if there is one."""
-        at, nodes = node.root, self.tape.nodes
-        if at < 0 or at in self.tape.last_write or nodes[at] is node or value.storage_offset():
-            return None
-        # Size.numel() would make numbers of symbolic sizes, for which the graph then holds alone.
-        outs = [m for m in metas(nodes[at].outs) if math.prod(m[0]) == value.numel()]
-        return at if any(m[2] is value.dtype for m in outs) else None
-
-    def judge_again(self, at: int, verdict: int, value: torch.Tensor) -> None:
-        """Change what is kept of op `at` and of the views of its result, all of which `value` is."""
-        node = self.tape.nodes[at]
-        for i in self._kept_in.get(at, ()):
-            if verdict != SAVE or i == at:
-                self.kept.pop(i, None)
-                self.tape.nodes[i].verdict = RECOMPUTE
-        node.verdict = RECOMPUTE
-        if verdict != RECOMPUTE and isinstance(node.outs, Meta):
-            shape, stride = node.outs[:2]
-            same = value.shape == shape and value.stride() == stride
-            self.judge(at, verdict, value if same else quiet(torch.as_strided, value, shape, stride, 0))
-        elif verdict != RECOMPUTE and (number := self._numbers.get(value)) is not None and number >= 0:
-            # The op's other results are gone: what the name speaks of is kept alone.
-            self.judge(self.tape.makers[number], verdict, value)
-
-    def name(self, tensor: torch.Tensor, name: str) -> None:
-        """Name the value `tensor`, which an op of its own made."""
-        number = self._numbers.get(tensor)
-        if number is None or number < 0:
-            return
-        self.tape.names.append((number, name))
-        at = self.tape.makers[number]
-        node = self.tape.nodes[at]
-        node.name = name
-        if self.selector is not None:
-            # The user's code runs above the levels, what is kept belongs below them.
-            with below_levels():
-                self.selector.name(self, at, tensor, name)
-        elif (owner := self.owner(node, tensor)) is not None:
-            # An enclosing region may keep it, and share it.
-            self.tape.nodes[owner].name = name
 
     # -- regions inside and around ---------------------------------------------------------------------------
 
@@ -443,27 +373,9 @@ class Recorder(Mode):
         if mode is not None and mode.position == around + 1:
             self.outer[at] = around
 
-    def share_around(self) -> None:
-        """What a region around this one keeps is not computed again by this one."""
-        kept = getattr(self.parent, "kept", None)
-        if not kept:
-            return
-        for at, outer in self.outer.items():
-            if at not in self.kept and outer in kept and not self.tape.nodes[at].written:
-                self.kept[at] = kept[outer]
-                self.tape.cacheable = False
-
-    def offer(self, at: int, value: Any, op: Any) -> None:
-        """A region inside keeps the result of op `at` of this one: then it is kept for this one too."""
-        nodes = self.tape.nodes
-        if at < len(nodes) and nodes[at].op is op and at not in self.kept:
-            self.kept[at] = value
-            nodes[at].verdict = SAVE
-            self._kept_in.setdefault(nodes[at].root, []).append(at)
-
     def bind(self, tensor: torch.Tensor, number: int) -> None:
         """Let `tensor` be another object with the value of this number: a recomputed copy."""
-        self._numbers.set(tensor, number)
+        self._numbers.add(tensor, number)
         memory = memory_of(tensor)
         if memory is not None:
             self._remember(memory, self.tape.root_of(number), number, tensor)
@@ -497,7 +409,11 @@ def enclosing_position(mode: Recorder) -> int:
 def _is_plain(args: Any) -> bool:
     """Whether a factory's first operand can be stood in for by its metadata."""
     tensor = args[0] if args else None
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and memory_is_real()
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and memory_is_real()
+    )
 
 
 def _is_graded(tape: Tape, node: Node, facts: Traits, args: Any) -> bool:
@@ -543,6 +459,3 @@ def base_look(tensor: torch.Tensor) -> tuple[list[int], list[int], int]:
 
 def _copied(value: Any) -> Any:
     return value if isinstance(value, Elsewhere) else value.clone()
-
-
-__all__ = ["KEPT", "Away", "Recorder", "base_look", "enclosing", "unasked", "version_of"]

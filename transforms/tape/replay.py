@@ -87,10 +87,12 @@ class Replay(Mode):
         action = self.needs.actions[at]
         if action == KEPT:
             return self._hand_out(at)
-        # A view is made: one that is written through tells autograd where in its base the gradient belongs, and
-        # `squeeze_` and the like change the tensor object itself, which later ops look at.
+        # A view is made: one that is written through tells autograd where in its base the gradient belongs.
+        # So are `squeeze_` and the like: they change the tensor object itself, which later ops look at.
         if action == SKIP and not facts.view and not facts.reshapes:
-            return next(iter(targets(facts, args, kwargs))) if facts.inplace else quiet(self.blanks, node.outs)
+            return (
+                next(iter(targets(facts, args, kwargs))) if facts.inplace else quiet(self.blanks, node.outs)
+            )
         return self._run(at, node, func, args, kwargs)
 
     def _next(self) -> int:
@@ -99,6 +101,13 @@ class Replay(Mode):
         while at < len(nodes) and (nodes[at].optional or self.tape.passes(nodes[at])):
             at += 1
         return at
+
+    def has_run(self, count: int) -> bool:
+        """Whether so many ops of the forward have had their turn, those aside that need not occur."""
+        here, self.at = self.at, count
+        there = self._next()
+        self.at = here
+        return self._next() == there
 
     def forward_done(self) -> None:
         """What follows belongs to the backward."""

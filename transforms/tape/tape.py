@@ -141,6 +141,11 @@ class Tape:
         """Whether a saved value is simply there: from outside, and not written to by the region."""
         return number < 0 and self.outside[-1 - number].root not in self.last_write
 
+    def direct(self) -> dict[int, int]:
+        """The saved values that are simply there: for each the position of the tensor from outside."""
+        pairs = enumerate(self.packed)
+        return {i: -1 - number for i, (number, at) in pairs if self.is_outside(number, at)}
+
     def prefix(self, count: int, packed: int, names: int) -> Tape:
         """A tape of its own with the first ops of this one, to be written on."""
         made = copy.copy(self)
@@ -214,7 +219,7 @@ def _reach(tape: Tape, wanted: Iterable[int], kept: Mapping[int, Any]) -> dict[i
 
 
 def _fills_unseen(tape: Tape, live: dict[int, bool]) -> bool:
-    """Whether a needed value came about unseen: a raw kernel (Triton, an extension) fills what `empty` made."""
+    """Whether a needed value came about unseen: a raw kernel, such as Triton's, fills what `empty` made."""
     return any(
         traits(tape.nodes[i].op).uninitialized and i not in tape.last_write and numel(tape.nodes[i].outs)
         for i in live

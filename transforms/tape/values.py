@@ -21,27 +21,23 @@ class Ref(int):
     __slots__ = ()
 
 
-class ValueNumbering:
-    """Numbers of tensor objects. An id is reused once its tensor is gone, so each entry knows its own."""
+class ValueNumbering(dict[int, tuple["weakref.ref[torch.Tensor]", int]]):
+    """Numbers of tensor objects, by their ids.
 
-    __slots__ = ("table",)
+    An id is reused once its tensor is gone, so each entry knows its own.
+    """
 
-    def __init__(self) -> None:
-        self.table: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-
-    def get(self, tensor: torch.Tensor) -> int | None:
-        found = self.table.get(id(tensor))
+    def of(self, tensor: torch.Tensor) -> int | None:
+        """The number of a tensor, None where it has none."""
+        found = self.get(id(tensor))
         return found[1] if found is not None and found[0]() is tensor else None
 
-    def set(self, tensor: torch.Tensor, number: int) -> None:
-        self.table[id(tensor)] = weakref.ref(tensor), number
-
-    def drop(self, tensor: torch.Tensor) -> None:
-        self.table.pop(id(tensor), None)
+    def add(self, tensor: torch.Tensor, number: int) -> None:
+        self[id(tensor)] = weakref.ref(tensor), number
 
     def living(self) -> Iterator[tuple[torch.Tensor, int]]:
         """The tensors that are still there, in the order in which they were met."""
-        for ref, number in list(self.table.values()):
+        for ref, number in list(self.values()):
             if (tensor := ref()) is not None:
                 yield tensor, number
 
@@ -104,7 +100,7 @@ def targets(facts: Traits, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """The version counter of a tensor; inference tensors keep none, and cannot be written outside their mode."""
+    """The version counter of a tensor; inference tensors keep none."""
     return 0 if tensor.is_inference() else tensor._version
 
 

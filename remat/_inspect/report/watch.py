@@ -89,7 +89,9 @@ class Watch(TorchDispatchMode):
         region = recordings[-1].tape.region if recordings else again
         call = self._call(recordings[0].tape) if recordings else None
         inner = len(recordings) > 1
-        return Ran(when, func, kind(func), info.flops, moved, region, call, inner, active.place or user_line())
+        return Ran(
+            when, func, kind(func), info.flops, moved, region, call, inner, active.place or user_line()
+        )
 
     def _when(self) -> str:
         # A function that calls torch.func.grad has a backward inside.

@@ -1,0 +1,114 @@
+"""What is kept of the ops of a forward: verdicts, names that change them, and what regions share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from remat.transforms.compat import below_levels
+from remat.transforms.context import Mode, quiet
+from remat.transforms.offload import send
+from remat.transforms.placeholders import Meta, metas
+from remat.transforms.tape.tape import RECOMPUTE, SAVE, Node
+from remat.transforms.tape.values import ValueNumbering, map_tensors, tensors_in
+
+
+class Verdicts(Mode):
+    """The part of a recorder that keeps values (see `recorder.Recorder`)."""
+
+    make_selector: Callable[[], Any] | None
+    selector: Any
+    kept: dict[int, Any]
+    kept_bytes: int
+    outer: dict[int, int]
+    _kept_in: dict[int, list[int]]  # the ops of which something is kept, by the memory that it lies in
+    _numbers: ValueNumbering
+
+    @property
+    def selective(self) -> bool:
+        """Whether anything may be kept."""
+        return self.make_selector is not None
+
+    def judge(self, at: int, verdict: int, out: Any) -> None:
+        """Keep `out` for an op, or forget it, as the verdict says."""
+        node = self.tape.nodes[at]
+        node.verdict = verdict
+        if verdict == RECOMPUTE:
+            self.kept.pop(at, None)
+        elif at not in self.kept:
+            self.kept[at] = self._hold(at, node, verdict, out)
+            self._kept_in.setdefault(node.root, []).append(at)
+            if verdict == SAVE:
+                self.kept_bytes += sum(t.numel() * t.element_size() for t in tensors_in(out))
+
+    def _hold(self, at: int, node: Node, verdict: int, out: Any) -> Any:
+        """What is kept of an op's results under this verdict, SAVE or OFFLOAD."""
+        if verdict == SAVE:
+            return quiet(map_tensors, torch.Tensor.detach, out)
+        # Of memory that was written to since, what was sent is out of date.
+        fresh = node.root < 0 or node.root == at or node.root in self.tape.last_write
+        root = None if fresh else self.kept.get(node.root)
+        return quiet(map_tensors, lambda tensor: send(tensor, root), out)
+
+    def owner(self, node: Node, value: torch.Tensor) -> int | None:
+        """The op whose whole result lies in the memory of `value`, the result of `node`, if there is one."""
+        at, nodes = node.root, self.tape.nodes
+        if at < 0 or at in self.tape.last_write or nodes[at] is node or value.storage_offset():
+            return None
+        # Size.numel() would make numbers of symbolic sizes, for which the graph then holds alone.
+        outs = [m for m in metas(nodes[at].outs) if math.prod(m[0]) == value.numel()]
+        return at if any(m[2] is value.dtype for m in outs) else None
+
+    def judge_again(self, at: int, verdict: int, value: torch.Tensor) -> None:
+        """Change what is kept of op `at` and of the views of its result, all of which `value` is."""
+        node = self.tape.nodes[at]
+        for i in self._kept_in.get(at, ()):
+            if verdict != SAVE or i == at:
+                self.kept.pop(i, None)
+                self.tape.nodes[i].verdict = RECOMPUTE
+        node.verdict = RECOMPUTE
+        if verdict != RECOMPUTE and isinstance(node.outs, Meta):
+            shape, stride = node.outs[:2]
+            same = value.shape == shape and value.stride() == stride
+            self.judge(at, verdict, value if same else quiet(torch.as_strided, value, shape, stride, 0))
+        elif verdict != RECOMPUTE and (number := self._numbers.of(value)) is not None and number >= 0:
+            # The op's other results are gone: what the name speaks of is kept alone.
+            self.judge(self.tape.makers[number], verdict, value)
+
+    def name(self, tensor: torch.Tensor, name: str) -> None:
+        """Name the value `tensor`, which an op of its own made."""
+        number = self._numbers.of(tensor)
+        if number is None or number < 0:
+            return
+        self.tape.names.append((number, name))
+        at = self.tape.makers[number]
+        node = self.tape.nodes[at]
+        node.name = name
+        if self.selector is not None:
+            # The user's code runs above the levels, what is kept belongs below them.
+            with below_levels():
+                self.selector.name(self, at, tensor, name)
+        elif (owner := self.owner(node, tensor)) is not None:
+            # An enclosing region may keep it, and share it.
+            self.tape.nodes[owner].name = name
+
+    def share_around(self) -> None:
+        """What a region around this one keeps is not computed again by this one."""
+        kept = getattr(self.parent, "kept", None)
+        if not kept:
+            return
+        for at, outer in self.outer.items():
+            if at not in self.kept and outer in kept and not self.tape.nodes[at].written:
+                self.kept[at] = kept[outer]
+                self.tape.cacheable = False
+
+    def offer(self, at: int, value: Any, op: Any) -> None:
+        """A region inside keeps the result of op `at` of this one: then it is kept for this one too."""
+        nodes = self.tape.nodes
+        if at < len(nodes) and nodes[at].op is op and at not in self.kept:
+            self.kept[at] = value
+            nodes[at].verdict = SAVE
+            self._kept_in.setdefault(nodes[at].root, []).append(at)
