@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from remat import remat, save_matmuls
+from remat import checkpoint_policy, remat, save_matmuls
 from remat.debug import recomputed
 from remat.policies import save_larger_than, save_nothing
 from remat.policies._selector import PolicySelector
@@ -228,7 +228,11 @@ def writes(w, x):
 COPIED = {
     "chain": (chain(remat(mlp)), 6),
     "chain, kept products": (chain(remat(mlp, policy=save_matmuls)), 6),
-    "chain, a rule": (chain(remat(mlp, policy=lambda info: info.index % 2 == 0)), 0),
+    "chain, a rule": (chain(remat(mlp, policy=lambda info: info.index % 2 == 0)), 6),
+    "chain, a rule asked again": (
+        chain(remat(mlp, policy=checkpoint_policy(lambda info: info.index % 2 == 0, stateful=True))),
+        0,
+    ),
     "under value_and_grad": (by_func(remat(mlp)), 6),
     "slices of stacked weights": (stacked, 6),
     "tied weights": (tied, 6),

@@ -100,7 +100,7 @@ def test_a_rule_that_looks_at_the_region_is_asked_for_each():
 
 
 def test_names_before_the_ops_that_differ_are_not_forgotten():
-    """A strict name is found, and looks at a barred value are not kept for it, in a forward that turns off."""
+    """A strict name is found, and looks at a barred value are not kept for it, where a forward turns off."""
     turned = False
 
     def fn(x):
@@ -112,7 +112,7 @@ def test_names_before_the_ops_that_differ_are_not_forgotten():
         region = remat(fn, policy=policy)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            for turned in (False, False, True, True, True, False):
+            for turned in (False, False, True, True, True, False):  # noqa: B007 (`fn` reads it)
                 out = region(X)
                 with OpCounter() as ops:
                     (got,) = torch.autograd.grad(out, X)
