@@ -32,11 +32,11 @@ def forget() -> None:
     forget_all()
 
 
-def unseen(like: Tensor) -> Tensor:
-    """Zeros that no op wrote: where a recomputation needs them, the region's function runs again."""
-    zeros = torch.empty_like(like)
-    zeros.detach().numpy().fill(0)
-    return zeros
+def unseen(like: Tensor, value: float = 0.0) -> Tensor:
+    """A number that no op wrote: where a recomputation needs it, the region's function runs again."""
+    filled = torch.empty_like(like)
+    filled.detach().numpy().fill(value)
+    return filled
 
 
 def sparse(values: Iterable[Any], every: int = 3) -> list[Any]:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from remat import RematError, remat, save_matmuls, save_nothing, save_ops
+from remat import RematError, checkpoint_policy, remat, save_matmuls, save_nothing, save_ops
 from remat.transforms.eager import Frame
 from tests.helpers import OpCounter, gradients, leaves_of, rand, same, scalar
 
@@ -136,17 +136,18 @@ def test_second_derivatives_of_later_calls():
         same(torch.autograd.grad(got.square().sum(), w), torch.autograd.grad(expected.square().sum(), w))
 
 
-def test_policies_that_may_answer_otherwise_are_asked_again():
+@pytest.mark.parametrize(("stateful", "times"), [(False, 1), (True, 3)])
+def test_policies_that_may_answer_otherwise_are_asked_again(stateful, times):
     asked = []
 
-    def policy(info):
+    def rule(info):
         asked.append(info.op)
         return False
 
-    fn = remat(lambda x: x.sin().exp(), policy=policy)
+    fn = remat(lambda x: x.sin().exp(), policy=checkpoint_policy(rule, stateful=stateful))
     for _ in range(3):
         step(fn, rand(3))
-    assert len(asked) == 6
+    assert asked == [aten.sin.default, aten.exp.default] * times
 
 
 class Chooses(torch.autograd.Function):
