@@ -14,9 +14,7 @@ import torch
 
 from remat.transforms.compat import memory_is_real
 from remat.transforms.context import active, quiet
-from remat.transforms.errors import RematError
-from remat.transforms.offload import Elsewhere, away_in
-from remat.transforms.ops import Traits, draws, is_shape_arithmetic, traits, user_line, user_place
+from remat.transforms.ops import Traits, draws, is_shape_arithmetic, traits, user_place
 from remat.transforms.placeholders import metadata
 from remat.transforms.state import GeneratorState
 from remat.transforms.tape.snapshots import Snapshot
@@ -24,12 +22,11 @@ from remat.transforms.tape.tape import RECOMPUTE, Node, Outside, Tape
 from remat.transforms.tape.values import (
     Ref,
     ValueNumbering,
-    map_tensors,
     memory_of,
     targets,
     tensors_in,
 )
-from remat.transforms.tape.verdicts import Verdicts
+from remat.transforms.tape.writes import WriteWatch
 
 _as_strided = torch.ops.aten.as_strided.default
 # What stands in a template as it is, and means the same in another call.
@@ -47,7 +44,7 @@ _PLAIN = (
 )
 
 
-class Recorder(Verdicts):
+class Recorder(WriteWatch):
     """Writes down the ops of a region and keeps what its selector says.
 
     Args:
@@ -331,40 +328,6 @@ class Recorder(Verdicts):
                 deps.append(write)
         node.deps, node.external = deps, tuple(external)
 
-    # -- writes --------------------------------------------------------------------------------------------
-
-    def _before_write(self, func: Any, facts: Traits, args: Any, kwargs: Any) -> None:
-        if facts.collective or (self.tape.sharded and not torch.is_grad_enabled()):
-            return
-        for tensor in targets(facts, args, kwargs):
-            root = self.root(tensor)
-            if root >= 0:
-                self._copy_kept(self._kept_in.get(root, ()))
-            elif any(self.tape.outside[i].root == root for i in range(self.tape.arguments)):
-                raise RematError(self._refusal(func, tensor))
-            elif root not in self.snapshots:
-                self._snapshot(func, root)
-
-    def _snapshot(self, func: Any, root: int) -> None:
-        """Hold memory from outside as it is before the region writes to it, for the recomputation."""
-        self.snapshots[root] = quiet(Snapshot, self.outside[-1 - root])
-
-    def _copy_kept(self, kept: Sequence[int]) -> None:
-        """What is kept is about to be overwritten."""
-        for i in kept:
-            value = self.kept.get(i)
-            if value is not None:
-                self.kept[i] = quiet(map_tensors, _copied, value)
-                for away in away_in(value):
-                    away.parcel.wait()
-
-    def _refusal(self, func: Any, tensor: torch.Tensor) -> str:
-        return (
-            f"region {self.tape.region!r} writes with {func} at {user_line()} into a "
-            f"{tuple(tensor.shape)} {tensor.dtype} tensor from outside the region, which is an argument. A "
-            "recomputation would write again. Write out of place, or into a `.clone()` made in the region."
-        )
-
     # -- regions inside and around ---------------------------------------------------------------------------
 
     def _link(self, at: int, around: int) -> None:
@@ -455,7 +418,3 @@ def _geometry(tensor: torch.Tensor) -> Any:
 def base_look(tensor: torch.Tensor) -> tuple[list[int], list[int], int]:
     """The arguments with which `as_strided` makes a tensor of any other one in its memory."""
     return list(tensor.shape), list(tensor.stride()), int(tensor.storage_offset())
-
-
-def _copied(value: Any) -> Any:
-    return value if isinstance(value, Elsewhere) else value.clone()
