@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat import memory_is_real
+from remat.transforms.compat import memory_is_real, unwrapped
 from remat.transforms.context import active, quiet
 from remat.transforms.ops import Traits, draws, is_shape_arithmetic, traits, user_place
 from remat.transforms.placeholders import metadata
@@ -64,7 +64,6 @@ class Recorder(WriteWatch):
         snapshots: memories from outside as they were before the region wrote to them.
         outer: for every op its number on the tape of the region around, if there is one.
         alive: saved values that are held while the function runs.
-        exposed: how user code looked at memory itself, if it did.
     """
 
     records = True
@@ -90,7 +89,6 @@ class Recorder(WriteWatch):
         self.outer: dict[int, int] = {}
         self.kept_bytes = 0  # of what is kept on its device
         self.alive: dict[int, torch.Tensor] = {}
-        self.exposed: str | None = None
         self._numbers = ValueNumbering()
         # Living memories by the ids of their storage objects: where they come from, and a value in them.
         self._memory: dict[int, tuple[Any, int, int, Any]] = {}
@@ -342,6 +340,13 @@ class Recorder(WriteWatch):
         memory = memory_of(tensor)
         if memory is not None:
             self._remember(memory, self.tape.root_of(number), number, tensor)
+
+    def expose(self, tensor: torch.Tensor) -> None:
+        """User code looks at the memory of `tensor` itself."""
+        bottom = unwrapped(tensor)
+        if (root := self.root(bottom)) >= 0:
+            self.tape.exposed.add(root)
+            self.tape.cacheable = False
 
     def living_values(self) -> list[tuple[torch.Tensor, int]]:
         """The tensors that ops have made and that somebody holds."""
