@@ -24,7 +24,6 @@ from remat.transforms.errors import RematError
 from remat.transforms.functorch import Prim, PullBack, replaying
 from remat.transforms.offload import Elsewhere, to_host
 from remat.transforms.ops import Traits, draws, is_shape_arithmetic, traits
-from remat.transforms.placeholders import metadata
 from remat.transforms.region import Region
 from remat.transforms.state import can_seed, draw, new_seed, refuse_generator, seeding
 from remat.transforms.tape import (
@@ -35,6 +34,7 @@ from remat.transforms.tape import (
     Recorder,
     Tape,
     map_tensors,
+    metadata,
     targets,
     tensors_in,
 )

@@ -1,7 +1,6 @@
 """The ops of a region's forward: recorded, or held against an earlier tape; what of them runs again."""
 
 from remat.transforms.tape.guard import GuardMode
-from remat.transforms.tape.liveness import Reachability, holds_unseen
 from remat.transforms.tape.observers import Kept, listen, listening, made_by, report
 from remat.transforms.tape.program import Program
 from remat.transforms.tape.recorder import Recorder
@@ -14,12 +13,23 @@ from remat.transforms.tape.tape import (
     SKIP,
     Needs,
     Node,
+    Reachability,
     Stop,
     Tape,
+    holds_unseen,
     not_repeated,
     written,
 )
-from remat.transforms.tape.values import held_tensors, map_tensors, storage, targets, tensors_in, version_of
+from remat.transforms.tape.values import (
+    held_tensors,
+    map_tensors,
+    metadata,
+    metas,
+    storage,
+    targets,
+    tensors_in,
+    version_of,
+)
 
 __all__ = [
     "KEPT",  # what an op does in a recomputation: its kept result is handed out
@@ -43,6 +53,8 @@ __all__ = [
     "listening",  # whether anybody listens on this thread
     "made_by",  # the blocks of memory of an op's results that are not those of its operands, with their keys
     "map_tensors",  # a function applied to the tensors of an op's results
+    "metadata",  # the results of an op with their tensors replaced by metadata
+    "metas",  # the metadata of the tensors among an op's results
     "not_repeated",  # the message for a recomputation that runs otherwise than its forward did
     "report",  # tell every listener of this thread of a kept tensor
     "storage",  # what aliases of one memory have in common

@@ -15,14 +15,17 @@ import torch
 from remat.transforms.compat import memory_is_real
 from remat.transforms.context import active, quiet
 from remat.transforms.ops import Traits, draws, is_shape_arithmetic, traits, user_place
-from remat.transforms.placeholders import metadata
 from remat.transforms.state import GeneratorState
 from remat.transforms.tape.snapshots import Snapshot
 from remat.transforms.tape.tape import RECOMPUTE, Node, Outside, Tape
 from remat.transforms.tape.values import (
     Ref,
     ValueNumbering,
+    base_look,
+    geometry,
     memory_of,
+    metadata,
+    refs_in,
     targets,
     tensors_in,
 )
@@ -251,7 +254,7 @@ class Recorder(WriteWatch):
             return self._from_outside(tensor)
         # Autograd, `.data` and C++ make aliases that no dispatch mode sees.
         _, root, number, base = known
-        if _geometry(tensor) == base:
+        if geometry(tensor) == base:
             self._numbers.add(tensor, number)
             return number
         self.tape.cacheable = False
@@ -289,7 +292,7 @@ class Recorder(WriteWatch):
     def _remember(self, memory: Any, root: int, number: int, tensor: torch.Tensor) -> None:
         known = self._memory.get(id(memory))
         if known is None or known[0]() is not memory:
-            self._memory[id(memory)] = weakref.ref(memory), root, number, _geometry(tensor)
+            self._memory[id(memory)] = weakref.ref(memory), root, number, geometry(tensor)
 
     def _root_of_results(self, at: int, facts: Traits, args: Any, out: Any) -> int:
         """The memory that the results of an op lie in, whatever its schema says of aliases."""
@@ -316,7 +319,7 @@ class Recorder(WriteWatch):
         node.shape_only = facts.shape_only and _is_plain(args)
         # Of such an op the first operand is the one whose numbers do not matter.
         read = (node.args[1:], node.kwargs) if node.shape_only else (node.args, node.kwargs)
-        for number in _refs(read):
+        for number in refs_in(read):
             maker = tape.makers[number] if number >= 0 else -1
             if number >= 0:
                 deps.append(maker)
@@ -387,34 +390,3 @@ def _is_graded(tape: Tape, node: Node, facts: Traits, args: Any) -> bool:
         and not any([tape.nodes[i].graded for i in node.deps])
         and not any([t.requires_grad for t in tensors_in(args)])
     )
-
-
-def _refs(template: Any) -> list[int]:
-    found: list[int] = []
-    stack = [template]
-    while stack:
-        value = stack.pop()
-        if type(value) is Ref:
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            stack.extend(reversed(value))
-        elif isinstance(value, dict):
-            stack.extend(reversed(value.values()))
-    return found
-
-
-def _geometry(tensor: torch.Tensor) -> Any:
-    """How a tensor lies in its memory."""
-    return (
-        tensor.dtype,
-        tensor.is_conj(),
-        tensor.shape,
-        tensor.stride(),
-        tensor.storage_offset(),
-        tensor.is_neg(),
-    )
-
-
-def base_look(tensor: torch.Tensor) -> tuple[list[int], list[int], int]:
-    """The arguments with which `as_strided` makes a tensor of any other one in its memory."""
-    return list(tensor.shape), list(tensor.stride()), int(tensor.storage_offset())
