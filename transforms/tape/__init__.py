@@ -21,6 +21,7 @@ from remat.transforms.tape.tape import (
     written,
 )
 from remat.transforms.tape.values import (
+    ValueNumbering,
     held_tensors,
     map_tensors,
     metadata,
@@ -30,6 +31,7 @@ from remat.transforms.tape.values import (
     tensors_in,
     version_of,
 )
+from remat.transforms.tape.verdicts import Verdicts
 
 __all__ = [
     "KEPT",  # what an op does in a recomputation: its kept result is handed out
@@ -47,6 +49,8 @@ __all__ = [
     "Replay",  # hands out kept values where a region's function runs again
     "Stop",  # ends a recomputation once everything that was asked for is there
     "Tape",  # the ops of one run of a region
+    "ValueNumbering",  # numbers of tensor objects
+    "Verdicts",  # the part of a recorder that keeps values
     "held_tensors",  # the tensors held for a kept value, and which are offloaded
     "holds_unseen",  # whether a node may read tensors that no saved-tensor hook was told of
     "listen",  # collect what the regions called inside keep, in a new list or whatever else has `append`
