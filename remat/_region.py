@@ -53,9 +53,12 @@ class Options:
 
     def region(self, fn: Callable[..., Any], policy: Policy, label: str | None = None) -> Region:
         label = label or self.label(fn)
-        selector = None if policy == save_nothing else functools.partial(PolicySelector, policy, label)
-        # A policy may look at the region's name, and is to complain of names for each region.
-        key = None if policy.asks_again else (policy.key, label)
+        if policy == save_nothing:
+            selector, key = None, (None, label)
+        else:
+            selector = functools.partial(PolicySelector, policy, label)
+            # A policy may look at the region's name, and is to complain of names for each region.
+            key = None if policy.asks_again else (policy.key, label)
         digest = checksum if self.check == "exact" else None
         return Region(fn, label, selector, self.random, self.check, anchor(fn), key, digest)
 

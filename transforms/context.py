@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.autograd.profiler import record_function
 
 from remat.transforms.compat import DispatchMode, profiling
@@ -100,6 +101,36 @@ def run_again_whole(reason: str) -> None:
     if mode is not None and mode.records:
         mode.leave()
         mode.tape.open = mode.tape.open or reason
+
+
+# A raw kernel (Triton, ctypes, NumPy on shared memory) writes without an op and without a new version. Every
+# door to raw memory that Python code has is a torch function. What lies in memory that was shown is unknown
+# from then on. (An extension that asks for the pointer in C++ is not seen.) `tensor.data = x` is no op either.
+DOORS = frozenset(
+    {
+        "data_ptr",
+        "numpy",
+        "__array__",
+        "untyped_storage",
+        "storage",
+        "__dlpack__",
+        "to_dlpack",
+        "const_data_ptr",
+    }
+)
+_DATA = torch.Tensor.data
+
+
+def notice(func: Any, args: Any) -> None:
+    """Tell the recording around of a torch function that goes past torch's dispatcher."""
+    name = getattr(func, "__name__", "")
+    if name == "__set__":
+        if func.__self__ is _DATA:
+            run_again_whole("it replaces the data of a tensor")
+    elif name in DOORS:
+        mode: Any = enclosing()
+        if mode is not None and mode.records and args and isinstance(args[0], torch.Tensor):
+            mode.expose(args[0])
 
 
 def is_quiet() -> bool:

@@ -1,4 +1,4 @@
-"""The metadata of tensors, and tensors made of it whose numbers nobody reads."""
+"""Tensors made of metadata, whose numbers nobody reads."""
 
 from __future__ import annotations
 
@@ -16,37 +16,6 @@ class Meta(tuple):
 
     def __repr__(self) -> str:
         return f"{str(self[2]).removeprefix('torch.')}{list(self[0])}"
-
-
-def metadata(out: Any) -> Any:
-    """`out` with its tensors replaced by their metadata."""
-    if isinstance(out, torch.Tensor):
-        stride = out.stride() if out.layout is torch.strided else None
-        return Meta((out.shape, stride, out.dtype, out.device))
-    if isinstance(out, (tuple, list)):
-        return type(out)([metadata(v) for v in out])
-    return out
-
-
-def alike(new: Any, old: Any) -> bool:
-    """Whether shapes, dtypes, devices (not strides) and plain values are the same."""
-    if isinstance(new, Meta) and isinstance(old, Meta):
-        return new[0] == old[0] and new[2:] == old[2:]
-    if isinstance(new, (tuple, list)) and isinstance(old, (tuple, list)):
-        return len(new) == len(old) and all(map(alike, new, old))
-    return bool(new == old) or new != new
-
-
-def metas(outs: Any) -> list[Meta]:
-    """The metadata of the tensors among an op's results."""
-    if isinstance(outs, Meta):
-        return [outs]
-    return [m for part in outs for m in metas(part)] if isinstance(outs, (tuple, list)) else []
-
-
-def numel(outs: Any) -> int:
-    """The number of elements, if `outs` is one tensor."""
-    return outs[0].numel() if isinstance(outs, Meta) else 1
 
 
 def without_data(outs: Any) -> Any:

@@ -17,7 +17,7 @@ from remat.policies._unmatched import report_unmatched
 from remat.transforms import traits
 from remat.transforms.compat import is_batched_below
 from remat.transforms.intermediates import current
-from remat.transforms.tape import Node, Recorder, Tape, tensors_in
+from remat.transforms.tape import Node, Tape, Verdicts, tensors_in
 
 _aten = torch.ops.aten
 # Products with a bias, of which torch.vmap makes a product and a sum, by the names of their functions.
@@ -121,7 +121,7 @@ class PolicySelector:
             self.said[at] = info, verdict
         return verdict.value
 
-    def name(self, record: Recorder, at: int, value: torch.Tensor, name: str) -> None:
+    def name(self, record: Verdicts, at: int, value: torch.Tensor, name: str) -> None:
         """Judge a value once more, now that it has a name."""
         node = record.tape.nodes[at]
         owner = record.owner(node, value)
@@ -144,7 +144,7 @@ class PolicySelector:
             self.barred.add(at)
         return found
 
-    def _name_owner(self, record: Recorder, owner: int, value: torch.Tensor, name: str) -> int:
+    def _name_owner(self, record: Verdicts, owner: int, value: torch.Tensor, name: str) -> int:
         """Judge the op that made a value: what autograd reads there, and what others read, is one memory."""
         node = record.tape.nodes[owner]
         # Reports say the name whoever keeps the value.

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from remat.transforms.closure.cond import choose, chosen_here
 from remat.transforms.compat import cond, functions_as_they_are, is_fake, is_wrapped, next_node, unwrap_once
+from remat.transforms.context import DOORS, notice
 from remat.transforms.errors import RematError
 from remat.transforms.pytree import flatten, unflatten
 
@@ -173,6 +174,8 @@ class ClosureConversion(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = self.swap(args), self.swap(kwargs or {})
+        if getattr(func, "__name__", "") in DOORS:
+            notice(func, args)
         if func is cond and len(args) == 4 and chosen_here():
             return self._chosen(*args)
         out = func(*args, **kwargs)

@@ -144,7 +144,10 @@ def _is_pure(node: Node) -> bool:
         return target is operator.getitem
     if target._schema.is_mutable or target in _UNMOVABLE:
         return False
-    return all(value is None or _is_fake(value) for value in tree_leaves(node.meta.get("val")))
+    made = node.meta.get("val")
+    if isinstance(made, torch.Tensor):
+        return _is_fake(made)
+    return all(value is None or _is_fake(value) for value in tree_leaves(made))
 
 
 def _is_fake(value: Any) -> bool:

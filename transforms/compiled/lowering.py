@@ -24,7 +24,6 @@ from remat.transforms.errors import RematError
 from remat.transforms.functorch import Prim, PullBack, replaying
 from remat.transforms.offload import Elsewhere, to_host
 from remat.transforms.ops import Traits, draws, is_shape_arithmetic, traits
-from remat.transforms.placeholders import metadata
 from remat.transforms.region import Region
 from remat.transforms.state import can_seed, draw, new_seed, refuse_generator, seeding
 from remat.transforms.tape import (
@@ -32,9 +31,11 @@ from remat.transforms.tape import (
     RECOMPUTE,
     SAVE,
     Node,
-    Recorder,
     Tape,
+    ValueNumbering,
+    Verdicts,
     map_tensors,
+    metadata,
     targets,
     tensors_in,
 )
@@ -125,7 +126,7 @@ class GraphLowering:
             return tuple((prim.recorded or prim.body)(*fenced))
 
 
-class GraphRecord(Recorder):
+class GraphRecord(Verdicts):
     """Writes down a region's ops, and what of their results the recomputation takes from the forward.
 
     Attributes:
@@ -135,9 +136,15 @@ class GraphRecord(Recorder):
         origins: which operands the recomputation starts from.
     """
 
+    records = True
+
     def __init__(self, region: Region, operands: Tensors) -> None:
-        super().__init__(Tape(region.name), region.selector)
-        self.region = region
+        super().__init__()
+        self.region, self.tape = region, Tape(region.name)
+        self.make_selector = region.selector
+        self.selector = None if region.selector is None else region.selector()
+        self.kept, self.kept_bytes, self._kept_in, self.outer = {}, 0, {}, {}
+        self._numbers = ValueNumbering()
         self.seeds: dict[int, torch.Tensor] = {}
         self.draws: list[int] = []
         self.before: dict[int, torch.Tensor] = {}
@@ -147,6 +154,10 @@ class GraphRecord(Recorder):
         self.storages: dict[int, int] = {}  # node -> storage of its first result
         self.rewritten: set[int] = set()
         self.keeps = False  # whether anything was kept but seeds
+
+    @property
+    def position(self) -> int:
+        return len(self.tape.nodes)
 
     def values(self) -> list[torch.Tensor] | None:
         """What is held beside the operands; None where it is more than tensors of the graph."""

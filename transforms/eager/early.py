@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -12,11 +12,10 @@ from remat.transforms.eager.settle import computed, sources
 from remat.transforms.errors import RematError
 from remat.transforms.tape import Needs, Program, Recorder
 
-if TYPE_CHECKING:
-    from remat.transforms.eager.frame import Frame
+# A `frame` here is a `frame.Frame`, whose file imports this one.
 
 
-def early_value(frame: Frame, at: int, recorder: Recorder) -> torch.Tensor:
+def early_value(frame: Any, at: int, recorder: Recorder) -> torch.Tensor:
     """Saved value `at`: as it still is, or made again from the part of the tape that there is."""
     recorder.leave()
     frame.tape = tape = recorder.tape
@@ -39,7 +38,7 @@ def early_value(frame: Frame, at: int, recorder: Recorder) -> torch.Tensor:
     return value
 
 
-def _partly(frame: Frame, at: int, recorder: Recorder) -> dict[int, torch.Tensor]:
+def _partly(frame: Any, at: int, recorder: Recorder) -> dict[int, torch.Tensor]:
     """What was saved so far and may still be asked for."""
     tape = frame.tape
     wanted = [i for i in computed(frame) if i == at or frame.handles[i]() is not None]

@@ -137,7 +137,7 @@ class Frame(Packer):
             self.residuals = Residuals((), None) if known.residual else None
         self.recorder = recorder
         watching = recorder.selector.watching() if recorder.selector else contextlib.nullcontext()
-        exposed = ExposureWatch(recorder) if known is None else contextlib.nullcontext()
+        exposed = ExposureWatch() if known is None else contextlib.nullcontext()
         push_hooks(self.pack, self.unpack)
         try:
             with watching, exposed, recorder:

@@ -61,7 +61,7 @@ class Inputs:
         self.random: RandomState | None = None
         self.bindings: Bindings | None = None
         self.swap: Any = None
-        self.leaf: list[tuple[bool, bool]] = []
+        self.leaf: list[tuple[int, bool, bool]] = []
 
     def note_random(self) -> None:
         """Note the state of the generators before the forward."""
@@ -90,7 +90,7 @@ class Inputs:
 
     def rebuild(self, tensors: list[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments again, as leaves of a graph of their own; one that was passed twice is one again."""
-        leaves = list(self.leaves) if self.spec is not None else [None] * len(tensors)
+        leaves: list[Any] = list(self.leaves) if self.spec is not None else [None] * len(tensors)
         again: dict[int, Any] = {}
         for i, (tensor, (key, leaf, graded)) in zip(
             self.arguments, zip(tensors, self.leaf, strict=True), strict=True

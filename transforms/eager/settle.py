@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,11 +14,10 @@ from remat.transforms.offload import Store, away_in
 from remat.transforms.pytree import flatten, split
 from remat.transforms.tape import Needs, Program, Reachability, Recorder, tensors_in
 
-if TYPE_CHECKING:
-    from remat.transforms.eager.frame import Frame
+# A `frame` here is a `frame.Frame`, whose file imports this one.
 
 
-def settle(frame: Frame, recorder: Recorder, out: Any) -> None:
+def settle(frame: Any, recorder: Recorder, out: Any) -> None:
     """Keep what is needed of arguments and values; `out` is what the function returned."""
     tape = frame.tape
     outs = differentiated(out)
@@ -46,12 +45,12 @@ def settle(frame: Frame, recorder: Recorder, out: Any) -> None:
         report_frame(frame, recorder)
 
 
-def computed(frame: Frame) -> list[int]:
+def computed(frame: Any) -> list[int]:
     """The saved values that have to be made again: those from outside are held."""
     return [i for i in range(len(frame.tape.packed)) if i not in frame.direct]
 
 
-def sources(frame: Frame, wanted: list[int]) -> set[int]:
+def sources(frame: Any, wanted: list[int]) -> set[int]:
     """The ops whose results these saved values are."""
     tape = frame.tape
     return {source for i in wanted for source in tape.sources(*tape.packed[i])}
@@ -62,7 +61,7 @@ def differentiated(out: Any) -> list[torch.Tensor]:
     return [t for t in split(flatten(out)[0])[0] if t.grad_fn is not None]
 
 
-def _prefer_residuals(frame: Frame, recorder: Recorder) -> None:
+def _prefer_residuals(frame: Any, recorder: Recorder) -> None:
     # Promise 2: never keep more than no remat keeps. Where the inputs are larger than what autograd saves
     # (a reduction, a cast down), the saved values themselves are the better thing to keep.
     residuals, program = frame.residuals, frame.program
@@ -76,7 +75,7 @@ def _prefer_residuals(frame: Frame, recorder: Recorder) -> None:
         frame.held, frame.kept, frame.dropped, frame.random = {}, {}, {}, {}
 
 
-def tell_around(frame: Frame, recorder: Recorder) -> None:
+def tell_around(frame: Any, recorder: Recorder) -> None:
     """What a region keeps is not computed again by a region around it, and what it reads is not lost."""
     if (tell := watcher(frame.inputs.hooks)) is not None:
         for at in frame.held:
@@ -89,7 +88,7 @@ def tell_around(frame: Frame, recorder: Recorder) -> None:
             around.offer(recorder.outer[at], value, frame.tape.nodes[at].op)
 
 
-def note_away(frame: Frame, recorder: Recorder, out: Any) -> None:
+def note_away(frame: Any, recorder: Recorder, out: Any) -> None:
     """Note what was sent to the host."""
     away = {at: value for at, value in frame.kept.items() if any(True for _ in away_in(value))}
     if not away:

@@ -3,8 +3,7 @@
 from remat.transforms.functorch import nodes, rules  # noqa: F401  (they add the rules that `call` looks up)
 from remat.transforms.functorch.aliasing import AliasSpec, bases, looks, rebuild
 from remat.transforms.functorch.flat_call import FlatCall, WatchingRefused
-from remat.transforms.functorch.primitive import Family, Prim, World, call
-from remat.transforms.functorch.pullback import PullBack, replaying
+from remat.transforms.functorch.primitive import Family, Prim, PullBack, World, call, replaying
 
 __all__ = [
     "AliasSpec",  # a view of another result

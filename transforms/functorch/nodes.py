@@ -1,4 +1,5 @@
-"""Where a primitive is differentiated: the rules of plain autograd and of a grad level, and their nodes.
+"""Where a primitive is differentiated: the rules of plain autograd and of a grad level, and their nodes; and
+how it runs below every level: the recorded forward, and its recomputation in a pull-back.
 
 A node holds the operands and what the recorded forward left (`Residuals`); its backward calls the pull-back,
 which is a primitive again.
@@ -6,6 +7,7 @@ which is a primitive again.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -22,19 +24,39 @@ from remat.transforms.compat import (
     is_dead,
     is_wrapped,
     level_of,
+    next_node,
     unwrap_batched,
     unwrap_for_grad,
     unwrap_once,
     unwrapped,
     wrap_for_grad,
 )
-from remat.transforms.context import inside, quiet
+from remat.transforms.context import active, inside, quiet
 from remat.transforms.errors import RematError
-from remat.transforms.functorch.execute import execute, execute_pull
-from remat.transforms.functorch.primitive import Prim, Residuals, Tensors, call, rule
-from remat.transforms.functorch.pullback import PullBack, as_differentiated
+from remat.transforms.functorch.primitive import (
+    Prim,
+    PullBack,
+    Residuals,
+    Tensors,
+    as_differentiated,
+    call,
+    replaying,
+    rule,
+)
+from remat.transforms.functorch.recorded import Recorded
 from remat.transforms.placeholders import hollow as placeholders_hollow
-from remat.transforms.placeholders import metadata
+from remat.transforms.state import RandomState
+from remat.transforms.tape import (
+    Kept,
+    Reachability,
+    Recorder,
+    Tape,
+    held_tensors,
+    holds_unseen,
+    metadata,
+    report,
+    storage,
+)
 
 
 @rule(None)
@@ -62,9 +84,9 @@ def _run(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
     """Run a primitive's body, in eager or where else its family lives."""
     world = prim.family.world
     if prim.pulls:
-        return execute_pull(prim, operands) if world is None else world.pull(prim, operands)
+        return _pull(prim, operands) if world is None else world.pull(prim, operands)
     with inside():
-        outs = execute(prim, operands) if world is None else world.forward(prim, operands)
+        outs = _forward(prim, operands) if world is None else world.forward(prim, operands)
     # A result that is an operand itself would be taken for an in-place result by autograd.Function.
     taken = {id(t) for t in operands}
     return tuple([quiet(t.view_as, t) if id(t) in taken else t for t in outs])
@@ -78,17 +100,18 @@ def _keep(ctx: Any, prim: Prim, operands: Tensors, outs: Tensors, residuals: Res
     if prim.family.world is not None:
         ctx.save_for_backward(*operands)
         return
-    needed = [residuals is None or residuals.needs(t) or _tracked_below(t) for t in operands]
+    needed = [residuals is None or _is_read(residuals, t) for t in operands]
     ctx.save_for_backward(*[t if keep else _hollow(t) for t, keep in zip(operands, needed, strict=True)])
 
 
-def _tracked_below(tensor: torch.Tensor) -> bool:
-    """Whether a lower level differentiates `tensor` too: its place in that graph must then be kept."""
+def _is_read(residuals: Residuals, tensor: torch.Tensor) -> bool:
+    """Whether the pull-back reads an operand, or a lower level differentiates it too: its place in that graph
+    must then be kept."""
+    tracked_below = False
     while is_wrapped(tensor):
         tensor = unwrap_once(tensor)
-        if tensor.requires_grad:
-            return True
-    return tensor.requires_grad
+        tracked_below = tracked_below or tensor.requires_grad
+    return tracked_below or tensor.requires_grad or residuals.needs(tensor)
 
 
 def _recorded(prim: Prim, mask: list[int]) -> tuple[Prim, Residuals | None]:
@@ -232,3 +255,109 @@ def _hollow(tensor: torch.Tensor) -> torch.Tensor:
     empty = unwrapped(quiet(placeholders_hollow, metadata(tensor)))
     empty.untyped_storage().resize_(0)
     return empty
+
+
+# -- below every level ------------------------------------------------------------------------------------
+
+
+def _forward(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+    """Run a region's function; recorded, where a node above it will pull back."""
+    return _forward_recorded(prim, operands) if prim.sinks else prim.body(*operands)
+
+
+def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+    region, family = prim.family.region, prim.family
+    tape = Tape(region.name)
+    tape.loose = prim.dual
+    recorder = Recorder(tape, region.selector, operands, digest=region.digest, reruns=True)
+    random = RandomState(operands) if region.preserve_rng_state else None
+    saved: set[int] = set()
+    packed: list[tuple[int, int]] = []
+    reaches: list[Reachability] = []
+    unseen: list[bool] = []
+    start = next_node()
+
+    def watch(tensor: torch.Tensor) -> None:
+        bottom = unwrapped(tensor) if is_wrapped(tensor) else tensor
+        number = recorder.number(bottom)
+        if number < 0 or tape.root_of(number) < 0:
+            saved.add(storage(bottom))
+        owner = next_node() - 1 - start
+        packed.extend((source, owner) for source in tape.sources(number, len(tape.nodes)))
+
+    def note(outs: Tensors) -> None:
+        unseen.append(holds_unseen(outs, start))
+        if len(outs) > 1:
+            reaches.append(Reachability(outs, start))
+
+    family.watch, family.made = watch, note
+    selector = recorder.selector
+    try:
+        with selector.watching(levels=True) if selector else contextlib.nullcontext(), recorder:
+            outs = (prim.recorded or prim.body)(*operands)
+    finally:
+        watched = family.watch is not None and not any(unseen)
+        family.watch, family.made = None, None
+    bottoms = [unwrapped(t) if is_wrapped(t) else t for t in outs]
+    recorded = Recorded(region, recorder, packed if watched else None, saved, bottoms, random)
+    # Of several levels that differentiate, each has its own graph: then all is needed.
+    if watched and len(reaches) == 1 and reaches[0].differ:
+        recorded.reach = reaches[0]
+    for sink in prim.sinks:
+        sink.recorded = recorded
+    if selector:
+        selector.finished(tape)
+    if active.listeners:
+        _report(recorded, prim.sinks[-1], operands)
+    return outs
+
+
+def _report(recorded: Recorded, sink: Residuals, operands: Tensors) -> None:
+    name = recorded.region.name
+    for i, tensor in enumerate(operands):
+        if sink.needs(unwrapped(tensor)):
+            report(Kept("argument", tensor, name, i))
+    for at, value in recorded.kept.items():
+        node = recorded.tape.nodes[at]
+        for tensor, away in held_tensors(value):
+            report(Kept("policy", tensor, name, at, node.op, node.name, away))
+
+
+def _pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+    """Run a region again as it ran in its forward, and pull its cotangents back."""
+    family, source = prim.family, prim.source
+    recorded = None if source is None else source.recorded
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_with_memory(operands))
+        if family.ambient.must_be_restored():
+            stack.enter_context(family.ambient.restored())
+        replay = None
+        if recorded is not None:
+            recorded.check_unwritten()
+            needs = recorded.part(prim.present)
+            stack.enter_context(recorded.surroundings(needs))
+            replay = recorded.replay(needs)
+        stack.enter_context(replaying(replay, family.region.name))
+        return tuple(prim.body(*operands))
+
+
+@contextlib.contextmanager
+def _with_memory(operands: Tensors) -> Any:
+    """Give hollow operands memory (of any content) for as long as the function runs: it may look, it must
+    not crash."""
+    hollow = [t for t in operands if t.numel() and _storage_bytes(t) == 0]
+    for tensor in hollow:
+        last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        tensor.untyped_storage().resize_((last + 1) * tensor.element_size())
+    try:
+        yield
+    finally:
+        for tensor in hollow:
+            tensor.untyped_storage().resize_(0)
+
+
+def _storage_bytes(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):
+        return 1

@@ -15,14 +15,25 @@ record at its own level. Peeling by hand follows torch._functorch.autograd_funct
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 
-from remat.transforms.compat import in_transform, innermost_level, unwrap_if_dead, unwrapped
+from remat.transforms.compat import (
+    functions_as_they_are,
+    hooks_aside,
+    in_transform,
+    innermost_level,
+    restore_vmap,
+    unwrap_if_dead,
+)
+from remat.transforms.context import active, quiet, recomputing
 from remat.transforms.functorch.recorded import Recorded
+from remat.transforms.pytree import smooth as pytree_smooth
 from remat.transforms.region import Region
 from remat.transforms.state import Ambient
 from remat.transforms.tape import storage
@@ -39,11 +50,11 @@ class Residuals:
         self.written: Any = None  # in a traced graph: what its `World` noted in the forward
 
     def needs(self, tensor: torch.Tensor) -> bool:
-        """Whether the pull-back reads this operand."""
+        """Whether the pull-back reads this operand, as it is below all levels."""
         recorded = self.recorded
         if recorded is None or recorded.storages is None:
             return True
-        return storage(unwrapped(tensor)) in recorded.storages
+        return storage(tensor) in recorded.storages
 
 
 class World(Protocol):
@@ -133,3 +144,190 @@ def call(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
         # torch.func.functionalize: nothing to save there, the function runs as it is.
         return tuple(prim.body(*operands))
     return found(level, prim, operands)
+
+
+# -- the function as it is differentiated, and its pull-back ------------------------------------------------
+
+
+def as_differentiated(body: Body, mask: list[int], family: Family) -> Body:
+    """`body`, run the way its pull-back will run it (torch picks other kernels where it differentiates)."""
+
+    def note(outs: Tensors) -> None:
+        if family.made is not None:
+            family.made(outs)
+
+    def run(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        split: list[list[int]] = [[]]
+        if not in_transform():
+            # A pull-back that runs this again differentiates some operands already, for good.
+            around = torch.is_grad_enabled() and any(t.requires_grad for t in operands)
+            with torch.enable_grad():
+                given = [operands[i] for i in mask]
+                own = [t if around and t.requires_grad else _leaf(t) for t in given]
+                outs = body(*merged(operands, mask, own))
+            note(outs)
+            return tuple(outs) if around else tuple([t.detach() for t in outs])
+
+        def of(*moving: torch.Tensor) -> Any:
+            outs = body(*merged(operands, mask, moving))
+            note(outs)
+            return smooth_first(outs, split)
+
+        with hooks_aside():
+            made: Any = torch.func.vjp(of, *[operands[i] for i in mask], has_aux=True)
+        smooth, _, rest = made
+        return tuple(reassemble(smooth, rest, split[0]))
+
+    return run
+
+
+@dataclass(frozen=True)
+class PullBack:
+    """(operands, cotangents of the outs at `present`) -> gradients of the operands at `mask`.
+
+    `over` holds the vmaps that see cotangents only, from the innermost: there the function is recomputed
+    once, outside, and only the pulling is batched. (jacrev is such a vmap.)
+    """
+
+    body: Body
+    count: int
+    mask: list[int]
+    present: list[int]
+    over: tuple[tuple[tuple[int | None, ...], int, str], ...] = ()
+    unused: set[int] = field(default_factory=set)  # places of `mask` that turned out not to matter
+
+    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        operands, cotangents = tensors[: self.count], tensors[self.count :]
+        if not in_transform():
+            return self._plainly(operands, cotangents)
+        split: list[list[int]] = [[]]
+
+        def of(*moving: torch.Tensor) -> Any:
+            return smooth_first(self.body(*merged(operands, self.mask, moving)), split)
+
+        with hooks_aside():
+            made: Any = torch.func.vjp(of, *[operands[i] for i in self.mask], has_aux=True)
+        smooth, vjp, _ = made
+        forward_done()
+
+        def pull(*cotangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            given = dict(zip(self.present, cotangents, strict=True))
+            full = [
+                given[i] if i in given else torch.zeros_like(t) for i, t in zip(split[0], smooth, strict=True)
+            ]
+            return tuple(vjp(tuple(full)))
+
+        return self._staged(pull)(*cotangents)
+
+    def _plainly(self, operands: Tensors, cotangents: Tensors) -> tuple[torch.Tensor, ...]:
+        """By plain autograd: quicker, and the only way for functions that torch.func refuses."""
+        again = torch.is_grad_enabled() and any(t.requires_grad for t in (*operands, *cotangents))
+        with torch.enable_grad():
+            leaves = [_variable(operands[i], again) for i in self.mask]
+            outs = self.body(*merged(operands, self.mask, leaves))
+        forward_done()
+
+        def pull(*cotangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            pairs = [
+                (outs[i], ct)
+                for i, ct in zip(self.present, cotangents, strict=True)
+                if outs[i].requires_grad and not cut_off(outs[i])
+            ]
+            if not pairs:
+                return tuple([torch.zeros_like(t) for t in leaves])
+            ends, cts = [o for o, _ in pairs], [ct for _, ct in pairs]
+            grads = torch.autograd.grad(
+                ends, leaves, cts, create_graph=again, retain_graph=again or None, allow_unused=True
+            )
+            self.unused.update(i for i, g in enumerate(grads) if g is None)
+            return tuple(
+                [torch.zeros_like(t) if g is None else g for g, t in zip(grads, leaves, strict=True)]
+            )
+
+        return self._staged(pull)(*cotangents)
+
+    def batched(self, in_dims: tuple[int | None, ...], size: int, randomness: str) -> PullBack | None:
+        """The same under a vmap whose batch is in the cotangents only, None if it is in the operands too."""
+        if any(dim is not None for dim in in_dims[: self.count]):
+            return None
+        return replace(self, over=(*self.over, (in_dims[self.count :], size, randomness)))
+
+    def _staged(self, pull: Body) -> Body:
+        for in_dims, size, randomness in self.over:
+            pull = _batched_first(pull, in_dims, size, randomness)
+        return pull
+
+
+def forward_done() -> None:
+    """The function has been recomputed, the backward begins."""
+    if not active.replays:
+        return
+    replay, again = active.replays[-1]
+    again.close()
+    if replay is not None:
+        replay.forward_done()
+
+
+@contextlib.contextmanager
+def replaying(replay: Any, region: str) -> Iterator[None]:
+    """Hand out a forward's values (`replay` is a mode, or None) until the backward begins."""
+    with contextlib.ExitStack() as again:
+        again.callback(recomputing(region))
+        active.replays.append((replay, again))
+        try:
+            with replay if replay is not None else contextlib.nullcontext():
+                yield
+        finally:
+            active.replays.pop()
+
+
+def _batched_first(pull: Body, in_dims: tuple[int | None, ...], size: int, randomness: str) -> Body:
+    """`pull` over a batch of cotangents; every result has the batch in front."""
+
+    def run(*cotangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outs, dims = restore_vmap(lambda *ts: tuple(pull(*ts)), in_dims, size, randomness)(*cotangents)
+        pairs = zip(outs, dims, strict=True)
+        return tuple([t.expand(size, *t.shape) if d is None else t.movedim(d, 0) for t, d in pairs])
+
+    return run
+
+
+def _variable(tensor: torch.Tensor, again: bool) -> torch.Tensor:
+    # An alias each, so that one tensor passed twice gets two gradients.
+    return quiet(tensor.view_as, tensor) if again and tensor.requires_grad else _leaf(tensor)
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_()
+
+
+def merged(operands: Tensors, at: list[int], replaced: Tensors) -> list[torch.Tensor]:
+    merged = list(operands)
+    for i, tensor in zip(at, replaced, strict=True):
+        merged[i] = tensor
+    return merged
+
+
+def smooth_first(
+    outs: Tensors, split: list[list[int]]
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Differentiable results and the others; torch.func takes only the former, the others go as auxiliary."""
+    smooth = [pytree_smooth(t) and not cut_off(t) for t in outs]
+    split[0] = [i for i, is_smooth in enumerate(smooth) if is_smooth]
+    return tuple(itertools.compress(outs, smooth)), tuple(
+        [t for t, s in zip(outs, smooth, strict=True) if not s]
+    )
+
+
+def reassemble(smooth: Tensors, rest: Tensors, at: list[int]) -> list[torch.Tensor]:
+    outs = list(rest)
+    for i, tensor in zip(at, smooth, strict=True):
+        outs.insert(i, tensor)
+    return outs
+
+
+def cut_off(tensor: torch.Tensor) -> bool:
+    """Whether this is a view made with gradients off: torch says that it requires them, as its base does, and
+    fails where it is differentiated."""
+    with functions_as_they_are():
+        return tensor.requires_grad and tensor.grad_fn is None and tensor._base is not None

@@ -14,11 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from remat.transforms.closure import of_captured
-from remat.transforms.compat import unwrapped
 from remat.transforms.errors import RematError
 from remat.transforms.offload import Store, away_in
 from remat.transforms.ops import traits
-from remat.transforms.placeholders import metas
 from remat.transforms.region import Region
 from remat.transforms.state import RandomState, generators_put_back
 from remat.transforms.tape import (
@@ -28,6 +26,7 @@ from remat.transforms.tape import (
     Recorder,
     Replay,
     Tape,
+    metas,
     storage,
     version_of,
     written,
@@ -61,7 +60,8 @@ class Recorded:
         self.reach: Reachability | None = None
         tape = self.tape
         everything = range(len(tape.nodes))
-        recorder.share_around()
+        if recorder.parent is not None:
+            recorder.share_around()
         kept = {} if tape.loose else recorder.kept
         given = _let_go(recorder)
         if packed is not None and not tape.open:
@@ -184,7 +184,7 @@ def _must_run(tape: Tape) -> set[int]:
 def _stored(recorder: Recorder, needs: Needs, outs: Sequence[torch.Tensor]) -> set[int]:
     """Ops that nobody reads, with results that somebody holds, the region's own results aside."""
     tape = recorder.tape
-    results = {recorder.number(t) for t in map(unwrapped, outs)}
+    results = {recorder.number(t) for t in outs}
     return {
         tape.makers[number]
         for _, number in recorder.living_values()

@@ -24,8 +24,17 @@ from remat.transforms.compat import (
     unwrap_for_grad,
     wrap_for_grad,
 )
-from remat.transforms.functorch.primitive import Body, Prim, Tensors, call, rule
-from remat.transforms.functorch.pullback import PullBack, merged, reassemble, smooth_first
+from remat.transforms.functorch.primitive import (
+    Body,
+    Prim,
+    PullBack,
+    Tensors,
+    call,
+    merged,
+    reassemble,
+    rule,
+    smooth_first,
+)
 
 
 @rule(VMAP)

@@ -2,7 +2,6 @@
 
 from remat.transforms.tape.exposure import ExposureWatch
 from remat.transforms.tape.guard import GuardMode
-from remat.transforms.tape.liveness import Reachability, holds_unseen
 from remat.transforms.tape.observers import Kept, listen, listening, made_by, report
 from remat.transforms.tape.program import Program
 from remat.transforms.tape.recorder import Recorder
@@ -15,12 +14,25 @@ from remat.transforms.tape.tape import (
     SKIP,
     Needs,
     Node,
+    Reachability,
     Stop,
     Tape,
+    holds_unseen,
     not_repeated,
     written,
 )
-from remat.transforms.tape.values import held_tensors, map_tensors, storage, targets, tensors_in, version_of
+from remat.transforms.tape.values import (
+    ValueNumbering,
+    held_tensors,
+    map_tensors,
+    metadata,
+    metas,
+    storage,
+    targets,
+    tensors_in,
+    version_of,
+)
+from remat.transforms.tape.verdicts import Verdicts
 
 __all__ = [
     "KEPT",  # what an op does in a recomputation: its kept result is handed out
@@ -39,12 +51,16 @@ __all__ = [
     "Replay",  # hands out kept values where a region's function runs again
     "Stop",  # ends a recomputation once everything that was asked for is there
     "Tape",  # the ops of one run of a region
+    "ValueNumbering",  # numbers of tensor objects
+    "Verdicts",  # the part of a recorder that keeps values
     "held_tensors",  # the tensors held for a kept value, and which are offloaded
     "holds_unseen",  # whether a node may read tensors that no saved-tensor hook was told of
     "listen",  # collect what the regions called inside keep, in a new list or whatever else has `append`
     "listening",  # whether anybody listens on this thread
     "made_by",  # the blocks of memory of an op's results that are not those of its operands, with their keys
     "map_tensors",  # a function applied to the tensors of an op's results
+    "metadata",  # the results of an op with their tensors replaced by metadata
+    "metas",  # the metadata of the tensors among an op's results
     "not_repeated",  # the message for a recomputation that runs otherwise than its forward did
     "report",  # tell every listener of this thread of a kept tensor
     "storage",  # what aliases of one memory have in common

@@ -15,7 +15,6 @@ import torch
 from remat.transforms.compat import memory_is_real, unwrapped
 from remat.transforms.context import active, quiet
 from remat.transforms.ops import Traits, draws, is_shape_arithmetic, traits, user_place
-from remat.transforms.placeholders import metadata
 from remat.transforms.state import GeneratorState
 from remat.transforms.tape.snapshots import Snapshot
 from remat.transforms.tape.tape import RECOMPUTE, Node, Outside, Tape
@@ -25,6 +24,7 @@ from remat.transforms.tape.values import (
     as_strided_arguments,
     geometry,
     memory_of,
+    metadata,
     refs_in,
     targets,
     tensors_in,
@@ -379,7 +379,7 @@ def enclosing_position(mode: Recorder) -> int:
 
 def _is_plain(args: Any) -> bool:
     """Whether a factory's first operand can be stood in for by its metadata."""
-    tensor = args[0] if args else None
+    tensor: Any = args[0] if args else None
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided

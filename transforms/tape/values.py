@@ -1,4 +1,4 @@
-"""Values of a forward: numbers for the tensors it meets, and templates for how its ops are called."""
+"""Values of a forward: numbers and metadata of its tensors, and templates for how its ops are called."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat import functions_as_they_are, storage_key
+from remat.transforms.compat import functions_as_they_are
 from remat.transforms.offload import Elsewhere, away_in
 from remat.transforms.ops import Traits
+from remat.transforms.placeholders import Meta
 
 
 class Ref(int):
@@ -60,6 +61,21 @@ def constants_alike(want: Any, value: Any) -> bool:
     return bool(want == value)
 
 
+def refs_in(template: Any) -> list[int]:
+    """The numbers in a template, in their order."""
+    found: list[int] = []
+    stack = [template]
+    while stack:
+        value = stack.pop()
+        if type(value) is Ref:
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            stack.extend(reversed(value))
+        elif isinstance(value, dict):
+            stack.extend(reversed(value.values()))
+    return found
+
+
 def tensors_in(values: Any) -> Iterable[torch.Tensor]:
     """The tensors among the arguments or results of an op."""
     if isinstance(values, torch.Tensor):
@@ -81,6 +97,37 @@ def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)([map_tensors(function, v) for v in value])
     return value
+
+
+def metadata(out: Any) -> Any:
+    """`out` with its tensors replaced by their metadata."""
+    if isinstance(out, torch.Tensor):
+        stride = out.stride() if out.layout is torch.strided else None
+        return Meta((out.shape, stride, out.dtype, out.device))
+    if isinstance(out, (tuple, list)):
+        return type(out)([metadata(v) for v in out])
+    return out
+
+
+def alike(new: Any, old: Any) -> bool:
+    """Whether shapes, dtypes, devices (not strides) and plain values are the same."""
+    if isinstance(new, Meta) and isinstance(old, Meta):
+        return new[0] == old[0] and new[2:] == old[2:]
+    if isinstance(new, (tuple, list)) and isinstance(old, (tuple, list)):
+        return len(new) == len(old) and all(map(alike, new, old))
+    return bool(new == old) or new != new
+
+
+def metas(outs: Any) -> list[Meta]:
+    """The metadata of the tensors among an op's results."""
+    if isinstance(outs, Meta):
+        return [outs]
+    return [m for part in outs for m in metas(part)] if isinstance(outs, (tuple, list)) else []
+
+
+def numel(outs: Any) -> int:
+    """The number of elements, if `outs` is one tensor."""
+    return outs[0].numel() if isinstance(outs, Meta) else 1
 
 
 def held_tensors(kept: Any) -> list[tuple[torch.Tensor, bool]]:
@@ -107,7 +154,9 @@ def version_of(tensor: torch.Tensor) -> int:
 def storage(tensor: torch.Tensor) -> int:
     """What aliases of one memory have in common while one of them lives."""
     try:
-        return storage_key(tensor)
+        # As in `memory_of`.
+        with functions_as_they_are():
+            return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
         return id(tensor)
 
@@ -122,21 +171,6 @@ def memory_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
             return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None
-
-
-def refs_in(template: Any) -> list[int]:
-    """The numbers of the values in the template of a call, in order."""
-    found: list[int] = []
-    stack = [template]
-    while stack:
-        value = stack.pop()
-        if type(value) is Ref:
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            stack.extend(reversed(value))
-        elif isinstance(value, dict):
-            stack.extend(reversed(value.values()))
-    return found
 
 
 def geometry(tensor: torch.Tensor) -> Any:
