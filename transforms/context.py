@@ -105,9 +105,11 @@ def run_again_whole(reason: str) -> None:
 
 # A raw kernel (Triton, ctypes, NumPy on shared memory) writes without an op and without a new version. Every
 # door to raw memory that Python code has is a torch function. What lies in memory that was shown is unknown
-# from then on. (An extension that asks for the pointer in C++ is not seen.) `tensor.data = x` is no op either.
+# from then on. (An extension that asks for the pointer in C++ is not seen.) Nor is it an op to set
+# `tensor.data`.
 DOORS = frozenset(
     {
+        "__set__",
         "data_ptr",
         "numpy",
         "__array__",

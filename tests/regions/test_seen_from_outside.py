@@ -132,6 +132,9 @@ def test_statistics_that_are_unfrozen_later(policy, closure):
 @POLICIES
 def test_a_buffer_that_is_written_from_the_third_step_on(policy):
     class Counts(nn.Module):
+        steps: torch.Tensor
+        lin: nn.Linear
+
         def __init__(self):
             super().__init__()
             self.lin, self.on = nn.Linear(4, 4).double(), False

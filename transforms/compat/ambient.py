@@ -61,7 +61,7 @@ def with_bits(tensor: torch.Tensor, bits: tuple[bool, bool]) -> torch.Tensor:
     """A look at the same memory with these two flipped: twice is as before."""
     if bits[0]:
         tensor = tensor.conj()
-    return torch._neg_view(tensor) if bits[1] else tensor
+    return torch._neg_view(tensor) if bits[1] else tensor  # pyright: ignore[reportPrivateImportUsage]
 
 
 def modules_watched() -> bool:

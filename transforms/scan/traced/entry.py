@@ -143,7 +143,8 @@ def run_whole(whole: Whole, body: TracedBody, operands: tuple[Any, ...], selecto
     draws, made = kept
     # What Dynamo left open besides tensors is a constant of what is compiled.
     made = made.setdefault(tuple([v for v in step.fixed if v is not None]), {})
-    spec, options = whole.spec, {"offloaded": whole.spec.offloaded}
+    spec = whole.spec
+    options: dict[str, Any] = {"offloaded": spec.offloaded}
     assert spec.length is not None and spec.compile is not None
     if not draws:
         size, schedule = in_blocks(spec.schedule, _block(body.graph, carry, xs), spec.length)
