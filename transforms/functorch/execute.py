@@ -14,6 +14,7 @@ from remat.transforms.functorch.pullback import replaying
 from remat.transforms.functorch.recorded import Recorded
 from remat.transforms.state import RandomState
 from remat.transforms.tape import (
+    ExposureWatch,
     Kept,
     Reachability,
     Recorder,
@@ -58,7 +59,8 @@ def _execute_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
     family.watch, family.made = watch, note
     selector = recorder.selector
     try:
-        with selector.watching(levels=True) if selector else contextlib.nullcontext(), recorder:
+        watching = selector.watching(levels=True) if selector else contextlib.nullcontext()
+        with watching, ExposureWatch(recorder), recorder:
             outs = (prim.recorded or prim.body)(*operands)
     finally:
         watched = family.watch is not None and not any(unseen)

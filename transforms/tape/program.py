@@ -18,7 +18,7 @@ from remat.transforms.errors import RematError
 from remat.transforms.offload import Elsewhere
 from remat.transforms.placeholders import Meta
 from remat.transforms.tape.tape import KEPT, SKIP, Needs, Tape, not_repeated
-from remat.transforms.tape.values import Ref, map_tensors, tensors_in
+from remat.transforms.tape.values import Ref, map_tensors, refs_in, tensors_in
 
 Values = dict[int, Any]
 
@@ -205,7 +205,7 @@ def _step(tape: Tape, needs: Needs, at: int) -> Step:
     if node.shape_only:
         step.args, step.kwargs = _like(tape, at)
     step.flat = [(i, int(arg)) for i, arg in enumerate(step.args) if type(arg) is Ref]
-    step.nested = [i for i, arg in enumerate(step.args) if isinstance(arg, (list, tuple)) and _refs(arg)]
+    step.nested = [i for i, arg in enumerate(step.args) if isinstance(arg, (list, tuple)) and refs_in(arg)]
     return step
 
 
@@ -230,17 +230,7 @@ def _count(tape: Tape, at: int) -> int:
 
 
 def _reads(step: Step) -> set[int]:
-    return set(_refs((step.args, step.kwargs)))
-
-
-def _refs(value: Any) -> list[int]:
-    if type(value) is Ref:
-        return [int(value)]
-    if isinstance(value, (list, tuple)):
-        return [number for part in value for number in _refs(part)]
-    if isinstance(value, dict):
-        return [number for part in value.values() for number in _refs(part)]
-    return []
+    return set(refs_in((step.args, step.kwargs)))
 
 
 def _filled(value: Any, values: Values) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat import memory_is_real
+from remat.transforms.compat import memory_is_real, unwrapped
 from remat.transforms.context import active, quiet
 from remat.transforms.ops import Traits, draws, is_shape_arithmetic, traits, user_place
 from remat.transforms.placeholders import metadata
@@ -22,7 +22,10 @@ from remat.transforms.tape.tape import RECOMPUTE, Node, Outside, Tape
 from remat.transforms.tape.values import (
     Ref,
     ValueNumbering,
+    as_strided_arguments,
+    geometry,
     memory_of,
+    refs_in,
     targets,
     tensors_in,
 )
@@ -64,7 +67,6 @@ class Recorder(WriteWatch):
         snapshots: memories from outside as they were before the region wrote to them.
         outer: for every op its number on the tape of the region around, if there is one.
         alive: saved values that are held while the function runs.
-        exposed: how user code looked at memory itself, if it did.
     """
 
     records = True
@@ -90,7 +92,6 @@ class Recorder(WriteWatch):
         self.outer: dict[int, int] = {}
         self.kept_bytes = 0  # of what is kept on its device
         self.alive: dict[int, torch.Tensor] = {}
-        self.exposed: str | None = None
         self._numbers = ValueNumbering()
         # Living memories by the ids of their storage objects: where they come from, and a value in them.
         self._memory: dict[int, tuple[Any, int, int, Any]] = {}
@@ -251,14 +252,14 @@ class Recorder(WriteWatch):
             return self._from_outside(tensor)
         # Autograd, `.data` and C++ make aliases that no dispatch mode sees.
         _, root, number, base = known
-        if _geometry(tensor) == base:
+        if geometry(tensor) == base:
             self._numbers.add(tensor, number)
             return number
         self.tape.cacheable = False
         if base[0] is not tensor.dtype or base[1] != tensor.is_conj() or tensor.is_neg():
             self.tape.open = self.tape.open or "it looks at memory as another dtype, unseen"
             return self._from_outside(tensor)
-        shape, stride, start = base_look(tensor)
+        shape, stride, start = as_strided_arguments(tensor)
         self._add(
             _as_strided,
             traits(_as_strided),
@@ -289,7 +290,7 @@ class Recorder(WriteWatch):
     def _remember(self, memory: Any, root: int, number: int, tensor: torch.Tensor) -> None:
         known = self._memory.get(id(memory))
         if known is None or known[0]() is not memory:
-            self._memory[id(memory)] = weakref.ref(memory), root, number, _geometry(tensor)
+            self._memory[id(memory)] = weakref.ref(memory), root, number, geometry(tensor)
 
     def _root_of_results(self, at: int, facts: Traits, args: Any, out: Any) -> int:
         """The memory that the results of an op lie in, whatever its schema says of aliases."""
@@ -316,7 +317,7 @@ class Recorder(WriteWatch):
         node.shape_only = facts.shape_only and _is_plain(args)
         # Of such an op the first operand is the one whose numbers do not matter.
         read = (node.args[1:], node.kwargs) if node.shape_only else (node.args, node.kwargs)
-        for number in _refs(read):
+        for number in refs_in(read):
             maker = tape.makers[number] if number >= 0 else -1
             if number >= 0:
                 deps.append(maker)
@@ -342,6 +343,13 @@ class Recorder(WriteWatch):
         memory = memory_of(tensor)
         if memory is not None:
             self._remember(memory, self.tape.root_of(number), number, tensor)
+
+    def expose(self, tensor: torch.Tensor) -> None:
+        """User code looks at the memory of `tensor` itself."""
+        bottom = unwrapped(tensor)
+        if (root := self.root(bottom)) >= 0:
+            self.tape.exposed.add(root)
+            self.tape.cacheable = False
 
     def living_values(self) -> list[tuple[torch.Tensor, int]]:
         """The tensors that ops have made and that somebody holds."""
@@ -387,34 +395,3 @@ def _is_graded(tape: Tape, node: Node, facts: Traits, args: Any) -> bool:
         and not any([tape.nodes[i].graded for i in node.deps])
         and not any([t.requires_grad for t in tensors_in(args)])
     )
-
-
-def _refs(template: Any) -> list[int]:
-    found: list[int] = []
-    stack = [template]
-    while stack:
-        value = stack.pop()
-        if type(value) is Ref:
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            stack.extend(reversed(value))
-        elif isinstance(value, dict):
-            stack.extend(reversed(value.values()))
-    return found
-
-
-def _geometry(tensor: torch.Tensor) -> Any:
-    """How a tensor lies in its memory."""
-    return (
-        tensor.dtype,
-        tensor.is_conj(),
-        tensor.shape,
-        tensor.stride(),
-        tensor.storage_offset(),
-        tensor.is_neg(),
-    )
-
-
-def base_look(tensor: torch.Tensor) -> tuple[list[int], list[int], int]:
-    """The arguments with which `as_strided` makes a tensor of any other one in its memory."""
-    return list(tensor.shape), list(tensor.stride()), int(tensor.storage_offset())

@@ -92,6 +92,7 @@ class Tape:
         names: (value, name) for every `checkpoint_name`, in order.
         inner: the ops of regions inside this one.
         last_write: the last op that wrote to a memory.
+        exposed: memories made inside that user code has looked at itself: what lies there is unknown.
         open: why the ops do not tell all that was computed, None where they do.
         loose: forward-mode derivatives inside: torch leaves out tangents known to be zero, by rules that
             differ between the passes. Where user code runs again, its ops cannot be compared.
@@ -111,6 +112,7 @@ class Tape:
         self.names: list[tuple[int, str]] = []
         self.inner: list[tuple[int, int]] = []
         self.last_write: dict[int, int] = {}
+        self.exposed: set[int] = set()
         self.open: str | None = None
         self.loose = self.sharded = self.meta = False
         self.cacheable = True  # whether another forward may be held against it
@@ -155,6 +157,7 @@ class Tape:
         made.outside = []
         made.packed, made.owners = self.packed[:packed], self.owners[:packed]
         made.names, made.inner = self.names[:names], [pair for pair in self.inner if pair[1] <= count]
+        made.exposed = set(self.exposed)
         made.last_write = {root: i for i, node in enumerate(made.nodes) for root in node.written}
         return made
 
@@ -179,7 +182,8 @@ class Needs:
     def __init__(self, tape: Tape, wanted: Iterable[int], kept: Mapping[int, Any]) -> None:
         nodes = tape.nodes
         self.live = live = _reach(tape, wanted, kept)
-        self.whole = tape.open is not None or (any(live.values()) and _fills_unseen(tape, live))
+        unseen = any(live.values()) and _fills_unseen(tape, live)
+        self.whole = tape.open is not None or unseen or _is_exposed(tape, live)
         if self.whole:
             self.live = live = {i: not _handed_out(tape, i, kept) for i in range(len(nodes))}
         written = {root for i, runs in live.items() if runs for root in nodes[i].written}
@@ -201,7 +205,11 @@ def _handed_out(tape: Tape, i: int, kept: Mapping[int, Any]) -> bool:
     """Whether the kept result of an op stands for the op."""
     node = tape.nodes[i]
     # A view that is handed out would no longer alias what is written through others.
-    return i in kept and (node.root == i or tape.last_write.get(node.root, -1) <= i)
+    return (
+        i in kept
+        and node.root not in tape.exposed
+        and (node.root == i or tape.last_write.get(node.root, -1) <= i)
+    )
 
 
 def _reach(tape: Tape, wanted: Iterable[int], kept: Mapping[int, Any]) -> dict[int, bool]:
@@ -216,6 +224,11 @@ def _reach(tape: Tape, wanted: Iterable[int], kept: Mapping[int, Any]) -> dict[i
         if runs:
             stack.extend(tape.nodes[i].deps)
     return live
+
+
+def _is_exposed(tape: Tape, live: dict[int, bool]) -> bool:
+    """Whether a needed value lies in memory that a raw kernel may have written to."""
+    return bool(tape.exposed) and any(tape.nodes[i].root in tape.exposed for i in live)
 
 
 def _fills_unseen(tape: Tape, live: dict[int, bool]) -> bool:

@@ -122,3 +122,35 @@ def memory_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
             return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None
+
+
+def refs_in(template: Any) -> list[int]:
+    """The numbers of the values in the template of a call, in order."""
+    found: list[int] = []
+    stack = [template]
+    while stack:
+        value = stack.pop()
+        if type(value) is Ref:
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            stack.extend(reversed(value))
+        elif isinstance(value, dict):
+            stack.extend(reversed(value.values()))
+    return found
+
+
+def geometry(tensor: torch.Tensor) -> Any:
+    """How a tensor lies in its memory."""
+    return (
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.storage_offset(),
+        tensor.is_neg(),
+    )
+
+
+def as_strided_arguments(tensor: torch.Tensor) -> tuple[list[int], list[int], int]:
+    """The arguments with which `as_strided` makes a tensor of any other one in its memory."""
+    return list(tensor.shape), list(tensor.stride()), int(tensor.storage_offset())
