@@ -206,8 +206,8 @@ def is_recomputing() -> bool:
     plain autograd where its ops do not tell all that it computed (raw kernels, collectives, operators on
     functions). Also where a budget is planned (once for each shape of the arguments, on tensors without
     data), and where `capture_grads` looks for names under `torch.func`. For counters, prints and logs: the
-    same torch ops must run in both passes, and under `torch.func` a result that the backward does not need may
-    hold no numbers in the recomputation. For intermediates there is `remat.capture`.
+    same torch ops must run in both passes, and under `torch.func` a result that the backward does not need
+    may hold no numbers in the recomputation. For intermediates there is `remat.capture`.
 
     Example:
         >>> from remat import is_recomputing
