@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.profiler import record_function
+from torch.overrides import TorchFunctionMode
 
 from remat.transforms.compat import DispatchMode, profiling
 
@@ -133,6 +134,15 @@ def notice(func: Any, args: Any) -> None:
         mode: Any = enclosing()
         if mode is not None and mode.records and args and isinstance(args[0], torch.Tensor):
             mode.expose(args[0])
+
+
+class MemoryWatch(TorchFunctionMode):
+    """Around a forward in plain autograd: notices what goes past torch's dispatcher."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in DOORS:
+            notice(func, args)
+        return func(*args, **kwargs) if kwargs else func(*args)
 
 
 def is_quiet() -> bool:

@@ -4,6 +4,7 @@ The table of functions runs as first and second call in every file of tests/comp
 """
 
 from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import pytest
@@ -177,7 +178,7 @@ def test_what_is_saved_is_compared_not_the_ops_alone(policy):
         torch.testing.assert_close(gradient(remat(lambda x, f=f: f(x), policy=policy)), gradient(f))
 
 
-def _by_turns(make, turns, *args):
+def _by_turns(make: Any, turns: Any, *args: Any) -> None:
     """Gradients of `remat(make(turn))` for each turn, where all turns share one code, against no remat."""
     for turn in turns:
         leaves = leaves_of(args)

@@ -30,7 +30,7 @@ from remat.transforms.compat import (
     push_hooks,
     set_grad_enabled,
 )
-from remat.transforms.context import quiet, run_innermost
+from remat.transforms.context import MemoryWatch, quiet, run_innermost
 from remat.transforms.eager.early import early_value
 from remat.transforms.eager.inputs import Inputs
 from remat.transforms.eager.rerun import Rerun
@@ -41,7 +41,6 @@ from remat.transforms.offload import Store
 from remat.transforms.region import CachedTrace, recomputing
 from remat.transforms.state import generators_put_back
 from remat.transforms.tape import (
-    ExposureWatch,
     GuardMode,
     Needs,
     Program,
@@ -137,10 +136,9 @@ class Frame(Packer):
             self.residuals = Residuals((), None) if known.residual else None
         self.recorder = recorder
         watching = recorder.selector.watching() if recorder.selector else contextlib.nullcontext()
-        exposed = ExposureWatch() if known is None else contextlib.nullcontext()
         push_hooks(self.pack, self.unpack)
         try:
-            with watching, exposed, recorder:
+            with watching, MemoryWatch(), recorder:
                 out = run_innermost(region.function, select is not None, args, kwargs)
         except BaseException:
             # What it holds leads back here through the graph.

@@ -1,6 +1,5 @@
 """The ops of a region's forward: recorded, or held against an earlier tape; what of them runs again."""
 
-from remat.transforms.tape.exposure import ExposureWatch
 from remat.transforms.tape.guard import GuardMode
 from remat.transforms.tape.observers import Kept, listen, listening, made_by, report
 from remat.transforms.tape.program import Program
@@ -40,7 +39,6 @@ __all__ = [
     "RECOMPUTE",  # the verdict: run again
     "SAVE",  # the verdict: keep
     "SKIP",  # what an op does in a recomputation: nothing
-    "ExposureWatch",  # tells a recorder of tensors whose memory user code looks at itself
     "GuardMode",  # a recorder that expects the ops of an earlier tape
     "Kept",  # one tensor that a region keeps from its forward to its backward
     "Needs",  # which ops of a tape run again for the values that a backward reads

@@ -254,6 +254,10 @@ class GuardMode(Recorder):
             self.leave()
         super().offer(at, value, op)
 
+    def expose(self, tensor: torch.Tensor) -> None:
+        self.leave()
+        super().expose(tensor)
+
     def bind(self, tensor: torch.Tensor, number: int) -> None:
         self.leave()
         super().bind(tensor, number)
