@@ -189,7 +189,7 @@ def test_schedule_draws_what_a_scan_does(capsys: pytest.CaptureFixture[str]) -> 
     assert main("schedule --length 4 --slots 2".split()) == 0
     # Two carries at most, from the forward down to the first step's reversal.
     drawn = capsys.readouterr().out.splitlines()
-    assert drawn[-6:] == ["oo>>  forward", "oo <", "oo", "oo<", "o<", "<"]
+    assert drawn[-7:] == ["o>o>  forward", "o o", "o o<", "o <", "o", "o<", "<"]
     assert main("schedule --kind revolv".split()) == 2
     assert "'revolv' is none of revolve, online" in capsys.readouterr().err
     assert main("schedule --slots 0".split()) == 2

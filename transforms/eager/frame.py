@@ -41,6 +41,7 @@ from remat.transforms.offload import Store
 from remat.transforms.region import CachedTrace, recomputing
 from remat.transforms.state import generators_put_back
 from remat.transforms.tape import (
+    ExposureWatch,
     GuardMode,
     Needs,
     Program,
@@ -136,9 +137,10 @@ class Frame(Packer):
             self.residuals = Residuals((), None) if known.residual else None
         self.recorder = recorder
         watching = recorder.selector.watching() if recorder.selector else contextlib.nullcontext()
+        exposed = ExposureWatch(recorder) if known is None else contextlib.nullcontext()
         push_hooks(self.pack, self.unpack)
         try:
-            with watching, recorder:
+            with watching, exposed, recorder:
                 out = run_innermost(region.function, select is not None, args, kwargs)
         except BaseException:
             # What it holds leads back here through the graph.

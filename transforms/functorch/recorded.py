@@ -64,13 +64,12 @@ class Recorded:
             recorder.share_around()
         kept = {} if tape.loose else recorder.kept
         given = _let_go(recorder)
-        if packed is not None and not tape.open and recorder.exposed is None:
+        if packed is not None and not tape.open:
             wanted = {made for made, _ in packed} | _must_run(tape)
             needs = Needs(tape, wanted, kept)
             if stored := _stored(recorder, needs, outs):
                 needs = Needs(tape, wanted | stored, kept)
         else:
-            tape.open = tape.open or recorder.exposed
             needs = Needs(tape, everything, kept)
         if any(given[at].ref() is None for at in needs.outside if at >= tape.arguments):
             # Made inside, by something that is no op: what it read is unknown.

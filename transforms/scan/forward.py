@@ -42,8 +42,8 @@ def run_forward(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
             record.tapes.clear()
             record.start.restore()
             carry, stacks = run(scan, flat)
-    if scan.offloaded is not None and not scan.plain:
-        # States are results of the forward, and others may look at them.
+    if scan.offloaded is not None:
+        # What was sent may be a result too, and others may write to it.
         for tensor in (t for t in carry if isinstance(t, torch.Tensor)):
             lane(tensor).finish()
     if before != [version(x) for x in xs]:

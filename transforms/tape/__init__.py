@@ -3,7 +3,7 @@
 from remat.transforms.tape.guard import GuardMode
 from remat.transforms.tape.observers import Kept, listen, listening, made_by, report
 from remat.transforms.tape.program import Program
-from remat.transforms.tape.recorder import Recorder
+from remat.transforms.tape.recorder import ExposureWatch, Recorder
 from remat.transforms.tape.replay import Replay
 from remat.transforms.tape.tape import (
     KEPT,
@@ -39,6 +39,7 @@ __all__ = [
     "RECOMPUTE",  # the verdict: run again
     "SAVE",  # the verdict: keep
     "SKIP",  # what an op does in a recomputation: nothing
+    "ExposureWatch",  # tells a recorder of tensors whose memory user code looks at itself
     "GuardMode",  # a recorder that expects the ops of an earlier tape
     "Kept",  # one tensor that a region keeps from its forward to its backward
     "Needs",  # which ops of a tape run again for the values that a backward reads

@@ -62,7 +62,7 @@ class GuardMode(Recorder):
         self.selector = None
         self.outside, self.kept, self.random, self.snapshots = list(inputs), {}, {}, {}
         self.outer, self.alive, self._memory, self._kept_in = {}, {}, {}, {}
-        self.digest, self.exposed, self.kept_bytes = None, None, 0
+        self.digest, self.kept_bytes = None, 0
         self._numbers = ValueNumbering()
         numbers = self._numbers
         for at, tensor in enumerate(inputs):

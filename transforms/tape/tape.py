@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from remat.transforms.compat import engine_runs, running_node
-from remat.transforms.ops import traits, user_line
-from remat.transforms.tape.values import metas, numel
+from remat.transforms.ops import Traits, traits, user_line
+from remat.transforms.tape.values import metas, numel, tensors_in
 
 RECOMPUTE, OFFLOAD, SAVE = 0, 1, 2
 RUN, KEPT, SKIP = 0, 1, 2
@@ -97,6 +97,7 @@ class Tape:
         names: (value, name) for every `checkpoint_name`, in order.
         inner: the ops of regions inside this one.
         last_write: the last op that wrote to a memory.
+        exposed: memories made inside that user code has looked at itself: what lies there is unknown.
         open: why the ops do not tell all that was computed, None where they do.
         loose: forward-mode derivatives inside: torch leaves out tangents known to be zero, by rules that
             differ between the passes. Where user code runs again, its ops cannot be compared.
@@ -116,6 +117,7 @@ class Tape:
         self.names: list[tuple[int, str]] = []
         self.inner: list[tuple[int, int]] = []
         self.last_write: dict[int, int] = {}
+        self.exposed: set[int] = set()
         self.open: str | None = None
         self.loose = self.sharded = self.meta = False
         self.cacheable = True  # whether another forward may be held against it
@@ -160,12 +162,24 @@ class Tape:
         made.outside = []
         made.packed, made.owners = self.packed[:packed], self.owners[:packed]
         made.names, made.inner = self.names[:names], [pair for pair in self.inner if pair[1] <= count]
+        made.exposed = set(self.exposed)
         made.last_write = {root: i for i, node in enumerate(made.nodes) for root in node.written}
         return made
 
     def passes(self, node: Node) -> bool:
         """Whether an op is left out of the sequence where user code runs again (see `sharded`)."""
         return self.sharded and not node.graded
+
+
+def is_graded(tape: Tape, node: Node, facts: Traits, args: Any) -> bool:
+    """Whether an op that runs now does so with gradients on."""
+    # A look at what was made without gradients belongs to it.
+    return torch.is_grad_enabled() and not (
+        facts.view
+        and bool(node.deps)
+        and not any([tape.nodes[i].graded for i in node.deps])
+        and not any([t.requires_grad for t in tensors_in(args)])
+    )
 
 
 class Needs:
@@ -184,7 +198,8 @@ class Needs:
     def __init__(self, tape: Tape, wanted: Iterable[int], kept: Mapping[int, Any]) -> None:
         nodes = tape.nodes
         self.live = live = _reach(tape, wanted, kept)
-        self.whole = tape.open is not None or (any(live.values()) and _fills_unseen(tape, live))
+        unseen = any(live.values()) and _fills_unseen(tape, live)
+        self.whole = tape.open is not None or unseen or _is_exposed(tape, live)
         if self.whole:
             self.live = live = {i: not _handed_out(tape, i, kept) for i in range(len(nodes))}
         written = {root for i, runs in live.items() if runs for root in nodes[i].written}
@@ -206,7 +221,11 @@ def _handed_out(tape: Tape, i: int, kept: Mapping[int, Any]) -> bool:
     """Whether the kept result of an op stands for the op."""
     node = tape.nodes[i]
     # A view that is handed out would no longer alias what is written through others.
-    return i in kept and (node.root == i or tape.last_write.get(node.root, -1) <= i)
+    return (
+        i in kept
+        and node.root not in tape.exposed
+        and (node.root == i or tape.last_write.get(node.root, -1) <= i)
+    )
 
 
 def _reach(tape: Tape, wanted: Iterable[int], kept: Mapping[int, Any]) -> dict[int, bool]:
@@ -221,6 +240,11 @@ def _reach(tape: Tape, wanted: Iterable[int], kept: Mapping[int, Any]) -> dict[i
         if runs:
             stack.extend(tape.nodes[i].deps)
     return live
+
+
+def _is_exposed(tape: Tape, live: dict[int, bool]) -> bool:
+    """Whether a needed value lies in memory that a raw kernel may have written to."""
+    return bool(tape.exposed) and any(tape.nodes[i].root in tape.exposed for i in live)
 
 
 def _fills_unseen(tape: Tape, live: dict[int, bool]) -> bool:

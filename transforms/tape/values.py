@@ -185,6 +185,6 @@ def geometry(tensor: torch.Tensor) -> Any:
     )
 
 
-def base_look(tensor: torch.Tensor) -> tuple[list[int], list[int], int]:
+def as_strided_arguments(tensor: torch.Tensor) -> tuple[list[int], list[int], int]:
     """The arguments with which `as_strided` makes a tensor of any other one in its memory."""
     return list(tensor.shape), list(tensor.stride()), int(tensor.storage_offset())

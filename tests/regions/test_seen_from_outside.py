@@ -1,0 +1,237 @@
+"""What user code sees, stores or does behind torch's back comes out as without remat, call after call."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from remat import remat, save_everything, save_matmuls, save_nothing
+from tests.helpers import rand, same
+
+POLICIES = pytest.mark.parametrize("policy", [save_nothing, save_matmuls, save_everything])
+X, W = rand(4, 4), rand(4, 4, seed=1)
+
+
+def grads(fn, calls=3):
+    found = []
+    for _ in range(calls):
+        x = X.clone().requires_grad_()
+        fn(x).sum().backward()
+        found.append(x.grad)
+    return found
+
+
+def check(make, policy):
+    """`make(wrap)` -> what is seen; the same with regions and without."""
+    results = []
+    for wrap in (lambda f: f, lambda f: remat(f, policy=policy)):
+        torch.manual_seed(0)
+        random.seed(0)
+        results.append(make(wrap))
+    same(results[1], results[0], 1e-9)
+
+
+class RawInPlace(torch.autograd.Function):
+    """A raw kernel writes over what a visible op made, as Liger's cross entropy does over the logits."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        h = x @ w
+        h.numpy()[...] = h.numpy() * 2 + 1
+        g = h.sin()
+        ctx.save_for_backward(g, h)
+        return g.cos()
+
+    @staticmethod
+    def backward(ctx, out):
+        g, h = ctx.saved_tensors
+        return (out * -g.sin() * h.cos() * 2) @ W.t(), None
+
+
+@POLICIES
+def test_a_raw_kernel_that_writes_over_a_visible_value(policy):
+    check(lambda wrap: grads(wrap(lambda x: (RawInPlace.apply(x.sin(), W) * 2).sin().exp())), policy)
+
+
+@POLICIES
+def test_data_that_is_replaced(policy):
+    def fn(x):
+        h = x @ W
+        h.data = h.data * 2
+        return h.sin().exp()
+
+    check(lambda wrap: grads(wrap(fn)), policy)
+
+
+@POLICIES
+def test_numbers_that_python_reads(policy):
+    def route(x):
+        c = (x @ W).sin()
+        return torch.stack([c[i, j].exp() for i, j in enumerate(c.argmax(1).tolist())]).sin()
+
+    def scale(x):
+        return (x.exp() * float((x @ W).detach().numpy().sum())).sin()
+
+    for fn in (route, scale):
+        check(lambda wrap, fn=fn: grads(wrap(fn)), policy)
+
+
+@POLICIES
+def test_tensors_that_a_module_stores(policy):
+    class Stores(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(4, 4).double()
+
+        def forward(self, x):
+            h = self.lin(x).sin()
+            self.stats = h.detach() * 2
+            return h.cos()
+
+    def make(wrap):
+        module = Stores()
+        return [*grads(wrap(module)), module.stats]
+
+    check(make, policy)
+
+
+@POLICIES
+def test_memory_that_ops_share_without_saying_so(policy):
+    def fn(x):
+        a, b = torch.unsafe_chunk(x @ W, 2, 1)
+        a.mul_(2)
+        return (a * b).sin()
+
+    check(lambda wrap: grads(wrap(fn)), policy)
+
+    def gru(wrap):
+        torch.manual_seed(0)
+        return grads(wrap(nn.GRUCell(4, 4).double()))
+
+    check(gru, policy)
+
+
+@POLICIES
+@pytest.mark.parametrize("closure", [False, True])
+def test_statistics_that_are_unfrozen_later(policy, closure):
+    def make(wrap):
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()).double()
+        fn = wrap((lambda x: model(x).sin()) if closure else model)
+        model[1].eval()
+        found = []
+        for step in range(5):
+            model[1].train(step >= 2)
+            found += grads(fn, 1)
+        return [*found, *model.buffers()]
+
+    check(make, policy)
+
+
+@POLICIES
+def test_a_buffer_that_is_written_from_the_third_step_on(policy):
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin, self.on = nn.Linear(4, 4).double(), False
+            self.register_buffer("steps", torch.zeros((), dtype=torch.float64))
+
+        def forward(self, x):
+            if self.on:
+                self.steps.add_(1)
+            return torch.sin(self.lin(x) * (1 + self.steps))
+
+    def make(wrap):
+        module, found = Counts(), []
+        fn = wrap(module)
+        for step in range(5):
+            module.on = step >= 2
+            found += [*grads(fn, 1), module.steps.clone()]
+        return found
+
+    check(make, policy)
+
+
+@POLICIES
+def test_constants_that_change_between_calls(policy):
+    def make(wrap):
+        factor, found = [0.0], []
+        fn = wrap(lambda x: (torch.copysign(x.exp(), factor[0]) * 3).sin().exp())
+        for value in (0.0, 0.0, -0.0, 0.0, 2.0):
+            factor[0] = value
+            found += grads(fn, 1)
+        return found
+
+    check(make, policy)
+
+
+@POLICIES
+def test_what_changes_between_forward_and_backward(policy):
+    def make(wrap):
+        held, found = {"w": W, "factor": 2.0}, []
+        fn = wrap(lambda x: (x * held["w"]).sin().exp() * held["factor"])
+        for _ in range(3):
+            held.update(w=W, factor=2.0)
+            x = X.clone().requires_grad_()
+            y = fn(x)
+            held.update(w=W * 0 + 7, factor=5.0)
+            y.sum().backward()
+            found.append(x.grad)
+        return found
+
+    check(make, policy)
+
+
+@POLICIES
+def test_draws_of_python_and_numpy_and_state_of_cells(policy):
+    layers = [nn.Linear(4, 4).double() for _ in range(4)]
+
+    def drop(x):
+        for layer in layers:
+            if random.random() < 0.5:
+                x = layer(x).sin().exp()
+        return x * float(np.sin(random.random()))
+
+    check(lambda wrap: grads(wrap(drop)), policy)
+
+    def recurrent(wrap):
+        state = {"h": torch.zeros(4, 4, dtype=torch.float64)}
+
+        def cell(x):
+            state["h"] = torch.tanh(x + state["h"]).sin()
+            return state["h"] * 2
+
+        fn = wrap(cell)
+        return grads(lambda x: sum(fn(x * t) for t in (1, 2, 3)), 1)
+
+    check(recurrent, policy)
+
+
+@POLICIES
+def test_an_explicit_generator_that_is_drawn_from_later(policy):
+    def make(wrap):
+        generator, on, found = torch.Generator().manual_seed(1), [False], []
+
+        def fn(x):
+            noise = torch.rand(4, 4, dtype=x.dtype, generator=generator) if on[0] else 1.0
+            return (x * noise).sin().exp()
+
+        region = wrap(fn)
+        for turn in (False, False, True, True):
+            on[0] = turn
+            found += grads(region, 1)
+        return found
+
+    check(make, policy)
+
+
+@POLICIES
+def test_seeds_that_are_set_inside(policy):
+    def fn(x):
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            a = torch.nn.functional.dropout(x.sin(), 0.5)
+        return (a * torch.nn.functional.dropout(x.exp(), 0.5)).exp()
+
+    check(lambda wrap: grads(wrap(fn)), policy)
