@@ -120,6 +120,11 @@ def is_shape_arithmetic(args: tuple[Any, ...]) -> bool:
     return bool(args) and isinstance(args[0], torch.Tensor) and args[0].is_meta
 
 
+def is_cast_of_leaf(func: Any, args: Any) -> bool:
+    """Whether an op is a cast that autocast may have in its cache."""
+    return func is torch.ops.aten._to_copy.default and args[0].is_leaf and args[0].requires_grad
+
+
 def draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether this call of a random op really draws numbers: attention without dropout does not."""
     probability = kwargs.get("dropout_p")

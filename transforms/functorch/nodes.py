@@ -47,6 +47,7 @@ from remat.transforms.functorch.recorded import Recorded
 from remat.transforms.placeholders import hollow as placeholders_hollow
 from remat.transforms.state import RandomState
 from remat.transforms.tape import (
+    ExposureWatch,
     Kept,
     Reachability,
     Recorder,
@@ -293,7 +294,8 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
     family.watch, family.made = watch, note
     selector = recorder.selector
     try:
-        with selector.watching(levels=True) if selector else contextlib.nullcontext(), recorder:
+        watching = selector.watching(levels=True) if selector else contextlib.nullcontext()
+        with watching, ExposureWatch(recorder), recorder:
             outs = (prim.recorded or prim.body)(*operands)
     finally:
         watched = family.watch is not None and not any(unseen)

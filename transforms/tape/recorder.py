@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from remat.transforms.compat import memory_is_real, unwrapped
 from remat.transforms.context import active, quiet
-from remat.transforms.ops import Traits, draws, is_shape_arithmetic, traits, user_place
+from remat.transforms.ops import Traits, draws, is_cast_of_leaf, is_shape_arithmetic, traits, user_place
 from remat.transforms.state import GeneratorState
 from remat.transforms.tape.snapshots import Snapshot
-from remat.transforms.tape.tape import RECOMPUTE, Node, Outside, Tape
+from remat.transforms.tape.tape import RECOMPUTE, Node, Outside, Tape, is_graded
 from remat.transforms.tape.values import (
     Ref,
     ValueNumbering,
@@ -33,18 +34,12 @@ from remat.transforms.tape.writes import WriteWatch
 
 _as_strided = torch.ops.aten.as_strided.default
 # What stands in a template as it is, and means the same in another call.
-_PLAIN = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    type(None),
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-)
+_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout)
+_PLAIN += (torch.memory_format,)
+# Every door to raw memory that Python code has is a torch function.
+_DOORS = {"data_ptr", "const_data_ptr", "numpy", "untyped_storage", "storage", "to_dlpack"}
+_DOORS |= {"__array__", "__dlpack__"}
+_DATA = torch.Tensor.data
 
 
 class Recorder(WriteWatch):
@@ -193,7 +188,7 @@ class Recorder(WriteWatch):
         if draws_from is not None:
             self.random[at] = draws_from
         self._link_operands(node, facts, args)
-        node.graded = _is_graded(tape, node, facts, args)
+        node.graded = is_graded(tape, node, facts, args)
         if facts.collective:
             tape.open = tape.open or f"it calls {func}, which acts outside of this process"
             tape.sharded = tape.sharded or not node.graded
@@ -367,11 +362,6 @@ class Recorder(WriteWatch):
         return self.tape.makers[number] if number >= 0 else None
 
 
-def is_cast_of_leaf(func: Any, args: Any) -> bool:
-    """Whether an op is a cast that autocast may have in its cache."""
-    return func is torch.ops.aten._to_copy.default and args[0].is_leaf and args[0].requires_grad
-
-
 def enclosing_position(mode: Recorder) -> int:
     """How many ops the region around has seen, -1 without one."""
     return -1 if mode.parent is None else mode.parent.position
@@ -387,11 +377,21 @@ def _is_plain(args: Any) -> bool:
     )
 
 
-def _is_graded(tape: Tape, node: Node, facts: Traits, args: Any) -> bool:
-    # A look at what was made without gradients belongs to it.
-    return torch.is_grad_enabled() and not (
-        facts.view
-        and bool(node.deps)
-        and not any([tape.nodes[i].graded for i in node.deps])
-        and not any([t.requires_grad for t in tensors_in(args)])
-    )
+class ExposureWatch(TorchFunctionMode):
+    """Tells a recorder of the tensors whose memory user code looks at itself, past torch's dispatcher.
+
+    A raw kernel (Triton, ctypes, NumPy on shared memory) writes without an op and without a new version: what
+    lies in memory that was shown is unknown from then on. (An extension that asks for the pointer in C++ is
+    not seen.) `tensor.data = x` is no op either.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _DOORS and args and isinstance(args[0], torch.Tensor):
+            self.recorder.expose(args[0])
+        if getattr(func, "__self__", None) is _DATA and func.__name__ == "__set__":
+            self.recorder.tape.open = "it replaces the data of a tensor"
+        return func(*args, **(kwargs or {}))

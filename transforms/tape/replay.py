@@ -14,9 +14,8 @@ import torch
 from remat.transforms.context import Mode, active, quiet
 from remat.transforms.errors import RematError
 from remat.transforms.offload import Away
-from remat.transforms.ops import is_shape_arithmetic, traits
+from remat.transforms.ops import is_cast_of_leaf, is_shape_arithmetic, traits
 from remat.transforms.placeholders import Separate
-from remat.transforms.tape.recorder import is_cast_of_leaf
 from remat.transforms.tape.snapshots import Snapshot
 from remat.transforms.tape.tape import KEPT, SKIP, Needs, Node, Tape, not_repeated
 from remat.transforms.tape.values import (

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from remat.transforms.compat import engine_runs, running_node
-from remat.transforms.ops import traits, user_line
-from remat.transforms.tape.values import metas, numel
+from remat.transforms.ops import Traits, traits, user_line
+from remat.transforms.tape.values import metas, numel, tensors_in
 
 RECOMPUTE, OFFLOAD, SAVE = 0, 1, 2
 RUN, KEPT, SKIP = 0, 1, 2
@@ -169,6 +169,17 @@ class Tape:
     def passes(self, node: Node) -> bool:
         """Whether an op is left out of the sequence where user code runs again (see `sharded`)."""
         return self.sharded and not node.graded
+
+
+def is_graded(tape: Tape, node: Node, facts: Traits, args: Any) -> bool:
+    """Whether an op that runs now does so with gradients on."""
+    # A look at what was made without gradients belongs to it.
+    return torch.is_grad_enabled() and not (
+        facts.view
+        and bool(node.deps)
+        and not any([tape.nodes[i].graded for i in node.deps])
+        and not any([t.requires_grad for t in tensors_in(args)])
+    )
 
 
 class Needs:
