@@ -47,7 +47,6 @@ from remat.transforms.functorch.recorded import Recorded
 from remat.transforms.placeholders import hollow as placeholders_hollow
 from remat.transforms.state import RandomState
 from remat.transforms.tape import (
-    ExposureWatch,
     Kept,
     Reachability,
     Recorder,
@@ -295,7 +294,7 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
     selector = recorder.selector
     try:
         watching = selector.watching(levels=True) if selector else contextlib.nullcontext()
-        with watching, ExposureWatch(recorder), recorder:
+        with watching, recorder:
             outs = (prim.recorded or prim.body)(*operands)
     finally:
         watched = family.watch is not None and not any(unseen)

@@ -3,7 +3,7 @@
 from remat.transforms.tape.guard import GuardMode
 from remat.transforms.tape.observers import Kept, listen, listening, made_by, report
 from remat.transforms.tape.program import Program
-from remat.transforms.tape.recorder import ExposureWatch, Recorder
+from remat.transforms.tape.recorder import Recorder
 from remat.transforms.tape.replay import Replay
 from remat.transforms.tape.tape import (
     KEPT,

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from remat.transforms.compat import memory_is_real, unwrapped
 from remat.transforms.context import active, quiet
@@ -375,23 +374,3 @@ def _is_plain(args: Any) -> bool:
         and tensor.layout is torch.strided
         and memory_is_real()
     )
-
-
-class ExposureWatch(TorchFunctionMode):
-    """Tells a recorder of the tensors whose memory user code looks at itself, past torch's dispatcher.
-
-    A raw kernel (Triton, ctypes, NumPy on shared memory) writes without an op and without a new version: what
-    lies in memory that was shown is unknown from then on. (An extension that asks for the pointer in C++ is
-    not seen.) `tensor.data = x` is no op either.
-    """
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self.recorder = recorder
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in _DOORS and args and isinstance(args[0], torch.Tensor):
-            self.recorder.expose(args[0])
-        if getattr(func, "__self__", None) is _DATA and func.__name__ == "__set__":
-            self.recorder.tape.open = "it replaces the data of a tensor"
-        return func(*args, **(kwargs or {}))
