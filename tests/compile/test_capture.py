@@ -347,7 +347,7 @@ def test_a_broken_graph_says_so(transform):
 
 @transforms
 def test_a_failure_leaves_no_level(transform):
-    policy = checkpoint_policy(lambda info: 1 / 0)
+    policy = checkpoint_policy(lambda info: 1 / 0)  # pyright: ignore
     region = remat(lambda x: checkpoint_name(x.sin(), "h").exp(), policy=policy)
     with pytest.raises(exc.BackendCompilerFailed, match="division by zero"):
         compiled(vmap(grad(lambda x: transform(lambda x: region(x).sum(), "h")(x)[0])))(X)

@@ -71,7 +71,7 @@ def line_to_be_named(function) -> int:
 @pytest.mark.parametrize("function", REFUSED, ids=lambda f: f.__name__)
 def test_what_dynamo_refuses_names_region_and_line(function, transform):
     region = remat(function, name="my block")
-    loss = lambda x: region(x).sum()  # noqa: E731
+    loss = lambda x: region(x).sum()  # noqa: E731  # pyright: ignore
     x = rand(3)
     with pytest.raises(exc.Unsupported) as refused:
         compiled(transform(loss) if transform else loss)(x if transform else x.requires_grad_())
@@ -100,14 +100,14 @@ def test_operators_that_torch_does_not_differentiate_name_region_and_line(functi
         pytest.skip("this torch differentiates it")
     region = remat(function, name="my block")
     with pytest.raises(Exception) as refused:  # noqa: PT011
-        compiled(grad(lambda x: region(x).sum()))(x)
+        compiled(grad(lambda x: region(x).sum()))(x)  # pyright: ignore
     message = str(refused.value)
     assert "region 'my block'" in message and "write torch.where for if" in message
     assert f'{__file__}", line {line_to_be_named(function)}, in {function.__name__}' in message
 
 
 def test_a_policy_that_answers_nonsense_names_itself_and_the_region():
-    region = remat(lambda x: torch.sin(x).exp(), policy=checkpoint_policy(lambda info: "yes"), name="block")
+    region = remat(lambda x: torch.sin(x).exp(), policy=checkpoint_policy(lambda info: "yes"), name="block")  # pyright: ignore
     for loss, x in (
         (lambda x: region(x).sum(), rand(3).requires_grad_()),
         (grad(lambda x: region(x).sum()), rand(3)),
@@ -118,7 +118,7 @@ def test_a_policy_that_answers_nonsense_names_itself_and_the_region():
 
 
 def test_a_failure_under_forward_mode_leaves_no_level():
-    region = remat(lambda x: torch.sin(x).exp(), policy=checkpoint_policy(lambda info: 1 / 0), name="block")
+    region = remat(lambda x: torch.sin(x).exp(), policy=checkpoint_policy(lambda info: 1 / 0), name="block")  # pyright: ignore
 
     def second(x, v):
         return jvp(grad(lambda x: region(x).sum()), (x,), (v,))
@@ -130,7 +130,7 @@ def test_a_failure_under_forward_mode_leaves_no_level():
 
 
 def test_a_failure_in_a_nested_region_leaves_no_level():
-    inner = remat(lambda x: torch.sin(x).exp(), policy=checkpoint_policy(lambda info: 1 / 0))
+    inner = remat(lambda x: torch.sin(x).exp(), policy=checkpoint_policy(lambda info: 1 / 0))  # pyright: ignore
     outer = remat(lambda x: inner(x).exp(), policy=save_matmuls)
     with pytest.raises(exc.BackendCompilerFailed, match="division by zero"):
         compiled(torch.vmap(grad(lambda x: outer(x).sum())))(rand(2, 3))
@@ -167,7 +167,7 @@ def test_rules_of_every_kind(made):
         region = remat(body, policy=policy)
 
         def loss(w, body=body, policy=policy, region=region):
-            return (region if made == "outside" else remat(body, policy=policy))(w).sum()
+            return (region if made == "outside" else remat(body, policy=policy))(w).sum()  # pyright: ignore
 
         torch._dynamo.reset()
         same(compiled(grad(loss))(w), want)

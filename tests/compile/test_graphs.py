@@ -398,7 +398,7 @@ def test_callables_of_every_kind(made):
         region = remat(fn)
 
         def loss(x, fn=fn, region=region):
-            return (region if made == "outside" else remat(policy=save_nothing)(fn))(x).square().sum()
+            return (region if made == "outside" else remat(policy=save_nothing)(fn))(x).square().sum()  # pyright: ignore
 
         graphs = Graphs(grad(loss))
         same(graphs(x), grad(lambda x, fn=fn: fn(x).square().sum())(x))

@@ -47,11 +47,11 @@ class Block(nn.Module):
         self.calls += 1
         h = checkpoint_name(self.norm(self.up(x)), "h")
         if self.counts:
-            self.steps.add_(1)
-            h = h * self.steps.clamp(max=3.0)
+            self.steps.add_(1)  # pyright: ignore
+            h = h * self.steps.clamp(max=3.0)  # pyright: ignore
         if self.averages:
             with torch.no_grad():
-                self.mean.mul_(0.9).add_(h.float().mean(0), alpha=0.1)
+                self.mean.mul_(0.9).add_(h.float().mean(0), alpha=0.1)  # pyright: ignore
             h = h - self.mean
         if self.deep:
             h = torch.tanh(h) * self.factor
@@ -92,7 +92,7 @@ class Step:
         elif self.mode is not None:
             block.norm.train(self.mode == "unfreeze")
         if self.hook == "add":
-            hooks.append(block.up.register_forward_hook(lambda module, args, out: out * 1.5))
+            hooks.append(block.up.register_forward_hook(lambda module, args, out: out * 1.5))  # pyright: ignore
         elif self.hook == "remove" and hooks:
             hooks.pop().remove()
 

@@ -216,7 +216,7 @@ def test_verdicts_are_the_same_compiled_and_under_vmap(policy, program):
     xs = torch.stack([x, 2 * x])
 
     def loss(x, w):
-        return region(x, w).sum()
+        return region(x, w).sum()  # pyright: ignore
 
     with OpCounter() as eager:
         expected = grad(loss, (0, 1))(x, w)
@@ -227,7 +227,7 @@ def test_verdicts_are_the_same_compiled_and_under_vmap(policy, program):
         per_example = vmap(grad(loss, (0, 1)), (0, None))(xs, w)
     torch.testing.assert_close(per_example[0][0], expected[0])
     with OpCounter() as outside:
-        grad(lambda x, w: vmap(region, (0, None))(x, w).sum(), (0, 1))(xs, w)
+        grad(lambda x, w: vmap(region, (0, None))(x, w).sum(), (0, 1))(xs, w)  # pyright: ignore
     for ops in (batched, outside) if policy in BY_EXAMPLE else ():
         # One matmul of the user's is one op, whatever its kind.
         assert ops.dots == eager.dots

@@ -65,7 +65,7 @@ def test_checkpoint_is_a_decorator_too():
 
 def test_checkpoint_refuses_what_nobody_knows():
     with pytest.raises(ValueError, match="determinism_check='strict'"):
-        checkpoint(block, X, W, determinism_check="strict")
+        checkpoint(block, X, W, determinism_check="strict")  # pyright: ignore
     with pytest.raises(ValueError, match="both context_fn and policy"):
         checkpoint(block, X, W, policy=save_matmuls, context_fn=lambda: (None, None))
     with pytest.raises(ValueError, match="two context managers"):
@@ -292,7 +292,7 @@ def test_apply_says_what_there_is():
     with pytest.raises(ValueError, match="no list of modules"):
         remat_nn.apply(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="policy got"):
-        remat_nn.apply(model(), policy="save_matmuls")
+        remat_nn.apply(model(), policy="save_matmuls")  # pyright: ignore
     with pytest.raises(ValueError, match="determinism_check"):
         remat_nn.apply(model(), determinism_check="strict")
 

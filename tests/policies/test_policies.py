@@ -231,7 +231,7 @@ def test_wrong_answers_name_policy_op_and_value(answer):
 
 
 def test_wrong_answer_is_found_inside_a_combination():
-    for policy in (save_nothing | checkpoint_policy(lambda _: None), ~checkpoint_policy(lambda _: None)):
+    for policy in (save_nothing | checkpoint_policy(lambda _: None), ~checkpoint_policy(lambda _: None)):  # pyright: ignore
         with pytest.raises(RematError, match="answered None"):
             policy(info())
 
@@ -246,7 +246,7 @@ def test_makers_refuse_what_they_cannot_use():
     with pytest.raises(RematError, match="neither"):
         checkpoint_policy()
     with pytest.raises(RematError, match="both"):
-        checkpoint_policy(save_matmuls, budget=0.5)
+        checkpoint_policy(save_matmuls, budget=0.5)  # pyright: ignore
     with pytest.raises(RematError, match="checkpoint_name"):
         save_names()
     with pytest.raises(RematError, match="of type int"):

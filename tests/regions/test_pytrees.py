@@ -41,7 +41,9 @@ class Bag:
 
 torch_pytree.register_dataclass(Point)
 torch_pytree.register_pytree_node(
-    Bag, lambda bag: (bag.items, bag.name), lambda items, name: Bag(items, name)
+    Bag,
+    lambda bag: (bag.items, bag.name),
+    lambda items, name: Bag(items, name),  # pyright: ignore
 )
 
 KEYS = st.sampled_from(["b", "a", "c", 2, 1])
@@ -112,7 +114,7 @@ def test_what_is_registered_later_is_a_container_from_then_on():
     torch_pytree.register_pytree_node(
         Late,
         lambda x: ([x.value], None),
-        lambda v, _: Late(v[0]),
+        lambda v, _: Late(v[0]),  # pyright: ignore
         serialized_type_name=f"{__name__}.Late",
     )
     try:

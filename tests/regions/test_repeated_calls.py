@@ -183,7 +183,7 @@ def _by_turns(make: Any, turns: Any, *args: Any) -> None:
     for turn in turns:
         leaves = leaves_of(args)
         fn = make(turn)
-        same(gradients(remat(fn, policy=save_matmuls)(*leaves), leaves), gradients(fn(*leaves), leaves))
+        same(gradients(remat(fn, policy=save_matmuls)(*leaves), leaves), gradients(fn(*leaves), leaves))  # pyright: ignore
 
 
 def test_another_constant_in_the_same_op():

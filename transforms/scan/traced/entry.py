@@ -145,11 +145,12 @@ def run_whole(whole: Whole, body: TracedBody, operands: tuple[Any, ...], selecto
     made = made.setdefault(tuple([v for v in step.fixed if v is not None]), {})
     spec = whole.spec
     options: dict[str, Any] = {"offloaded": spec.offloaded}
-    assert spec.length is not None and spec.compile is not None
+    compiler = spec.compile
+    assert spec.length is not None and compiler is not None
     if not draws:
         size, schedule = in_blocks(spec.schedule, _block(body.graph, carry, xs), spec.length)
         spec = replace(spec, schedule=schedule)
-        options["blocks"] = UnrolledStep(step, size, spec.reverse, backend(spec.compile), selector, made)
+        options["blocks"] = UnrolledStep(step, size, spec.reverse, backend(compiler), selector, made)
         options["taped"] = schedule.keeps_tapes
     scan, flat = make(step, spec, consts, whole.carry, whole.xs, **options)
     with torch.set_grad_enabled(whole.graded):
