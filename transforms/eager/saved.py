@@ -10,7 +10,7 @@ import torch
 
 from remat.transforms.compat import top_hooks
 from remat.transforms.errors import RematError
-from remat.transforms.tape import version_of, written
+from remat.transforms.tape import memory_of, version_of, written
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
@@ -161,8 +161,7 @@ def bytes_of(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def _block(tensor: torch.Tensor) -> tuple[int, int]:
-    try:
-        memory = tensor.untyped_storage()
-        return id(memory), memory.nbytes()
-    except (NotImplementedError, RuntimeError):
+    memory = memory_of(tensor)
+    if memory is None:
         return id(tensor), tensor.numel() * tensor.element_size()
+    return id(memory), memory.nbytes()

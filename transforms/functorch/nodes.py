@@ -19,6 +19,7 @@ from remat.transforms.compat import (
     add_batch_dim,
     enable_single_level_autograd_function,
     forward_grad_enabled,
+    functions_as_they_are,
     graph_kept,
     is_batched,
     is_dead,
@@ -359,6 +360,7 @@ def _with_memory(operands: Tensors) -> Any:
 
 def _storage_bytes(tensor: torch.Tensor) -> int:
     try:
-        return tensor.untyped_storage().nbytes()
+        with functions_as_they_are():
+            return tensor.untyped_storage().nbytes()
     except (NotImplementedError, RuntimeError):
         return 1

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from remat.transforms.compat import modes_active, unseen
+from remat.transforms.compat import functions_as_they_are, modes_active, unseen
 from remat.transforms.offload import Copy, to_device, to_host
 from remat.transforms.pytree import Spec, flatten
 from remat.transforms.scan.instructions import Schedule
@@ -243,9 +243,7 @@ def with_step_note(
 def compact(carry: Leaves) -> Leaves:
     """Copies of views that would keep more than themselves alive."""
     return [
-        t.clone()
-        if isinstance(t, torch.Tensor) and t._is_view() and t.untyped_storage().nbytes() > t.nbytes
-        else t
+        t.clone() if isinstance(t, torch.Tensor) and t._is_view() and _memory(t) > t.nbytes else t
         for t in carry
     ]
 
@@ -305,3 +303,10 @@ def as_in_forward(scan: Scan, *, seeded: bool = False) -> Iterator[None]:
             if seeded:
                 record.start.restore()
         yield
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Bytes of the memory that a tensor lies in."""
+    # No look at memory of the user's: nobody is to notice it.
+    with functions_as_they_are():
+        return tensor.untyped_storage().nbytes()

@@ -24,6 +24,7 @@ from remat.transforms.tape.values import (
     ValueNumbering,
     held_tensors,
     map_tensors,
+    memory_of,
     metadata,
     metas,
     storage,
@@ -59,6 +60,7 @@ __all__ = [
     "map_tensors",  # a function applied to the tensors of an op's results
     "metadata",  # the results of an op with their tensors replaced by metadata
     "metas",  # the metadata of the tensors among an op's results
+    "memory_of",  # the storage object of a tensor, None where it has none
     "not_repeated",  # the message for a recomputation that runs otherwise than its forward did
     "report",  # tell every listener of this thread of a kept tensor
     "storage",  # what aliases of one memory have in common

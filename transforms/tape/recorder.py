@@ -35,10 +35,6 @@ _as_strided = torch.ops.aten.as_strided.default
 # What stands in a template as it is, and means the same in another call.
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout)
 _PLAIN += (torch.memory_format,)
-# Every door to raw memory that Python code has is a torch function.
-_DOORS = {"data_ptr", "const_data_ptr", "numpy", "untyped_storage", "storage", "to_dlpack"}
-_DOORS |= {"__array__", "__dlpack__"}
-_DATA = torch.Tensor.data
 
 
 class Recorder(WriteWatch):
