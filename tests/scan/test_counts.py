@@ -86,8 +86,8 @@ def test_remat_outside_runs_the_scan_once_more_and_then_by_its_schedule(checkpoi
         return scan_remat(lambda h, _: (h.sin(), None), h, length=n, checkpoints=checkpoints)[0].sum()
 
     inside = backward_ops(f(h), h)["sin"]
-    # The region evaluates the scan's forward again, once, up to the last carry that the scan keeps; what the scan
-    # itself recomputes stays the same. One carry is the region's argument.
+    # The region evaluates the scan's forward again, once, up to the last carry that the scan keeps; what the
+    # scan itself recomputes stays the same. One carry is the region's argument.
     again = backward_ops(remat(f)(h), h)["sin"] - inside
     assert again == 0 if checkpoints == 1 else 0 < again < n
 
