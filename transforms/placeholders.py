@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat import memory_is_real
-
 
 class Meta(tuple):
     """(shape, stride, dtype, device) of a tensor; a class of its own, so that no value looks like one."""
@@ -53,33 +51,5 @@ class Separate:
         return hollow(meta)
 
 
-class Shared(Separate):
-    """The same, in one memory as far as it goes: nothing may be concluded there from where a tensor lies."""
-
-    def __init__(self) -> None:
-        self.memory: dict[tuple[torch.device, bool], torch.UntypedStorage] = {}
-
-    def one(self, meta: Meta) -> torch.Tensor:
-        shape, stride, dtype, device = meta
-        if stride is None:
-            return hollow(meta)
-        kind, size = (device, _is_inexact(dtype)), _bytes(meta)
-        memory = self.memory.get(kind)
-        if memory is None or memory.nbytes() < size:
-            if device.type == "meta" or not memory_is_real():
-                return hollow(meta)
-            # Zeros, if they may be taken for indices.
-            make = torch.empty if kind[1] else torch.zeros
-            memory = self.memory[kind] = make(size, dtype=torch.uint8, device=device).untyped_storage()
-        return torch.empty(0, dtype=dtype, device=device).set_(memory, 0, shape, stride)
-
-
 def _is_inexact(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
-
-
-def _bytes(meta: Meta) -> int:
-    shape, stride, dtype, _ = meta
-    if stride is None or 0 in shape:
-        return 0
-    return (1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))) * dtype.itemsize

@@ -73,10 +73,6 @@ class Inputs:
         self.bindings = Bindings(self.region.function, self.region.slots)
         self.swap = innermost()
 
-    @property
-    def label(self) -> str:
-        return self.region.name
-
     def signature(self) -> Any:
         """What decides, besides the function, which ops run."""
         shapes = tuple([(t.shape, t.dtype, t.requires_grad) for t in self.tensors])

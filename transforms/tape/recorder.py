@@ -351,11 +351,6 @@ class Recorder(WriteWatch):
             return self.outside[-1 - number]
         return self.alive.get(number)
 
-    def origin(self, tensor: torch.Tensor) -> int | None:
-        """The op that made a tensor, None for one from outside."""
-        number = self.number(tensor)
-        return self.tape.makers[number] if number >= 0 else None
-
 
 def enclosing_position(mode: Recorder) -> int:
     """How many ops the region around has seen, -1 without one."""
