@@ -87,7 +87,7 @@ class Replay(Mode):
         node = self.tape.nodes[at]
         if node.op is not func:
             raise self._differs(at, f"the forward ran {node.op}, the recomputation runs {func}")
-        if self.check and not _same_constants(node.args, args) or not _same_constants(node.kwargs, kwargs):
+        if self.check and not (_same_constants(node.args, args) and _same_constants(node.kwargs, kwargs)):
             raise self._differs(at, f"{func} is called with other constants than in the forward")
         if self._scratch:
             args, kwargs = self._on_scratch((args, kwargs))
