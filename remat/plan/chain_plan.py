@@ -5,12 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import torch
 
 from remat._core import Decision, OpInfo, format_bytes
 from remat._region import with_policy
@@ -18,13 +15,12 @@ from remat.plan.budget import check_peak
 from remat.plan.chain import Chain, Choice, Measure, Part, Stage, best_parts
 from remat.plan.followed import Following, carried_out
 from remat.plan.graph import CostModel, Graph, cost_model
-from remat.plan.model import as_fake
 from remat.plan.plan import Plan
 from remat.plan.solve import Problem, Solved, complete
 from remat.policies import Numbered, Policy, save_nothing
-from remat.transforms import RematError, flatten, unflatten
-from remat.transforms.compat import fake_mode, is_tracing
-from remat.transforms.joint import record
+from remat.transforms import RematError
+from remat.transforms.compat import is_tracing
+from remat.transforms.joint import on_fakes, record
 
 Stages = Sequence[Callable[..., Any]]
 
@@ -254,16 +250,15 @@ def _sequence(functions: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
 
 def trace(stages: Stages, x: Any, args: tuple[Any, ...]) -> tuple[list[Graph], list[Graph]]:
     """The joint graphs of the stages and of pairs of neighbours."""
-    leaves, spec = flatten((x, args))
-    mode = fake_mode(leaves)
-    fakes = [as_fake(leaf, mode) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    with warnings.catch_warnings(), mode, torch.enable_grad():
-        # The engine asks for addresses, which fake tensors grudgingly give.
-        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        x, args = unflatten(fakes, spec)
-        inputs = [x]
-        for stage in stages[:-1]:
-            inputs.append(stage(inputs[-1], *args))
+    inputs: list[Any] = []
+
+    def through(x: Any, *args: Any) -> tuple[Any, ...]:
+        for stage in stages:
+            inputs.append(x)
+            x = stage(x, *args) if len(inputs) < len(stages) else x
+        return args
+
+    args = on_fakes(through, (x, *args))
 
     def graph(first: int, count: int) -> Graph:
         run = _sequence(stages[first : first + count])

@@ -14,6 +14,7 @@ from remat._core import Decision, OpInfo
 from remat.policies import Policy
 from remat.transforms import RematError, traits
 from remat.transforms.compat import in_transform
+from remat.transforms.joint import OPTIONAL
 
 if TYPE_CHECKING:
     from remat.plan.plan import Plan
@@ -99,7 +100,12 @@ def carried_out(plan: Plan, forget: Callable[[], None] | None = None) -> Followi
 
 @functools.lru_cache(maxsize=4096)
 def _passed_over(name: str) -> bool:
-    """Whether nothing is asked about an op: it is a view, or writes in place, whose result is never kept."""
+    """Whether nothing is asked about an op: it is a view, or writes in place, whose result is never kept.
+
+    Or it may not run at all.
+    """
+    if name.endswith(OPTIONAL):
+        return True
     namespace, _, rest = name.partition(".")
     kind, _, overload = rest.partition(".")
     op = getattr(getattr(getattr(torch.ops, namespace), kind, None), overload, None)

@@ -2,13 +2,16 @@
 
 from remat.transforms.joint.graph import record
 from remat.transforms.joint.levels import Peeled, captured_at_levels, peel, record_peeled
-from remat.transforms.joint.ops import Joint, Op, Ref, Value
+from remat.transforms.joint.ops import OPTIONAL, Joint, Op, Ref, Value
+from remat.transforms.joint.stand_ins import on_fakes
 
 __all__ = [
     "Joint",  # forward and backward of one call
     "Op",  # one dispatched op
     "Ref",  # stands for value `id` in the arguments of a recorded op
     "Value",  # a tensor of the joint graph
+    "OPTIONAL",  # what the names of ops end in that may not run
+    "on_fakes",  # what `run(*args, **kwargs)` returns on fake tensors like those given
     "record",  # the joint graph of `fn(*args, **kwargs)`, from metadata alone
     "Peeled",  # a call with its functorch wrappers taken off
     "captured_at_levels",  # what a function captures that belongs to a level

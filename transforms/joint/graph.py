@@ -7,7 +7,6 @@ here be carried out there. `detach`, which autograd inserts when it saves an out
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from remat.transforms.closure import trial
 from remat.transforms.compat import (
     TorchDispatchMode,
+    autocasting,
     fake_mode,
     is_fake,
     outside_all_modes,
@@ -25,7 +25,8 @@ from remat.transforms.compat import (
 from remat.transforms.errors import RematError
 from remat.transforms.intermediates import only
 from remat.transforms.joint.ops import Joint, Op, Other, Ref, Value
-from remat.transforms.ops import traits, user_line
+from remat.transforms.joint.stand_ins import StandIns, stood_in
+from remat.transforms.ops import is_cast_of_leaf, traits, user_line
 from remat.transforms.pytree import flatten, map_leaves, tree_leaves, unflatten
 from remat.transforms.region import planning
 
@@ -42,7 +43,8 @@ class JointRecorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mode: Any = None
+        self.stand_ins: StandIns = None  # type: ignore[assignment]  # there are some once the function runs
+        self.casts = autocasting()
         self.ops: list[Op] = []
         self.values: list[Value] = []
         self.storages: list[int] = []
@@ -82,8 +84,11 @@ class JointRecorder(TorchDispatchMode):
         known = self._number.get(id(tensor))
         if known is not None:
             return known
-        if not is_fake(tensor):
-            return self._capture(tensor)
+        stand_in = self.stand_ins.of(tensor)
+        if stand_in is not tensor:
+            # An autograd.Function was called with it, which no torch function tells of.
+            self.captured[id(tensor)] = tensor
+            return self.same(tensor, self.number(stand_in))
         storage = self._storage.get(storage_key(tensor)) if tensor.layout == torch.strided else None
         if storage is not None:
             for candidate in range(len(self.values) - 1, -1, -1):
@@ -94,20 +99,8 @@ class JointRecorder(TorchDispatchMode):
                     and value.dtype == tensor.dtype
                 ):
                     return self.same(tensor, candidate)
-        return self._capture(tensor)
-
-    def _capture(self, tensor: torch.Tensor) -> int:
-        """A tensor met inside the function that is no argument; its views are views of its fake's storage."""
         self.captured[id(tensor)] = tensor
-        number = self.add(tensor, "parameter")
-        if not is_fake(tensor) and tensor.layout == torch.strided:
-            with warnings.catch_warnings():
-                # It asks for the gradient of every tensor, and is warned that some have none.
-                warnings.simplefilter("ignore")
-                stand_in = self.mode.from_tensor(tensor)
-            self._storage[storage_key(stand_in)] = self.values[number].storage
-            self._alive.append(stand_in)
-        return number
+        return self.add(tensor, "parameter")
 
     def _noted(self, leaf: Any) -> Any:
         """What stands for an argument of an op."""
@@ -154,9 +147,8 @@ class JointRecorder(TorchDispatchMode):
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor) and not any(leaf is t for t in overwritten):
                 outputs.append(self.add(leaf, "op", position))
-        self.ops.append(
-            Op(func, refs[0], refs[1], tuple(sorted(reads)), tuple(outputs), old, self.in_forward, location)
-        )
+        made = func, refs[0], refs[1], tuple(sorted(reads)), tuple(outputs), old, self.in_forward, location
+        self.ops.append(Op(*made, optional=self.casts and self.in_forward and is_cast_of_leaf(func, args)))
         return out
 
 
@@ -208,7 +200,7 @@ def _trace(
 ) -> tuple[int, ...]:
     """Stand-ins for the arguments, then the run; returns the numbers of the results."""
     leaves, spec = flatten((args, kwargs))
-    mode = recorder.mode = fake_mode(leaves)
+    mode = fake_mode(leaves)
     direct = {id(a) for a in (*args, *kwargs.values())}
     # What Dynamo has traced takes flat operands, and says itself which of them are held by somebody else.
     known = getattr(fn, "held", frozenset())
@@ -222,7 +214,11 @@ def _trace(
                 recorder.add(fakes[id(leaf)], "parameter" if held else "argument")
     args, kwargs = unflatten([fakes.get(id(x), x) if torch.is_tensor(x) else x for x in leaves], spec)
     try:
-        with mode, recorder, torch.autograd.set_multithreading_enabled(False):
+        with (
+            stood_in(mode) as recorder.stand_ins,
+            recorder,
+            torch.autograd.set_multithreading_enabled(False),
+        ):
             return run(fn, args, kwargs, recorder, list(fakes.values()))
     except RematError:
         raise
