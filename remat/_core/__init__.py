@@ -4,6 +4,7 @@ from remat._core.flops import known_flops, op_name, register_cost
 from remat._core.keywords import KeywordError, joined_keywords, keywords_apart
 from remat._core.opinfo import Call, Decision, OpInfo, TensorMeta, describe
 from remat._core.units import format_bytes, parse_bytes
+from remat._core.untouched import Notes, untouched
 
 __all__ = [
     "known_flops",  # FLOPs of `op(*args, **kwargs)`, or None for an op that nobody gave a formula for
@@ -19,4 +20,6 @@ __all__ = [
     "describe",  # `tree` with every tensor replaced by its `TensorMeta`
     "format_bytes",  # bytes for people, rounded
     "parse_bytes",  # bytes from "2GiB", "512 MB", "1e9"
+    "Notes",  # what a function can reach, as it was before a look at it
+    "untouched",  # leave all that functions and arguments can reach as it is
 ]

@@ -7,6 +7,7 @@ from typing import Any
 
 from remat.plan.graph import Graph
 from remat.plan.keys import call_key
+from remat.plan.looking import looking
 from remat.transforms import BoundedCache, Key
 from remat.transforms.closure import swapping
 from remat.transforms.compat import in_transform
@@ -30,7 +31,8 @@ def graph_of(
     found = None if key is None else _GRAPHS.recall(key)
     if found is None:
         # Torch's planner can be asked about the same graph where there are no levels.
-        found = Graph(record(fn, args, kwargs)) if call is None else Graph(record_peeled(fn, call), False)
+        with looking(fn, args, kwargs):
+            found = Graph(record(fn, args, kwargs)) if call is None else Graph(record_peeled(fn, call), False)
         if key is not None:
             _GRAPHS[key] = found
     return found

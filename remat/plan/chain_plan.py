@@ -15,6 +15,7 @@ from remat.plan.budget import check_peak
 from remat.plan.chain import Chain, Choice, Measure, Part, Stage, best_parts
 from remat.plan.followed import Following, carried_out
 from remat.plan.graph import CostModel, Graph, cost_model
+from remat.plan.looking import looking
 from remat.plan.plan import Plan
 from remat.plan.solve import Problem, Solved, complete
 from remat.policies import Numbered, Policy, save_nothing
@@ -129,7 +130,9 @@ def plan_chain(
     if not stages:
         raise RematError("plan_chain got no stages: write plan_chain([block1, block2], x, peak='20GiB').")
     limit, model = check_peak(peak), cost_model(cost, device)
-    task = Task(list(stages), trace(stages, x, args), model, compiled, accumulating)
+    with looking(stages, x, args):
+        graphs = trace(stages, x, args)
+    task = Task(list(stages), graphs, model, compiled, accumulating)
     parts = best_parts(task.chain, limit)
     if parts is None:
         # The search rounds bytes: what it is told to write must be what it finds.

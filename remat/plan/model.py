@@ -15,6 +15,7 @@ from remat.plan.budget import check_budget, check_peak
 from remat.plan.cache import graph_of
 from remat.plan.chain import Chain, Measure, Stage, best_parts
 from remat.plan.graph import CostModel, Graph, cost_model
+from remat.plan.looking import looking
 from remat.plan.peak import OutOfReach, highest_within, profile, step_peak
 from remat.plan.plan import Plan
 from remat.plan.solve import INF, Problem, Solution, Solved, bound, complete, hull, keep_all, least, solve
@@ -272,7 +273,7 @@ def _regions(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[tuple[str, 
         name = getattr(region, "__name__", None) or type(region).__name__
         found.append((name, graph_of(region, args, kwargs)))
 
-    with _handling(note):
+    with looking(fn, args, kwargs), _handling(note):
         on_fakes(fn, args, kwargs)
     return found
 

@@ -8,6 +8,7 @@ from remat.transforms.compat.ambient import (
     function_modes,
     functions_as_they_are,
     is_strided,
+    module_hooks,
     modules_watched,
     read_cudnn_sdp,
     read_deterministic,
@@ -115,6 +116,7 @@ from remat.transforms.compat.modes import (
     cond,
     direct_call,
     fake_mode,
+    fakes_watched,
     intercept_under_modes,
     is_fake,
     memory_is_real,
@@ -166,6 +168,7 @@ __all__ = [
     "read_matmul_precision",  # the precision of float32 products
     "set_grad_enabled",  # what torch.set_grad_enabled calls, without an object for the way back
     "storage_key",  # an address that aliases share
+    "module_hooks",  # the tables of the hooks that run for every module
     "without_module_trackers",  # take the global module hooks of torch's own observers away for a while
     "above_all",  # let autograd and functorch work in the kernel of an op
     "backend",  # the compiler that torch.compile knows as `name`
@@ -249,6 +252,7 @@ __all__ = [
     "active_modes",  # those modes, outermost first
     "cond",  # the operator that torch.cond calls
     "direct_call",  # what calling `op` comes down to, without the Python method in between
+    "fakes_watched",  # note the fake modes that are made meanwhile
     "fake_mode",  # the fake mode of the tensors at hand, or a new one
     "intercept_under_modes",  # run something in place of an operator where a mode is active
     "is_fake",  # whether a tensor has no data because it is fake
