@@ -5,6 +5,7 @@ from remat._core.keywords import KeywordError, joined_keywords, keywords_apart
 from remat._core.opinfo import Call, Decision, OpInfo, TensorMeta, describe
 from remat._core.units import format_bytes, parse_bytes
 from remat._core.untouched import Notes, untouched
+from remat._core.warn import warn_user
 
 __all__ = [
     "known_flops",  # FLOPs of `op(*args, **kwargs)`, or None for an op that nobody gave a formula for
@@ -21,5 +22,6 @@ __all__ = [
     "format_bytes",  # bytes for people, rounded
     "parse_bytes",  # bytes from "2GiB", "512 MB", "1e9"
     "Notes",  # what a function can reach, as it was before a look at it
+    "warn_user",  # warn at the line of the user's
     "untouched",  # leave all that functions and arguments can reach as it is
 ]

@@ -223,7 +223,7 @@ class _GivenPlan(Numbered):
     plan: Plan
 
     def bind(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
-        return Following(self.plan) if is_tracing() else carried_out(self.plan)
+        return Following((self.plan,)) if is_tracing() else carried_out([self.plan])
 
     def __call__(self, info: OpInfo) -> Decision:
         return self.plan(info)

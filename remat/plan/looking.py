@@ -8,6 +8,8 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from remat._core import Notes, untouched
 from remat.transforms import RematError
 from remat.transforms.compat import fakes_watched, is_fake
@@ -37,7 +39,8 @@ def looking(*roots: Any) -> Iterator[Notes]:
 def _refuse(modes: list[Any], fn: Any) -> None:
     gc.collect()
     alive = [mode for ref in modes if (mode := ref()) is not None]
-    fakes = [o for o in gc.get_objects() if is_fake(o) and any(o.fake_mode is mode for mode in alive)]
+    tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+    fakes = [t for t in tensors if is_fake(t) and any(t.fake_mode is mode for mode in alive)]
     for fake in fakes:
         if (holder := _holder(fake)) is not None:
             name = getattr(fn, "__name__", type(fn).__name__)

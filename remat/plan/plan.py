@@ -168,7 +168,7 @@ class Plan(Policy):
         names = graph_of(fn, args, kwargs).names
         if names != self.ops:
             self.check(names)
-        return carried_out(self)
+        return carried_out([self])
 
     def to_json(self) -> str:
         """The plan as JSON text; without the user's file names."""

@@ -22,10 +22,9 @@ from remat.transforms.compat import (
     storage_key,
     without_module_trackers,
 )
-from remat.transforms.errors import RematError
 from remat.transforms.intermediates import only
 from remat.transforms.joint.ops import Joint, Op, Other, Ref, Value
-from remat.transforms.joint.stand_ins import StandIns, stood_in
+from remat.transforms.joint.stand_ins import StandIns, refused, stood_in
 from remat.transforms.ops import is_cast_of_leaf, traits, user_line
 from remat.transforms.pytree import flatten, map_leaves, tree_leaves, unflatten
 from remat.transforms.region import planning
@@ -168,7 +167,7 @@ def record(
     in the run proper.
 
     Raises:
-        RematError: where the function looks at data (`.item()`, a branch on a value) or an op has no fake
+        NotOnFakes: where the function looks at data (`.item()`, a branch on a value) or an op has no fake
             kernel; names the op and the user's line.
     """
     recorder = JointRecorder()
@@ -213,25 +212,13 @@ def _trace(
                 fakes[id(leaf)] = _stand_in(leaf, mode)
                 recorder.add(fakes[id(leaf)], "parameter" if held else "argument")
     args, kwargs = unflatten([fakes.get(id(x), x) if torch.is_tensor(x) else x for x in leaves], spec)
-    try:
-        with (
-            stood_in(mode) as recorder.stand_ins,
-            recorder,
-            torch.autograd.set_multithreading_enabled(False),
-        ):
-            return run(fn, args, kwargs, recorder, list(fakes.values()))
-    except RematError:
-        raise
-    except Exception as error:
-        op, line = recorder.last
-        where = f" at {line}" if line else ""
-        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        raise RematError(
-            f"{getattr(fn, '__name__', type(fn).__name__)} cannot be planned: {op or 'the function'}{where} "
-            f"does not run on fake tensors ({reason}). A plan needs shapes alone: keep .item() and branches "
-            "on values out of the region, give custom ops a fake kernel (torch.library.register_fake), or "
-            "use a policy without a budget."
-        ) from error
+    with (
+        refused(fn, lambda: recorder.last),
+        stood_in(mode) as recorder.stand_ins,
+        recorder,
+        torch.autograd.set_multithreading_enabled(False),
+    ):
+        return run(fn, args, kwargs, recorder, list(fakes.values()))
 
 
 def _stand_in(tensor: torch.Tensor, mode: Any) -> torch.Tensor:

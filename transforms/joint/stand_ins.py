@@ -26,6 +26,7 @@ from remat.transforms.compat import (
     without_module_trackers,
 )
 from remat.transforms.context import planning
+from remat.transforms.errors import RematError
 from remat.transforms.intermediates import only
 from remat.transforms.pytree import flatten, unflatten
 
@@ -75,6 +76,29 @@ class StandIns(TorchFunctionMode):
                 return tensor
 
 
+class NotOnFakes(RematError):
+    """A function needs data, so that it cannot be looked at before it runs."""
+
+
+@contextlib.contextmanager
+def refused(fn: Callable[..., Any], last: Callable[[], tuple[str, str]]) -> Iterator[None]:
+    """Say in the user's words what does not run on fakes; `last` tells the op met last and its line."""
+    try:
+        yield
+    except RematError:
+        raise
+    except Exception as error:
+        op, line = last()
+        where = f" at {line}" if line else ""
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        raise NotOnFakes(
+            f"{getattr(fn, '__name__', type(fn).__name__)} cannot be planned: {op or 'the function'}{where} "
+            f"does not run on fake tensors ({reason}). A plan needs shapes alone: keep .item() and branches "
+            "on values out of the region, give custom ops a fake kernel (torch.library.register_fake), or "
+            "use a policy without a budget."
+        ) from error
+
+
 @contextlib.contextmanager
 def stood_in(mode: Any) -> Iterator[StandIns]:
     """Within, ops run on fakes of `mode`."""
@@ -99,6 +123,6 @@ def on_fakes(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     with without_module_trackers(), trial(), only(()), planning(name), warnings.catch_warnings():
         # The engine asks for addresses, which fake tensors grudgingly give.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        with stood_in(mode) as stand_ins, torch.enable_grad():
+        with refused(run, lambda: ("", "")), stood_in(mode) as stand_ins, torch.enable_grad():
             given, keywords = unflatten([stand_ins.swapped(leaf) for leaf in leaves], spec)
             return run(*given, **keywords)
