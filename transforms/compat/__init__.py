@@ -63,6 +63,7 @@ from remat.transforms.compat.autograd import (
     push_hooks,
     refuse_hooks,
     running_node,
+    set_version,
     top_hooks,
 )
 from remat.transforms.compat.cpu import compiled_for_cpu, fits_cpu, transposes_given
@@ -166,6 +167,7 @@ __all__ = [
     "read_flash_sdp",  # whether flash attention is on
     "read_math_sdp",  # whether plain attention is on
     "read_matmul_precision",  # the precision of float32 products
+    "set_version",  # let a tensor's version be another one
     "set_grad_enabled",  # what torch.set_grad_enabled calls, without an object for the way back
     "storage_key",  # an address that aliases share
     "module_hooks",  # the tables of the hooks that run for every module

@@ -1,4 +1,4 @@
-"""The forward half of a joint graph from the tape of a call that has run: nothing of the user's runs again."""
+"""The forward half of a joint graph from the tape of a call that has run: no code of the user runs again."""
 
 from __future__ import annotations
 
