@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
 import functools
 import gc
 import random
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from remat.transforms import flatten
 from remat.transforms.compat import module_hooks
@@ -32,6 +35,7 @@ _PLAIN_OBJECTS = frozenset(("collections", "types", "argparse", "weakref", "queu
 # More than this is no function's state but data, or a whole program.
 _MOST, _LONG = 50_000, 10_000
 _Cache = type(functools.lru_cache(abs))
+_Local = threading.local
 _MISSING: Any = object()
 
 
@@ -63,7 +67,7 @@ class Notes:
 
     Attributes:
         tensors: those in reach.
-        once: an iterator in reach, if there is one: what has been taken out of it cannot be put back.
+        once: what cannot be put back, if it is in reach: an iterator, a parameter without a shape yet.
     """
 
     def __init__(self) -> None:
@@ -104,6 +108,9 @@ class Notes:
         elif isinstance(value, type):
             self._class(value)
         elif isinstance(value, torch.Tensor):
+            if is_lazy(value):
+                # It becomes another thing in the first call.
+                self.once = value
             self.tensors.append(value)
             self._attributes(value)
         elif (kept := _state_of(value)) is not None:
@@ -125,7 +132,7 @@ class Notes:
     def _attributes(self, value: Any) -> None:
         """The attributes of an object: in its dictionary, and in its slots."""
         with contextlib.suppress(AttributeError):
-            held = object.__getattribute__(value, "__dict__")
+            held = value.__dict__ if isinstance(value, _Local) else object.__getattribute__(value, "__dict__")
             if type(held) is dict:
                 self._stack.append(held)
         for member in _slots(type(value)):
@@ -184,6 +191,9 @@ _WRAPPERS += (functools.cached_property, property, classmethod, staticmethod, _C
 
 def _state_of(value: Any) -> tuple[Callable[[Any, Any], None], Any, Any] | None:
     """How to put back what is one thing with a state of its own: a generator of numbers, an array."""
+    if isinstance(value, contextvars.ContextVar):
+        # (One that has no value at all cannot be left so.)
+        return None if _unset(value) else (contextvars.ContextVar.reset, value, value.set(value.get()))
     if isinstance(value, torch.Generator):
         return torch.Generator.set_state, value, value.get_state()
     if isinstance(value, random.Random):
@@ -304,6 +314,14 @@ def _restore_names(space: dict[str, Any], before: dict[str, Any]) -> None:
             space.pop(name, None)
         elif space.get(name, _MISSING) is not value:
             space[name] = value
+
+
+def _unset(var: contextvars.ContextVar[Any]) -> bool:
+    try:
+        var.get()
+    except LookupError:
+        return True
+    return False
 
 
 def _restore_array(array: Any, before: Any) -> None:

@@ -14,7 +14,7 @@ from remat.plan.keys import call_key
 from remat.plan.looking import looking
 from remat.transforms import BoundedCache, Key, flatten
 from remat.transforms.closure import swapping
-from remat.transforms.compat import in_transform, is_tracing
+from remat.transforms.compat import in_transform, is_hook_refusal, is_tracing
 from remat.transforms.joint import (
     NotOnFakes,
     Peeled,
@@ -31,6 +31,10 @@ from remat.transforms.tape import Tape
 _GRAPHS: BoundedCache[Hashable, Graph] = BoundedCache(256)
 # What calls turned out to run that were seen otherwise, or could not be looked at: the newest first.
 _LEARNED: BoundedCache[Hashable, tuple[Graph, ...]] = BoundedCache(256)
+# Calls that differ in numbers alone: how many in a row ran one graph, and which. A counter in a module must
+# not have every call looked at.
+_ALIKE: BoundedCache[Hashable, tuple[int, Graph]] = BoundedCache(256)
+_ENOUGH = 3
 # So many paths of one function are told apart.
 _PATHS = 8
 _warned: BoundedCache[Hashable, None] = BoundedCache(4096)
@@ -64,7 +68,10 @@ class Paths:
 
     def learn(self, tape: Tape) -> None:
         """Remember what a call has run: it was none of these."""
-        if self.key is None or is_tracing():
+        if self.key is None:
+            return
+        _ALIKE.pop(_rough(self.key), None)
+        if is_tracing():
             # Sizes may be symbols there. It is looked at anew in the next trace.
             _GRAPHS.pop(self.key, None)
             return
@@ -96,8 +103,11 @@ def paths_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         graphs = known if seen is None else (*known, seen)
     else:
         try:
-            found = call.graph(careful=True)
+            found = call.graph_before()
         except NotOnFakes as error:
+            if is_hook_refusal(error):
+                # The engine tries again without its hooks.
+                raise
             found = None
             _warn_once(
                 name,
@@ -120,21 +130,43 @@ class _Call:
         self.peeled = peel(args, kwargs, captured) if in_transform() or captured else None
         self.key = call_key(fn, args, kwargs) if self.peeled is None else _peeled_key(fn, self.peeled)
 
-    def graph(self, careful: bool = False) -> Graph | None:
-        """The graph; with `careful` none where a look would take something out of an iterator."""
+    def graph(self) -> Graph:
+        """The graph, by a look where nobody has looked."""
         found = None if self.key is None else _GRAPHS.recall(self.key)
         if found is None:
-            with looking(self.fn, self.args, self.kwargs) as notes:
-                if careful and notes.once is not None:
-                    return None
-                if self.peeled is None:
-                    found = Graph(record(self.fn, self.args, self.kwargs))
-                else:
-                    # Torch's planner can be asked about the same graph where there are no levels.
-                    found = Graph(record_peeled(self.fn, self.peeled), False)
+            with looking(self.fn, self.args, self.kwargs):
+                found = self._recorded()
             if self.key is not None:
                 _GRAPHS[self.key] = found
         return found
+
+    def graph_before(self) -> Graph | None:
+        """The same before the call runs: none where a look would take something out of an iterator."""
+        if self.key is None:
+            return self._careful()
+        if (found := _GRAPHS.recall(self.key)) is not None:
+            return found
+        rough = _rough(self.key)
+        count, alike = _ALIKE.recall(rough) or (0, None)
+        if alike is not None and count >= _ENOUGH:
+            return alike
+        if (found := self._careful()) is None:
+            return None
+        same = alike is not None and alike.signature == found.signature
+        # What was solved on the one is solved on the other.
+        _ALIKE[rough] = count, found = (count + 1, alike) if same and alike else (1, found)
+        _GRAPHS[self.key] = found
+        return found
+
+    def _careful(self) -> Graph | None:
+        with looking(self.fn, self.args, self.kwargs) as notes:
+            return self._recorded() if notes.once is None else None
+
+    def _recorded(self) -> Graph:
+        if self.peeled is None:
+            return Graph(record(self.fn, self.args, self.kwargs))
+        # Torch's planner can be asked about the same graph where there are no levels.
+        return Graph(record_peeled(self.fn, self.peeled), False)
 
     def held(self) -> tuple[bool, ...]:
         """Which of its tensors somebody else holds: parameters, and leaves in containers."""
@@ -151,6 +183,11 @@ class _Call:
 def _peeled_key(fn: Callable[..., Any], call: Peeled) -> Hashable | None:
     key = call_key(fn, call.leaves, {})
     return None if key is None else Key(key, call.steps, str(call.spec), len(call.captured))
+
+
+def _rough(key: Any) -> Hashable:
+    """A key without its numbers."""
+    return Key(*[part for part in key.parts if type(part) is not int and type(part) is not float])
 
 
 def _warn_once(name: str, text: str) -> None:

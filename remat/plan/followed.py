@@ -25,26 +25,27 @@ class Walk:
 
     def __init__(self, plan: Plan | None) -> None:
         self.plan, self.at = plan, 0
-        self.met: list[str] = []
+        self.met: list[tuple[str, int]] = []
         self.saved: dict[int, bool] = {}  # what was said of each op: it may be asked about again
         self.bytes = 0
         self.switched = False
 
-    def follow(self, name: str) -> bool:
-        """Whether an op that is met now is the next one of the plan."""
-        if self.plan is None:
+    def follow(self, name: str, size: int = 0) -> bool:
+        """Whether an op that is met now, whose results take `size` bytes, is the next one of the plan."""
+        plan = self.plan
+        if plan is None:
             return False
-        at, ops = self.at, self.plan.ops
+        at, ops = self.at, plan.ops
         while at < len(ops) and _passed_over(ops[at]):
             at += 1
-        met = at < len(ops) and ops[at] == name
+        met = at < len(ops) and ops[at] == name and size <= plan.sizes.get(at, size)
         self.at = at + met
         return met
 
     def turn(self, plan: Plan) -> bool:
         """Whether all that was met is what another plan begins with; that is followed from here on then."""
         other = Walk(plan)
-        if not all(map(other.follow, self.met)):
+        if not all(other.follow(*op) for op in self.met):
             return False
         self.plan, self.at, self.switched = plan, other.at, True
         return True
@@ -112,8 +113,9 @@ class Bound(Following):
         walk = self.walk
         if walk.plan is None:
             return False
-        walk.met.append(name)
-        if not walk.follow(name) and not any(map(walk.turn, self.plans)):
+        # A plan that the user chose may have been made for other sizes.
+        walk.met.append((name, info.bytes if self.learn is not None else 0))
+        if not walk.follow(*walk.met[-1]) and not any(map(walk.turn, self.plans)):
             if self.learn is None:
                 plan = self.plans[0]
                 planned = plan.ops[walk.at] if walk.at < len(plan.ops) else None

@@ -142,6 +142,11 @@ class Plan(Policy):
         """`saved` as a set."""
         return frozenset(self.saved)
 
+    @cached_property
+    def sizes(self) -> dict[int, int]:
+        """Bytes of what is kept, by the op's position."""
+        return {kept.position: kept.bytes for kept in self.kept}
+
     def check(self, names: Sequence[str]) -> None:
         """Raise where a function's ops are not those planned for.
 

@@ -1,4 +1,4 @@
-"""Looking at the real thing leaves no trace either: all that a function can reach is as it was, tensors too."""
+"""Looking at the real thing leaves no trace either: all in reach of a function is as it was, tensors too."""
 
 import random
 
@@ -70,7 +70,7 @@ class Moving(nn.Module):
         return (x * self.weight * self.frozen).sin()
 
 
-@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("look", sorted(LOOKS.keys() - {"compare"}))
 def test_tensors_are_moved_back(look):
     module = Moving()
     before = module.seen()

@@ -40,9 +40,9 @@ class JointRecorder(TorchDispatchMode):
     supports_higher_order_operators = True
     plans = True
 
-    def __init__(self) -> None:
+    def __init__(self, stand_ins: StandIns) -> None:
         super().__init__()
-        self.stand_ins: StandIns = None  # type: ignore[assignment]  # there are some once the function runs
+        self.stand_ins = stand_ins
         self.casts = autocasting()
         self.ops: list[Op] = []
         self.values: list[Value] = []
@@ -113,6 +113,11 @@ class JointRecorder(TorchDispatchMode):
         self._alive.append(tensor)
         return number
 
+    def forget(self) -> None:
+        """Let go of all tensors: nodes that no backward has passed hold this, by their hooks."""
+        self._alive, self.captured = [], {}
+        self.stand_ins.forget()
+
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """A saved-tensor hook: notes what autograd keeps."""
         self.saved[self.number(tensor)] = None
@@ -170,7 +175,8 @@ def record(
         NotOnFakes: where the function looks at data (`.item()`, a branch on a value) or an op has no fake
             kernel; names the op and the user's line.
     """
-    recorder = JointRecorder()
+    mode = fake_mode(tree_leaves((args, kwargs)))
+    recorder = JointRecorder(StandIns(mode))
     with (
         outside_all_modes(),
         without_module_trackers(),
@@ -178,7 +184,10 @@ def record(
         only(()),
         planning(getattr(fn, "__name__", type(fn).__name__)),
     ):
-        results = _trace(fn, args, kwargs or {}, recorder, _run_functional if functional else _run)
+        try:
+            results = _trace(fn, args, kwargs or {}, recorder, _run_functional if functional else _run)
+        finally:
+            recorder.forget()
     return Joint(
         ops=tuple(recorder.ops),
         values=tuple(recorder.values),
@@ -199,7 +208,7 @@ def _trace(
 ) -> tuple[int, ...]:
     """Stand-ins for the arguments, then the run; returns the numbers of the results."""
     leaves, spec = flatten((args, kwargs))
-    mode = fake_mode(leaves)
+    mode = recorder.stand_ins.mode
     direct = {id(a) for a in (*args, *kwargs.values())}
     # What Dynamo has traced takes flat operands, and says itself which of them are held by somebody else.
     known = getattr(fn, "held", frozenset())
@@ -214,7 +223,7 @@ def _trace(
     args, kwargs = unflatten([fakes.get(id(x), x) if torch.is_tensor(x) else x for x in leaves], spec)
     with (
         refused(fn, lambda: recorder.last),
-        stood_in(mode) as recorder.stand_ins,
+        stood_in(recorder.stand_ins),
         recorder,
         torch.autograd.set_multithreading_enabled(False),
     ):

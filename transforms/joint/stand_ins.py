@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from remat.transforms.closure import trial
@@ -58,12 +59,16 @@ class StandIns(TorchFunctionMode):
         if known is not None:
             return known[1]
         plain = type(tensor) is torch.Tensor or isinstance(tensor, torch.nn.Parameter)
-        if not plain or is_fake(tensor) or is_wrapped(tensor):
+        if not plain or is_fake(tensor) or is_lazy(tensor) or is_wrapped(tensor):
             return tensor
         fake = self._fake(tensor)
         self._made[id(tensor)] = tensor, fake
         self._made[id(fake)] = fake, fake
         return fake
+
+    def forget(self) -> None:
+        """Let go of all tensors."""
+        self._made = {}
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         with outside_all_modes(), functions_as_they_are(), warnings.catch_warnings():
@@ -100,14 +105,14 @@ def refused(fn: Callable[..., Any], last: Callable[[], tuple[str, str]]) -> Iter
 
 
 @contextlib.contextmanager
-def stood_in(mode: Any) -> Iterator[StandIns]:
-    """Within, ops run on fakes of `mode`."""
-    caching, stand_ins = torch.is_autocast_cache_enabled(), StandIns(mode)
+def stood_in(stand_ins: StandIns) -> Iterator[None]:
+    """Within, ops run on fakes."""
+    caching = torch.is_autocast_cache_enabled()
     # What is in the cache of an autocast around stays there until that ends.
     torch.set_autocast_cache_enabled(caching and not autocasting())
     try:
-        with mode, stand_ins:
-            yield stand_ins
+        with stand_ins.mode, stand_ins:
+            yield
     finally:
         torch.set_autocast_cache_enabled(caching)
 
@@ -118,11 +123,11 @@ def on_fakes(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     Nobody collects named values meanwhile, and `is_recomputing()` is true, as in `record`.
     """
     leaves, spec = flatten((args, kwargs or {}))
-    mode = fake_mode(leaves)
+    stand_ins = StandIns(fake_mode(leaves))
     name = getattr(run, "__name__", type(run).__name__)
     with without_module_trackers(), trial(), only(()), planning(name), warnings.catch_warnings():
         # The engine asks for addresses, which fake tensors grudgingly give.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        with refused(run, lambda: ("", "")), stood_in(mode) as stand_ins, torch.enable_grad():
+        with refused(run, lambda: ("", "")), stood_in(stand_ins), torch.enable_grad():
             given, keywords = unflatten([stand_ins.swapped(leaf) for leaf in leaves], spec)
             return run(*given, **keywords)
