@@ -105,7 +105,7 @@ def paths_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         try:
             found = call.graph_before()
         except NotOnFakes as error:
-            if is_hook_refusal(error):
+            if in_transform() and is_hook_refusal(error):
                 # The engine tries again without its hooks.
                 raise
             found = None
