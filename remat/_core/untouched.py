@@ -11,7 +11,6 @@ import collections
 import contextlib
 import contextvars
 import functools
-import gc
 import random
 import sys
 import threading
@@ -22,9 +21,24 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from remat._core.put_back import (
+    MISSING,
+    cached,
+    in_cell,
+    in_slot,
+    is_unset,
+    restore_array,
+    restore_cache,
+    restore_cell,
+    restore_class,
+    restore_dict,
+    restore_names,
+    restore_sequence,
+    restore_slot,
+)
 from remat.transforms import flatten
 from remat.transforms.compat import module_hooks
-from remat.transforms.state import RandomState
+from remat.transforms.state import RandomState, switches_put_back
 
 _ATOMS = frozenset(
     (str, bytes, int, float, complex, bool, type(None), type(...), torch.dtype, torch.device, torch.Size)
@@ -33,10 +47,8 @@ _ATOMS = frozenset(
 _LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "remat", "numpy", "triton", "optree", "sympy"))
 _PLAIN_OBJECTS = frozenset(("collections", "types", "argparse", "weakref", "queue", "_thread", "dataclasses"))
 # More than this is no function's state but data, or a whole program.
-_MOST, _LONG = 50_000, 10_000
+_MOST, _LONG, _BYTES = 50_000, 10_000, 1 << 26
 _Cache = type(functools.lru_cache(abs))
-_Local = threading.local
-_MISSING: Any = object()
 
 
 def _is_library(module: Any) -> bool:
@@ -54,7 +66,8 @@ def untouched(*roots: Any) -> Iterator[Notes]:
     if (numpy := sys.modules.get("numpy")) is not None:
         streams.append((numpy.random.set_state, numpy.random.get_state()))
     try:
-        yield notes
+        with switches_put_back():
+            yield notes
     finally:
         generators.restore()
         for put_back, state in streams:
@@ -73,6 +86,7 @@ class Notes:
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
         self.once: Any = None
+        self._room = _BYTES
         self._notes: list[tuple[Callable[[Any, Any], None], Any, Any]] = []
         self._seen: dict[int, Any] = {}
         self._stack: collections.deque[Any] = collections.deque()  # what is nearest comes first
@@ -97,51 +111,78 @@ class Notes:
         self._notes.append((put_back, where, before))
 
     def _look_at(self, value: Any) -> None:
-        if isinstance(value, (dict, list, set, collections.deque, bytearray)):
+        # By its type: a proxy would do who knows what if it were asked for its class.
+        kind = type(value)
+        if issubclass(kind, (dict, list, set, collections.deque)):
             self._container(value)
-        elif isinstance(value, (tuple, frozenset)):
-            self._stack += value
-        elif isinstance(value, types.FunctionType):
+        elif issubclass(kind, (tuple, frozenset)):
+            self._stack += tuple.__iter__(value) if issubclass(kind, tuple) else value
+        elif issubclass(kind, types.FunctionType):
             self._function(value)
-        elif isinstance(value, _WRAPPERS):
+        elif issubclass(kind, _WRAPPERS):
             self._wrapper(value)
-        elif isinstance(value, type):
+        elif issubclass(kind, type):
             self._class(value)
-        elif isinstance(value, torch.Tensor):
+        elif issubclass(kind, torch.Tensor):
             if is_lazy(value):
                 # It becomes another thing in the first call.
                 self.once = value
             self.tensors.append(value)
             self._attributes(value)
-        elif (kept := _state_of(value)) is not None:
+        elif (kept := self._state_of(value)) is not None:
             self._note(*kept)
-        elif not isinstance(value, types.ModuleType):
+        elif not issubclass(kind, types.ModuleType):
             self._object(value)
 
     def _container(self, value: Any) -> None:
-        kind = type(value)
-        if isinstance(value, dict):
-            self._note(_restore_dict, value, dict(value))
-        else:
-            self._note(_restore_others, value, list(value))
-        if len(value) <= _LONG and not isinstance(value, bytearray):
-            self._stack += value.values() if isinstance(value, dict) else value
-        if not kind.__module__ == "builtins":
+        if len(value) <= 100 * _LONG:
+            is_dict = issubclass(type(value), dict)
+            before = dict(value) if is_dict else list(value)
+            self._note(restore_dict if is_dict else restore_sequence, value, before)
+            if len(value) <= _LONG:
+                self._stack += before.values() if is_dict else before
+        if type(value).__module__ != "builtins":
             self._attributes(value)
+
+    def _state_of(self, value: Any) -> tuple[Callable[[Any, Any], None], Any, Any] | None:
+        """How to put back what is one thing with a state of its own: a generator of numbers, an array."""
+        kind = type(value)
+        if kind is contextvars.ContextVar:
+            # (One that has no value at all cannot be left so.)
+            return None if is_unset(value) else (contextvars.ContextVar.reset, value, value.set(value.get()))
+        if issubclass(kind, torch.Generator):
+            return torch.Generator.set_state, value, value.get_state()
+        if issubclass(kind, random.Random):
+            return random.Random.setstate, value, value.getstate()
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is not None and issubclass(kind, numpy.random.RandomState):
+            return numpy.random.RandomState.set_state, value, value.get_state()
+        if numpy is not None and issubclass(kind, numpy.random.Generator):
+            bits = value.bit_generator
+            return (lambda where, before: setattr(where, "state", before)), bits, bits.state
+        array = numpy is not None and issubclass(kind, numpy.ndarray)
+        size = value.nbytes if array else len(value) if kind is bytearray else None
+        if size is None or size > self._room:
+            return None
+        # More than a little is data, which nobody writes to.
+        self._room -= size
+        return restore_array, value, value.copy()
 
     def _attributes(self, value: Any) -> None:
         """The attributes of an object: in its dictionary, and in its slots."""
         with contextlib.suppress(AttributeError):
-            held = value.__dict__ if isinstance(value, _Local) else object.__getattribute__(value, "__dict__")
+            # (What a thread has there only it can see.)
+            local = issubclass(type(value), threading.local)
+            held = value.__dict__ if local else object.__getattribute__(value, "__dict__")
             if type(held) is dict:
                 self._stack.append(held)
         for member in _slots(type(value)):
-            self._note(_restore_slot, (member, value), found := _in_slot(member, value))
+            self._note(restore_slot, (member, value), found := in_slot(member, value))
             self._stack.append(found)
 
     def _object(self, value: Any) -> None:
         kind = type(value)
-        if isinstance(value, torch.nn.Module) or not _is_library(kind.__module__):
+        if issubclass(kind, torch.nn.Module) or not _is_library(kind.__module__):
             self._attributes(value)
             self._stack.append(kind)
         elif kind.__module__ in _PLAIN_OBJECTS or kind.__module__.startswith("remat"):
@@ -153,23 +194,23 @@ class Notes:
         if _is_library(kind.__module__):
             return
         held = {k: v for k, v in vars(kind).items() if not k.startswith("__")}
-        self._note(_restore_class, kind, held)
+        self._note(restore_class, kind, held)
         self._stack += held.values()
         self._stack += [vars(kind).get("__call__"), *kind.__bases__]
 
     def _function(self, fn: types.FunctionType) -> None:
         for cell in fn.__closure__ or ():
-            self._note(_restore_cell, cell, found := _in_cell(cell))
+            self._note(restore_cell, cell, found := in_cell(cell))
             self._stack.append(found)
         self._stack += [fn.__defaults__, fn.__kwdefaults__, fn.__dict__]
         if not _is_library(fn.__globals__.get("__name__")):
             names = list(_names(fn.__code__))
             spaces, met = [fn.__globals__], {id(fn.__globals__)}
             for space in spaces:
-                found = {name: space.get(name, _MISSING) for name in names}
-                self._note(_restore_names, space, found)
+                found = {name: space.get(name, MISSING) for name in names}
+                self._note(restore_names, space, found)
                 modules = [v for v in found.values() if isinstance(v, types.ModuleType)]
-                self._stack += [v for v in found.values() if v is not _MISSING]
+                self._stack += [v for v in found.values() if v is not MISSING]
                 # `import state` makes what is in there as near as what is in this file.
                 for module in modules:
                     if not _is_library(module.__name__) and id(vars(module)) not in met:
@@ -178,7 +219,7 @@ class Notes:
 
     def _wrapper(self, value: Any) -> None:
         if isinstance(value, _Cache):
-            self._note(_restore_cache, value, (_table(value), value.cache_info()))
+            self._note(restore_cache, value, (cached(value), value.cache_info()))
             self._stack += vars(value).values()
         for name in ("__self__", "__func__", "func", "args", "keywords", "fget", "fset", "__wrapped__"):
             if (part := getattr(value, name, None)) is not None:
@@ -187,28 +228,6 @@ class Notes:
 
 _WRAPPERS = (types.MethodType, types.BuiltinFunctionType, functools.partial, functools.partialmethod)
 _WRAPPERS += (functools.cached_property, property, classmethod, staticmethod, _Cache)
-
-
-def _state_of(value: Any) -> tuple[Callable[[Any, Any], None], Any, Any] | None:
-    """How to put back what is one thing with a state of its own: a generator of numbers, an array."""
-    if isinstance(value, contextvars.ContextVar):
-        # (One that has no value at all cannot be left so.)
-        return None if _unset(value) else (contextvars.ContextVar.reset, value, value.set(value.get()))
-    if isinstance(value, torch.Generator):
-        return torch.Generator.set_state, value, value.get_state()
-    if isinstance(value, random.Random):
-        return random.Random.setstate, value, value.getstate()
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is None:
-        return None
-    if isinstance(value, numpy.ndarray):
-        return (_restore_array, value, value.copy()) if value.size <= 100 * _LONG else None
-    if isinstance(value, numpy.random.RandomState):
-        return numpy.random.RandomState.set_state, value, value.get_state()
-    if isinstance(value, numpy.random.Generator):
-        bits = value.bit_generator
-        return (lambda where, before: setattr(where, "state", before)), bits, bits.state
-    return None
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
@@ -223,107 +242,3 @@ def _names(code: types.CodeType) -> Iterator[str]:
 def _slots(kind: type) -> tuple[Any, ...]:
     members = [m for base in kind.__mro__ if not _is_library(base.__module__) for m in vars(base).values()]
     return tuple([m for m in members if isinstance(m, types.MemberDescriptorType)])
-
-
-def _table(cache: Any) -> dict[Any, Any] | None:
-    """A copy of what an unbounded `functools.cache` remembers; None for one with a bound."""
-    table = _remembered(cache)
-    return None if table is None else dict(table)
-
-
-def _remembered(cache: Any) -> Any:
-    if cache.cache_parameters()["maxsize"] is not None:
-        return None
-    tables = [t for t in gc.get_referents(cache) if type(t) is dict and t is not vars(cache)]
-    return tables[0] if len(tables) == 1 else None
-
-
-def _restore_cache(cache: Any, before: Any) -> None:
-    entries, info = before
-    if cache.cache_info() == info:
-        return
-    if entries and (table := _remembered(cache)) is not None:
-        _restore_dict(table, entries)
-    else:
-        # What was in there is computed again when it is asked for.
-        cache.cache_clear()
-
-
-def _restore_dict(held: Any, before: dict[Any, Any]) -> None:
-    kind: Any = collections.OrderedDict if isinstance(held, collections.OrderedDict) else dict
-    if len(held) == len(before) and all(kind.get(held, k, _MISSING) is v for k, v in before.items()):
-        return
-    for key in [key for key in held if key not in before]:
-        kind.__delitem__(held, key)
-    if [*map(id, held)] != [*map(id, before)]:
-        kind.clear(held)
-    for key, value in before.items():
-        if kind.get(held, key, _MISSING) is not value:
-            kind.__setitem__(held, key, value)
-
-
-def _restore_others(held: Any, before: list[Any]) -> None:
-    if isinstance(held, bytearray):
-        held[:] = bytes(before)
-    elif len(held) != len(before) or any(a is not b for a, b in zip(held, before, strict=True)):
-        kind: Any = next(k for k in (list, set, collections.deque) if isinstance(held, k))
-        kind.clear(held)
-        (kind.update if kind is set else kind.extend)(held, before)
-
-
-def _in_slot(member: Any, value: Any) -> Any:
-    try:
-        return member.__get__(value)
-    except AttributeError:
-        return _MISSING
-
-
-def _restore_slot(where: Any, before: Any) -> None:
-    if _in_slot(*where) is not before:
-        member, value = where
-        member.__delete__(value) if before is _MISSING else member.__set__(value, before)
-
-
-def _restore_class(kind: type, before: dict[str, Any]) -> None:
-    now = {k: v for k, v in vars(kind).items() if not k.startswith("__")}
-    for name in now.keys() - before.keys():
-        type.__delattr__(kind, name)
-    for name, value in before.items():
-        if now.get(name, _MISSING) is not value:
-            type.__setattr__(kind, name, value)
-
-
-def _in_cell(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return _MISSING
-
-
-def _restore_cell(cell: Any, before: Any) -> None:
-    if _in_cell(cell) is not before:
-        if before is _MISSING:
-            del cell.cell_contents
-        else:
-            cell.cell_contents = before
-
-
-def _restore_names(space: dict[str, Any], before: dict[str, Any]) -> None:
-    for name, value in before.items():
-        if value is _MISSING:
-            space.pop(name, None)
-        elif space.get(name, _MISSING) is not value:
-            space[name] = value
-
-
-def _unset(var: contextvars.ContextVar[Any]) -> bool:
-    try:
-        var.get()
-    except LookupError:
-        return True
-    return False
-
-
-def _restore_array(array: Any, before: Any) -> None:
-    if array.flags.writeable:
-        array[...] = before

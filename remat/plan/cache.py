@@ -170,6 +170,8 @@ class _Call:
 
     def held(self) -> tuple[bool, ...]:
         """Which of its tensors somebody else holds: parameters, and leaves in containers."""
+        if not self.kwargs and all([isinstance(a, torch.Tensor) for a in self.args]):
+            return tuple([isinstance(a, torch.nn.Parameter) for a in self.args])
         direct = {id(a) for a in (*self.args, *self.kwargs.values())}
         tensors = [t for t in flatten((self.args, self.kwargs))[0] if isinstance(t, torch.Tensor)]
         return tuple(

@@ -58,7 +58,7 @@ class StandIns(TorchFunctionMode):
         known = self._made.get(id(tensor))
         if known is not None:
             return known[1]
-        plain = type(tensor) is torch.Tensor or isinstance(tensor, torch.nn.Parameter)
+        plain = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
         if not plain or is_fake(tensor) or is_lazy(tensor) or is_wrapped(tensor):
             return tensor
         fake = self._fake(tensor)
