@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,18 +52,18 @@ def graph_of(
     return _Call(fn, args, kwargs or {}).graph()
 
 
-@dataclass(frozen=True)
 class Paths:
     """The graphs that are known of a call, the likeliest first; none where it cannot be looked at.
 
-    Attributes:
-        held: which of its tensors somebody else holds.
+    `held`: which of its tensors somebody else holds.
     """
 
-    name: str
-    key: Hashable | None
-    graphs: tuple[Graph, ...]
-    held: tuple[bool, ...]
+    __slots__ = ("graphs", "held", "key", "name")
+
+    def __init__(
+        self, name: str, key: Hashable | None, graphs: tuple[Graph, ...], held: tuple[bool, ...]
+    ) -> None:
+        self.name, self.key, self.graphs, self.held = name, key, graphs, held
 
     def learn(self, tape: Tape) -> None:
         """Remember what a call has run: it was none of these."""
@@ -96,8 +95,7 @@ def paths_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     """
     call = _Call(fn, args, kwargs)
     key, name = call.key, getattr(fn, "__name__", None) or type(fn).__name__
-    known = None if key is None else _LEARNED.recall(key)
-    if known is not None:
+    if key in _LEARNED and (known := _LEARNED.recall(key)) is not None:
         # Of calls that were looked at that is one path more.
         seen = _GRAPHS.recall(key)
         graphs = known if seen is None else (*known, seen)

@@ -73,11 +73,12 @@ class Following(Policy):
     plans: tuple[Plan, ...]
     # Told of a forward that no plan was made for; None where the user chose the plan.
     learn: Callable[[Tape], None] | None = field(default=None, compare=False, repr=False)
-    walk: Walk = field(init=False, compare=False, repr=False)
     counts = True
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "walk", Walk(self.plans[0] if self.plans else None))
+    @functools.cached_property
+    def walk(self) -> Walk:
+        """Where the forward at hand is."""
+        return Walk(self.plans[0] if self.plans else None)
 
     @property
     def key(self) -> Hashable:  # type: ignore[override]
