@@ -7,5 +7,4 @@ from remat.transforms.scan.compiled.unroll import (
     MOST,  # blocks whose rows are looked up at a time
     UnrolledStep,  # a scan's step, unrolled and compiled
     dense,  # alike in every block
-    owner,  # where to put what must live as long as the steps that are being compiled now, if any are
 )

@@ -3,7 +3,6 @@
 from remat.transforms.scan.traced.entry import (
     TracedBody,  # a body as Dynamo's graph
     Whole,  # a scan in eager whose step Dynamo is to trace
-    evaluating,  # whether a scan's op runs its steps around here
     run,  # the results of Dynamo's node
     run_whole,  # as `run`, in eager
     showing,  # within, the next scan that runs from a graph of Dynamo's is this one
