@@ -27,7 +27,6 @@ from remat.transforms.compat.aot import (
     compiled_bare,  # `graph` compiled by a backend, without what keeps Dynamo from looking inside
     compiled_for_graphs,  # `fn`, compiled as far as Inductor's partitioner and decompositions go
     compiler,  # what compiles the graph that is being traced
-    depth,  # how many functorch levels are active
     dual_level_known,  # tell Python of a forward-mode level that a graph has opened
     dual_level_known_if_any,  # `dual_level_known` where a forward-mode level is active
     dynamo_errors,  # what Dynamo raises where it cannot trace a function
@@ -88,6 +87,7 @@ from remat.transforms.compat.functorch import (
     SingleLevelFunction,  # an autograd function for one level
     add_batch_dim,  # wrap a tensor for a vmap's level
     below_levels,  # leave all functorch levels for a while
+    depth,  # how many functorch levels are active, the number of the innermost one
     enable_single_level_autograd_function,  # lets those functions run
     forward_grad_enabled,  # forward mode on or off
     in_transform,  # whether any functorch level is active
@@ -122,6 +122,9 @@ from remat.transforms.compat.inductor_cpu import (
 )
 from remat.transforms.compat.modes import (
     DispatchMode,  # a dispatch mode without the switch that torch wraps around each of its calls
+    HigherOrderOperator,  # an operator on functions
+    OpOverload,  # an op
+    OpOverloadPacket,  # all overloads of an op
     TorchDispatchMode,  # torch's own base class of dispatch modes
     active_modes,  # those modes, outermost first
     cond,  # the operator that torch.cond calls
@@ -135,11 +138,6 @@ from remat.transforms.compat.modes import (
     uncompiled_branches,  # keeps Dynamo from the branches of torch.cond
     unseen,  # within, ops on `tensor` reach no dispatch mode
     watched,  # whether hooks or a dispatch mode follow what runs here
-)
-from remat.transforms.compat.operators import (
-    HigherOrderOperator,  # an operator on functions
-    OpOverload,  # an op
-    OpOverloadPacket,  # all overloads of an op
 )
 from remat.transforms.compat.pytree import (
     Spec,  # the structure of a tree
