@@ -34,7 +34,7 @@ from remat.transforms.context import MemoryWatch, quiet, run_innermost
 from remat.transforms.eager.early import early_value
 from remat.transforms.eager.inputs import Inputs
 from remat.transforms.eager.rerun import Rerun
-from remat.transforms.eager.saved import DroppedInput, Packer, Residuals, SavedInput, watcher
+from remat.transforms.eager.saved import DroppedInput, Handle, Packer, Residuals, SavedInput, watcher
 from remat.transforms.eager.settle import computed, differentiated, note_away, settle, sources, tell_around
 from remat.transforms.errors import RematError
 from remat.transforms.offload import Store
@@ -48,16 +48,6 @@ from remat.transforms.tape import (
     Recorder,
     Tape,
 )
-
-
-class Handle:
-    """What autograd holds in the place of a value: it is gone when no backward can want the value."""
-
-    __slots__ = ("__weakref__", "at", "value")
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-        self.value: torch.Tensor | None = None  # the value itself, where it is held as it is
 
 
 class Frame(Packer):

@@ -15,6 +15,16 @@ from remat.transforms.tape import memory_of, version_of, written
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
+class Handle:
+    """What autograd holds in the place of a value: it is gone when no backward can want the value."""
+
+    __slots__ = ("__weakref__", "at", "value")
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+        self.value: torch.Tensor | None = None  # the value itself, where it is held as it is
+
+
 class Packer:
     """Base of what stands behind saved-tensor hooks."""
 
