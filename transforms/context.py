@@ -41,6 +41,7 @@ class _Active(threading.local):
 
 
 active = _Active()
+_NOTHING = contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -87,16 +88,17 @@ def enclosing() -> Mode | None:
     return stack[-1] if stack else None
 
 
-@contextlib.contextmanager
-def inside() -> Iterator[None]:
+def inside() -> AbstractContextManager[None]:
     """Tell the enclosing recording, if any, that what runs now is a region of its own.
 
     Where the function around runs again, that region runs a forward of its own, with all of its ops.
     """
     mode = enclosing()
-    if mode is None or not mode.reruns:
-        yield
-        return
+    return _NOTHING if mode is None or not mode.reruns else _inside(mode)
+
+
+@contextlib.contextmanager
+def _inside(mode: Mode) -> Iterator[None]:
     start = mode.position
     yield
     mode.tape.inner.append((start, mode.position))
@@ -187,7 +189,6 @@ def unasked(function: Callable[..., Any], *args: Any) -> Any:
 
 
 # -- regions around the code at hand ---------------------------------------------------------------------
-_NOTHING = contextlib.nullcontext()
 
 
 def run_innermost(
