@@ -131,6 +131,11 @@ def table(n):
     return torch.arange(float(n)).sin()
 
 
+@functools.lru_cache(maxsize=2)
+def empty(n):
+    return torch.arange(float(n)).cos()
+
+
 @functools.cache
 def unbounded(n):
     return torch.arange(float(n)).exp()
@@ -138,19 +143,23 @@ def unbounded(n):
 
 class Remembered(Base):
     def setup(self):
-        table.cache_clear()
-        unbounded.cache_clear()
-        unbounded(7)
+        table.cache_clear(), unbounded.cache_clear(), empty.cache_clear()
+        table(9), unbounded(7)
 
     @functools.cached_property
     def scale(self):
         return torch.full((4,), 2.0)
 
     def work(self, x):
-        return x * table(4) * unbounded(4) * self.scale
+        return x * table(4) * unbounded(4) * empty(4) * self.scale
 
     def seen(self):
-        return table.cache_info(), unbounded.cache_info().currsize, "scale" in vars(self)
+        return (
+            table.cache_info().currsize,
+            unbounded.cache_info().currsize,
+            empty.cache_info(),
+            vars(self).keys(),
+        )
 
 
 class Globals(Base):

@@ -10,28 +10,27 @@ from typing import Any
 MISSING: Any = object()
 
 
-def cached(cache: Any) -> dict[Any, Any] | None:
-    """A copy of what an unbounded `functools.cache` remembers; None for one with a bound."""
-    table = _remembered(cache)
-    return None if table is None else dict(table)
+def cached(cache: Any) -> dict[Any, Any]:
+    """What an `lru_cache` remembers: its table, copied."""
+    return dict(_table(cache))
 
 
-def _remembered(cache: Any) -> Any:
-    if cache.cache_parameters()["maxsize"] is not None:
-        return None
+def _table(cache: Any) -> dict[Any, Any]:
     tables = [t for t in gc.get_referents(cache) if type(t) is dict and t is not vars(cache)]
-    return tables[0] if len(tables) == 1 else None
+    return tables[0] if len(tables) == 1 else {}
 
 
 def restore_cache(cache: Any, before: Any) -> None:
     entries, info = before
     if cache.cache_info() == info:
         return
-    if entries and (table := _remembered(cache)) is not None:
-        restore_dict(table, entries)
-    else:
+    table = _table(cache)
+    if not entries or any(key not in table for key in entries):
         # What was in there is computed again when it is asked for.
         cache.cache_clear()
+    for key in [key for key in table if key not in entries]:
+        # (One with a bound keeps a list of its entries, and passes over those that are gone.)
+        del table[key]
 
 
 def restore_dict(held: Any, before: dict[Any, Any]) -> None:
