@@ -46,11 +46,12 @@ def restore_dict(held: Any, before: dict[Any, Any]) -> None:
             kind.__setitem__(held, key, value)
 
 
-def restore_sequence(held: Any, before: list[Any]) -> None:
+def restore_sequence(held: Any, before: Any) -> None:
     if len(held) != len(before) or any(a is not b for a, b in zip(held, before, strict=True)):
         kind: Any = next(k for k in (list, set, collections.deque) if isinstance(held, k))
         kind.clear(held)
-        (kind.update if kind is set else kind.extend)(held, before)
+        add: Any = kind.update if kind is set else kind.extend
+        add(held, before)
 
 
 def in_slot(member: Any, value: Any) -> Any:

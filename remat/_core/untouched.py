@@ -87,7 +87,7 @@ class Notes:
         self.tensors: list[torch.Tensor] = []
         self.once: Any = None
         self._room = _BYTES
-        self._notes: list[tuple[Callable[[Any, Any], None], Any, Any]] = []
+        self._notes: list[tuple[Callable[[Any, Any], Any], Any, Any]] = []
         self._seen: dict[int, Any] = {}
         self._stack: collections.deque[Any] = collections.deque()  # what is nearest comes first
 
@@ -107,7 +107,7 @@ class Notes:
             self._seen[id(value)] = value
             self._look_at(value)
 
-    def _note(self, put_back: Callable[[Any, Any], None], where: Any, before: Any) -> None:
+    def _note(self, put_back: Callable[[Any, Any], Any], where: Any, before: Any) -> None:
         self._notes.append((put_back, where, before))
 
     def _look_at(self, value: Any) -> None:
@@ -137,14 +137,14 @@ class Notes:
     def _container(self, value: Any) -> None:
         if len(value) <= 100 * _LONG:
             is_dict = issubclass(type(value), dict)
-            before = dict(value) if is_dict else list(value)
+            before: Any = dict(value) if is_dict else list(value)
             self._note(restore_dict if is_dict else restore_sequence, value, before)
             if len(value) <= _LONG:
                 self._stack += before.values() if is_dict else before
         if type(value).__module__ != "builtins":
             self._attributes(value)
 
-    def _state_of(self, value: Any) -> tuple[Callable[[Any, Any], None], Any, Any] | None:
+    def _state_of(self, value: Any) -> tuple[Callable[[Any, Any], Any], Any, Any] | None:
         """How to put back what is one thing with a state of its own: a generator of numbers, an array."""
         kind = type(value)
         if kind is contextvars.ContextVar:
