@@ -47,6 +47,7 @@ from remat.transforms.compat.aot import (
 from remat.transforms.compat.autograd import (
     allow_hooks,  # accept saved-tensor hooks
     at_backward_end,  # run `callback` when the running backward pass ends
+    below_autograd,  # within, ops make no nodes, whatever grad mode says
     engine_grad,  # `torch.autograd.grad` without its checks
     engine_runs,  # whether the running backward will run a node
     forward_ad_active,  # whether a plain `forward_ad.dual_level` is open and one of `tensors` has a tangent

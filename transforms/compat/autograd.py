@@ -29,6 +29,8 @@ engine_runs: Callable[[Any], bool] = torch._C._will_engine_execute_node
 running_node: Callable[[], Any] = torch._C._current_autograd_node
 # The number that this thread's next autograd node gets.
 next_node: Callable[[], int] = torch.autograd._get_sequence_nr  # pyright: ignore[reportPrivateImportUsage]
+# Within, ops make no nodes, whatever grad mode says: some kernels look at that mode, and give other results.
+below_autograd: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C._AutoDispatchBelowAutograd  # pyright: ignore
 graph_kept: Callable[[], bool] = _autograd_c._get_current_graph_task_keep_graph
 # The innermost saved-tensor hooks of this thread: inner ones hide them, so a region asks them itself.
 top_hooks: Callable[[], tuple[Callable[..., Any], Callable[..., Any]] | None] = functools.partial(

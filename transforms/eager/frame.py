@@ -21,6 +21,7 @@ import torch
 
 from remat.transforms.compat import (
     at_backward_end,
+    below_autograd,
     below_levels,
     graph_kept,
     graph_task,
@@ -291,7 +292,6 @@ class Frame(Packer):
             return scratch[root].view(outside(at)) if root in scratch else outside(at)
 
         graded = torch.is_grad_enabled()
-        set_grad_enabled(False)
         end = recomputing(self.region.name)
         random = self.random if self.region.preserve_rng_state else {}
         try:
@@ -302,6 +302,7 @@ class Frame(Packer):
                     stack.enter_context(generators_put_back(random.values()))
                 if self.store is not None:
                     stack.enter_context(self.store.fetched(program.kept))
+                stack.enter_context(below_autograd())
                 return program.run(read, take, random, self.region.digest)
         finally:
             end()

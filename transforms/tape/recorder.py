@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedTensorMixin
 
 from remat.transforms.compat import memory_is_real, unwrapped
 from remat.transforms.context import active, quiet
+from remat.transforms.errors import RematError
 from remat.transforms.ops import Traits, draws, is_cast_of_leaf, is_shape_arithmetic, traits, user_place
 from remat.transforms.state import GeneratorState
 from remat.transforms.tape.snapshots import Snapshot
@@ -265,6 +267,11 @@ class Recorder(WriteWatch):
         return found
 
     def _from_outside(self, tensor: torch.Tensor) -> int:
+        if isinstance(tensor, UninitializedTensorMixin):
+            raise RematError(
+                f"region {self.tape.region!r} runs a lazy module for the first time, which makes its "
+                "parameters. Run the module once before: `with torch.no_grad(): module(x)`."
+            )
         number = -1 - len(self.outside)
         self.outside.append(tensor)
         if self._numbers.of(tensor) is None:
