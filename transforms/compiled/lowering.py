@@ -81,7 +81,11 @@ class GraphLowering:
         record, outs = run() if prim.mapped else self.alike.forward(operands, prim.masks, run)
         for sink in prim.sinks:
             sink.written = record
-        return tuple(outs)
+        # Autograd sees the node make them. AOTAutograd would see how functionalization came to them, views
+        # and detached values, and make them so once more, without the node.
+        memory = [graph_storage(t) for t in outs]
+        alone = [memory.count(m) == 1 and m not in record.given for m in memory]
+        return tuple([as_it_is(t) if own else t for t, own in zip(outs, alone, strict=True)])
 
     @staticmethod
     def _forward(prim: Prim, operands: Tensors) -> tuple[GraphRecord, Tensors]:
