@@ -106,7 +106,7 @@ from remat.transforms.compat.functorch import (
     unwrapped,
     wrap_for_grad,
 )
-from remat.transforms.compat.fx import NodeSpan, Template, as_it_is, described, tracer_at_work
+from remat.transforms.compat.fx import NodeSpan, Template, as_it_is, described, must_save, tracer_at_work
 from remat.transforms.compat.inductor_cpu import options_of, results_on_heap
 from remat.transforms.compat.modes import (
     DispatchMode,
@@ -242,6 +242,7 @@ __all__ = [
     "wrap_for_grad",  # wrap a tensor for a level of grad or jvp
     "NodeSpan",  # the nodes that a tracer adds from the making of this on
     "Template",  # a stretch of a graph, as a function of some of the tensors that it reads
+    "must_save",  # keep the partitioner from computing a value of the graph again in the backward
     "as_it_is",  # `tensor` as a value of the graph, which nothing that is written to it later changes
     "described",  # what the tracer's nodes depend on in these tensors
     "tracer_at_work",  # the tracer that writes down what runs now, functionalized and on fake tensors
