@@ -118,6 +118,7 @@ from remat.transforms.compat.fx import (
     Template,  # a stretch of a graph, as a function of some of the tensors that it reads
     as_it_is,  # `tensor` as a value of the graph, which nothing that is written to it later changes
     described,  # what the tracer's nodes depend on in these tensors
+    must_save,  # keep the partitioner from computing a value of the graph again in the backward
     tracer_at_work,  # the tracer that writes down what runs now, functionalized and on fake tensors
 )
 from remat.transforms.compat.inductor_cpu import (

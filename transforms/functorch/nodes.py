@@ -99,7 +99,9 @@ def _keep(ctx: Any, prim: Prim, operands: Tensors, outs: Tensors, residuals: Res
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*[t for t in outs if not (t.is_floating_point() or t.is_complex())])
     if prim.family.world is not None:
-        ctx.save_for_backward(*operands)
+        # What the region wrote to may be written to again.
+        written = {} if residuals is None else residuals.written.replaced
+        ctx.save_for_backward(*[t if is_wrapped(t) else written.get(i, t) for i, t in enumerate(operands)])
         return
     needed = [residuals is None or _is_read(residuals, t) for t in operands]
     ctx.save_for_backward(*[t if keep else _hollow(t) for t, keep in zip(operands, needed, strict=True)])
