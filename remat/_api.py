@@ -67,6 +67,7 @@ def remat(
     static_argnames: str | Iterable[str] = ...,
     preserve_rng_state: bool = ...,
     determinism_check: Check = ...,
+    keep_decisions: bool = ...,
 ) -> Rematerialized[P, R]: ...
 
 
@@ -80,6 +81,7 @@ def remat(
     static_argnames: str | Iterable[str] = ...,
     preserve_rng_state: bool = ...,
     determinism_check: Check = ...,
+    keep_decisions: bool = ...,
 ) -> _Decorator: ...
 
 
@@ -92,6 +94,7 @@ def remat(
     static_argnames: str | Iterable[str] = (),
     preserve_rng_state: bool = True,
     determinism_check: Check = "metadata",
+    keep_decisions: bool = True,
 ) -> Any:
     """A function that does what `fn` does and that, when differentiated, recomputes instead of storing.
 
@@ -108,6 +111,9 @@ def remat(
         preserve_rng_state: draw the same random numbers in the recomputation.
         determinism_check: "metadata" compares shape, dtype and device of what is recomputed; "exact" all
             results bitwise (for debugging: slow, names the first op that differs); "none" does not look.
+        keep_decisions: keep integers and bools that are made of computed floats (the indices of `topk`, masks
+            of a comparison), under every policy, where the recomputation would read them: floats with other
+            last bits must not lead to another expert. See docs/policies.md.
 
     Returns:
         A function with `fn`'s signature, name and docstring; `fn` itself is its `__wrapped__`.
@@ -142,6 +148,7 @@ def remat(
         _names(static_argnames),
         preserve_rng_state,
         determinism_check,
+        keep_decisions,
     )
     return functools.partial(rematerialized, options=options) if fn is None else rematerialized(fn, options)
 

@@ -46,6 +46,7 @@ class Options:
     names: frozenset[str] = frozenset()
     random: bool = True
     check: Check = "metadata"
+    decisions: bool = True
 
     def label(self, fn: Callable[..., Any]) -> str:
         """What messages call the region."""
@@ -54,13 +55,13 @@ class Options:
     def region(self, fn: Callable[..., Any], policy: Policy, label: str | None = None) -> Region:
         label = label or self.label(fn)
         if policy == save_nothing:
-            selector, key = None, (None, label)
+            selector, key = None, (None, label, self.decisions)
         else:
             selector = functools.partial(PolicySelector, policy, label)
             # A policy may look at the region's name, and is to complain of names for each region.
-            key = None if policy.asks_again else (policy.key, label)
+            key = None if policy.asks_again else (policy.key, label, self.decisions)
         digest = checksum if self.check == "exact" else None
-        return Region(fn, label, selector, self.random, self.check, anchor(fn), key, digest)
+        return Region(fn, label, selector, self.random, self.check, anchor(fn), key, self.decisions, digest)
 
     def eager(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """`fn` as a region, where Dynamo gave it up."""

@@ -128,11 +128,13 @@ class Frame(Packer):
         casts, select = inputs.ambient.casts, region.selector
         if known is None:
             tape = Tape(region.name)
-            recorder = Recorder(tape, select, inputs.tensors, digest=region.digest, casts=casts)
+            recorder = Recorder(
+                tape, select, inputs.tensors, digest=region.digest, casts=casts, decisions=region.decisions
+            )
             self.residuals = Residuals(inputs.tensors, recorder)
             inputs.note_random()
         else:
-            recorder = GuardMode(known.tape, known.kept, select, inputs.tensors, casts)
+            recorder = GuardMode(known.tape, known.kept, select, inputs.tensors, casts, region.decisions)
             self.residuals = Residuals((), None) if known.residual else None
         self.recorder = recorder
         watching = recorder.selector.watching() if recorder.selector else contextlib.nullcontext()

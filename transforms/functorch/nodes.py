@@ -270,7 +270,14 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
     region, family = prim.family.region, prim.family
     tape = Tape(region.name)
     tape.loose = prim.dual
-    recorder = Recorder(tape, region.selector, operands, digest=region.digest, reruns=True)
+    recorder = Recorder(
+        tape,
+        region.selector,
+        operands,
+        digest=region.digest,
+        reruns=True,
+        decisions=region.decisions,
+    )
     random = RandomState(operands) if region.preserve_rng_state else None
     saved: set[int] = set()
     packed: list[tuple[int, int]] = []

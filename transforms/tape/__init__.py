@@ -1,5 +1,6 @@
 """The ops of a region's forward: recorded, or held against an earlier tape; what of them runs again."""
 
+from remat.transforms.tape.decisions import Decisions
 from remat.transforms.tape.guard import GuardMode
 from remat.transforms.tape.observers import Kept, listen, listening, made_by, report
 from remat.transforms.tape.program import Program
@@ -40,6 +41,7 @@ __all__ = [
     "RECOMPUTE",  # the verdict: run again
     "SAVE",  # the verdict: keep
     "SKIP",  # what an op does in a recomputation: nothing
+    "Decisions",  # which ops of a forward make integers and bools of computed floats
     "GuardMode",  # a recorder that expects the ops of an earlier tape
     "Kept",  # one tensor that a region keeps from its forward to its backward
     "Needs",  # which ops of a tape run again for the values that a backward reads

@@ -19,6 +19,7 @@ from remat.transforms.offload import send
 from remat.transforms.ops import is_shape_arithmetic, traits
 from remat.transforms.placeholders import without_data
 from remat.transforms.state import GeneratorState
+from remat.transforms.tape.decisions import Decisions
 from remat.transforms.tape.recorder import Recorder
 from remat.transforms.tape.tape import OFFLOAD, RECOMPUTE, Node, Outside, Tape
 from remat.transforms.tape.values import (
@@ -27,6 +28,7 @@ from remat.transforms.tape.values import (
     constants_alike,
     map_tensors,
     memory_of,
+    metas,
     storage,
     tensors_in,
 )
@@ -38,7 +40,7 @@ class GuardMode(Recorder):
     Args:
         expected: the tape of an earlier forward.
         expected_kept: the ops whose results are kept.
-        selector, inputs, casts: as for `Recorder`, once the forward has left the tape.
+        selector, inputs, casts, decisions: as for `Recorder`, once the forward has left the tape.
 
     Attributes:
         expected: None from then on.
@@ -52,12 +54,14 @@ class GuardMode(Recorder):
         selector: Callable[[], Any] | None,
         inputs: Sequence[torch.Tensor],
         casts: bool,
+        decisions: bool,
     ) -> None:
         # Not the constructor of `Recorder`: most of it is for a forward that is recorded.
         DispatchMode.__init__(self)
         self.expected: Tape | None = expected
         self.tape = expected
         self.expected_kept, self.make_selector, self.casts = expected_kept, selector, casts
+        self.keeps_decisions, self.decisions = decisions, None
         self.at = self.packs = self.named = 0
         self.selector = None
         self.outside, self.kept, self.random, self.snapshots = list(inputs), {}, {}, {}
@@ -248,8 +252,10 @@ class GuardMode(Recorder):
     def offer(self, at: int, value: Any, op: Any) -> None:
         expected = self.expected
         if expected is not None:
-            if at < len(expected.nodes) and expected.nodes[at].op is op and at in self.expected_kept:
-                self.kept.setdefault(at, value)
+            node = expected.nodes[at] if at < len(expected.nodes) else None
+            if node is not None and node.op is op and node.verdict != RECOMPUTE:
+                if at in self.expected_kept:
+                    self.kept.setdefault(at, value)
                 return
             self.leave()
         super().offer(at, value, op)
@@ -272,20 +278,25 @@ class GuardMode(Recorder):
         self.expected = None
         tape = expected.prefix(count, self.packs, self.named)
         tape.outside = [Outside(known.meta, known.root) for known in expected.outside[: len(self.outside)]]
+        # What the old tape had no use for was not kept, and calls were not watched: then the next forward is
+        # recorded from its start.
+        lost = self.make_selector is not None
         for i, node in enumerate(tape.nodes):
-            node.verdict = node.verdict if i in self.kept else RECOMPUTE
             if i in self.kept:
                 self._kept_in.setdefault(node.root, []).append(i)
+            elif node.verdict != RECOMPUTE:
+                lost = lost or bool(metas(node.outs))
+                node.verdict = RECOMPUTE
+        tape.cacheable = tape.cacheable and not lost
         self.tape = tape
         for tensor, number in self._numbers.living():
             if (memory := memory_of(tensor)) is not None:
                 self._remember(memory, tape.root_of(number), number, tensor)
+        if self.keeps_decisions:
+            self.decisions = Decisions(tape)
         if self.make_selector is not None:
             self.selector = self.make_selector()
             self._show(self.selector)
-            # What the old tape had no use for was not kept, and calls were not watched: the next forward is
-            # recorded from its start.
-            self.tape.cacheable = False
 
     def _show(self, selector: Any) -> None:
         """Let a selector see the ops so far with their names: it may count them, or bar looks at a value."""

@@ -103,6 +103,7 @@ class Tape:
             differ between the passes. Where user code runs again, its ops cannot be compared.
         sharded: parameters are gathered inside, without gradients, and not in both passes (FSDP2's hooks see
             to it that they are there). Where user code runs again, what runs without gradients is left out.
+        sized_by_data: whether another call may have values of other shapes, its arguments being alike.
         meta: whether the region itself computes on the meta device.
     """
 
@@ -119,7 +120,7 @@ class Tape:
         self.last_write: dict[int, int] = {}
         self.exposed: set[int] = set()
         self.open: str | None = None
-        self.loose = self.sharded = self.meta = False
+        self.loose = self.sharded = self.meta = self.sized_by_data = False
         self.cacheable = True  # whether another forward may be held against it
 
     def root_of(self, number: int) -> int:
