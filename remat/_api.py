@@ -18,6 +18,7 @@ from remat.policies import (
     PolicyLike,
     as_policy,
     makes_policies,
+    policy_given,
     save_names,
     save_nothing,
 )
@@ -61,7 +62,7 @@ class _Decorator(Protocol):
 def remat(
     fn: Callable[P, R],
     *,
-    policy: PolicyLike = ...,
+    policy: PolicyLike | None = ...,
     name: str | None = ...,
     static_argnums: int | Iterable[int] = ...,
     static_argnames: str | Iterable[str] = ...,
@@ -75,7 +76,7 @@ def remat(
 def remat(
     fn: None = None,
     *,
-    policy: PolicyLike = ...,
+    policy: PolicyLike | None = ...,
     name: str | None = ...,
     static_argnums: int | Iterable[int] = ...,
     static_argnames: str | Iterable[str] = ...,
@@ -88,7 +89,7 @@ def remat(
 def remat(
     fn: Callable[..., Any] | None = None,
     *,
-    policy: PolicyLike = save_nothing,
+    policy: PolicyLike | None = save_nothing,
     name: str | None = None,
     static_argnums: int | Iterable[int] = (),
     static_argnames: str | Iterable[str] = (),
@@ -104,7 +105,8 @@ def remat(
 
     Args:
         fn: any callable: function, method, partial, `nn.Module`. Left out, `remat(...)` decorates.
-        policy: what to save; a `Policy`, a callable from `OpInfo` to `Decision`, or a list of ops.
+        policy: what to save; a `Policy`, a callable from `OpInfo` to `Decision`, or a list of ops. None means
+            `save_nothing`, as in JAX.
         name: what messages and reports call the region; by default the function's own name.
         static_argnums: positions of arguments that are handed through as they are (no pytrees, no tensors).
         static_argnames: names of such keyword arguments.
@@ -142,7 +144,7 @@ def remat(
             f"remat(determinism_check={determinism_check!r}): expected one of {', '.join(map(repr, _CHECKS))}"
         )
     options = Options(
-        as_policy(policy),
+        policy_given(policy),
         name,
         _indices(static_argnums),
         _names(static_argnames),
