@@ -34,7 +34,7 @@ from remat.transforms.context import MemoryWatch, quiet, run_innermost
 from remat.transforms.eager.early import early_value
 from remat.transforms.eager.inputs import Inputs
 from remat.transforms.eager.rerun import Rerun
-from remat.transforms.eager.saved import DroppedInput, Packer, Residuals, SavedInput, watcher
+from remat.transforms.eager.saved import DroppedInput, Packer, Residuals, SavedInput, check_shapes, watcher
 from remat.transforms.eager.settle import computed, differentiated, note_away, settle, sources, tell_around
 from remat.transforms.errors import RematError
 from remat.transforms.offload import Store
@@ -88,6 +88,7 @@ class Frame(Packer):
         "nodes",
         "rerun",
         "residuals",
+        "shapes",
         "snapshots",
         "spent",
         "start",
@@ -117,6 +118,7 @@ class Frame(Packer):
         self.store: Store | None = None
         self.spent = False  # whether kept values were let go of
         self.residuals: Residuals | None = None
+        self.shapes: dict[int, Any] = {}  # of saved values, where a recomputation may make others
         self.start = next_node()
         self.nodes = 0  # how many autograd nodes the forward made
 
@@ -176,6 +178,8 @@ class Frame(Packer):
         handle = Handle(len(self.handles))
         self.handles.append(weakref.ref(handle))
         number = recorder.pack(tensor, owner)
+        if recorder.tape.sized_by_data:
+            self.shapes[handle.at] = tensor.shape
         if number < 0 and (tell := watcher(self.inputs.hooks)) is not None:
             tell(tensor)
         if self.region.cache.differentiates:
@@ -193,13 +197,13 @@ class Frame(Packer):
         ends = None if self.reach is None else self.reach.behind
         return CachedTrace(tape, program, kept, held, self.residuals is not None, ends, self.nodes)
 
-    def _settle_as(self, known: CachedTrace, recorder: Recorder, out: Any) -> None:
+    def _settle_as(self, known: CachedTrace, recorder: GuardMode, out: Any) -> None:
         """The forward was the known one: keep what that kept."""
         self.program, self.direct = known.program, known.program.direct
         if self.residuals is not None:
             self.hold_residuals(self.residuals)
         else:
-            self.kept = recorder.kept
+            self.kept = recorder.kept_again()
             self.take(recorder, known.held)
         if known.ends is not None and self.nodes == known.nodes:
             self.reach = Reachability(differentiated(out), self.start, known.ends)
@@ -279,6 +283,7 @@ class Frame(Packer):
         if spend and self.kept:
             take, self.spent = self.kept.pop, True
         self.values = self.execute(program, self.outside, take)
+        check_shapes(self.tape, self.shapes, self.values)
         if spend:
             self.kept = {}
 

@@ -10,7 +10,7 @@ import torch
 
 from remat.transforms.compat import top_hooks
 from remat.transforms.errors import RematError
-from remat.transforms.tape import memory_of, version_of, written
+from remat.transforms.tape import Tape, memory_of, not_repeated, version_of, written
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
@@ -71,6 +71,17 @@ class SavedInput:
     def enclosed(self) -> bool:
         """Whether an enclosing region is to recompute it."""
         return belongs_to_region(self.unpack)
+
+
+def check_shapes(tape: Tape, shapes: dict[int, torch.Size], values: dict[int, torch.Tensor]) -> None:
+    """Raise where saved values that were made again have other shapes than those that were saved."""
+    for place, shape in shapes.items():
+        made = values.get(place)
+        if made is not None and made.shape != shape:
+            number = tape.packed[place][0]
+            op = tape.say(tape.makers[number]) if number >= 0 else "a tensor from outside"
+            what = f"{op} made {list(shape)} in the forward and now {list(made.shape)}"
+            raise RematError(not_repeated(tape.region, what))
 
 
 class DroppedInput:

@@ -1,6 +1,5 @@
 """The ops of a region's forward: recorded, or held against an earlier tape; what of them runs again."""
 
-from remat.transforms.tape.decisions import Decisions
 from remat.transforms.tape.guard import GuardMode
 from remat.transforms.tape.observers import Kept, listen, listening, made_by, report
 from remat.transforms.tape.program import Program
@@ -22,6 +21,7 @@ from remat.transforms.tape.tape import (
     written,
 )
 from remat.transforms.tape.values import (
+    Decisions,
     ValueNumbering,
     held_tensors,
     map_tensors,

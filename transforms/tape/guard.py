@@ -19,16 +19,15 @@ from remat.transforms.offload import send
 from remat.transforms.ops import is_shape_arithmetic, traits
 from remat.transforms.placeholders import without_data
 from remat.transforms.state import GeneratorState
-from remat.transforms.tape.decisions import Decisions
 from remat.transforms.tape.recorder import Recorder
 from remat.transforms.tape.tape import OFFLOAD, RECOMPUTE, Node, Outside, Tape
 from remat.transforms.tape.values import (
+    Decisions,
     Ref,
     ValueNumbering,
     constants_alike,
     map_tensors,
     memory_of,
-    metas,
     storage,
     tensors_in,
 )
@@ -61,6 +60,8 @@ class GuardMode(Recorder):
         self.expected: Tape | None = expected
         self.tape = expected
         self.expected_kept, self.make_selector, self.casts = expected_kept, selector, casts
+        # A forward that leaves the tape may read decisions that the tape had no use for.
+        self.held = expected_kept | expected.decided if expected.decided else expected_kept
         self.keeps_decisions, self.decisions = decisions, None
         self.at = self.packs = self.named = 0
         self.selector = None
@@ -75,6 +76,10 @@ class GuardMode(Recorder):
     @property
     def position(self) -> int:
         return len(self.tape.nodes) if self.expected is None else self.at
+
+    def kept_again(self) -> dict[int, Any]:
+        """What is kept of a forward that was the one on the tape."""
+        return {at: self.kept[at] for at in self.expected_kept}
 
     @property
     def followed(self) -> bool:
@@ -199,7 +204,7 @@ class GuardMode(Recorder):
             for tensor in tensors_in(out):
                 table[id(tensor)] = weakref.ref(tensor), number
                 number += 1
-        if at in self.expected_kept:
+        if at in self.held:
             self.kept[at] = self._hold_again(node, out)
         return out
 
@@ -278,16 +283,11 @@ class GuardMode(Recorder):
         self.expected = None
         tape = expected.prefix(count, self.packs, self.named)
         tape.outside = [Outside(known.meta, known.root) for known in expected.outside[: len(self.outside)]]
-        # What the old tape had no use for was not kept, and calls were not watched: then the next forward is
-        # recorded from its start.
-        lost = self.make_selector is not None
         for i, node in enumerate(tape.nodes):
             if i in self.kept:
                 self._kept_in.setdefault(node.root, []).append(i)
-            elif node.verdict != RECOMPUTE:
-                lost = lost or bool(metas(node.outs))
+            else:
                 node.verdict = RECOMPUTE
-        tape.cacheable = tape.cacheable and not lost
         self.tape = tape
         for tensor, number in self._numbers.living():
             if (memory := memory_of(tensor)) is not None:
@@ -297,6 +297,9 @@ class GuardMode(Recorder):
         if self.make_selector is not None:
             self.selector = self.make_selector()
             self._show(self.selector)
+            # What the old tape had no use for was not kept, and calls were not watched: the next forward is
+            # recorded from its start.
+            self.tape.cacheable = False
 
     def _show(self, selector: Any) -> None:
         """Let a selector see the ops so far with their names: it may count them, or bar looks at a value."""

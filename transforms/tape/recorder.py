@@ -16,16 +16,17 @@ from remat.transforms.compat import memory_is_real, unwrapped
 from remat.transforms.context import active, quiet
 from remat.transforms.ops import Traits, draws, is_cast_of_leaf, is_shape_arithmetic, traits, user_place
 from remat.transforms.state import GeneratorState
-from remat.transforms.tape.decisions import Decisions, read_by
 from remat.transforms.tape.snapshots import Snapshot
 from remat.transforms.tape.tape import RECOMPUTE, SAVE, Node, Outside, Tape, is_graded
 from remat.transforms.tape.values import (
+    Decisions,
     Ref,
     ValueNumbering,
     as_strided_arguments,
     geometry,
     memory_of,
     metadata,
+    read_by,
     refs_in,
     targets,
     tensors_in,
@@ -183,7 +184,8 @@ class Recorder(WriteWatch):
         node.args, node.kwargs = template
         node.first, node.outs, node.optional = len(tape.makers), metadata(out), optional
         node.draws, node.overwrites = draws_from is not None, ()
-        node.place = user_place() if active.listeners else None
+        tape.sized_by_data = tape.sized_by_data or facts.sized_by_data
+        node.place = user_place() if active.listeners or tape.sized_by_data else None
         if draws_from is not None:
             self.random[at] = draws_from
         self._link_operands(node, facts, args)
@@ -219,6 +221,7 @@ class Recorder(WriteWatch):
         if self.decisions is not None:
             decides = self.decisions.meets(at, node, facts, read_by(node, self.tape), bool(node.verdict))
             if decides and not active.unasked:
+                self.tape.decided.add(at)
                 self.judge(at, SAVE, out)
 
     def _template(self, value: Any) -> Any:
@@ -312,7 +315,6 @@ class Recorder(WriteWatch):
 
     def _link_operands(self, node: Node, facts: Traits, args: Any) -> None:
         tape, deps, external = self.tape, [], []
-        tape.sized_by_data = tape.sized_by_data or facts.sized_by_data
         node.shape_only = facts.shape_only and _is_plain(args) and not tape.sized_by_data
         # Of such an op the first operand is the one whose numbers do not matter.
         read = (node.args[1:], node.kwargs) if node.shape_only else (node.args, node.kwargs)
