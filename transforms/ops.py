@@ -47,9 +47,9 @@ class Traits:
     """Facts of one op, read once from its schema.
 
     `shape_only`: it makes a new tensor like its operand, whose numbers it does not read. `may_draw`: it draws
-    random numbers, or could without saying so. `sized_by_data`: numbers decide the shape of its result, or could.
-    `collective`: other processes take part
-    in it; `outside`: it acts on them, or on the user's screen or program.
+    random numbers, or could without saying so. `sized_by_data`: numbers
+    decide the shape of its result, or could. `collective`: other processes take part in it; `outside`: it
+    acts on them, or on the user's screen or program.
     """
 
     __slots__ = (

@@ -24,7 +24,8 @@ def report_frame(frame: Frame, recorder: Recorder) -> None:
         node, root = nodes[at], nodes[at].root
         maker = nodes[root] if root >= 0 else node
         for tensor, away in held_tensors(value):
-            report(Kept("policy", tensor, name, at, maker.op, node.name or maker.name, away))
+            why = "decision" if at in tape.decided else "policy"
+            report(Kept(why, tensor, name, at, maker.op, node.name or maker.name, away))
     for i, ref in enumerate(frame.handles):
         handle = ref()
         if handle is None or handle.value is None:

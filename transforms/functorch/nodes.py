@@ -329,7 +329,8 @@ def _report(recorded: Recorded, sink: Residuals, operands: Tensors) -> None:
     for at, value in recorded.kept.items():
         node = recorded.tape.nodes[at]
         for tensor, away in held_tensors(value):
-            report(Kept("policy", tensor, name, at, node.op, node.name, away))
+            why = "decision" if at in recorded.tape.decided else "policy"
+            report(Kept(why, tensor, name, at, node.op, node.name, away))
 
 
 def _pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
