@@ -6,6 +6,7 @@ from remat.transforms.state.ambient import (
     RandomState,
     device_kinds,
     generators_put_back,
+    registered,
 )
 from remat.transforms.state.functional_rng import can_seed, draw, new_seed, refuse_generator, seeding
 
@@ -14,6 +15,7 @@ __all__ = [
     "GeneratorState",  # the state of the generator that an op is about to draw from
     "RandomState",  # generator states of the CPU and of every device among the arguments
     "generators_put_back",  # leave generators as they are, whatever is drawn inside
+    "registered",  # what users want captured before a forward and put back around its recomputation
     "device_kinds",  # the kinds of device among `tensors`, the CPU always first
     "can_seed",  # whether `draw` knows this op
     "draw",  # what `func(*args, **kwargs)` would draw, as a function of `seed`
