@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from remat._api import remat
+from remat._region import ModuleView
 from remat.policies import PolicyLike, policy_given, save_nothing
 from remat.transforms import RematError
 
@@ -83,6 +84,11 @@ def apply_to(module: M, *, policy: PolicyLike | None = save_nothing, **options: 
     settings = {"policy": policy_given(policy), **options}
     # Wrong options are told here, not in the first forward.
     remat(torch.sin, **settings)  # type: ignore[call-overload]
+    if isinstance(module, ModuleView):
+        raise LayerError(
+            f"remat.nn.apply_to: this {type(module).__name__} is what remat(module) returned; apply it "
+            "to the module itself, or say policy=... there."
+        )
     _strip(module)
     module._remat_settings = settings  # type: ignore[assignment]
     made: Any = _region_class(type(module))

@@ -13,14 +13,12 @@ user's function runs again as a whole (`rerun.Rerun`).
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 from typing import Any
 
 import torch
 
 from remat.transforms.compat import (
-    at_backward_end,
     below_levels,
     graph_kept,
     graph_task,
@@ -34,14 +32,24 @@ from remat.transforms.context import MemoryWatch, quiet, run_innermost
 from remat.transforms.eager.early import early_value
 from remat.transforms.eager.inputs import Inputs
 from remat.transforms.eager.rerun import Rerun
-from remat.transforms.eager.saved import DroppedInput, Packer, Residuals, SavedInput, check_shapes, watcher
-from remat.transforms.eager.settle import computed, differentiated, note_away, settle, sources, tell_around
+from remat.transforms.eager.saved import (
+    DroppedInput,
+    Packer,
+    Residuals,
+    SavedInput,
+    check_shapes,
+    passing,
+    users,
+    watcher,
+)
+from remat.transforms.eager.settle import computed, differentiated, hold_kept, settle, sources
 from remat.transforms.errors import RematError
 from remat.transforms.offload import Store
 from remat.transforms.region import CachedTrace, recomputing
 from remat.transforms.state import generators_put_back
 from remat.transforms.tape import (
     GuardMode,
+    Held,
     Needs,
     Program,
     Reachability,
@@ -57,7 +65,7 @@ class Handle:
 
     def __init__(self, at: int) -> None:
         self.at = at
-        self.value: torch.Tensor | None = None  # the value itself, where it is held as it is
+        self.value: Held | None = None  # the value itself, where it is held as it is
 
 
 class Frame(Packer):
@@ -160,10 +168,7 @@ class Frame(Packer):
                 recorder.leave()
                 self.tape = recorder.tape
                 settle(self, recorder, out)
-            if recorder.parent is not None or inputs.hooks is not None:
-                tell_around(self, recorder)
-            if self.kept:
-                note_away(self, recorder, out)
+            hold_kept(self, recorder, out)
         finally:
             self.recorder = None
         if recorder.selector:
@@ -230,7 +235,7 @@ class Frame(Packer):
         """Hold all that autograd saves as it is."""
         for ref, tensor in zip(self.handles, residuals.tensors, strict=True):
             if (handle := ref()) is not None:
-                handle.value = tensor.detach()
+                handle.value = Held(tensor, self.region.name, users(self.inputs.hooks))
         residuals.finish()
 
     # -- backward --------------------------------------------------------------------------------------
@@ -240,7 +245,7 @@ class Frame(Packer):
         if self.recorder is not None:
             return early_value(self, at, self.recorder)
         if handle.value is not None:
-            return handle.value.detach()
+            return handle.value.get()
         there = self.direct.get(at)
         if there is not None and there in self.held:
             return self.outside(there)
@@ -367,34 +372,3 @@ class Frame(Packer):
     def complete(self) -> bool:
         """Whether a run of the function that is under way has seen all it was started for."""
         return self.rerun is not None and self.rerun.complete
-
-
-class _Passing(threading.local):
-    """The frames that the backward pass at hand has made values for, to be forgotten at its end.
-
-    What a partial backward leaves unread must not outlive it. By weak reference: what a region keeps goes
-    when its own nodes are through, not with the pass.
-    """
-
-    task = -1
-    frames: Any = ()
-
-    def add(self, frame: Frame, task: int) -> None:
-        """Note that `frame` makes values for the backward pass `task`, -1 outside of any."""
-        if task == -1:
-            return
-        if task != self.task:
-            frames: list[weakref.ref[Frame]] = []
-            self.task, self.frames = task, frames
-            at_backward_end(lambda: _forget(frames))
-        self.frames.append(weakref.ref(frame))
-
-
-passing = _Passing()
-
-
-def _forget(frames: list[weakref.ref[Frame]]) -> None:
-    for frame in frames:
-        alive = frame()
-        if alive is not None:
-            alive.forget()

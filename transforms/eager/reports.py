@@ -37,7 +37,7 @@ def report_frame(frame: Frame, recorder: Recorder) -> None:
         saved = made is not None and node is not None and (made.verdict or node.verdict)
         why = "captured" if node is None else "policy" if saved else "residual"
         place = tape.makers[number] if number >= 0 else i
-        report(Kept(why, handle.value, name, place, node and node.op, node and node.name))
+        report(Kept(why, handle.value.get(), name, place, node and node.op, node and node.name))
     for snapshot in frame.snapshots.values():
         for tensor in snapshot.tensors():
             report(Kept("captured", tensor, name, -1))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from remat.transforms.compat import top_hooks
+from remat.transforms.compat import at_backward_end, top_hooks
 from remat.transforms.errors import RematError
 from remat.transforms.tape import Tape, memory_of, not_repeated, version_of, written
 
@@ -107,6 +108,13 @@ def belongs_to_region(hook: Any) -> bool:
     return isinstance(getattr(hook, "__self__", None), Packer)
 
 
+def users(hooks: Hooks | None) -> Hooks | None:
+    """The innermost saved-tensor hooks that are the user's own."""
+    while hooks is not None and isinstance(frame := getattr(hooks[0], "__self__", None), Packer):
+        hooks = frame.inputs.hooks
+    return None if hooks is None or hooks[1] is unread else hooks
+
+
 def enclosed() -> bool:
     """Whether the saved-tensor hooks in force are those of a region."""
     hooks = top_hooks()
@@ -176,3 +184,34 @@ def _block(tensor: torch.Tensor) -> tuple[int, int]:
     if memory is None:
         return id(tensor), tensor.numel() * tensor.element_size()
     return id(memory), memory.nbytes()
+
+
+class _Passing(threading.local):
+    """The frames that the backward pass at hand has made values for, to be forgotten at its end.
+
+    What a partial backward leaves unread must not outlive it. By weak reference: what a region keeps goes
+    when its own nodes are through, not with the pass.
+    """
+
+    task = -1
+    frames: Any = ()
+
+    def add(self, frame: Any, task: int) -> None:
+        """Note that `frame` makes values for the backward pass `task`, -1 outside of any."""
+        if task == -1:
+            return
+        if task != self.task:
+            frames: list[weakref.ref[Any]] = []
+            self.task, self.frames = task, frames
+            at_backward_end(lambda: _forget(frames))
+        self.frames.append(weakref.ref(frame))
+
+
+passing = _Passing()
+
+
+def _forget(frames: list[weakref.ref[Any]]) -> None:
+    for frame in frames:
+        alive = frame()
+        if alive is not None:
+            alive.forget()

@@ -53,6 +53,7 @@ from remat.transforms.tape import (
     Recorder,
     Tape,
     held_tensors,
+    held_values,
     holds_unseen,
     metadata,
     report,
@@ -318,6 +319,10 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
         selector.finished(tape)
     if active.listeners:
         _report(recorded, prim.sinks[-1], operands)
+    if recorded.kept:
+        seen = {recorder.root(t): t for t in bottoms}
+        held = held_values(recorded.kept, region.name, lambda at: seen.get(tape.nodes[at].root))
+        recorded.kept.update(held)
     return outs
 
 
