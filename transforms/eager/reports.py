@@ -27,7 +27,7 @@ def report_frame(frame: Frame, recorder: Recorder) -> None:
             why = "decision" if at in tape.decided else "policy"
             report(Kept(why, tensor, name, at, maker.op, node.name or maker.name, away))
     for i, ref in enumerate(frame.handles):
-        handle = ref()
+        handle = None if ref is None else ref()
         if handle is None or handle.value is None:
             continue
         number, _ = tape.packed[i]

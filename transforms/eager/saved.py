@@ -11,9 +11,19 @@ import torch
 
 from remat.transforms.compat import at_backward_end, top_hooks
 from remat.transforms.errors import RematError
-from remat.transforms.tape import Tape, memory_of, not_repeated, version_of, written
+from remat.transforms.tape import Held, Tape, memory_of, not_repeated, version_of, written
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+class Handle:
+    """What autograd holds in the place of a value: it is gone when no backward can want the value."""
+
+    __slots__ = ("__weakref__", "at", "value")
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+        self.value: Held | None = None  # the value itself, where it is held as it is
 
 
 class Packer:
@@ -54,15 +64,15 @@ class SavedInput:
             self.packed, self.unpack = hooks[0](tensor.detach()), hooks[1]
 
     def get(self, region: str, path: Callable[[torch.Tensor], str | None]) -> torch.Tensor:
-        """The tensor again, without a history; `path` finds what the user calls it."""
+        """The tensor again, without a history, the same object each time; `path` finds its name."""
         if self.unpack is not None:
             if self._fetched is None:
                 self._fetched = self.unpack(self.packed).detach()
-            return self._fetched.detach()
+            return self._fetched
         packed = self.packed
         if self.version >= 0 and (0 if packed.is_inference() else packed._version) != self.version:
             raise RematError(written(region, self.packed, path(self.packed)))
-        return self.packed.detach()
+        return packed
 
     def forget(self) -> None:
         """Let go of what an enclosing region has made again."""
