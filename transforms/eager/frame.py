@@ -211,7 +211,7 @@ class Frame(Packer):
         if self.residuals is not None:
             self.hold_residuals(self.residuals)
         else:
-            self.kept = recorder.kept_again()
+            self.kept = {at: recorder.kept[at] for at in known.kept}
             self.take(recorder, known.held)
         if known.ends is not None and self.nodes == known.nodes:
             self.reach = Reachability(differentiated(out), self.start, known.ends)
@@ -247,8 +247,8 @@ class Frame(Packer):
         at = handle if type(handle) is int else handle.at
         if self.recorder is not None:
             return early_value(self, at, self.recorder)
-        if handle is not at and handle.value is not None:
-            return handle.value.get()
+        if (held := getattr(handle, "value", None)) is not None:
+            return held.get()
         there = self.direct.get(at)
         if there is not None and there in self.held:
             return self.outside(there)

@@ -79,10 +79,6 @@ class GuardMode(Recorder):
     def position(self) -> int:
         return len(self.tape.nodes) if self.expected is None else self.at
 
-    def kept_again(self) -> dict[int, Any]:
-        """What is kept of a forward that was the one on the tape."""
-        return {at: self.kept[at] for at in self.expected_kept}
-
     @property
     def followed(self) -> bool:
         """Whether the forward, now over, was the one on the tape."""
@@ -308,10 +304,9 @@ class GuardMode(Recorder):
         tape = expected.prefix(count, self.packs, self.named)
         tape.outside = [Outside(known.meta, known.root) for known in expected.outside[: len(self.outside)]]
         for i, node in enumerate(tape.nodes):
+            node.verdict = node.verdict if i in self.kept else RECOMPUTE
             if i in self.kept:
                 self._kept_in.setdefault(node.root, []).append(i)
-            else:
-                node.verdict = RECOMPUTE
         self.tape = tape
         for tensor, number in self._numbers.living():
             if (memory := memory_of(tensor)) is not None:
