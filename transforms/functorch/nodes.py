@@ -320,9 +320,7 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
     if active.listeners:
         _report(recorded, prim.sinks[-1], operands)
     if recorded.kept:
-        seen = {recorder.root(t): t for t in bottoms}
-        held = held_values(recorded.kept, region.name, lambda at: seen.get(tape.nodes[at].root))
-        recorded.kept.update(held)
+        recorded.kept.update(held_values(recorded.kept, region.name, bottoms))
     return outs
 
 

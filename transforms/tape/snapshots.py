@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from remat.transforms.compat import memory_is_real
 from remat.transforms.errors import RematError
 from remat.transforms.offload import Elsewhere
 from remat.transforms.tape.tape import written
-from remat.transforms.tape.values import map_tensors, memory_of, version_of
+from remat.transforms.tape.values import map_tensors, memory_of, storage, version_of
 
 
 class Held(Elsewhere):
@@ -48,14 +47,17 @@ class Held(Elsewhere):
 
 
 def held_values(
-    kept: dict[int, Any], region: str, watched: Callable[[int], Any], hooks: Any = None
+    kept: dict[int, Any], region: str, results: Iterable[torch.Tensor], hooks: Any = None
 ) -> dict[int, Any]:
-    """What is kept of ops, to be held until the backward; `watched(at)`: see `Held`."""
+    """What is kept of ops, to be held until the backward; `results`: what the caller gets."""
+    seen = {storage(tensor): tensor for tensor in results}
 
-    def hold(at: int, value: Any) -> Any:
-        return value if isinstance(value, Elsewhere) else Held(value, region, hooks, watched(at))
+    def hold(value: Any) -> Any:
+        if isinstance(value, Elsewhere):
+            return value
+        return Held(value, region, hooks, seen.get(storage(value)))
 
-    return {at: map_tensors(functools.partial(hold, at), value) for at, value in kept.items()}
+    return {at: map_tensors(hold, value) for at, value in kept.items()}
 
 
 class Snapshot:
