@@ -1,6 +1,6 @@
 """`make fuzz`: programs drawn at random, with regions and without; what fails is made small and saved.
 
-    make fuzz ARGS='--seeds 0:1000 --modes eager,func,aot_eager,inductor --out out/fuzz'
+make fuzz ARGS='--seeds 0:1000 --modes eager,func,aot_eager,inductor --out out/fuzz'
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What generated programs call: regions, autograd Functions old and new, operators, a base for their models."""
+"""What generated programs call: regions, Functions old and new, operators, a base for their models."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ from remat import (
 )
 
 __all__ = [
-    "Attribute", "Base", "Dirty", "Doubled", "F", "LOOP", "Old", "Pair", "Partly", "R", "RawFill", "SCAN", "SavesOutput",
-    "Twin", "add", "checkpoint_name", "functools", "grid", "lookup", "nn", "np", "parametrized", "quantized", "random",
-    "run_chain", "torch",
+    "Attribute", "Base", "Dirty", "Doubled", "F", "LOOP", "Old", "Pair", "Partly", "R", "RawFill", "SCAN",
+    "SavesOutput", "Twin", "add", "checkpoint_name", "functools", "grid", "lookup", "nn", "np",
+    "parametrized",
+    "quantized", "random", "run_chain", "torch",
 ]  # fmt: skip
 
 aten = torch.ops.aten
@@ -109,7 +110,7 @@ def grid(rows: int, dtype: torch.dtype) -> Tensor:
     return torch.arange(rows, dtype=dtype)[:, None] / 4
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def lookup(width: int) -> Tensor:
     return torch.linspace(0.5, 1.0, width).cos()
 

@@ -18,7 +18,7 @@ CALLS = {
     "same": ("{x}, {y}", "", "R({f}, {p})({a}, {a})"),
     "keyword": ("{x}, *, {y}", "", "R({f}, {p})({a}, {y}={b})"),
     "list": ("pair", "{x}, {y} = pair", "R({f}, {p})([{a}, {b}])"),
-    "dict": ("both, flag=None", '{x}, {y} = both["x"], both["y"][0]', 'R({f}, {p})(dict(x={a}, y=({b}, 3)))'),
+    "dict": ("both, flag=None", '{x}, {y} = both["x"], both["y"][0]', "R({f}, {p})(dict(x={a}, y=({b}, 3)))"),
     "closure": ("", "{x}, {y} = {a}, {b}", "R({f}, {p})()"),
     "partial": ("{x}, {y}", "", "R(functools.partial({f}, {y}={b}), {p})({a})"),
     "static": ("{x}, {y}, times, mode", "{x} = {x} * times", 'R({f}, {p})({a}, {b}, 1.5, "mode")'),
@@ -157,25 +157,33 @@ def indented(lines: Any) -> list[str]:
 
 WORDS = {
     name: getattr(words, name).strip("\n").split("\n\n")
-    for name in ("PURE", "WRITES", "BUFFERS", "RANDOM", "EAGER", "REFUSED")
+    for name in ("PURE", "WRITES", "BUFFERS", "RANDOM", "EAGER", "PYTHON", "OPEN", "REFUSED")
 }
 # Kinds of words, and how often each is drawn.
 CHANCES = {
-    "eager": {"PURE": 30, "WRITES": 18, "BUFFERS": 10, "RANDOM": 8, "EAGER": 34, "REFUSED": 0.3},
+    "eager": {
+        "PURE": 30,
+        "WRITES": 18,
+        "BUFFERS": 10,
+        "RANDOM": 8,
+        "EAGER": 22,
+        "PYTHON": 14,
+        "REFUSED": 0.2,
+    },
     "func": {"PURE": 75, "WRITES": 25},
     "compile": {"PURE": 60, "WRITES": 20, "BUFFERS": 12},
 }
 HOWS = {
     "eager": {
-        "backward": 8, "twice": 2, "partial": 2, "double": 2, "accumulate": 2, "two_forwards": 2, "reversed": 1,
-        "drop": 1, "thread": 1, "copied": 1, "no_grad": 1, "again": 2, "update": 2, "batched": 1, "anomaly": 0.3,
-        "threads": 0.5,
+        "backward": 8, "twice": 2, "partial": 2, "double": 2, "accumulate": 2, "two_forwards": 2, "again": 2,
+        "update": 2, "reversed": 1, "drop": 1, "thread": 1, "copied": 1, "no_grad": 1, "batched": 1,
+        "threads": 0.5, "anomaly": 0.3,
     },
     "func": {
-        "backward": 2, "double": 2, "grad": 2, "grad_params": 2, "vmap_grad": 2, "jvp": 1, "hessian": 1, "jacrev": 1,
-        "grad_grad": 1, "vmap": 1, "forward_ad": 1, "jvp_grad": 1, "vjp": 1, "jacfwd": 1,
+        "backward": 2, "double": 2, "grad": 2, "grad_params": 2, "vmap_grad": 2, "jvp": 1, "hessian": 1,
+        "jacrev": 1, "grad_grad": 1, "vmap": 1, "forward_ad": 1, "jvp_grad": 1, "vjp": 1, "jacfwd": 1,
     },
-    "compile": {"backward": 4, "grad": 2, "vmap_grad": 1, "double": 0},
+    "compile": {"backward": 4, "grad": 2, "vmap_grad": 1},
 }  # fmt: skip
 FLAGS = ("on0", "on1", "on2")
 
@@ -186,6 +194,10 @@ class Drawing:
     def __init__(self, seed: int, flavour: str) -> None:
         self.dice, self.flavour, self.count = random.Random(f"{flavour}{seed}"), flavour, 0
         chances = CHANCES[flavour]
+        # A function that runs again changes Python's state again.
+        self.opens = flavour != "eager" or self.dice.random() < 0.4
+        if flavour == "eager" and self.opens:
+            chances = {"OPEN" if kind == "PYTHON" else kind: chance for kind, chance in chances.items()}
         self.kinds, self.weights = list(chances), list(chances.values())
         self.policies = ["nothing"] if self.dice.random() < 0.2 else list(POLICIES)
 
@@ -228,7 +240,7 @@ class Drawing:
         out, ins = self.name(), self.ins(names)
         call = dice.choice(["plain"] * 4 + list(CALLS))
         returns = dice.choice(["single"] * 4 + list(RETURNS))
-        if dice.random() < 0.2:
+        if self.opens and dice.random() < 0.2:
             call, returns, functional = dice.choice(list(FUNCTIONAL_CALLS)), "single", True
             if self.flavour == "compile" and call == "loop":
                 call = "scan"
@@ -273,8 +285,8 @@ class Drawing:
 
 
 DEFAULTS: dict[str, Any] = {
-    "flip": [], "mode": None, "frozen": False, "rows": 3, "autocast": False, "requires": True, "hook": None, "late": False,
-    "factor": None, "bytes": False,
+    "flip": [], "mode": None, "frozen": False, "rows": 3, "autocast": False, "requires": True, "hook": None,
+    "late": False, "factor": None, "bytes": False,
 }  # fmt: skip
 
 

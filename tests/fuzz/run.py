@@ -127,7 +127,9 @@ class Pass:
         seen: Seen = {f"buffer {name}": value.clone() for name, value in model.named_buffers()}
         for name in ("calls", "factor", "history", "gradients", "shared", "cache", "last"):
             value = getattr(model, name)
-            seen[f"self.{name}"] = pytree.tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, value)
+            seen[f"self.{name}"] = pytree.tree_map(
+                lambda v: v.detach().clone() if isinstance(v, Tensor) else v, value
+            )
         seen["random stream"] = torch.default_generator.get_state()
         seen["own random stream"] = model.generator.get_state()
         seen["Python's random stream"] = random.getstate()[1]
@@ -135,8 +137,8 @@ class Pass:
         return seen
 
 
-# A policy other than to keep nothing: it may keep what autograd does not.
-POLICED = re.compile(r'"(?!nothing)(' + "|".join(library.POLICIES) + r')"\)')
+# A policy other than to keep nothing may keep what autograd does not, and under torch.func nodes are regions.
+POLICED = re.compile(r'"(?!nothing)(' + "|".join(library.POLICIES) + r')"\)|torch\.func|SCAN|LOOP')
 
 
 def seeded(seed: int) -> None:
@@ -165,10 +167,10 @@ def backward(run: Pass, step: dict[str, Any], **options: Any) -> Seen:
         if loss.requires_grad:
             seen["gradients"] = torch.autograd.grad(loss, run.leaves(x), allow_unused=True, **options)
             if options.get("create_graph"):
-                first = [g.square().sum() for g in seen["gradients"] if g is not None and g.requires_grad]
-                if first:
-                    pulled = torch.autograd.grad(total(first), run.leaves(x), allow_unused=True)
-                    seen["second gradients"] = pulled
+                leaves = run.leaves(x)
+                first = [g.square().sum() for g in seen["gradients"] if g is not None]
+                second = total([*first, sum((0 * leaf).sum() for leaf in leaves)])  # type: ignore[list-item]
+                seen["second gradients"] = torch.autograd.grad(second, leaves, allow_unused=True)
                 seen["gradients"] = [None if g is None else g.detach() for g in seen["gradients"]]
             elif options.get("retain_graph"):
                 seen["again"] = torch.autograd.grad(loss, run.leaves(x), allow_unused=True)
@@ -276,7 +278,8 @@ def no_grad(run: Pass, step: dict[str, Any]) -> Seen:
 def again(run: Pass, step: dict[str, Any]) -> Seen:
     """The result goes in once more, before a backward through both."""
     x, y = run.inputs(step)
-    loss = run.loss(run.model(x, y).tanh(), y)
+    # Connected before: where one region's result is no part of the graph, the other's may be.
+    loss = run.loss(run.model(x, y).tanh() + 0 * x, y) + sum((0 * leaf.double()).sum() for leaf in run.leaves(x))
     if not loss.requires_grad:
         return {"value": loss}
     return {"gradients": torch.autograd.grad(loss, run.leaves(x), allow_unused=True)}
@@ -300,9 +303,7 @@ def batched(run: Pass, step: dict[str, Any]) -> Seen:
         return {"value": loss}
     some = torch.eye(2, dtype=loss.dtype)
     pair = torch.stack([loss, loss.sin()])
-    return {
-        "rows": torch.autograd.grad(pair, run.leaves(x), some, allow_unused=True, is_grads_batched=True)
-    }
+    return {"rows": torch.autograd.grad(pair, run.leaves(x), some, allow_unused=True, is_grads_batched=True)}
 
 
 def anomaly(run: Pass, step: dict[str, Any]) -> Seen:
@@ -315,9 +316,11 @@ def forward_ad(run: Pass, step: dict[str, Any]) -> Seen:
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x, x.detach().cos())
         tangent = torch.autograd.forward_ad.unpack_dual(run.loss(dual, y)).tangent
-        seen: Seen = {"tangent": None if tangent is None else tangent.detach()}
-        if tangent is not None and tangent.requires_grad:
-            seen["gradients"] = torch.autograd.grad(tangent, run.leaves(x), allow_unused=True)
+        seen: Seen = {"tangent": None if tangent is None else tangent.detach(), "gradients": []}
+        leaves = run.leaves(x)
+        if tangent is not None:
+            tangent = tangent + sum((0 * leaf).sum() for leaf in leaves)
+            seen["gradients"] = torch.autograd.grad(tangent, leaves, allow_unused=True) if leaves else []
         return seen
 
 
@@ -433,7 +436,9 @@ def difference(found: Any, expected: Any, tolerance: float, where: str = "") -> 
             return f"{where}: {len(found)} values instead of {len(expected)}"
         pairs = [(f"{where}[{k}]", *both) for k, both in enumerate(zip(found, expected, strict=True))]
     else:
-        return None if _equal(found, expected, tolerance, where) else f"{where}: {found} instead of {expected}"
+        return (
+            None if _equal(found, expected, tolerance, where) else f"{where}: {found} instead of {expected}"
+        )
     for name, one, other in pairs:
         if (what := difference(one, other, tolerance, name)) is not None:
             return what

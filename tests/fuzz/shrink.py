@@ -105,7 +105,9 @@ def _changed(program: Program, **changes: Any) -> Program:
 
 def like(verdict: Verdict) -> str:
     """What two failures of one kind have in common."""
-    return re.sub(r"0x\w+|-?\d[\d.e+-]*|region\w+|\bstep \d+|tensor\(.*", "", verdict.what, flags=re.DOTALL)[:60]
+    return re.sub(r"0x\w+|-?\d[\d.e+-]*|region\w+|\bstep \d+|tensor\(.*", "", verdict.what, flags=re.DOTALL)[
+        :60
+    ]
 
 
 def shrink(program: Program, verdict: Verdict, backend: str | None = None) -> Program:
@@ -123,7 +125,10 @@ def shrink(program: Program, verdict: Verdict, backend: str | None = None) -> Pr
 
 SCRIPT = '''"""{title}"""
 
-from tests.fuzz.run import check
+import sys
+
+sys.path.insert(0, ".")  # run it from the root of the repository
+from tests.fuzz.run import check  # noqa: E402
 
 SOURCE = """
 {source}"""

@@ -122,7 +122,7 @@ WRITES = """
 {o}[:, :2] = {a}[:, 2:]
 {o}[:, 2:] = {b}[:, :2].sin()
 
-{o} = {a}.exp().tanh()
+{o} = {a}.cos() * 2
 {t} = {o}.view(-1)[::2]
 {t}.mul_(2)
 
@@ -135,7 +135,7 @@ WRITES = """
 
 {o} = ({a} + 1).clamp_(-1, 2).sin()
 
-{o} = {a}.tanh()
+{o} = {a}.sin()
 {o}.select(1, 0).zero_()
 
 {o} = {a} + 0
@@ -239,52 +239,11 @@ RANDOM = """
 
 # What only eager code does.
 EAGER = """
-torch.manual_seed(7)
-{o} = F.dropout({a}, 0.5)
-
-with torch.random.fork_rng(devices=[]):
-    torch.manual_seed(3)
-    {t} = torch.rand_like({a})
-{o} = {a} * {t} + torch.rand(1, dtype={a}.dtype)
-
-{t} = torch.get_rng_state()
-{o} = F.dropout({a}, 0.5)
-torch.set_rng_state({t})
-
 {o} = {a} * torch.rand({a}.shape, generator=self.generator, dtype={a}.dtype)
-
-{o} = {a} * random.random() + np.random.rand()
-
-self.calls += 1
-{o} = {a} * self.calls
-
-self.history.append(float({a}.detach().sum()))
-{o} = {a}.sin() * len(self.history)
-
-{o} = {a} * self.cache.setdefault(len({a}), torch.linspace(0.5, 1.5, 4, dtype={a}.dtype))
-
-{o} = {a} * self.cache.setdefault("first", {b}.detach().mean(0).sin())
-
-self.last = {a}.sin()
-{o} = self.last * {b}
-
-{t} = self.last
-self.last = {a}.detach().mean(0)
-{o} = {a} * {t}
-
-self.escaped.append({a}.sin() * 2)
-{o} = {a}.cos()
-
-self.factor = self.factor * 0.5 + 0.25
-{o} = {a}.sin() * self.factor
 
 {o} = {a}.sin() if float({a}.detach().sum()) > 0 else {a}.cos()
 
 {o} = {a} * {b}.detach().sum(0).tolist()[0]
-
-{o} = {a} * torch.from_numpy({b}.detach().sin().numpy().copy())
-
-{o} = {a} * {a}.detach().numpy().mean()
 
 {o} = {a}.clone()
 {o}[{b} > 0] = {a}[{b} > 0].sin()
@@ -294,16 +253,6 @@ self.factor = self.factor * 0.5 + 0.25
 {o} = {a} * torch.bincount({a}.detach().argmax(1), minlength=4)
 
 {o} = {a}.sin()[{b}.detach()[:, 0].argsort()].exp().tanh()
-
-{t} = {a}.sin()
-if {t}.requires_grad:
-    {t}.register_hook(lambda g: g * 0.5)
-{o} = {t}.exp().tanh()
-
-{t} = {a}.sin()
-if {t}.requires_grad:
-    {t}.register_hook(lambda g: self.gradients.append(float(g.sum())))
-{o} = {t} * {b}
 
 with torch.enable_grad():
     {t} = {a} if {a}.requires_grad else {a}.detach().requires_grad_()
@@ -320,12 +269,6 @@ with torch.enable_grad():
     {t}2 = torch.autograd.grad(self.bn({t}).sin().sum(), {t}, create_graph=True)[0]
 {o} = {t}2 * {b}
 
-{o} = torch.func.grad(lambda {t}: self.mlp({t}).sum())({a}) * {b}
-
-{o} = torch.func.vmap(lambda {t}: self.lin({t}).sin())({a})
-
-{o} = torch.func.jvp(lambda {t}: {t}.sin() * {b}, ({a},), ({b},))[1]
-
 with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 1, lambda t: t):
     {o} = ({a} * {b}).sin()
 
@@ -340,25 +283,10 @@ with torch.autograd.graph.save_on_cpu():
 
 {o} = Partly.apply({a}, {b})[0]
 
-{o} = torch.ops.remat_fuzz.scaled({a}, 2.0)
-
 {o} = torch.ops.remat_fuzz.new_like({a}) * {b}
 
 torch.ops.remat_fuzz.bump(self.steps)
 {o} = {a} * self.steps.clamp(max=4.0)
-
-{o} = RawFill.apply({a})
-
-{o} = {a} * 2
-{o}.detach().numpy()[...] *= 0.5
-
-{t} = {a} + 1
-{t}.data.mul_(2)
-{o} = {t}.sin()
-
-{t} = {a} * 2
-{t}.data = {t}.data.sin()
-{o} = {t} * {b}
 
 {o} = self.spectral({a}).tanh()
 
@@ -400,6 +328,58 @@ with torch.no_grad():
 
 {o} = {a}.sin() if {a} is {b} else {a}.cos() * {b}
 
+{o} = self.quantized({a}.detach().float()).to({a}.dtype) * {b}
+"""
+
+# Python state, hooks and side effects: once, in a region that runs ops again and not its function.
+PYTHON = """
+torch.manual_seed(7)
+{o} = F.dropout({a}, 0.5)
+
+with torch.random.fork_rng(devices=[]):
+    torch.manual_seed(3)
+    {t} = torch.rand_like({a})
+{o} = {a} * {t} + torch.rand(1, dtype={a}.dtype)
+
+{t} = torch.get_rng_state()
+{o} = F.dropout({a}, 0.5)
+torch.set_rng_state({t})
+
+{o} = {a} * random.random() + np.random.rand()
+
+self.calls += 1
+{o} = {a} * self.calls
+
+self.history.append(float({a}.detach().sum()))
+{o} = {a}.sin() * len(self.history)
+
+{o} = {a} * self.cache.setdefault(len({a}), torch.linspace(0.5, 1.5, 4, dtype={a}.dtype))
+
+{o} = {a} * self.cache.setdefault("first", {b}.detach().mean(0).sin())
+
+self.last = {a}.sin()
+{o} = self.last * {b}
+
+{t} = self.last
+self.last = {a}.detach().mean(0)
+{o} = {a} * {t}
+
+self.escaped.append({a}.sin() * 2)
+{o} = {a}.cos()
+
+self.factor = self.factor * 0.5 + 0.25
+{o} = {a}.sin() * self.factor
+
+{t} = {a}.sin()
+if {t}.requires_grad:
+    {t}.register_hook(lambda g: g * 0.5)
+{o} = {t}.exp().tanh()
+
+{t} = {a}.sin()
+if {t}.requires_grad:
+    {t}.register_hook(lambda g: self.gradients.append(float(g.sum())))
+{o} = {t} * {b}
+
 {t} = {a}.detach().clone().requires_grad_()
 with torch.enable_grad():
     self.lin({t}).sin().sum().backward(inputs=[{t}])
@@ -408,13 +388,39 @@ with torch.enable_grad():
 {o} = {a}.sin()
 {o}.retain_grad() if {o}.requires_grad else None
 
-{o} = torch.autograd.functional.jvp(lambda {t}: {t}.sin(), {a}.detach(), {b}.detach())[1] * {a}
-
-{o} = self.quantized({a}.detach().float()).to({a}.dtype) * {b}
-
 {t} = self.shared
 {t}.append(len({a}))
 {o} = {a} * len({t})
+"""
+
+# What makes a region run its function again: no Python state in the same program.
+OPEN = """
+{o} = {a} * torch.from_numpy({b}.detach().sin().numpy().copy())
+
+{o} = {a} * {a}.detach().numpy().mean()
+
+{o} = torch.func.grad(lambda {t}: self.mlp({t}).sum())({a}) * {b}
+
+{o} = torch.func.vmap(lambda {t}: self.lin({t}).sin())({a})
+
+{o} = torch.func.jvp(lambda {t}: {t}.sin() * {b}, ({a},), ({b},))[1]
+
+{o} = torch.ops.remat_fuzz.scaled({a}, 2.0)
+
+{o} = RawFill.apply({a})
+
+{o} = {a} * 2
+{o}.detach().numpy()[...] *= 0.5
+
+{t} = {a} + 1
+{t}.data.mul_(2)
+{o} = {t}.sin()
+
+{t} = {a} * 2
+{t}.data = {t}.data.sin()
+{o} = {t} * {b}
+
+{o} = torch.autograd.functional.jvp(lambda {t}: {t}.sin(), {a}.detach(), {b}.detach())[1] * {a}
 """
 
 # What a region refuses in every form.
@@ -446,7 +452,7 @@ FEATURES = {
     "renorm": "self.renorm = nn.Embedding(5, 4, max_norm=0.5)",
     "attention": "self.attention = nn.MultiheadAttention(4, 2, batch_first=True)",
     "gru": "self.gru = nn.GRU(4, 4, batch_first=True)",
-    "adjacency": "self.adjacency = (torch.eye(4, dtype=DTYPE) * 0.5 + torch.ones(4, 4, dtype=DTYPE).tril() / 4)"
+    "adjacency": "self.adjacency = (torch.eye(4, dtype=DTYPE) + torch.ones(4, 4, dtype=DTYPE).tril())"
     ".to_sparse()",
     "quantized": "self.quantized = quantized()",
 }

@@ -57,10 +57,13 @@ from remat.transforms.compat.autograd import (
     hooks_disabled,
     is_hook_refusal,
     next_node,
+    outside_batched_grads,
     pop_hooks,
     profiling,
     push_hooks,
     refuse_hooks,
+    refusing_hooks,
+    replace_refusal,
     running_node,
     top_hooks,
 )
@@ -198,6 +201,9 @@ __all__ = [
     "hooks_as_they_are",  # afterwards saved-tensor hooks are refused as before, or not
     "hooks_aside",  # take all saved-tensor hooks off for a while
     "hooks_disabled",  # the message with which saved-tensor hooks are refused, or None
+    "refusing_hooks",  # how torch.func refuses saved-tensor hooks
+    "replace_refusal",  # what it calls instead
+    "outside_batched_grads",  # leave the vmap of `is_grads_batched`, under which no op may draw
     "is_hook_refusal",  # whether `error` is torch.func's refusal to run under saved-tensor hooks
     "next_node",  # the number that this thread's next autograd node gets
     "pop_hooks",  # take the innermost saved-tensor hooks off

@@ -26,15 +26,13 @@ from remat.transforms.compat import (
     graph_task,
     in_transform,
     next_node,
-    pop_hooks,
-    push_hooks,
     set_grad_enabled,
 )
 from remat.transforms.context import MemoryWatch, quiet, run_innermost
 from remat.transforms.eager.early import early_value
 from remat.transforms.eager.inputs import Inputs
 from remat.transforms.eager.rerun import Rerun
-from remat.transforms.eager.saved import DroppedInput, Packer, Residuals, SavedInput, watcher
+from remat.transforms.eager.saved import DroppedInput, Packer, Residuals, SavedInput, hook, unhook, watcher
 from remat.transforms.eager.settle import computed, differentiated, note_away, settle, sources, tell_around
 from remat.transforms.errors import RematError
 from remat.transforms.offload import Store
@@ -136,7 +134,7 @@ class Frame(Packer):
             self.residuals = Residuals((), None) if known.residual else None
         self.recorder = recorder
         watching = recorder.selector.watching() if recorder.selector else contextlib.nullcontext()
-        push_hooks(self.pack, self.unpack)
+        hook((self.pack, self.unpack))
         try:
             with watching, MemoryWatch(), recorder:
                 out = run_innermost(region.function, select is not None, args, kwargs)
@@ -145,7 +143,7 @@ class Frame(Packer):
             self.recorder = None
             raise
         finally:
-            pop_hooks()
+            unhook(inputs.hooks)
             self.values, self.task = {}, -1
         self.nodes = next_node() - self.start
         self.tape = recorder.tape

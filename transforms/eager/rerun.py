@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from remat.transforms.compat import pop_hooks, push_hooks, set_grad_enabled, unseen
+from remat.transforms.compat import set_grad_enabled, top_hooks, unseen
+from remat.transforms.eager.saved import hook, unhook
 from remat.transforms.errors import RematError
 from remat.transforms.region import recomputing
 from remat.transforms.state import generators_put_back
@@ -91,13 +92,14 @@ class Rerun:
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         graded = torch.is_grad_enabled()
         set_grad_enabled(True)
-        push_hooks(self.frame.repack, _identity)
+        around = top_hooks()
+        hook((self.frame.repack, _identity))
         end = recomputing(self.frame.region.name)
         try:
             self.frame.region.run(args, kwargs)
         finally:
             end()
-            pop_hooks()
+            unhook(around)
             set_grad_enabled(graded)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:

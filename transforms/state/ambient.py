@@ -14,6 +14,7 @@ from remat.transforms.compat import (
     function_mode_at,
     function_modes,
     graph_task,
+    outside_batched_grads,
     read_cudnn_sdp,
     read_deterministic,
     read_efficient_sdp,
@@ -163,7 +164,8 @@ def generators_put_back(states: Iterable[GeneratorState]) -> Iterator[None]:
         found.setdefault(state.device if state.generator is None else id(state.generator), state)
     now = [state.now() for state in found.values()]
     try:
-        yield
+        with outside_batched_grads():
+            yield
     finally:
         for state in now:
             state.restore()
