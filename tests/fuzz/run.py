@@ -171,12 +171,13 @@ def backward(run: Pass, step: dict[str, Any], **options: Any) -> Seen:
                 first = [g.square().sum() for g in seen["gradients"] if g is not None]
                 second = total([*first, sum((0 * leaf).sum() for leaf in leaves)])  # type: ignore[list-item]
                 seen["second gradients"] = torch.autograd.grad(second, leaves, allow_unused=True)
-                seen["gradients"] = [None if g is None else g.detach() for g in seen["gradients"]]
             elif options.get("retain_graph"):
                 seen["again"] = torch.autograd.grad(loss, run.leaves(x), allow_unused=True)
         if step["late"]:
             run.model.factor, run.model.on0 = before
         del loss
+        # A gradient may be a view of more.
+        seen = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), seen)
         if live is not None and run.lean:
             seen["at most bytes left"] = live.bytes
     return seen
@@ -279,7 +280,9 @@ def again(run: Pass, step: dict[str, Any]) -> Seen:
     """The result goes in once more, before a backward through both."""
     x, y = run.inputs(step)
     # Connected before: where one region's result is no part of the graph, the other's may be.
-    loss = run.loss(run.model(x, y).tanh() + 0 * x, y) + sum((0 * leaf.double()).sum() for leaf in run.leaves(x))
+    loss = run.loss(run.model(x, y).tanh() + 0 * x, y) + sum(
+        (0 * leaf.double()).sum() for leaf in run.leaves(x)
+    )
     if not loss.requires_grad:
         return {"value": loss}
     return {"gradients": torch.autograd.grad(loss, run.leaves(x), allow_unused=True)}

@@ -93,7 +93,9 @@ class Common(nn.Module):
         return self.embedding(torch.tensor([1, 2, 1, 5])).sin().exp() * x
 
     def run_functional_max_norm(self, x):
-        return F.embedding_bag(torch.tensor([[1, 2], [3, 3]]), self.embedding.weight, max_norm=0.3).sin() @ x.t()
+        return (
+            F.embedding_bag(torch.tensor([[1, 2], [3, 3]]), self.embedding.weight, max_norm=0.3).sin() @ x.t()
+        )
 
     def run_spectral(self, x):
         return self.spectral(x).sin().exp()

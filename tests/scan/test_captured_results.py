@@ -1,8 +1,8 @@
-"""A body that returns what it captures, untouched by any torch call, is differentiated by it all the same."""
+"""What bodies capture and no torch call has met: results returned as they are, constants given to regions."""
 
 import pytest
 import torch
-from torch.func import grad, jacrev, jvp, vmap
+from torch.func import grad, hessian, jacrev, jvp, vmap
 
 from remat import remat, scan_remat, while_remat
 from tests.compiled import compiled
@@ -47,3 +47,17 @@ def test_compiled(loop, body):
     fn = lambda x: LOOPS[loop](BODIES[body](x), h)  # noqa: E731
     run = compiled(lambda x: WAYS["grad"](fn, x))
     same(run(rand(3, 4)), WAYS["grad"](lambda x: x, rand(3, 4)))
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_constant_that_is_given_to_a_region_inside(loop):
+    x, constant = rand(3, 4), rand(3, 4)
+    w = rand(4, 4).requires_grad_()
+    step = remat(lambda h, c: torch.tanh(c @ w) + h)
+    plain = lambda h, c: torch.tanh(c @ w) + h  # noqa: E731
+
+    def loss(fn):
+        return lambda s: LOOPS[loop](lambda h: fn(h, constant), x * s).sin().sum()
+
+    ones = torch.ones(4, dtype=torch.float64)
+    same(hessian(loss(step))(ones), hessian(loss(plain))(ones))
