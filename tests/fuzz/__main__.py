@@ -45,6 +45,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--modes", default="eager,func", help=f"of {', '.join(MODES)}")
     parser.add_argument("--out", type=Path, default=Path("out/fuzz"), help="where failing programs are saved")
     parser.add_argument("--no-shrink", action="store_true", help="save them as they were drawn")
+    parser.add_argument("--refused", action="store_true", help="save and shrink what is refused, too")
     options = parser.parse_args(arguments)
     first, last = map(int, options.seeds.split(":"))
     torch.set_num_threads(1)
@@ -59,7 +60,7 @@ def main(arguments: list[str]) -> int:
             kinds[verdict.kind] += 1
             if verdict.kind == "refused":
                 refused[short(verdict.what)] += 1
-            elif verdict.kind == "failed":
+            if verdict.kind == "failed" or (options.refused and verdict.kind == "refused"):
                 program = draw(seed, flavour)
                 if not options.no_shrink:
                     program = shrink(program, verdict, backend)

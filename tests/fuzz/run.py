@@ -147,6 +147,10 @@ def seeded(seed: int) -> None:
     np.random.seed(seed % (1 << 32))
 
 
+def tensors_in(tree: Any) -> list[Tensor]:
+    return [t for t in pytree.tree_leaves(tree) if isinstance(t, Tensor)]
+
+
 def total(parts: list[Tensor]) -> Tensor:
     return torch.stack([(t.double() * (k + 1)).sin().sum() for k, t in enumerate(parts)]).sum()
 
@@ -179,7 +183,7 @@ def backward(run: Pass, step: dict[str, Any], **options: Any) -> Seen:
         # A gradient may be a view of more.
         seen = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), seen)
         if live is not None and run.lean:
-            seen["at most bytes left"] = live.bytes
+            seen["at most bytes left"] = live.bytes - sum(t.nbytes for t in tensors_in(seen))
     return seen
 
 

@@ -45,6 +45,7 @@ from remat.transforms.tape import (
     Reachability,
     Recorder,
     Tape,
+    storage,
 )
 
 
@@ -68,6 +69,7 @@ class Frame(Packer):
         kept: what is kept, by op.
         held: the tensors from outside that the backward needs, by their positions on the tape.
         program: what runs again; None where the function does (`rerun`).
+        raw: memories from outside that the function writes to past torch, as they were before.
         values: saved values that were made again and that the backward has not read yet.
     """
 
@@ -80,6 +82,7 @@ class Frame(Packer):
         "kept",
         "program",
         "random",
+        "raw",
         "reach",
         "recorder",
         "region",
@@ -109,6 +112,7 @@ class Frame(Packer):
         self.values: dict[int, torch.Tensor] = {}
         self.random: dict[int, Any] = {}
         self.snapshots: dict[int, Any] = {}
+        self.raw: list[tuple[torch.Tensor, Any]] = []
         self.program: Program | None = None
         self.rerun: Rerun | None = None
         self.reach: Reachability | None = None
@@ -203,11 +207,13 @@ class Frame(Packer):
     def take(self, recorder: Recorder, held: Any) -> None:
         """Hold these tensors from outside, and what the recomputation starts from besides."""
         inputs, tape = self.inputs, self.tape
-        snapshots = recorder.snapshots
+        snapshots, raw = recorder.snapshots, [storage(tensor) for tensor, _ in self.raw]
         for at in sorted(held):
             root = tape.outside[at].root
             if written := root in snapshots:
                 self.snapshots[root] = snapshots[root]
+            elif raw:
+                written = storage(recorder.outside[at]) in raw
             self.held[at] = SavedInput(recorder.outside[at], inputs.hooks, written)
         self.random = recorder.random if self.program is None or self.program.draws else {}
         if self.kept:

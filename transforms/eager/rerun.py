@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from remat.transforms.compat import set_grad_enabled, top_hooks, unseen
+from remat.transforms.context import quiet
 from remat.transforms.eager.saved import hook, unhook
 from remat.transforms.errors import RematError
 from remat.transforms.region import recomputing
 from remat.transforms.state import generators_put_back
-from remat.transforms.tape import Needs, Replay, Stop, not_repeated, storage
+from remat.transforms.tape import Needs, Replay, Snapshot, Stop, not_repeated, storage
 
 if TYPE_CHECKING:
     from remat.transforms.eager.frame import Frame
@@ -54,6 +55,9 @@ class Rerun:
                     stack.callback(inputs.random.again().restore)
                     inputs.random.restore()
                     stack.enter_context(generators_put_back(frame.random.values()))
+                for tensor, before in frame.raw:
+                    stack.callback(quiet, quiet(Snapshot, tensor).put_back, tensor)
+                    quiet(before.put_back, tensor)
                 for context in inputs.contexts():
                     stack.enter_context(context)
                 if frame.store is not None:

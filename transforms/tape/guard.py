@@ -61,7 +61,7 @@ class GuardMode(Recorder):
         self.at = self.packs = self.named = 0
         self.selector = None
         self.outside, self.kept, self.random, self.snapshots = list(inputs), {}, {}, {}
-        self.outer, self.alive, self._memory, self._kept_in = {}, {}, {}, {}
+        self.shown, self.outer, self.alive, self._memory, self._kept_in = {}, {}, {}, {}, {}
         self.digest, self.kept_bytes = None, 0
         self._numbers = ValueNumbering()
         numbers = self._numbers

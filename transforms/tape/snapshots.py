@@ -27,6 +27,19 @@ class Snapshot:
         made.tensor = None if self.tensor is None else self.tensor.clone()
         return made
 
+    def differs(self, tensor: torch.Tensor) -> bool:
+        """Whether something else lies in the memory of `tensor` now."""
+        memory = memory_of(tensor)
+        if self.memory is None or memory is None or memory.nbytes() != self.memory.nbytes():
+            return False
+        return not torch.equal(_octets(memory), _octets(self.memory))
+
+    def put_back(self, tensor: torch.Tensor) -> None:
+        """Let the memory of `tensor` hold what it held; nobody is told."""
+        memory = memory_of(tensor)
+        assert memory is not None and self.memory is not None
+        memory.copy_(self.memory)
+
     def view(self, like: torch.Tensor) -> torch.Tensor:
         """What `like`, a tensor in the memory that was copied, was."""
         if self.memory is None:
@@ -39,6 +52,9 @@ class Snapshot:
         """What is held, for reports."""
         if self.memory is None:
             return [] if self.tensor is None else [self.tensor]
-        device = self.memory.device
-        empty = torch.empty(0, dtype=torch.uint8, device=device)
-        return [empty.set_(self.memory, 0, (self.memory.nbytes(),), (1,))]
+        return [_octets(self.memory)]
+
+
+def _octets(memory: torch.UntypedStorage) -> torch.Tensor:
+    empty = torch.empty(0, dtype=torch.uint8, device=memory.device)
+    return empty.set_(memory, 0, (memory.nbytes(),), (1,))
