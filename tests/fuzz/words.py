@@ -211,7 +211,7 @@ self.steps += 1
 self.queue.view(-1)[::4].add_({a}.detach().mean())
 {o} = {a} * self.queue[0]
 
-{o} = {a} * self.mean
+{o} = {a} + self.mean
 self.mean.mul_(0.5)
 
 {t} = self.queue[1:3]

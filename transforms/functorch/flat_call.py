@@ -23,7 +23,7 @@ from remat.transforms.compat import (
     push_hooks,
     refuse_hooks,
 )
-from remat.transforms.context import labelled, run_innermost
+from remat.transforms.context import labelled, quiet, run_innermost
 from remat.transforms.eager import unread
 from remat.transforms.functorch.aliasing import AliasSpec, bases, looks, rebuild
 from remat.transforms.functorch.primitive import Family, Prim, World, call
@@ -74,8 +74,11 @@ class FlatCall:
         made_inside(outs)
         if self.out_spec is None:
             return outs[0]
-        outs = list(outs) if self.looks is None else rebuild(outs, self.looks)
-        out, named = unflatten(merge(self.out_leaves, self.out_at, outs), self.out_spec)
+        if self.looks is not None:
+            # No ops of the user's: a region around, whose two runs may come here by other ways, counts none.
+            whole = self.family.world is None
+            outs = quiet(rebuild, outs, self.looks) if whole else rebuild(outs, self.looks)
+        out, named = unflatten(merge(self.out_leaves, self.out_at, list(outs)), self.out_spec)
         if self.taps is not None:
             self.taps.pass_on(named)
         return out

@@ -26,6 +26,7 @@ from remat.transforms.tape import (
     Recorder,
     Replay,
     Tape,
+    memory_of,
     metas,
     storage,
     version_of,
@@ -141,7 +142,12 @@ class Recorded:
             needs,
             self.kept,
             random=self.draws if self.region.preserve_rng_state else {},
-            snapshots=[(g.storage, g.snapshot) for g in self.given.values() if g.snapshot is not None],
+            # The address of a memory that is gone is another's by now.
+            snapshots=[
+                (g.storage, g.snapshot)
+                for g in self.given.values()
+                if g.snapshot is not None and g.memory() is not None
+            ],
             check=self.region.determinism_check != "none",
             digest=self.region.digest,
         )
@@ -151,6 +157,7 @@ class _Given(NamedTuple):
     """A tensor from outside, held by whoever else holds it."""
 
     ref: weakref.ref[torch.Tensor]
+    memory: weakref.ref[Any]  # which may outlive the tensor
     version: int
     storage: int
     snapshot: Any  # what its memory was before the region wrote to it, or None
@@ -160,7 +167,9 @@ def _let_go(recorder: Recorder) -> list[_Given]:
     """The tensors from outside; afterwards the recorder holds none of them."""
     snapshots, known = recorder.snapshots, recorder.tape.outside
     given = [
-        _Given(weakref.ref(t), version_of(t), storage(t), snapshots.get(o.root))
+        _Given(
+            weakref.ref(t), weakref.ref(memory_of(t) or t), version_of(t), storage(t), snapshots.get(o.root)
+        )
         for t, o in zip(recorder.outside, known, strict=True)
     ]
     recorder.outside = []

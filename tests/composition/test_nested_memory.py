@@ -1,0 +1,78 @@
+"""Regions inside regions under torch.func: results that lie in one memory, and memory that is gone."""
+
+import pytest
+import torch
+from torch.func import grad, jacrev, vmap
+
+from remat import remat, save_everything, save_matmuls, save_nothing
+from tests.helpers import rand, same
+
+W = rand(4)
+WAYS = {
+    "grad": lambda fn, x: grad(lambda x: fn(x, x).sin().sum())(x),
+    "vmap_grad": lambda fn, x: vmap(grad(lambda x: fn(x, x).sin().sum()))(torch.stack([x, x.cos()])),
+    "jacrev": lambda fn, x: jacrev(grad(lambda x: fn(x, x).sin().sum()))(x),
+}
+RESULTS = {
+    "row": lambda h: (h, h[0]),
+    "flat": lambda h: (h, h.view(-1)[:4]),
+    "parts": lambda h: (h[:, :2].repeat(1, 2), h[1]),
+    "twice": lambda h: (h, h),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("results", RESULTS)
+def test_a_region_inside_returns_a_value_and_a_view_of_it(results, way):
+    def outer(wrap):
+        inner = wrap(lambda a, b: RESULTS[results](W.sin() * a))
+
+        def run(a, b):
+            first, second = inner(a, b)
+            return first * 1.5 + second
+
+        return wrap(run)
+
+    x = rand(3, 4)
+    same(WAYS[way](outer(remat), x), WAYS[way](outer(lambda fn: fn), x))
+
+
+def test_an_index_made_inside_is_not_taken_for_memory_that_is_gone():
+    """A snapshot of memory that has gone is not looked up by its address, which a new tensor may have."""
+
+    def write(b):
+        v = b.sin()
+        rows, columns = torch.tensor([0, 0]), torch.tensor([1, 2])
+        return v.index_put_((rows, columns), b[0, :2], accumulate=True)
+
+    def derivative(wrap):
+        x = rand(2, 4).requires_grad_()
+        inner = wrap(wrap(write, save_nothing), save_everything)
+        force = wrap(lambda x: grad(lambda a: inner(a).sin().sum())(x), save_nothing)
+        return torch.autograd.grad(force(x).sum(), x)[0]
+
+    expected = derivative(lambda fn, _: fn)
+    for _ in range(40):
+        same(derivative(lambda fn, policy: remat(fn, policy=policy)), expected)
+
+
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=["nothing", "matmuls"])
+def test_a_transform_inside_a_region_runs_python_once_in_a_first_call(policy):
+    norm, calls = torch.nn.BatchNorm1d(4).double(), []
+
+    def energy(x):
+        calls.append(1)
+        h = torch.nn.functional.dropout(norm(x), 0.5)
+        return h * grad(lambda x: x.sin().sum())(x)
+
+    x = rand(3, 4).requires_grad_()
+    torch.manual_seed(0)
+    out = remat(energy, policy=policy)(x)
+    drawn = torch.rand(1)
+    assert len(calls) == 1 and int(norm.num_batches_tracked) == 1
+    got = torch.autograd.grad(out.sum(), x)
+    norm.reset_running_stats()
+    torch.manual_seed(0)
+    out = energy(x)
+    same(drawn, torch.rand(1), 0.0)
+    same(got, torch.autograd.grad(out.sum(), x))
