@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.func import grad, jacrev, vmap
+from torch.func import grad, jacrev, jvp, vmap
 
 from remat import remat, save_everything, save_matmuls, save_nothing
 from tests.helpers import rand, same
@@ -76,3 +76,26 @@ def test_a_transform_inside_a_region_runs_python_once_in_a_first_call(policy):
     out = energy(x)
     same(drawn, torch.rand(1), 0.0)
     same(got, torch.autograd.grad(out.sum(), x))
+
+
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=["nothing", "matmuls"])
+@pytest.mark.parametrize("transform", [jvp, lambda fn, x, t: (0, grad(lambda x: fn(x).sum())(*x))])
+def test_buffers_are_written_once_where_ops_cannot_be_compared(transform, policy):
+    """A forward derivative inside leaves out what is zero, by rules that differ between the passes."""
+    found = []
+    for wrap in (lambda fn: remat(fn, policy=policy), lambda fn: fn):
+        norm, queue = torch.nn.BatchNorm1d(4).double(), rand(4, 4)
+
+        def force(x, norm=norm, queue=queue):
+            with torch.no_grad():
+                queue.copy_(torch.cat([x.detach()[:1], queue[:-1]]))
+            h = norm(x) * queue[1].sin()
+            return transform(lambda t: t.sin() * x, (h,), (x,))[1]
+
+        region, seen = wrap(force), []
+        for _ in range(3):
+            x = rand(3, 4).requires_grad_()
+            seen += [torch.autograd.grad(region(x).sum(), x)[0], queue.clone(), norm.running_mean.clone()]
+            seen.append(norm.num_batches_tracked.clone())
+        found.append(seen)
+    same(found[0], found[1])

@@ -207,6 +207,41 @@ def test_jagged_tensors_in_and_out():
     same(found[1], found[2], 0.0)
 
 
+# -- precision islands under autocast -----------------------------------------------------------------------
+
+
+ISLANDS = {
+    "off": lambda: torch.autocast("cpu", enabled=False),
+    "on": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=["nothing", "matmuls"])
+@pytest.mark.parametrize("around", ["forward", "step", "nothing"])
+@pytest.mark.parametrize("island", ISLANDS)
+def test_autocast_switched_inside_a_region(island, around, policy):
+    """Ops run again as they ran, whatever autocast is on around the region or its backward."""
+    found = []
+    for wrap in (lambda fn: remat(fn, policy=policy), lambda fn: fn):
+        w = torch.linspace(-1, 1, 16).view(4, 4).cos().requires_grad_()
+
+        def block(x, w=w):
+            h = torch.tanh(x @ w)
+            with ISLANDS[island]():
+                h = (h.float() @ w).float().sin()
+            return h @ w
+
+        region, seen = wrap(block), []
+        for _ in range(2):
+            x = torch.linspace(-1, 1, 16).view(4, 4).sin().requires_grad_()
+            with torch.autocast("cpu", torch.bfloat16, enabled=around != "nothing"):
+                loss = region(x).float().pow(2).sum()
+                grads = torch.autograd.grad(loss, (x, w)) if around == "step" else None
+            seen.append(grads or torch.autograd.grad(loss, (x, w)))
+        found.append(seen)
+    same(found[0], found[1], 0.0)
+
+
 # -- raw writes to memory from outside ---------------------------------------------------------------------
 
 

@@ -66,6 +66,7 @@ from remat.transforms.compat.autograd import (
     replace_refusal,
     running_node,
     top_hooks,
+    version_kept,
 )
 from remat.transforms.compat.cpu import compiled_for_cpu, fits_cpu, transposes_given
 from remat.transforms.compat.dynamo import (
@@ -203,6 +204,7 @@ __all__ = [
     "hooks_disabled",  # the message with which saved-tensor hooks are refused, or None
     "refusing_hooks",  # how torch.func refuses saved-tensor hooks
     "replace_refusal",  # what it calls instead
+    "version_kept",  # writes to a tensor within are told to nobody
     "outside_batched_grads",  # leave the vmap of `is_grads_batched`, under which no op may draw
     "is_hook_refusal",  # whether `error` is torch.func's refusal to run under saved-tensor hooks
     "next_node",  # the number that this thread's next autograd node gets

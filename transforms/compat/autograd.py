@@ -113,6 +113,12 @@ engine_grad: Callable[..., tuple[torch.Tensor | None, ...]] = functools.partial(
 )
 
 
+# Writes within are told to nobody: what is written is put back, or is what was there.
+version_kept: Callable[[torch.Tensor], contextlib.AbstractContextManager[Any]] = (
+    torch.autograd._unsafe_preserve_version_counter  # pyright: ignore[reportPrivateImportUsage]
+)
+
+
 @contextlib.contextmanager
 def outside_batched_grads() -> Iterator[None]:
     """`is_grads_batched` is an old kind of vmap, and no op may draw there. What runs again is below it."""

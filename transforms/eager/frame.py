@@ -299,7 +299,7 @@ class Frame(Packer):
         random = self.random if self.region.preserve_rng_state else {}
         try:
             with contextlib.ExitStack() as stack:
-                for context in inputs.ambient_contexts():
+                for context in inputs.ambient_contexts(casts=False):
                     stack.enter_context(context)
                 if program.draws and random:
                     stack.enter_context(generators_put_back(random.values()))

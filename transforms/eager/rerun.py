@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from remat.transforms.compat import set_grad_enabled, top_hooks, unseen
-from remat.transforms.context import quiet
 from remat.transforms.eager.saved import hook, unhook
 from remat.transforms.errors import RematError
 from remat.transforms.region import recomputing
 from remat.transforms.state import generators_put_back
-from remat.transforms.tape import Needs, Replay, Snapshot, Stop, not_repeated, storage
+from remat.transforms.tape import Needs, Replay, Stop, lent, not_repeated, storage
 
 if TYPE_CHECKING:
     from remat.transforms.eager.frame import Frame
@@ -55,9 +54,7 @@ class Rerun:
                     stack.callback(inputs.random.again().restore)
                     inputs.random.restore()
                     stack.enter_context(generators_put_back(frame.random.values()))
-                for tensor, before in frame.raw:
-                    stack.callback(quiet, quiet(Snapshot, tensor).put_back, tensor)
-                    quiet(before.put_back, tensor)
+                stack.enter_context(lent(frame.raw if not frame.tape.loose else self._written()))
                 for context in inputs.contexts():
                     stack.enter_context(context)
                 if frame.store is not None:
@@ -75,6 +72,12 @@ class Rerun:
                 f"it packed fewer values for the backward than the {len(frame.tape.packed)} of it"
             )
         return values
+
+    def _written(self) -> list[tuple[torch.Tensor, Any]]:
+        """All memories from outside that the function writes to, as they were before."""
+        frame = self.frame
+        roots = {frame.tape.outside[at].root: held.packed for at, held in frame.held.items()}
+        return [*frame.raw, *((roots[root], before) for root, before in frame.snapshots.items())]
 
     def _replay(self) -> Replay:
         frame, region = self.frame, self.frame.region

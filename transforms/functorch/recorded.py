@@ -26,8 +26,10 @@ from remat.transforms.tape import (
     Recorder,
     Replay,
     Tape,
+    lent,
     memory_of,
     metas,
+    octets,
     storage,
     version_of,
     written,
@@ -129,9 +131,19 @@ class Recorded:
                 stack.callback(self.random.again().restore)
                 self.random.restore()
                 stack.enter_context(generators_put_back(self.draws.values()))
+            if self.tape.loose:
+                stack.enter_context(lent(self._written()))
             if self.store is not None:
                 stack.enter_context(self.store.fetched({at for at, runs in needs.live.items() if not runs}))
             yield
+
+    def _written(self) -> Iterator[tuple[torch.Tensor, Any]]:
+        """The memories from outside that the function writes to, as they were before."""
+        for given in self.given.values():
+            memory = given.memory() if given.snapshot is not None else None
+            if memory is not None:
+                tensor = given.ref()
+                yield (octets(memory) if tensor is None else tensor), given.snapshot
 
     def replay(self, needs: Needs) -> Replay | None:
         """The mode under which the function runs again; None where its ops cannot be compared."""

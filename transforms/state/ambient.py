@@ -59,12 +59,13 @@ class Ambient:
             self.casts = any([dtype is not None for _, dtype in self.autocast])
 
     @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
+    def restored(self, casts: bool = True) -> Iterator[None]:
+        """Put it back for a while; without `casts` for ops below autocast, among which the casts are."""
         with contextlib.ExitStack() as stack:
             stack.callback(_write_switches, [read() for read in _READERS])
             _write_switches(self.switches)
             for kind, dtype in self.autocast:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None))
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=casts and dtype is not None))
             if self.device is not None:
                 stack.enter_context(self.device)
             yield

@@ -5,7 +5,7 @@ from remat.transforms.tape.observers import Kept, listen, listening, made_by, re
 from remat.transforms.tape.program import Program
 from remat.transforms.tape.recorder import Recorder
 from remat.transforms.tape.replay import Replay
-from remat.transforms.tape.snapshots import Snapshot
+from remat.transforms.tape.snapshots import lent, octets
 from remat.transforms.tape.tape import (
     KEPT,
     OFFLOAD,
@@ -49,7 +49,8 @@ __all__ = [
     "Reachability",  # the results of one forward with the autograd nodes behind each
     "Recorder",  # writes down the ops of a region, or holds them against a tape, and keeps what a policy says
     "Replay",  # hands out kept values where a region's function runs again
-    "Snapshot",  # a copy of memory from outside, before a region writes to it
+    "octets",  # a memory as a tensor
+    "lent",  # let memory from outside hold what it held before a region wrote to it
     "Stop",  # ends a recomputation once everything that was asked for is there
     "Tape",  # the ops of one run of a region
     "ValueNumbering",  # numbers of tensor objects

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Iterator
+
 import torch
 
-from remat.transforms.compat import memory_is_real
+from remat.transforms.compat import memory_is_real, version_kept
+from remat.transforms.context import quiet
 from remat.transforms.tape.values import memory_of
 
 
@@ -32,13 +36,15 @@ class Snapshot:
         memory = memory_of(tensor)
         if self.memory is None or memory is None or memory.nbytes() != self.memory.nbytes():
             return False
-        return not torch.equal(_octets(memory), _octets(self.memory))
+        return not torch.equal(octets(memory), octets(self.memory))
 
     def put_back(self, tensor: torch.Tensor) -> None:
-        """Let the memory of `tensor` hold what it held; nobody is told."""
+        """Let the memory of `tensor` hold what it held."""
         memory = memory_of(tensor)
-        assert memory is not None and self.memory is not None
-        memory.copy_(self.memory)
+        if memory is None or self.memory is None:
+            tensor.detach().copy_(self.view(tensor))
+        else:
+            memory.copy_(self.memory)
 
     def view(self, like: torch.Tensor) -> torch.Tensor:
         """What `like`, a tensor in the memory that was copied, was."""
@@ -52,9 +58,25 @@ class Snapshot:
         """What is held, for reports."""
         if self.memory is None:
             return [] if self.tensor is None else [self.tensor]
-        return [_octets(self.memory)]
+        return [octets(self.memory)]
 
 
-def _octets(memory: torch.UntypedStorage) -> torch.Tensor:
+@contextlib.contextmanager
+def lent(pairs: Iterable[tuple[torch.Tensor, Snapshot]]) -> Iterator[None]:
+    """Within, tensors hold what they held before a region wrote to them, for a run that writes to them again.
+
+    Where no mode gives the run scratch copies instead: writes are raw ones, or ops cannot be compared.
+    Afterwards they hold what they hold now, and their versions tell nobody.
+    """
+    with contextlib.ExitStack() as stack:
+        for tensor, before in pairs:
+            stack.enter_context(version_kept(tensor))
+            stack.callback(quiet, quiet(Snapshot, tensor).put_back, tensor)
+            quiet(before.put_back, tensor)
+        yield
+
+
+def octets(memory: torch.UntypedStorage) -> torch.Tensor:
+    """A memory as a tensor."""
     empty = torch.empty(0, dtype=torch.uint8, device=memory.device)
     return empty.set_(memory, 0, (memory.nbytes(),), (1,))
