@@ -124,10 +124,6 @@ class Common(nn.Module):
         mask = self.caches.setdefault(len(x), torch.tril(torch.ones(4, 4, dtype=D)))
         return (x * mask).sin().exp()
 
-    def run_jagged(self, x):
-        nested = torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 1, 4]))
-        return (nested.sin() * 2).exp().values()
-
     def run_quantized(self, x):
         return x.sin() * self.quantized[0](x.detach().float()).double()
 
@@ -156,8 +152,7 @@ def steps(model, call):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=["nothing", "matmuls"])
-@pytest.mark.parametrize("form", ["module", "closure"])
+@pytest.mark.parametrize(("form", "policy"), [("module", save_nothing), ("closure", save_matmuls)])
 @pytest.mark.parametrize("what", ALL)
 def test_it_is_as_without_remat(what, form, policy):
     models = []

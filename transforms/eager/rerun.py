@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from remat.transforms.compat import set_grad_enabled, top_hooks, unseen
-from remat.transforms.eager.saved import hook, unhook
+from remat.transforms.eager.hooks import hook, unhook
 from remat.transforms.errors import RematError
 from remat.transforms.region import recomputing
 from remat.transforms.state import generators_put_back
@@ -41,7 +41,7 @@ class Rerun:
     def run(self) -> dict[int, torch.Tensor]:
         """All saved values, by their numbers."""
         frame, inputs = self.frame, self.frame.inputs
-        args, kwargs = inputs.rebuild([frame.outside(at) for at in range(frame.tape.arguments)])
+        args, kwargs = inputs.rebuild([frame.outside(at).detach() for at in range(frame.tape.arguments)])
         for at, held in frame.held.items():
             if at >= frame.tape.arguments and not _is_shared(frame, at):
                 # Only to see that it was not written to.

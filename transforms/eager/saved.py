@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from remat.transforms.compat import pop_hooks, push_hooks, refusing_hooks, replace_refusal, top_hooks
+from remat.transforms.compat import top_hooks
 from remat.transforms.errors import RematError
 from remat.transforms.tape import memory_of, version_of, written
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+class Handle:
+    """What autograd holds in the place of a value: it is gone when no backward can want the value."""
+
+    __slots__ = ("__weakref__", "at", "value")
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+        self.value: torch.Tensor | None = None  # the value itself, where it is held as it is
 
 
 class Packer:
@@ -54,15 +63,15 @@ class SavedInput:
             self.packed, self.unpack = hooks[0](tensor.detach()), hooks[1]
 
     def get(self, region: str, path: Callable[[torch.Tensor], str | None]) -> torch.Tensor:
-        """The tensor again, without a history; `path` finds what the user calls it."""
+        """The tensor again, without a history, the same object each time; `path` finds its name."""
         if self.unpack is not None:
             if self._fetched is None:
                 self._fetched = self.unpack(self.packed).detach()
-            return self._fetched.detach()
+            return self._fetched
         packed = self.packed
         if self.version >= 0 and (0 if packed.is_inference() else packed._version) != self.version:
             raise RematError(written(region, self.packed, path(self.packed)))
-        return self.packed.detach()
+        return packed
 
     def forget(self) -> None:
         """Let go of what an enclosing region has made again."""
@@ -95,38 +104,6 @@ class DroppedInput:
 def belongs_to_region(hook: Any) -> bool:
     """Whether a saved-tensor hook is that of a region."""
     return isinstance(getattr(hook, "__self__", None), Packer)
-
-
-@contextlib.contextmanager
-def _hooks_aside(message: str) -> Iterator[None]:
-    """A transform of torch.func begins, which refuses saved-tensor hooks: those of regions are off meanwhile.
-
-    Autograd holds what it saves there. Later calls of these regions take the primitive, which knows levels.
-    """
-    taken = []
-    while (pair := top_hooks()) is not None and belongs_to_region(pair[0]):
-        pop_hooks()
-        taken.append(pair)
-        pair[0].__self__.inputs.region.cache.uses_func = True  # type: ignore[attr-defined]
-    try:
-        with refusing_hooks(message):
-            yield
-    finally:
-        for pair in reversed(taken):
-            push_hooks(*pair)
-
-
-def hook(pair: Hooks) -> None:
-    """Push the hooks of a region, which stand back for transforms of torch.func."""
-    replace_refusal(_hooks_aside)
-    push_hooks(*pair)
-
-
-def unhook(around: Hooks | None) -> None:
-    """Pop them; `around`: the hooks around the region."""
-    pop_hooks()
-    if around is None or not belongs_to_region(around[0]):
-        replace_refusal(None)
 
 
 def enclosed() -> bool:
