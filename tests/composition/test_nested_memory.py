@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.func import grad, jacrev, jvp, vmap
 
-from remat import remat, save_everything, save_matmuls, save_nothing
+from remat import remat, save_everything, save_matmuls, save_nothing, save_ops
 from tests.helpers import rand, same
 
 W = rand(4)
@@ -54,6 +54,34 @@ def test_an_index_made_inside_is_not_taken_for_memory_that_is_gone():
     expected = derivative(lambda fn, _: fn)
     for _ in range(40):
         same(derivative(lambda fn, policy: remat(fn, policy=policy)), expected)
+
+
+@pytest.mark.parametrize("inner", [save_everything, save_ops(torch.ops.aten.mul)], ids=["all", "ops"])
+def test_what_a_region_inside_keeps_and_writes_to_is_the_copy_in_later_calls_too(inner):
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, y):
+            ctx.save_for_backward(x, y)
+            return x * y.sin()
+
+        @staticmethod
+        def backward(ctx, *cotangents):
+            x, y = ctx.saved_tensors
+            return cotangents[0] * y.sin(), cotangents[0] * x * y.cos()
+
+    y, found = rand(3, 4), []
+    for wrap in (lambda fn, policy: remat(fn, policy=policy), lambda fn, policy: fn):
+        w = rand(4, 4).requires_grad_()
+
+        def write(b):
+            v = b.cos() * 2
+            v.view(-1)[::2].mul_(2)
+            return Product.apply(v, y)
+
+        region = wrap(write, inner)
+        twice = wrap(lambda a, r=region, w=w: torch.tanh(r(torch.tanh(r(a) @ w)) @ w), save_nothing)
+        found.append([torch.autograd.grad(twice(y).sin().sum(), w)[0] for _ in range(4)])
+    same(found[0], found[1])
 
 
 @pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=["nothing", "matmuls"])

@@ -273,7 +273,7 @@ class GuardMode(Recorder):
         expected = self.expected
         if expected is not None:
             if at < len(expected.nodes) and expected.nodes[at].op is op and at in self.expected_kept:
-                self.kept.setdefault(at, value)
+                self.kept[at] = value  # which a write since then has copied
                 return
             self.leave()
         super().offer(at, value, op)
