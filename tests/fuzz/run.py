@@ -146,7 +146,7 @@ POLICED = re.compile(r'"(?!nothing)(' + "|".join(library.POLICIES) + r')"\)|torc
 # forward mode finds rules for torch.func's levels alone (docs/limits.md).
 TORCHS = re.compile(
     "must implement the jvp function|vmap: inplace arithmetic|Batching rule not implemented"
-    "|Nested forward mode AD|modified by an inplace operation"
+    "|Nested forward mode AD|modified by an inplace operation|derivative for .* is not implemented"
 )
 
 
