@@ -8,6 +8,7 @@ from remat.transforms.compat.ambient import (
     function_modes,  # how many torch-function modes are active
     functions_as_they_are,  # a context without torch-function modes
     is_strided,  # whether `value` is a tensor with one block of memory behind it
+    module_hooks,  # the tables of the hooks that run for every module
     modules_watched,  # whether any global module hook is set
     read_cudnn_sdp,  # whether cuDNN attention is on
     read_deterministic,  # whether deterministic algorithms are asked for
@@ -27,6 +28,7 @@ from remat.transforms.compat.aot import (
     compiled_bare,  # `graph` compiled by a backend, without what keeps Dynamo from looking inside
     compiled_for_graphs,  # `fn`, compiled as far as Inductor's partitioner and decompositions go
     compiler,  # what compiles the graph that is being traced
+    depth,  # how many functorch levels are active, the number of the innermost one
     dual_level_known,  # tell Python of a forward-mode level that a graph has opened
     dual_level_known_if_any,  # `dual_level_known` where a forward-mode level is active
     dynamo_errors,  # what Dynamo raises where it cannot trace a function
@@ -64,6 +66,7 @@ from remat.transforms.compat.autograd import (
     refusing_hooks,  # how torch.func refuses saved-tensor hooks
     replace_refusal,  # what it calls instead
     running_node,  # the node that this thread's backward pass is running, None outside of one
+    set_version,  # let a tensor's version be another one
     top_hooks,  # the innermost saved-tensor hooks of this thread
     version_kept,  # writes to a tensor within are told to nobody
 )
@@ -91,7 +94,6 @@ from remat.transforms.compat.functorch import (
     SingleLevelFunction,  # an autograd function for one level
     add_batch_dim,  # wrap a tensor for a vmap's level
     below_levels,  # leave all functorch levels for a while
-    depth,  # how many functorch levels are active, the number of the innermost one
     enable_single_level_autograd_function,  # lets those functions run
     forward_grad_enabled,  # forward mode on or off
     in_transform,  # whether any functorch level is active
@@ -134,6 +136,7 @@ from remat.transforms.compat.modes import (
     cond,  # the operator that torch.cond calls
     direct_call,  # what calling `op` comes down to, without the Python method in between
     fake_mode,  # the fake mode of the tensors at hand, or a new one
+    fakes_watched,  # note the fake modes that are made meanwhile
     intercept_under_modes,  # run something in place of an operator where a mode is active
     is_fake,  # whether a tensor has no data because it is fake
     memory_is_real,  # whether new tensors have memory
