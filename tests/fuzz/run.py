@@ -41,7 +41,7 @@ def build(source: str, dtype: torch.dtype) -> type[Base]:
     """The class that a program's source defines, with lines that tracebacks and Dynamo find."""
     name = f"<program {hash(source) & 0xFFFFFFFF:x}>"
     linecache.cache[name] = (len(source), None, source.splitlines(True), name)
-    space = {name: getattr(library, name) for name in library.__all__} | {"DTYPE": dtype}
+    space: dict[str, Any] = {name: getattr(library, name) for name in library.__all__} | {"DTYPE": dtype}
     exec(compile(source, name, "exec"), space)
     return space["Model"]
 
@@ -98,7 +98,7 @@ class Pass:
             model.factor = step["factor"]
         linear = next((m for m in model.modules() if type(m) is nn.Linear), None)
         if step["hook"] == "add" and linear is not None:
-            self.hooks.append(linear.register_forward_hook(lambda module, args, out: out * 1.5))
+            self.hooks.append(linear.register_forward_hook(lambda module, args, out: out * 1.5))  # pyright: ignore
         elif step["hook"] == "remove" and self.hooks:
             self.hooks.pop().remove()
 

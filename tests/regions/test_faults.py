@@ -25,7 +25,7 @@ class Fault(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += 1
         if self.count == self.at:
-            raise self.error
+            raise self.error  # pyright: ignore
         return func(*args, **(kwargs or {}))
 
 
@@ -47,8 +47,8 @@ class Model(nn.Module):
         x = x + unseen(x) if self.runs_again else x
         h = self.wrap(self.inner, policy=self.policy)(self.up(x))
         with torch.no_grad():
-            self.mean.lerp_(h.mean(0), 0.1)
-        return checkpoint_name(h - self.mean, "h").exp() @ self.up.weight
+            self.mean.lerp_(h.mean(0), 0.1)  # pyright: ignore
+        return checkpoint_name(h - self.mean, "h").exp() @ self.up.weight  # pyright: ignore
 
     def forward(self, x):
         return self.wrap(self.outer, policy=self.policy)(x)
@@ -92,7 +92,7 @@ def test_a_fault_at_any_op_leaves_the_next_step_right(error, policy, runs_again)
         model.load_state_dict(state)
         same(step(model, x), expected, 0.0)
     model.load_state_dict(state)
-    model.wrap = plainly
+    model.wrap = plainly  # pyright: ignore
     same(step(model, x)[:-1], expected[:-1], 1e-12)
 
 
