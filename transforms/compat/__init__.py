@@ -59,13 +59,17 @@ from remat.transforms.compat.autograd import (
     hooks_disabled,  # the message with which saved-tensor hooks are refused, or None
     is_hook_refusal,  # whether `error` is torch.func's refusal to run under saved-tensor hooks
     next_node,  # the number that this thread's next autograd node gets
+    outside_batched_grads,  # leave the vmap of `is_grads_batched`, under which no op may draw
     pop_hooks,  # take the innermost saved-tensor hooks off
     profiling,  # whether a profiler of autograd is on
     push_hooks,  # set saved-tensor hooks without a context manager's cost
     refuse_hooks,  # refuse them, with this message
+    refusing_hooks,  # how torch.func refuses saved-tensor hooks
+    replace_refusal,  # what it calls instead
     running_node,  # the node that this thread's backward pass is running, None outside of one
     set_version,  # let a tensor's version be another one
     top_hooks,  # the innermost saved-tensor hooks of this thread
+    version_kept,  # writes to a tensor within are told to nobody
 )
 from remat.transforms.compat.cpu import (
     compiled_for_cpu,  # a graph compiled by Inductor for the CPU, without AOTAutograd around it

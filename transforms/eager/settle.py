@@ -32,6 +32,7 @@ def settle(frame: Any, recorder: Recorder, out: Any) -> None:
         reach = Reachability(outs, frame.start)
         frame.reach = reach if reach.differ else None
     recorder.share_around()
+    frame.raw = recorder.raw_writes()
     frame.direct = tape.direct()
     wanted = computed(frame)
     needs = Needs(tape, sources(frame, wanted), recorder.kept)

@@ -23,7 +23,7 @@ from remat.transforms.compat import (
     push_hooks,
     refuse_hooks,
 )
-from remat.transforms.context import labelled, run_innermost
+from remat.transforms.context import labelled, quiet, run_innermost
 from remat.transforms.eager import unread
 from remat.transforms.functorch.aliasing import Aliasing
 from remat.transforms.functorch.primitive import Family, Prim, World, call
@@ -72,10 +72,13 @@ class FlatCall:
         with labelled("forward", self.region.name):
             outs = call(Prim(self.body, self.family), self.operands)
         made_inside(outs)
-        outs = self.aliasing.rebuilt(outs, self.operands)
+        rebuilt = self.aliasing.rebuilt
+        # No ops of the user's: a region around, whose two runs may come here by other ways, counts none.
+        whole = self.family.world is None
+        outs = quiet(rebuilt, outs, self.operands) if whole else rebuilt(outs, self.operands)
         if self.out_spec is None:
             return outs[0]
-        out, named = unflatten(merge(self.out_leaves, self.out_at, outs), self.out_spec)
+        out, named = unflatten(merge(self.out_leaves, self.out_at, list(outs)), self.out_spec)
         if self.taps is not None:
             self.taps.pass_on(named)
         return out

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from remat.transforms.closure import made_inside
 from remat.transforms.compat import (
     GRAD,
     SingleLevelFunction,
@@ -78,6 +79,7 @@ def grad_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, 
     node = LevelPull if prim.own_level == number else LevelNode
     # A dual number of a level below, if not wrapped, would be taken for one of this level's.
     operands = [t if level_of(t) == number else wrap_for_grad(t, number) for t in operands]
+    made_inside(operands)  # as no torch call has told a region or a scan around
     with enable_single_level_autograd_function():
         return node.apply(prim, level, *operands)  # pyright: ignore[reportAttributeAccessIssue]
 

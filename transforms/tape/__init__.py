@@ -5,7 +5,7 @@ from remat.transforms.tape.observers import Kept, listen, listening, made_by, re
 from remat.transforms.tape.program import Program
 from remat.transforms.tape.recorder import Recorder
 from remat.transforms.tape.replay import Replay
-from remat.transforms.tape.snapshots import Held, held_values
+from remat.transforms.tape.snapshots import Held, held_values, lent, octets
 from remat.transforms.tape.tape import (
     KEPT,
     OFFLOAD,
@@ -55,6 +55,8 @@ __all__ = [
     "Recorder",  # writes down the ops of a region, or holds them against a tape, and keeps what a policy says
     "Ref",  # stands for a value in the template of a call
     "Replay",  # hands out kept values where a region's function runs again
+    "octets",  # a memory as a tensor
+    "lent",  # let memory from outside hold what it held before a region wrote to it
     "Stop",  # ends a recomputation once everything that was asked for is there
     "Tape",  # the ops of one run of a region
     "ValueNumbering",  # numbers of tensor objects

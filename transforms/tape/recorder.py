@@ -60,6 +60,7 @@ class Recorder(WriteWatch):
         kept: what is kept, by op.
         random: for every op that draws, the state of its generator before.
         snapshots: memories from outside as they were before the region wrote to them.
+        shown: memories from outside that user code has looked at itself, as they were then.
         outer: for every op its number on the tape of the region around, if there is one.
         alive: saved values that are held while the function runs.
     """
@@ -86,6 +87,7 @@ class Recorder(WriteWatch):
         self.kept: dict[int, Any] = {}
         self.random: dict[int, GeneratorState] = {}
         self.snapshots: dict[int, Snapshot] = {}
+        self.shown: dict[int, Snapshot] = {}
         self.outer: dict[int, int] = {}
         self.kept_bytes = 0  # of what is kept on its device
         self.alive: dict[int, torch.Tensor] = {}
@@ -358,6 +360,9 @@ class Recorder(WriteWatch):
         if (root := self.root(bottom)) >= 0:
             self.tape.exposed.add(root)
             self.tape.cacheable = False
+        elif bottom.is_cpu and root not in self.shown:
+            # A look may be a write, which no op tells of: its end is compared with its begin (`raw_writes`).
+            self.shown[root] = self.snapshots.get(root) or quiet(Snapshot, self.outside[-1 - root])
 
     def living_values(self) -> list[tuple[torch.Tensor, int]]:
         """The tensors that ops have made and that somebody holds."""

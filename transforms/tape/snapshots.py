@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
-from remat.transforms.compat import memory_is_real
+from remat.transforms.compat import memory_is_real, version_kept
+from remat.transforms.context import quiet
 from remat.transforms.errors import RematError
 from remat.transforms.offload import Elsewhere
 from remat.transforms.tape.tape import written
@@ -79,6 +81,21 @@ class Snapshot:
         made.tensor = None if self.tensor is None else self.tensor.clone()
         return made
 
+    def differs(self, tensor: torch.Tensor) -> bool:
+        """Whether something else lies in the memory of `tensor` now."""
+        memory = memory_of(tensor)
+        if self.memory is None or memory is None or memory.nbytes() != self.memory.nbytes():
+            return False
+        return not torch.equal(octets(memory), octets(self.memory))
+
+    def put_back(self, tensor: torch.Tensor) -> None:
+        """Let the memory of `tensor` hold what it held."""
+        memory = memory_of(tensor)
+        if memory is None or self.memory is None:
+            tensor.detach().copy_(self.view(tensor))
+        else:
+            memory.copy_(self.memory)
+
     def view(self, like: torch.Tensor) -> torch.Tensor:
         """What `like`, a tensor in the memory that was copied, was."""
         if self.memory is None:
@@ -91,6 +108,25 @@ class Snapshot:
         """What is held, for reports."""
         if self.memory is None:
             return [] if self.tensor is None else [self.tensor]
-        device = self.memory.device
-        empty = torch.empty(0, dtype=torch.uint8, device=device)
-        return [empty.set_(self.memory, 0, (self.memory.nbytes(),), (1,))]
+        return [octets(self.memory)]
+
+
+@contextlib.contextmanager
+def lent(pairs: Iterable[tuple[torch.Tensor, Snapshot]]) -> Iterator[None]:
+    """Within, tensors hold what they held before a region wrote to them, for a run that writes to them again.
+
+    Where no mode gives the run scratch copies instead: writes are raw ones, or ops cannot be compared.
+    Afterwards they hold what they hold now, and their versions tell nobody.
+    """
+    with contextlib.ExitStack() as stack:
+        for tensor, before in pairs:
+            stack.enter_context(version_kept(tensor))
+            stack.callback(quiet, quiet(Snapshot, tensor).put_back, tensor)
+            quiet(before.put_back, tensor)
+        yield
+
+
+def octets(memory: torch.UntypedStorage) -> torch.Tensor:
+    """A memory as a tensor."""
+    empty = torch.empty(0, dtype=torch.uint8, device=memory.device)
+    return empty.set_(memory, 0, (memory.nbytes(),), (1,))
