@@ -23,7 +23,17 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from remat.transforms.closure.cond import choose, chosen_here
-from remat.transforms.compat import cond, functions_as_they_are, is_fake, is_wrapped, next_node, unwrap_once
+from remat.transforms.compat import (
+    at_function_apply,
+    cond,
+    function_mode_at,
+    function_modes,
+    functions_as_they_are,
+    is_fake,
+    is_wrapped,
+    next_node,
+    unwrap_once,
+)
 from remat.transforms.context import DOORS, notice
 from remat.transforms.errors import RematError
 from remat.transforms.pytree import flatten, unflatten
@@ -223,6 +233,18 @@ class ClosureConversion(TorchFunctionMode):
         elif isinstance(out, (tuple, list)):
             for value in out:
                 self._note(value)
+
+
+def _of_apply(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    # All substitutions that a torch function would meet here, in the same order.
+    for i in reversed(range(function_modes())):
+        if isinstance(mode := function_mode_at(i), ClosureConversion):
+            with functions_as_they_are():
+                args = tuple([mode.swap(arg) if isinstance(arg, torch.Tensor) else arg for arg in args])
+    return args
+
+
+at_function_apply(_of_apply)
 
 
 @contextlib.contextmanager

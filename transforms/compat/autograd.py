@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch._C import _autograd as _autograd_c
+from torch._functorch import utils as functorch_utils
 
 _unpack_dual: Callable[..., Any] = torch._unpack_dual  # pyright: ignore[reportPrivateImportUsage]
 
@@ -106,6 +107,20 @@ engine_grad: Callable[..., tuple[torch.Tensor | None, ...]] = functools.partial(
 at_backward_end: Callable[[Callable[[], None]], None] = (
     torch.autograd.Variable._execution_engine.queue_callback  # pyright: ignore[reportAttributeAccessIssue]
 )
+
+
+# A torch-function mode is told of `autograd.Function.apply` under functorch levels only. Below them all that
+# apply does with its arguments, before it looks at their derivatives, is to hand them to this one function.
+_unwrap_dead_wrappers: Callable[[tuple[Any, ...]], tuple[Any, ...]] = functorch_utils.unwrap_dead_wrappers
+
+
+def at_function_apply(arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
+    """From now on every `autograd.Function.apply` below functorch levels goes on with `arguments(args)`."""
+
+    def unwrap_dead_wrappers(args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return _unwrap_dead_wrappers(arguments(args))
+
+    functorch_utils.unwrap_dead_wrappers = unwrap_dead_wrappers
 
 
 def forward_ad_active(tensors: list[torch.Tensor]) -> bool:
