@@ -13,6 +13,8 @@ from remat.transforms.closure.convert import (
     changing,
     innermost,
     made_inside,
+    note,
+    noting,
     slots_of,
     swapping,
     trial,
@@ -34,6 +36,8 @@ __all__ = [
     "changing",  # what to raise when every start over meets another captured tensor
     "innermost",  # the substitution in force on this thread
     "made_inside",  # tell every substitution in force that these were made inside its region
+    "note",  # a function has run under this substitution, or as it is
+    "noting",  # what a function returns, and the substitution that it ran under, for its backward
     "slots_of",  # where `module` and those in it hold tensors
     "swapping",  # whether a region around here reads its captured tensors as operands
     "trial",  # within, a function is tried on fake tensors

@@ -29,6 +29,7 @@ from remat.transforms.compat import (
     function_mode_at,
     function_modes,
     functions_as_they_are,
+    graded_under,
     is_fake,
     is_wrapped,
     next_node,
@@ -57,9 +58,10 @@ MOST_TRIES = 50
 
 
 class _Swaps(threading.local):
-    """The substitutions in force in this thread."""
+    """The substitutions in force in this thread, and for whom the last one is noted down."""
 
     stack: Any = ()
+    notes: Any = ()
 
 
 _swaps = _Swaps()
@@ -188,6 +190,9 @@ class ClosureConversion(TorchFunctionMode):
             notice(func, args)
         if func is cond and len(args) == 4 and chosen_here():
             return self._chosen(*args)
+        if func is torch.autograd.grad and not kwargs["is_grads_batched"]:
+            # This mode is off in here, and what hooks and custom rules of the backward capture is swapped too.
+            return graded_under(self.lenient(), *args, **kwargs)
         out = func(*args, **kwargs)
         self._note(out)
         return out
@@ -233,6 +238,25 @@ class ClosureConversion(TorchFunctionMode):
         elif isinstance(out, (tuple, list)):
             for value in out:
                 self._note(value)
+
+
+def noting(function: Callable[..., Any], *args: Any) -> tuple[Any, contextlib.AbstractContextManager[Any]]:
+    """What `function` returns, and the substitution that it ran under: hooks and custom rules may read captured
+    tensors in its backward too."""
+    notes = _swaps.__dict__.setdefault("notes", [])
+    notes.append(None)
+    try:
+        out = function(*args)
+    finally:
+        last = notes.pop()
+    note(last)
+    return out, contextlib.nullcontext() if last is None or not last.table else last.lenient()
+
+
+def note(conversion: ClosureConversion | None) -> None:
+    """A function has run under `conversion`, or as it is."""
+    if _swaps.notes:
+        _swaps.notes[-1] = conversion
 
 
 def _of_apply(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -50,6 +50,7 @@ from remat.transforms.compat.autograd import (
     engine_grad,
     engine_runs,
     forward_ad_active,
+    graded_under,
     graph_kept,
     graph_task,
     hooks_allowed,
@@ -194,6 +195,7 @@ __all__ = [
     "engine_grad",  # `torch.autograd.grad` without its checks
     "engine_runs",  # whether the running backward will run a node
     "forward_ad_active",  # whether a plain `forward_ad.dual_level` is open and one of `tensors` has a tangent
+    "graded_under",  # `torch.autograd.grad` from inside a torch-function mode, with one on meanwhile
     "graph_kept",  # whether the running backward keeps its graph
     "graph_task",  # the number of the running backward, -1 outside
     "hooks_allowed",  # lift the refusal that `torch.func` puts on saved-tensor hooks

@@ -102,6 +102,38 @@ engine_grad: Callable[..., tuple[torch.Tensor | None, ...]] = functools.partial(
 )
 
 
+def graded_under(
+    mode: contextlib.AbstractContextManager[Any],
+    outputs: tuple[torch.Tensor, ...],
+    inputs: tuple[torch.Tensor, ...],
+    grad_outputs: Any,
+    *,
+    retain_graph: bool | None,
+    create_graph: bool,
+    allow_unused: bool | None,
+    materialize_grads: bool,
+    **_: Any,
+) -> tuple[torch.Tensor | None, ...]:
+    """`torch.autograd.grad` as a torch-function mode is told of it, with `mode` on while the engine runs.
+
+    It is a torch function, so that modes are off where it is called from one.
+    """
+    given = tuple([None] * len(outputs)) if grad_outputs is None else grad_outputs
+    given = (given,) if isinstance(given, torch.Tensor) else tuple(given)
+    starts = torch.autograd._make_grads(outputs, given, is_grads_batched=False)
+    retain = create_graph if retain_graph is None else retain_graph
+    unused = materialize_grads if allow_unused is None else allow_unused
+    engine: Any = torch.autograd.Variable._execution_engine
+    with mode:
+        grads = engine.run_backward(
+            outputs, starts, retain, create_graph, inputs, allow_unreachable=unused, accumulate_grad=False
+        )
+    if not materialize_grads:
+        return grads
+    zeros = zip(grads, inputs, strict=True)
+    return tuple([torch.zeros_like(t, requires_grad=create_graph) if g is None else g for g, t in zeros])
+
+
 # Runs a callback when the running backward pass ends. (2.15 has torch.autograd.graph.queue_callback; this
 # spelling works on all.)
 at_backward_end: Callable[[Callable[[], None]], None] = (

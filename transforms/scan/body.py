@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.closure import ClosureConversion, made_inside, swapping
+from remat.transforms.closure import ClosureConversion, made_inside, note, swapping
 from remat.transforms.compat import is_wrapped, unwrapped
 from remat.transforms.context import active
 from remat.transforms.errors import RematError
@@ -71,9 +71,11 @@ class Body:
             if self.carry_is_leaf and self.ys is not None and len(self.ys.kinds) == 1:
                 return self._lean(carry, row)
             versions, out = self._evaluated(carry, row)
+            note(None)
         else:
-            with self.swapped(consts, [*carry, *x]):
+            with (conversion := self.swapped(consts, [*carry, *x])):
                 versions, out = self._evaluated(carry, row)
+            note(conversion)
         self.trusted = True
         return self._checked(out, carry, versions)
 
@@ -93,6 +95,7 @@ class Body:
         (state,) = carry
         before = version(state)
         out = self.function(state, row)
+        note(None)
         if type(out) is tuple and len(out) == 2 and version(state) == before and self.ys is not None:
             new, y = out
             if type(new) is torch.Tensor and (new.shape, new.dtype) == self.spec.carry.kinds[0]:
