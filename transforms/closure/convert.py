@@ -192,8 +192,9 @@ class ClosureConversion(TorchFunctionMode):
             return self._chosen(*args)
         if func is torch.autograd.grad and not kwargs["is_grads_batched"]:
             # This mode is off in here, and what hooks and custom rules of the backward capture is swapped too.
-            return graded_under(self.lenient(), *args, **kwargs)
-        out = func(*args, **kwargs)
+            out = graded_under(self.lenient(), *args, **kwargs)
+        else:
+            out = func(*args, **kwargs)
         self._note(out)
         return out
 

@@ -54,29 +54,27 @@ def level_argument(function: Any) -> int | None:
 
 
 def dual_level_known_if_any() -> contextlib.AbstractContextManager[None]:
-    """`dual_level_known` where a forward-mode level is active."""
-    dual = any(kind == JVP for _, kind, _ in levels())
+    """`dual_level_known` where a forward-mode level is active, torch.func's or a plain `dual_level`."""
+    dual = torch.autograd.forward_ad._current_level >= 0 or any(kind == JVP for _, kind, _ in levels())
     return dual_level_known() if dual else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def dual_level_known() -> Iterator[None]:
-    """Tell Python of the forward-mode level that a traced graph has opened below Python's own count of them.
+    """Tell torch.func.jvp of a forward-mode level that is open without its knowledge: it would open a second one.
 
-    Without it make_dual and unpack_dual find no level, and torch.func.jvp tries to open a second one.
+    A plain `forward_ad.dual_level` is, and one that a traced graph has opened below Python's own count of them:
+    there make_dual and unpack_dual find no level either.
     """
     from torch._functorch import eager_transforms
 
     forward_ad = torch.autograd.forward_ad
-    if forward_ad._current_level >= 0:
-        yield
-        return
-    nesting = eager_transforms.JVP_NESTING
-    forward_ad._current_level, eager_transforms.JVP_NESTING = 0, max(nesting, 1)
+    before = forward_ad._current_level, eager_transforms.JVP_NESTING
+    forward_ad._current_level, eager_transforms.JVP_NESTING = max(before[0], 0), max(before[1], 1)
     try:
         yield
     finally:
-        forward_ad._current_level, eager_transforms.JVP_NESTING = -1, nesting
+        forward_ad._current_level, eager_transforms.JVP_NESTING = before
 
 
 def tags() -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -155,7 +155,7 @@ def at_function_apply(arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -
     functorch_utils.unwrap_dead_wrappers = unwrap_dead_wrappers
 
 
-def forward_ad_active(tensors: list[torch.Tensor]) -> bool:
+def forward_ad_active(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether a plain `forward_ad.dual_level` is open and one of `tensors` has a tangent."""
     if torch.autograd.forward_ad._current_level < 0:
         return False

@@ -18,6 +18,7 @@ from remat.transforms.compat import (
     SingleLevelFunction,
     add_batch_dim,
     enable_single_level_autograd_function,
+    forward_ad_active,
     forward_grad_enabled,
     functions_as_they_are,
     graph_kept,
@@ -45,6 +46,7 @@ from remat.transforms.functorch.primitive import (
     rule,
 )
 from remat.transforms.functorch.recorded import Recorded
+from remat.transforms.functorch.rules import plain_duals
 from remat.transforms.placeholders import hollow as placeholders_hollow
 from remat.transforms.state import RandomState
 from remat.transforms.tape import (
@@ -62,6 +64,8 @@ from remat.transforms.tape import (
 
 @rule(None)
 def at_bottom(_: None, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+    if forward_ad_active(operands):
+        return plain_duals(prim, operands)
     if torch.is_grad_enabled() and any(t.requires_grad for t in operands):
         return BottomNode.apply(prim, *operands)
     return _run(prim, operands)
