@@ -47,6 +47,7 @@ from remat.transforms.compat.autograd import (
     allow_hooks,
     at_backward_end,
     at_function_apply,
+    dual_level_open,
     engine_grad,
     engine_runs,
     forward_ad_active,
@@ -191,7 +192,8 @@ __all__ = [
     "traced_functionally",  # a graph of the aten ops of a function
     "unwind_levels",  # leave every functorch level of this thread
     "at_backward_end",  # run `callback` when the running backward pass ends
-    "at_function_apply",  # say what every `autograd.Function.apply` below functorch levels takes for its arguments
+    "at_function_apply",  # say what `autograd.Function.apply` goes on with below functorch levels
+    "dual_level_open",  # whether a forward-mode level is open
     "engine_grad",  # `torch.autograd.grad` without its checks
     "engine_runs",  # whether the running backward will run a node
     "forward_ad_active",  # whether a plain `forward_ad.dual_level` is open and one of `tensors` has a tangent

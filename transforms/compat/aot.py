@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._C import _functorch as _functorch_c  # pyright: ignore[reportAttributeAccessIssue]
 
-from remat.transforms.compat.autograd import allow_hooks
+from remat.transforms.compat.autograd import allow_hooks, dual_level_open
 from remat.transforms.compat.functorch import FUNCTIONALIZE, GRAD, JVP, VMAP, in_transform, levels
 
 
@@ -55,16 +55,16 @@ def level_argument(function: Any) -> int | None:
 
 def dual_level_known_if_any() -> contextlib.AbstractContextManager[None]:
     """`dual_level_known` where a forward-mode level is active, torch.func's or a plain `dual_level`."""
-    dual = torch.autograd.forward_ad._current_level >= 0 or any(kind == JVP for _, kind, _ in levels())
+    dual = dual_level_open() or any(kind == JVP for _, kind, _ in levels())
     return dual_level_known() if dual else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def dual_level_known() -> Iterator[None]:
-    """Tell torch.func.jvp of a forward-mode level that is open without its knowledge: it would open a second one.
+    """Tell torch.func.jvp of a forward-mode level that it does not know of: it would open a second one.
 
-    A plain `forward_ad.dual_level` is, and one that a traced graph has opened below Python's own count of them:
-    there make_dual and unpack_dual find no level either.
+    Such are a plain `forward_ad.dual_level`, and one that a traced graph has opened below Python's own count
+    of them, where make_dual and unpack_dual find no level either.
     """
     from torch._functorch import eager_transforms
 

@@ -155,8 +155,13 @@ def at_function_apply(arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -
     functorch_utils.unwrap_dead_wrappers = unwrap_dead_wrappers
 
 
+def dual_level_open() -> bool:
+    """Whether a forward-mode level is open, torch.func's or a plain `dual_level`."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 def forward_ad_active(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether a plain `forward_ad.dual_level` is open and one of `tensors` has a tangent."""
-    if torch.autograd.forward_ad._current_level < 0:
+    if not dual_level_open():
         return False
     return any(_unpack_dual(t, level=0)[1] is not None for t in tensors)

@@ -12,9 +12,9 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 __all__ = ["HigherOrderOperator", "OpOverload", "OpOverloadPacket"]
 
-# A forward-mode derivative known to be zero is a tensor without memory. Two ops take one as far as the dispatch
-# modes, and their kernels, run from there, read that memory: torch ends with a segmentation fault (2.11 to 2.15,
-# any mode: `torch.func.jvp` of `torch.add(x, c, alpha=0.3)`). So they get kernels above the modes.
+# A forward-mode derivative known to be zero is a tensor without memory. Two ops take one as far as dispatch
+# modes, and their kernels, called from there, read that memory: torch ends with a segmentation fault (2.13,
+# any mode, `torch.func.jvp` of `torch.add(x, c, alpha=0.3)`). So they get kernels that run above the modes.
 _aten = torch.library.Library("aten", "IMPL")
 
 

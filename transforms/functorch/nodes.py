@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from remat.transforms.closure import Missed, Watch, noting, read_again, refuse_strays
 from remat.transforms.compat import (
     GRAD,
     SingleLevelFunction,
@@ -267,7 +268,13 @@ def _hollow(tensor: torch.Tensor) -> torch.Tensor:
 
 def _forward(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
     """Run a region's function; recorded, where a node above it will pull back."""
-    return _forward_recorded(prim, operands) if prim.sinks else prim.body(*operands)
+    if prim.sinks:
+        return _forward_recorded(prim, operands)
+    with Watch(operands) as watch:
+        outs, conversion = noting(prim.body, *operands)
+    region = prim.family.region
+    refuse_strays(f"region {region.name!r}", region.function, conversion, watch.outside)
+    return outs
 
 
 def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
@@ -275,6 +282,7 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
     tape = Tape(region.name)
     tape.loose = prim.dual
     recorder = Recorder(tape, region.selector, operands, digest=region.digest, reruns=True)
+    operands = _apart(recorder, operands, {i for mask in prim.masks for i in mask})
     random = RandomState(operands) if region.preserve_rng_state else None
     saved: set[int] = set()
     packed: list[tuple[int, int]] = []
@@ -283,10 +291,12 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
     start = next_node()
 
     def watch(tensor: torch.Tensor) -> None:
-        bottom = unwrapped(tensor) if is_wrapped(tensor) else tensor
-        number = recorder.number(bottom)
-        if number < 0 or tape.root_of(number) < 0:
-            saved.add(storage(bottom))
+        # Not by torch functions, which would seem to be the region's.
+        with functions_as_they_are():
+            bottom = unwrapped(tensor) if is_wrapped(tensor) else tensor
+            number = recorder.number(bottom)
+            if number < 0 or tape.root_of(number) < 0:
+                saved.add(storage(bottom))
         owner = next_node() - 1 - start
         packed.extend((source, owner) for source in tape.sources(number, len(tape.nodes)))
 
@@ -300,7 +310,9 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
     try:
         watching = selector.watching(levels=True) if selector else contextlib.nullcontext()
         with watching, recorder:
-            outs = (prim.recorded or prim.body)(*operands)
+            outs, conversion = noting(prim.recorded or prim.body, *operands)
+            strays = recorder.outside[len(operands) :]
+            refuse_strays(f"region {region.name!r}", region.function, conversion, strays)
     finally:
         watched = family.watch is not None and not any(unseen)
         family.watch, family.made = None, None
@@ -316,6 +328,16 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
     if active.listeners:
         _report(recorded, prim.sinks[-1], operands)
     return outs
+
+
+def _apart(recorder: Recorder, operands: Tensors, at: set[int]) -> list[torch.Tensor]:
+    """Other objects in the place of the operands at `at`: an op that meets the tensor itself has it from
+    elsewhere, with no derivative."""
+    given = list(operands)
+    for i in at:
+        given[i] = quiet(operands[i].view_as, operands[i])
+        recorder.rebind(operands[i], given[i])
+    return given
 
 
 def _report(recorded: Recorded, sink: Residuals, operands: Tensors) -> None:
@@ -344,7 +366,12 @@ def _pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
             stack.enter_context(recorded.surroundings(needs))
             replay = recorded.replay(needs)
         stack.enter_context(replaying(replay, family.region.name))
-        return tuple(prim.body(*operands))
+        try:
+            return tuple(prim.body(*operands))
+        except Missed as missed:
+            if missed.around():
+                raise
+            raise read_again(f"region {family.region.name!r}", missed) from None
 
 
 @contextlib.contextmanager

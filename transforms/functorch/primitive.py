@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
-from remat.transforms.closure import noting
+from remat.transforms.closure import in_backward, noting
 from remat.transforms.compat import (
     functions_as_they_are,
     hooks_aside,
@@ -208,7 +208,7 @@ class PullBack:
 
         moving = [operands[i] for i in self.mask]
         with hooks_aside():
-            made, swapped = noting(lambda: torch.func.vjp(of, *moving, has_aux=True))
+            made, last = noting(lambda: torch.func.vjp(of, *moving, has_aux=True))
         smooth, vjp, _ = made
         forward_done()
 
@@ -217,7 +217,7 @@ class PullBack:
             full = [
                 given[i] if i in given else torch.zeros_like(t) for i, t in zip(split[0], smooth, strict=True)
             ]
-            with swapped:
+            with in_backward(last):
                 return tuple(vjp(tuple(full)))
 
         return self._staged(pull)(*cotangents)
@@ -227,7 +227,7 @@ class PullBack:
         again = torch.is_grad_enabled() and any(t.requires_grad for t in (*operands, *cotangents))
         with torch.enable_grad():
             leaves = [_variable(operands[i], again) for i in self.mask]
-            outs, swapped = noting(self.body, *merged(operands, self.mask, leaves))
+            outs, last = noting(self.body, *merged(operands, self.mask, leaves))
         forward_done()
 
         def pull(*cotangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -239,7 +239,7 @@ class PullBack:
             if not pairs:
                 return tuple([torch.zeros_like(t) for t in leaves])
             ends, cts = [o for o, _ in pairs], [ct for _, ct in pairs]
-            with swapped:
+            with in_backward(last):
                 grads = torch.autograd.grad(
                     ends, leaves, cts, create_graph=again, retain_graph=again or None, allow_unused=True
                 )

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.closure import ClosureConversion, made_inside, note, swapping
+from remat.transforms.closure import ClosureConversion, Watch, made_inside, note, refuse_strays, swapping
 from remat.transforms.compat import is_wrapped, unwrapped
 from remat.transforms.context import active
 from remat.transforms.errors import RematError
@@ -54,6 +54,7 @@ class Body:
         # The common shapes go without the pytree machinery, which costs more than a small op.
         self.carry_is_leaf, self.x_is_leaf = spec.carry.spec.is_leaf(), spec.xs.spec.is_leaf()
         self.ys: Structure | None = None
+        self.watched = False
 
     def __call__(self, consts: Tensors, carry: Leaves, x: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
         if active.sessions and (sessions := current()):
@@ -73,9 +74,15 @@ class Body:
             versions, out = self._evaluated(carry, row)
             note(None)
         else:
-            with (conversion := self.swapped(consts, [*carry, *x])):
+            conversion = self.swapped(consts, [*carry, *x])
+            # In the first step, and in the first that is differentiated: what is read past the substitution?
+            fresh = not self.trusted or (torch.is_grad_enabled() and not self.watched)
+            self.watched = self.watched or torch.is_grad_enabled()
+            with Watch([*consts, *carry, *x]) if fresh else _AS_IT_IS as watch, conversion:
                 versions, out = self._evaluated(carry, row)
             note(conversion)
+            if watch is not None:
+                refuse_strays(self.spec.name, self.function, conversion, watch.outside)
         self.trusted = True
         return self._checked(out, carry, versions)
 

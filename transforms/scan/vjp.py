@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.closure import noting
+from remat.transforms.closure import in_backward, noting
 from remat.transforms.compat import engine_grad, in_transform
 from remat.transforms.pytree import smooth
 
@@ -102,7 +102,7 @@ class OneByOne:
                 marks.append(need and smooth(t))
                 if marks[-1]:
                     targets.append(own.requires_grad_())
-            (new, ys), swapped = noting(step, self.consts, state, row)
+            (new, ys), last = noting(step, self.consts, state, row)
         ends, starts = [], []
         for out, ct in zip([*(new[i] for i in at), *ys], cts, strict=True):
             if ct is not None and out.requires_grad:
@@ -111,7 +111,7 @@ class OneByOne:
         a, b = len(self.marks), len(self.marks) + len(at)
         if not ends or not targets:
             return [None] * a, [None] * len(at), [[None] * len(row)]
-        with swapped:
+        with in_backward(last):
             found = iter(engine_grad(tuple(ends), tuple(starts), False, False, tuple(targets)))
         grads = [next(found) if mark else None for mark in marks]
         return grads[:a], grads[a:b], [grads[b:]]
@@ -128,7 +128,7 @@ def _with_autograd(
             _alias(t, create, i < consts) if mark else t if create or i < consts else t.detach()
             for i, (t, mark) in enumerate(zip(flat, marks, strict=True))
         ]
-        outs, swapped = noting(outputs, values)
+        outs, last = noting(outputs, values)
     targets = [v for v, mark in zip(values, marks, strict=True) if mark]
     ends, starts = [], []
     for out, ct in zip(outs, cts, strict=True):
@@ -137,7 +137,7 @@ def _with_autograd(
             starts.append(ct)
     if not ends or not targets:
         return [None] * len(flat)
-    with swapped:
+    with in_backward(last):
         found = iter(engine_grad(tuple(ends), tuple(starts), create, create, tuple(targets)))
     return [next(found) if mark else None for mark in marks]
 
@@ -163,7 +163,7 @@ def _with_func(
             full[i] = value
         return tuple(o for o, ct in zip(outputs(full), cts, strict=True) if ct is not None)
 
-    (_, vjp), swapped = noting(torch.func.vjp, chosen, *(flat[i] for i in at))
-    with swapped:
+    (_, vjp), last = noting(torch.func.vjp, chosen, *(flat[i] for i in at))
+    with in_backward(last):
         found = dict(zip(at, vjp(tuple(ct for ct in cts if ct is not None)), strict=True))
     return [found.get(i) for i in range(len(flat))]

@@ -327,6 +327,10 @@ class Recorder(WriteWatch):
         if mode is not None and mode.position == around + 1:
             self.outer[at] = around
 
+    def rebind(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """Let `new` have the number of `old`, which is met for the first time if it is met again."""
+        self._numbers.add(new, self._numbers.pop(id(old))[1])
+
     def bind(self, tensor: torch.Tensor, number: int) -> None:
         """Let `tensor` be another object with the value of this number: a recomputed copy."""
         self._numbers.add(tensor, number)
