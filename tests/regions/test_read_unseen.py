@@ -1,4 +1,4 @@
-"""Captured tensors that no torch function is given: differentiated all the same, or refused with what to write.
+"""Captured tensors that no torch function is given: differentiated all the same, or refused with advice.
 
 `autograd.Function.apply` is no torch function below functorch levels, TorchScript and extensions never are.
 """
