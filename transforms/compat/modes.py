@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,9 @@ from torch._functorch.pyfunctorch import (
     temporarily_clear_interpreter_stack,
 )
 from torch._higher_order_ops.cond import cond_op
+from torch._ops import HigherOrderOperator as HigherOrderOperator  # torch has no public names for these
+from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._ops import _compute_keyset
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -163,3 +167,25 @@ def outside_all_modes() -> Iterator[None]:
                 yield
     finally:
         _autograd_c._saved_tensors_hooks_set_tracing(tracing)
+
+
+# A forward-mode derivative known to be zero is a tensor without memory. Two ops take one as far as dispatch
+# modes, and their kernels, called from there, read that memory: torch ends with a segmentation fault (2.13,
+# any mode, `torch.func.jvp` of `torch.add(x, c, alpha=0.3)`). So they get kernels that run above the modes.
+_aten = torch.library.Library("aten", "IMPL")
+
+
+def _scaled_zero(zero: torch.Tensor, factor: Any) -> torch.Tensor:
+    kind = torch.result_type(zero, factor)
+    return torch._efficientzerotensor(zero.shape, dtype=kind, device=zero.device)
+
+
+def _shifted_zero(zero: torch.Tensor, other: Any, alpha: Any = 1) -> torch.Tensor:
+    return torch.zeros(zero.shape, dtype=zero.dtype, device=zero.device).add(other, alpha=alpha)
+
+
+with warnings.catch_warnings():
+    # torch warns that these come in the place of what passes such tensors on.
+    warnings.simplefilter("ignore")
+    _aten.impl("mul.Scalar", _scaled_zero, "ZeroTensor")
+    _aten.impl("add.Scalar", _shifted_zero, "ZeroTensor")
