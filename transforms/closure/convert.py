@@ -174,6 +174,9 @@ class ClosureConversion(TorchFunctionMode):
         self._note([*operands, *table.values()])
         self.start = next_node()
         self.met: set[int] = set()  # constants that torch functions were given
+        self.pulls = (
+            False  # whether it is on in a backward, whose own ends and starts are no captured tensors
+        )
         self.modes = 0  # how many dispatch modes were active around it
         self.reads = True  # whether it is the function itself that calls a torch function
         self.strict = True
@@ -198,14 +201,16 @@ class ClosureConversion(TorchFunctionMode):
         # What a dispatch mode calls and looks at while it handles an op says nothing of the function: fewer
         # modes are active there, or it is the op's overload that is called.
         self.reads = modes_active() >= self.modes and not isinstance(func, OpOverload)
-        args, kwargs = self.swap(args), self.swap(kwargs or {})
+        kwargs = kwargs or {}
+        if not (self.pulls and func is torch.autograd.grad):
+            args, kwargs = self.swap(args), self.swap(kwargs)
         if getattr(func, "__name__", "") in DOORS:
             notice(func, args)
         if func is cond and len(args) == 4 and chosen_here():
             return self._chosen(*args)
         if func is torch.autograd.grad and not kwargs.get("is_grads_batched", True):
             # This mode is off in here; hooks and custom rules of the backward may read captured tensors.
-            out = graded_under(self.lenient(), *args, **kwargs)
+            out = graded_under(in_backward(self), *args, **kwargs)
         else:
             out = func(*args, **kwargs)
         self._note(out)
@@ -274,7 +279,11 @@ def noting(function: Callable[..., Any], *args: Any) -> tuple[Any, ClosureConver
 
 def in_backward(last: ClosureConversion | None) -> contextlib.AbstractContextManager[Any]:
     """The same substitution for the backward, where hooks and custom rules may read captured tensors too."""
-    return contextlib.nullcontext() if last is None or not last.table else last.lenient()
+    if last is None or not last.table:
+        return contextlib.nullcontext()
+    again = last.lenient()
+    again.pulls = True
+    return again
 
 
 def note(conversion: ClosureConversion | None) -> None:

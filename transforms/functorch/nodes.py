@@ -334,9 +334,11 @@ def _apart(recorder: Recorder, operands: Tensors, at: set[int]) -> list[torch.Te
     """Other objects in the place of the operands at `at`: an op that meets the tensor itself has it from
     elsewhere, with no derivative."""
     given = list(operands)
-    for i in at:
+    numbers = {i: recorder.number(operands[i]) for i in at}
+    for i, number in numbers.items():
         given[i] = quiet(operands[i].view_as, operands[i])
-        recorder.rebind(operands[i], given[i])
+        recorder.forget(operands[i])
+        recorder.bind(given[i], number)
     return given
 
 

@@ -327,9 +327,9 @@ class Recorder(WriteWatch):
         if mode is not None and mode.position == around + 1:
             self.outer[at] = around
 
-    def rebind(self, old: torch.Tensor, new: torch.Tensor) -> None:
-        """Let `new` have the number of `old`, which is met for the first time if it is met again."""
-        self._numbers.add(new, self._numbers.pop(id(old))[1])
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Meet `tensor` for the first time if it is met again."""
+        self._numbers.pop(id(tensor), None)
 
     def bind(self, tensor: torch.Tensor, number: int) -> None:
         """Let `tensor` be another object with the value of this number: a recomputed copy."""
