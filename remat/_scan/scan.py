@@ -184,8 +184,10 @@ def run_eager(
         try:
             end, ys = run(scan, operands)
         except Missed as missed:
+            if missed.around():
+                raise
             if any(tensor is missed.tensor for tensor in found):
-                raise  # an enclosing region lacks it, not this scan
+                break
             found = [*found, missed.tensor]
             continue
         carry = unflatten(end, spec.carry.spec)

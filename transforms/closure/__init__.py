@@ -1,23 +1,26 @@
 """What a function closes over, found, named and made an operand."""
 
+from remat.transforms.closure.bindings import Bindings, Slots, slots_of
 from remat.transforms.closure.cond import cond_met, kept_whole, not_compiled
 from remat.transforms.closure.convert import (
     MOST_TRIES,
-    Bindings,
     ClosureConversion,
     Missed,
-    Slots,
     as_operand,
     as_operands,
     captured,
     changing,
+    in_backward,
     innermost,
     made_inside,
-    slots_of,
+    note,
+    noting,
+    read_again,
     swapping,
     trial,
 )
 from remat.transforms.closure.paths import by_storage, of_arguments, of_captured
+from remat.transforms.closure.strays import Watch, refuse_strays
 
 __all__ = [
     "cond_met",  # whether torch.cond was ever called in a region
@@ -34,6 +37,12 @@ __all__ = [
     "changing",  # what to raise when every start over meets another captured tensor
     "innermost",  # the substitution in force on this thread
     "made_inside",  # tell every substitution in force that these were made inside its region
+    "note",  # a function has run under this substitution, or as it is
+    "noting",  # what a function returns, and the substitution that it ran under
+    "in_backward",  # that substitution again, for the backward
+    "read_again",  # what to raise when a recomputation meets a captured tensor that the forward did not
+    "Watch",  # notes the tensors that ops meet and did not make
+    "refuse_strays",  # raise where ops met a tensor whose derivative would be lost
     "slots_of",  # where `module` and those in it hold tensors
     "swapping",  # whether a region around here reads its captured tensors as operands
     "trial",  # within, a function is tried on fake tensors

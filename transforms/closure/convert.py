@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import threading
 import types
 import weakref
@@ -22,8 +21,22 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from remat.transforms.closure.bindings import cells
 from remat.transforms.closure.cond import choose, chosen_here
-from remat.transforms.compat import cond, functions_as_they_are, is_fake, is_wrapped, next_node, unwrap_once
+from remat.transforms.compat import (
+    OpOverload,
+    at_function_apply,
+    cond,
+    function_mode_at,
+    function_modes,
+    functions_as_they_are,
+    graded_under,
+    is_fake,
+    is_wrapped,
+    modes_active,
+    next_node,
+    unwrap_once,
+)
 from remat.transforms.context import DOORS, notice
 from remat.transforms.errors import RematError
 from remat.transforms.pytree import flatten, unflatten
@@ -47,9 +60,10 @@ MOST_TRIES = 50
 
 
 class _Swaps(threading.local):
-    """The substitutions in force in this thread."""
+    """The substitutions in force in this thread, and for whom the last one is noted down."""
 
     stack: Any = ()
+    notes: Any = ()
 
 
 _swaps = _Swaps()
@@ -58,9 +72,13 @@ _swaps = _Swaps()
 class Missed(BaseException):
     """A captured tensor that the search had not found; the region starts again with it as an operand."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, owner: ClosureConversion) -> None:
         super().__init__()
-        self.tensor = tensor
+        self.tensor, self.owner = tensor, owner
+
+    def around(self) -> bool:
+        """Whether it is a region around here that lacks the tensor, and starts again."""
+        return self.owner in _swaps.stack
 
 
 def differentiable(tensor: torch.Tensor) -> bool:
@@ -122,7 +140,7 @@ def _inside_module(module: torch.nn.Module) -> Iterator[Any]:
 
 
 def _inside_function(function: types.FunctionType) -> Iterator[Any]:
-    yield from _cells(function)
+    yield from cells(function)
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
     yield from function.__dict__.values()
@@ -144,28 +162,39 @@ class ClosureConversion(TorchFunctionMode):
     """Puts operands in the place of captured tensors, and refuses captured tensors it was not told of.
 
     Args:
-        table: id of a captured tensor -> its operand. The captured tensors must be alive meanwhile.
+        table: id of a captured tensor -> its operand.
         operands: the region's other operands.
+        captured: the captured tensors, which live as long as their ids stand in the table: a backward may
+            swap for them long after the function's frame is gone.
     """
 
-    def __init__(self, table: dict[int, torch.Tensor], operands: Iterable[torch.Tensor]) -> None:
+    def __init__(
+        self, table: dict[int, torch.Tensor], operands: Iterable[torch.Tensor], captured: Any = ()
+    ) -> None:
         super().__init__()
-        self.table = table
+        self.table, self.captured = table, captured
         # An id is reused once its tensor is gone, so each entry knows its own.
         self.inside: dict[int, weakref.ref[torch.Tensor]] = {}
         self._note([*operands, *table.values()])
         self.start = next_node()
+        self.met: set[int] = set()  # constants that torch functions were given
+        self.pulls = (
+            False  # whether it is on in a backward, whose own ends and starts are no captured tensors
+        )
+        self.modes = 0  # how many dispatch modes were active around it
+        self.reads = True  # whether it is the function itself that calls a torch function
         self.strict = True
         self.trials = 0  # how many runs on stand-ins are going on
 
     def lenient(self) -> ClosureConversion:
         """The same substitution for a later recomputation, which makes its tensors anew."""
-        copy = ClosureConversion(self.table, ())
+        copy = ClosureConversion(self.table, (), self.captured)
         copy.strict = False
         return copy
 
     def __enter__(self) -> Any:
         _swaps.__dict__.setdefault("stack", []).append(self)
+        self.modes = modes_active()
         return super().__enter__()
 
     def __exit__(self, *exc: Any) -> Any:
@@ -173,12 +202,21 @@ class ClosureConversion(TorchFunctionMode):
         return super().__exit__(*exc)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = self.swap(args), self.swap(kwargs or {})
+        # What a dispatch mode calls and looks at while it handles an op says nothing of the function: fewer
+        # modes are active there, or it is the op's overload that is called.
+        self.reads = modes_active() >= self.modes and not isinstance(func, OpOverload)
+        kwargs = kwargs or {}
+        if not (self.pulls and func is torch.autograd.grad):
+            args, kwargs = self.swap(args), self.swap(kwargs)
         if getattr(func, "__name__", "") in DOORS:
             notice(func, args)
         if func is cond and len(args) == 4 and chosen_here():
             return self._chosen(*args)
-        out = func(*args, **kwargs)
+        if func is torch.autograd.grad and not kwargs.get("is_grads_batched", True):
+            # This mode is off in here; hooks and custom rules of the backward may read captured tensors.
+            out = graded_under(in_backward(self), *args, **kwargs)
+        else:
+            out = func(*args, **kwargs)
         self._note(out)
         return out
 
@@ -192,10 +230,15 @@ class ClosureConversion(TorchFunctionMode):
             known = self.table.get(id(value))
             if known is not None:
                 return known
-            if self.strict and differentiable(value) and not self._is_inside(value):
+            if not self.strict:
+                return value
+            if not differentiable(value):
+                if self.reads:
+                    self.met.add(id(value))
+            elif modes_active() >= self.modes and not self.is_inside(value):
                 if self.trials and is_fake(value):
                     return value
-                raise Missed(value)
+                raise Missed(value, self)
             return value
         if type(value) in (tuple, list):
             return type(value)([self.swap(v) for v in value])
@@ -209,7 +252,8 @@ class ClosureConversion(TorchFunctionMode):
             return self.table.get(id(value), value)
         return self.swap(value)
 
-    def _is_inside(self, tensor: torch.Tensor) -> bool:
+    def is_inside(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` was made within."""
         while True:
             noted = self.inside.get(id(tensor))
             if noted is not None and noted() is tensor:
@@ -231,6 +275,45 @@ class ClosureConversion(TorchFunctionMode):
                 self._note(value)
 
 
+def noting(function: Callable[..., Any], *args: Any) -> tuple[Any, ClosureConversion | None]:
+    """What `function` returns, and the substitution that it ran under."""
+    notes = _swaps.__dict__.setdefault("notes", [])
+    notes.append(None)
+    try:
+        out = function(*args)
+    finally:
+        last = notes.pop()
+    note(last)
+    return out, last
+
+
+def in_backward(last: ClosureConversion | None) -> contextlib.AbstractContextManager[Any]:
+    """The same substitution for the backward, where hooks and custom rules may read captured tensors too."""
+    if last is None or not last.table:
+        return contextlib.nullcontext()
+    again = last.lenient()
+    again.pulls = True
+    return again
+
+
+def note(conversion: ClosureConversion | None) -> None:
+    """A function has run under `conversion`, or as it is."""
+    if _swaps.notes:
+        _swaps.notes[-1] = conversion
+
+
+def _of_apply(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    # All substitutions that a torch function would meet here, in the same order.
+    for i in reversed(range(function_modes())):
+        if isinstance(mode := function_mode_at(i), ClosureConversion):
+            with functions_as_they_are():
+                args = tuple([mode.swap(arg) if isinstance(arg, torch.Tensor) else arg for arg in args])
+    return args
+
+
+at_function_apply(_of_apply)
+
+
 @contextlib.contextmanager
 def trial() -> Iterator[None]:
     """Within, a function is tried on fake tensors: those are no captured ones."""
@@ -249,6 +332,15 @@ def changing(name: str) -> RematError:
     return RematError(
         f"region {name!r} reads tensors that carry derivatives and that change from run to run, so they "
         "cannot be made operands. Pass them as arguments."
+    )
+
+
+def read_again(name: str, missed: Missed) -> RematError:
+    """What to raise when a recomputation meets a captured tensor that the forward did not."""
+    return RematError(
+        f"{name}: evaluated again, it reads a tensor ({tuple(missed.tensor.shape)}) that it did not read in "
+        "the forward; its gradient would be lost. What changes between forward and backward, a global or an "
+        "attribute, must be an argument: of a scan, put it in the carry or in xs."
     )
 
 
@@ -282,114 +374,3 @@ def innermost() -> ClosureConversion | None:
     """The substitution in force on this thread."""
     stack = _swaps.stack
     return stack[-1] if stack else None
-
-
-# Where the modules under a module hold tensors: the tables, and the keys in them.
-Slots = tuple[list[dict[str, Any]], list[str]]
-_slots: weakref.WeakKeyDictionary[torch.nn.Module, Slots] = weakref.WeakKeyDictionary()
-
-
-class Bindings:
-    """Which tensors the modules in reach hold, so that a recomputation sees them again.
-
-    `torch.func.functional_call` puts other tensors into a module for the time of one call; the recomputation
-    runs after that.
-    """
-
-    __slots__ = ("near", "slots")
-
-    # Every tensor in near reach, in an order that is the same for every call of a function: those in the
-    # slots of modules, None in free ones, and behind them those outside of modules.
-    near: list[torch.Tensor | None]
-
-    def __init__(self, function: Callable[..., Any], slots: Slots | None = None) -> None:
-        """What `function` sees now; `slots` are those of a module, if that is what it is."""
-        if slots is not None:
-            self.slots = slots
-            self.near = self._now()
-        else:
-            found = [slots_of(module) for module in _modules(function)]
-            self.slots = [t for tables, _ in found for t in tables], [k for _, keys in found for k in keys]
-            self.near = self._now()
-            self.near.extend(_loose_tensors(function))
-
-    def _now(self) -> list[torch.Tensor | None]:
-        # In C throughout: it happens twice for every region.
-        return list(map(dict.get, *self.slots))
-
-    def changed(self) -> list[tuple[dict[str, Any], str, Any]]:
-        """The slots that hold another tensor now."""
-        if all(map(operator.is_, self._now(), self.near)):
-            return []
-        # Sharded parameters are swapped by FSDP itself, in both passes.
-        return [
-            (held, key, tensor)
-            for held, key, tensor in zip(*self.slots, self.near, strict=False)
-            if held.get(key) is not tensor
-            and not hasattr(tensor, "placements")
-            and not hasattr(held.get(key), "placements")
-        ]
-
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        changed = self.changed()
-        before = [(held, key, held.get(key)) for held, key, _ in changed]
-        for held, key, tensor in changed:
-            held[key] = tensor
-        try:
-            yield
-        finally:
-            for held, key, tensor in before:
-                held[key] = tensor
-
-
-def slots_of(module: torch.nn.Module) -> Slots:
-    """Where `module` and those in it hold tensors."""
-    slots = _slots.get(module)
-    if slots is None:
-        tables: list[dict[str, Any]] = [
-            t for part in module.modules() for t in (part._parameters, part._buffers)
-        ]
-        slots = [t for t in tables for _ in t], [key for t in tables for key in t]
-        _slots[module] = slots
-    return slots
-
-
-def _loose_tensors(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
-    """Tensors that a callable holds outside of modules: in cells, in what a partial binds, in containers."""
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    parts: Iterable[Any] = ()
-    if isinstance(value, functools.partial):
-        parts = (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, types.FunctionType):
-        parts = _cells(value)
-    elif type(value) in (list, tuple):
-        parts = value
-    elif type(value) is dict:
-        parts = value.values()
-    if depth:
-        for part in parts:
-            yield from _loose_tensors(part, depth - 1)
-
-
-def _cells(function: types.FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):
-            yield cell.cell_contents
-
-
-def _modules(function: Any) -> Iterator[torch.nn.Module]:
-    """Modules in the near reach of a callable: itself, its self, its cells, what a partial binds."""
-    if isinstance(function, torch.nn.Module):
-        yield function
-    elif isinstance(function, types.MethodType):
-        yield from _modules(function.__self__)
-    elif isinstance(function, functools.partial):
-        for value in (function.func, *function.args, *function.keywords.values()):
-            yield from _modules(value)
-    elif isinstance(function, types.FunctionType):
-        for held in _cells(function):
-            if isinstance(held, (torch.nn.Module, functools.partial, types.MethodType)):
-                yield from _modules(held)

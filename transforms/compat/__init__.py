@@ -47,10 +47,13 @@ from remat.transforms.compat.aot import (
 from remat.transforms.compat.autograd import (
     allow_hooks,  # accept saved-tensor hooks
     at_backward_end,  # run `callback` when the running backward pass ends
+    at_function_apply,  # say what `autograd.Function.apply` goes on with below functorch levels
     below_autograd,  # within, ops make no nodes, whatever grad mode says
+    dual_level_open,  # whether a forward-mode level is open
     engine_grad,  # `torch.autograd.grad` without its checks
     engine_runs,  # whether the running backward will run a node
     forward_ad_active,  # whether a plain `forward_ad.dual_level` is open and one of `tensors` has a tangent
+    graded_under,  # `torch.autograd.grad` from inside a torch-function mode, with one on meanwhile
     graph_kept,  # whether the running backward keeps its graph
     graph_task,  # the number of the running backward, -1 outside
     hooks_allowed,  # lift the refusal that `torch.func` puts on saved-tensor hooks

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._C import _functorch as _functorch_c  # pyright: ignore[reportAttributeAccessIssue]
 
-from remat.transforms.compat.autograd import allow_hooks
+from remat.transforms.compat.autograd import allow_hooks, dual_level_open
 from remat.transforms.compat.functorch import (
     FUNCTIONALIZE,
     GRAD,
@@ -62,29 +62,27 @@ def level_argument(function: Any) -> int | None:
 
 
 def dual_level_known_if_any() -> contextlib.AbstractContextManager[None]:
-    """`dual_level_known` where a forward-mode level is active."""
-    dual = any(kind == JVP for _, kind, _ in levels())
+    """`dual_level_known` where a forward-mode level is active, torch.func's or a plain `dual_level`."""
+    dual = dual_level_open() or any(kind == JVP for _, kind, _ in levels())
     return dual_level_known() if dual else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def dual_level_known() -> Iterator[None]:
-    """Tell Python of the forward-mode level that a traced graph has opened below Python's own count of them.
+    """Tell torch.func.jvp of a forward-mode level that it does not know of: it would open a second one.
 
-    Without it make_dual and unpack_dual find no level, and torch.func.jvp tries to open a second one.
+    Such are a plain `forward_ad.dual_level`, and one that a traced graph has opened below Python's own count
+    of them, where make_dual and unpack_dual find no level either.
     """
     from torch._functorch import eager_transforms
 
     forward_ad = torch.autograd.forward_ad
-    if forward_ad._current_level >= 0:
-        yield
-        return
-    nesting = eager_transforms.JVP_NESTING
-    forward_ad._current_level, eager_transforms.JVP_NESTING = 0, max(nesting, 1)
+    before = forward_ad._current_level, eager_transforms.JVP_NESTING
+    forward_ad._current_level, eager_transforms.JVP_NESTING = max(before[0], 0), max(before[1], 1)
     try:
         yield
     finally:
-        forward_ad._current_level, eager_transforms.JVP_NESTING = -1, nesting
+        forward_ad._current_level, eager_transforms.JVP_NESTING = before
 
 
 def tags() -> dict[str, Any]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch._C import _autograd as _autograd_c
+from torch._functorch import utils as functorch_utils
 
 _unpack_dual: Callable[..., Any] = torch._unpack_dual  # pyright: ignore[reportPrivateImportUsage]
 
@@ -134,6 +135,38 @@ def outside_batched_grads() -> Iterator[None]:
             torch._C._vmapmode_increment_nesting()
 
 
+def graded_under(
+    mode: contextlib.AbstractContextManager[Any],
+    outputs: tuple[torch.Tensor, ...],
+    inputs: tuple[torch.Tensor, ...],
+    grad_outputs: Any,
+    *,
+    retain_graph: bool | None,
+    create_graph: bool,
+    allow_unused: bool | None,
+    materialize_grads: bool,
+    **_: Any,
+) -> tuple[torch.Tensor | None, ...]:
+    """`torch.autograd.grad` as a torch-function mode is told of it, with `mode` on while the engine runs.
+
+    It is a torch function, so that modes are off where it is called from one.
+    """
+    given = tuple([None] * len(outputs)) if grad_outputs is None else grad_outputs
+    given = (given,) if isinstance(given, torch.Tensor) else tuple(given)
+    starts = torch.autograd._make_grads(outputs, given, is_grads_batched=False)
+    retain = create_graph if retain_graph is None else retain_graph
+    unused = materialize_grads if allow_unused is None else allow_unused
+    engine: Any = torch.autograd.Variable._execution_engine
+    with mode:
+        grads = engine.run_backward(
+            outputs, starts, retain, create_graph, inputs, allow_unreachable=unused, accumulate_grad=False
+        )
+    if not materialize_grads:
+        return grads
+    zeros = zip(grads, inputs, strict=True)
+    return tuple([torch.zeros_like(t, requires_grad=create_graph) if g is None else g for g, t in zeros])
+
+
 # Runs a callback when the running backward pass ends. (2.15 has torch.autograd.graph.queue_callback; this
 # spelling works on all.)
 at_backward_end: Callable[[Callable[[], None]], None] = (
@@ -141,9 +174,28 @@ at_backward_end: Callable[[Callable[[], None]], None] = (
 )
 
 
-def forward_ad_active(tensors: list[torch.Tensor]) -> bool:
+# A torch-function mode is told of `autograd.Function.apply` under functorch levels only. Below them all that
+# apply does with its arguments, before it looks at their derivatives, is to hand them to this one function.
+_unwrap_dead_wrappers: Callable[[tuple[Any, ...]], tuple[Any, ...]] = functorch_utils.unwrap_dead_wrappers
+
+
+def at_function_apply(arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
+    """From now on every `autograd.Function.apply` below functorch levels goes on with `arguments(args)`."""
+
+    def unwrap_dead_wrappers(args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return _unwrap_dead_wrappers(arguments(args))
+
+    functorch_utils.unwrap_dead_wrappers = unwrap_dead_wrappers
+
+
+def dual_level_open() -> bool:
+    """Whether a forward-mode level is open, torch.func's or a plain `dual_level`."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+def forward_ad_active(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether a plain `forward_ad.dual_level` is open and one of `tensors` has a tangent."""
-    if torch.autograd.forward_ad._current_level < 0:
+    if not dual_level_open():
         return False
     return any(_unpack_dual(t, level=0)[1] is not None for t in tensors)
 

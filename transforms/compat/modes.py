@@ -10,6 +10,7 @@ import collections
 import contextlib
 import threading
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -192,3 +193,25 @@ def outside_all_modes() -> Iterator[None]:
                 yield
     finally:
         _autograd_c._saved_tensors_hooks_set_tracing(tracing)
+
+
+# A forward-mode derivative known to be zero is a tensor without memory. Two ops take one as far as dispatch
+# modes, and their kernels, called from there, read that memory: torch ends with a segmentation fault (2.13,
+# any mode, `torch.func.jvp` of `torch.add(x, c, alpha=0.3)`). So they get kernels that run above the modes.
+_aten = torch.library.Library("aten", "IMPL")
+
+
+def _scaled_zero(zero: torch.Tensor, factor: Any) -> torch.Tensor:
+    kind = torch.result_type(zero, factor)
+    return torch._efficientzerotensor(zero.shape, dtype=kind, device=zero.device)
+
+
+def _shifted_zero(zero: torch.Tensor, other: Any, alpha: Any = 1) -> torch.Tensor:
+    return torch.zeros(zero.shape, dtype=zero.dtype, device=zero.device).add(other, alpha=alpha)
+
+
+with warnings.catch_warnings():
+    # torch warns that these come in the place of what passes such tensors on.
+    warnings.simplefilter("ignore")
+    _aten.impl("mul.Scalar", _scaled_zero, "ZeroTensor")
+    _aten.impl("add.Scalar", _shifted_zero, "ZeroTensor")

@@ -128,8 +128,10 @@ def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]
             world = GraphLowering(region) if modes_active() and is_tracing() else None
             return FlatCall(region, leaves, spec, at, tensors, found, taps, world)()
         except Missed as missed:
-            if any(t is missed.tensor for t in (*tensors, *found)):
+            if missed.around():
                 raise
+            if any(t is missed.tensor for t in found):
+                break
             found.append(missed.tensor)
         except WatchingRefused:
             pass

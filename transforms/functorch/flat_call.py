@@ -14,6 +14,7 @@ from remat.transforms.closure import (
     cond_met,
     kept_whole,
     made_inside,
+    note,
 )
 from remat.transforms.compat import (
     allow_hooks,
@@ -93,12 +94,10 @@ class FlatCall:
         if self.spec is not None:
             args, kwargs = unflatten(merge(self.leaves, self.at, list(own)), self.spec)
         table = {id(t): operand for t, operand in zip(self.captured, captured, strict=True)}
-        with (
-            self.bindings.restored(),
-            ClosureConversion(table, own),
-            kept_whole() if cond_met.is_set() else _NOTHING,
-        ):
+        conversion = ClosureConversion(table, own, self.captured)
+        with self.bindings.restored(), conversion, kept_whole() if cond_met.is_set() else _NOTHING:
             out, named = self._tapped(args, kwargs, table) if self.taps else (self._watched(args, kwargs), ())
+        note(conversion)
         if self.taps is None and isinstance(out, torch.Tensor):
             return self.aliasing.leaving([table.get(id(out), out)], operands)
         check_results(out, self.region.name)

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
-from remat.transforms.closure import made_inside
+from remat.transforms.closure import Missed, Watch, made_inside, noting, read_again, refuse_strays
 from remat.transforms.compat import (
     GRAD,
     SingleLevelFunction,
     add_batch_dim,
     enable_single_level_autograd_function,
+    forward_ad_active,
     forward_grad_enabled,
     functions_as_they_are,
     graph_kept,
@@ -46,6 +47,7 @@ from remat.transforms.functorch.primitive import (
     rule,
 )
 from remat.transforms.functorch.recorded import Recorded
+from remat.transforms.functorch.rules import plain_duals
 from remat.transforms.placeholders import hollow as placeholders_hollow
 from remat.transforms.state import RandomState
 from remat.transforms.tape import (
@@ -64,6 +66,8 @@ from remat.transforms.tape import (
 
 @rule(None)
 def at_bottom(_: None, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+    if forward_ad_active(operands):
+        return plain_duals(prim, operands)
     if torch.is_grad_enabled() and any(t.requires_grad for t in operands):
         return BottomNode.apply(prim, *operands)
     return _run(prim, operands)
@@ -268,7 +272,13 @@ def _hollow(tensor: torch.Tensor) -> torch.Tensor:
 
 def _forward(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
     """Run a region's function; recorded, where a node above it will pull back."""
-    return _forward_recorded(prim, operands) if prim.sinks else prim.body(*operands)
+    if prim.sinks:
+        return _forward_recorded(prim, operands)
+    with Watch(operands) as watch:
+        outs, conversion = noting(prim.body, *operands)
+    region = prim.family.region
+    refuse_strays(f"region {region.name!r}", region.function, conversion, watch.outside)
+    return outs
 
 
 def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
@@ -283,6 +293,7 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
         reruns=True,
         decisions=region.decisions,
     )
+    operands = _apart(recorder, operands, {i for mask in prim.masks for i in mask})
     random = RandomState(operands) if region.preserve_rng_state else None
     saved: set[int] = set()
     packed: list[tuple[int, int]] = []
@@ -291,10 +302,12 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
     start = next_node()
 
     def watch(tensor: torch.Tensor) -> None:
-        bottom = unwrapped(tensor) if is_wrapped(tensor) else tensor
-        number = recorder.number(bottom)
-        if number < 0 or tape.root_of(number) < 0:
-            saved.add(storage(bottom))
+        # Not by torch functions, which would seem to be the region's.
+        with functions_as_they_are():
+            bottom = unwrapped(tensor) if is_wrapped(tensor) else tensor
+            number = recorder.number(bottom)
+            if number < 0 or tape.root_of(number) < 0:
+                saved.add(storage(bottom))
         owner = next_node() - 1 - start
         packed.extend((source, owner) for source in tape.sources(number, len(tape.nodes)))
 
@@ -308,7 +321,9 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
     try:
         watching = selector.watching(levels=True) if selector else contextlib.nullcontext()
         with watching, recorder:
-            outs = (prim.recorded or prim.body)(*operands)
+            outs, conversion = noting(prim.recorded or prim.body, *operands)
+            strays = recorder.outside[len(operands) :]
+            refuse_strays(f"region {region.name!r}", region.function, conversion, strays)
     finally:
         watched = family.watch is not None and not any(unseen)
         family.watch, family.made = None, None
@@ -326,6 +341,18 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
     if recorded.kept:
         recorded.kept.update(held_values(recorded.kept, region.name, bottoms))
     return outs
+
+
+def _apart(recorder: Recorder, operands: Tensors, at: set[int]) -> list[torch.Tensor]:
+    """Other objects in the place of the operands at `at`: an op that meets the tensor itself has it from
+    elsewhere, with no derivative."""
+    given = list(operands)
+    numbers = {i: recorder.number(operands[i]) for i in at}
+    for i, number in numbers.items():
+        given[i] = quiet(operands[i].view_as, operands[i])
+        recorder.forget(operands[i])
+        recorder.bind(given[i], number)
+    return given
 
 
 def _report(recorded: Recorded, sink: Residuals, operands: Tensors) -> None:
@@ -355,7 +382,12 @@ def _pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
             stack.enter_context(recorded.surroundings(needs))
             replay = recorded.replay(needs)
         stack.enter_context(replaying(replay, family.region.name))
-        return tuple(prim.body(*operands))
+        try:
+            return tuple(prim.body(*operands))
+        except Missed as missed:
+            if missed.around():
+                raise
+            raise read_again(f"region {family.region.name!r}", missed) from None
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
+from remat.transforms.closure import in_backward, noting
 from remat.transforms.compat import (
     functions_as_they_are,
     hooks_aside,
@@ -205,8 +206,9 @@ class PullBack:
         def of(*moving: torch.Tensor) -> Any:
             return smooth_first(self.body(*merged(operands, self.mask, moving)), split)
 
+        moving = [operands[i] for i in self.mask]
         with hooks_aside():
-            made: Any = torch.func.vjp(of, *[operands[i] for i in self.mask], has_aux=True)
+            made, last = noting(lambda: torch.func.vjp(of, *moving, has_aux=True))
         smooth, vjp, _ = made
         forward_done()
 
@@ -215,7 +217,8 @@ class PullBack:
             full = [
                 given[i] if i in given else torch.zeros_like(t) for i, t in zip(split[0], smooth, strict=True)
             ]
-            return tuple(vjp(tuple(full)))
+            with in_backward(last):
+                return tuple(vjp(tuple(full)))
 
         return self._staged(pull)(*cotangents)
 
@@ -224,7 +227,7 @@ class PullBack:
         again = torch.is_grad_enabled() and any(t.requires_grad for t in (*operands, *cotangents))
         with torch.enable_grad():
             leaves = [_variable(operands[i], again) for i in self.mask]
-            outs = self.body(*merged(operands, self.mask, leaves))
+            outs, last = noting(self.body, *merged(operands, self.mask, leaves))
         forward_done()
 
         def pull(*cotangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -236,9 +239,10 @@ class PullBack:
             if not pairs:
                 return tuple([torch.zeros_like(t) for t in leaves])
             ends, cts = [o for o, _ in pairs], [ct for _, ct in pairs]
-            grads = torch.autograd.grad(
-                ends, leaves, cts, create_graph=again, retain_graph=again or None, allow_unused=True
-            )
+            with in_backward(last):
+                grads = torch.autograd.grad(
+                    ends, leaves, cts, create_graph=again, retain_graph=again or None, allow_unused=True
+                )
             self.unused.update(i for i, g in enumerate(grads) if g is None)
             return tuple(
                 [torch.zeros_like(t) if g is None else g for g, t in zip(grads, leaves, strict=True)]

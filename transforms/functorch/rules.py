@@ -17,6 +17,7 @@ from remat.transforms.compat import (
     VMAP,
     add_batch_dim,
     dual_level_known,
+    dual_level_known_if_any,
     hooks_aside,
     level_of,
     restore_vmap,
@@ -70,25 +71,40 @@ def vmap_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, 
     )
 
 
+def plain_duals(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+    """Under a plain `forward_ad.dual_level`, below all functorch levels."""
+    duals = [forward_ad.unpack_dual(t) for t in operands]
+    return _with_their(*_on_duals(prim, duals))
+
+
 def _dual_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
     number = level.level()
     duals = [forward_ad.unpack_dual(t) if level_of(t) == number else (t, None) for t in operands]
-    primals = [unwrap_for_grad(p, number) for p, _ in duals]
-    at = [i for i, (_, t) in enumerate(duals) if t is not None]
-    tangents = [unwrap_for_grad(t, number) for _, t in duals if t is not None]
-    if not at:
-        with level.lower():
-            outs = call(prim, primals)
-        return tuple([wrap_for_grad(t, number) for t in outs])
-    split: list[list[int]] = [[]]
+    duals = [
+        (unwrap_for_grad(p, number), None if t is None else unwrap_for_grad(t, number)) for p, t in duals
+    ]
     with level.lower():
-        dual = _mapped(prim, lambda body: _with_tangents(body, len(primals), at, split))
-        outs = call(replace(dual, dual=True), [*primals, *tangents])
-    smooth = split[0]
-    plain = len(outs) - len(smooth)
-    made = [wrap_for_grad(t, number) for t in outs[:plain]]
-    for i, tangent in zip(smooth, outs[plain:], strict=True):
-        made[i] = forward_ad.make_dual(_writable(made[i]), wrap_for_grad(tangent, number))
+        made, tangents = _on_duals(prim, duals)
+    wrapped = {i: wrap_for_grad(t, number) for i, t in tangents.items()}
+    return _with_their([wrap_for_grad(t, number) for t in made], wrapped)
+
+
+def _on_duals(prim: Prim, duals: Any) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
+    """Results, and by their places the tangents of those that have one."""
+    primals = [p for p, _ in duals]
+    at = [i for i, (_, t) in enumerate(duals) if t is not None]
+    if not at:
+        return list(call(prim, primals)), {}
+    split: list[list[int]] = [[]]
+    dual = _mapped(prim, lambda body: _with_tangents(body, len(primals), at, split))
+    outs = call(replace(dual, dual=True), [*primals, *[duals[i][1] for i in at]])
+    plain = len(outs) - len(split[0])
+    return list(outs[:plain]), dict(zip(split[0], outs[plain:], strict=True))
+
+
+def _with_their(made: list[torch.Tensor], tangents: dict[int, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    for i, tangent in tangents.items():
+        made[i] = forward_ad.make_dual(_writable(made[i]), tangent)
     return tuple(made)
 
 
@@ -107,7 +123,7 @@ def _with_tangents(body: Body, count: int, at: list[int], split: list[list[int]]
         def of(*moving: torch.Tensor) -> Any:
             return smooth_first(body(*merged(primals, at, moving)), split)
 
-        with hooks_aside():
+        with hooks_aside(), dual_level_known_if_any():
             # torch's stub gives the result two possible lengths.
             made: Any = torch.func.jvp(of, tuple(primals[i] for i in at), tuple(tangents), has_aux=True)
         smooth, out_tangents, rest = made

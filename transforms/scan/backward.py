@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from remat.transforms.closure import Missed
+from remat.transforms.closure import Missed, read_again
 from remat.transforms.compat import in_transform, is_batched_anyhow, is_legacy_batched, is_wrapped
-from remat.transforms.errors import RematError
 from remat.transforms.scan.compiled import MOST, Sums, UnrolledStep, dense
 from remat.transforms.scan.instructions import with_notice
 from remat.transforms.scan.spec import (
@@ -282,10 +281,8 @@ def pull_back(
                 for action in actions:
                     getattr(machine, action.verb)(*action)
     except Missed as missed:
-        raise RematError(
-            f"{scan.spec.name}: evaluated again, the body reads a tensor ({tuple(missed.tensor.shape)}) that "
-            "it did not read in the forward; its gradient would be lost. A global or attribute that changes "
-            "between forward and backward must be an argument: put it in the carry or in xs."
-        ) from None
+        if missed.around():
+            raise
+        raise read_again(scan.spec.name, missed) from None
     grads = machine.grads()
     return [g if need else None for g, need in zip(grads, needs, strict=True)]

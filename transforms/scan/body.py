@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.closure import ClosureConversion, made_inside, swapping
+from remat.transforms.closure import ClosureConversion, Watch, made_inside, note, refuse_strays, swapping
 from remat.transforms.compat import is_wrapped, unwrapped
 from remat.transforms.context import active
 from remat.transforms.errors import RematError
@@ -54,6 +54,7 @@ class Body:
         # The common shapes go without the pytree machinery, which costs more than a small op.
         self.carry_is_leaf, self.x_is_leaf = spec.carry.spec.is_leaf(), spec.xs.spec.is_leaf()
         self.ys: Structure | None = None
+        self.watched = False
 
     def __call__(self, consts: Tensors, carry: Leaves, x: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
         if active.sessions and (sessions := current()):
@@ -71,10 +72,18 @@ class Body:
             if self.carry_is_leaf and self.ys is not None and len(self.ys.kinds) == 1:
                 return self._lean(carry, row)
             versions, out = self._evaluated(carry, row)
+            note(None)
         else:
-            with self.swapped(consts, [*carry, *x]) as conversion:
+            conversion = self.swapped(consts, [*carry, *x])
+            # In the first step, and in the first that is differentiated: what is read past the substitution?
+            fresh = not self.trusted or (torch.is_grad_enabled() and not self.watched)
+            self.watched = self.watched or torch.is_grad_enabled()
+            with Watch([*consts, *carry, *x]) if fresh else _AS_IT_IS as watch, conversion:
                 versions, out = self._evaluated(carry, row)
-            if conversion is not None:
+            note(conversion)
+            if watch is not None:
+                refuse_strays(self.spec.name, self.function, conversion, watch.outside)
+            if not isinstance(conversion, contextlib.nullcontext):
                 self.trusted = True
                 leaves, ys = self._checked(out, carry, versions)
                 # What the body captured and returns untouched was in no torch call.
@@ -98,6 +107,7 @@ class Body:
         (state,) = carry
         before = version(state)
         out = self.function(state, row)
+        note(None)
         if type(out) is tuple and len(out) == 2 and version(state) == before and self.ys is not None:
             new, y = out
             if type(new) is torch.Tensor and (new.shape, new.dtype) == self.spec.carry.kinds[0]:
@@ -113,7 +123,7 @@ class Body:
             return _AS_IT_IS
         table = {id(old): new for old, new in zip(self.captured, consts, strict=True)}
         tensors = [leaf for leaf in operands if isinstance(leaf, torch.Tensor)]
-        return ClosureConversion(table, tensors)
+        return ClosureConversion(table, tensors, self.captured)
 
     def _checked(self, out: Any, carry: Leaves, versions: list[int]) -> tuple[Leaves, list[torch.Tensor]]:
         name, given = self.spec.name, self.spec.carry

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from remat.transforms.compat import dual_level_known_if_any
 from remat.transforms.pytree import merge
 from remat.transforms.pytree import smooth as pytree_smooth
 from remat.transforms.scan.spec import Leaves, Scan, ScanSpec, Tensors, as_in_forward, make
@@ -56,7 +57,8 @@ def tangents_of(run: Run, scan: Scan, flat: Tensors, tangents: Cotangents) -> li
             return ([new[i] for i in at], [y for y in ys if pytree_smooth(y)]), others
 
         out: Leaves = []
-        results: Any = torch.func.jvp(floats, (values,), ([list(dk), dc, list(dx)],), has_aux=True)
+        with dual_level_known_if_any():
+            results: Any = torch.func.jvp(floats, (values,), ([list(dk), dc, list(dx)],), has_aux=True)
         (new, ys), (dnew, dys), (fixed, fixed_ys) = results
         out = merge(out, [*at, *(i for i in scan.tensors if i not in at)], [*new, *fixed])
         smooth, rest = iter(ys), iter(fixed_ys)

@@ -10,7 +10,7 @@ scans: one that lists the states, one that runs over them in reverse.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 
 from remat.transforms.compat import (
     dual_level_known_if_any,
+    forward_ad_active,
     function_modes,
     graph_kept,
     in_transform,
@@ -116,7 +117,7 @@ class _Scan(torch.autograd.Function):
         cts = cts[: ctx.outputs]
         if scan.plain:
             kept = scan.record.kept
-        if not (scan.levels or in_transform() or torch.is_grad_enabled()):
+        if not (scan.levels or in_transform() or torch.is_grad_enabled() or _dual(saved, cts)):
             if scan.opaque is not None:
                 return (None, *scan.opaque.pull(scan, flat, kept, needs, cts))
             states = lift_states(scan, flat, kept)
@@ -210,7 +211,7 @@ class _PullBack(torch.autograd.Function):
         tensors, given = [_primal(t) for t in ctx.saved_tensors], tangents[3:]
         skip = _kept_range(ctx, tensors)
         at = [i for i, t in enumerate(given) if t is not None and i not in skip]
-        with as_in_forward(ctx.scan, seeded=True):
+        with as_in_forward(ctx.scan, seeded=True), dual_level_known_if_any():
             primals, duals = tuple(dense(tensors[i]) for i in at), tuple(given[i] for i in at)
             return torch.func.jvp(_pull_back_at(ctx, tensors, at), primals, duals)[1]
 
@@ -223,6 +224,10 @@ def _pull_back_at(ctx: Any, tensors: Tensors, at: list[int]) -> Callable[..., tu
         return pull_back_of(run, ctx.scan, ctx.needs, flat, cts)
 
     return differentiable
+
+
+def _dual(saved: Tensors, cts: Sequence[torch.Tensor | None]) -> bool:
+    return forward_ad_active([t for t in (*saved, *cts) if t is not None])
 
 
 def _primal(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from remat.transforms.closure import in_backward, noting
 from remat.transforms.compat import engine_grad, in_transform
 from remat.transforms.pytree import merge, smooth
 
@@ -99,8 +100,9 @@ class OneByOne:
                 marks.append(need and smooth(t))
                 if marks[-1]:
                     targets.append(own.requires_grad_())
-            new, ys = step(self.consts, state, row)
-        grads = _pulled([*(new[i] for i in at), *ys], cts, targets, marks, False)
+            (new, ys), last = noting(step, self.consts, state, row)
+        with in_backward(last):
+            grads = _pulled([*(new[i] for i in at), *ys], cts, targets, marks, False)
         a, b = len(self.marks), len(self.marks) + len(at)
         return grads[:a], grads[a:b], [grads[b:]]
 
@@ -116,9 +118,10 @@ def _with_autograd(
             _alias(t, create, i < consts) if mark else t if create or i < consts else t.detach()
             for i, (t, mark) in enumerate(zip(flat, marks, strict=True))
         ]
-        outs = outputs(values)
+        outs, last = noting(outputs, values)
     targets = [v for v, mark in zip(values, marks, strict=True) if mark]
-    return _pulled(outs, cts, targets, marks, create)
+    with in_backward(last):
+        return _pulled(outs, cts, targets, marks, create)
 
 
 def _pulled(
@@ -155,6 +158,7 @@ def _with_func(
         full = merge(flat, at, values)
         return tuple(o for o, ct in zip(outputs(full), cts, strict=True) if ct is not None)
 
-    vjp: Any = torch.func.vjp(chosen, *(flat[i] for i in at))[1]
-    found = dict(zip(at, vjp(tuple(ct for ct in cts if ct is not None)), strict=True))
+    (_, vjp), last = noting(torch.func.vjp, chosen, *(flat[i] for i in at))
+    with in_backward(last):
+        found = dict(zip(at, vjp(tuple(ct for ct in cts if ct is not None)), strict=True))
     return [found.get(i) for i in range(len(flat))]

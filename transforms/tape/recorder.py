@@ -347,6 +347,10 @@ class Recorder(WriteWatch):
         if mode is not None and mode.position == around + 1:
             self.outer[at] = around
 
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Meet `tensor` for the first time if it is met again."""
+        self._numbers.pop(id(tensor), None)
+
     def bind(self, tensor: torch.Tensor, number: int) -> None:
         """Let `tensor` be another object with the value of this number: a recomputed copy."""
         self._numbers.add(tensor, number)

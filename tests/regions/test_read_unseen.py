@@ -1,0 +1,316 @@
+"""Captured tensors that no torch function is given: differentiated all the same, or refused with advice.
+
+`autograd.Function.apply` is no torch function below functorch levels, TorchScript and extensions never are.
+"""
+
+import pytest
+import torch
+from torch.func import functional_call, grad, hessian, jvp, vmap
+
+from remat import RematError, remat, scan_remat
+from tests.helpers import POLICIES, rand, same
+
+
+class New(torch.autograd.Function):
+    """x w^2, its tensors saved."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, w):
+        return x * w * w
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g * w * w, 2 * g * x * w
+
+
+class OnContext(New):
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.held = list(inputs)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.held
+        return g * w * w, 2 * g * x * w
+
+
+class Nested(New):
+    """Its backward applies a Function."""
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return New.apply(g, w), 2 * g * x * w
+
+
+class Old(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w * w
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g * w * w, 2 * g * x * w
+
+
+class Once(Old):
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g * w * w, 2 * g * x * w
+
+
+@torch.library.custom_op("remat_tests::by_square", mutates_args=())
+def by_square(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x * w * w
+
+
+by_square.register_autograd(New.backward, setup_context=New.setup_context)
+_library = torch.library.Library("remat_tests_unseen", "DEF")
+_library.define("by_square(Tensor x, Tensor w) -> Tensor")
+_library.impl("by_square", lambda x, w: x * w * w, "CPU")
+
+
+class BelowAutograd(Old):
+    """As extensions in C++ do: an operator whose kernel for autograd is a Function."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.remat_tests_unseen.by_square(x, w)
+
+
+_library.impl("by_square", BelowAutograd.apply, "Autograd")
+bound_early = New.apply
+NEW = {
+    "new": New.apply,
+    "bound early": bound_early,
+    "on the context": OnContext.apply,
+    "nested": Nested.apply,
+}
+OLD = {
+    "old": Old.apply,
+    "once": Once.apply,
+    "custom op": by_square,
+    "operator": torch.ops.remat_tests_unseen.by_square,
+}
+
+
+def square(x, w):
+    return x * w * w
+
+
+def by_cell(op, w):
+    return lambda x: op(x.sin(), w).sin()
+
+
+def by_generator(op, w):
+    def forever():
+        while True:
+            yield w
+
+    held = forever()
+    return lambda x: op(x.sin(), next(held)).sin()
+
+
+def by_derived(op, w):
+    double = w * 2
+    return lambda x: op(x.sin(), double).sin()
+
+
+def by_module(op, w):
+    class Norm(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+
+        def forward(self, x):
+            return op(x.sin(), self.w).sin()
+
+    norm = Norm()
+    return lambda x: functional_call(norm, {"w": w}, (x,))
+
+
+HOW = [by_cell, by_generator, by_derived, by_module]
+X, W = rand(4, 3), rand(3, seed=1)
+FIRST = {
+    "grad": lambda f: grad(f)(W, X),
+    "both": lambda f: grad(f, (0, 1))(W, X),
+}
+TRANSFORMS = {
+    **FIRST,
+    "grad grad": lambda f: grad(lambda w: grad(f)(w, X).square().sum())(W),
+    "grad of x's": lambda f: grad(lambda w: grad(f, 1)(w, X).square().sum())(W),
+    "vmap grad": lambda f: vmap(grad(f), (None, 0))(W, torch.stack([X, 2 * X])),
+    "grad vmap": lambda f: grad(lambda w: vmap(f, (None, 0))(w, torch.stack([X, 2 * X])).sum())(W),
+    "outside": lambda f: torch.autograd.grad(grad(f, 1)(w := W.clone().requires_grad_(), X).sum(), w),
+}
+
+
+def loss(wrap, how, op):
+    return lambda w, x: wrap(how(op, w))(x).square().sum()
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("op", NEW)
+def test_functions_of_the_new_style(op, how):
+    for run in TRANSFORMS.values():
+        for policy in ("nothing", "matmuls"):
+            got = run(loss(lambda f, p=policy: remat(f, policy=POLICIES[p]), how, NEW[op]))
+            same(got, run(loss(lambda f: f, how, square)))
+
+
+@pytest.mark.parametrize("op", NEW)
+def test_nested_regions(op):
+    for inner in ("nothing", "matmuls"):
+        for outer in ("nothing", "matmuls"):
+
+            def wrap(fn, inner=inner, outer=outer):
+                region = remat(fn, policy=POLICIES[inner])
+                return remat(lambda x: region(x), policy=POLICIES[outer])
+
+            for run in TRANSFORMS.values():
+                same(run(loss(wrap, by_cell, NEW[op])), run(loss(lambda f: f, by_cell, square)))
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("op", OLD)
+def test_functions_that_torch_func_alone_refuses_or_batches_not(op, how):
+    for run in FIRST.values():
+        same(run(loss(remat, how, OLD[op])), run(loss(lambda f: f, how, square)))
+
+
+def loop(body):
+    def run(x):
+        h = torch.zeros(3, dtype=torch.float64)
+        for row in x:
+            h = body(h + row)
+        return h
+
+    return run
+
+
+def scanned(body):
+    start = torch.zeros(3, dtype=torch.float64)
+    return lambda x: scan_remat(lambda h, row: (body(h + row), None), start, x)[0]
+
+
+SCANS = {
+    "scan": scanned,
+    "region of a scan": lambda f: remat(scanned(f)),
+    "scan of regions": lambda f: scanned(remat(f)),
+}
+
+
+@pytest.mark.parametrize("scan", SCANS)
+@pytest.mark.parametrize("op", NEW)
+def test_in_a_scan(op, scan):
+    for run in (*TRANSFORMS.values(), backward, twice):
+        same(run(loss(SCANS[scan], by_derived, NEW[op])), run(loss(loop, by_derived, square)))
+
+
+def backward(f):
+    w, x = W.clone().requires_grad_(), X.clone().requires_grad_()
+    return torch.autograd.grad(f(w, x), (w, x))
+
+
+def twice(f):
+    w, x = W.clone().requires_grad_(), X.clone().requires_grad_()
+    first = torch.autograd.grad(f(w, x), (w, x), create_graph=True)
+    return torch.autograd.grad(sum(g.square().sum() for g in first), (w, x))
+
+
+def backward_closure(x, w):
+    """The rule of the backward reads what the Function captures."""
+
+    class Closure(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x):
+            return x * 1
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * w * w
+
+    return Closure.apply(x) * w
+
+
+def hook(x, w):
+    y = x * 1
+    if y.requires_grad:
+        y.register_hook(lambda g: g * w)
+    return y * w
+
+
+@pytest.mark.parametrize("name", ["grad", "grad of x's", "grad vmap", "outside"])
+@pytest.mark.parametrize("op", [backward_closure, hook])
+def test_backward_that_reads_a_captured_tensor(op, name):
+    run = TRANSFORMS[name]
+    same(run(loss(remat, by_cell, op)), run(loss(lambda f: f, by_cell, op)))
+
+
+@torch.jit.script
+def scripted(x, w):
+    return x * w * w
+
+
+REFUSED = {
+    **TRANSFORMS,
+    "jvp": lambda f: jvp(lambda w: f(w, X), (W,), (W,)),
+    "hessian": lambda f: hessian(f)(W, X),
+}
+
+
+@pytest.mark.parametrize("how", [by_cell, by_generator, by_derived])
+@pytest.mark.parametrize("name", ["grad", "both", "grad grad", "outside"])
+def test_torchscript_that_reads_a_captured_tensor_is_refused(name, how):
+    with pytest.raises(RematError, match=r"as (an )?argument|must be an argument"):
+        REFUSED[name](loss(remat, how, scripted))
+
+
+@pytest.mark.parametrize("name", ["grad", "both", "grad grad"])
+def test_torchscript_in_a_scan_that_reads_a_captured_tensor_is_refused(name):
+    with pytest.raises(RematError, match=r"as (an )?argument|must be an argument"):
+        REFUSED[name](loss(scanned, by_derived, scripted))
+
+
+def test_message_says_which_tensor():
+    with pytest.raises(RematError, match=r"reads 'w' \(\(3,\)\) from outside.*Pass it as an argument"):
+        grad(loss(remat, by_cell, scripted))(W, X)
+
+
+def test_torchscript_that_reads_arguments_and_constants_runs():
+    constant = rand(3, seed=2)
+
+    def run(wrap):
+        region = wrap(lambda x, w: scripted(scripted(x, w), constant).sin())
+        return grad(lambda w: region(X, w).sum())(W)
+
+    same(run(remat), run(lambda f: f))
+
+
+def test_captured_plain_tensor_beside_its_wrapper_is_a_constant():
+    """Somebody differentiates by `W`, and the region reads `W` as it is."""
+
+    def run(wrap, op):
+        return grad(lambda w: wrap(lambda x: op(x, W) + op(x, w) + W.real.sum())(X).square().sum())(W)
+
+    for op in (square, New.apply):
+        same(run(remat, op), run(lambda f: f, square))

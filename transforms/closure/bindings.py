@@ -1,0 +1,123 @@
+"""Where a function holds its tensors: what a recomputation puts back in modules."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+# Where the modules under a module hold tensors: the tables, and the keys in them.
+Slots = tuple[list[dict[str, Any]], list[str]]
+_slots: weakref.WeakKeyDictionary[torch.nn.Module, Slots] = weakref.WeakKeyDictionary()
+
+
+class Bindings:
+    """Which tensors the modules in reach hold, so that a recomputation sees them again.
+
+    `torch.func.functional_call` puts other tensors into a module for the time of one call; the recomputation
+    runs after that.
+    """
+
+    __slots__ = ("near", "slots")
+
+    # Every tensor in near reach, in an order that is the same for every call of a function: those in the
+    # slots of modules, None in free ones, and behind them those outside of modules.
+    near: list[torch.Tensor | None]
+
+    def __init__(self, function: Callable[..., Any], slots: Slots | None = None) -> None:
+        """What `function` sees now; `slots` are those of a module, if that is what it is."""
+        if slots is not None:
+            self.slots = slots
+            self.near = self._now()
+        else:
+            found = [slots_of(module) for module in _modules(function)]
+            self.slots = [t for tables, _ in found for t in tables], [k for _, keys in found for k in keys]
+            self.near = self._now()
+            self.near.extend(_loose_tensors(function))
+
+    def _now(self) -> list[torch.Tensor | None]:
+        # In C throughout: it happens twice for every region.
+        return list(map(dict.get, *self.slots))
+
+    def changed(self) -> list[tuple[dict[str, Any], str, Any]]:
+        """The slots that hold another tensor now."""
+        if all(map(operator.is_, self._now(), self.near)):
+            return []
+        # Sharded parameters are swapped by FSDP itself, in both passes.
+        return [
+            (held, key, tensor)
+            for held, key, tensor in zip(*self.slots, self.near, strict=False)
+            if held.get(key) is not tensor
+            and not hasattr(tensor, "placements")
+            and not hasattr(held.get(key), "placements")
+        ]
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        changed = self.changed()
+        before = [(held, key, held.get(key)) for held, key, _ in changed]
+        for held, key, tensor in changed:
+            held[key] = tensor
+        try:
+            yield
+        finally:
+            for held, key, tensor in before:
+                held[key] = tensor
+
+
+def slots_of(module: torch.nn.Module) -> Slots:
+    """Where `module` and those in it hold tensors."""
+    slots = _slots.get(module)
+    if slots is None:
+        tables: list[dict[str, Any]] = [
+            t for part in module.modules() for t in (part._parameters, part._buffers)
+        ]
+        slots = [t for t in tables for _ in t], [key for t in tables for key in t]
+        _slots[module] = slots
+    return slots
+
+
+def _loose_tensors(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
+    """Tensors that a callable holds outside of modules: in cells, in what a partial binds, in containers."""
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    parts: Iterable[Any] = ()
+    if isinstance(value, functools.partial):
+        parts = (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, types.FunctionType):
+        parts = cells(value)
+    elif type(value) in (list, tuple):
+        parts = value
+    elif type(value) is dict:
+        parts = value.values()
+    if depth:
+        for part in parts:
+            yield from _loose_tensors(part, depth - 1)
+
+
+def cells(function: types.FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):
+            yield cell.cell_contents
+
+
+def _modules(function: Any) -> Iterator[torch.nn.Module]:
+    """Modules in the near reach of a callable: itself, its self, its cells, what a partial binds."""
+    if isinstance(function, torch.nn.Module):
+        yield function
+    elif isinstance(function, types.MethodType):
+        yield from _modules(function.__self__)
+    elif isinstance(function, functools.partial):
+        for value in (function.func, *function.args, *function.keywords.values()):
+            yield from _modules(value)
+    elif isinstance(function, types.FunctionType):
+        for held in cells(function):
+            if isinstance(held, (torch.nn.Module, functools.partial, types.MethodType)):
+                yield from _modules(held)
