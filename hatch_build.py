@@ -1,10 +1,10 @@
-"""What the build does beyond pyproject.toml: README's links made absolute, and `transforms/` put in its place.
+"""What the build does beyond pyproject.toml.
 
-README's links are relative, so that they work in every checkout and fork. PyPI shows the page alone, so there they lead to
-the repository named in `[project.urls]`, at the tag of the version.
+README's links are relative, so that they work in every checkout and fork. PyPI shows the page alone, so there
+they lead to the repository named in `[project.urls]`, at the tag of the version.
 
-The engine's folder `transforms/` is reached by a symbolic link `remat/transforms`. A checkout without symbolic links (Windows) has
-a text file in its place. So the build excludes the link and includes the folder by its own name.
+The engine's folder `transforms/` is reached by a symbolic link, `remat/transforms`. A checkout without symbolic
+links (Windows) has a text file in its place. So the build excludes the link and includes the folder itself.
 """
 
 from __future__ import annotations

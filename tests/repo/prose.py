@@ -42,7 +42,12 @@ def paragraphs(text: str) -> Iterator[str]:
     for line in [*_without_code(text).splitlines(), ""]:
         bare = line.strip()
         starts = re.match(r"([-*+]|\d+\.)\s", bare)
-        skipped = not bare or bare.startswith(("#", "|", ">>>", "...", ":::")) or line.startswith("    ") and not lines
+        skipped = (
+            not bare
+            or bare.startswith(("#", "|", ">>>", "...", ":::"))
+            or line.startswith("    ")
+            and not lines
+        )
         if (skipped or starts) and lines:
             yield " ".join(lines)
             lines = []
