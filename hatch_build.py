@@ -3,8 +3,8 @@
 README's links are relative, so that they work in every checkout and fork. PyPI shows the page alone, so there
 they lead to the repository named in `[project.urls]`, at the tag of the version.
 
-The engine's folder `transforms/` is reached by a symbolic link, `remat/transforms`. A checkout without symbolic
-links (Windows) has a text file in its place. So the build excludes the link and includes the folder itself.
+The engine's folder `transforms/` is reached by a symbolic link, `remat/transforms`. A checkout without
+symbolic links (Windows) has a text file in its place. So the build excludes the link and includes the folder.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, cast
 
@@ -110,6 +109,7 @@ class Region(torch.nn.Module):
     """Mixed into the class of a module whose forward is a region."""
 
     _remat_class: type[torch.nn.Module]
+    _remat_forward: Callable[..., Any]
     _remat_settings: dict[str, Any]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -127,10 +127,11 @@ def _region_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
     # instance: a copy of the module would go on calling the forward of the one it was copied from.
     @functools.wraps(cls.forward)
     def forward(self: Region, *args: Any, **kwargs: Any) -> Any:
-        bound = types.MethodType(cls.forward, self)
-        return remat(bound, **self._remat_settings)(*args, **kwargs)  # type: ignore[call-overload]
+        # A method under another name: Dynamo follows neither `types.MethodType` nor `super()` to be wrapped.
+        return remat(self._remat_forward, **self._remat_settings)(*args, **kwargs)  # type: ignore[call-overload]
 
-    about = {"forward": forward, "_remat_class": cls, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    about = {"forward": forward, "_remat_forward": cls.forward, "_remat_class": cls}
+    about |= {"__module__": cls.__module__, "__doc__": cls.__doc__}
     made = type(cls.__name__, (Region, cls), about)
     made.__qualname__ = cls.__qualname__
     return made

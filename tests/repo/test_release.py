@@ -1,4 +1,4 @@
-"""What a release needs: one version, one address, links that work on PyPI, and a checkout without symbolic links."""
+"""What a release needs: one version, one address, links for PyPI, a checkout without symbolic links."""
 
 from __future__ import annotations
 
