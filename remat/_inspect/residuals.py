@@ -73,24 +73,40 @@ class Residual:
 
 
 class Residuals(list[Residual]):
-    """The residuals of one call, with their total."""
+    """The residuals of one call, with their totals. No memory is counted twice.
+
+    Reports use three words. *Kept* is what the function made and autograd keeps for the backward:
+    activations. *Held* are arguments and captured tensors (weights) that the backward reads: the caller has
+    them anyway. *Offloaded* is what policies sent to host memory.
+    """
 
     @property
     def bytes(self) -> int:
-        """Bytes of all of them: nothing is counted twice."""
+        """Bytes of all residuals."""
         return sum(r.bytes for r in self)
 
     @property
+    def kept_bytes(self) -> int:
+        """Bytes of activations that stay on their device."""
+        return self.bytes - self.held_bytes - self.host_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of arguments and captured tensors."""
+        return sum(r.bytes for r in self if r.why in ("argument", "captured") and not r.host)
+
+    @property
     def host_bytes(self) -> int:
-        """Of them, bytes that policies sent to host memory."""
+        """Bytes that policies sent to host memory."""
         return sum(r.bytes for r in self if r.host)
 
+    def totals(self) -> str:
+        """The totals in words."""
+        words = f"{format_bytes(self.kept_bytes)} kept, {format_bytes(self.held_bytes)} held"
+        return words + (f", {format_bytes(self.host_bytes)} offloaded" if self.host_bytes else "")
+
     def __str__(self) -> str:
-        inputs = sum(r.bytes for r in self if r.why in ("argument", "captured"))
-        total = f"total {format_bytes(self.bytes)} in {len(self)} tensors"
-        total += f", {format_bytes(inputs)} of it arguments and captured tensors"
-        total += f", {format_bytes(self.host_bytes)} offloaded" if self.host_bytes else ""
-        return "\n".join([*map(str, self), total])
+        return "\n".join([*map(str, self), f"{self.totals()}, in {len(self)} tensors"])
 
 
 def saved_residuals(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Residuals:
@@ -128,7 +144,7 @@ def print_saved_residuals(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) 
         >>> from remat import print_saved_residuals
         >>> print_saved_residuals(lambda x: x.sin(), torch.ones(3))
         f32[3] 12 B from the argument x
-        total 12 B in 1 tensors, 12 B of it arguments and captured tensors
+        0 B kept, 12 B held, in 1 tensors
     """
     print(saved_residuals(fn, *args, **kwargs))
 
