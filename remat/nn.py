@@ -83,6 +83,8 @@ def apply_to(module: M, *, policy: PolicyLike = save_nothing, **options: Any) ->
     # Wrong options are told here, not in the first forward.
     remat(torch.sin, **settings)  # type: ignore[call-overload]
     _strip(module)
+    # Alike for all layers of a class, whose compiled graphs are then copies of one.
+    settings.setdefault("name", type(module).__name__)
     module._remat_settings = settings  # type: ignore[assignment]
     made: Any = _region_class(type(module))
     module.__class__ = made
