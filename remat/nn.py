@@ -16,12 +16,32 @@ from remat._api import remat
 from remat.policies import PolicyLike, as_policy, save_nothing
 from remat.transforms import RematError
 
+__all__ = [
+    "LayerError",
+    "apply",
+    "apply_to",
+    "regions",
+    "remove",
+]
+
 M = TypeVar("M", bound=torch.nn.Module)
 Layers = str | Iterable[str] | type | tuple[type, ...] | Callable[[str, torch.nn.Module], bool]
 
 
 class LayerError(RematError, ValueError):
-    """A description of layers that fits no module of the model."""
+    """A description of layers that fits no module of the model.
+
+    It is a `RematError` and a `ValueError`.
+
+    Example:
+        >>> import torch
+        >>> from remat import nn
+        >>> try:
+        ...     nn.apply(torch.nn.Sequential(torch.nn.Linear(2, 2)), layers="*.h.*")
+        ... except nn.LayerError as error:
+        ...     print("lists of modules in it: '*'" in str(error))
+        True
+    """
 
 
 def apply(
@@ -92,14 +112,36 @@ def apply_to(module: M, *, policy: PolicyLike = save_nothing, **options: Any) ->
 
 
 def remove(model: M) -> M:
-    """Undo `apply`, in place."""
+    """Make all layers ordinary modules again, in place.
+
+    Args:
+        model: what `apply` was called on, or any part of it.
+
+    Returns:
+        `model`.
+
+    Example:
+        >>> import torch
+        >>> from remat import nn
+        >>> model = nn.apply(torch.nn.Sequential(torch.nn.Linear(2, 2)), layers="*")
+        >>> nn.regions(nn.remove(model))
+        []
+    """
     for module in model.modules():
         _strip(module)
     return model
 
 
 def regions(model: torch.nn.Module) -> list[str]:
-    """Qualified names of the submodules that `apply` made regions of."""
+    """Qualified names of the submodules that `apply` made regions of.
+
+    Example:
+        >>> import torch
+        >>> from remat import nn
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())
+        >>> nn.regions(nn.apply(model, layers=torch.nn.Linear))
+        ['0']
+    """
     return [name for name, module in _named(model) if isinstance(module, Region)]
 
 

@@ -39,6 +39,13 @@ class Residual:
         location: `file:line (function)` of the user's code that made it, or None.
         path: where it is found among the arguments, such as `params['layers'][0]['w']`, or None.
         host: whether a policy sent it to host memory.
+
+    Example:
+        >>> import torch
+        >>> from remat import saved_residuals
+        >>> argument, made = saved_residuals(lambda x: x.sin().exp(), torch.ones(3))
+        >>> made.shape, made.bytes, made.why, made.op
+        ((3,), 12, 'output', <OpOverload(op='aten.exp', overload='default')>)
     """
 
     shape: tuple[int, ...]

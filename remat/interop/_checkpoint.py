@@ -157,6 +157,14 @@ class CheckpointFunction:
     Attributes:
         policy: what every region keeps.
         options: other arguments of `remat.remat`.
+
+    Example:
+        >>> import torch
+        >>> from remat import save_matmuls
+        >>> from remat.interop import CheckpointFunction
+        >>> run = CheckpointFunction(save_matmuls)
+        >>> run(torch.tanh, torch.zeros(2), use_reentrant=False)
+        tensor([0., 0.])
     """
 
     policy: PolicyLike = save_nothing

@@ -17,11 +17,20 @@ from remat._api import checkpoint_policy
 from remat.policies import Policy
 from remat.transforms import RematError
 
+__all__ = [
+    "PolicyAC",
+]
+
 _CHECKS = {"default": "metadata"}
 
 
 class PolicyAC(ActivationCheckpointing):
-    """Every transformer block is a region; what it keeps is the config's `policy`, or a budget."""
+    """Every transformer block is a region; what it keeps is the config's `policy`, or a budget.
+
+    Example:
+        >>> from remat.interop.torchtitan import PolicyAC  # doctest: +SKIP
+        >>> config = PolicyAC.Config(policy="save_unbatched_matmuls | save_attention")  # doctest: +SKIP
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(ActivationCheckpointing.Config):

@@ -43,6 +43,13 @@ class ChainPlan:
         recomputed_flops: FLOPs run again.
         cost, unit: modelled price of that.
         seconds: time that planning took.
+
+    Example:
+        >>> import torch
+        >>> from remat.plan import plan_chain
+        >>> planned = plan_chain([torch.sin, torch.exp], torch.ones(64), peak="2KiB")
+        >>> planned(torch.zeros(64)).shape, planned.peak_bytes <= 2048
+        (torch.Size([64]), True)
     """
 
     fn: Callable[..., Any] = field(repr=False, compare=False)

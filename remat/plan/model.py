@@ -56,6 +56,15 @@ class ModelPlan:
         peak_bytes: the most live at once in a step through the regions, simulated.
         cost, unit, lower_bound: as for a `Plan`, of all regions together.
         seconds: time the search took.
+
+    Example:
+        >>> import torch
+        >>> from remat import checkpoint_policy, plan_model, remat
+        >>> block = remat(lambda x: torch.tanh(x @ x).exp(), policy=checkpoint_policy(budget=0.5))
+        >>> x = torch.eye(4, requires_grad=True)
+        >>> planned = plan_model(lambda x: block(block(x)).sum(), x, budget=0.6)
+        >>> len(planned.regions), planned.kept_bytes <= planned.budget
+        (2, True)
     """
 
     fn: Callable[..., Any] = field(repr=False, compare=False)

@@ -42,6 +42,14 @@ class BudgetPolicy(Numbered):
             (see `remat.plan.peak`), beside the budget; None means any. Of use in compiled code: in eager a
             region runs again as a whole before its backward, so that its own peak hardly depends on what it
             keeps; for the peak of many regions there are `plan_model` and `plan_chain`.
+
+    Example:
+        >>> import torch
+        >>> from remat import checkpoint_policy
+        >>> policy = checkpoint_policy(budget=0.5, cost="flops")
+        >>> plan = policy.plan(lambda x: (x @ x).tanh() @ x, torch.ones(8, 8, requires_grad=True))
+        >>> plan.kept_bytes, plan.default_bytes, plan.recomputed_flops
+        (256, 512, 1024.0)
     """
 
     budget: float | int | str

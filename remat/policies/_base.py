@@ -17,7 +17,21 @@ from remat.transforms.compat import HigherOrderOperator, OpOverload, OpOverloadP
 
 
 class PolicyError(RematError, TypeError):
-    """A policy that is none, or that answered with something that is no verdict."""
+    """A value that is not a policy, or a policy that answered with something else than a `Decision` or bool.
+
+    It is a `RematError` and a `TypeError`.
+
+    Example:
+        >>> import torch
+        >>> from remat import remat
+        >>> from remat.policies import PolicyError
+        >>> try:
+        ...     remat(torch.sin, policy=None)
+        ... except PolicyError as error:
+        ...     print(error)
+        policy got None of type NoneType. Write policy=save_nothing (recompute everything) or
+        save_everything (as without remat).
+    """
 
 
 class Policy:
@@ -38,6 +52,17 @@ class Policy:
         counts: whether a verdict depends on how many values were judged before, so that none may be passed
             over. Each forward counts anew (`fresh`).
         asks_again: whether a verdict depends on more than the forward itself.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> from remat import Decision, Policy, save_matmuls
+        >>> @dataclass(frozen=True)
+        ... class SaveBelow(Policy):
+        ...     bytes: int
+        ...     def __call__(self, info):
+        ...         return Decision.SAVE if info.bytes < self.bytes else Decision.RECOMPUTE
+        >>> save_matmuls | SaveBelow(1024)
+        save_matmuls | SaveBelow(bytes=1024)
     """
 
     needs_calls: bool = False
@@ -354,6 +379,12 @@ def as_policy(value: Any) -> Policy:
 
     Raises:
         RematError: it is none of these (also a TypeError).
+
+    Example:
+        >>> import torch
+        >>> from remat.policies import as_policy
+        >>> as_policy(torch.ops.aten.mm.default)
+        save_ops(aten.mm.default)
     """
     return value if isinstance(value, Policy) else _converters[-1](value)
 
@@ -374,4 +405,11 @@ _Op: TypeAlias = "OpOverload[..., Any] | OpOverloadPacket[..., Any] | HigherOrde
 PolicyLike: TypeAlias = (
     "Policy | Callable[[OpInfo], Decision | bool] | _Op | list[Any] | tuple[_Op | str, ...] | Set[_Op | str]"
 )
-"""What `remat(policy=...)` accepts: a policy, a rule, one op, or several ops and `checkpoint_name`s."""
+"""What `remat(policy=...)` accepts: a policy, a rule, one op, or several ops and `checkpoint_name`s.
+
+Example:
+    >>> import torch
+    >>> from remat import checkpoint_policy
+    >>> checkpoint_policy([torch.ops.aten.mm.default, "hidden"])
+    save_names('hidden') | save_ops(aten.mm.default)
+"""

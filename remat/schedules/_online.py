@@ -66,7 +66,17 @@ class _WangMoin:
 
 @dataclass(frozen=True)
 class Online(Binomial):
-    """`slots` carries for a loop of unknown length: as `Revolve` while n < (c + 1)(c + 2) / 2."""
+    """`slots` carries for a loop of unknown length: as `Revolve` while n < (c + 1)(c + 2) / 2.
+
+    Attributes:
+        slots: carries kept, the initial one counted.
+
+    Example:
+        >>> from remat.schedules import Online
+        >>> stats = Online(8).stats(100)
+        >>> stats.slots, stats.recomputed
+        (8, 198)
+    """
 
     def capacity(self, n: int) -> int:
         return self.slots
