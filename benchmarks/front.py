@@ -3,7 +3,7 @@
     python -m benchmarks.front     # writes benchmarks/results/front.csv and docs/figures/front.png
 
 A GPT of blocks 4096 wide, on 4 x 2048 tokens, in bfloat16 with flash attention. Left: the peak of a step
-against depth, simulated by the planner for a backward in eager. Parameters' gradients count, parameters do not.
+against depth, simulated by the planner for eager. Gradients of parameters count, parameters do not.
 Right: what 24 blocks keep, against the FLOPs that a step recomputes: the planner's frontier, and policies.
 """
 

@@ -214,7 +214,7 @@ class Plan(Policy):
 
     def _lines(self) -> list[str]:
         what = [f"{k.position:>5} {k.op} {list(k.shape)} {k.dtype} {k.bytes:,} bytes" for k in self.kept]
-        return [*what, f"keeps {self.kept_bytes:,} bytes, runs {self.recomputed_flops:.4g} FLOPs again"]
+        return [*what, f"keeps {self.kept_bytes:,} bytes, recomputes {self.recomputed_flops:.4g} FLOPs"]
 
     def __str__(self) -> str:
         share = self.kept_bytes / self.default_bytes if self.default_bytes else 0.0

@@ -1,8 +1,8 @@
 """The code on pages: blocks of python, what they print, and what they raise.
 
-A page's blocks run one after the other in one namespace. What a block prints stands in the `text` block after it.
-A block with `title="Raises"` ends with an error, whose class and message are in the `text` block after it, with
-line breaks anywhere. Comments say the rest:
+A page's blocks run one after the other in one namespace. What a block prints stands in the `text` block after
+it. A block with `title="Raises"` ends with an error, whose class and message are in the `text` block after it,
+with line breaks anywhere. Comments say the rest:
 
 - `<!-- before: CODE -->` runs and is not shown: what the page takes for granted.
 - `<!-- slow -->` marks a page that takes seconds.
@@ -29,7 +29,8 @@ from pathlib import Path
 import torch
 
 _PART = re.compile(
-    r"<!-- before:\n(?P<hidden>.*?)-->|^(?P<indent>[ \t]*)```(?P<info>[^\n]*)\n(?P<code>.*?)^(?P=indent)```[ \t]*$",
+    r"<!-- before:\n(?P<hidden>.*?)-->"
+    r"|^(?P<indent>[ \t]*)```(?P<info>[^\n]*)\n(?P<code>.*?)^(?P=indent)```[ \t]*$",
     re.DOTALL | re.MULTILINE,
 )
 _TITLE = re.compile(r'title="([^"]*)"')

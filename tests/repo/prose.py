@@ -37,7 +37,7 @@ def _without_code(text: str) -> str:
 
 
 def paragraphs(text: str) -> Iterator[str]:
-    """Running text. A list item or a table's cell is a paragraph of its own; code and headings are left out."""
+    """Running text. A list item or a table's cell is a paragraph; code and headings are left out."""
     lines: list[str] = []
     for line in [*_without_code(text).splitlines(), ""]:
         bare = line.strip()
