@@ -1,8 +1,8 @@
 """The code on pages: blocks of python, what they print, and what they raise.
 
 A page's blocks run one after the other in one namespace. What a block prints stands in the `text` block after
-it. A block with `title="Raises"` ends with an error, whose class and message are in the `text` block after it,
-with line breaks anywhere. Comments say the rest:
+it. A block with `title="Raises"` ends with an error, whose class and message are in the `text` block after
+it, with line breaks anywhere. Comments say the rest:
 
 - `<!-- before: CODE -->` runs and is not shown: what the page takes for granted.
 - `<!-- slow -->` marks a page that takes seconds.

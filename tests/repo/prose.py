@@ -71,7 +71,17 @@ def docstrings(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             if doc := ast.get_docstring(node):
-                yield doc
+                yield _itemized(doc)
+
+
+def _itemized(doc: str) -> str:
+    """A docstring whose arguments and attributes are list items."""
+    lines = []
+    for line in doc.splitlines():
+        section = re.fullmatch(r"(Args|Attributes|Returns|Raises|Example):", line)
+        item = re.match(r"    (?=[\w*`][\w*, `.]*: )", line)
+        lines.append("" if section else f"- {line[4:]}" if item else line.removeprefix("        "))
+    return "\n".join(lines)
 
 
 def messages(path: Path) -> Iterator[str]:
