@@ -145,10 +145,10 @@ class _Counted(transfer.Lane):
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
 
-    def send(self, tensor: Tensor) -> tuple[Tensor, Any]:
+    def send(self, tensor: Tensor, into: Tensor | None = None) -> tuple[Tensor, Any]:
         self.ledger.sending = True
         try:
-            host, _ = super().send(tensor)
+            host, _ = super().send(tensor, into)
         finally:
             self.ledger.sending = False
         self.ledger.sent += host.nbytes

@@ -29,6 +29,11 @@ class _Active(threading.local):
     place: str | None = None  # the user's line of the op that runs again, for those
     quiet = False
     unasked = False
+    seeding = False  # whether the op that runs draws a seed
+    travelling: str | None = None  # where what runs brings a value, "host" or "device"
+    evaluating = False  # whether a step of a scan runs for its shapes alone: a scan in it runs no steps
+    shown: Any = None  # the scan in eager that Dynamo is shown stand-ins of, in a list, until it has begun
+    owner: list[Any] | None = None  # holds what must live as long as the steps that are being compiled
 
     def __init__(self) -> None:
         self.rerun: list[str] = []  # names of the regions that are being run again
@@ -36,6 +41,18 @@ class _Active(threading.local):
 
 
 active = _Active()
+_NOTHING = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def scoped(**fields: Any) -> Iterator[None]:
+    """Let these be so for a while."""
+    before = {name: getattr(active, name) for name in fields}
+    active.__dict__.update(fields)
+    try:
+        yield
+    finally:
+        active.__dict__.update(before)
 
 
 class Mode(DispatchMode):
@@ -71,16 +88,17 @@ def enclosing() -> Mode | None:
     return stack[-1] if stack else None
 
 
-@contextlib.contextmanager
-def inside() -> Iterator[None]:
+def inside() -> AbstractContextManager[None]:
     """Tell the enclosing recording, if any, that what runs now is a region of its own.
 
     Where the function around runs again, that region runs a forward of its own, with all of its ops.
     """
     mode = enclosing()
-    if mode is None or not mode.reruns:
-        yield
-        return
+    return _NOTHING if mode is None or not mode.reruns else _inside(mode)
+
+
+@contextlib.contextmanager
+def _inside(mode: Mode) -> Iterator[None]:
     start = mode.position
     yield
     mode.tape.inner.append((start, mode.position))
@@ -171,7 +189,6 @@ def unasked(function: Callable[..., Any], *args: Any) -> Any:
 
 
 # -- regions around the code at hand ---------------------------------------------------------------------
-_NOTHING = contextlib.nullcontext()
 
 
 def run_innermost(
@@ -193,15 +210,9 @@ def selecting() -> bool:
     return active.selecting
 
 
-@contextlib.contextmanager
-def choosing() -> Iterator[None]:
+def choosing() -> AbstractContextManager[None]:
     """Around a function that a policy lets run as it is: the innermost region there keeps all values."""
-    before = active.selecting
-    active.selecting = True
-    try:
-        yield
-    finally:
-        active.selecting = before
+    return scoped(selecting=True)
 
 
 def recomputing(name: str) -> Callable[[], Any]:

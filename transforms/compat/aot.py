@@ -33,11 +33,6 @@ def is_tracing() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None
 
 
-def depth() -> int:
-    """How many functorch levels are active; the innermost has this number."""
-    return len(_functorch_c.get_interpreter_stack() or ())
-
-
 # Functions of Dynamo's graphs that take the number of a functorch level, and at which position.
 _LEVEL_ARGUMENTS = {
     "_wrap_for_grad": 1,
@@ -174,32 +169,32 @@ _compiling = threading.local()
 def compiler() -> Callable[..., Any] | None:
     """What compiles the graph that is being traced: (graph, inputs) -> callable; None if nobody knows.
 
-    Dynamo calls its backend while its translator is still there, which knows it. (2.11, 2.13, 2.15)
+    Dynamo calls its backend while its translator is still there, which knows it.
     """
     inner = getattr(_compiling, "compiler", None)
     if inner is not None:
         return inner
-    from torch._dynamo.symbolic_convert import tls
-
-    translator = getattr(tls, "current_tx", None)
+    translator = _translator()
     found = None if translator is None else translator.output.compiler_fn
     # Dynamo wraps backends to write down what fails.
     return getattr(found, "_torchdynamo_orig_backend", found)
 
 
 def live_with_graph(thing: Any) -> bool:
-    """Keep `thing` for as long as the code that Dynamo is making now; whether it is making any.
-
-    (2.11, 2.13, 2.15)
-    """
-    from torch._dynamo.symbolic_convert import tls
-
-    translator = getattr(tls, "current_tx", None)
+    """Keep `thing` for as long as the code that Dynamo is making now; whether it is making any."""
+    translator = _translator()
     if translator is None:
         return False
     # What is called once the code is gone, and let go of then.
     translator.output.cleanups.append(functools.partial(bool, thing))
     return True
+
+
+def _translator() -> Any | None:
+    """What Dynamo translates by now, if it does."""
+    from torch._dynamo.symbolic_convert import tls
+
+    return getattr(tls, "current_tx", None)
 
 
 def dynamo_errors() -> type[Exception]:

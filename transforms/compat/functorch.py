@@ -69,6 +69,11 @@ innermost_level: Callable[[], Any] = retrieve_current_functorch_interpreter
 level_stack: Callable[[], list[Any] | None] = _functorch_c.get_interpreter_stack
 
 
+def depth() -> int:
+    """How many functorch levels are active; the innermost has this number."""
+    return len(level_stack() or ())
+
+
 def interpreter() -> Any | None:
     """The innermost functorch level, or None outside every transform."""
     return innermost_level() if in_transform() else None
@@ -109,16 +114,11 @@ def levels() -> list[tuple[int, Any, str]]:
     """The active functorch levels from the outermost: number, kind (GRAD, VMAP, JVP, ...), vmap's
     randomness."""
     found = []
-    for level in interpreters():
+    for level in level_stack() or ():
         kind = level.key()
         chance = _functorch_c.CVmapInterpreterPtr(level).randomness().name.lower() if kind == VMAP else ""
         found.append((level.level(), kind, chance))
     return found
-
-
-def interpreters() -> list[Any]:
-    """The active functorch levels as torch has them, from the outermost."""
-    return level_stack() or []
 
 
 def batch_size(level: Any) -> Any:

@@ -17,6 +17,9 @@ from torch._functorch.pyfunctorch import (
     temporarily_clear_interpreter_stack,
 )
 from torch._higher_order_ops.cond import cond_op
+from torch._ops import HigherOrderOperator as HigherOrderOperator  # torch has no public names for these
+from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._ops import _compute_keyset
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack

@@ -41,7 +41,7 @@ def early_value(frame: Any, at: int, recorder: Recorder) -> torch.Tensor:
 def _partly(frame: Any, at: int, recorder: Recorder) -> dict[int, torch.Tensor]:
     """What was saved so far and may still be asked for."""
     tape = frame.tape
-    wanted = [i for i in computed(frame) if i == at or frame.handles[i]() is not None]
+    wanted = [i for i in computed(frame) if i == at or frame.is_held(i)]
     needs = Needs(tape, sources(frame, wanted), recorder.kept)
     if needs.whole:
         raise RematError(

@@ -34,7 +34,7 @@ from remat.transforms.context import MemoryWatch, quiet, run_innermost
 from remat.transforms.eager.early import early_value
 from remat.transforms.eager.inputs import Inputs
 from remat.transforms.eager.rerun import Rerun
-from remat.transforms.eager.saved import DroppedInput, Packer, Residuals, SavedInput, watcher
+from remat.transforms.eager.saved import DroppedInput, Handle, Packer, Residuals, SavedInput, watcher
 from remat.transforms.eager.settle import computed, differentiated, note_away, settle, sources, tell_around
 from remat.transforms.errors import RematError
 from remat.transforms.offload import Store
@@ -48,16 +48,6 @@ from remat.transforms.tape import (
     Recorder,
     Tape,
 )
-
-
-class Handle:
-    """What autograd holds in the place of a value: it is gone when no backward can want the value."""
-
-    __slots__ = ("__weakref__", "at", "value")
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-        self.value: torch.Tensor | None = None  # the value itself, where it is held as it is
 
 
 class Frame(Packer):
@@ -107,7 +97,7 @@ class Frame(Packer):
         self.kept: dict[int, Any] = {}
         self.held: dict[int, SavedInput] = {}
         self.dropped: dict[int, DroppedInput] = {}
-        self.handles: list[weakref.ref[Handle]] = []
+        self.handles: list[weakref.ref[Handle] | None] = []  # None where nobody asked for one
         self.values: dict[int, torch.Tensor] = {}
         self.random: dict[int, Any] = {}
         self.snapshots: dict[int, Any] = {}
@@ -124,7 +114,7 @@ class Frame(Packer):
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], known: CachedTrace | None) -> Any:
         """Run the function and settle what is kept of it; `known` is what an earlier call did."""
-        region, inputs = self.region, self.inputs
+        region, inputs, pack = self.region, self.inputs, self.pack
         casts, select = inputs.ambient.casts, region.selector
         if known is None:
             tape = Tape(region.name)
@@ -134,9 +124,11 @@ class Frame(Packer):
         else:
             recorder = GuardMode(known.tape, known.kept, select, inputs.tensors, casts)
             self.residuals = Residuals((), None) if known.residual else None
+            if self.residuals is None and known.ends is None and not region.cache.differentiates:
+                pack = self.pack_expected
         self.recorder = recorder
         watching = recorder.selector.watching() if recorder.selector else contextlib.nullcontext()
-        push_hooks(self.pack, self.unpack)
+        push_hooks(pack, self.unpack)
         try:
             with watching, MemoryWatch(), recorder:
                 out = run_innermost(region.function, select is not None, args, kwargs)
@@ -182,6 +174,15 @@ class Frame(Packer):
             self.residuals = None
         return handle
 
+    def pack_expected(self, tensor: torch.Tensor) -> Any:
+        """As `pack`, where the forward is the known one and nobody asks what becomes of the handles."""
+        recorder: Any = self.recorder
+        at = recorder.packs
+        if self.inputs.hooks is None and recorder.expects(tensor):
+            return at
+        self.handles += [None] * (at - len(self.handles))
+        return self.pack(tensor)
+
     def lesson(self) -> CachedTrace | None:
         """What this forward tells of the next call with the same signature, None if nothing."""
         tape, program = self.tape, self.program
@@ -223,17 +224,17 @@ class Frame(Packer):
     def hold_residuals(self, residuals: Residuals) -> None:
         """Hold all that autograd saves as it is."""
         for ref, tensor in zip(self.handles, residuals.tensors, strict=True):
-            if (handle := ref()) is not None:
+            if ref is not None and (handle := ref()) is not None:
                 handle.value = tensor.detach()
         residuals.finish()
 
     # -- backward --------------------------------------------------------------------------------------
 
-    def unpack(self, handle: Handle) -> torch.Tensor:
-        at = handle.at
+    def unpack(self, handle: Any) -> torch.Tensor:
+        at = handle if type(handle) is int else handle.at
         if self.recorder is not None:
             return early_value(self, at, self.recorder)
-        if handle.value is not None:
+        if handle is not at and handle.value is not None:
             return handle.value.detach()
         there = self.direct.get(at)
         if there is not None and there in self.held:
@@ -311,11 +312,13 @@ class Frame(Packer):
         if self.reach is None or graph_task() == -1:
             return None
         idle = self.reach.idle_now()
-        return {
-            i
-            for i, (ref, owner) in enumerate(zip(self.handles, self.tape.owners, strict=True))
-            if ref() is not None and (owner is None or owner not in idle)
-        }
+        owners = enumerate(self.tape.owners)
+        return {i for i, owner in owners if (owner is None or owner not in idle) and self.is_held(i)}
+
+    def is_held(self, i: int) -> bool:
+        """Whether saved value `i` may still be asked for."""
+        ref = self.handles[i] if i < len(self.handles) else None
+        return ref is None or ref() is not None
 
     def _program_for(self, wanted: list[int]) -> Program:
         wanted = [i for i in wanted if i not in self.direct]

@@ -26,7 +26,7 @@ def report_frame(frame: Frame, recorder: Recorder) -> None:
         for tensor, away in held_tensors(value):
             report(Kept("policy", tensor, name, at, maker.op, node.name or maker.name, away))
     for i, ref in enumerate(frame.handles):
-        handle = ref()
+        handle = None if ref is None else ref()
         if handle is None or handle.value is None:
             continue
         number, _ = tape.packed[i]

@@ -40,7 +40,7 @@ class Rerun:
     def run(self) -> dict[int, torch.Tensor]:
         """All saved values, by their numbers."""
         frame, inputs = self.frame, self.frame.inputs
-        args, kwargs = inputs.rebuild([frame.outside(at) for at in range(frame.tape.arguments)])
+        args, kwargs = inputs.rebuild([frame.outside(at).detach() for at in range(frame.tape.arguments)])
         for at, held in frame.held.items():
             if at >= frame.tape.arguments and not _is_shared(frame, at):
                 # Only to see that it was not written to.

@@ -15,6 +15,16 @@ from remat.transforms.tape import memory_of, version_of, written
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
+class Handle:
+    """What autograd holds in the place of a value: it is gone when no backward can want the value."""
+
+    __slots__ = ("__weakref__", "at", "value")
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+        self.value: torch.Tensor | None = None  # the value itself, where it is held as it is
+
+
 class Packer:
     """Base of what stands behind saved-tensor hooks."""
 
@@ -53,15 +63,15 @@ class SavedInput:
             self.packed, self.unpack = hooks[0](tensor.detach()), hooks[1]
 
     def get(self, region: str, path: Callable[[torch.Tensor], str | None]) -> torch.Tensor:
-        """The tensor again, without a history; `path` finds what the user calls it."""
+        """The tensor again, without a history, the same object each time; `path` finds its name."""
         if self.unpack is not None:
             if self._fetched is None:
                 self._fetched = self.unpack(self.packed).detach()
-            return self._fetched.detach()
+            return self._fetched
         packed = self.packed
         if self.version >= 0 and (0 if packed.is_inference() else packed._version) != self.version:
             raise RematError(written(region, self.packed, path(self.packed)))
-        return self.packed.detach()
+        return packed
 
     def forget(self) -> None:
         """Let go of what an enclosing region has made again."""

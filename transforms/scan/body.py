@@ -80,7 +80,7 @@ class Body:
     def _row(self, x: Tensors) -> Any:
         if self.x_is_leaf:
             return x[0] if x else None
-        return unflatten(merge(self.x_blank, self.x_at, list(x)), self.spec.xs.spec)
+        return unflatten(merge(self.x_blank, self.x_at, x), self.spec.xs.spec)
 
     def _evaluated(self, carry: Leaves, row: Any) -> tuple[list[int], Any]:
         versions = [version(leaf) for leaf in carry]

@@ -9,11 +9,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from remat.transforms.compat import DispatchMode
+from remat.transforms.compat import DispatchMode, direct_call
 from remat.transforms.context import active, quiet
 from remat.transforms.offload import send
 from remat.transforms.ops import is_shape_arithmetic, traits
@@ -30,6 +30,8 @@ from remat.transforms.tape.values import (
     storage,
     tensors_in,
 )
+
+_weak = weakref.ref
 
 
 class GuardMode(Recorder):
@@ -93,8 +95,14 @@ class GuardMode(Recorder):
         at = self.at
         if at < len(expected.nodes):
             node = expected.nodes[at]
-            if node.op is func and (self._is_just(node, args, kwargs) or self._matches(node, args, kwargs)):
-                return self._follow(at, node, func, args, kwargs)
+            if node.op is func:
+                check = node.check or _prepared(node)
+                if (
+                    self._is_just(check, args)
+                    if check.flat and not kwargs
+                    else self._matches(node, args, kwargs)
+                ):
+                    return self._follow(at, node, check, args, kwargs)
         facts = traits(func)
         if facts.ignored or (not expected.meta and is_shape_arithmetic(args)):
             return self._pass(func, facts, args, kwargs or {})
@@ -103,23 +111,26 @@ class GuardMode(Recorder):
 
     # -- comparing -------------------------------------------------------------------------------------------
 
-    def _is_just(self, node: Node, args: Any, kwargs: Any) -> bool:
-        """Whether an op is called as on the tape, with known tensors: the usual case, in a hurry."""
-        refs, constants, count = node.check or _prepared(node)
-        if len(args) != count or kwargs:
+    def _is_just(self, check: Check, args: Any) -> bool:
+        """Whether an op without tensors in lists is called as on the tape: the usual case, in a hurry."""
+        if len(args) != check.count:
             return False
-        table = self._numbers
-        for i, want in refs:
+        table, bound = self._numbers, len(self.outside)
+        for i, want in check.refs:
             value = args[i]
             found = table.get(id(value))
-            if found is None or found[1] != want or found[0]() is not value:
-                return False
-        for i, want, plain in constants:
+            if found is None or found[0]() is not value:
+                if want < 0 and isinstance(value, torch.Tensor) and self._binds(-1 - want, value):
+                    continue
+                return self._unbind(bound)
+            if found[1] != want:
+                return self._unbind(bound)
+        for i, want, plain in check.constants:
             value = args[i]
             if value is not want and not (
                 (type(value) is type(want) and value == want) if plain else constants_alike(want, value)
             ):
-                return False
+                return self._unbind(bound)
         return True
 
     def _matches(self, node: Node, args: Any, kwargs: Any) -> bool:
@@ -129,6 +140,10 @@ class GuardMode(Recorder):
             alike = all(map(self._alike, node.args, args))
             if alike and (not kwargs or self._alike(node.kwargs, kwargs)):
                 return True
+        return self._unbind(bound)
+
+    def _unbind(self, bound: int) -> bool:
+        """Forget the tensors from outside that a call has bound which is another one after all."""
         for tensor in self.outside[bound:]:
             self._numbers.pop(id(tensor), None)
         del self.outside[bound:]
@@ -178,22 +193,22 @@ class GuardMode(Recorder):
 
     # -- following -------------------------------------------------------------------------------------------
 
-    def _follow(self, at: int, node: Node, func: Any, args: Any, kwargs: Any) -> Any:
+    def _follow(self, at: int, node: Node, check: Check, args: Any, kwargs: Any) -> Any:
         """Run an op that is the one on the tape."""
-        if node.written or node.draws:
-            self._before(at, node, func, args, kwargs or {})
+        if check.watched:
+            self._before(at, node, args, kwargs or {})
         parent = self.parent
         around = -1 if parent is None else parent.position
-        out = func(*args, **kwargs) if kwargs else func(*args)
+        out = check.call(*args, **kwargs) if kwargs else check.call(*args)
         if parent is not None:
             self._link(at, around)
         self.at = at + 1
         number, table = node.first, self._numbers
         if isinstance(out, torch.Tensor):
-            table[id(out)] = weakref.ref(out), number
+            table[id(out)] = _weak(out), number
         else:
             for tensor in tensors_in(out):
-                table[id(tensor)] = weakref.ref(tensor), number
+                table[id(tensor)] = _weak(tensor), number
                 number += 1
         if at in self.expected_kept:
             self.kept[at] = self._hold_again(node, out)
@@ -209,28 +224,37 @@ class GuardMode(Recorder):
         root = None if whole else self.kept.get(node.root)
         return quiet(map_tensors, lambda tensor: send(tensor, root), out)
 
-    def _before(self, at: int, node: Node, func: Any, args: Any, kwargs: Any) -> None:
+    def _before(self, at: int, node: Node, args: Any, kwargs: Any) -> None:
         if node.draws:
             self.random[at] = quiet(GeneratorState, args, kwargs)
         for root in node.written:
             if root < 0 and root not in self.snapshots:
-                self._snapshot(func, root)
+                self._snapshot(root)
         if node.overwrites:
             self._copy_kept(node.overwrites)
 
-    def pack(self, tensor: torch.Tensor, owner: int | None) -> int:
+    def expects(self, tensor: torch.Tensor) -> bool:
+        """Autograd saves `tensor`: whether the forward is still the one on the tape, and saved this too."""
         expected, at = self.expected, self.packs
-        if expected is not None:
-            if at < len(expected.packed):
-                number, position = expected.packed[at]
-                found = self._numbers.get(id(tensor))
-                known = found[1] if found is not None and found[0]() is tensor else None
-                if position == self.at and (
-                    known == number or (known is None and self._binds(-1 - number, tensor))
-                ):
-                    self.packs = at + 1
-                    return number
-            self.leave()
+        if expected is None or at >= len(expected.packed):
+            return False
+        number, position = expected.packed[at]
+        if position != self.at:
+            return False
+        found = self._numbers.get(id(tensor))
+        if found is None or found[0]() is not tensor:
+            if not self._binds(-1 - number, tensor):
+                return False
+        elif found[1] != number:
+            return False
+        self.packs = at + 1
+        return True
+
+    def pack(self, tensor: torch.Tensor, owner: int | None) -> int:
+        if self.expects(tensor):
+            assert self.expected is not None
+            return self.expected.packed[self.packs - 1][0]
+        self.leave()
         return super().pack(tensor, owner)
 
     def name(self, tensor: torch.Tensor, name: str) -> None:
@@ -327,14 +351,32 @@ class _Past:
     def judge_again(self, at: int, verdict: int, value: torch.Tensor) -> None: ...
 
 
-def _prepared(node: Node) -> Any:
-    """What to compare of a call: tensors by their numbers, and constants; False where it takes more."""
+class Check(NamedTuple):
+    """What a later call of an op is compared by.
+
+    Attributes:
+        flat: whether positions tell all: no keywords, and no tensors in lists.
+        count: of arguments.
+        refs: positions of tensors, and their numbers.
+        constants: positions and values of the others, and whether == is all that there is to compare.
+        watched: whether something has to be noted before the op runs.
+        call: what runs it.
+    """
+
+    flat: bool
+    count: int
+    refs: tuple[tuple[int, int], ...]
+    constants: tuple[tuple[int, Any, bool], ...]
+    watched: bool
+    call: Callable[..., Any]
+
+
+def _prepared(node: Node) -> Check:
     refs = tuple([(i, int(arg)) for i, arg in enumerate(node.args) if type(arg) is Ref])
-    others = [(i, arg, _is_plain(arg)) for i, arg in enumerate(node.args) if type(arg) is not Ref]
-    if node.kwargs or any(_holds_refs(arg) for _, arg, _ in others):
-        node.check = (), (), -1
-    else:
-        node.check = refs, tuple(others), len(node.args)
+    others = tuple([(i, arg, _is_plain(arg)) for i, arg in enumerate(node.args) if type(arg) is not Ref])
+    flat = not node.kwargs and not any(_holds_refs(arg) for _, arg, _ in others)
+    watched = bool(node.written) or node.draws
+    node.check = Check(flat, len(node.args), refs, others, watched, direct_call(node.op))
     return node.check
 
 

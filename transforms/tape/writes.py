@@ -36,9 +36,9 @@ class WriteWatch(Verdicts):
             elif any(self.tape.outside[i].root == root for i in range(self.tape.arguments)):
                 raise RematError(self._refusal(func, tensor))
             elif root not in self.snapshots:
-                self._snapshot(func, root)
+                self._snapshot(root)
 
-    def _snapshot(self, func: Any, root: int) -> None:
+    def _snapshot(self, root: int) -> None:
         """Hold memory from outside as it is before the region writes to it, for the recomputation."""
         self.snapshots[root] = quiet(Snapshot, self.outside[-1 - root])
 
