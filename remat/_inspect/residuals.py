@@ -27,13 +27,15 @@ _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c",
 
 @dataclass(frozen=True)
 class Residual:
-    """One block of memory that waits for the backward.
+    """One block of memory that waits for the backward. Sizes are bytes.
 
     Attributes:
-        shape, dtype, device: of the tensor that is kept; of several views of one block, the first.
-        bytes: what the block takes, which for a view is the whole of what it looks into.
-        why: "argument"; "captured" (neither an argument nor made by the function); "policy" (one saved it);
-            "random" (generator state); "output" (of an op, which autograd or a region keeps).
+        shape: sizes of the tensor; of several views of one block, of the first.
+        dtype: its element type.
+        device: where it is.
+        bytes: of the whole block, also where the tensor is a view of a part.
+        why: "argument"; "captured" (from outside, such as a weight); "policy" (a policy saved it); "random"
+            (generator state); "output" (of an op: autograd or a region keeps it).
         op: the op that made it, None for arguments and captured tensors.
         name: its `checkpoint_name`, or None.
         location: `file:line (function)` of the user's code that made it, or None.

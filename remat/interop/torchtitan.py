@@ -35,7 +35,7 @@ class PolicyAC(ActivationCheckpointing):
     @dataclass(kw_only=True, slots=True)
     class Config(ActivationCheckpointing.Config):
         policy: str = "save_unbatched_matmuls"
-        """Name of a ready policy of `remat.policies`; several, joined by `|`, keep what either keeps."""
+        """Name of a built-in policy of `remat.policies`; several, joined by `|`, keep what either keeps."""
 
         budget: float | None = None
         """Instead of a policy: the share of the activation bytes that a block may keep, from 0 to 1."""

@@ -135,7 +135,7 @@ def pareto(
     kwargs: Mapping[str, Any] | None = None,
     **keywords: Any,
 ) -> Frontier:
-    """Plans of a region over all budgets, with the lower bound, the ready policies, and torch's own plans.
+    """Plans of a region over all budgets, with the lower bound, the built-in policies, and torch's own plans.
 
     Args:
         fn: the region; traced on fake tensors, nothing is computed.

@@ -121,7 +121,7 @@ def kind_of(op: Any) -> Kind | None:
 
 
 def register_costly_op(op: Any, kind: Kind = "matmul") -> None:
-    """Make the ready policies treat `op` as costly.
+    """Make the built-in policies treat `op` as costly.
 
     Args:
         op: a `torch.ops` overload, a packet (all its overloads), a higher-order operator, a

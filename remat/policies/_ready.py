@@ -1,4 +1,4 @@
-"""The ready policies and those made from ops and names."""
+"""The built-in policies, and factories of policies for ops and names."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ LONG = 25
 # What stands for one word: code, links, formulas.
 _CODE = re.compile(r"``?[^`\n]+``?")
 _LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
-_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[]*[A-Z0-9`*_])")
+_END = re.compile(r"(?<=[.!?])[\"')\]*]*\s+(?=[\"'(\[]*[A-Z0-9`*_])")
 
 
 def pages(root: Path = ROOT) -> list[Path]:

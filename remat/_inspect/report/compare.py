@@ -95,7 +95,7 @@ def compare(
     Args:
         fn: a function or module.
         args, keywords: its arguments.
-        policies: policies, or what `remat(policy=...)` accepts as one. By default the ready ones.
+        policies: policies, or what `remat(policy=...)` accepts as one. By default the built-in ones.
         kwargs: keywords of `fn` that are named like options here, such as `kwargs={"policies": 3}`. An option
             that `fn` also takes is refused where there is no `kwargs`, as it may be meant for either.
 

@@ -98,9 +98,9 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation
         args, kwargs: its arguments.
 
     Returns:
-        An `Explanation`: kept values with their bytes and reasons, recomputed ops, FLOPs and bytes moved by
-        class of op with forward, recomputation and backward side by side, and notes that say where a remat
-        does not help. `print` it, show it in a notebook, or `.save("report.html")`.
+        An `Explanation`. It has kept values with bytes and reasons, recomputed ops, and FLOPs and bytes moved
+        by class of op and pass. Notes say where a remat does not help. `print` it, show it in a notebook, or
+        `.save("report.html")`.
 
     Raises:
         RematError: under a transform of `torch.func` (it may be inside), or with nothing to differentiate.
