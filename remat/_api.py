@@ -106,9 +106,9 @@ def remat(
         static_argnums: positions of arguments that are handed through as they are (no pytrees, no tensors).
         static_argnames: names of such keyword arguments.
         preserve_rng_state: draw the same random numbers in the recomputation.
-        determinism_check: what is compared in a recomputation. "metadata": shape, dtype and device. "exact":
-            all results bitwise, and the first op that differs is named (slow, for debugging). "none":
-            nothing.
+        determinism_check: "metadata" compares shape, dtype and device of what is recomputed. "exact" compares
+            all results bitwise and names the first op that differs; it is slow, for debugging. "none"
+            compares nothing.
 
     Returns:
         A function with `fn`'s signature, name and docstring; `fn` itself is its `__wrapped__`.
@@ -193,8 +193,8 @@ def checkpoint_policy(
     """Make a policy value.
 
     Args:
-        rule: a function from `OpInfo` to `Decision` or bool (also as a decorator); or an op or a collection
-            of ops, which are saved; or a `checkpoint_name` or a collection of them, likewise; or a policy.
+        rule: a function from `OpInfo` to `Decision` or bool (also as a decorator). Or what is saved: an op, a
+                `checkpoint_name`, or a collection of them. Or a policy.
         budget: instead of a rule. A float from 0 to 1 is a share of the bytes that no remat would keep for
             the region. An int, or a string such as `"2GiB"`, is bytes. What to keep is solved to optimality.
         peak: instead of a rule, or beside `budget`: the most bytes that may be live at once in forward and

@@ -38,8 +38,8 @@ def capture(fn: Callable[..., Any], names: str | Iterable[str]) -> Callable[...,
         a `torch.func.vmap`. Nothing more is kept for the backward; what is recomputed is not collected again.
 
     Raises:
-        RematError: when called, if `fn` gives no such name, or gives it inside a `scan_remat` (return it
-            among the ys instead), or has been compiled (compile the capture instead).
+        RematError: when called. `fn` gives no such name, or gives it inside a `scan_remat` (return it among
+            the ys instead), or has been compiled (compile the capture instead).
 
     Example:
         >>> import torch

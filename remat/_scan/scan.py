@@ -72,9 +72,9 @@ def scan_remat(
         policy: what is kept inside steps, where the values of several steps are alive at once: with "all"
             (the whole scan) and with "sqrt" (a segment). With a number of carries nothing is left to decide:
             every step is reversed right after it is evaluated.
-        checkpoints: which carries are kept. "all"; "sqrt" (about 2 sqrt(length) carries, one sweep more); an
-            int c (c carries, the initial one counted, and the least number of evaluations: `Revolve`); "auto"
-            (the least work within `budget`); or a schedule of `remat.schedules`.
+        checkpoints: which carries are kept. "all", or "sqrt" (about 2 sqrt(length) carries, one sweep more).
+            An int c keeps c carries, the initial one counted, and evaluates least (`Revolve`). "auto" does
+            the least work within `budget`. Or a schedule of `remat.schedules`.
         budget: with "auto", bytes for carries and for the values of the steps in work; an int, or a string
             such as "64MiB".
         offload: kept carries lie in host memory between forward and backward.

@@ -1,7 +1,7 @@
 """Which ops are matrix products, convolutions or attention, by qualified name.
 
-Ops are matched by the name of their schema, so an op that this torch lacks, that only a CUDA build has, or
-that a library registers later costs nothing and needs no import.
+Ops are matched by the name of their schema. So an op that this torch lacks, that only a CUDA build has, or
+that a library registers later needs no import.
 """
 
 from __future__ import annotations

@@ -34,11 +34,11 @@ def repetitions(n: int, c: int) -> int:
 def advances(n: int, c: int) -> int:
     """t(n, c) = r n - C(c + r, r - 1): the least number of advances that reverse `n` steps with `c` slots.
 
-    The initial state occupies one slot; the n - 1 advances of the primal sweep are counted, the n taped
-    evaluations are not (Griewank and Walther 2000, theorem 1, with the initial state counted as a slot).
+    The initial state occupies one slot. The n - 1 advances of the primal sweep are counted, the n taped
+    evaluations are not. (Griewank and Walther 2000, theorem 1, with the initial state counted as a slot.)
     That sweep stops before the last step. A scan's forward runs it too, as it returns the last carry, and
-    keeps `c` states and no other: it is the sweep of a chain one step longer, and its least number of
-    recomputed steps is t(n + 1, c) - n.
+    keeps only `c` states. So it is the sweep of a chain one step longer, and its least number of recomputed
+    steps is t(n + 1, c) - n.
 
     Example:
         >>> from remat.schedules import advances
@@ -54,8 +54,8 @@ def advances(n: int, c: int) -> int:
 def split(n: int, c: int) -> int:
     """How far to advance before the next store: an m that attains min m + t(n - m, c - 1) + t(m, c).
 
-    Optimal are exactly the m that leave the right part within beta(c - 1, r) and the left part within
-    beta(c, r - 1) without letting either fall below what the next smaller r could do.
+    An m is optimal if it leaves the right part within beta(c - 1, r) and the left part within beta(c, r - 1),
+    and lets neither fall below what the next smaller r could do.
     """
     r = repetitions(n, c)
     return max(beta(c, r - 2), n - beta(c - 1, r), 1)

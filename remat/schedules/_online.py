@@ -19,8 +19,8 @@ from remat.schedules._offline import Binomial
 
 
 class _StummWalther:
-    """Algorithm I. Blocks shrink: the first is c long, each later one a step shorter, its states overwriting
-    the slots of the block before, so that every step is advanced at most twice."""
+    """Algorithm I. Blocks shrink: the first is c long, each later one a step shorter. Its states overwrite
+    the slots of the block before, so every step is advanced at most twice."""
 
     def __init__(self, c: int) -> None:
         self.slot, self.block, self.turn, self.saving = 0, c, c, True

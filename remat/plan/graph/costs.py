@@ -129,8 +129,8 @@ class Roofline:
 
     Attributes:
         device: a key of `DEVICES`.
-        fused: price as a compiler runs it: pointwise chains cost the traffic of their ends only, which is
-            charged here as nothing for an op whose every reader is pointwise too.
+        fused: price as a compiler runs it: a pointwise chain costs the traffic of its ends only. An op whose
+            every reader is pointwise costs nothing.
 
     Example:
         >>> from remat.plan import Roofline
