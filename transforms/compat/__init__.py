@@ -27,6 +27,7 @@ from remat.transforms.compat.aot import (
     compiled_bare,  # `graph` compiled by a backend, without what keeps Dynamo from looking inside
     compiled_for_graphs,  # `fn`, compiled as far as Inductor's partitioner and decompositions go
     compiler,  # what compiles the graph that is being traced
+    depth,  # how many functorch levels are active, the number of the innermost one
     dual_level_known,  # tell Python of a forward-mode level that a graph has opened
     dual_level_known_if_any,  # `dual_level_known` where a forward-mode level is active
     dynamo_errors,  # what Dynamo raises where it cannot trace a function
@@ -87,7 +88,6 @@ from remat.transforms.compat.functorch import (
     SingleLevelFunction,  # an autograd function for one level
     add_batch_dim,  # wrap a tensor for a vmap's level
     below_levels,  # leave all functorch levels for a while
-    depth,  # how many functorch levels are active, the number of the innermost one
     enable_single_level_autograd_function,  # lets those functions run
     forward_grad_enabled,  # forward mode on or off
     in_transform,  # whether any functorch level is active

@@ -15,7 +15,15 @@ import torch
 from torch._C import _functorch as _functorch_c  # pyright: ignore[reportAttributeAccessIssue]
 
 from remat.transforms.compat.autograd import allow_hooks
-from remat.transforms.compat.functorch import FUNCTIONALIZE, GRAD, JVP, VMAP, in_transform, levels
+from remat.transforms.compat.functorch import (
+    FUNCTIONALIZE,
+    GRAD,
+    JVP,
+    VMAP,
+    in_transform,
+    level_stack,
+    levels,
+)
 
 
 def bypassing_wrapper() -> Callable[..., Any]:
@@ -31,6 +39,11 @@ def bypassing_wrapper() -> Callable[..., Any]:
 def is_tracing() -> bool:
     """Whether what runs now is being traced below autograd, functionalized, for a compiler."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None
+
+
+def depth() -> int:
+    """How many functorch levels are active; the innermost has this number."""
+    return len(level_stack() or ())
 
 
 # Functions of Dynamo's graphs that take the number of a functorch level, and at which position.

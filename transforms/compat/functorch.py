@@ -69,11 +69,6 @@ innermost_level: Callable[[], Any] = retrieve_current_functorch_interpreter
 level_stack: Callable[[], list[Any] | None] = _functorch_c.get_interpreter_stack
 
 
-def depth() -> int:
-    """How many functorch levels are active; the innermost has this number."""
-    return len(level_stack() or ())
-
-
 def interpreter() -> Any | None:
     """The innermost functorch level, or None outside every transform."""
     return innermost_level() if in_transform() else None
