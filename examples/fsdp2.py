@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.spawn import spawn
 
 import remat
 from remat import save_matmuls, save_nothing
@@ -83,4 +84,4 @@ def work(rank, meeting):
 # %%
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(work, (Path(folder) / "meeting",), nprocs=2)
+        spawn(work, (Path(folder) / "meeting",), nprocs=2)

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # A neural ODE
 #
-# `dh/dt = f(h)` is solved by 60 steps of Runge-Kutta. The exact derivative of the solver needs the state
+# `dh/dt = f(h)` is solved by 24 steps of Runge-Kutta. The exact derivative of the solver needs the state
 # at every step. `scan_remat` keeps a few states and evaluates steps again: exact gradients, not those of
 # an adjoint ODE.
 #
@@ -16,7 +16,7 @@ from remat.cli.measure import trace_memory
 torch.manual_seed(0)
 up = (torch.randn(8, 32) / 8**0.5).requires_grad_()
 down = (torch.randn(32, 8) / 32**0.5).requires_grad_()
-start, steps = torch.randn(16, 8), 60
+start, steps = torch.randn(16, 8), 24
 
 
 def field(h):
@@ -39,7 +39,7 @@ def loop(h):
 
 
 # %% [markdown]
-# Four states take the proven least number of evaluations for four. `"sqrt"` keeps about 15.
+# Four states take the proven least number of evaluations for four. `"sqrt"` keeps about 10.
 
 # %%
 versions = {

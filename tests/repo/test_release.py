@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import email
+import email.message
 import re
 import subprocess
 import sys
