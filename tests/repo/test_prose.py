@@ -9,7 +9,15 @@ from tests.repo import prose
 # Over 25 words, in all pages together; the number only shrinks.
 LONG_SENTENCES = 12
 # What was to be guessed at: an inversion, a riddle, a word that the field does not use.
-RIDDLES = ("looking", "the ready ones", "makers", "what goes wrong says so", "gflop again", "measured")
+RIDDLES = (
+    "looking",
+    "the ready ones",
+    "makers",
+    "what goes wrong says so",
+    "gflop again",
+    "measured",
+    "did it survive?",
+)
 
 
 def test_sentences_on_pages_are_short():
