@@ -7,7 +7,7 @@ import functools
 import types
 from collections.abc import Callable, Collection, Hashable, Iterator, Set
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 
@@ -15,11 +15,12 @@ from remat._core import Decision, OpInfo
 from remat.transforms import Identity, Key, RematError, intern, register, registered, traits
 from remat.transforms.compat import HigherOrderOperator, OpOverload, OpOverloadPacket
 
+if TYPE_CHECKING:
+    from remat.transforms.tape import Tape
+
 
 class PolicyError(RematError, TypeError):
-    """A value that is not a policy, or a policy whose answer is not a `Decision` or a bool.
-
-    It is a `RematError` and a `TypeError`.
+    """A value that is not a policy, or an answer that is not a `Decision` or bool (also a `TypeError`).
 
     Example:
         >>> from remat.policies import PolicyError
@@ -31,26 +32,21 @@ class PolicyError(RematError, TypeError):
 class Policy:
     """Decides, op by op, what a region keeps. Subclass it as a frozen dataclass.
 
-    `__call__` gives the verdict for an `OpInfo`. `decide_by_op` gives the same verdict from the op alone
-    where that is enough; the engine then need not describe the op's operands.
-
-    A region's first forward asks its policy about every op. A later forward with the same ops, shapes and
-    names gets the same verdicts without asking. So a verdict depends only on its `OpInfo` and on the verdicts
-    before it in the forward. A policy whose verdicts change from call to call sets `asks_again = True`.
+    `decide_by_op` gives the verdict from the op alone, where that is enough. A later forward with the same ops,
+    shapes and names gets the verdicts of the first without asking.
 
     Attributes:
         needs_calls: whether `__call__` reads `info.call`.
         counts: whether a verdict depends on how many values were judged before. Each forward counts anew.
-        asks_again: whether every forward asks.
+        asks_again: whether verdicts change from call to call, so that every forward asks.
 
     Example:
         >>> from dataclasses import dataclass
-        >>> from remat import Decision, Policy, save_matmuls
+        >>> from remat import Policy, save_matmuls
         >>> @dataclass(frozen=True)
         ... class SaveBelow(Policy):
         ...     bytes: int
-        ...     def __call__(self, info):
-        ...         return Decision.SAVE if info.bytes < self.bytes else Decision.RECOMPUTE
+        ...     def __call__(self, info): return info.bytes < self.bytes
         >>> save_matmuls | SaveBelow(1024)
         save_matmuls | SaveBelow(bytes=1024)
     """
@@ -89,6 +85,9 @@ class Policy:
     def fresh(self) -> Policy:
         """The policy for one forward: one that counts answers with a copy whose count is zero."""
         return self
+
+    def finished(self, tape: Tape) -> None:
+        """The forward that this policy was asked about is over."""
 
     def names(self) -> Iterator[tuple[str, bool]]:
         """The `checkpoint_name`s that it asks for, and whether one that never occurs is an error."""
@@ -234,6 +233,10 @@ class Combined(Policy):
             self._with({name: part.fresh() for name, part in self.parts().items()}) if self.counts else self
         )
 
+    def finished(self, tape: Tape) -> None:
+        for part in self.parts().values():
+            part.finished(tape)
+
     def names(self) -> Iterator[tuple[str, bool]]:
         for part in self.parts().values():
             yield from part.names()
@@ -367,10 +370,9 @@ def as_policy(value: Any) -> Policy:
         RematError: it is none of these (also a TypeError).
 
     Example:
-        >>> import torch
         >>> from remat.policies import as_policy
-        >>> as_policy(torch.ops.aten.mm.default)
-        save_ops(aten.mm.default)
+        >>> as_policy(["hidden"])
+        save_names('hidden')
     """
     return value if isinstance(value, Policy) else _converters[-1](value)
 
@@ -380,21 +382,19 @@ _converters: list[Callable[[Any], Policy]] = []
 
 
 def converts(convert: Callable[[Any], Policy]) -> Callable[[Any], Policy]:
-    """Let `as_policy` turn by `convert` what is no policy yet."""
+    """Let `as_policy` turn other values into policies by `convert`."""
     _converters.append(convert)
     return convert
 
 
 _CustomOp: TypeAlias = "torch.library.CustomOpDef"  # pyright: ignore[reportPrivateImportUsage]
 _Op: TypeAlias = "OpOverload[..., Any] | OpOverloadPacket[..., Any] | HigherOrderOperator | _CustomOp"
-PolicyLike: TypeAlias = (
-    "Policy | Callable[[OpInfo], Decision | bool] | _Op | list[Any] | tuple[_Op | str, ...] | Set[_Op | str]"
-)
+_Several: TypeAlias = "list[Any] | tuple[_Op | str, ...] | Set[_Op | str]"
+PolicyLike: TypeAlias = "Policy | Callable[[OpInfo], Decision | bool] | _Op | _Several"
 """What `remat(policy=...)` accepts: a policy, a rule, one op, or several ops and `checkpoint_name`s.
 
 Example:
-    >>> import torch
     >>> from remat import checkpoint_policy
-    >>> checkpoint_policy([torch.ops.aten.mm.default, "hidden"])
-    save_names('hidden') | save_ops(aten.mm.default)
+    >>> checkpoint_policy(["hidden", "q"])
+    save_names('hidden', 'q')
 """

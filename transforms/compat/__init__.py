@@ -8,6 +8,7 @@ from remat.transforms.compat.ambient import (
     function_modes,  # how many torch-function modes are active
     functions_as_they_are,  # a context without torch-function modes
     is_strided,  # whether `value` is a tensor with one block of memory behind it
+    module_hooks,  # the tables of the hooks that run for every module
     modules_watched,  # whether any global module hook is set
     read_cudnn_sdp,  # whether cuDNN attention is on
     read_deterministic,  # whether deterministic algorithms are asked for
@@ -62,6 +63,7 @@ from remat.transforms.compat.autograd import (
     push_hooks,  # set saved-tensor hooks without a context manager's cost
     refuse_hooks,  # refuse them, with this message
     running_node,  # the node that this thread's backward pass is running, None outside of one
+    set_version,  # let a tensor's version be another one
     top_hooks,  # the innermost saved-tensor hooks of this thread
 )
 from remat.transforms.compat.cpu import (
@@ -130,6 +132,7 @@ from remat.transforms.compat.modes import (
     cond,  # the operator that torch.cond calls
     direct_call,  # what calling `op` comes down to, without the Python method in between
     fake_mode,  # the fake mode of the tensors at hand, or a new one
+    fakes_watched,  # note the fake modes that are made meanwhile
     intercept_under_modes,  # run something in place of an operator where a mode is active
     is_fake,  # whether a tensor has no data because it is fake
     memory_is_real,  # whether new tensors have memory

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+# What the names of ops end in that may not run.
+OPTIONAL = " by autocast"
+
 
 @dataclass(frozen=True)
 class Value:
@@ -60,6 +63,7 @@ class Op:
         mutates: values it wrote over.
         forward: whether it ran before the backward started.
         location: the user's "file:line", empty in the backward.
+        optional: whether it is a cast of a weight that autocast may have in its cache, when it does not run.
     """
 
     target: Any
@@ -70,11 +74,12 @@ class Op:
     mutates: tuple[int, ...]
     forward: bool
     location: str
+    optional: bool = False
 
     @property
     def name(self) -> str:
         """Such as "aten.mm.default"."""
-        return str(self.target)
+        return f"{self.target}{OPTIONAL if self.optional else ''}"
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,16 @@ class Ambient:
         return tuple([(kind, _autocast_dtype(kind)) for kind, _ in self.autocast]) != self.autocast
 
 
+@contextlib.contextmanager
+def switches_put_back() -> Iterator[None]:
+    """Leave the switches as they are now, whatever is turned inside."""
+    before = [read() for read in _READERS]
+    try:
+        yield
+    finally:
+        _write_switches(before)
+
+
 def _default_device() -> torch.device | None:
     """The device of an enclosing `with torch.device(...)` or `set_default_device`, None without one."""
     for i in reversed(range(function_modes())):

@@ -21,12 +21,14 @@ from remat.transforms.tape.tape import (
     written,
 )
 from remat.transforms.tape.values import (
+    Ref,
     ValueNumbering,
     held_tensors,
     map_tensors,
     memory_of,
     metadata,
     metas,
+    refs_in,
     storage,
     targets,
     tensors_in,
@@ -47,6 +49,7 @@ __all__ = [
     "Program",  # what of a tape has to run for some of the values that autograd saved
     "Reachability",  # the results of one forward with the autograd nodes behind each
     "Recorder",  # writes down the ops of a region, or holds them against a tape, and keeps what a policy says
+    "Ref",  # stands for a value in the template of a call
     "Replay",  # hands out kept values where a region's function runs again
     "Stop",  # ends a recomputation once everything that was asked for is there
     "Tape",  # the ops of one run of a region
@@ -63,6 +66,7 @@ __all__ = [
     "memory_of",  # the storage object of a tensor, None where it has none
     "not_repeated",  # the message for a recomputation that runs otherwise than its forward did
     "report",  # tell every listener of this thread of a kept tensor
+    "refs_in",  # the numbers in a template
     "storage",  # what aliases of one memory have in common
     "targets",  # the tensors that a call writes to
     "tensors_in",  # the tensors among the arguments or results of an op
