@@ -32,8 +32,8 @@ class PolicyError(RematError, TypeError):
 class Policy:
     """Decides, op by op, what a region keeps. Subclass it as a frozen dataclass.
 
-    `decide_by_op` gives the verdict from the op alone, where that is enough. A later forward with the same ops,
-    shapes and names gets the verdicts of the first without asking.
+    `decide_by_op` gives the verdict from the op alone, where that is enough. A later forward with the same
+    ops, shapes and names gets the verdicts of the first without asking.
 
     Attributes:
         needs_calls: whether `__call__` reads `info.call`.
