@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The stamp is newer than the two files that decide what is installed, or the environment is brought up to date.
 STAMP := $(VENV)/.installed
 
-.PHONY: sweep test test-all fuzz lint format bench docs build clean
+.PHONY: sweep test test-all fuzz lint format bench docs docs-serve build release clean
 
 sweep: $(STAMP)
 	$(BIN)/python -m remat sweep $(ARGS)
@@ -39,8 +39,15 @@ bench: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/mkdocs build --strict
 
+docs-serve: $(STAMP)
+	$(BIN)/mkdocs serve
+
 build: $(STAMP)
 	$(BIN)/python -m hatchling build
+
+# What a release would upload, built, checked and used; nothing is uploaded. A pushed tag publishes (.github/workflows).
+release: $(STAMP)
+	.ci/release $(BIN)/python
 
 clean:
 	rm -rf build dist site out .pytest_cache .ruff_cache

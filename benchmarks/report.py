@@ -74,11 +74,9 @@ def filled(content: str, name: str, text: str) -> str:
 
 
 def headline(results: Results) -> str:
-    """README's table and figure."""
+    """README's table."""
     panel = next((p for p in results.panels() if p.rows[0].engine == "compiled"), None) or results.panels()[0]
     parts = [f"{panel.title}. {results.sentence()}", tables.panel_table(panel)]
-    if (figure := f"docs/figures/{results.suite}_pareto.png") and results.panels():
-        parts.append(f"![Peak memory against step time of every peer in every panel]({figure})\n")
     return "\n".join(f"{part.rstrip()}\n" for part in parts)
 
 

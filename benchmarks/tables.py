@@ -38,7 +38,7 @@ def spread(row: Measured) -> str:
 
 def panel_table(panel: Panel) -> str:
     """Every peer: what it keeps, its peak, what it computes again, its time; or its error."""
-    heads = ("peer", "kept MiB", "peak MiB", "GFLOP again", "step ms (p20-p80)", "gradient differs")
+    heads = ("peer", "kept MiB", "peak MiB", "recomputed GFLOP", "step ms (p20-p80)", "gradient differs")
 
     def line(peer: str) -> Sequence[str]:
         if panel.error(peer):

@@ -7,6 +7,7 @@ The peak counts what the step allocates at its highest point. Compiled, the grad
 wait for those of the others; with remat neither do the values that they are computed from.
 """
 
+# %%
 from collections.abc import Callable
 
 import torch
@@ -89,5 +90,6 @@ def main() -> None:
         print(f"{name:<20}{peak:>10} bytes kept at the peak, weights equal after two steps")
 
 
+# %%
 if __name__ == "__main__":
     main()

@@ -1,4 +1,4 @@
-"""Per-sample gradients, `vmap(grad(remat(f)))`: one gradient for each sample of a batch.
+"""Per-sample gradients and clipping, `vmap(grad(remat(f)))`: one gradient for each sample of a batch.
 
     python examples/per_sample_gradients.py
 
@@ -6,6 +6,7 @@ Differential privacy, influence functions and gradient noise need them. Without 
 backward of every sample reads, all at once.
 """
 
+# %%
 from collections.abc import Callable
 
 import torch
@@ -28,6 +29,13 @@ def loss_with(block: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     return loss
 
 
+def clipped_sum(gradients: list[torch.Tensor], bound: float) -> list[torch.Tensor]:
+    """The sum over samples, each sample's gradient scaled down to a norm of at most `bound` (DP-SGD)."""
+    norms = torch.stack([g.flatten(1).norm(dim=1) for g in gradients]).norm(dim=0)
+    factors = (bound / norms).clamp(max=1.0)
+    return [torch.einsum("n,n...->...", factors, g) for g in gradients]
+
+
 def main() -> None:
     torch.manual_seed(0)
     weights = [torch.randn(64, 64) / 8 for _ in range(4)]
@@ -35,12 +43,13 @@ def main() -> None:
     expected = vmap(grad(loss_with(block)), (None, 0, 0))(weights, samples, targets)
     for name, version in {"no remat": block, "remat": remat(block)}.items():
         batched = vmap(loss_with(version), (None, 0, 0))
-        residuals = saved_residuals(batched, weights, samples, targets)
-        kept = sum(r.bytes for r in residuals if r.why != "argument")
+        kept = saved_residuals(batched, weights, samples, targets).kept_bytes
         got = vmap(grad(loss_with(version)), (None, 0, 0))(weights, samples, targets)
         torch.testing.assert_close(got, expected)
-        print(f"{name:<10}{kept:>10} bytes kept, {len(got[0])} gradients of each weight equal")
+        torch.testing.assert_close(clipped_sum(got, 0.1), clipped_sum(expected, 0.1))
+        print(f"{name:<10}{kept:>10} bytes kept, {len(got[0])} gradients of each weight equal, and clipped")
 
 
+# %%
 if __name__ == "__main__":
     main()

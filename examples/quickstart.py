@@ -3,6 +3,7 @@
 python examples/quickstart.py
 """
 
+# %%
 import torch
 import torch.nn.functional as F
 
@@ -25,12 +26,12 @@ def main() -> None:
     }
     expected = torch.func.grad(lambda p: mlp(p, x).square().mean())(params)
     for name, fn in versions.items():
-        # What the caller holds anyway, the arguments, is not kept on their behalf.
-        kept = sum(r.bytes for r in saved_residuals(fn, params, x) if r.why != "argument")
+        kept = saved_residuals(fn, params, x).kept_bytes
         got = torch.func.grad(lambda p, fn=fn: fn(p, x).square().mean())(params)
         torch.testing.assert_close(got, expected)
         print(f"{name:<14}{kept:>10} bytes kept, gradients equal")
 
 
+# %%
 if __name__ == "__main__":
     main()

@@ -3,6 +3,7 @@
 python examples/scan_rnn.py
 """
 
+# %%
 import torch
 
 from remat.cli.measure import trace_memory
@@ -42,5 +43,6 @@ def main() -> None:
         print(f"{name:<14}{measured.kept:>10} bytes kept, gradients equal")
 
 
+# %%
 if __name__ == "__main__":
     main()

@@ -1,7 +1,12 @@
 """JAX-style functional rematerialization for PyTorch."""
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
+
+if not os.path.isdir(os.path.join(__path__[0], "transforms")):
+    # A checkout without symbolic links (Windows): the engine is found beside the package.
+    __path__.append(os.path.dirname(__path__[0]))
 
 from remat._api import checkpoint_policy as checkpoint_policy
 from remat._api import remat as remat
@@ -35,7 +40,7 @@ if TYPE_CHECKING:
     from remat._inspect.report import compare, explain
     from remat.plan import pareto, plan_model
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Decision",
     "OpInfo",

@@ -97,11 +97,11 @@ def remat(
     determinism_check: Check = "metadata",
     keep_decisions: bool = True,
 ) -> Any:
-    """A function that does what `fn` does and that, when differentiated, recomputes instead of storing.
+    """A function with the same results as `fn` that recomputes instead of storing when it is differentiated.
 
     Composes with plain autograd and with every `torch.func` transform, in any nesting. Between forward and
-    backward it keeps the inputs that the backward needs and the values that `policy` saves (of those, only
-    what the backward reads); the rest is computed again.
+    backward it keeps the inputs that the backward needs, and the values that `policy` saves and the backward
+    reads. The rest is recomputed.
 
     Args:
         fn: any callable: function, method, partial, `nn.Module`. Left out, `remat(...)` decorates.
@@ -111,8 +111,9 @@ def remat(
         static_argnums: positions of arguments that are handed through as they are (no pytrees, no tensors).
         static_argnames: names of such keyword arguments.
         preserve_rng_state: draw the same random numbers in the recomputation.
-        determinism_check: "metadata" compares shape, dtype and device of what is recomputed; "exact" all
-            results bitwise (for debugging: slow, names the first op that differs); "none" does not look.
+        determinism_check: "metadata" compares shape, dtype and device of what is recomputed. "exact" compares
+            all results bitwise and names the first op that differs; it is slow, for debugging. "none"
+            compares nothing.
         keep_decisions: keep integers and bools that are made of computed floats (the indices of `topk`, masks
             of a comparison), under every policy, where the recomputation would read them: floats with other
             last bits must not lead to another expert. See docs/policies.md.
@@ -121,8 +122,9 @@ def remat(
         A function with `fn`'s signature, name and docstring; `fn` itself is its `__wrapped__`.
 
     Raises:
-        RematError: (also a `TypeError` or `ValueError`) for arguments that cannot work; when called, if the
-            region cannot be recomputed truly: written arguments, other ops in the replay, other shapes.
+        RematError: arguments that cannot work (also a `TypeError` or `ValueError`). When called: a region
+            that cannot be recomputed correctly, since it writes to arguments, or runs other ops or shapes
+            again.
 
     Example:
         >>> import torch
@@ -135,7 +137,7 @@ def remat(
         tensor([[0.4200, 0.4200],
                 [0.4200, 0.4200]])
 
-    Which matmul outputs are kept here: `x @ w`, from which `tanh` is computed again. Source of the idea:
+    This keeps `x @ w`, and recomputes `tanh` from it. Source of the idea:
     `jax.checkpoint` (https://docs.jax.dev/en/latest/gradient-checkpointing.html) and Chen et al., 2016,
     "Training deep nets with sublinear memory cost" (https://arxiv.org/abs/1604.06174).
     """
@@ -200,18 +202,18 @@ def checkpoint_policy(
     """Make a policy value.
 
     Args:
-        rule: a function from `OpInfo` to `Decision` or bool (also as a decorator); or an op or a collection
-            of ops, which are saved; or a `checkpoint_name` or a collection of them, likewise; or a policy.
-        budget: instead of a rule. A float from 0 to 1 is the share of the bytes that no remat would keep for
-            the region, an int or a string such as `"2GiB"` is bytes. What to keep is solved to optimality.
-        peak: instead of a rule, also beside `budget`: the most bytes that may be live at once in forward and
-            backward of the region, simulated; an int or a string such as `"20GiB"`. Recomputes the least
-            for it. For a model of many regions see `remat.plan_model(..., peak=...)`.
+        rule: a function from `OpInfo` to `Decision` or bool (also as a decorator). Or what is saved: an op, a
+                `checkpoint_name`, or a collection of them. Or a policy.
+        budget: instead of a rule. A float from 0 to 1 is a share of the bytes that no remat would keep for
+            the region. An int, or a string such as `"2GiB"`, is bytes. What to keep is solved to optimality.
+        peak: instead of a rule, or beside `budget`: the most bytes that may be live at once in forward and
+            backward of the region, simulated. An int, or a string such as `"20GiB"`. Recomputes the least for
+            it. For a model of many regions see `remat.plan_model(..., peak=...)`.
         cost: with these two, the model of what recomputation costs: `"roofline"`, or another that
             `remat.plan` knows.
         device: with these two, the device whose speed is meant; None means the one the tensors are on.
-        stateful: with a function: its answers change from call to call, so it is asked in every forward.
-            Otherwise a forward that runs the same ops as one before it has the verdicts of that one.
+        stateful: with a function whose answers change from call to call: ask it in every forward. Otherwise a
+            forward with the same ops as an earlier one has the verdicts of that one.
 
     Returns:
         A policy; with `budget` or `peak` a `remat.plan.BudgetPolicy`, whose `plan(fn, *args)` tells the plan.

@@ -25,7 +25,7 @@ from remat.transforms.intermediates import Perturbations, Values, differentiated
 
 
 def capture(fn: Callable[..., Any], names: str | Iterable[str]) -> Callable[..., tuple[Any, dict[str, Any]]]:
-    """`fn` with named intermediates beside its result: what forward hooks are used for, as a function.
+    """Return named intermediates beside the result of `fn`. It does what forward hooks are used for.
 
     Args:
         fn: any function or module, with or without regions in it.
@@ -38,8 +38,8 @@ def capture(fn: Callable[..., Any], names: str | Iterable[str]) -> Callable[...,
         a `torch.func.vmap`. Nothing more is kept for the backward; what is recomputed is not collected again.
 
     Raises:
-        RematError: when called, if `fn` gives no such name, or gives it inside a `scan_remat` (return it
-            among the ys instead), or has been compiled (compile the capture instead).
+        RematError: when called. `fn` gives no such name, or gives it inside a `scan_remat` (return it among
+            the ys instead), or has been compiled (compile the capture instead).
 
     Example:
         >>> import torch
@@ -66,7 +66,7 @@ def capture(fn: Callable[..., Any], names: str | Iterable[str]) -> Callable[...,
 def capture_grads(
     fn: Callable[..., Any], names: str | Iterable[str], argnums: int | tuple[int, ...] | None = None
 ) -> Callable[..., Any]:
-    """A scalar function with its gradients for named intermediates: what backward hooks are used for.
+    """Return gradients of named intermediates beside the value of a scalar function.
 
     Args:
         fn: a function or module that returns a tensor of shape `()`.

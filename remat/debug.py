@@ -34,6 +34,15 @@ class Taken:
         dtype: element type.
         bytes: its size in bytes, that of the example where shapes are dynamic.
         op: the op that made it, or None for an input of the compiled function.
+
+    Example:
+        >>> import torch
+        >>> from remat import remat
+        >>> from remat.debug import recomputed
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> (region,) = recomputed(remat(lambda x: x.sin().exp(), name="f"), x)
+        >>> region.kept[0].shape, region.kept[0].bytes, region.kept[0].op
+        ((3,), 12, None)
     """
 
     shape: tuple[Any, ...]
@@ -52,6 +61,15 @@ class Recomputed:
         ops: how often each op is recomputed in the compiled graphs (views aside).
         lost: ops that were to be recomputed and are not: the compiler takes their results from the forward
             instead.
+
+    Example:
+        >>> import torch
+        >>> from remat import remat
+        >>> from remat.debug import recomputed
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> (region,) = recomputed(remat(lambda x: x.sin().exp(), name="f"), x)
+        >>> region.region, region.survived, sorted(region.ops)
+        ('f', True, ['exp', 'sin'])
     """
 
     region: str

@@ -7,3 +7,13 @@ from remat.interop.jax import checkpoint_policies as checkpoint_policies
 from remat.interop.jax import print_saved_residuals as print_saved_residuals
 from remat.interop.jax import remat as remat
 from remat.interop.jax import saved_residuals as saved_residuals
+
+__all__ = [
+    "PortingError",
+    "checkpoint",
+    "checkpoint_name",
+    "checkpoint_policies",
+    "print_saved_residuals",
+    "remat",
+    "saved_residuals",
+]

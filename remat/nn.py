@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, cast
 
@@ -18,12 +17,32 @@ from remat._region import ModuleView
 from remat.policies import PolicyLike, policy_given, save_nothing
 from remat.transforms import RematError
 
+__all__ = [
+    "LayerError",
+    "apply",
+    "apply_to",
+    "regions",
+    "remove",
+]
+
 M = TypeVar("M", bound=torch.nn.Module)
 Layers = str | Iterable[str] | type | tuple[type, ...] | Callable[[str, torch.nn.Module], bool]
 
 
 class LayerError(RematError, ValueError):
-    """A description of layers that fits no module of the model."""
+    """A description of layers that fits no module of the model.
+
+    It is a `RematError` and a `ValueError`.
+
+    Example:
+        >>> import torch
+        >>> from remat import nn
+        >>> try:
+        ...     nn.apply(torch.nn.Sequential(torch.nn.Linear(2, 2)), layers="*.h.*")
+        ... except nn.LayerError as error:
+        ...     print("lists of modules in it: '*'" in str(error))
+        True
+    """
 
 
 def apply(
@@ -90,6 +109,8 @@ def apply_to(module: M, *, policy: PolicyLike | None = save_nothing, **options: 
             "to the module itself, or say policy=... there."
         )
     _strip(module)
+    # Alike for all layers of a class, whose compiled graphs are then copies of one.
+    settings.setdefault("name", type(module).__name__)
     module._remat_settings = settings  # type: ignore[assignment]
     made: Any = _region_class(type(module))
     module.__class__ = made
@@ -97,14 +118,36 @@ def apply_to(module: M, *, policy: PolicyLike | None = save_nothing, **options: 
 
 
 def remove(model: M) -> M:
-    """Undo `apply`, in place."""
+    """Make all layers ordinary modules again, in place.
+
+    Args:
+        model: what `apply` was called on, or any part of it.
+
+    Returns:
+        `model`.
+
+    Example:
+        >>> import torch
+        >>> from remat import nn
+        >>> model = nn.apply(torch.nn.Sequential(torch.nn.Linear(2, 2)), layers="*")
+        >>> nn.regions(nn.remove(model))
+        []
+    """
     for module in model.modules():
         _strip(module)
     return model
 
 
 def regions(model: torch.nn.Module) -> list[str]:
-    """Qualified names of the submodules that `apply` made regions of."""
+    """Qualified names of the submodules that `apply` made regions of.
+
+    Example:
+        >>> import torch
+        >>> from remat import nn
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())
+        >>> nn.regions(nn.apply(model, layers=torch.nn.Linear))
+        ['0']
+    """
     return [name for name, module in _named(model) if isinstance(module, Region)]
 
 
@@ -116,6 +159,7 @@ class Region(torch.nn.Module):
     """Mixed into the class of a module whose forward is a region."""
 
     _remat_class: type[torch.nn.Module]
+    _remat_forward: Callable[..., Any]
     _remat_settings: dict[str, Any]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -133,14 +177,11 @@ def _region_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
     # instance: a copy of the module would go on calling the forward of the one it was copied from.
     @functools.wraps(cls.forward)
     def forward(self: Region, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            # Dynamo makes no bound methods; what stands for one has no name.
-            settings = {"name": cls.forward.__qualname__, **self._remat_settings}
-            return remat(functools.partial(cls.forward, self), **settings)(*args, **kwargs)  # type: ignore[call-overload]
-        bound = types.MethodType(cls.forward, self)
-        return remat(bound, **self._remat_settings)(*args, **kwargs)  # type: ignore[call-overload]
+        # A method under another name: Dynamo follows neither `types.MethodType` nor `super()` to be wrapped.
+        return remat(self._remat_forward, **self._remat_settings)(*args, **kwargs)  # type: ignore[call-overload]
 
-    about = {"forward": forward, "_remat_class": cls, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    about = {"forward": forward, "_remat_forward": cls.forward, "_remat_class": cls}
+    about |= {"__module__": cls.__module__, "__doc__": cls.__doc__}
     made = type(cls.__name__, (Region, cls), about)
     made.__qualname__ = cls.__qualname__
     return made

@@ -256,12 +256,12 @@ def is_recomputing() -> bool:
     """Whether the code that asks runs as part of a recomputation.
 
     Under plain autograd a recomputation runs ops and no code of yours, so that hooks, counters and prints run
-    once and the answer is no. It is yes where the function itself runs again: under `torch.func`, and under
-    plain autograd where its ops do not tell all that it computed (raw kernels, collectives, operators on
-    functions). Also where a budget is planned (once for each shape of the arguments, on tensors without
-    data), and where `capture_grads` looks for names under `torch.func`. For counters, prints and logs: the
-    same torch ops must run in both passes, and under `torch.func` a result that the backward does not need
-    may hold no numbers in the recomputation. For intermediates there is `remat.capture`.
+    once and the answer is no. It is true where the function itself runs again. That is under `torch.func`,
+    and under plain autograd where its ops do not tell all that it computed (raw kernels, collectives,
+    operators on functions). Also where a budget is planned (once for each shape of the arguments, on tensors
+    without data), and where `capture_grads` looks for names under `torch.func`. For counters, prints and
+    logs. The same torch ops must run in both passes. Under `torch.func` a result that the backward does not
+    need may hold no numbers in the recomputation. For intermediates there is `remat.capture`.
 
     Example:
         >>> from remat import is_recomputing

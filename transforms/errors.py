@@ -8,6 +8,15 @@ class RematError(RuntimeError):
 
     The message names the region, the op and the user's line where they are known, and says what to
     write instead.
+
+    Example:
+        >>> import torch
+        >>> from remat import RematError, remat
+        >>> try:
+        ...     remat(lambda x: x.mul_(2))(torch.ones(2, requires_grad=True) * 1)
+        ... except RematError as error:
+        ...     print("writes" in str(error))
+        True
     """
 
 

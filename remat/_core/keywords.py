@@ -20,8 +20,8 @@ class KeywordError(RematError, TypeError):
 def keywords_apart(function: Callable[P, R]) -> Callable[P, R]:
     """Let no option of `function(fn, *args, kwargs=None, **keywords)` be taken from `fn`.
 
-    Every keyword that is not an option is `fn`'s. An option that `fn` has an argument of the same name for is
-    refused, unless the call says by `kwargs={...}` what is `fn`'s: then every other option is its own.
+    Every keyword that is not an option is `fn`'s. An option is refused if `fn` has an argument of the same
+    name, unless the call says by `kwargs={...}` what is `fn`'s.
 
     Raises:
         RematError: when called: an option that may be either's, or a keyword that is given twice (also a

@@ -87,9 +87,21 @@ class OpInfo:
         op: the aten (or custom) overload, below functorch: under `vmap` it is the batched op.
         args, kwargs, outputs: the op's operands and results, tensors replaced by `TensorMeta`.
         name: the `checkpoint_name` of the value, or None.
-        index: position of the op in the region.
+        index: position of the op in the region, from 0.
         region: the region's name.
         call: the torch function the user wrote, with sizes per example, or None where not known.
+
+    Example:
+        >>> import torch
+        >>> from remat import checkpoint_policy, remat
+        >>> @checkpoint_policy
+        ... def told(info):
+        ...     print(info.op, info.outputs[0].shape, info.bytes, info.flops)
+        ...     return False
+        >>> layer = remat(lambda w, x: torch.tanh(x @ w), policy=told)
+        >>> y = layer(torch.ones(4, 4, requires_grad=True), torch.ones(2, 4))
+        aten.mm.default (2, 4) 32 64
+        aten.tanh.default (2, 4) 32 0
     """
 
     op: Any

@@ -2,9 +2,9 @@
 
 Dynamo lets no value out of a region but its results. So while a capture is open, a region that Dynamo traces
 has the values that the capture wants for further results (`through`), and they are handed on outside. With
-`capture` that is all. `capture_grads` is one call of the operator that regions use: Dynamo learns which
-gradients there are from stand-ins of their shapes; at trace time the function's graph is differentiated as in
-eager, offsets and all, since there its names are nodes.
+`capture` that is all. `capture_grads` is one call of the operator that regions use. Dynamo learns which
+gradients there are from stand-ins of their shapes. At trace time the function's graph is differentiated as in
+eager, offsets included, since there its names are nodes.
 """
 
 from __future__ import annotations

@@ -28,19 +28,28 @@ _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c",
 
 @dataclass(frozen=True)
 class Residual:
-    """One block of memory that waits for the backward.
+    """One block of memory that waits for the backward. Sizes are bytes.
 
     Attributes:
-        shape, dtype, device: of the tensor that is kept; of several views of one block, the first.
-        bytes: what the block takes, which for a view is the whole of what it looks into.
-        why: "argument"; "captured" (neither an argument nor made by the function); "policy" (one saved it);
-            "decision" (an index or a mask that must not flip, see `remat`'s `keep_decisions`);
-            "random" (generator state); "output" (of an op, which autograd or a region keeps).
+        shape: sizes of the tensor; of several views of one block, of the first.
+        dtype: its element type.
+        device: where it is.
+        bytes: of the whole block, also where the tensor is a view of a part.
+        why: "argument"; "captured" (from outside, such as a weight); "policy" (a policy saved it);
+            "decision" (an index or a mask that must not flip, see `keep_decisions` of `remat`); "random" (generator state);
+            "output" (of an op: autograd or a region keeps it).
         op: the op that made it, None for arguments and captured tensors.
         name: its `checkpoint_name`, or None.
         location: `file:line (function)` of the user's code that made it, or None.
         path: where it is found among the arguments, such as `params['layers'][0]['w']`, or None.
         host: whether a policy sent it to host memory.
+
+    Example:
+        >>> import torch
+        >>> from remat import saved_residuals
+        >>> argument, made = saved_residuals(lambda x: x.sin().exp(), torch.ones(3))
+        >>> made.shape, made.bytes, made.why, made.op
+        ((3,), 12, 'output', <OpOverload(op='aten.exp', overload='default')>)
     """
 
     shape: tuple[int, ...]
@@ -75,24 +84,40 @@ class Residual:
 
 
 class Residuals(list[Residual]):
-    """The residuals of one call, with their total."""
+    """The residuals of one call, with their totals. No memory is counted twice.
+
+    Reports use three words. *Kept* is what the function made and autograd keeps for the backward:
+    activations. *Held* are arguments and captured tensors (weights) that the backward reads: the caller has
+    them anyway. *Offloaded* is what policies sent to host memory.
+    """
 
     @property
     def bytes(self) -> int:
-        """Bytes of all of them: nothing is counted twice."""
+        """Bytes of all residuals."""
         return sum(r.bytes for r in self)
 
     @property
+    def kept_bytes(self) -> int:
+        """Bytes of activations that stay on their device."""
+        return self.bytes - self.held_bytes - self.host_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of arguments and captured tensors."""
+        return sum(r.bytes for r in self if r.why in ("argument", "captured") and not r.host)
+
+    @property
     def host_bytes(self) -> int:
-        """Of them, bytes that policies sent to host memory."""
+        """Bytes that policies sent to host memory."""
         return sum(r.bytes for r in self if r.host)
 
+    def totals(self) -> str:
+        """The totals in words."""
+        words = f"{format_bytes(self.kept_bytes)} kept, {format_bytes(self.held_bytes)} held"
+        return words + (f", {format_bytes(self.host_bytes)} offloaded" if self.host_bytes else "")
+
     def __str__(self) -> str:
-        inputs = sum(r.bytes for r in self if r.why in ("argument", "captured"))
-        total = f"total {format_bytes(self.bytes)} in {len(self)} tensors"
-        total += f", {format_bytes(inputs)} of it arguments and captured tensors"
-        total += f", {format_bytes(self.host_bytes)} offloaded" if self.host_bytes else ""
-        return "\n".join([*map(str, self), total])
+        return "\n".join([*map(str, self), f"{self.totals()}, in {len(self)} tensors"])
 
 
 def saved_residuals(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Residuals:
@@ -126,7 +151,7 @@ def print_saved_residuals(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) 
         >>> from remat import print_saved_residuals
         >>> print_saved_residuals(lambda x: x.sin(), torch.ones(3))
         f32[3] 12 B from the argument x
-        total 12 B in 1 tensors, 12 B of it arguments and captured tensors
+        0 B kept, 12 B held, in 1 tensors
     """
     print(saved_residuals(fn, *args, **kwargs))
 

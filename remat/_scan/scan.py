@@ -59,8 +59,8 @@ def scan_remat(
 ) -> tuple[C, Any]:
     """Fold `body` over the leading axis of `xs`, keeping few carries for the backward.
 
-    As `jax.lax.scan`: `body(carry, x) -> (carry, y)`; returns the last carry and the stacked ys. What the
-    body closes over is differentiated, random numbers are the same when a step is evaluated again. Composes
+    As `jax.lax.scan`: `body(carry, x) -> (carry, y)`. Returns the last carry and the stacked ys. What the
+    body closes over is differentiated. Random numbers are the same when a step is evaluated again. Composes
     with plain autograd (double backward too) and with every `torch.func` transform, in any nesting.
 
     Args:
@@ -69,19 +69,17 @@ def scan_remat(
         xs: a pytree of tensors of shape [length, ...] (None leaves allowed), or None.
         length: the number of steps; needed where `xs` has no tensor.
         reverse: go from the last row to the first; y of a row still lies at that row.
-        policy: what is kept inside steps whose carry is kept. It speaks where several steps' values are
-            alive at once: with "all" (the whole scan) and with "sqrt" (a segment), compiled or not. With a
-            number of carries every step is reversed right after it is evaluated, and nothing is left to
-            decide.
-        checkpoints: "all" (every carry); "sqrt" (two levels: about 2 sqrt(length) carries, one sweep more);
-            an int c (c carries, the initial one counted, and exactly the least number of evaluations:
-            `Revolve`); "auto" (least work within `budget`); or a schedule of `remat.schedules`.
-        budget: with "auto", bytes for carries and for what the backward of the steps in work keeps; an int
-        or a
-            string such as "64MiB".
+        policy: what is kept inside steps, where the values of several steps are alive at once: with "all"
+            (the whole scan) and with "sqrt" (a segment). With a number of carries nothing is left to decide:
+            every step is reversed right after it is evaluated.
+        checkpoints: which carries are kept. "all", or "sqrt" (about 2 sqrt(length) carries, one sweep more).
+            An int c keeps c carries, the initial one counted, and evaluates least (`Revolve`). "auto" does
+            the least work within `budget`. Or a schedule of `remat.schedules`.
+        budget: with "auto", bytes for carries and for the values of the steps in work; an int, or a string
+            such as "64MiB".
         offload: kept carries lie in host memory between forward and backward.
-        compile: compile blocks of steps, and their pull-back, with `torch.compile`'s backend (a string names
-            another), whatever the length. Under `torch.func` steps run as they are.
+        compile: compile blocks of steps and their pull-back with `torch.compile`. A string names a backend.
+            The length makes no difference. Under `torch.func` steps run uncompiled.
         on_step: called with ("forward" | "advance" | "reverse", step) after each evaluation.
 
     Returns:

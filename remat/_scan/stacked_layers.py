@@ -92,6 +92,8 @@ def stack_params(modules: Iterable[torch.nn.Module]) -> Params:
         ValueError: no modules, or modules that differ (says where).
 
     Example:
+        >>> import torch
+        >>> from remat.layers import stack_params
         >>> blocks = torch.nn.ModuleList(torch.nn.Linear(4, 2) for _ in range(3))
         >>> {name: tuple(t.shape) for name, t in stack_params(blocks).items()}
         {'weight': (3, 2, 4), 'bias': (3, 2)}
@@ -130,6 +132,8 @@ def unstack_params(
         ValueError: tensors of different L, another number of modules, other names or shapes.
 
     Example:
+        >>> import torch
+        >>> from remat.layers import stack_params, unstack_params
         >>> blocks = torch.nn.ModuleList(torch.nn.Linear(4, 2) for _ in range(3))
         >>> unstack_params(stack_params(blocks))[2]["bias"].equal(blocks[2].bias)
         True

@@ -24,7 +24,7 @@ def while_remat(
 ) -> C:
     """`while cond(carry): carry = body(carry)`, reverse-differentiable with `checkpoints` kept carries.
 
-    Which carries to keep is decided as the loop runs (Stumm and Walther 2010, then Wang and Moin 2008): with
+    The loop decides as it runs which carries to keep (Stumm and Walther 2010, then Wang and Moin 2008). With
     n steps and c carries the recomputation is the offline optimum while n < (c + 1)(c + 2) / 2. Composes as
     `scan_remat` does; under `vmap` the loop goes on while any example's condition holds, and an example that
     is done keeps its carry.

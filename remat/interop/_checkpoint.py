@@ -73,18 +73,18 @@ def checkpoint(
     policy: PolicyLike | None = None,
     **kwargs: Any,
 ) -> Any:
-    """`torch.utils.checkpoint.checkpoint`, which works under `torch.func` and derives twice, too.
+    """`torch.utils.checkpoint.checkpoint`, also under `torch.func` and for second derivatives.
 
     Args:
         function: what to run; left out, this is a decorator with the other options (torch 2.14 on).
         args, kwargs: its arguments.
         use_reentrant: accepted; what runs is never reentrant, and needs none of reentrant autograd's care.
-        context_fn: from `create_selective_checkpoint_contexts`, its policy is used, compiled too; of any
-            other pair the first context is around the forward, the second around the recomputation, in eager.
+        context_fn: from `create_selective_checkpoint_contexts`: its policy is used, compiled too. Any other
+            pair, in eager: the first context is around the forward, the second around the recomputation.
         preserve_rng_state: as in torch, under `torch.func` too.
         determinism_check: "default" (shape, dtype, device), "none", or this library's "exact".
         debug: accepted; errors always name the op and the line.
-        early_stop: accepted; what nobody reads is never recomputed, wherever it stands.
+        early_stop: accepted; unused ops are never recomputed.
         policy: a policy of this library, instead of `context_fn`.
 
     Returns:
@@ -157,6 +157,14 @@ class CheckpointFunction:
     Attributes:
         policy: what every region keeps.
         options: other arguments of `remat.remat`.
+
+    Example:
+        >>> import torch
+        >>> from remat import save_matmuls
+        >>> from remat.interop import CheckpointFunction
+        >>> run = CheckpointFunction(save_matmuls)
+        >>> run(torch.tanh, torch.zeros(2), use_reentrant=False)
+        tensor([0., 0.])
     """
 
     policy: PolicyLike | None = save_nothing

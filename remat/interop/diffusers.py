@@ -7,6 +7,10 @@ from typing import Any
 from remat.interop._checkpoint import CheckpointFunction
 from remat.policies import policy_given, save_nothing
 
+__all__ = [
+    "enable",
+]
+
 
 def enable(model: Any, policy: Any = save_nothing, **options: Any) -> Any:
     """Turn on the gradient checkpointing of a diffusers `ModelMixin`, with this library behind it.
@@ -27,7 +31,7 @@ def enable(model: Any, policy: Any = save_nothing, **options: Any) -> Any:
     Example:
         >>> from remat import save_attention
         >>> from remat.interop import diffusers
-        >>> # unet = diffusers.enable(UNet2DConditionModel(**config), policy=save_attention)
+        >>> unet = diffusers.enable(UNet2DConditionModel(**config), policy=save_attention)  # doctest: +SKIP
     """
     run = CheckpointFunction(policy_given(policy), options)
     model.enable_gradient_checkpointing(gradient_checkpointing_func=run)

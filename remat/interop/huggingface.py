@@ -9,6 +9,11 @@ from remat.interop._checkpoint import CheckpointFunction
 from remat.policies import policy_given, save_nothing
 from remat.transforms import RematError
 
+__all__ = [
+    "UnsupportedModel",
+    "enable",
+]
+
 
 def enable(model: Any, policy: Any = save_nothing, **options: Any) -> Any:
     """Turn on a `PreTrainedModel`'s gradient checkpointing, with this library behind it.
@@ -30,7 +35,8 @@ def enable(model: Any, policy: Any = save_nothing, **options: Any) -> Any:
     Example:
         >>> from remat import save_matmuls
         >>> from remat.interop import huggingface
-        >>> # model = huggingface.enable(AutoModelForCausalLM.from_config(config), policy=save_matmuls)
+        >>> model = AutoModelForCausalLM.from_config(config)  # doctest: +SKIP
+        >>> huggingface.enable(model, policy=save_matmuls).train()  # doctest: +SKIP
     """
     run = CheckpointFunction(policy_given(policy), options)
     _switch_on(model)
@@ -45,7 +51,19 @@ def enable(model: Any, policy: Any = save_nothing, **options: Any) -> Any:
 
 
 class UnsupportedModel(RematError, TypeError):
-    """A model without the hook that is asked for."""
+    """A model without the hook that is asked for.
+
+    It is a `RematError` and a `TypeError`.
+
+    Example:
+        >>> import torch
+        >>> from remat.interop import huggingface
+        >>> try:
+        ...     huggingface.enable(torch.nn.Linear(2, 2))
+        ... except huggingface.UnsupportedModel as error:
+        ...     print(error)
+        Linear is no transformers model that can checkpoint; use remat.nn.apply.
+    """
 
 
 def _switch_on(model: Any) -> None:

@@ -42,7 +42,16 @@ Offloadable = Decision.OFFLOAD
 
 
 class PortingError(RematError, ValueError):
-    """Arguments that JAX refuses too, or that name a memory that torch does not have."""
+    """Arguments that JAX refuses too, or that name a memory that torch does not have.
+
+    Example:
+        >>> from remat import jax_names as jax
+        >>> try:
+        ...     jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "disk")
+        ... except jax.PortingError as error:
+        ...     print("pinned_host" in str(error))
+        True
+    """
 
 
 def checkpoint(
@@ -75,6 +84,13 @@ def checkpoint(
 
 
 remat = checkpoint
+"""Another name of `checkpoint`, as in JAX.
+
+Example:
+    >>> from remat import jax_names as jax
+    >>> jax.remat is jax.checkpoint
+    True
+"""
 
 
 @dataclass(frozen=True, repr=False)
@@ -164,4 +180,10 @@ checkpoint_policies = SimpleNamespace(
     save_and_offload_only_these_names=save_and_offload_only_these_names,
     save_from_both_policies=save_from_both_policies,
 )
-"""The policies of `jax.checkpoint_policies`, as values of this library."""
+"""The policies of `jax.checkpoint_policies`, as values of this library.
+
+Example:
+    >>> from remat import jax_names as jax
+    >>> jax.checkpoint_policies.dots_saveable
+    save_matmuls
+"""

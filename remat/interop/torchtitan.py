@@ -17,16 +17,25 @@ from remat._api import checkpoint_policy
 from remat.policies import Policy
 from remat.transforms import RematError
 
+__all__ = [
+    "PolicyAC",
+]
+
 _CHECKS = {"default": "metadata"}
 
 
 class PolicyAC(ActivationCheckpointing):
-    """Every transformer block is a region; what it keeps is the config's `policy`, or a budget."""
+    """Every transformer block is a region; what it keeps is the config's `policy`, or a budget.
+
+    Example:
+        >>> from remat.interop.torchtitan import PolicyAC  # doctest: +SKIP
+        >>> config = PolicyAC.Config(policy="save_unbatched_matmuls | save_attention")  # doctest: +SKIP
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(ActivationCheckpointing.Config):
         policy: str = "save_unbatched_matmuls"
-        """Name of a ready policy of `remat.policies`; several, joined by `|`, keep what either keeps."""
+        """Name of a built-in policy of `remat.policies`; several, joined by `|`, keep what either keeps."""
 
         budget: float | None = None
         """Instead of a policy: the share of the activation bytes that a block may keep, from 0 to 1."""

@@ -13,3 +13,18 @@ from remat.plan.pareto import pareto as pareto
 from remat.plan.plan import Plan as Plan
 from remat.plan.policy import BudgetPolicy as BudgetPolicy
 from remat.plan.policy import budget_policy as budget_policy
+
+__all__ = [
+    "BudgetPolicy",
+    "ChainPlan",
+    "CostModel",
+    "Flops",
+    "Frontier",
+    "ModelPlan",
+    "Plan",
+    "Roofline",
+    "pareto",
+    "plan_chain",
+    "plan_model",
+    "register_cost",
+]

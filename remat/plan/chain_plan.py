@@ -40,6 +40,13 @@ class ChainPlan:
         recomputed_flops: FLOPs run again.
         cost, unit: modelled price of that.
         seconds: time that planning took.
+
+    Example:
+        >>> import torch
+        >>> from remat.plan import plan_chain
+        >>> planned = plan_chain([torch.sin, torch.exp], torch.ones(64), peak="2KiB")
+        >>> planned(torch.zeros(64)).shape, planned.peak_bytes <= 2048
+        (torch.Size([64]), True)
     """
 
     fn: Callable[..., Any] = field(repr=False, compare=False)
@@ -92,22 +99,21 @@ def plan_chain(
 ) -> ChainPlan:
     """Plan regions for `x = stage(x, *args)` over all stages, within a peak of live bytes.
 
-    Stages are made regions of their own, in pairs, or in longer runs that are recomputed as a whole and hold
-    such regions in their turn: what lies deep inside runs more than twice, and peaks are reached that no
-    recomputation of every op at most once can reach. Plans are for shapes alone; nothing is computed.
+    Stages become regions of their own, in pairs, or in longer runs. A longer run is recomputed as a whole and
+    holds such regions in turn, so its inner stages run more than twice. That reaches lower peaks than any
+    plan that recomputes every op at most once. Plans are for shapes alone; nothing is computed.
 
     Args:
         stages: functions of (x, *args), or modules, such as the halves of a model's blocks. The finer they
             are, the lower the peaks that can be reached.
         x: the first stage's input, any pytree.
         args: what every stage gets besides.
-        peak: the most bytes that may be live at once in forward and backward, such as "20GiB": parameters'
-            gradients count, and `x`; parameters, `args`, the chain's result and its gradient do not.
+        peak: the most bytes that may be live at once in forward and backward, such as "20GiB". Parameters'
+            gradients and `x` count. Parameters, `args`, the chain's result and its gradient do not.
         cost, device: as for `BudgetPolicy`.
         compiled: plan for a backward under `torch.compile`, where what runs again does so right before its
             first reader. In eager a region runs again as a whole when its backward begins.
-        accumulating: parameters have their `.grad` before the step: what the step makes is added to it and
-            goes at once.
+        accumulating: parameters have their `.grad` before the step. New gradients are added to it and freed.
 
     Returns:
         A function of (x, *args) that carries the plan out.

@@ -54,6 +54,15 @@ class ModelPlan:
         peak_bytes: the most live at once in a step through the regions, simulated.
         cost, unit, lower_bound: as for a `Plan`, of all regions together.
         seconds: time the search took.
+
+    Example:
+        >>> import torch
+        >>> from remat import checkpoint_policy, plan_model, remat
+        >>> block = remat(lambda x: torch.tanh(x @ x).exp(), policy=checkpoint_policy(budget=0.5))
+        >>> x = torch.eye(4, requires_grad=True)
+        >>> planned = plan_model(lambda x: block(block(x)).sum(), x, budget=0.6)
+        >>> len(planned.regions), planned.kept_bytes <= planned.budget
+        (2, True)
     """
 
     fn: Callable[..., Any] = field(repr=False, compare=False)
@@ -121,17 +130,17 @@ def plan_model(
 ) -> ModelPlan:
     """Split one budget over all regions that `fn(*args, **keywords)` calls.
 
-    The regions are the calls inside `fn` of functions wrapped as
-    `remat(f, policy=checkpoint_policy(budget=...))`; their own budgets give way to the common one. `fn` runs
-    once on fake tensors to find them. All regions are solved as one problem, so bytes go wherever they spare
-    the most recomputation. What `fn` keeps outside of its regions is not counted.
+    The regions are the calls inside `fn` of functions wrapped as `remat(f,
+    policy=checkpoint_policy(budget=...))`; their own budgets give way to the common one. `fn` runs once on
+    fake tensors to find them. All regions are solved as one problem, so bytes go where they spare most. What
+    `fn` keeps outside of its regions is not counted.
 
     Args:
         fn: the whole model or loss.
         args, keywords: its arguments.
         budget: a share of what the regions would keep without remat, bytes, or a text such as "2GiB".
-        peak: instead of `budget`, the most bytes that may be live at once in forward and backward through the
-            regions, over what lives before the step, by simulation (see `remat.plan.peak`).
+        peak: instead of `budget`, the most bytes that may be live at once in forward and backward, over what
+            lives before the step, by simulation.
         cost, device, time_limit: as for `BudgetPolicy`.
         kwargs: keywords of `fn` that are named like options here: `kwargs={"device": "cpu"}`. An option
             that `fn` also takes is refused where there is no `kwargs`, as it may be meant for either.

@@ -62,7 +62,22 @@ class Point:
 
 @dataclass(frozen=True)
 class Frontier:
-    """All points, in the unit of one cost model."""
+    """The plans of a region over all budgets, with the proven bound and other planners beside them.
+
+    Attributes:
+        name: of the region.
+        unit: of prices, "FLOP" or "s".
+        default_bytes: bytes that eager autograd keeps without remat.
+        points: one for each plan; `of(planner)` gives those of one planner.
+
+    Example:
+        >>> import torch
+        >>> from remat import pareto
+        >>> x = torch.ones(8, 8, requires_grad=True)
+        >>> frontier = pareto(lambda x: (x @ x).tanh() @ x, x, torch_solvers=())
+        >>> [point.kept_bytes for point in frontier.of("save_matmuls")]
+        [512]
+    """
 
     name: str
     unit: str
@@ -121,7 +136,7 @@ def pareto(
     kwargs: Mapping[str, Any] | None = None,
     **keywords: Any,
 ) -> Frontier:
-    """Plans of a region over all budgets, with the lower bound, the ready policies, and torch's own plans.
+    """Plans of a region over all budgets, with the lower bound, the built-in policies, and torch's own plans.
 
     Args:
         fn: the region; traced on fake tensors, nothing is computed.

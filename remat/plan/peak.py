@@ -173,8 +173,9 @@ def step_peak(profiles: Sequence[Profile]) -> int:
 def highest_within(limit: int, low: int, high: int, plan: Callable[[int], T], peak: Callable[[T], int]) -> T:
     """The plan of the highest byte budget found whose simulated peak is at most `limit`.
 
-    Peaks need not rise with what is kept (a plan that keeps little may replay much at once), so budgets are
-    tried from the top of an even grid down, then by halving between the first that fits and the one above.
+    Peaks need not rise with what is kept: a plan that keeps little may replay much at once. So budgets are
+        tried from the top of an even grid down, then by halving between the first that fits and the one
+        above.
     A wider limit finds no lower budget: the grid is the same for all, and the halving takes the upper half
     wherever it did under a tighter limit. So what is recomputed never grows with the limit.
 

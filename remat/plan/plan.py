@@ -61,6 +61,13 @@ class Plan(Policy):
         solver: what found it.
         seconds: time the search took (not part of the comparison of plans).
         peak_bytes: the most that is live at once in the region's forward and backward, simulated.
+
+    Example:
+        >>> import torch
+        >>> from remat import checkpoint_policy, remat
+        >>> fn, x = lambda x: (x @ x).tanh() @ x, torch.ones(8, 8, requires_grad=True)
+        >>> plan = checkpoint_policy(budget=0.5, cost="flops").plan(fn, x)
+        >>> remat(fn, policy=plan)(x).sum().backward()
     """
 
     region: str
@@ -212,7 +219,7 @@ class Plan(Policy):
 
     def _lines(self) -> list[str]:
         what = [f"{k.position:>5} {k.op} {list(k.shape)} {k.dtype} {k.bytes:,} bytes" for k in self.kept]
-        return [*what, f"keeps {self.kept_bytes:,} bytes, runs {self.recomputed_flops:.4g} FLOPs again"]
+        return [*what, f"keeps {self.kept_bytes:,} bytes, recomputes {self.recomputed_flops:.4g} FLOPs"]
 
     def __str__(self) -> str:
         share = self.kept_bytes / self.default_bytes if self.default_bytes else 0.0

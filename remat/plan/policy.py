@@ -30,17 +30,26 @@ _SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
 
 @dataclass(frozen=True, repr=False)
 class BudgetPolicy(Numbered):
-    """Keep at most so much, and recompute as little as can be for it.
+    """Keeps at most `budget`, and recomputes as little as possible. `checkpoint_policy(budget=...)` makes
+    one.
 
     Attributes:
         budget: a share of what no remat would keep (float), bytes (int), or "free".
         cost: the cost model, or its name.
         device: what `cost="roofline"` or "measured" is meant for; None means this machine's accelerator.
         time_limit: seconds for the exact solver; the plan's gap says what was proven by then.
-        peak: the most bytes that may be live at once in the region's forward and backward, by simulation
-            (see `remat.plan.peak`), beside the budget; None means any. Of use in compiled code: in eager a
-            region runs again as a whole before its backward, so that its own peak hardly depends on what it
-            keeps; for the peak of many regions there are `plan_model` and `plan_chain`.
+        peak: the most bytes that may be live at once in the region's forward and backward, by simulation (see
+            `remat.plan.peak`), beside the budget; None means any. Of use in compiled code: in eager a region
+            runs again as a whole, so its own peak hardly depends on what it keeps. For the peak of many
+            regions use `plan_model` or `plan_chain`.
+
+    Example:
+        >>> import torch
+        >>> from remat import checkpoint_policy
+        >>> policy = checkpoint_policy(budget=0.5, cost="flops")
+        >>> plan = policy.plan(lambda x: (x @ x).tanh() @ x, torch.ones(8, 8, requires_grad=True))
+        >>> plan.kept_bytes, plan.default_bytes, plan.recomputed_flops
+        (256, 512, 1024.0)
     """
 
     budget: float | int | str

@@ -28,3 +28,26 @@ from remat.policies._selective import where as where
 from remat.policies._selector import PolicySelector as PolicySelector
 from remat.policies._selector import bind as bind
 from remat.policies._unbatched import save_unbatched_matmuls as save_unbatched_matmuls
+
+__all__ = [
+    "Policy",
+    "PolicyError",
+    "PolicyLike",
+    "as_policy",
+    "offload",
+    "offload_matmuls",
+    "offload_names",
+    "register_costly_op",
+    "save_all_but_names",
+    "save_attention",
+    "save_cheaper_than",
+    "save_every",
+    "save_everything",
+    "save_larger_than",
+    "save_matmuls",
+    "save_names",
+    "save_nothing",
+    "save_ops",
+    "save_unbatched_matmuls",
+    "where",
+]

@@ -20,27 +20,35 @@ if TYPE_CHECKING:
 
 
 class PolicyError(RematError, TypeError):
-    """A policy that is none, or that answered with something that is no verdict."""
+    """A value that is not a policy, or an answer that is not a `Decision` or bool (also a `TypeError`).
+
+    Example:
+        >>> from remat.policies import PolicyError
+        >>> issubclass(PolicyError, TypeError)
+        True
+    """
 
 
 class Policy:
     """Decides, op by op, what a region keeps. Subclass it as a frozen dataclass.
 
-    `__call__` gives the verdict. `decide_by_op` gives the same verdict from the op alone where that is
-    enough, so that the engine need not describe the op's operands.
-
-    A region's first forward under a policy asks it about every op. A later one that runs the same ops on the
-    same shapes, with the same names, in the same order is given the same verdicts without asking: a verdict
-    depends on what an `OpInfo` holds and on the verdicts before it in the forward, and on nothing else. A
-    policy for which that is not so (its verdicts change from call to call, or it looks at numbers somewhere)
-    says `asks_again = True`, and is asked in every forward; for a rule, `checkpoint_policy(rule,
-    stateful=True)` says it.
+    `decide_by_op` gives the verdict from the op alone, where that is enough. A later forward with the same
+    ops, shapes and names gets the verdicts of the first without asking.
 
     Attributes:
         needs_calls: whether `__call__` reads `info.call`.
-        counts: whether a verdict depends on how many values were judged before, so that none may be passed
-            over. Each forward counts anew (`fresh`).
-        asks_again: whether a verdict depends on more than the forward itself.
+        counts: whether a verdict depends on how many values were judged before. Each forward counts anew.
+        asks_again: whether verdicts change from call to call, so that every forward asks.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> from remat import Policy, save_matmuls
+        >>> @dataclass(frozen=True)
+        ... class SaveBelow(Policy):
+        ...     bytes: int
+        ...     def __call__(self, info): return info.bytes < self.bytes
+        >>> save_matmuls | SaveBelow(1024)
+        save_matmuls | SaveBelow(bytes=1024)
     """
 
     needs_calls: bool = False
@@ -49,10 +57,7 @@ class Policy:
 
     @functools.cached_property
     def key(self) -> Hashable:
-        """What policies of the same verdicts have in common: hashed once, cheap to compare, for caches.
-
-        It holds no function: a rule counts as itself, and for as long as it lives.
-        """
+        """What policies of the same verdicts have in common, for caches. A rule counts as itself."""
         if not dataclasses.is_dataclass(self):
             return Identity(self)
         fields = [field for field in dataclasses.fields(self) if field.compare]
@@ -78,7 +83,7 @@ class Policy:
         return self
 
     def fresh(self) -> Policy:
-        """The policy for one run of a forward: one that counts answers with a copy whose count is zero."""
+        """The policy for one forward: one that counts answers with a copy whose count is zero."""
         return self
 
     def finished(self, tape: Tape) -> None:
@@ -293,8 +298,7 @@ class Both(_Pair):
 class Not(Combined):
     """`~a`: save what `a` recomputes, recompute what it saves or offloads.
 
-    Views stay recomputed, which costs nothing: the value is what they look into, and that is judged. (Or
-    `~save_matmuls` would keep a product by the view that `vmap` makes of it.)
+    Views stay recomputed: what they look into is judged. (`~save_matmuls` keeps no view of a product.)
     """
 
     inner: Policy
@@ -364,24 +368,33 @@ def as_policy(value: Any) -> Policy:
 
     Raises:
         RematError: it is none of these (also a TypeError).
+
+    Example:
+        >>> from remat.policies import as_policy
+        >>> as_policy(["hidden"])
+        save_names('hidden')
     """
     return value if isinstance(value, Policy) else _converters[-1](value)
 
 
-# How other values become policies is the matter of `_makers`, which makes policies of every kind and puts its
-# function here when it is imported.
+# `_makers` turns other values into policies, and puts its function here when it is imported.
 _converters: list[Callable[[Any], Policy]] = []
 
 
 def converts(convert: Callable[[Any], Policy]) -> Callable[[Any], Policy]:
-    """Let `as_policy` turn by `convert` what is no policy yet."""
+    """Let `as_policy` turn other values into policies by `convert`."""
     _converters.append(convert)
     return convert
 
 
 _CustomOp: TypeAlias = "torch.library.CustomOpDef"  # pyright: ignore[reportPrivateImportUsage]
 _Op: TypeAlias = "OpOverload[..., Any] | OpOverloadPacket[..., Any] | HigherOrderOperator | _CustomOp"
-PolicyLike: TypeAlias = (
-    "Policy | Callable[[OpInfo], Decision | bool] | _Op | list[Any] | tuple[_Op | str, ...] | Set[_Op | str]"
-)
-"""What `remat(policy=...)` accepts: a policy, a rule, one op, or several ops and `checkpoint_name`s."""
+_Several: TypeAlias = "list[Any] | tuple[_Op | str, ...] | Set[_Op | str]"
+PolicyLike: TypeAlias = "Policy | Callable[[OpInfo], Decision | bool] | _Op | _Several"
+"""What `remat(policy=...)` accepts: a policy, a rule, one op, or several ops and `checkpoint_name`s.
+
+Example:
+    >>> from remat import checkpoint_policy
+    >>> checkpoint_policy(["hidden", "q"])
+    save_names('hidden', 'q')
+"""

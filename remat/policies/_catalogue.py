@@ -1,7 +1,7 @@
 """Which ops are matrix products, convolutions or attention, by qualified name.
 
-Ops are matched by the name of their schema, so an op that this torch lacks, that only a CUDA build has, or
-that a library registers later costs nothing and needs no import.
+Ops are matched by the name of their schema. So an op that this torch lacks, that only a CUDA build has, or
+that a library registers later needs no import.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def kind_of(op: Any) -> Kind | None:
 
 
 def register_costly_op(op: Any, kind: Kind = "matmul") -> None:
-    """Make the ready policies treat `op` as costly.
+    """Make the built-in policies treat `op` as costly.
 
     Args:
         op: a `torch.ops` overload, a packet (all its overloads), a higher-order operator, a

@@ -50,16 +50,16 @@ def _way_out(value: Any) -> str:
         return "Write policy=save_nothing (recompute everything) or save_everything (as without remat)."
     if isinstance(value, str):
         return (
-            f"A string is no policy: write policy=remat.{value} for a ready policy of that name, or "
+            f"A string is not a policy: write policy=remat.{value} for a built-in policy of that name, or "
             f"policy=save_names({value!r}) to save the values that checkpoint_name gave that name."
         )
     if isinstance(value, type):
-        return f"A class is no policy: write an instance, policy={value.__name__}(...)."
+        return f"A class is not a policy: write an instance, policy={value.__name__}(...)."
     if isinstance(value, types.FunctionType):
         return f"{value.__name__} makes policies: call it, policy={value.__name__}(...)."
     return (
-        "Write a ready policy such as save_matmuls, a function from OpInfo to Decision, a list of ops such "
-        "as [torch.ops.aten.mm.default], or save_names('q', 'k')."
+        "Write a built-in policy such as save_matmuls, a function from OpInfo to Decision, a list of ops "
+        "such as [torch.ops.aten.mm.default], or save_names('q', 'k')."
     )
 
 

@@ -1,4 +1,4 @@
-"""The ready policies and those made from ops and names."""
+"""The built-in policies, and factories of policies for ops and names."""
 
 from __future__ import annotations
 
@@ -157,34 +157,99 @@ def save_names(*names: str, strict: bool = False) -> ByName:
 
 
 def save_all_but_names(*names: str, strict: bool = False) -> ByName:
-    """Recompute the values that `checkpoint_name` gave one of these names; save everything else.
+    """Recompute values with one of these names; save everything else.
 
-    Args: as `save_names`.
+    Args:
+        names: names given by `checkpoint_name`. One that never occurs in a region warns once.
+        strict: raise `RematError` instead of warning.
+
+    Raises:
+        RematError: no name, or one that is not a string (also a TypeError).
+
+    Example:
+        >>> import torch
+        >>> from remat import checkpoint_name, remat, save_all_but_names, saved_residuals
+        >>> fn = remat(lambda x: checkpoint_name(x.sin(), "s").exp(), policy=save_all_but_names("s"))
+        >>> [r.op.overloadpacket for r in saved_residuals(fn, torch.ones(3)) if r.op]
+        [<OpOverloadPacket(op='aten.exp')>]
     """
     names_ = _checked("save_all_but_names", names)
     return ByName(names_, Decision.RECOMPUTE, Decision.SAVE, strict, "save_all_but_names")
 
 
 def offload_names(*names: str, strict: bool = False) -> ByName:
-    """Keep the values with one of these names in host memory until the backward; recompute everything else.
+    """Keep values with one of these names in host memory until the backward; recompute everything else.
 
-    Args: as `save_names`.
+    Args:
+        names: names given by `checkpoint_name`. One that never occurs in a region warns once.
+        strict: raise `RematError` instead of warning.
+
+    Raises:
+        RematError: no name, or one that is not a string (also a TypeError).
+
+    Example:
+        >>> import torch
+        >>> from remat import checkpoint_name, offload_names, remat, saved_residuals
+        >>> fn = remat(lambda x: checkpoint_name(x.sin(), "s").exp(), policy=offload_names("s"))
+        >>> saved_residuals(fn, torch.ones(3)).host_bytes
+        12
     """
     names_ = _checked("offload_names", names)
     return ByName(names_, Decision.OFFLOAD, Decision.RECOMPUTE, strict, "offload_names")
 
 
 save_nothing = Constant("save_nothing", Decision.RECOMPUTE)
-"""Keep only the inputs of the region."""
+"""Keep only the inputs of the region. This is the default.
+
+Example:
+    >>> import torch
+    >>> from remat import remat, save_nothing, saved_residuals
+    >>> fn = remat(lambda w, x: torch.tanh(x @ w).exp(), policy=save_nothing)
+    >>> saved_residuals(fn, torch.ones(4, 4), torch.ones(2, 4)).kept_bytes
+    0
+"""
 
 save_everything = Constant("save_everything", Decision.SAVE)
-"""Keep every value that the backward reads, as without remat."""
+"""Keep every value that the backward reads, as without remat.
+
+Example:
+    >>> import torch
+    >>> from remat import remat, save_everything, saved_residuals
+    >>> fn = remat(lambda w, x: torch.tanh(x @ w).exp(), policy=save_everything)
+    >>> saved_residuals(fn, torch.ones(4, 4), torch.ones(2, 4)).kept_bytes
+    64
+"""
 
 save_matmuls = OfKind("save_matmuls", ("matmul", "bmm", "convolution"))
-"""Keep the outputs of matrix products and convolutions (JAX's `dots_saveable`)."""
+"""Keep the results of matrix products and convolutions (JAX's `dots_saveable`).
+
+Example:
+    >>> import torch
+    >>> from remat import remat, save_matmuls, saved_residuals
+    >>> fn = remat(lambda w, x: torch.tanh(x @ w).exp(), policy=save_matmuls)
+    >>> saved_residuals(fn, torch.ones(4, 4), torch.ones(2, 4)).kept_bytes
+    32
+"""
 
 save_attention = OfKind("save_attention", ("attention",))
-"""Keep the outputs of fused attention on every device, flex attention included."""
+"""Keep the results of fused attention on every device, flex attention included.
+
+Example:
+    >>> import torch
+    >>> from remat import remat, save_attention, saved_residuals
+    >>> attention = torch.nn.functional.scaled_dot_product_attention
+    >>> fn = remat(lambda x: attention(x, x, x).sin(), policy=save_attention)
+    >>> [r.op.overloadpacket for r in saved_residuals(fn, torch.ones(1, 2, 8, 16)) if r.why == "policy"][:1]
+    [<OpOverloadPacket(op='aten._scaled_dot_product_flash_attention_for_cpu')>]
+"""
 
 offload_matmuls = OfKind("offload_matmuls", ("matmul", "bmm", "convolution"), Decision.OFFLOAD)
-"""Keep the outputs of matrix products and convolutions in host memory until the backward."""
+"""Keep the results of matrix products and convolutions in host memory until the backward.
+
+Example:
+    >>> import torch
+    >>> from remat import remat, offload_matmuls, saved_residuals
+    >>> fn = remat(lambda w, x: torch.tanh(x @ w).exp(), policy=offload_matmuls)
+    >>> saved_residuals(fn, torch.ones(4, 4), torch.ones(2, 4)).host_bytes
+    32
+"""

@@ -22,6 +22,11 @@ def auto(n: int, budget: int, state_bytes: int, tape_bytes: int) -> Schedule:
 
     Raises:
         ValueError: where not even one carry and one step's tape fit.
+
+    Example:
+        >>> from remat.schedules import auto
+        >>> auto(100, budget=4096, state_bytes=64, tape_bytes=256)
+        Segmented(length=2, outer=Revolve(slots=50))
     """
     best: tuple[int, int, int] | None = None
     for k in _lengths(n):

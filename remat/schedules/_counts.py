@@ -19,6 +19,11 @@ class Stats:
         recomputed: those of `advances` that the reversal does.
         taped: step evaluations with tape, each followed by its pull-back.
         tape: most steps whose tape is alive at one time.
+
+    Example:
+        >>> from remat.schedules import Revolve
+        >>> Revolve(3).stats(10)
+        Stats(n=10, slots=3, advances=18, recomputed=8, taped=10, tape=1)
     """
 
     n: int

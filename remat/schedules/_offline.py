@@ -34,13 +34,14 @@ def repetitions(n: int, c: int) -> int:
 def advances(n: int, c: int) -> int:
     """t(n, c) = r n - C(c + r, r - 1): the least number of advances that reverse `n` steps with `c` slots.
 
-    The initial state occupies one slot; the n - 1 advances of the primal sweep are counted, the n taped
-    evaluations are not (Griewank and Walther 2000, theorem 1, with the initial state counted as a slot).
+    The initial state occupies one slot. The n - 1 advances of the primal sweep are counted, the n taped
+    evaluations are not. (Griewank and Walther 2000, theorem 1, with the initial state counted as a slot.)
     That sweep stops before the last step. A scan's forward runs it too, as it returns the last carry, and
-    keeps `c` states and no other: it is the sweep of a chain one step longer, and its least number of
-    recomputed steps is t(n + 1, c) - n.
+    keeps only `c` states. So it is the sweep of a chain one step longer, and its least number of recomputed
+    steps is t(n + 1, c) - n.
 
     Example:
+        >>> from remat.schedules import advances
         >>> advances(10, 3)
         15
     """
@@ -53,8 +54,8 @@ def advances(n: int, c: int) -> int:
 def split(n: int, c: int) -> int:
     """How far to advance before the next store: an m that attains min m + t(n - m, c - 1) + t(m, c).
 
-    Optimal are exactly the m that leave the right part within beta(c - 1, r) and the left part within
-    beta(c, r - 1) without letting either fall below what the next smaller r could do.
+    An m is optimal if it leaves the right part within beta(c - 1, r) and the left part within beta(c, r - 1),
+    and lets neither fall below what the next smaller r could do.
     """
     r = repetitions(n, c)
     return max(beta(c, r - 2), n - beta(c - 1, r), 1)
@@ -65,6 +66,11 @@ class Schedule:
 
     Subclasses say where the primal sweep stores (`place`) and how far the reversal advances from a state
     before it stores the next one (`leap`).
+
+    Example:
+        >>> from remat.schedules import Revolve, Schedule
+        >>> isinstance(Revolve(4), Schedule), Revolve(4).forward(10)
+        (True, {0: 0, 1: 1, 5: 2, 8: 3})
     """
 
     def place(self, n: int | None) -> Callable[[int], int | None]:
@@ -176,7 +182,14 @@ class Binomial(Schedule):
 
 @dataclass(frozen=True)
 class Revolve(Binomial):
-    """`slots` carries, the initial one counted; exactly t(n + 1, slots) advances, the proven optimum."""
+    """`slots` carries, the initial one counted; exactly t(n + 1, slots) advances, the proven optimum.
+
+    Example:
+        >>> from remat.schedules import Revolve
+        >>> stats = Revolve(8).stats(100)
+        >>> stats.slots, stats.recomputed
+        (8, 148)
+    """
 
     def capacity(self, n: int) -> int:
         return min(self.slots, n)
@@ -197,7 +210,14 @@ class Revolve(Binomial):
 
 @dataclass(frozen=True)
 class All(Schedule):
-    """Every carry: no step is advanced twice."""
+    """Every carry: no step is advanced twice.
+
+    Example:
+        >>> from remat.schedules import All
+        >>> stats = All().stats(100)
+        >>> stats.slots, stats.recomputed
+        (100, 0)
+    """
 
     def capacity(self, n: int) -> int:
         return n
@@ -217,6 +237,15 @@ class Sqrt(Schedule):
     """Two levels: every `every`-th carry (default: ceil(sqrt(n))), and all carries of the segment in work.
 
     About 2 sqrt(n) carries and less than one extra sweep.
+
+    Attributes:
+        every: distance between kept carries, in steps.
+
+    Example:
+        >>> from remat.schedules import Sqrt
+        >>> stats = Sqrt().stats(100)
+        >>> stats.slots, stats.recomputed
+        (19, 81)
     """
 
     every: int | None = None
@@ -251,6 +280,16 @@ class Multilevel(Revolve):
 
     The oldest states live on the host: they lie at the bottom of the stack, are written once in the forward
     pass and read least often.
+
+    Attributes:
+        device: carries on the device.
+        host: carries in pinned host memory.
+
+    Example:
+        >>> from remat.schedules import Multilevel
+        >>> stats = Multilevel(device=2, host=6).stats(100)
+        >>> stats.slots, stats.recomputed
+        (8, 148)
     """
 
     slots: int = field(init=False, default=0)
@@ -275,6 +314,16 @@ class Segmented(Schedule):
     """Segments of `length` steps reversed with their whole tape; `outer` schedules the segments.
 
     Peak c S + length R. With `outer = All()` no step is evaluated more than twice.
+
+    Attributes:
+        length: steps in a segment.
+        outer: the schedule of segments.
+
+    Example:
+        >>> from remat.schedules import Segmented
+        >>> stats = Segmented(10).stats(100)
+        >>> stats.slots, stats.recomputed
+        (10, 0)
     """
 
     length: int

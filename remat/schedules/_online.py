@@ -19,8 +19,8 @@ from remat.schedules._offline import Binomial
 
 
 class _StummWalther:
-    """Algorithm I. Blocks shrink: the first is c long, each later one a step shorter, its states overwriting
-    the slots of the block before, so that every step is advanced at most twice."""
+    """Algorithm I. Blocks shrink: the first is c long, each later one a step shorter. Its states overwrite
+    the slots of the block before, so every step is advanced at most twice."""
 
     def __init__(self, c: int) -> None:
         self.slot, self.block, self.turn, self.saving = 0, c, c, True
@@ -66,7 +66,17 @@ class _WangMoin:
 
 @dataclass(frozen=True)
 class Online(Binomial):
-    """`slots` carries for a loop of unknown length: as `Revolve` while n < (c + 1)(c + 2) / 2."""
+    """`slots` carries for a loop of unknown length: as `Revolve` while n < (c + 1)(c + 2) / 2.
+
+    Attributes:
+        slots: carries kept, the initial one counted.
+
+    Example:
+        >>> from remat.schedules import Online
+        >>> stats = Online(8).stats(100)
+        >>> stats.slots, stats.recomputed
+        (8, 198)
+    """
 
     def capacity(self, n: int) -> int:
         return self.slots

@@ -1,4 +1,4 @@
-"""Plain forward mode (`forward_ad`, gradcheck, `linearize`) over regions and scans, and over their backward."""
+"""Plain forward mode (`forward_ad`, gradcheck, `linearize`) over regions, scans and their backward."""
 
 import pytest
 import torch

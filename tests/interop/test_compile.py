@@ -9,7 +9,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.func import grad, vmap
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from remat import debug
+from remat import debug, nn, save_nothing
 from remat.interop import checkpoint, checkpoint_sequential
 from tests.interop.test_checkpoint import (
     W,
@@ -67,3 +67,14 @@ def test_checkpoint_sequential_in_compiled_code():
         lambda x: checkpoint_sequential(model, 2, x, use_reentrant=False), backend="aot_eager", fullgraph=True
     )
     torch.testing.assert_close(recomputed(compiled, X)[1], recomputed(model, X)[1])
+
+
+def test_layers_that_were_made_regions_in_compiled_code():
+    model = nn.apply(stack(), layers=torch.nn.Linear, policy=save_nothing)
+    assert nn.regions(model)
+    expected = recomputed(model, X)[1]
+    torch._dynamo.reset()
+    torch.testing.assert_close(
+        recomputed(torch.compile(model, backend="aot_eager", fullgraph=True), X)[1], expected
+    )
+    assert len(debug.recomputed(model, X.clone().requires_grad_())) == len(nn.regions(model))

@@ -203,8 +203,8 @@ def test_checkpoint_policy_makes_policies():
     [
         (None, "save_nothing"),
         ("save_matmuls", "remat.save_matmuls"),
-        (3, "Write a ready policy"),
-        (Policy, "A class is no policy"),
+        (3, "Write a built-in policy"),
+        (Policy, "A class is not a policy"),
         (save_names, "call it"),
         (checkpoint_policy, "call it"),
         (torch.mm, "policy got"),

@@ -1,43 +1,62 @@
-"""The page docs/looking.md prints what its code prints."""
+"""Every block of code on the pages runs, and prints or raises what the page shows."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.repo import blocks
+
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "looking.md").read_text()
-BLOCKS = re.findall(r"```(python|text)\n(.*?)```", PAGE, re.DOTALL)
-LINES = {"transformers": "5.23.0", "torch": "2.13.0"}
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+WITH_CODE = [page for page in PAGES if "```python" in page.read_text()]
 
 
-def printed(code: str) -> str:
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def marks(page: Path) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.slow] if "<!-- slow -->" in page.read_text() else []
 
 
-@pytest.mark.slow
-def test_hugging_face_layer() -> None:
-    """Line numbers and ops are those of one version; others are not compared."""
-    for package, version in LINES.items():
-        pytest.importorskip(package)
-        if importlib.metadata.version(package).partition("+")[0] != version:
-            pytest.skip(f"the page was printed with {package} {version}")
-    (_, code), (_, explained), (_, compared) = BLOCKS[:3]
-    call = re.search(r"`(print\(compare\(.*?\))`", PAGE)
-    assert call
-    code = code.replace("import explain", "import compare, explain")
-    assert printed(f"{code}{call[1]}\n") == explained + compared
+@pytest.mark.parametrize("page", [pytest.param(page, id=page.stem, marks=marks(page)) for page in WITH_CODE])
+def test_page(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if package := blocks.other_version(page.read_text()):
+        pytest.skip(f"the page was printed with another version of {package}")
+    monkeypatch.chdir(tmp_path)
+    blocks.run(page)
 
 
-def test_intermediates() -> None:
-    (_, code), (_, expected) = BLOCKS[3:]
-    assert printed(code) == expected
+PAGE = """
+<!-- before:
+x = 3
+-->
+```python
+print(x + 1)
+```
+prints
+
+```text
+4
+```
+
+```python title="Raises"
+raise ValueError("two words")
+```
+
+```text
+ValueError: two
+words
+```
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("\n4\n", "\n5\n"), ("two\nwords", "one word"), ("x = 3", "x = 4"), ('"Raises"', '"Prints"')],
+)
+def test_a_wrong_page_is_seen(tmp_path: Path, old: str, new: str) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(PAGE)
+    blocks.run(page)
+    page.write_text(PAGE.replace(old, new))
+    with pytest.raises(AssertionError):
+        blocks.run(page)

@@ -58,10 +58,10 @@ def work(measured, when, kind):
 
 def test_figures_of_one_region_are_exact():
     found = explain(remat(block), X, W1, W2)
-    # x, w1 and w2 are kept; what is computed again: h with its product, and the product that sin's derivative
+    # x, w1 and w2 are held; what is computed again: h with its product, and the product that sin's derivative
     # reads.
-    assert found.kept_bytes == FLOAT * (4 * 8 + 2 * 8 * 16)
-    assert found.plain_bytes == found.kept_bytes + FLOAT * (4 * 16 + 4 * 8)
+    assert (found.kept_bytes, found.held_bytes) == (0, FLOAT * (4 * 8 + 2 * 8 * 16))
+    assert found.plain_bytes == FLOAT * (4 * 16 + 4 * 8)
     assert [(r.op, r.work.ops, r.work.flops) for r in found.now.recomputed] == [
         ("aten.mm.default", 1, MM),
         ("aten.mm.default", 1, MM),
@@ -76,7 +76,7 @@ def test_figures_of_one_region_are_exact():
     assert found.plain.total("recompute").ops == 0
     (region,) = found.now.regions
     assert (region.name, region.calls, region.forward.ops, region.recomputed.ops) == ("block", 1, 5, 3)
-    assert (region.saved, region.inputs, region.share) == (0, found.kept_bytes, 1.0)
+    assert (region.saved, region.inputs, region.share) == (0, found.held_bytes, 1.0)
 
 
 @pytest.mark.parametrize("policy", [save_nothing, save_matmuls, save_names("h")], ids=repr)
@@ -146,7 +146,6 @@ def test_notes_say_when_a_remat_cannot_help():
     assert "keep as much as no remat does" in noted(remat(torch.square), X)
     assert "recomputes nothing" in noted(remat(torch.square), X)
     assert "is the whole" not in noted(loss(remat), X, W1, W2)
-    assert "arguments and captured tensors, which live anyway" in noted(remat(block), X, W1, W2)
 
 
 def test_no_note_where_a_remat_helps():
@@ -159,7 +158,8 @@ def test_what_is_offloaded_is_told_apart():
     h, product = FLOAT * 64 * 16, FLOAT * 64 * 8
     saved, away = (explain(remat(block, policy=p), x, W1, W2) for p in (save_matmuls, offload_matmuls))
     assert away.host_bytes == h + product and saved.host_bytes == 0
-    assert away.kept_bytes == saved.kept_bytes - away.host_bytes == FLOAT * (64 * 8 + 2 * 8 * 16)
+    assert away.kept_bytes == saved.kept_bytes - away.host_bytes == 0
+    assert away.held_bytes == saved.held_bytes == FLOAT * (64 * 8 + 2 * 8 * 16)
     assert away.plain_bytes == saved.plain_bytes
     assert [(r.why, r.host, r.bytes) for r in away.kept if r.host] == [
         ("policy", True, h),
@@ -187,15 +187,15 @@ def test_what_is_offloaded_is_told_apart():
     text = str(away).splitlines()
     assert (
         text[0]
-        == "block keeps 6.0 KiB of 18.0 KiB without remat (33%) for its backward, and 12.0 KiB in host memory"
+        == "block keeps 0 B of 12.0 KiB without remat (0%) for its backward, and 12.0 KiB in host memory"
     )
-    assert "kept: 18.0 KiB, 12.0 KiB of it in host memory" in text
+    assert "0 B kept, 6.0 KiB held, 12.0 KiB offloaded" in text
     assert sum("offloaded by policy" in line for line in text) == 2
     assert ["to", "the", "host", "and", "back", *["12.0", "KiB"] * 2] in [line.split() for line in text]
     table = compare(block, x, W1, W2, policies=[save_matmuls, offload_matmuls])
-    assert "  offload_matmuls   6.0 KiB    33%  12.0 KiB" in str(table)
-    assert str(saved.kept).endswith("captured tensors")
-    assert str(away.kept).endswith("captured tensors, 12.0 KiB offloaded")
+    assert "  offload_matmuls       0 B     0%   12.0 KiB  6.0 KiB" in str(table)
+    assert str(saved.kept).endswith("12.0 KiB kept, 6.0 KiB held, in 5 tensors")
+    assert str(away.kept).endswith("0 B kept, 6.0 KiB held, 12.0 KiB offloaded, in 5 tensors")
 
 
 def test_peaks_tell_blocks_from_the_whole():
@@ -259,11 +259,12 @@ note: region 'block' is the whole differentiated function: its recomputation bri
 def test_text():
     first = block.__code__.co_firstlineno + 1
     assert str(explain(remat(block, policy=[aten.tanh.default]), X, W1, W2)).splitlines() == [
-        "block keeps 2.8 KiB of 3.0 KiB without remat (92%) for its backward",
-        "peak of what its ops make: 3.0 KiB, 3.0 KiB without remat",
+        "block keeps 512 B of 768 B without remat (67%) for its backward",
+        "arguments and weights that the backward reads: 2.2 KiB",
+        "peak: 3.0 KiB, 3.0 KiB without remat",
         "FLOPs: 2.05 K forward, 1.02 K recomputed (+17%), 4.1 K backward",
         "",
-        "kept: 2.8 KiB",
+        "512 B kept, 2.2 KiB held",
         "    bytes  times  why              each       from",
         "  1.0 KiB         argument         f64[8,16]  w1",
         "  1.0 KiB         argument         f64[16,8]  w2",
@@ -274,15 +275,15 @@ def test_text():
         "  times   FLOPs    moved  op       from",
         f"      1  1.02 K  1.8 KiB  aten.mm  test_explain.py:{first + 1} (block)",
         "",
-        "FLOPs and bytes moved: forward, again, backward",
-        "  class of ops   FLOPs   again  backward    moved    again  backward",
-        "  matmul        2.05 K  1.02 K     4.1 K  3.5 KiB  1.8 KiB   7.0 KiB",
-        "  pointwise                               2.2 KiB            3.5 KiB",
-        "  all           2.05 K  1.02 K     4.1 K  5.8 KiB  1.8 KiB  10.5 KiB",
+        "FLOPs, and bytes moved",
+        "  class of ops  FLOPs forward  recomputed  backward  bytes forward  recomputed  backward",
+        "  matmul               2.05 K      1.02 K     4.1 K        3.5 KiB     1.8 KiB   7.0 KiB",
+        "  pointwise                                                2.2 KiB               3.5 KiB",
+        "  all                  2.05 K      1.02 K     4.1 K        5.8 KiB     1.8 KiB  10.5 KiB",
         "",
         "regions",
-        "  region  calls  ops  again  FLOPs again  saved by policy  inputs held",
-        "  block       1    5      1       1.02 K            512 B      2.2 KiB",
+        "  region  calls  ops  recomputed ops  recomputed FLOPs  saved by policy     held",
+        "  block       1    5               1            1.02 K            512 B  2.2 KiB",
         "",
         *NOTE,
     ]
@@ -363,7 +364,7 @@ def test_compare_puts_policies_in_the_place_of_those_inside(wrap):
         assert found[policy].kept_bytes == alone.kept_bytes
         assert found[policy].recomputed == alone.recomputed
     assert [policy for policy, _ in found.rows] == policies
-    assert found.plain.kept.bytes == found[save_everything].kept_bytes
+    assert found.plain.kept.kept_bytes == found[save_everything].kept_bytes
 
 
 def test_compare_makes_a_region_of_a_function_without_one():
@@ -396,8 +397,8 @@ def test_comparison_prints_a_row_each():
     lines = str(compare(block, X, W1, W2, policies=[save_nothing, save_everything])).splitlines()
     assert lines[0] == "block under 2 policies"
     assert [line.split()[0] for line in lines[3:]] == ["policy", "no", "save_nothing", "save_everything"]
-    assert re.search(r"save_nothing +2.2 KiB +75% +\S+ KiB +3 +2.05 K +\+33%", lines[5])
-    assert re.search(r"save_everything +3.0 KiB +100% .* 0 +0 +\+0%", lines[6])
+    assert re.search(r"save_nothing +0 B +0% +2.2 KiB +\S+ KiB +3 +2.05 K +\+33%", lines[5])
+    assert re.search(r"save_everything +768 B +100% .* 0 +0 +\+0%", lines[6])
 
 
 # -- the command --------------------------------------------------------------------------------------
@@ -411,7 +412,7 @@ def test_command(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     page = tmp_path / "report.html"
     assert main(["explain", f"{__name__}:case", "--html", str(page)]) == 0
-    assert "block keeps 2.2 KiB of 3.0 KiB" in capsys.readouterr().out
+    assert "block keeps 0 B of 768 B" in capsys.readouterr().out
     assert "<table>" in page.read_text()
     sizes = [word for size in ("4x8", "8x16", "16x8") for word in ("--input", size)]
     policies = ["--policy", "save_nothing", "--policy", "save_matmuls | save_attention"]
@@ -424,7 +425,7 @@ def test_the_module_is_a_command():
     command = [sys.executable, "-m", "remat", "explain", "torch:tanh", "--input", "4x8"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
-    assert "tanh" in done.stdout and "kept: 128 B" in done.stdout
+    assert "tanh" in done.stdout and "keeps 128 B" in done.stdout
 
 
 def nothing():

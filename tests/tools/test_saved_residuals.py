@@ -86,7 +86,7 @@ def test_printed_form(capsys):
         "f64[2,4] 64 B from the argument x",
         f"f64[2,5] 80 B output of aten.mm from test_saved_residuals.py:{first} (mlp), saved by policy",
         f"f64[2,3] 48 B output of aten.mm from test_saved_residuals.py:{first + 2} (mlp), saved by policy",
-        "total 472 B in 5 tensors, 344 B of it arguments and captured tensors",
+        "128 B kept, 344 B held, in 5 tensors",
     ]
     print_saved_residuals(mlp, PARAMS, X)
     assert "named 'hidden', output of aten.tanh from test_saved_residuals.py" in capsys.readouterr().out

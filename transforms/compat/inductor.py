@@ -30,8 +30,8 @@ class _Fence(ir.FallbackKernel):
 @dataclass
 class _Emptied(MemoryPlanningLine):
     """Inductor holds dead buffers for later kernels of the same size to write to, as long as its estimate of
-    the peak allows; but the estimate counts what fused kernels never allocate, and so a backward held the
-    buffers of one block beside those of the next. What is dead where a recomputation begins is freed.
+    the peak allows. The estimate counts what fused kernels never allocate. So a backward held the buffers of
+    one block beside those of the next. What is dead where a recomputation begins is freed.
     """
 
     node: Any

@@ -1,8 +1,8 @@
 """Trees by torch's registry, walked by optree.
 
 torch.func knows torch's registry only, and what a user registered with `torch.utils._pytree` must be a
-container here too. optree walks a tree in C++, several times faster, but has registries of its own, one for
-every namespace: torch's registry is copied into the namespace "remat" whenever it grew.
+container here too. optree walks a tree in C++, several times faster. It has registries of its own, one for
+every namespace. So torch's registry is copied into the namespace "remat" whenever it grew.
 (`torch.utils._cxx_pytree` does much the same in the namespace "torch". It hands tuples to functions that
 torch hands lists, takes registered named tuples apart in another way, and Dynamo sorts its keys for a while.)
 

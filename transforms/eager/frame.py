@@ -2,9 +2,9 @@
 
 The forward runs as it is, watched op by op; what autograd would save is replaced by a handle. When the
 backward asks for the first of them, the ops that the saved values take run again from the tape, below
-autograd: a saved variable reattaches its own history when it is unpacked, so data is all it needs. Hooks,
-FSDP, in-place ops on results and captured tensors behave as without remat, because the autograd graph is the
-one without remat. The idea of the hooks is that of torch.utils.checkpoint (non-reentrant).
+autograd. A saved variable reattaches its own history when it is unpacked, so it needs data only. Hooks, FSDP,
+in-place ops on results and captured tensors behave as without remat, because the autograd graph is the one
+without remat. The idea of the hooks is that of torch.utils.checkpoint (non-reentrant).
 
 Where the tape does not tell all that was computed (raw kernels, collectives, operators on functions), the
 user's function runs again as a whole (`rerun.Rerun`).

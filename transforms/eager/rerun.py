@@ -1,7 +1,7 @@
 """Running a region's function again, as a whole, where its tape does not tell all that was computed.
 
-Every value that the function can see is real: ops run, what is kept is handed out, arguments that were one
-tensor are one tensor, and ops and their constants are compared with those of the forward.
+Every value that the function can see is real. Ops run, and kept values are handed out. Arguments that were
+one tensor are one tensor. Ops and their constants are compared with those of the forward.
 """
 
 from __future__ import annotations

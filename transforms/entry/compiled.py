@@ -1,8 +1,8 @@
 """Regions inside graphs that are being traced for a compiler.
 
-Dynamo sees a region as one call of `torch`'s wrapper operator: it traces the user's function into a graph
-module, with captured tensors lifted to operands, and leaves what is done with it to us. When the graph is
-then traced below autograd, `run_graph` calls the region's primitive (`functorch`) there and then,
+Dynamo sees a region as one call of `torch`'s wrapper operator. It traces the user's function into a graph
+module, with captured tensors as operands, and leaves the rest to us. When the graph is then traced below
+autograd, `run_graph` calls the region's primitive (`functorch`) there and then,
 under whatever functorch levels are active: the recomputation is written out in the graph. A fence on all that
 the recomputation reads keeps the compiler from undoing it.
 

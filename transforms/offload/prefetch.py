@@ -1,7 +1,8 @@
 """Which kept values a backward fetches from the host, and when: one region ahead of the one that it reads.
 
-The backward meets regions in the reverse order of their forwards, so when one begins to read what it sent
-away, what the forward that ended just before sent away is fetched too, and arrives while the first computes.
+The backward meets regions in the reverse order of their forwards. When a region begins to read what it sent
+away, the values of the forward that ended just before are fetched too. They arrive while the first region
+computes.
 """
 
 from __future__ import annotations

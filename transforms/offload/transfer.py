@@ -2,8 +2,8 @@
 
 Copies run on a stream beside the one that computes (`StreamLane`). On a device without streams, the CPU among
 them, copies are made there and then and in the same order: who decides what travels knows nothing of streams.
-Regions (`Parcel`), scans and the graphs of compilers all copy in this way. Host memory is pinned; torch's
-allocator of pinned memory keeps what is let go of and hands it out again, so a step like the one before it
+Regions (`Parcel`), scans and the graphs of compilers all copy in this way. Host memory is pinned. Torch's
+allocator of pinned memory keeps freed memory and hands it out again, so a step like the one before it
 allocates none.
 
 PyTorch's own `torch.autograd.graph.save_on_cpu` copies on the computing stream; torchtune's
@@ -55,10 +55,10 @@ class Lane:
 class StreamLane(Lane):
     """Copies on a stream of their own, to and from pinned memory, beside what the device computes.
 
-    A copy in either direction begins when what the computing stream was given so far is done: what is sent
-    has been made by then, and what is fetched goes into memory that is no longer in use. So what is fetched
-    is an ordinary tensor of the computing stream's memory, and is fetched no sooner than planned however far
-    the host runs ahead of the device.
+    A copy in either direction begins when the computing stream is done with what it was given so far. A value
+    that is sent has been made by then, and a fetched value goes into memory that is no longer in use. So what
+    is fetched is an ordinary tensor of the computing stream's memory, and is fetched no sooner than planned
+    however far the host runs ahead of the device.
     """
 
     def __init__(self, device: torch.device) -> None:

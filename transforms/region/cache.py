@@ -1,6 +1,6 @@
 """What one forward of a region tells of later ones: the tape that they are held against, op by op.
 
-Nothing of it is believed before it is seen again: a later forward compares each op before it runs, and turns
+Nothing of it is believed before it is seen again. A later forward compares each op before it runs, and turns
 into a recording where it leaves the tape. So what is kept here saves time, and changes nothing.
 """
 

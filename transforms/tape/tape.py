@@ -267,8 +267,8 @@ class Reachability:
     """The results of one forward with the autograd nodes behind each, counted from the region's first.
 
     A backward may start from some results only; what only the others need is then not recomputed.
-    Saved-tensor hooks do not tell for which autograd node a value is packed, but nodes are numbered in the
-    order they are made, and a node packs right after it was made.
+    Saved-tensor hooks do not tell for which autograd node a value is packed. But nodes are numbered in the
+    order in which they are made, and a node packs right after it was made.
 
     Args:
         outs: tensors among the results.

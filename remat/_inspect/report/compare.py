@@ -53,10 +53,12 @@ class Comparison(Shown):
 
     def page(self) -> Page:
         away = any(found.host_bytes for _, found in self.rows)
-        host = (">host",) if away else ()
-        columns = ("policy", ">kept", ">share", *host, ">peak", ">ops again", ">FLOPs again", ">more")
+        host = (">offloaded",) if away else ()
+        recomputed = (">recomputed ops", ">FLOPs", ">more")
+        columns = ("policy", ">kept", ">share", *host, ">held", ">peak", *recomputed)
         plain, blank = self.plain, ("",) * away
-        first = ("no remat", format_bytes(plain.kept_bytes), "", *blank, format_bytes(plain.peak), "", "", "")
+        kept, held = format_bytes(plain.kept_bytes), format_bytes(plain.kept.held_bytes)
+        first = ("no remat", kept, "", *blank, held, format_bytes(plain.peak), "", "", "")
         table = Table("policies", columns, (first, *self._rows(away)))
         return Page((f"{self.name} under {len(self.rows)} policies",), (table,))
 
@@ -69,6 +71,7 @@ class Comparison(Shown):
                 format_bytes(found.kept_bytes),
                 f"{found.kept_bytes / before:.0%}",
                 *([format_bytes(found.host_bytes) if found.host_bytes else ""] if away else []),
+                format_bytes(found.held_bytes),
                 format_bytes(found.now.peak),
                 f"{again.ops}",
                 si(again.flops),
@@ -92,7 +95,7 @@ def compare(
     Args:
         fn: a function or module.
         args, keywords: its arguments.
-        policies: policies, or what `remat(policy=...)` accepts as one. By default the ready ones.
+        policies: policies, or what `remat(policy=...)` accepts as one. By default the built-in ones.
         kwargs: keywords of `fn` that are named like options here, such as `kwargs={"policies": 3}`. An option
             that `fn` also takes is refused where there is no `kwargs`, as it may be meant for either.
 
@@ -108,7 +111,7 @@ def compare(
         >>> fn = lambda x: x.sin().exp().sin()
         >>> found = compare(fn, torch.ones(8), policies=[save_nothing, save_everything])
         >>> [(policy, each.kept_bytes, each.recomputed.ops) for policy, each in found.rows]
-        [(save_nothing, 32, 2), (save_everything, 64, 0)]
+        [(save_nothing, 0, 2), (save_everything, 32, 0)]
     """
     chosen = DEFAULT if policies is None else tuple(map(as_policy, policies))
     if not chosen:

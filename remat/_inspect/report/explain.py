@@ -36,23 +36,28 @@ class Explanation(Shown):
 
     @property
     def kept(self) -> Residuals:
-        """What is kept between forward and backward."""
+        """Every tensor that waits for the backward, arguments and captured tensors included."""
         return self.now.kept
 
     @property
     def kept_bytes(self) -> int:
-        """Of `kept`, bytes that stay where they were made."""
+        """Bytes of activations that stay on their device between forward and backward."""
         return self.now.kept_bytes
 
     @property
+    def held_bytes(self) -> int:
+        """Bytes of arguments and captured tensors (weights) that the backward reads."""
+        return self.now.kept.held_bytes
+
+    @property
     def host_bytes(self) -> int:
-        """Of `kept`, bytes that policies offload."""
+        """Bytes that policies offload."""
         return self.now.kept.host_bytes
 
     @property
     def plain_bytes(self) -> int:
-        """What would be kept without remat."""
-        return self.plain.kept.bytes
+        """Bytes of activations that would be kept without remat."""
+        return self.plain.kept_bytes
 
     @property
     def recomputed(self) -> Work:
@@ -72,8 +77,9 @@ class Explanation(Shown):
         of = f" of {format_bytes(plain)} without remat ({_percent(kept, plain)})" if self.now.regions else ""
         host = f", and {format_bytes(self.host_bytes)} in host memory" if self.host_bytes else ""
         yield f"{self.name} keeps {format_bytes(kept)}{of} for its backward{host}"
+        yield f"arguments and weights that the backward reads: {format_bytes(self.held_bytes)}"
         peaks = f", {format_bytes(self.plain.peak)} without remat" if self.now.regions else ""
-        yield f"peak of what its ops make: {format_bytes(self.now.peak)}{peaks}"
+        yield f"peak: {format_bytes(self.now.peak)}{peaks}"
         forward, again, backward = (self.now.total(when).flops for when in PASSES)
         share = f" (+{_percent(again, self.plain.flops)})" if again else ""
         yield f"FLOPs: {si(forward)} forward, {si(again)} recomputed{share}, {si(backward)} backward"
@@ -93,9 +99,9 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation
         args, kwargs: its arguments.
 
     Returns:
-        An `Explanation`: kept values with their bytes and reasons, recomputed ops, FLOPs and bytes moved by
-        class of op with forward, recomputation and backward side by side, and notes that say where a remat
-        does not help. `print` it, show it in a notebook, or `.save("report.html")`.
+        An `Explanation`. It has kept values with bytes and reasons, recomputed ops, and FLOPs and bytes moved
+        by class of op and pass. Notes say where a remat does not help. `print` it, show it in a notebook, or
+        `.save("report.html")`.
 
     Raises:
         RematError: under a transform of `torch.func` (it may be inside), or with nothing to differentiate.
@@ -108,7 +114,7 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation
         >>> from remat import explain, remat
         >>> found = explain(remat(lambda x: x.sin().exp().sin()), torch.ones(8))
         >>> found.kept_bytes, found.plain_bytes, found.recomputed.ops
-        (32, 64, 2)
+        (0, 32, 2)
     """
     inner = debug.uncompiled(fn)
     now = measure(inner, args, kwargs)
@@ -135,9 +141,6 @@ def notes(now: Measured, plain: Measured) -> Iterator[str]:
         yield f"the regions save next to nothing: {format_bytes(before - kept)} of {format_bytes(before)}"
     for region in now.regions:
         yield from _region_notes(region, now, plain)
-    held = sum(r.bytes for r in now.kept if r.why in ("argument", "captured"))
-    if held > _WHOLE * kept and kept:
-        yield f"{format_bytes(held)} of what is kept are arguments and captured tensors, which live anyway"
 
 
 def _region_notes(region: RegionUse, now: Measured, plain: Measured) -> Iterator[str]:
@@ -167,10 +170,7 @@ def _kept_table(kept: Residuals) -> Table:
         )
         for r, times in sorted(groups.items(), key=lambda pair: pair[0].bytes * pair[1], reverse=True)
     ]
-    host = f", {format_bytes(kept.host_bytes)} of it in host memory" if kept.host_bytes else ""
-    return Table(
-        f"kept: {format_bytes(kept.bytes)}{host}", (">bytes", ">times", "why", "each", "from"), tuple(rows)
-    )
+    return Table(kept.totals(), (">bytes", ">times", "why", "each", "from"), tuple(rows))
 
 
 def _why(residual: Residual) -> str:
@@ -205,14 +205,15 @@ def _recomputed_table(now: Measured) -> Table:
 
 
 def _work_table(now: Measured) -> Table:
-    columns = ("class of ops", ">FLOPs", ">again", ">backward", ">moved", ">again", ">backward")
+    again = (">recomputed", ">backward")
+    columns = ("class of ops", ">FLOPs forward", *again, ">bytes forward", *again)
     kinds = [kind for kind in KINDS if any((when, kind) in now.work for when in PASSES)]
     rows = [(kind, *_cells([now.work.get((when, kind), Work()) for when in PASSES])) for kind in kinds]
     rows.append(("all", *_cells([now.total(when) for when in PASSES])))
     if now.kept.host_bytes:
         moved = [now.work.get((when, TRANSFER), Work()) for when in PASSES]
         rows.append(("to the host and back", *_cells(moved)))
-    return Table("FLOPs and bytes moved: forward, again, backward", columns, tuple(rows))
+    return Table("FLOPs, and bytes moved", columns, tuple(rows))
 
 
 def _cells(works: list[Work]) -> Iterator[str]:
@@ -236,8 +237,8 @@ def _region_table(now: Measured) -> Table:
         for r in now.regions
     ]
     offloaded = (">offloaded",) if away else ()
-    columns = ("region", ">calls", ">ops", ">again", ">FLOPs again", ">saved by policy", *offloaded)
-    return Table("regions", (*columns, ">inputs held"), tuple(rows))
+    columns = ("region", ">calls", ">ops", ">recomputed ops", ">recomputed FLOPs", ">saved by policy")
+    return Table("regions", (*columns, *offloaded, ">held"), tuple(rows))
 
 
 def short(location: str | None) -> str:

@@ -57,7 +57,7 @@ class RegionUse:
         forward, recomputed: the work of its own ops, those of regions inside it aside.
         saved: bytes that its policy saves where they are.
         offloaded: bytes that its policy sends to the host.
-        inputs: bytes of arguments and captured tensors that it holds.
+        inputs: bytes of its arguments and captured tensors that its backward reads.
         holds_regions: whether other regions are called inside it.
         share: the largest share of all forward ops that one call of it runs.
     """
@@ -78,7 +78,7 @@ class Measured:
     """One forward and backward.
 
     Attributes:
-        kept: what is kept between them.
+        kept: what waits between them: activations, and the arguments and captured tensors that are read.
         peak: the most bytes alive at once of what ops made, in both; those in host memory aside.
         work: (pass, class of op) -> work; passes are "forward", "recompute", "backward". What is offloaded is
             sent in the first and comes back in the last, as the class "transfer".
@@ -99,8 +99,8 @@ class Measured:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that are kept, those in host memory aside."""
-        return self.kept.bytes - self.kept.host_bytes
+        """Bytes of activations that stay on their device between forward and backward."""
+        return self.kept.kept_bytes
 
     @property
     def flops(self) -> int:

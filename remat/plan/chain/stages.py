@@ -115,8 +115,8 @@ class Measure:
 def frontier(problem: Problem) -> Iterator[Solution]:
     """Plans from the least to the most that can be kept, and mixtures of them.
 
-    Those at the corners of the hull and at even budgets know the bytes between forward and backward, not what
-    is live while values are recomputed: for that all sets of the largest values are tried.
+    Plans at the corners of the hull and at even budgets know the bytes between forward and backward. They do
+    not know what is live while values are recomputed. For that all sets of the largest values are tried.
     """
     low, high = least(problem), keep_all(problem)
     yield low

@@ -60,7 +60,19 @@ def is_heavy(joint: Joint, op: Op) -> bool:
 
 
 class CostModel(Protocol):
-    """A price for each op; `unit` is "FLOP" or "s"."""
+    """A price for each op.
+
+    Attributes:
+        unit: of prices, such as "FLOP" or "s".
+
+    Example:
+        >>> from remat import checkpoint_policy
+        >>> class OpsAlike:
+        ...     unit = "ops"
+        ...     def price(self, joint, op):
+        ...         return 1.0
+        >>> policy = checkpoint_policy(budget=0.5, cost=OpsAlike())
+    """
 
     @property
     def unit(self) -> str: ...
@@ -72,7 +84,16 @@ class CostModel(Protocol):
 
 @dataclass(frozen=True)
 class Flops:
-    """Floating point operations."""
+    """An op costs its floating point operations, by torch's formulas.
+
+    Other ops cost 0.001 FLOP per byte moved, so that ties go to the cheaper copies.
+
+    Example:
+        >>> from remat import checkpoint_policy
+        >>> from remat.plan import Flops
+        >>> checkpoint_policy(budget=0.5, cost=Flops()) == checkpoint_policy(budget=0.5, cost=Flops())
+        True
+    """
 
     unit: str = field(default="FLOP", init=False, repr=False)
 
@@ -102,12 +123,17 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Roofline:
-    """Seconds by the roofline of a device.
+    """An op costs seconds: the larger of FLOPs over peak and bytes over bandwidth of a device.
 
     Attributes:
         device: a key of `DEVICES`.
-        fused: price as a compiler runs it: pointwise chains cost the traffic of their ends only, which is
-            charged here as nothing for an op whose every reader is pointwise too.
+        fused: price as a compiler runs it: a pointwise chain costs the traffic of its ends only. An op whose
+            every reader is pointwise costs nothing.
+
+    Example:
+        >>> from remat.plan import Roofline
+        >>> Roofline("a100", fused=True)
+        Roofline(device='a100', fused=True)
     """
 
     device: str = "h100"

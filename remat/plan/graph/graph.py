@@ -17,10 +17,9 @@ from remat.transforms.joint import Joint, Op
 class Graph:
     """The region's joint graph as a planning problem.
 
-    Op `k` of the problem is op `k` of the forward, and value `k` is everything that it makes: an engine that
-    saves an op saves all its results. Each input of the region follows as an op that cannot run, with its
-    value.
-    Rules of the engine are written into the numbers:
+    Op `k` of the problem is op `k` of the forward. Value `k` is everything that it makes, since an engine
+    that saves an op saves all its results. Each input of the region follows as an op that cannot run, with
+    its value. Four rules of the engine are written into the numbers:
 
     - Views cannot be saved: their base is, and they are taken again at no cost.
     - What an op writes in place cannot be saved either: the value before the first write can, and the writes

@@ -38,8 +38,8 @@ def cache_directory() -> Path:
 class Measured:
     """Seconds of one call, the median of five on tensors of the op's own sizes.
 
-    Ops that cannot be run by themselves (random state of their own, missing kernels, arguments that must hold
-    certain values) are priced by their traffic at the speed of a copy.
+    Some ops cannot be run by themselves: random state of their own, missing kernels, arguments that must hold
+        certain values. They are priced by their traffic at the speed of a copy.
 
     Attributes:
         device: where to run; None means where each op's tensors are.

@@ -1,8 +1,8 @@
 """The lower convex hull of the exact frontier, by parametric minimum cuts: needs nothing but Python.
 
-For a price of `lam` per byte the relaxed problem is one minimum cut (a closure problem), and its lower
-envelope over all `lam` equals the LP relaxation, because the constraint matrix without the budget row is
-totally unimodular. So the hull certifies a lower bound at every budget, and its corners are optimal.
+For a price of `lam` per byte the relaxed problem is one minimum cut (a closure problem). Its lower envelope
+over all `lam` equals the LP relaxation: the constraint matrix without the budget row is totally unimodular.
+So the hull certifies a lower bound at every budget, and its corners are optimal.
 
 Sources: J. C. Picard, "Maximal closure of a graph", 1976; M. J. Eisner and D. G. Severance,
 "Mathematical techniques for efficient record segmentation in large shared databases", 1976 (the search
@@ -52,8 +52,8 @@ class _Cut:
     def _lay_out(self) -> None:
         """Node 0 is the source (kept), node 1 the sink (must be there); equal nodes are merged.
 
-        A needed value is the sink, an op that cannot run again is the source, and a value that cannot
-        be kept is one with its op: this halves the network of a graph full of views.
+        A needed value is the sink, an op that cannot run again is the source, and a value that cannot be kept
+        is one node with its op. This halves the network of a graph full of views.
         """
         problem = self.problem
         values = sorted(problem.relevant)

@@ -45,7 +45,8 @@ def pack(
     Partial solutions are built class by class, the largest classes first, so that small ones fill what is
     left. One is dropped where another is as small and as cheap, or where the LP bound on the rest says that
     it cannot end within a limit. That limit begins at the LP bound of the whole and grows until it meets a
-    solution, so that the bound is proved on the way; a first search keeps only the most promising ones.
+    solution, so the bound is proved on the way. A first search keeps only the most promising partial
+    solutions.
 
     Sources: M. E. Dyer, N. Kayal, J. Walker, "A branch and bound algorithm for solving the multiple-choice
     knapsack problem", 1984 (the LP bound); D. Pisinger, "A minimal algorithm for the multiple-choice knapsack

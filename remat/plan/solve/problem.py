@@ -1,16 +1,16 @@
 """The planning problem as plain numbers: no torch, so that solvers can be tested against brute force.
 
-An *op* may run again in the backward pass at a price, a *value* may be kept at a size in bytes. The
-backward reads some values (`need`); each is either kept or made again, and an op can be run again only
-if every value it reads is itself kept or made again:
+An *op* may run again in the backward pass at a price, a *value* may be kept at a size in bytes. The backward
+reads some values (`need`). Each is either kept or made again. An op can be run again only if every value it
+reads is kept or made again:
 
     min   sum cost[o] r[o] + sum keep[v] s[v]
     s.t.  r[producer(v)] + s[v] >= 1           v in need
           r[o] <= r[producer(v)] + s[v]        v read by o
           sum size[v] s[v] <= budget           r, s in {0, 1}
 
-This is the single-replay formulation of torch's min-cut partitioner with real prices in place of its
-0 / inf arcs; see `docs/planner.md` for how views, inputs and random ops are written in it.
+This is the single-replay formulation of torch's min-cut partitioner with real prices in place of its 0 / inf
+arcs. `docs/planner.md` says how views, inputs and random ops are written in it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,73 @@
+"""The public names, read from the sources, and the page of the reference on which each stands."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+# Modules that users import from. Of the last one three names are public; the rest is for the other rooms.
+MODULES = (
+    "remat",
+    *(
+        f"remat.{name}"
+        for name in ("debug", "jax_names", "layers", "nn", "plan", "policies", "scan", "schedules")
+    ),
+    *(f"remat.interop{name}" for name in ("", ".diffusers", ".huggingface", ".torchtitan")),
+)
+OF_THE_ENGINE = tuple(f"remat.transforms.{name}" for name in ("RematError", "grad", "value_and_grad"))
+
+
+@functools.cache
+def package() -> Any:
+    """The package as griffe reads it: no module is imported, so torchtitan need not be there."""
+    import griffe
+
+    loader = griffe.GriffeLoader(search_paths=[ROOT])
+    found = loader.load("remat")
+    loader.resolve_aliases(external=False)
+    return found
+
+
+def named(path: str) -> Any:
+    """The object of a dotted path, aliases followed."""
+    found = package()[path.removeprefix("remat.")] if path != "remat" else package()
+    return found.final_target if found.is_alias else found
+
+
+def public() -> Iterator[str]:
+    for module in MODULES:
+        exports = named(module).exports
+        assert exports, f"{module} has no __all__"
+        yield from (f"{module}.{name}" for name in exports)
+    yield from OF_THE_ENGINE
+
+
+def pages() -> dict[str, str]:
+    """Where each object is documented: its own dotted path, and the page."""
+    found = {}
+    for page in sorted((ROOT / "docs" / "api").glob("*.md")):
+        text = page.read_text()
+        for path in re.findall(r"^::: (\S+)$", text, re.MULTILINE):
+            found[named(path).path] = page.name
+        for path in re.findall(r"^#+ .*`(remat\.[\w.]+)`", text, re.MULTILINE):
+            found.setdefault(named(path).path, page.name)
+    return found
+
+
+def docstring(found: Any) -> str:
+    return found.docstring.value if found.docstring else ""
+
+
+def untyped(found: Any) -> list[str]:
+    """What of a function has no annotation, or of a class's fields and public methods."""
+    if found.is_class:
+        methods = [m for name, m in found.members.items() if not name.startswith("_") and m.is_function]
+        return [f"{m.name}: {one}" for m in methods for one in untyped(m)]
+    if not found.is_function:
+        return []
+    parameters = [p.name for p in found.parameters if p.name not in ("self", "cls") and p.annotation is None]
+    return parameters + (["its result"] if found.returns is None else [])

@@ -1,0 +1,49 @@
+"""Every public name has a page, an example that runs, and types."""
+
+from __future__ import annotations
+
+import doctest
+
+import pytest
+
+pytest.importorskip("griffe")
+
+from tests.repo import reference  # noqa: E402
+
+PUBLIC = list(reference.public())
+OBJECTS = {reference.named(path).path: path for path in PUBLIC}
+
+
+def test_there_are_public_names():
+    assert len(OBJECTS) > 80
+    assert {"remat.remat", "remat.plan.plan_chain", "remat.nn.apply"} <= set(PUBLIC)
+
+
+def test_every_public_name_has_a_page():
+    pages = reference.pages()
+    assert not [path for own, path in OBJECTS.items() if own not in pages]
+
+
+def test_every_public_name_says_what_it_is():
+    assert not [path for own, path in OBJECTS.items() if not reference.docstring(reference.named(path))]
+
+
+def test_every_public_name_has_an_example():
+    found = {path: reference.named(path) for path in OBJECTS.values()}
+    assert not [
+        path for path, one in found.items() if not one.is_module and ">>>" not in reference.docstring(one)
+    ]
+
+
+def test_every_public_name_has_types():
+    found = {path: reference.untyped(reference.named(path)) for path in OBJECTS.values()}
+    assert not {path: missing for path, missing in found.items() if missing}
+
+
+@pytest.mark.parametrize("path", [p for p in OBJECTS.values() if not reference.named(p).is_module])
+def test_example_runs(path):
+    text = reference.docstring(reference.named(path))
+    test = doctest.DocTestParser().get_doctest(text, {}, path, None, None)
+    # Dynamo clears what it put into the globals when it goes, so they are left to it.
+    result = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test, clear_globs=False)
+    assert result.failed == 0
