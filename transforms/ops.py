@@ -41,6 +41,8 @@ _HIDDEN_WRITES = {
     _aten.cudnn_batch_norm.default: ((3, 4), 5),
     _aten.miopen_batch_norm.default: ((3, 4), 5),
 }
+# Kernels that look at whether an operand requires grad, and leave out what a backward needs where none does.
+_ASKS_GRAD = {_aten._sparse_mm_reduce_impl.default}
 
 
 class Traits:
@@ -48,10 +50,12 @@ class Traits:
 
     `shape_only`: it makes a new tensor like its operand, whose numbers it does not read. `may_draw`: it draws
     random numbers, or could without saying so. `collective`: other processes take part
-    in it; `outside`: it acts on them, or on the user's screen or program.
+    in it; `outside`: it acts on them, or on the user's screen or program. `asks_grad`: on operands
+    without gradients it computes less.
     """
 
     __slots__ = (
+        "asks_grad",
         "collective",
         "conditional",
         "higher_order",
@@ -70,6 +74,7 @@ class Traits:
     def __init__(self, op: Any) -> None:
         schema = getattr(op, "_schema", None)
         self.higher_order = schema is None  # an operator on functions: torch.cond, flex attention
+        self.asks_grad = op in _ASKS_GRAD
         self.ignored = op in _IGNORED or getattr(op, "namespace", "") == "profiler"
         self.random = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
         self.writes: tuple[str | int, ...] = ()

@@ -187,6 +187,8 @@ class Recorder(WriteWatch):
         if facts.collective:
             tape.open = tape.open or f"it calls {func}, which acts outside of this process"
             tape.sharded = tape.sharded or not node.graded
+        if facts.asks_grad:
+            tape.open = tape.open or f"it calls {func}, which computes less where nothing requires grad"
         if facts.higher_order:
             tape.open = tape.open or f"it calls {func}, an operator on functions"
         node.written = tuple([self.root(t) for t in targets(facts, args, kwargs)]) if facts.writes else ()
