@@ -43,6 +43,8 @@ _HIDDEN_WRITES = {
 }
 # Kernels that look at whether an operand requires grad, and leave out what a backward needs where none does.
 _ASKS_GRAD = {_aten._sparse_mm_reduce_impl.default}
+# Autograd saves what these write into before they do, and reads it as they left it.
+_SAVES_UNWRITTEN = {_aten.rrelu_with_noise.default, _aten.rrelu_with_noise_.default}
 
 
 class Traits:
@@ -51,7 +53,7 @@ class Traits:
     `shape_only`: it makes a new tensor like its operand, whose numbers it does not read. `may_draw`: it draws
     random numbers, or could without saying so. `collective`: other processes take part
     in it; `outside`: it acts on them, or on the user's screen or program. `asks_grad`: on operands
-    without gradients it computes less.
+    without gradients it computes less. `saves_unwritten`: autograd saves an operand before the op writes into it.
     """
 
     __slots__ = (
@@ -65,6 +67,7 @@ class Traits:
         "outside",
         "random",
         "reshapes",
+        "saves_unwritten",
         "shape_only",
         "uninitialized",
         "view",
@@ -74,7 +77,7 @@ class Traits:
     def __init__(self, op: Any) -> None:
         schema = getattr(op, "_schema", None)
         self.higher_order = schema is None  # an operator on functions: torch.cond, flex attention
-        self.asks_grad = op in _ASKS_GRAD
+        self.asks_grad, self.saves_unwritten = op in _ASKS_GRAD, op in _SAVES_UNWRITTEN
         self.ignored = op in _IGNORED or getattr(op, "namespace", "") == "profiler"
         self.random = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
         self.writes: tuple[str | int, ...] = ()

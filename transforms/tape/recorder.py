@@ -196,6 +196,8 @@ class Recorder(WriteWatch):
             node.overwrites = tuple([i for root in node.written for i in self._kept_in.get(root, ())])
         node.root = self._root_of_results(at, facts, args, out)
         tape.nodes.append(node)
+        if facts.saves_unwritten:
+            tape.packed = [(n, i + (i == at and tape.root_of(n) in node.written)) for n, i in tape.packed]
         for root in node.written:
             tape.last_write[root] = at
         for tensor in tensors_in(out):
