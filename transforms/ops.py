@@ -53,7 +53,7 @@ class Traits:
     `shape_only`: it makes a new tensor like its operand, whose numbers it does not read. `may_draw`: it draws
     random numbers, or could without saying so. `collective`: other processes take part
     in it; `outside`: it acts on them, or on the user's screen or program. `asks_grad`: on operands
-    without gradients it computes less. `saves_unwritten`: autograd saves an operand before the op writes into it.
+    without gradients it computes less. `saves_unwritten`: autograd saves an operand that it then writes into.
     """
 
     __slots__ = (

@@ -46,7 +46,7 @@ def under_func_twice(fn: Callable[..., Any], leaves: list[Tensor]) -> Any:
 
 
 class Verdict(NamedTuple):
-    """`kind`: right, refused (a RematError), failed (another error), wrong, or without meaning in torch itself."""
+    """`kind`: right, refused (a RematError), failed (another error), wrong, or "not in torch" itself."""
 
     program: str
     run: str
@@ -55,7 +55,7 @@ class Verdict(NamedTuple):
 
 
 def _differs(got: Any, expected: Any, program: Program) -> str:
-    """Nothing, or how they differ: to the last bits, for a sum of gradients may be added up in another order."""
+    """Nothing, or how they differ, to the last bits: a sum of gradients may be added up in another order."""
     got_leaves, expected_leaves = pytree.tree_leaves(got), pytree.tree_leaves(expected)
     if len(got_leaves) != len(expected_leaves):
         return f"{len(got_leaves)} results for {len(expected_leaves)}"

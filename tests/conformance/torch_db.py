@@ -1,7 +1,7 @@
 """torch's own databases of ops and modules, with their samples: what torch tests itself by.
 
-`expecttest`, which torch's test library imports, is a package for torch's developers. The databases need nothing
-of it but a base class, so an empty one stands in where it is missing.
+`expecttest`, which torch's test library imports, is a package for torch's developers. The databases need
+nothing of it but a base class, so an empty one stands in where it is missing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 class Program(NamedTuple):
     """A function that holds a region, and its leaves: `build(wrap)` makes both anew.
 
-    `exact` is False where torch returns whatever was in memory. `twice` says that torch has second derivatives.
+    `exact` is False where torch returns whatever was in memory. `twice`: torch has second derivatives.
     """
 
     name: str
@@ -108,7 +108,9 @@ def _op_program(call: Callable[..., Any], sample: Any, write: bool = False) -> C
 def op_programs(name: str, most: int = 3) -> Iterator[Program]:
     """An op as a function, in place where there is such a variant, and written to where it shares memory."""
     op = databases()[0][name]
-    dtype = next(d for d in DTYPES if op.supports_dtype(d, "cpu"))
+    dtype = next((d for d in DTYPES if op.supports_dtype(d, "cpu")), None)
+    if dtype is None or name.startswith("jiterator"):
+        return  # GPUs only
     grads = op.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
     exact = op.name.split(".")[-1] not in UNINITIALIZED
     samples = _spread(op.sample_inputs("cpu", dtype, requires_grad=grads), most)
@@ -132,7 +134,7 @@ def shares(op: Any, sample: Any) -> bool:
 
 
 class Undeclared(TorchDispatchMode):
-    """Notes the ops whose results share memory with what they were given, or with another, unknown to the schema."""
+    """Notes the ops whose results share memory with what they were given, or with another, unsaid."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +154,7 @@ class Undeclared(TorchDispatchMode):
 
 
 def _of_module(info: Any, given: Any) -> Callable[[Wrap], Any]:
-    """A region that is the module: its parameters are captured, and its buffers are looked at after the call."""
+    """A region that is the module: parameters are captured, buffers are looked at after the call."""
 
     def build(wrap: Wrap) -> tuple[Callable[..., Any], list[Tensor]]:
         torch.manual_seed(0)

@@ -117,7 +117,7 @@ class Replay(Mode):
         return self._next() == there
 
     def forward_done(self) -> None:
-        """What follows belongs to the backward, which goes through the ops of this pass: none may be missing."""
+        """What follows belongs to the backward, which goes through this pass: no op may be missing."""
         at = self._next()
         if at < len(self.tape.nodes):
             what = f"the recomputation ends where the forward ran {self.tape.nodes[at].op}"
