@@ -24,12 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from planner_compiled import compiled_problem
 from planner_models import MODELS, joint
 
 from remat.plan import Flops, Roofline, register_cost
 from remat.plan.graph import Graph
 from remat.plan.solve import Problem, Solved, complete, keep_all, least, solve
-from remat.plan.torch_plans import SOLVERS, TorchPlan, compiled_problem, torch_plan
+from remat.plan.torch_plans import SOLVERS, TorchPlan, torch_plan
 from remat.transforms.joint import Joint
 
 Offer = Sequence[tuple[str, Iterable[int]]]

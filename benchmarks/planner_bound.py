@@ -12,9 +12,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from planner_compiled import compiled_problem
+
 from remat.plan.graph.costs import CostModel, flops_of
 from remat.plan.solve import Problem, bound, hull
-from remat.plan.torch_plans import compiled_problem
 from remat.transforms.joint import Joint, Op
 
 # How many ops are looked at in each of this many stretches of the backward: those with the most bytes.

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from planner_bound import Bound
+from planner_compiled import compiled_problem
 from planner_models import MODELS, built, gpt, joint, llama
 
 from remat.plan import Flops
@@ -37,7 +38,7 @@ from remat.plan.chain_plan import Task, trace
 from remat.plan.graph.costs import flops_of
 from remat.plan.peak import compiled_order, highest_within, live_bytes
 from remat.plan.solve import Solution, complete, hull, solve
-from remat.plan.torch_plans import compiled_problem, torch_plan
+from remat.plan.torch_plans import torch_plan
 from remat.transforms import RematError
 
 MODELS |= {"GPT 16": lambda: gpt(16), "Llama 16 x 4": lambda: llama(16, batch=4)}

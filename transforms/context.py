@@ -29,6 +29,11 @@ class _Active(threading.local):
     place: str | None = None  # the user's line of the op that runs again, for those
     quiet = False
     unasked = False
+    seeding = False  # whether the op that runs draws a seed
+    travelling: str | None = None  # where what runs brings a value, "host" or "device"
+    evaluating = False  # whether a step of a scan runs for its shapes alone: a scan in it runs no steps
+    shown: Any = None  # the scan in eager that Dynamo is shown stand-ins of, in a list, until it has begun
+    owner: list[Any] | None = None  # holds what must live as long as the steps that are being compiled
 
     def __init__(self) -> None:
         self.rerun: list[str] = []  # names of the regions that are being run again
@@ -37,6 +42,17 @@ class _Active(threading.local):
 
 active = _Active()
 _NOTHING = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def scoped(**fields: Any) -> Iterator[None]:
+    """Let these be so for a while."""
+    before = {name: getattr(active, name) for name in fields}
+    active.__dict__.update(fields)
+    try:
+        yield
+    finally:
+        active.__dict__.update(before)
 
 
 class Mode(DispatchMode):
@@ -133,9 +149,9 @@ def notice(func: Any, args: Any) -> None:
         if func.__self__ is _DATA:
             run_again_whole("it replaces the data of a tensor")
     elif name in DOORS:
-        mode: Any = enclosing()
-        if mode is not None and mode.records and args and isinstance(args[0], torch.Tensor):
-            mode.expose(args[0])
+        if args and isinstance(args[0], torch.Tensor):
+            for mode in recordings():
+                mode.expose(args[0])
 
 
 class MemoryWatch(TorchFunctionMode):
@@ -194,15 +210,9 @@ def selecting() -> bool:
     return active.selecting
 
 
-@contextlib.contextmanager
-def choosing() -> Iterator[None]:
+def choosing() -> AbstractContextManager[None]:
     """Around a function that a policy lets run as it is: the innermost region there keeps all values."""
-    before = active.selecting
-    active.selecting = True
-    try:
-        yield
-    finally:
-        active.selecting = before
+    return scoped(selecting=True)
 
 
 def recomputing(name: str) -> Callable[[], Any]:

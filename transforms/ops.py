@@ -51,9 +51,10 @@ class Traits:
     """Facts of one op, read once from its schema.
 
     `shape_only`: it makes a new tensor like its operand, whose numbers it does not read. `may_draw`: it draws
-    random numbers, or could without saying so. `collective`: other processes take part
-    in it; `outside`: it acts on them, or on the user's screen or program. `asks_grad`: on operands
-    without gradients it computes less. `saves_unwritten`: autograd saves an operand that it then writes into.
+    random numbers, or could without saying so. `sized_by_data`: numbers
+    decide the shape of its result, or could. `collective`: other processes take part in it; `outside`: it
+    acts on them, or on the user's screen or program. `asks_grad`: on operands without gradients it computes
+    less. `saves_unwritten`: autograd saves an operand that it then writes into.
     """
 
     __slots__ = (
@@ -69,6 +70,7 @@ class Traits:
         "reshapes",
         "saves_unwritten",
         "shape_only",
+        "sized_by_data",
         "uninitialized",
         "view",
         "writes",
@@ -90,6 +92,8 @@ class Traits:
         self.uninitialized = ours and name.startswith(("empty", "new_empty"))
         # An op of somebody else's may draw without saying so.
         self.may_draw = self.random or getattr(op, "namespace", "aten") not in _TOLD
+        tags = getattr(op, "tags", ())
+        self.sized_by_data = torch.Tag.dynamic_output_shape in tags or self.may_draw and not self.random
         self.collective = getattr(op, "namespace", "") in _OUTSIDE
         self.outside = self.collective or (ours and name.startswith(_CHECKS))
         if schema is None:

@@ -6,6 +6,7 @@ registered with `torch.utils._pytree` is a container here, anything else is a le
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def smooth(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
-def merge(leaves: list[Any], at: list[int], tensors: list[torch.Tensor]) -> list[Any]:
+def merge(leaves: Sequence[Any], at: Sequence[int], tensors: Iterable[Any]) -> list[Any]:
     """`leaves` with the tensors at positions `at` replaced."""
     merged = list(leaves)
     for i, tensor in zip(at, tensors, strict=True):

@@ -1,22 +1,30 @@
 """What all of the product knows of ops: their facts for a policy, their price, amounts of bytes."""
 
-from remat._core.flops import known_flops, op_name, register_cost
-from remat._core.keywords import KeywordError, joined_keywords, keywords_apart
-from remat._core.opinfo import Call, Decision, OpInfo, TensorMeta, describe
-from remat._core.units import format_bytes, parse_bytes
-
-__all__ = [
-    "known_flops",  # FLOPs of `op(*args, **kwargs)`, or None for an op that nobody gave a formula for
-    "op_name",  # `aten::mm` for every overload and for the packet
-    "register_cost",  # tell policies and the planner what a custom op costs
-    "KeywordError",  # a keyword that may be meant for two functions
-    "joined_keywords",  # all keywords of a function, those in `kwargs=` included
-    "keywords_apart",  # refuse options that may be meant for the function looked at
-    "Call",  # the torch function the user called, above functorch
-    "Decision",  # what becomes of an op's outputs between forward and backward
-    "OpInfo",  # one op of a region, as a policy sees it
-    "TensorMeta",  # a tensor without its data
-    "describe",  # `tree` with every tensor replaced by its `TensorMeta`
-    "format_bytes",  # bytes for people, rounded
-    "parse_bytes",  # bytes from "2GiB", "512 MB", "1e9"
-]
+from remat._core.flops import (
+    known_flops,  # FLOPs of `op(*args, **kwargs)`, or None for an op that nobody gave a formula for
+    op_name,  # `aten::mm` for every overload and for the packet
+    register_cost,  # tell policies and the planner what a custom op costs
+)
+from remat._core.keywords import (
+    KeywordError,  # a keyword that may be meant for two functions
+    joined_keywords,  # all keywords of a function, those in `kwargs=` included
+    keywords_apart,  # refuse options that may be meant for the function looked at
+)
+from remat._core.opinfo import (
+    Call,  # the torch function the user called, above functorch
+    Decision,  # what becomes of an op's outputs between forward and backward
+    OpInfo,  # one op of a region, as a policy sees it
+    TensorMeta,  # a tensor without its data
+    describe,  # `tree` with every tensor replaced by its `TensorMeta`
+)
+from remat._core.units import (
+    format_bytes,  # bytes for people, rounded
+    parse_bytes,  # bytes from "2GiB", "512 MB", "1e9"
+)
+from remat._core.untouched import (
+    Notes,  # what a function can reach, as it was before a look at it
+    untouched,  # leave all that functions and arguments can reach as it is
+)
+from remat._core.warn import (
+    warn_user,  # warn at the line of the user's
+)

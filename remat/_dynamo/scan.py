@@ -21,11 +21,21 @@ from remat._dynamo.region import describe as region_describe
 from remat._dynamo.region import rebuild as region_rebuild
 from remat.policies import Policy, PolicySelector, save_nothing
 from remat.schedules import Schedule, as_schedule
-from remat.transforms import BoundedCache, RematError, flatten, map_leaves, map_only, paths, unflatten
+from remat.transforms import (
+    BoundedCache,
+    RematError,
+    active,
+    flatten,
+    map_leaves,
+    map_only,
+    paths,
+    split,
+    unflatten,
+)
 from remat.transforms.compat import is_tracing
 from remat.transforms.entry import Graph
 from remat.transforms.scan import ScanSpec, carry_of, pair_of, structure_of, ys_of
-from remat.transforms.scan.traced import TracedBody, Whole, evaluating, run, run_whole, showing, shown
+from remat.transforms.scan.traced import TracedBody, Whole, run, run_whole, showing, shown
 
 
 def call_scan(
@@ -46,8 +56,8 @@ def call_scan(
     _refuse(name, checkpoints, on_step)
     carry, spec = flatten(init)
     rows, x_spec = flatten(xs)
-    tensors, at = _tensors(carry)
-    stacks, x_at = _tensors(rows)
+    tensors, at = split(carry)
+    stacks, x_at = split(rows)
     if n == 0:
         row = _merged(rows, x_at, [x.new_zeros(x.shape[1:]) for x in stacks], x_spec)
         _, y = body(init, row)
@@ -76,11 +86,6 @@ def call_scan(
     enter_here = functools.partial(enter, facts, n if not stacks else None, plan)
     _, ends, ys = bypass(enter_here, first, *own)
     return _merged(carry, at, ends, spec), ys
-
-
-def _tensors(leaves: list[Any]) -> tuple[list[torch.Tensor], list[int]]:
-    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    return [leaves[i] for i in at], at
 
 
 def _merged(leaves: list[Any], at: list[int], tensors: Any, spec: Any) -> Any:
@@ -158,7 +163,7 @@ def _run(facts: Any, n: int | None, plan: Any, graph: Any, *operands: Any) -> An
         selector = functools.partial(
             PolicySelector, policy.bind(body.graph, operands, {}).interleaved(), name
         )
-    whole = None if evaluating() or is_tracing() else shown()
+    whole = None if active.evaluating or is_tracing() else shown()
     if whole is not None:
         return run_whole(whole, body, operands, selector)
     return run(spec, body, operands, selector)

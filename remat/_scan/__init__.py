@@ -1,13 +1,13 @@
 """Scans, loops of unknown length, and stacked layers."""
 
-from remat._scan.scan import scan_remat
-from remat._scan.stacked_layers import scan_layers, stack_params, unstack_params
-from remat._scan.while_loop import while_remat
-
-__all__ = [
-    "while_remat",  # a differentiable loop of unknown length
-    "scan_remat",  # fold `body` over the leading axis of `xs`, keeping few carries for the backward
-    "scan_layers",  # identical blocks with stacked parameters as one scan
-    "stack_params",  # parameters and buffers of identical modules, stacked along a new first axis
-    "unstack_params",  # one state dict a layer from stacked parameters
-]
+from remat._scan.scan import (
+    scan_remat,  # fold `body` over the leading axis of `xs`, keeping few carries for the backward
+)
+from remat._scan.stacked_layers import (
+    scan_layers,  # identical blocks with stacked parameters as one scan
+    stack_params,  # parameters and buffers of identical modules, stacked along a new first axis
+    unstack_params,  # one state dict a layer from stacked parameters
+)
+from remat._scan.while_loop import (
+    while_remat,  # a differentiable loop of unknown length
+)

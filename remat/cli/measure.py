@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from remat._core import known_flops
+from remat._core import OpInfo, describe
 from remat.transforms.compat import TorchDispatchMode
 
 T = TypeVar("T")
@@ -117,28 +117,18 @@ class Work(TorchDispatchMode):
         self.flops = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
         name = getattr(func, "overloadpacket", func).__name__
         if not getattr(func, "is_view", False) and name not in BOOKKEEPING:
             self.ops[name] += 1
-            self.flops += _flops(func, args, kwargs or {}, out)
+            outs = out if isinstance(out, (tuple, list)) else (out,)
+            self.flops += OpInfo(func, describe(args), describe(kwargs), describe(tuple(outs))).flops
         return out
 
     def beyond(self, other: Work) -> tuple[int, int]:
         """Ops and FLOPs that this step ran and `other` did not."""
         return (self.ops - other.ops).total(), self.flops - other.flops
-
-
-def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    from torch.utils.flop_counter import flop_registry
-
-    packet = getattr(func, "overloadpacket", func)
-    if "scaled_dot_product" in packet.__name__:
-        # Torch has no formula for its CPU kernels, and 2.11 none for fewer heads of keys than of queries.
-        outputs = out if isinstance(out, (tuple, list)) else (out,)
-        return known_flops(func, args, kwargs, outputs, lambda leaf: isinstance(leaf, torch.Tensor)) or 0
-    formula = flop_registry.get(packet)
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
 
 def seconds(step: Callable[[], T], device: torch.device | str = "cpu") -> tuple[T, float]:

@@ -40,18 +40,44 @@ class Profile:
     gradients: int
 
 
-def profile(graph: Graph, solution: Solution, *, compiled: bool = False) -> Profile:
-    """Simulate one region that keeps `solution.saved` (as `Graph.problem` numbers it)."""
-    joint, kept = graph.joint, fresh(graph, solution.saved)
-    order = backward_order(graph, solution.saved, solution.replayed, compiled)
+def profile(graph: Graph, solution: Solution, **options: bool) -> Profile:
+    """Simulate one region that keeps `solution.saved` (as `Graph.problem` numbers it).
+
+    Args:
+        options: as for `simulated`.
+    """
+    kept = fresh(graph, solution.saved)
+    return simulated(graph, kept, solution.saved, solution.replayed, solution.bytes, **options)
+
+
+def simulated(
+    graph: Graph,
+    kept: set[int],
+    saved: Set[int],
+    replayed: Set[int],
+    size: int,
+    *,
+    last: bool = False,
+    compiled: bool = False,
+    accumulating: bool = False,
+) -> Profile:
+    """Simulate a forward after which these storages are kept, with inputs `size` bytes, and its backward.
+
+    Args:
+        last: of the last stage of a chain the result's gradient is not counted: it lives before.
+        compiled: the backward is a compiled one, where what runs again does so right before its first reader.
+        accumulating: parameters' gradients are added to buffers that live before, and go at once.
+    """
+    joint, order = graph.joint, backward_order(graph, saved, replayed, compiled)
     results = {joint.values[v].storage for v in joint.results}
-    tangents = {v.storage for v in joint.values if v.origin == "tangent"}
-    gradients = {joint.values[v].storage for v in joint.gradients}
+    tangents = set() if last else {v.storage for v in joint.values if v.origin == "tangent"}
+    ended, left = {joint.values[v].storage for v in joint.gradients}, gradients_left(joint)
+    if accumulating:
+        ended, left = ended - left, set()
     forward = live_bytes(joint, graph.ops, start=set(), forever=kept | results)
-    backward = live_bytes(joint, order, start=kept | tangents, forever=gradients)
-    owned = sum(joint.storages[s] for s in gradients_left(joint))
-    inputs = solution.bytes - sum(joint.storages[s] for s in kept)
-    return Profile(solution.bytes, forward + inputs, backward + inputs, owned)
+    backward = live_bytes(joint, order, start=kept | tangents, forever=ended)
+    inputs = size - sum(joint.storages[s] for s in kept)
+    return Profile(size, forward + inputs, backward + inputs, sum(joint.storages[s] for s in left))
 
 
 def backward_order(graph: Graph, saved: Set[int], replayed: Set[int], compiled: bool) -> list[Op]:

@@ -244,7 +244,7 @@ def test_the_bound_holds_against_highs_run_to_the_end(share):
     assert everything is not None
     budget = low + int(share * (everything.bytes - low))
     ours = solve(problem, budget, time_limit=10)
-    theirs = milp.solve_exactly(reduce(problem).problem, budget, gap=0.0, tie_break=0.0, time_limit=30)
+    theirs = milp.solve_exactly(reduce(problem).problem, budget, gap=0.0, time_limit=30)
     assert theirs.solution is not None
     assert ours.lower_bound <= theirs.solution.cost * (1 + 1e-9)
     assert theirs.lower_bound <= ours.solution.cost * (1 + 1e-6)

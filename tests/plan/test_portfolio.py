@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.planner_compiled import compiled_problem
 from remat import checkpoint_policy, remat
 from remat.plan import BudgetPolicy, Flops, policy
 from remat.plan.cache import graph_of
 from remat.plan.solve.problem import complete
-from remat.plan.torch_plans import candidates, compiled_problem, torch_plan
+from remat.plan.torch_plans import candidates, torch_plan
 from remat.transforms.joint.graph import record
 from tests.plan.models import GPTBlock
 

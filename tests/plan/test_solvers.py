@@ -11,7 +11,6 @@ from remat.plan.solve.hull import bound, hull
 from remat.plan.solve.portfolio import least, solve
 from remat.plan.solve.problem import INF, Problem, complete, keep_all
 from remat.plan.solve.reduce import reduce
-from remat.plan.solve.repeats import repeats
 from remat.transforms.errors import RematError
 from tests.plan.problems import check, frontier, layered, problems
 
@@ -114,32 +113,15 @@ def _beats(one, other):
 @pytest.mark.skipif(not milp.available(), reason="needs SciPy")
 @settings(max_examples=120, deadline=None)
 @given(layered(), st.floats(0, 1))
-def test_equal_layers_solved_as_one_agree_with_brute_force(problem, share):
+def test_the_whole_program_agrees_with_brute_force(problem, share):
     smaller = reduce(problem).problem
-    run, low, everything = repeats(smaller), least(problem).bytes, keep_all(problem)
+    low, everything = least(problem).bytes, keep_all(problem)
     assert everything is not None
     budget = int(low + share * (everything.bytes - low))
     optimum = min(p.cost for p in frontier(problem) if p.bytes <= budget)
-    if run is not None:
-        found = milp.solve_exactly(smaller, budget, run=run, gap=0.0, time_limit=10)
-        assert found.lower_bound <= optimum + 1e-6
-        if found.solution is not None:
-            check(smaller, found.solution)
-            assert found.solution.bytes <= budget and found.solution.cost >= optimum - 1e-6
-    solved = solve(problem, budget, gap=0.0, time_limit=10)
-    assert math.isclose(solved.solution.cost, optimum, rel_tol=1e-3, abs_tol=1e-9)
-
-
-def test_layers_are_found_whatever_comes_around_them():
-    """Six layers of two ops behind an odd one: the first reads other things."""
-    reads = [(), (0,), *((k - 1,) for k in range(2, 15))]
-    cost = [INF, 9.0, *[3.0, 1.0] * 6, 2.0]
-    size = [4.0, 7.0, *[5.0, 2.0] * 6, 1.0]
-    need = frozenset(range(1, 15))
-    problem = Problem(tuple(cost), tuple(reads), tuple(range(15)), tuple(size), need=need)
-    run = repeats(problem)
-    assert run is not None and run.period == 2 and run.count == 5
-    assert run.holds() and run.shifted(run.start, 2) == run.start + 4
-    odd = Problem(tuple(cost), (*reads[:8], (0,), *reads[9:]), tuple(range(15)), tuple(size), need=need)
-    other = repeats(odd)
-    assert other is None or other.count < 5
+    found = milp.solve_exactly(smaller, budget, gap=0.0, time_limit=10)
+    assert found.solution is not None and found.lower_bound <= optimum + 1e-6
+    check(smaller, found.solution)
+    assert found.solution.bytes <= budget
+    for solution in (found.solution, solve(problem, budget, gap=0.0, time_limit=10).solution):
+        assert math.isclose(solution.cost, optimum, rel_tol=1e-3, abs_tol=1e-9)

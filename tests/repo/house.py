@@ -174,22 +174,13 @@ def back_doors() -> list[Import]:
     return found
 
 
-def shown(face: str) -> list[str]:
-    """The `__all__` of a face."""
-    for node in tree(modules()[face]).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            if node.targets[0].id == "__all__":
-                return ast.literal_eval(node.value)
-    return []
-
-
 def unshown() -> list[Import]:
     """What `remat/` takes from a face of the engine that does not list it."""
     return [
         one
         for one in imports()
         if not within(one.importer, ENGINE) and within(one.target, ENGINE) and one.name is not None
-        if one.name not in shown(one.target)
+        if one.name not in _names(one.target)
     ]
 
 

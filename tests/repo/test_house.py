@@ -22,7 +22,7 @@ LONG_FILES: set[str] = set()
 LONG_FUNCTIONS: set[str] = set()
 SHARED_NAMES = {
     *("Choice", "Given", "Graph", "Kept", "Measured"),
-    *("Part", "Plan", "Record", "Recomputed", "Ref", "Region", "Residuals", "Schedule", "Store", "Table"),
+    *("Part", "Plan", "Record", "Recomputed", "Ref", "Region", "Residuals", "Schedule", "Store"),
     *("Work", "_Fence", "_Search"),
 }
 

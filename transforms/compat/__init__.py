@@ -1,270 +1,160 @@
 """Every private name of torch that the library touches: the other rooms see only this face."""
 
 from remat.transforms.compat.ambient import (
-    DeviceContext,
-    autocasting,
-    bits,
-    function_mode_at,
-    function_modes,
-    functions_as_they_are,
-    is_strided,
-    modules_watched,
-    read_cudnn_sdp,
-    read_deterministic,
-    read_efficient_sdp,
-    read_flash_sdp,
-    read_math_sdp,
-    read_matmul_precision,
-    set_grad_enabled,
-    storage_key,
-    with_bits,
-    without_module_trackers,
+    DeviceContext,  # what `with torch.device(...)` makes a torch-function mode
+    autocasting,  # whether autocast is on for any device
+    bits,  # whether the numbers in a tensor's memory stand for their conjugates, and for their negatives
+    function_mode_at,  # the torch-function mode at this place, from the outermost
+    function_modes,  # how many torch-function modes are active
+    functions_as_they_are,  # a context without torch-function modes
+    is_strided,  # whether `value` is a tensor with one block of memory behind it
+    module_hooks,  # the tables of the hooks that run for every module
+    modules_watched,  # whether any global module hook is set
+    read_cudnn_sdp,  # whether cuDNN attention is on
+    read_deterministic,  # whether deterministic algorithms are asked for
+    read_efficient_sdp,  # whether memory-efficient attention is on
+    read_flash_sdp,  # whether flash attention is on
+    read_math_sdp,  # whether plain attention is on
+    read_matmul_precision,  # the precision of float32 products
+    set_grad_enabled,  # what torch.set_grad_enabled calls, without an object for the way back
+    storage_key,  # an address that aliases share
+    with_bits,  # a look at the same memory with these two flipped
+    without_module_trackers,  # take the global module hooks of torch's own observers away for a while
 )
 from remat.transforms.compat.aot import (
-    above_all,
-    backend,
-    bypassing_wrapper,
-    compiled_bare,
-    compiled_for_graphs,
-    compiler,
-    depth,
-    dual_level_known,
-    dual_level_known_if_any,
-    dynamo_errors,
-    example_of,
-    graph_storage,
-    is_tracing,
-    level_argument,
-    live_with_graph,
-    partitioner_choice,
-    tagged,
-    tags,
-    teach_inductor,
-    traced_functionally,
-    unwind_levels,
+    above_all,  # let autograd and functorch work in the kernel of an op
+    backend,  # the compiler that torch.compile knows as `name`
+    bypassing_wrapper,  # the operator by which Dynamo leaves to us what is done with a traced function
+    compiled_bare,  # `graph` compiled by a backend, without what keeps Dynamo from looking inside
+    compiled_for_graphs,  # `fn`, compiled as far as Inductor's partitioner and decompositions go
+    compiler,  # what compiles the graph that is being traced
+    depth,  # how many functorch levels are active, the number of the innermost one
+    dual_level_known,  # tell Python of a forward-mode level that a graph has opened
+    dual_level_known_if_any,  # `dual_level_known` where a forward-mode level is active
+    dynamo_errors,  # what Dynamo raises where it cannot trace a function
+    example_of,  # a size as a number
+    graph_storage,  # what aliases of one memory have in common in a trace
+    is_tracing,  # whether what runs now is being traced below autograd, functionalized, for a compiler
+    level_argument,  # which argument of a function in Dynamo's graph is a level's number
+    live_with_graph,  # keep `thing` for as long as the code that Dynamo is making now
+    partitioner_choice,  # what torch's min-cut partitioner would save
+    tagged,  # within, nodes also bear these in their `meta["custom"]`
+    tags,  # what the nodes that a trace makes now bear in their `meta["custom"]`
+    teach_inductor,  # tell Inductor how to lower the library's own ops
+    traced_functionally,  # a graph of the aten ops of a function
+    unwind_levels,  # leave every functorch level of this thread
 )
 from remat.transforms.compat.autograd import (
-    allow_hooks,
-    at_backward_end,
-    engine_grad,
-    engine_runs,
-    forward_ad_active,
-    graph_kept,
-    graph_task,
-    hooks_allowed,
-    hooks_as_they_are,
-    hooks_aside,
-    hooks_disabled,
-    is_hook_refusal,
-    next_node,
-    pop_hooks,
-    profiling,
-    push_hooks,
-    refuse_hooks,
-    running_node,
-    top_hooks,
+    allow_hooks,  # accept saved-tensor hooks
+    at_backward_end,  # run `callback` when the running backward pass ends
+    below_autograd,  # within, ops make no nodes, whatever grad mode says
+    engine_grad,  # `torch.autograd.grad` without its checks
+    engine_runs,  # whether the running backward will run a node
+    forward_ad_active,  # whether a plain `forward_ad.dual_level` is open and one of `tensors` has a tangent
+    graph_kept,  # whether the running backward keeps its graph
+    graph_task,  # the number of the running backward, -1 outside
+    hooks_allowed,  # lift the refusal that `torch.func` puts on saved-tensor hooks
+    hooks_as_they_are,  # afterwards saved-tensor hooks are refused as before, or not
+    hooks_aside,  # take all saved-tensor hooks off for a while
+    hooks_disabled,  # the message with which saved-tensor hooks are refused, or None
+    is_hook_refusal,  # whether `error` is torch.func's refusal to run under saved-tensor hooks
+    next_node,  # the number that this thread's next autograd node gets
+    outside_batched_grads,  # leave the vmap of `is_grads_batched`, under which no op may draw
+    pop_hooks,  # take the innermost saved-tensor hooks off
+    profiling,  # whether a profiler of autograd is on
+    push_hooks,  # set saved-tensor hooks without a context manager's cost
+    refuse_hooks,  # refuse them, with this message
+    refusing_hooks,  # how torch.func refuses saved-tensor hooks
+    replace_refusal,  # what it calls instead
+    running_node,  # the node that this thread's backward pass is running, None outside of one
+    set_version,  # let a tensor's version be another one
+    top_hooks,  # the innermost saved-tensor hooks of this thread
+    version_kept,  # writes to a tensor within are told to nobody
 )
-from remat.transforms.compat.cpu import compiled_for_cpu, fits_cpu, transposes_given
+from remat.transforms.compat.cpu import (
+    compiled_for_cpu,  # a graph compiled by Inductor for the CPU, without AOTAutograd around it
+    fits_cpu,  # whether a graph and its inputs can be compiled so
+    transposes_given,  # which inputs a block wants transposed
+)
 from remat.transforms.compat.dynamo import (
-    BROKEN,
-    is_near,
-    levels_of,
-    pop,
-    push,
-    ready,
-    remove_batch_dim,
-    top,
-    traced_depth,
-    traced_unwrap,
+    BROKEN,  # the message where a graph breaks amid a capture
+    is_near,  # whether what `push` set was set in the graph at hand
+    levels_of,  # what to take off a tensor, in order, so that it has no functorch level deeper than `depth`
+    pop,  # undo the last `push`
+    push,  # let `top()` be `value`, any object that traced code made, until `pop()`
+    ready,  # call this before any other function here
+    remove_batch_dim,  # by the names that torch.func itself has for them, which Dynamo knows
+    top,  # what was pushed last, None if there is nothing
+    traced_depth,  # the number of the innermost functorch level, 0 outside every transform
+    traced_unwrap,  # `unwrap_for_grad` under the name that Dynamo knows
 )
 from remat.transforms.compat.functorch import (
-    GRAD,
-    JVP,
-    VMAP,
-    SingleLevelFunction,
-    add_batch_dim,
-    below_levels,
-    enable_single_level_autograd_function,
-    forward_grad_enabled,
-    in_transform,
-    innermost_level,
-    interpreter,
-    is_batched,
-    is_batched_anyhow,
-    is_batched_below,
-    is_dead,
-    is_legacy_batched,
-    is_wrapped,
-    level_of,
-    level_stack,
-    levels,
-    restore_vmap,
-    unwrap_batched,
-    unwrap_for_grad,
-    unwrap_if_dead,
-    unwrap_once,
-    unwrapped,
-    wrap_for_grad,
+    GRAD,  # the kind of a level of grad
+    JVP,  # the kind of a level of jvp
+    VMAP,  # the kind of a level of vmap
+    SingleLevelFunction,  # an autograd function for one level
+    add_batch_dim,  # wrap a tensor for a vmap's level
+    below_levels,  # leave all functorch levels for a while
+    enable_single_level_autograd_function,  # lets those functions run
+    forward_grad_enabled,  # forward mode on or off
+    in_transform,  # whether any functorch level is active
+    innermost_level,  # the innermost functorch level, where there is one
+    interpreter,  # the innermost functorch level, or None outside every transform
+    is_batched,  # whether a tensor is a vmap's
+    is_batched_anyhow,  # whether writing `tensor` into a plain tensor would fail for a batch dimension
+    is_batched_below,  # whether any level around here has a batch of this tensor
+    is_dead,  # whether a wrapper outlived its level
+    is_legacy_batched,  # whether a tensor is of the vmap from before functorch
+    is_wrapped,  # whether a tensor belongs to a level
+    level_of,  # the level that a tensor belongs to
+    level_stack,  # all of them, from the outermost; None outside every transform
+    levels,  # the active functorch levels from the outermost
+    restore_vmap,  # vmap with its level's settings given
+    unwrap_batched,  # a vmap's tensor and its batch dimension
+    unwrap_for_grad,  # take a level of grad off a tensor
+    unwrap_if_dead,  # take dead wrappers off
+    unwrap_once,  # take one wrapper off
+    unwrapped,  # the plain tensor at the bottom of all functorch wrappers of `tensor`
+    wrap_for_grad,  # wrap a tensor for a level of grad or jvp
 )
-from remat.transforms.compat.fx import NodeSpan, Template, as_it_is, described, tracer_at_work
-from remat.transforms.compat.inductor_cpu import options_of, results_on_heap
+from remat.transforms.compat.fx import (
+    NodeSpan,  # the nodes that a tracer adds from the making of this on
+    Template,  # a stretch of a graph, as a function of some of the tensors that it reads
+    as_it_is,  # `tensor` as a value of the graph, which nothing that is written to it later changes
+    described,  # what the tracer's nodes depend on in these tensors
+    must_save,  # keep the partitioner from computing a value of the graph again in the backward
+    tracer_at_work,  # the tracer that writes down what runs now, functionalized and on fake tensors
+)
+from remat.transforms.compat.inductor_cpu import (
+    options_of,  # the options of a compiler that is Inductor
+)
 from remat.transforms.compat.modes import (
-    DispatchMode,
-    TorchDispatchMode,
-    active_modes,
-    cond,
-    direct_call,
-    fake_mode,
-    intercept_under_modes,
-    is_fake,
-    memory_is_real,
-    modes_active,
-    outside_all_modes,
-    uncompiled_branches,
-    unseen,
-    watched,
+    DispatchMode,  # a dispatch mode without the switch that torch wraps around each of its calls
+    HigherOrderOperator,  # an operator on functions
+    OpOverload,  # an op
+    OpOverloadPacket,  # all overloads of an op
+    TorchDispatchMode,  # torch's own base class of dispatch modes
+    active_modes,  # those modes, outermost first
+    cond,  # the operator that torch.cond calls
+    direct_call,  # what calling `op` comes down to, without the Python method in between
+    fake_mode,  # the fake mode of the tensors at hand, or a new one
+    fakes_watched,  # note the fake modes that are made meanwhile
+    intercept_under_modes,  # run something in place of an operator where a mode is active
+    is_fake,  # whether a tensor has no data because it is fake
+    memory_is_real,  # whether new tensors have memory
+    modes_active,  # how many dispatch modes are active, torch's own for tracing included
+    outside_all_modes,  # step out of every dispatch mode and functorch level
+    uncompiled_branches,  # keeps Dynamo from the branches of torch.cond
+    unseen,  # within, ops on `tensor` reach no dispatch mode
+    watched,  # whether hooks or a dispatch mode follow what runs here
 )
-from remat.transforms.compat.operators import HigherOrderOperator, OpOverload, OpOverloadPacket
 from remat.transforms.compat.pytree import (
-    Spec,
-    flatten,
-    map_leaves,
-    map_only,
-    paths,
-    shown,
-    tree_leaves,
-    unflatten,
+    Spec,  # the structure of a tree
+    flatten,  # leaves and structure of a tree
+    map_leaves,  # the tree with a function of every leaf
+    map_only,  # the tree with a function of every leaf of a kind
+    paths,  # for every leaf its key path
+    shown,  # a structure as messages show it
+    tree_leaves,  # the leaves of a tree
+    unflatten,  # the tree of a structure with these leaves
 )
-
-__all__ = [
-    "function_modes",  # how many torch-function modes are active
-    "level_stack",  # all of them, from the outermost; None outside every transform
-    "innermost_level",  # the innermost functorch level, where there is one
-    "refuse_hooks",  # refuse them, with this message
-    "allow_hooks",  # accept saved-tensor hooks
-    "bits",  # whether the numbers in a tensor's memory stand for their conjugates, and for their negatives
-    "with_bits",  # a look at the same memory with these two flipped
-    "Spec",  # the structure of a tree
-    "flatten",  # leaves and structure of a tree
-    "map_leaves",  # the tree with a function of every leaf
-    "map_only",  # the tree with a function of every leaf of a kind
-    "paths",  # for every leaf its key path
-    "shown",  # a structure as messages show it
-    "tree_leaves",  # the leaves of a tree
-    "unflatten",  # the tree of a structure with these leaves
-    "autocasting",  # whether autocast is on for any device
-    "DeviceContext",  # what `with torch.device(...)` makes a torch-function mode
-    "function_mode_at",  # the torch-function mode at this place, from the outermost
-    "functions_as_they_are",  # a context without torch-function modes
-    "is_strided",  # whether `value` is a tensor with one block of memory behind it
-    "modules_watched",  # whether any global module hook is set
-    "read_cudnn_sdp",  # whether cuDNN attention is on
-    "read_deterministic",  # whether deterministic algorithms are asked for
-    "read_efficient_sdp",  # whether memory-efficient attention is on
-    "read_flash_sdp",  # whether flash attention is on
-    "read_math_sdp",  # whether plain attention is on
-    "read_matmul_precision",  # the precision of float32 products
-    "set_grad_enabled",  # what torch.set_grad_enabled calls, without an object for the way back
-    "storage_key",  # an address that aliases share
-    "without_module_trackers",  # take the global module hooks of torch's own observers away for a while
-    "above_all",  # let autograd and functorch work in the kernel of an op
-    "backend",  # the compiler that torch.compile knows as `name`
-    "bypassing_wrapper",  # the operator by which Dynamo leaves to us what is done with a traced function
-    "compiled_bare",  # `graph` compiled by a backend, without what keeps Dynamo from looking inside
-    "compiled_for_graphs",  # `fn`, compiled as far as Inductor's partitioner and decompositions go
-    "compiler",  # what compiles the graph that is being traced
-    "depth",  # how many functorch levels are active
-    "dual_level_known",  # tell Python of a forward-mode level that a graph has opened
-    "dual_level_known_if_any",  # `dual_level_known` where a forward-mode level is active
-    "dynamo_errors",  # what Dynamo raises where it cannot trace a function
-    "example_of",  # a size as a number
-    "graph_storage",  # what aliases of one memory have in common in a trace
-    "is_tracing",  # whether what runs now is being traced below autograd, functionalized, for a compiler
-    "level_argument",  # which argument of a function in Dynamo's graph is a level's number
-    "live_with_graph",  # keep `thing` for as long as the code that Dynamo is making now
-    "partitioner_choice",  # what torch's min-cut partitioner would save
-    "tagged",  # within, nodes also bear these in their `meta["custom"]`
-    "tags",  # what the nodes that a trace makes now bear in their `meta["custom"]`
-    "teach_inductor",  # tell Inductor how to lower the library's own ops
-    "traced_functionally",  # a graph of the aten ops of a function
-    "unwind_levels",  # leave every functorch level of this thread
-    "at_backward_end",  # run `callback` when the running backward pass ends
-    "engine_grad",  # `torch.autograd.grad` without its checks
-    "engine_runs",  # whether the running backward will run a node
-    "forward_ad_active",  # whether a plain `forward_ad.dual_level` is open and one of `tensors` has a tangent
-    "graph_kept",  # whether the running backward keeps its graph
-    "graph_task",  # the number of the running backward, -1 outside
-    "hooks_allowed",  # lift the refusal that `torch.func` puts on saved-tensor hooks
-    "hooks_as_they_are",  # afterwards saved-tensor hooks are refused as before, or not
-    "hooks_aside",  # take all saved-tensor hooks off for a while
-    "hooks_disabled",  # the message with which saved-tensor hooks are refused, or None
-    "is_hook_refusal",  # whether `error` is torch.func's refusal to run under saved-tensor hooks
-    "next_node",  # the number that this thread's next autograd node gets
-    "pop_hooks",  # take the innermost saved-tensor hooks off
-    "profiling",  # whether a profiler of autograd is on
-    "push_hooks",  # set saved-tensor hooks without a context manager's cost
-    "running_node",  # the node that this thread's backward pass is running, None outside of one
-    "top_hooks",  # the innermost saved-tensor hooks of this thread
-    "BROKEN",  # the message where a graph breaks amid a capture
-    "is_near",  # whether what `push` set was set in the graph at hand
-    "levels_of",  # what to take off a tensor, in order, so that it has no functorch level deeper than `depth`
-    "pop",  # undo the last `push`
-    "push",  # let `top()` be `value`, any object that traced code made, until `pop()`
-    "ready",  # call this before any other function here
-    "remove_batch_dim",  # by the names that torch.func itself has for them, which Dynamo knows
-    "top",  # what was pushed last, None if there is nothing
-    "traced_depth",  # the number of the innermost functorch level, 0 outside every transform
-    "traced_unwrap",  # `unwrap_for_grad` under the name that Dynamo knows
-    "GRAD",  # the kind of a level of grad
-    "JVP",  # the kind of a level of jvp
-    "SingleLevelFunction",  # an autograd function for one level
-    "VMAP",  # the kind of a level of vmap
-    "add_batch_dim",  # wrap a tensor for a vmap's level
-    "below_levels",  # leave all functorch levels for a while
-    "enable_single_level_autograd_function",  # lets those functions run
-    "forward_grad_enabled",  # forward mode on or off
-    "in_transform",  # whether any functorch level is active
-    "interpreter",  # the innermost functorch level, or None outside every transform
-    "is_batched",  # whether a tensor is a vmap's
-    "is_batched_anyhow",  # whether writing `tensor` into a plain tensor would fail for a batch dimension
-    "is_batched_below",  # whether any level around here has a batch of this tensor
-    "is_legacy_batched",  # whether a tensor is of the vmap from before functorch
-    "is_dead",  # whether a wrapper outlived its level
-    "is_wrapped",  # whether a tensor belongs to a level
-    "level_of",  # the level that a tensor belongs to
-    "levels",  # the active functorch levels from the outermost
-    "restore_vmap",  # vmap with its level's settings given
-    "unwrap_batched",  # a vmap's tensor and its batch dimension
-    "unwrap_for_grad",  # take a level of grad off a tensor
-    "unwrap_if_dead",  # take dead wrappers off
-    "unwrap_once",  # take one wrapper off
-    "unwrapped",  # the plain tensor at the bottom of all functorch wrappers of `tensor`
-    "wrap_for_grad",  # wrap a tensor for a level of grad or jvp
-    "NodeSpan",  # the nodes that a tracer adds from the making of this on
-    "Template",  # a stretch of a graph, as a function of some of the tensors that it reads
-    "as_it_is",  # `tensor` as a value of the graph, which nothing that is written to it later changes
-    "described",  # what the tracer's nodes depend on in these tensors
-    "tracer_at_work",  # the tracer that writes down what runs now, functionalized and on fake tensors
-    "DispatchMode",  # a dispatch mode without the switch that torch wraps around each of its calls
-    "active_modes",  # those modes, outermost first
-    "cond",  # the operator that torch.cond calls
-    "direct_call",  # what calling `op` comes down to, without the Python method in between
-    "fake_mode",  # the fake mode of the tensors at hand, or a new one
-    "intercept_under_modes",  # run something in place of an operator where a mode is active
-    "is_fake",  # whether a tensor has no data because it is fake
-    "memory_is_real",  # whether new tensors have memory
-    "modes_active",  # how many dispatch modes are active, torch's own for tracing included
-    "outside_all_modes",  # step out of every dispatch mode and functorch level
-    "uncompiled_branches",  # keeps Dynamo from the branches of torch.cond
-    "unseen",  # within, ops on `tensor` reach no dispatch mode
-    "watched",  # whether hooks or a dispatch mode follow what runs here
-    "compiled_for_cpu",  # a graph compiled by Inductor for the CPU, without AOTAutograd around it
-    "fits_cpu",  # whether a graph and its inputs can be compiled so
-    "results_on_heap",  # within, Inductor's C++ allocates results of a graph as ever
-    "options_of",  # the options of a compiler that is Inductor
-    "transposes_given",  # which inputs a block wants transposed
-    "HigherOrderOperator",  # an operator on functions
-    "OpOverload",  # an op
-    "OpOverloadPacket",  # all overloads of an op
-    "TorchDispatchMode",  # torch's own base class of dispatch modes
-]

@@ -15,7 +15,15 @@ import torch
 from torch._C import _functorch as _functorch_c  # pyright: ignore[reportAttributeAccessIssue]
 
 from remat.transforms.compat.autograd import allow_hooks
-from remat.transforms.compat.functorch import FUNCTIONALIZE, GRAD, JVP, VMAP, in_transform, levels
+from remat.transforms.compat.functorch import (
+    FUNCTIONALIZE,
+    GRAD,
+    JVP,
+    VMAP,
+    in_transform,
+    level_stack,
+    levels,
+)
 
 
 def bypassing_wrapper() -> Callable[..., Any]:
@@ -35,7 +43,7 @@ def is_tracing() -> bool:
 
 def depth() -> int:
     """How many functorch levels are active; the innermost has this number."""
-    return len(_functorch_c.get_interpreter_stack() or ())
+    return len(level_stack() or ())
 
 
 # Functions of Dynamo's graphs that take the number of a functorch level, and at which position.
@@ -174,32 +182,32 @@ _compiling = threading.local()
 def compiler() -> Callable[..., Any] | None:
     """What compiles the graph that is being traced: (graph, inputs) -> callable; None if nobody knows.
 
-    Dynamo calls its backend while its translator is still there, which knows it. (2.11, 2.13, 2.15)
+    Dynamo calls its backend while its translator is still there, which knows it.
     """
     inner = getattr(_compiling, "compiler", None)
     if inner is not None:
         return inner
-    from torch._dynamo.symbolic_convert import tls
-
-    translator = getattr(tls, "current_tx", None)
+    translator = _translator()
     found = None if translator is None else translator.output.compiler_fn
     # Dynamo wraps backends to write down what fails.
     return getattr(found, "_torchdynamo_orig_backend", found)
 
 
 def live_with_graph(thing: Any) -> bool:
-    """Keep `thing` for as long as the code that Dynamo is making now; whether it is making any.
-
-    (2.11, 2.13, 2.15)
-    """
-    from torch._dynamo.symbolic_convert import tls
-
-    translator = getattr(tls, "current_tx", None)
+    """Keep `thing` for as long as the code that Dynamo is making now; whether it is making any."""
+    translator = _translator()
     if translator is None:
         return False
     # What is called once the code is gone, and let go of then.
     translator.output.cleanups.append(functools.partial(bool, thing))
     return True
+
+
+def _translator() -> Any | None:
+    """What Dynamo translates by now, if it does."""
+    from torch._dynamo.symbolic_convert import tls
+
+    return getattr(tls, "current_tx", None)
 
 
 def dynamo_errors() -> type[Exception]:

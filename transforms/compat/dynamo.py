@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch._functorch import eager_transforms, vmap
 
+from remat.transforms.compat.aot import depth
 from remat.transforms.compat.functorch import (
     VMAP,
     batch_size,
-    interpreter,
-    interpreters,
+    level_stack,
     unwrap_batched,
     unwrap_for_grad,
 )
@@ -123,12 +123,12 @@ def _pop(_: Any, tx: Any) -> Any:
     return _constant(tx, None)
 
 
-def _levels_of(_: Any, tx: Any, tensor: Any, depth: Any) -> Any:
-    example, floor = tensor.as_proxy().node.meta["example_value"], depth.as_python_constant()
+def _levels_of(_: Any, tx: Any, tensor: Any, floor: Any) -> Any:
+    example, floor = tensor.as_proxy().node.meta["example_value"], floor.as_python_constant()
     found: list[tuple[bool, int, int]] = []
     wrapping: list[tuple[bool, int, int]] = []
     # Dynamo enters the levels itself, so they are open here too.
-    for level in reversed(interpreters()):
+    for level in reversed(level_stack() or ()):
         number = level.level()
         if number <= floor:
             break
@@ -146,8 +146,7 @@ def _levels_of(_: Any, tx: Any, tensor: Any, depth: Any) -> Any:
 
 
 def _depth(_: Any, tx: Any) -> Any:
-    level = interpreter()
-    return _constant(tx, 0 if level is None else level.level())
+    return _constant(tx, depth())
 
 
 _HANDLERS = {

@@ -109,16 +109,11 @@ def levels() -> list[tuple[int, Any, str]]:
     """The active functorch levels from the outermost: number, kind (GRAD, VMAP, JVP, ...), vmap's
     randomness."""
     found = []
-    for level in interpreters():
+    for level in level_stack() or ():
         kind = level.key()
         chance = _functorch_c.CVmapInterpreterPtr(level).randomness().name.lower() if kind == VMAP else ""
         found.append((level.level(), kind, chance))
     return found
-
-
-def interpreters() -> list[Any]:
-    """The active functorch levels as torch has them, from the outermost."""
-    return level_stack() or []
 
 
 def batch_size(level: Any) -> Any:

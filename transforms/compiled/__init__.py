@@ -1,17 +1,17 @@
 """Regions written out in a compiler's graph."""
 
-from remat.transforms.compiled.dedup import GraphDedup, dedup_key
-from remat.transforms.compiled.lowering import RECOMPUTED, GraphLowering
-from remat.transforms.compiled.names import CAPTURED, NAMED, VARIABLE, give_name, named
-
-__all__ = [
-    "GraphDedup",  # one call of a region
-    "dedup_key",  # what two calls of regions have in common if one is a copy of the other but for its tensors
-    "RECOMPUTED",  # the key under which a graph's nodes say which call of a region they recompute
-    "GraphLowering",  # runs primitives at the bottom of the functorch levels (a `functorch.primitive.World`)
-    "CAPTURED",  # the op that marks a value as an operand
-    "NAMED",  # the op that carries a name through a graph
-    "VARIABLE",  # the op that marks what is differentiated by
-    "give_name",  # `named` outside of Dynamo
-    "named",  # an alias of `tensor` that every recording in progress knows by `name`
-]
+from remat.transforms.compiled.dedup import (
+    GraphDedup,  # one call of a region
+    dedup_key,  # what two calls of regions have in common if one is a copy of the other but for its tensors
+)
+from remat.transforms.compiled.lowering import (
+    RECOMPUTED,  # the key under which a graph's nodes say which call of a region they recompute
+    GraphLowering,  # runs primitives at the bottom of the functorch levels (a `functorch.primitive.World`)
+)
+from remat.transforms.compiled.names import (
+    CAPTURED,  # the op that marks a value as an operand
+    NAMED,  # the op that carries a name through a graph
+    VARIABLE,  # the op that marks what is differentiated by
+    give_name,  # `named` outside of Dynamo
+    named,  # an alias of `tensor` that every recording in progress knows by `name`
+)

@@ -9,10 +9,17 @@ import torch
 from remat.transforms.context import active
 from remat.transforms.eager.reports import report_frame
 from remat.transforms.eager.rerun import Rerun
-from remat.transforms.eager.saved import bytes_of, watcher
+from remat.transforms.eager.saved import bytes_of, users, watcher
 from remat.transforms.offload import Store, away_in
 from remat.transforms.pytree import flatten, split
-from remat.transforms.tape import Needs, Program, Reachability, Recorder, tensors_in
+from remat.transforms.tape import (
+    Needs,
+    Program,
+    Reachability,
+    Recorder,
+    held_values,
+    tensors_in,
+)
 
 # A `frame` here is a `frame.Frame`, whose file imports this one.
 
@@ -25,6 +32,7 @@ def settle(frame: Any, recorder: Recorder, out: Any) -> None:
         reach = Reachability(outs, frame.start)
         frame.reach = reach if reach.differ else None
     recorder.share_around()
+    frame.raw = recorder.raw_writes()
     frame.direct = tape.direct()
     wanted = computed(frame)
     needs = Needs(tape, sources(frame, wanted), recorder.kept)
@@ -75,7 +83,19 @@ def _prefer_residuals(frame: Any, recorder: Recorder) -> None:
         frame.held, frame.kept, frame.dropped, frame.random = {}, {}, {}, {}
 
 
-def tell_around(frame: Any, recorder: Recorder) -> None:
+def hold_kept(frame: Any, recorder: Recorder, out: Any) -> None:
+    """Hold what is kept until the backward, by the user's hooks where there are some."""
+    kept, hooks = frame.kept, users(frame.inputs.hooks)
+    if kept:
+        results = list(tensors_in(flatten(out)[0]))
+        frame.kept = held_values(kept, frame.region.name, results, hooks)
+        _note_away(frame, recorder, results)
+    if recorder.parent is not None or frame.inputs.hooks is not None:
+        # A region around copies what is about to be overwritten.
+        _tell_around(frame, recorder, kept if hooks is None else frame.kept)
+
+
+def _tell_around(frame: Any, recorder: Recorder, kept: dict[int, Any]) -> None:
     """What a region keeps is not computed again by a region around it, and what it reads is not lost."""
     if (tell := watcher(frame.inputs.hooks)) is not None:
         for at in frame.held:
@@ -83,19 +103,19 @@ def tell_around(frame: Any, recorder: Recorder) -> None:
     around: Any = recorder.parent
     if around is None or not around.records:
         return
-    for at, value in frame.kept.items():
+    for at, value in kept.items():
         if at in recorder.outer:
             around.offer(recorder.outer[at], value, frame.tape.nodes[at].op)
 
 
-def note_away(frame: Any, recorder: Recorder, out: Any) -> None:
+def _note_away(frame: Any, recorder: Recorder, results: list[torch.Tensor]) -> None:
     """Note what was sent to the host."""
     away = {at: value for at, value in frame.kept.items() if any(True for _ in away_in(value))}
     if not away:
         return
     frame.store = Store(frame.kept)
     # The caller may write to the results, into memory that is perhaps still being sent.
-    numbers = [recorder.bound(t) for t in tensors_in(flatten(out)[0])]
+    numbers = [recorder.bound(t) for t in results]
     roots = {None if number is None else frame.tape.root_of(number) for number in numbers}
     for at, value in away.items():
         # An alias that autograd made of something may be of anything.

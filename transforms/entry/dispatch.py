@@ -24,7 +24,7 @@ from remat.transforms.compat import (
     unwrapped,
 )
 from remat.transforms.compiled import GraphLowering
-from remat.transforms.context import active, enclosing, inside, labelled, planning, selective_around
+from remat.transforms.context import active, enclosing, inside, labelled, planning, scoped, selective_around
 from remat.transforms.eager import Frame, Inputs, enclosed, stop_enclosing
 from remat.transforms.functorch import FlatCall, WatchingRefused
 from remat.transforms.intermediates import Mirrors, current
@@ -40,12 +40,8 @@ def outermost() -> bool:
 
 def run_transparently(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `function` and keep what autograd keeps, regions inside it included."""
-    before = active.transparent
-    active.transparent = True
-    try:
+    with scoped(transparent=True):
         return function(*args, **kwargs)
-    finally:
-        active.transparent = before
 
 
 def run(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

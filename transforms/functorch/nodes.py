@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from remat.transforms.closure import made_inside
 from remat.transforms.compat import (
     GRAD,
     SingleLevelFunction,
@@ -53,6 +54,7 @@ from remat.transforms.tape import (
     Recorder,
     Tape,
     held_tensors,
+    held_values,
     holds_unseen,
     metadata,
     report,
@@ -77,6 +79,7 @@ def grad_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, 
     node = LevelPull if prim.own_level == number else LevelNode
     # A dual number of a level below, if not wrapped, would be taken for one of this level's.
     operands = [t if level_of(t) == number else wrap_for_grad(t, number) for t in operands]
+    made_inside(operands)  # as no torch call has told a region or a scan around
     with enable_single_level_autograd_function():
         return node.apply(prim, level, *operands)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -99,7 +102,9 @@ def _keep(ctx: Any, prim: Prim, operands: Tensors, outs: Tensors, residuals: Res
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*[t for t in outs if not (t.is_floating_point() or t.is_complex())])
     if prim.family.world is not None:
-        ctx.save_for_backward(*operands)
+        # What the region wrote to may be written to again.
+        written = {} if residuals is None else residuals.written.replaced
+        ctx.save_for_backward(*[t if is_wrapped(t) else written.get(i, t) for i, t in enumerate(operands)])
         return
     needed = [residuals is None or _is_read(residuals, t) for t in operands]
     ctx.save_for_backward(*[t if keep else _hollow(t) for t, keep in zip(operands, needed, strict=True)])
@@ -270,7 +275,14 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
     region, family = prim.family.region, prim.family
     tape = Tape(region.name)
     tape.loose = prim.dual
-    recorder = Recorder(tape, region.selector, operands, digest=region.digest, reruns=True)
+    recorder = Recorder(
+        tape,
+        region.selector,
+        operands,
+        digest=region.digest,
+        reruns=True,
+        decisions=region.decisions,
+    )
     random = RandomState(operands) if region.preserve_rng_state else None
     saved: set[int] = set()
     packed: list[tuple[int, int]] = []
@@ -311,6 +323,8 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
         selector.finished(tape)
     if active.listeners:
         _report(recorded, prim.sinks[-1], operands)
+    if recorded.kept:
+        recorded.kept.update(held_values(recorded.kept, region.name, bottoms))
     return outs
 
 
@@ -322,7 +336,8 @@ def _report(recorded: Recorded, sink: Residuals, operands: Tensors) -> None:
     for at, value in recorded.kept.items():
         node = recorded.tape.nodes[at]
         for tensor, away in held_tensors(value):
-            report(Kept("policy", tensor, name, at, node.op, node.name, away))
+            why = "decision" if at in recorded.tape.decided else "policy"
+            report(Kept(why, tensor, name, at, node.op, node.name, away))
 
 
 def _pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:

@@ -1,32 +1,19 @@
 """Named values on their way out of regions, and what is added to them on the way in."""
 
-from remat.transforms.intermediates.gradients import differentiated, offset
-from remat.transforms.intermediates.taps import (
-    Handed,
-    Mirrors,
-    Perturbations,
-    Refusal,
-    Values,
-    again,
-    current,
-    marks,
-    only,
-    opened,
-    tap,
+from remat.transforms.intermediates.gradients import (
+    differentiated,  # the value of a function with gradients of its leaves and of its named values
+    offset,  # what is added to a named value: a negative zero, which changes no bit
 )
-
-__all__ = [
-    "differentiated",  # the value of a function with gradients of its leaves and of its named values
-    "offset",  # what is added to a named value: a negative zero, which changes no bit
-    "Handed",  # the open sessions of a graph, as a region of that graph can serve them
-    "Mirrors",  # the open sessions as a region below their levels can serve them
-    "Perturbations",  # the same with offsets that it makes when it meets a tensor
-    "Refusal",  # stands where values can neither leave nor enter
-    "Values",  # collects named values
-    "again",  # the sessions of a recomputation
-    "current",  # the open sessions, outermost first, but for those that a running backward does not concern
-    "marks",  # where the open sessions stand, for a recomputation of what runs next
-    "only",  # let these be the open sessions for a while
-    "opened",  # add a session
-    "tap",  # give a named tree to the open sessions
-]
+from remat.transforms.intermediates.taps import (
+    Handed,  # the open sessions of a graph, as a region of that graph can serve them
+    Mirrors,  # the open sessions as a region below their levels can serve them
+    Perturbations,  # the same with offsets that it makes when it meets a tensor
+    Refusal,  # stands where values can neither leave nor enter
+    Values,  # collects named values
+    again,  # the sessions of a recomputation
+    current,  # the open sessions, outermost first, but for those that a running backward does not concern
+    marks,  # where the open sessions stand, for a recomputation of what runs next
+    only,  # let these be the open sessions for a while
+    opened,  # add a session
+    tap,  # give a named tree to the open sessions
+)

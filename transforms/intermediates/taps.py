@@ -17,20 +17,15 @@ import torch
 from remat.transforms.compat import (
     VMAP,
     add_batch_dim,
+    depth,
     graph_task,
     interpreter,
     unwrap_batched,
     unwrap_for_grad,
 )
-from remat.transforms.context import active, quiet, unasked
+from remat.transforms.context import active, quiet, scoped, unasked
 from remat.transforms.errors import RematError
 from remat.transforms.pytree import flatten, smooth, unflatten
-
-
-def depth() -> int:
-    """The number of the innermost functorch level, 0 outside every transform."""
-    level = interpreter()
-    return 0 if level is None else level.level()
 
 
 class Session:
@@ -164,22 +159,14 @@ def current() -> tuple[Session, ...]:
     return tuple([session for session in sessions if session.task == task])
 
 
-@contextlib.contextmanager
-def only(sessions: Sequence[Session]) -> Iterator[None]:
+def only(sessions: Sequence[Session]) -> contextlib.AbstractContextManager[None]:
     """Let these be the open sessions for a while."""
-    before = active.sessions
-    active.sessions = tuple(sessions)
-    try:
-        yield
-    finally:
-        active.sessions = before
+    return scoped(sessions=tuple(sessions))
 
 
-@contextlib.contextmanager
-def opened(session: Session) -> Iterator[None]:
+def opened(session: Session) -> contextlib.AbstractContextManager[None]:
     """Add a session."""
-    with only((*active.sessions, session)):
-        yield
+    return only((*active.sessions, session))
 
 
 def tap(name: str, tree: Any, graph: bool = False) -> Any:

@@ -12,14 +12,13 @@ PyTorch's own `torch.autograd.graph.save_on_cpu` copies on the computing stream;
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 
 from remat.transforms.compat import bits, memory_is_real, with_bits
+from remat.transforms.context import active, scoped
 from remat.transforms.ops import instances
 
 
@@ -97,26 +96,9 @@ class StreamLane(Lane):
         return tensor
 
 
-class _Travel(threading.local):
-    where: str | None = None
-
-
-_travel = _Travel()
-
-
 def travelling() -> str | None:
     """Where what runs now brings a value, "host" or "device"; None for what is no part of a transfer."""
-    return _travel.where
-
-
-@contextlib.contextmanager
-def _to(where: str) -> Iterator[None]:
-    before = _travel.where
-    _travel.where = where
-    try:
-        yield
-    finally:
-        _travel.where = before
+    return active.travelling
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -164,7 +146,7 @@ def to_host(tensor: torch.Tensor, into: torch.Tensor | None = None) -> Copy:
     # Conjugates are made on the device: the host would do so as soon as the copy was asked for.
     tensor = tensor.resolve_conj().resolve_neg()
     by = lane(tensor)
-    with _to("host"):
+    with scoped(travelling="host"):
         copy, mark = by.send(tensor, into)
     return Copy(copy, by, mark)
 
@@ -172,7 +154,7 @@ def to_host(tensor: torch.Tensor, into: torch.Tensor | None = None) -> Copy:
 def to_device(host: torch.Tensor, device: torch.device) -> Copy:
     """Begin to copy a tensor that was sent from `device` back: once it has come to the host."""
     by = lane(host, device)
-    with _to("device"):
+    with scoped(travelling="device"):
         copy, mark = by.fetch(host, device)
     return Copy(copy, by, mark)
 

@@ -1,37 +1,29 @@
 """A scan as one differentiable function, its backward run by a checkpointing schedule."""
 
 from remat.transforms.scan.body import (
-    Body,
-    carry_of,
-    check_budget,
-    check_count,
-    name_of,
-    pair_of,
-    rows_of,
-    ys_of,
+    Body,  # `body(carry, x) -> (carry, y)` as a step over flat lists
+    carry_of,  # the leaves of a carry that a body returned, if it is as the one that came in
+    check_budget,  # a budget goes with "auto", and "auto" with a budget
+    check_count,  # a number of steps as a user writes it
+    name_of,  # how messages call a scan
+    pair_of,  # what a body returned, if it is a pair
+    rows_of,  # the tensors of xs and the number of steps
+    ys_of,  # the leaves and the structure of a y, if it can be stacked
 )
-from remat.transforms.scan.function import run
-from remat.transforms.scan.instructions import Action, Advance, Free, Restore, Reverse, Store
-from remat.transforms.scan.spec import ScanSpec, make, structure_of, with_step_note
-
-__all__ = [
-    "Body",  # `body(carry, x) -> (carry, y)` as a step over flat lists
-    "run",  # the final carry and the stacked ys, differentiable with respect to `flat`
-    "Action",  # any of the five
-    "Advance",  # evaluate steps `start
-    "Free",  # empty `slot`
-    "Restore",  # take `x[step]` in hand from `slot`
-    "Reverse",  # from `x[start]` in hand evaluate steps `start
-    "Store",  # copy the state in hand, `x[step]`, into `slot`
-    "ScanSpec",  # what a scan is
-    "structure_of",  # the structure of a tree as it stands
-    "with_step_note",  # one step of a scan; an exception says which
-    "carry_of",  # the leaves of a carry that a body returned, if it is as the one that came in
-    "check_budget",  # a budget goes with "auto", and "auto" with a budget
-    "check_count",  # a number of steps as a user writes it
-    "name_of",  # how messages call a scan
-    "pair_of",  # what a body returned, if it is a pair
-    "rows_of",  # the tensors of xs and the number of steps
-    "ys_of",  # the leaves and the structure of a y, if it can be stacked
-    "make",  # a scan and its operands
-]
+from remat.transforms.scan.function import (
+    run,  # the final carry and the stacked ys, differentiable with respect to `flat`
+)
+from remat.transforms.scan.instructions import (
+    Action,  # any of the five
+    Advance,  # evaluate steps `start
+    Free,  # empty `slot`
+    Restore,  # take `x[step]` in hand from `slot`
+    Reverse,  # from `x[start]` in hand evaluate steps `start
+    Store,  # copy the state in hand, `x[step]`, into `slot`
+)
+from remat.transforms.scan.spec import (
+    ScanSpec,  # what a scan is
+    make,  # a scan and its operands
+    structure_of,  # the structure of a tree as it stands
+    with_step_note,  # one step of a scan; an exception says which
+)

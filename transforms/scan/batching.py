@@ -51,11 +51,8 @@ def batch(
         def one(
             consts: Tensors, tensors: Tensors, x: Tensors
         ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-            full = list(carry)
-            for i, tensor in zip(scan.tensors, tensors, strict=True):
-                full[i] = tensor
-            before = full
-            full, ys = scan.step(consts, full, x)
+            before = scan.whole(tensors, carry)
+            full, ys = scan.step(consts, before, x)
             if scan.proceed is not None:  # an example that is done keeps its carry
                 more = torch.as_tensor(scan.proceed(consts, before))
                 full = [
@@ -69,33 +66,24 @@ def batch(
         tensors, ys = torch.vmap(one, in_dims=over, randomness=info.randomness)(
             list(consts), [carry[i] for i in scan.tensors], list(x)
         )
-        for i, tensor in zip(scan.tensors, tensors, strict=True):
-            static[i] = tensor
-        return static, ys
+        return scan.whole(tensors, static), ys
 
     proceed = None if scan.proceed is None else _batch_condition(scan, const_dims)
     return replace(scan, step=step, proceed=proceed, blocks=None), moved
 
 
-def _batch_condition(scan: Scan, const_dims: list[int | None]) -> Callable[[Tensors, Leaves], bool]:
+def _batch_condition(scan: Scan, const_dims: list[int | None]) -> Callable[[Tensors, Leaves], Any]:
     """Go on while any example does."""
 
     def proceed(consts: Tensors, carry: Leaves) -> Any:
-        return _conditions(scan, const_dims, consts, carry).any()
+        def one(consts: Tensors, tensors: Tensors) -> torch.Tensor:
+            assert scan.proceed is not None
+            return torch.as_tensor(scan.proceed(consts, scan.whole(tensors, carry)))
+
+        over = (list(const_dims), [0] * len(scan.tensors))
+        return torch.vmap(one, in_dims=over)(list(consts), [carry[i] for i in scan.tensors]).any()
 
     return proceed
-
-
-def _conditions(scan: Scan, const_dims: list[int | None], consts: Tensors, carry: Leaves) -> torch.Tensor:
-    def one(consts: Tensors, tensors: Tensors) -> torch.Tensor:
-        full = list(carry)
-        for i, tensor in zip(scan.tensors, tensors, strict=True):
-            full[i] = tensor
-        assert scan.proceed is not None
-        return torch.as_tensor(scan.proceed(consts, full))
-
-    over = (list(const_dims), [0] * len(scan.tensors))
-    return torch.vmap(one, in_dims=over)(list(consts), [carry[i] for i in scan.tensors])
 
 
 def kept_batched(scan: Scan, kept: Tensors, size: int) -> tuple[list[torch.Tensor], list[int]]:

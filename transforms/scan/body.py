@@ -72,15 +72,20 @@ class Body:
                 return self._lean(carry, row)
             versions, out = self._evaluated(carry, row)
         else:
-            with self.swapped(consts, [*carry, *x]):
+            with self.swapped(consts, [*carry, *x]) as conversion:
                 versions, out = self._evaluated(carry, row)
+            if conversion is not None:
+                self.trusted = True
+                leaves, ys = self._checked(out, carry, versions)
+                # What the body captured and returns untouched was in no torch call.
+                return [*map(conversion.result, leaves)], [*map(conversion.result, ys)]
         self.trusted = True
         return self._checked(out, carry, versions)
 
     def _row(self, x: Tensors) -> Any:
         if self.x_is_leaf:
             return x[0] if x else None
-        return unflatten(merge(self.x_blank, self.x_at, list(x)), self.spec.xs.spec)
+        return unflatten(merge(self.x_blank, self.x_at, x), self.spec.xs.spec)
 
     def _evaluated(self, carry: Leaves, row: Any) -> tuple[list[int], Any]:
         versions = [version(leaf) for leaf in carry]

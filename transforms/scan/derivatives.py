@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from remat.transforms.pytree import merge
 from remat.transforms.pytree import smooth as pytree_smooth
 from remat.transforms.scan.spec import Leaves, Scan, ScanSpec, Tensors, as_in_forward, make
 from remat.transforms.scan.vjp import pull
@@ -43,12 +44,9 @@ def tangents_of(run: Run, scan: Scan, flat: Tensors, tangents: Cotangents) -> li
 
         def floats(values: list[list[torch.Tensor]]) -> tuple[Any, Any]:
             fk, fc, fx = map(iter, values)
-            full_carry = list(c)
-            for i in at:
-                full_carry[i] = next(fc)
             new, ys = scan.step(
                 [next(fk) if m else t for t, m in zip(k, marks[0], strict=True)],
-                full_carry,
+                merge(c, at, fc),
                 [next(fx) if m else t for t, m in zip(x, marks[1], strict=True)],
             )
             shape[:] = [[pytree_smooth(y) for y in ys]]
@@ -60,8 +58,7 @@ def tangents_of(run: Run, scan: Scan, flat: Tensors, tangents: Cotangents) -> li
         out: Leaves = []
         results: Any = torch.func.jvp(floats, (values,), ([list(dk), dc, list(dx)],), has_aux=True)
         (new, ys), (dnew, dys), (fixed, fixed_ys) = results
-        for i, value in zip([*at, *(i for i in scan.tensors if i not in at)], [*new, *fixed], strict=True):
-            out[i] = value
+        out = merge(out, [*at, *(i for i in scan.tensors if i not in at)], [*new, *fixed])
         smooth, rest = iter(ys), iter(fixed_ys)
         return [*out, *dnew], [*(next(smooth) if f else next(rest) for f in shape[0]), *dys]
 
@@ -104,17 +101,11 @@ def pull_back_of(
         ks, rest = carry2[: len(numbers)], carry2[len(numbers) :]
         given, totals = rest[: len(start)], rest[len(start) :]
         state, x, ys = x2[:count], x2[count : count + len(xs)], x2[count + len(xs) :]
-        full = list(statics[ks[0]]) if ks else list(scan.carry)
-        for i, tensor in zip(scan.tensors, state, strict=True):
-            full[i] = tensor
+        full = scan.whole(state, statics[ks[0]] if ks else None)
         if ks and ks[0] in randoms:
             randoms[ks[0]].restore()
-        carry_cts: list[torch.Tensor | None] = [None] * count
-        for i, ct in zip(float_at, given, strict=True):
-            carry_cts[i] = ct
-        y_cts: list[torch.Tensor | None] = [None] * (len(cts) - count)
-        for i, ct in zip(ct_at, ys, strict=True):
-            y_cts[i] = ct
+        carry_cts = merge([None] * count, float_at, given)
+        y_cts = merge([None] * (len(cts) - count), ct_at, ys)
 
         def one(consts: Tensors, carry: Leaves, rows: list[Any]) -> tuple[Leaves, list[Any]]:
             new, out = scan.step(consts, carry, rows[0])

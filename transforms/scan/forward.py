@@ -31,8 +31,7 @@ def run_forward(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     xs = flat[len(flat) - scan.sizes[2] :]
     before = [version(x) for x in xs]
     with uncached_casts() if record.ambient.casts else contextlib.nullcontext():
-        run = _known if scan.proceed is None else _loop
-        carry, stacks = (_blocks if scan.in_blocks else run)(scan, flat)
+        carry, stacks = (_blocks if scan.in_blocks else _steps)(scan, flat)
         random = now(record.start) is not record.start
         if random and not record.random:
             # The first step drew nothing, so no generator states were noted, but a later one did; or compiled
@@ -41,7 +40,7 @@ def run_forward(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
             record.states.clear()
             record.tapes.clear()
             record.start.restore()
-            carry, stacks = run(scan, flat)
+            carry, stacks = _steps(scan, flat)
     if scan.offloaded is not None:
         # What was sent may be a result too, and others may write to it.
         for tensor in (t for t in carry if isinstance(t, torch.Tensor)):
@@ -51,15 +50,18 @@ def run_forward(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     return carry, stacks
 
 
-def _known(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
+def _steps(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
+    """One step after another. Of a loop, where a state goes is decided before it is known whether another
+    step follows its own."""
     consts, carry, xs = scan.split(flat)
-    record = scan.record
-    n, states, moment, on_step = scan.length, record.states, record.start, scan.spec.on_step
-    place = scan.spec.schedule.place(n)
+    record, proceed, on_step = scan.record, scan.proceed, scan.spec.on_step
+    n, states, moment = scan.spec.length, record.states, record.start
+    place = scan.spec.schedule.place(n if proceed is None else None)
     stacks: list[torch.Tensor] = []
     rows: list[list[torch.Tensor]] = []
     assert moment is not None
-    for k in range(n):
+    k = 0
+    while (n is None or k < n) and (proceed is None or proceed(consts, carry)):
         if (slot := place(k)) is not None:
             if record.random:
                 moment = now(moment)
@@ -69,13 +71,15 @@ def _known(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
         if not scan.plain:
             rows.append(ys)
         elif k == 0:
-            stacks = [y.new_empty((n, *y.shape)) for y in ys]
+            stacks = [y.new_empty((scan.length, *y.shape)) for y in ys]
         for stack, y in zip(stacks, ys, strict=scan.plain):
             stack.select(0, at).copy_(y)
         if k == 0:
             record.random = record.random or now(moment) is not moment
         if on_step is not None:
             on_step("forward", k)
+        k += 1
+    record.length = k
     if not scan.plain:
         # An enclosing region records ops and must not meet writes into parts of a tensor.
         stacks = [torch.stack(column) for column in zip(*rows[:: -1 if scan.reverse else 1], strict=True)]
@@ -131,25 +135,3 @@ def _run_blocks(
         if scan.taped:
             tapes[k] = scan.stowed(tape, blocks.host(len(carry)))
     return carry, list(zip(*ys, strict=True))
-
-
-def _loop(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
-    """A loop: where a state goes is decided before it is known whether another step follows its own."""
-    consts, carry, _ = scan.split(flat)
-    record = scan.record
-    states, moment, on_step, k = record.states, record.start, scan.spec.on_step, 0
-    place = scan.spec.schedule.place(None)
-    assert moment is not None and scan.proceed is not None
-    while (scan.spec.length is None or k < scan.spec.length) and scan.proceed(consts, carry):
-        if (slot := place(k)) is not None:
-            if record.random:
-                moment = now(moment)
-            states[slot] = State(k, scan.sent(compact(carry), slot) if k else carry, moment)
-        carry, _ = with_step_note(scan, k, consts, carry, [])
-        if k == 0:
-            record.random = record.random or now(moment) is not moment
-        if on_step is not None:
-            on_step("forward", k)
-        k += 1
-    scan.record.length = k
-    return carry, []

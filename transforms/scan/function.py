@@ -157,7 +157,7 @@ class _PullBack(torch.autograd.Function):
 
     @staticmethod
     def forward(scan: Scan, needs: Any, present: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        flat, kept, cts = _parts(scan, present, tensors)
+        flat, kept, cts = scan.parts(present, tensors)
         if scan.opaque is not None:
             found = scan.opaque.pull(scan, flat, kept, needs, cts)
             return tuple(g for g in found if g is not None)
@@ -191,7 +191,7 @@ class _PullBack(torch.autograd.Function):
         info: Any, in_dims: tuple[Any, ...], scan: Scan, needs: Any, present: Any, *tensors: torch.Tensor
     ) -> tuple[Any, Any]:
         dims = in_dims[3:]
-        flat, kept, cts = _parts(scan, present, tensors)
+        flat, kept, cts = scan.parts(present, tensors)
         total, last = len(flat), len(tensors) - sum(present)
         batched, flat = batch(scan, info, dims[:total], flat, list(needs))
         kept = kept_for_batch(scan, kept, dims[total:last], info.batch_size)
@@ -219,8 +219,8 @@ def _pull_back_at(ctx: Any, tensors: Tensors, at: list[int]) -> Callable[..., tu
     """The pull-back as a function of its tensors at these positions, the others as they are."""
 
     def differentiable(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        full = merge(list(tensors), at, list(values))
-        return pull_back_of(run, ctx.scan, ctx.needs, *_parts_without_kept(ctx.scan, ctx.present, full))
+        flat, _, cts = ctx.scan.parts(ctx.present, merge(tensors, at, values))
+        return pull_back_of(run, ctx.scan, ctx.needs, flat, cts)
 
     return differentiable
 
@@ -234,14 +234,3 @@ def _kept_range(ctx: Any, tensors: Tensors) -> range:
     """Positions of kept states among the pull-back's tensors: functions of the operands, never
     differentiated."""
     return range(sum(ctx.scan.sizes), len(tensors) - sum(ctx.present))
-
-
-def _parts(scan: Scan, present: Any, tensors: Tensors) -> tuple[Any, Any, list[torch.Tensor | None]]:
-    total, last = sum(scan.sizes), len(tensors) - sum(present)
-    rest = iter(tensors[last:])
-    return tensors[:total], tensors[total:last], [next(rest) if p else None for p in present]
-
-
-def _parts_without_kept(scan: Scan, present: Any, tensors: Tensors) -> tuple[Any, list[torch.Tensor | None]]:
-    flat, _, cts = _parts(scan, present, tensors)
-    return flat, cts

@@ -11,7 +11,7 @@ import torch
 
 from remat.transforms.compat import functions_as_they_are, modes_active, unseen
 from remat.transforms.offload import Copy, to_device, to_host
-from remat.transforms.pytree import Spec, flatten
+from remat.transforms.pytree import Spec, flatten, merge
 from remat.transforms.scan.instructions import Schedule
 from remat.transforms.state import Ambient, RandomState
 
@@ -152,11 +152,19 @@ class Scan:
         return [x.narrow(0, low, count) for x in xs]
 
     def split(self, flat: Tensors) -> tuple[list[torch.Tensor], Leaves, list[torch.Tensor]]:
+        """The consts, the carry's leaves, the xs."""
         a, b, c = self.sizes
-        carry = list(self.carry)
-        for i, tensor in zip(self.tensors, flat[a : a + b], strict=True):
-            carry[i] = tensor
-        return list(flat[:a]), carry, list(flat[a + b : a + b + c])
+        return list(flat[:a]), self.whole(flat[a : a + b]), list(flat[a + b : a + b + c])
+
+    def whole(self, tensors: Tensors, carry: Sequence[Any] | None = None) -> Leaves:
+        """The carry's leaves, these tensors in their places; the others as in `carry`."""
+        return merge(self.carry if carry is None else carry, self.tensors, tensors)
+
+    def parts(self, present: Sequence[bool], tensors: Tensors) -> tuple[Any, Any, list[torch.Tensor | None]]:
+        """Operands, kept states and cotangents (None where absent), which a pull-back takes in this order."""
+        total, last = sum(self.sizes), len(tensors) - sum(present)
+        rest = iter(tensors[last:])
+        return tensors[:total], tensors[total:last], [next(rest) if p else None for p in present]
 
     @property
     def extra(self) -> int:
@@ -168,8 +176,8 @@ class Scan:
     @property
     def length(self) -> int:
         """The number of steps; of a loop, once it has run."""
-        known = self.spec.length
-        return self.record.length if self.proceed is not None or known is None else known
+        known = None if self.proceed is not None else self.spec.length
+        return self.record.length if known is None else known
 
     def at(self, step: int) -> int:
         """The row of xs and ys that `step` works on."""
@@ -222,7 +230,7 @@ def now(before: RandomState) -> RandomState:
     """The generators' state: `before` itself where nothing was drawn since, so that steps share one copy."""
     now = before.again()
     # Real tensors, also where a plan is made on fake ones.
-    with unseen(now.cpu) if modes_active() else contextlib.nullcontext():
+    with unseen(now.cpu) if modes_active() else contextlib.nullcontext(), functions_as_they_are():
         same = torch.equal(now.cpu, before.cpu) and all(
             torch.equal(a, b) for (_, a), (_, b) in zip(now.devices, before.devices, strict=True)
         )

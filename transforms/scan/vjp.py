@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from remat.transforms.compat import engine_grad, in_transform
-from remat.transforms.pytree import smooth
+from remat.transforms.pytree import merge, smooth
 
 Grads = list[torch.Tensor | None]
 
@@ -47,9 +47,7 @@ def pull(
     head, body, width = len(consts), len(consts) + len(at), len(needs[1])
 
     def outputs(values: Sequence[torch.Tensor]) -> list[Any]:
-        full = list(carry)
-        for i, value in zip(at, values[head:body], strict=True):
-            full[i] = value
+        full = merge(carry, at, values[head:body])
         tail = (
             [values[i : i + width] for i in range(body, body + width * len(rows), width)] if width else rows
         )
@@ -102,16 +100,8 @@ class OneByOne:
                 if marks[-1]:
                     targets.append(own.requires_grad_())
             new, ys = step(self.consts, state, row)
-        ends, starts = [], []
-        for out, ct in zip([*(new[i] for i in at), *ys], cts, strict=True):
-            if ct is not None and out.requires_grad:
-                ends.append(out)
-                starts.append(ct)
+        grads = _pulled([*(new[i] for i in at), *ys], cts, targets, marks, False)
         a, b = len(self.marks), len(self.marks) + len(at)
-        if not ends or not targets:
-            return [None] * a, [None] * len(at), [[None] * len(row)]
-        found = iter(engine_grad(tuple(ends), tuple(starts), False, False, tuple(targets)))
-        grads = [next(found) if mark else None for mark in marks]
         return grads[:a], grads[a:b], [grads[b:]]
 
 
@@ -128,13 +118,20 @@ def _with_autograd(
         ]
         outs = outputs(values)
     targets = [v for v, mark in zip(values, marks, strict=True) if mark]
+    return _pulled(outs, cts, targets, marks, create)
+
+
+def _pulled(
+    outs: list[Any], cts: Grads, targets: list[torch.Tensor], marks: list[bool], create: bool
+) -> Grads:
+    """Gradients of the targets, which are the marked ones; None for the others."""
     ends, starts = [], []
     for out, ct in zip(outs, cts, strict=True):
         if ct is not None and out.requires_grad:
             ends.append(out)
             starts.append(ct)
     if not ends or not targets:
-        return [None] * len(flat)
+        return [None] * len(marks)
     found = iter(engine_grad(tuple(ends), tuple(starts), create, create, tuple(targets)))
     return [next(found) if mark else None for mark in marks]
 
@@ -155,9 +152,7 @@ def _with_func(
     at = [i for i, mark in enumerate(marks) if mark]
 
     def chosen(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        full = list(flat)
-        for i, value in zip(at, values, strict=True):
-            full[i] = value
+        full = merge(flat, at, values)
         return tuple(o for o, ct in zip(outputs(full), cts, strict=True) if ct is not None)
 
     vjp: Any = torch.func.vjp(chosen, *(flat[i] for i in at))[1]

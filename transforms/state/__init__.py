@@ -1,23 +1,18 @@
 """What is set around a region, and its random numbers, put back for its recomputation."""
 
 from remat.transforms.state.ambient import (
-    Ambient,
-    GeneratorState,
-    RandomState,
-    device_kinds,
-    generators_put_back,
+    Ambient,  # a snapshot of switches, autocast and default device
+    GeneratorState,  # the state of the generator that an op is about to draw from
+    RandomState,  # generator states of the CPU and of every device among the arguments
+    device_kinds,  # the kinds of device among `tensors`, the CPU always first
+    generators_put_back,  # leave generators as they are, whatever is drawn inside
+    registered,  # what users want captured before a forward and put back around its recomputation
+    switches_put_back,  # leave switches as they are, whatever is turned inside
 )
-from remat.transforms.state.functional_rng import can_seed, draw, new_seed, refuse_generator, seeding
-
-__all__ = [
-    "Ambient",  # a snapshot of switches, autocast and default device
-    "GeneratorState",  # the state of the generator that an op is about to draw from
-    "RandomState",  # generator states of the CPU and of every device among the arguments
-    "generators_put_back",  # leave generators as they are, whatever is drawn inside
-    "device_kinds",  # the kinds of device among `tensors`, the CPU always first
-    "can_seed",  # whether `draw` knows this op
-    "draw",  # what `func(*args, **kwargs)` would draw, as a function of `seed`
-    "new_seed",  # a seed from the default generator of the device that the call draws on
-    "refuse_generator",  # raise for a draw from a generator of the user's
-    "seeding",  # whether the op that runs draws a seed
-]
+from remat.transforms.state.functional_rng import (
+    can_seed,  # whether `draw` knows this op
+    draw,  # what `func(*args, **kwargs)` would draw, as a function of `seed`
+    new_seed,  # a seed from the default generator of the device that the call draws on
+    refuse_generator,  # raise for a draw from a generator of the user's
+    seeding,  # whether the op that runs draws a seed
+)

@@ -14,6 +14,7 @@ from remat.transforms.compat import (
     function_mode_at,
     function_modes,
     graph_task,
+    outside_batched_grads,
     read_cudnn_sdp,
     read_deterministic,
     read_efficient_sdp,
@@ -42,13 +43,18 @@ _ONLY_CPU = ("cpu",)
 _NO_AUTOCAST: tuple[tuple[str, torch.dtype | None], ...] = (("cpu", None),)
 
 
-class Ambient:
-    """A snapshot of switches, autocast and default device; `restored()` puts it back for a while."""
+# What users have registered: (capture, replay), by its handle.
+registered: dict[object, tuple[Callable[[], Any], Callable[[Any], Any]]] = {}
 
-    __slots__ = ("autocast", "casts", "device", "switches")
+
+class Ambient:
+    """A snapshot of switches, autocast, default device and users' own state; `restored()` puts it back."""
+
+    __slots__ = ("autocast", "captured", "casts", "device", "switches")
 
     def __init__(self, device_types: Sequence[str]) -> None:
         self.switches = [read() for read in _READERS]
+        self.captured = [(replay, capture()) for capture, replay in registered.values()] if registered else ()
         self.device = _default_device() if function_modes() else None
         # Whether autocast was on for any of the devices, and what it cast to.
         self.casts = False
@@ -58,14 +64,17 @@ class Ambient:
             self.casts = any([dtype is not None for _, dtype in self.autocast])
 
     @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
+    def restored(self, casts: bool = True) -> Iterator[None]:
+        """Put it back for a while; without `casts` for ops below autocast, among which the casts are."""
         with contextlib.ExitStack() as stack:
             stack.callback(_write_switches, [read() for read in _READERS])
             _write_switches(self.switches)
             for kind, dtype in self.autocast:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None))
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=casts and dtype is not None))
             if self.device is not None:
                 stack.enter_context(self.device)
+            for replay, captured in self.captured:
+                stack.enter_context(replay(captured))
             yield
 
     def must_be_restored(self) -> bool:
@@ -74,11 +83,21 @@ class Ambient:
 
     def differs(self) -> bool:
         """Whether the present state is another than the snapshot."""
-        if self.device is not None or _switches_now() != self.switches:
+        if self.captured or self.device is not None or _switches_now() != self.switches:
             return True
         if not self.casts and not autocasting():
             return False
         return tuple([(kind, _autocast_dtype(kind)) for kind, _ in self.autocast]) != self.autocast
+
+
+@contextlib.contextmanager
+def switches_put_back() -> Iterator[None]:
+    """Leave the switches as they are now, whatever is turned inside."""
+    before = [read() for read in _READERS]
+    try:
+        yield
+    finally:
+        _write_switches(before)
 
 
 def _default_device() -> torch.device | None:
@@ -163,7 +182,8 @@ def generators_put_back(states: Iterable[GeneratorState]) -> Iterator[None]:
         found.setdefault(state.device if state.generator is None else id(state.generator), state)
     now = [state.now() for state in found.values()]
     try:
-        yield
+        with outside_batched_grads():
+            yield
     finally:
         for state in now:
             state.restore()

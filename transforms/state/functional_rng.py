@@ -8,16 +8,15 @@ not in the table below have their results kept.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from remat.transforms.context import active, scoped
 from remat.transforms.errors import RematError
 from remat.transforms.ops import user_line
 
-_local = threading.local()
 _aten = torch.ops.aten
 _library = torch.library.Library("remat", "FRAGMENT")
 for _kind in ("uniform", "normal"):
@@ -45,16 +44,13 @@ for _kind, _make in (("uniform", "rand"), ("normal", "randn")):
 
 def seeding() -> bool:
     """Whether the op that runs draws a seed."""
-    return getattr(_local, "seeding", False)
+    return active.seeding
 
 
 def new_seed(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     """A seed from the default generator of the device that the call draws on: int64, no dimensions."""
-    _local.seeding = True
-    try:
+    with scoped(seeding=True):
         return torch.randint(0, 2**31 - 1, (), dtype=torch.int64, device=_device(args, kwargs))
-    finally:
-        _local.seeding = False
 
 
 def _device(args: Any, kwargs: Any) -> torch.device:
@@ -113,52 +109,14 @@ def _dropout(source: _Source, x: torch.Tensor, p: float, train: bool | None) -> 
     return x * mask * scale, mask
 
 
-def _bernoulli(source: _Source, x: torch.Tensor, p: Any = None, **_: Any) -> torch.Tensor:
-    return source.chance(x, x if p is None else p).to(x.dtype)
-
-
-def _bernoulli_(source: _Source, x: torch.Tensor, p: Any = 0.5, **_: Any) -> torch.Tensor:
-    return x.copy_(source.chance(x, p))
-
-
 def _dtype(given: torch.dtype | None, like: torch.Tensor | None = None) -> torch.dtype:
     return given or (torch.get_default_dtype() if like is None else like.dtype)
-
-
-def _rand(source: _Source, size: Any, *, dtype: Any = None, **_: Any) -> torch.Tensor:
-    return source.uniform(size, _dtype(dtype))
-
-
-def _randn(source: _Source, size: Any, *, dtype: Any = None, **_: Any) -> torch.Tensor:
-    return source.normal(size, _dtype(dtype))
-
-
-def _rand_like(source: _Source, x: torch.Tensor, *, dtype: Any = None, **_: Any) -> torch.Tensor:
-    return source.uniform(x.shape, _dtype(dtype, x))
-
-
-def _randn_like(source: _Source, x: torch.Tensor, *, dtype: Any = None, **_: Any) -> torch.Tensor:
-    return source.normal(x.shape, _dtype(dtype, x))
-
-
-def _uniform_(
-    source: _Source, x: torch.Tensor, low: float = 0.0, high: float = 1.0, **_: Any
-) -> torch.Tensor:
-    return x.copy_(source.uniform(x.shape, x.dtype) * (high - low) + low)
-
-
-def _normal_(source: _Source, x: torch.Tensor, mean: float = 0.0, std: float = 1.0, **_: Any) -> torch.Tensor:
-    return x.copy_(source.normal(x.shape, x.dtype) * std + mean)
 
 
 def _normal(source: _Source, mean: Any, std: Any = 1.0, **_: Any) -> torch.Tensor:
     shape = torch.broadcast_shapes(*[t.shape for t in (mean, std) if isinstance(t, torch.Tensor)])
     dtype = (mean if isinstance(mean, torch.Tensor) else std).dtype
     return source.normal(shape, dtype) * std + mean
-
-
-def _exponential_(source: _Source, x: torch.Tensor, rate: float = 1.0, **_: Any) -> torch.Tensor:
-    return x.copy_(-torch.log1p(-source.uniform(x.shape, x.dtype)) / rate)
 
 
 def _bounds(func: Any, args: Any) -> tuple[Any, Any]:
@@ -182,21 +140,28 @@ _INTEGERS = {
     _aten.randint_like.default: _randint,
     _aten.randint_like.low_dtype: _randint,
 }
+# Of each the first argument is where the numbers come from.
 _DRAWS: dict[Any, Callable[..., Any]] = {
     **_INTEGERS,
     _aten.native_dropout.default: _dropout,
-    _aten.bernoulli.default: _bernoulli,
-    _aten.bernoulli.p: _bernoulli,
-    _aten.bernoulli_.float: _bernoulli_,
-    _aten.bernoulli_.Tensor: _bernoulli_,
-    _aten.rand.default: _rand,
-    _aten.randn.default: _randn,
-    _aten.rand_like.default: _rand_like,
-    _aten.randn_like.default: _randn_like,
-    _aten.uniform_.default: _uniform_,
-    _aten.normal_.default: _normal_,
+    _aten.bernoulli.default: lambda s, x, **_: s.chance(x, x).to(x.dtype),
+    _aten.bernoulli.p: lambda s, x, p, **_: s.chance(x, p).to(x.dtype),
+    _aten.bernoulli_.float: lambda s, x, p=0.5, **_: x.copy_(s.chance(x, p)),
+    _aten.bernoulli_.Tensor: lambda s, x, p, **_: x.copy_(s.chance(x, p)),
+    _aten.rand.default: lambda s, size, dtype=None, **_: s.uniform(size, _dtype(dtype)),
+    _aten.randn.default: lambda s, size, dtype=None, **_: s.normal(size, _dtype(dtype)),
+    _aten.rand_like.default: lambda s, x, dtype=None, **_: s.uniform(x.shape, _dtype(dtype, x)),
+    _aten.randn_like.default: lambda s, x, dtype=None, **_: s.normal(x.shape, _dtype(dtype, x)),
+    _aten.uniform_.default: lambda s, x, low=0.0, high=1.0, **_: x.copy_(
+        s.uniform(x.shape, x.dtype) * (high - low) + low
+    ),
+    _aten.normal_.default: lambda s, x, mean=0.0, std=1.0, **_: x.copy_(
+        s.normal(x.shape, x.dtype) * std + mean
+    ),
     _aten.normal.Tensor_float: _normal,
     _aten.normal.float_Tensor: _normal,
     _aten.normal.Tensor_Tensor: _normal,
-    _aten.exponential_.default: _exponential_,
+    _aten.exponential_.default: lambda s, x, rate=1.0, **_: x.copy_(
+        -torch.log1p(-s.uniform(x.shape, x.dtype)) / rate
+    ),
 }

@@ -5,6 +5,7 @@ from remat.transforms.tape.observers import Kept, listen, listening, made_by, re
 from remat.transforms.tape.program import Program
 from remat.transforms.tape.recorder import Recorder
 from remat.transforms.tape.replay import Replay
+from remat.transforms.tape.snapshots import Held, held_values, lent, octets
 from remat.transforms.tape.tape import (
     KEPT,
     OFFLOAD,
@@ -21,12 +22,15 @@ from remat.transforms.tape.tape import (
     written,
 )
 from remat.transforms.tape.values import (
+    Decisions,
+    Ref,
     ValueNumbering,
     held_tensors,
     map_tensors,
     memory_of,
     metadata,
     metas,
+    refs_in,
     storage,
     targets,
     tensors_in,
@@ -40,18 +44,24 @@ __all__ = [
     "RECOMPUTE",  # the verdict: run again
     "SAVE",  # the verdict: keep
     "SKIP",  # what an op does in a recomputation: nothing
+    "Decisions",  # which ops of a forward make integers and bools of computed floats
     "GuardMode",  # a recorder that expects the ops of an earlier tape
+    "Held",  # a value of a region, held until the backward
     "Kept",  # one tensor that a region keeps from its forward to its backward
     "Needs",  # which ops of a tape run again for the values that a backward reads
     "Node",  # one op of a region
     "Program",  # what of a tape has to run for some of the values that autograd saved
     "Reachability",  # the results of one forward with the autograd nodes behind each
     "Recorder",  # writes down the ops of a region, or holds them against a tape, and keeps what a policy says
+    "Ref",  # stands for a value in the template of a call
     "Replay",  # hands out kept values where a region's function runs again
+    "octets",  # a memory as a tensor
+    "lent",  # let memory from outside hold what it held before a region wrote to it
     "Stop",  # ends a recomputation once everything that was asked for is there
     "Tape",  # the ops of one run of a region
     "ValueNumbering",  # numbers of tensor objects
     "Verdicts",  # the part of a recorder that keeps values
+    "held_values",  # what is kept of ops, to be held until the backward
     "held_tensors",  # the tensors held for a kept value, and which are offloaded
     "holds_unseen",  # whether a node may read tensors that no saved-tensor hook was told of
     "listen",  # collect what the regions called inside keep, in a new list or whatever else has `append`
@@ -63,6 +73,7 @@ __all__ = [
     "memory_of",  # the storage object of a tensor, None where it has none
     "not_repeated",  # the message for a recomputation that runs otherwise than its forward did
     "report",  # tell every listener of this thread of a kept tensor
+    "refs_in",  # the numbers in a template
     "storage",  # what aliases of one memory have in common
     "targets",  # the tensors that a call writes to
     "tensors_in",  # the tensors among the arguments or results of an op

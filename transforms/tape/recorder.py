@@ -11,20 +11,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedTensorMixin
 
 from remat.transforms.compat import memory_is_real, unwrapped
 from remat.transforms.context import active, quiet
+from remat.transforms.errors import RematError
 from remat.transforms.ops import Traits, draws, is_cast_of_leaf, is_shape_arithmetic, traits, user_place
 from remat.transforms.state import GeneratorState
 from remat.transforms.tape.snapshots import Snapshot
-from remat.transforms.tape.tape import RECOMPUTE, Node, Outside, Tape, is_graded
+from remat.transforms.tape.tape import RECOMPUTE, SAVE, Node, Outside, Tape, is_graded
 from remat.transforms.tape.values import (
+    Decisions,
     Ref,
     ValueNumbering,
     as_strided_arguments,
     geometry,
     memory_of,
     metadata,
+    read_by,
     refs_in,
     targets,
     tensors_in,
@@ -49,12 +53,14 @@ class Recorder(WriteWatch):
         casts: whether autocast is on. It caches casts of leaves across regions, so that whether such a cast
             happens in a forward, and in a run of the function again, is chance.
         reruns: whether the recomputation runs the function.
+        decisions: whether decisions are kept, whatever the selector says.
 
     Attributes:
         outside: the tensors from outside, as on the tape.
         kept: what is kept, by op.
         random: for every op that draws, the state of its generator before.
         snapshots: memories from outside as they were before the region wrote to them.
+        shown: memories from outside that user code has looked at itself, as they were then.
         outer: for every op its number on the tape of the region around, if there is one.
         alive: saved values that are held while the function runs.
     """
@@ -70,15 +76,18 @@ class Recorder(WriteWatch):
         digest: Callable[[Any], Any] | None = None,
         casts: bool = False,
         reruns: bool = False,
+        decisions: bool = False,
     ) -> None:
         super().__init__()
         self.reruns = reruns
+        self.decisions = Decisions() if decisions else None
         self.tape, self.digest, self.casts = tape, digest, casts
         self.make_selector, self.selector = selector, None
         self.outside: list[torch.Tensor] = []
         self.kept: dict[int, Any] = {}
         self.random: dict[int, GeneratorState] = {}
         self.snapshots: dict[int, Snapshot] = {}
+        self.shown: dict[int, Snapshot] = {}
         self.outer: dict[int, int] = {}
         self.kept_bytes = 0  # of what is kept on its device
         self.alive: dict[int, torch.Tensor] = {}
@@ -179,7 +188,8 @@ class Recorder(WriteWatch):
         node.args, node.kwargs = template
         node.first, node.outs, node.optional = len(tape.makers), metadata(out), optional
         node.draws, node.overwrites = draws_from is not None, ()
-        node.place = user_place() if active.listeners else None
+        tape.sized_by_data = tape.sized_by_data or facts.sized_by_data
+        node.place = user_place() if active.listeners or tape.sized_by_data else None
         if draws_from is not None:
             self.random[at] = draws_from
         self._link_operands(node, facts, args)
@@ -216,6 +226,11 @@ class Recorder(WriteWatch):
         asked = not facts.writes or facts.conditional is not None
         if self.selector is not None and asked and not active.unasked and not node.optional:
             self.judge(at, self.selector.decide(at, node, args, kwargs, out), out)
+        if self.decisions is not None:
+            decides = self.decisions.meets(at, node, facts, read_by(node, self.tape), bool(node.verdict))
+            if decides and not active.unasked:
+                self.tape.decided.add(at)
+                self.judge(at, SAVE, out)
 
     def _template(self, value: Any) -> Any:
         """The arguments of a call with numbers in the place of tensors."""
@@ -269,6 +284,11 @@ class Recorder(WriteWatch):
         return found
 
     def _from_outside(self, tensor: torch.Tensor) -> int:
+        if isinstance(tensor, UninitializedTensorMixin):
+            raise RematError(
+                f"region {self.tape.region!r} runs a lazy module for the first time, which makes its "
+                "parameters. Run the module once before: `with torch.no_grad(): module(x)`."
+            )
         number = -1 - len(self.outside)
         self.outside.append(tensor)
         if self._numbers.of(tensor) is None:
@@ -308,7 +328,7 @@ class Recorder(WriteWatch):
 
     def _link_operands(self, node: Node, facts: Traits, args: Any) -> None:
         tape, deps, external = self.tape, [], []
-        node.shape_only = facts.shape_only and _is_plain(args)
+        node.shape_only = facts.shape_only and _is_plain(args) and not tape.sized_by_data
         # Of such an op the first operand is the one whose numbers do not matter.
         read = (node.args[1:], node.kwargs) if node.shape_only else (node.args, node.kwargs)
         for number in refs_in(read):
@@ -344,6 +364,9 @@ class Recorder(WriteWatch):
         if (root := self.root(bottom)) >= 0:
             self.tape.exposed.add(root)
             self.tape.cacheable = False
+        elif bottom.is_cpu and root not in self.shown:
+            # A look may be a write, which no op tells of: its end is compared with its begin (`raw_writes`).
+            self.shown[root] = self.snapshots.get(root) or quiet(Snapshot, self.outside[-1 - root])
 
     def living_values(self) -> list[tuple[torch.Tensor, int]]:
         """The tensors that ops have made and that somebody holds."""

@@ -1,11 +1,65 @@
-"""Memory from outside as it was before a region wrote to it, for the recomputation to write to."""
+"""What a recomputation starts from: kept values, and memory from outside as it was before a write."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
 import torch
 
-from remat.transforms.compat import memory_is_real
-from remat.transforms.tape.values import memory_of
+from remat.transforms.compat import memory_is_real, version_kept
+from remat.transforms.context import quiet
+from remat.transforms.errors import RematError
+from remat.transforms.offload import Elsewhere
+from remat.transforms.tape.tape import written
+from remat.transforms.tape.values import map_tensors, memory_of, storage, version_of
+
+
+class Held(Elsewhere):
+    """A value of a region, held until the backward.
+
+    Args:
+        tensor: the value.
+        watched: a tensor in the same memory that the caller has, and may write to.
+        region: the name of the region.
+        hooks: the user's saved-tensor hooks, which it goes through as autograd's own saved values do.
+    """
+
+    __slots__ = ("hooks", "packed", "region", "version", "watched")
+
+    def __init__(self, tensor: torch.Tensor, region: str, hooks: Any, watched: Any = None) -> None:
+        plain = tensor.detach()
+        self.region, self.hooks = region, hooks
+        # What is made below autograd, as by a recorder, has a version of its own.
+        self.watched = plain if watched is None else watched.detach()
+        self.version = version_of(self.watched)
+        self.packed: Any = plain if hooks is None else hooks[0](plain)
+
+    def get(self, alone: bool = False) -> torch.Tensor:
+        """The value again; if `alone`, in memory of its own."""
+        if self.hooks is not None:
+            value = self.hooks[1](self.packed)
+        elif version_of(self.watched) != self.version:
+            raise RematError(written(self.region, self.packed))
+        else:
+            value = self.packed
+        # A new tensor object each time: autograd writes its own record on it.
+        return value.clone() if alone else value.detach()
+
+
+def held_values(
+    kept: dict[int, Any], region: str, results: Iterable[torch.Tensor], hooks: Any = None
+) -> dict[int, Any]:
+    """What is kept of ops, to be held until the backward; `results`: what the caller gets."""
+    seen = {storage(tensor): tensor for tensor in results}
+
+    def hold(value: Any) -> Any:
+        if isinstance(value, Elsewhere):
+            return value
+        return Held(value, region, hooks, seen.get(storage(value)))
+
+    return {at: map_tensors(hold, value) for at, value in kept.items()}
 
 
 class Snapshot:
@@ -27,6 +81,21 @@ class Snapshot:
         made.tensor = None if self.tensor is None else self.tensor.clone()
         return made
 
+    def differs(self, tensor: torch.Tensor) -> bool:
+        """Whether something else lies in the memory of `tensor` now."""
+        memory = memory_of(tensor)
+        if self.memory is None or memory is None or memory.nbytes() != self.memory.nbytes():
+            return False
+        return not torch.equal(octets(memory), octets(self.memory))
+
+    def put_back(self, tensor: torch.Tensor) -> None:
+        """Let the memory of `tensor` hold what it held."""
+        memory = memory_of(tensor)
+        if memory is None or self.memory is None:
+            tensor.detach().copy_(self.view(tensor))
+        else:
+            memory.copy_(self.memory)
+
     def view(self, like: torch.Tensor) -> torch.Tensor:
         """What `like`, a tensor in the memory that was copied, was."""
         if self.memory is None:
@@ -39,6 +108,25 @@ class Snapshot:
         """What is held, for reports."""
         if self.memory is None:
             return [] if self.tensor is None else [self.tensor]
-        device = self.memory.device
-        empty = torch.empty(0, dtype=torch.uint8, device=device)
-        return [empty.set_(self.memory, 0, (self.memory.nbytes(),), (1,))]
+        return [octets(self.memory)]
+
+
+@contextlib.contextmanager
+def lent(pairs: Iterable[tuple[torch.Tensor, Snapshot]]) -> Iterator[None]:
+    """Within, tensors hold what they held before a region wrote to them, for a run that writes to them again.
+
+    Where no mode gives the run scratch copies instead: writes are raw ones, or ops cannot be compared.
+    Afterwards they hold what they hold now, and their versions tell nobody.
+    """
+    with contextlib.ExitStack() as stack:
+        for tensor, before in pairs:
+            stack.enter_context(version_kept(tensor))
+            stack.callback(quiet, quiet(Snapshot, tensor).put_back, tensor)
+            quiet(before.put_back, tensor)
+        yield
+
+
+def octets(memory: torch.UntypedStorage) -> torch.Tensor:
+    """A memory as a tensor."""
+    empty = torch.empty(0, dtype=torch.uint8, device=memory.device)
+    return empty.set_(memory, 0, (memory.nbytes(),), (1,))

@@ -1,11 +1,10 @@
 """Looking at what a function keeps and recomputes: `explain`, `compare`."""
 
-from remat._inspect.report.compare import Comparison, compare
-from remat._inspect.report.explain import Explanation, explain
-
-__all__ = [
-    "Comparison",  # a function under several policies
-    "compare",  # `fn(*args, **kwargs)` under each of several policies
-    "Explanation",  # what `explain` found
-    "explain",  # what `fn(*args, **kwargs)` keeps for its backward, what it recomputes, and what that costs
-]
+from remat._inspect.report.compare import (
+    Comparison,  # a function under several policies
+    compare,  # `fn(*args, **kwargs)` under each of several policies
+)
+from remat._inspect.report.explain import (
+    Explanation,  # what `explain` found
+    explain,  # what `fn(*args, **kwargs)` keeps for its backward, what it recomputes, and what that costs
+)

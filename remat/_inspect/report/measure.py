@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat._inspect.report.watch import TRANSFER, Ran, Untouched, Watch
+from remat._inspect.looking import looked_at
+from remat._inspect.report.watch import TRANSFER, Ran, Watch
 from remat._inspect.residuals import Residuals, saved_residuals
 from remat.transforms import RematError, flatten, smooth, unflatten
 from remat.transforms.compat import in_transform
 from remat.transforms.entry import run_transparently
-from remat.transforms.state import RandomState
 from remat.transforms.tape import listen
 
 
@@ -111,7 +111,7 @@ class Measured:
 def measure(fn: Callable[..., Any], args: Any, kwargs: Any, *, regions: bool = True) -> Measured:
     """Run `fn` forward and backward once, and forward once more to see what is kept.
 
-    Generators, and tensors that `fn` writes to, are as before in the end; no `.grad` is touched. Without
+    Everything that `fn` can reach is as before in the end. Without
     `regions`, regions run as plain functions.
 
     Raises:
@@ -119,19 +119,13 @@ def measure(fn: Callable[..., Any], args: Any, kwargs: Any, *, regions: bool = T
     """
     if in_transform():
         raise RematError("call explain outside of torch.func transforms; they may be inside the function.")
-    random = RandomState([t for t in flatten((args, kwargs))[0] if isinstance(t, Tensor)])
 
     def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs) if regions else run_transparently(function, args, kwargs)
 
-    try:
-        with Untouched():
-            kept = called(saved_residuals, fn, *args, **kwargs)
-        random.restore()
-        with Untouched():
-            watch = _watched(fn, called, args, kwargs)
-    finally:
-        random.restore()
+    kept = called(saved_residuals, fn, *args, **kwargs)
+    with looked_at(fn, args, kwargs):
+        watch = _watched(fn, called, args, kwargs)
     return _summary(kept, watch)
 
 
@@ -221,7 +215,7 @@ def _regions(watch: Watch) -> Iterable[RegionUse]:
             len(calls),
             sum((_work(r) for r in forward if r.region == name), Work()),
             sum((_work(r) for r in watch.ran if r.region == name and r.when == "recompute"), Work()),
-            watch.kept.bytes.get((name, "policy"), 0),
+            watch.kept.bytes.get((name, "policy"), 0) + watch.kept.bytes.get((name, "decision"), 0),
             watch.kept.bytes.get((name, "offloaded"), 0),
             watch.kept.bytes.get((name, "argument"), 0) + watch.kept.bytes.get((name, "captured"), 0),
             name in holders,

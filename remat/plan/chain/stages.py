@@ -8,11 +8,11 @@ longer in the forward, are not counted.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from remat.plan.graph import CostModel, Graph
-from remat.plan.peak import backward_order, fresh, gradients_left, live_bytes
+from remat.plan.peak import Profile, fresh, profile, simulated
 from remat.plan.solve import INF, Problem, Solution, complete, hull, keep_all, least, solve
 
 # Budgets that are tried between the least and the most that a stage can keep.
@@ -64,42 +64,23 @@ class Stage:
 
 
 class Measure:
-    """What the plans of one graph take.
+    """What the plans of one graph take, by these prices; `options` are those of `peak.simulated`."""
 
-    Args:
-        graph: of the stage.
-        model: prices.
-        last: of the last stage of a chain the result's gradient is not counted: it lives before.
-        compiled: the backward is a compiled one, where what runs again does so right before its first reader.
-        accumulating: parameters' gradients are added to buffers that live before, and go at once.
-    """
-
-    def __init__(
-        self,
-        graph: Graph,
-        model: CostModel,
-        *,
-        last: bool = False,
-        compiled: bool = False,
-        accumulating: bool = False,
-    ) -> None:
-        self.graph, self.joint, self.compiled = graph, graph.joint, compiled
+    def __init__(self, graph: Graph, model: CostModel, **options: bool) -> None:
+        self.graph, self.options = graph, options
         self.problem = graph.problem(model)
-        left = gradients_left(self.joint)
-        self.left = set() if accumulating else left
-        self.ended = {self.joint.values[v].storage for v in self.joint.gradients} - (left - self.left)
-        self.tangents = set() if last else {v.storage for v in self.joint.values if v.origin == "tangent"}
 
     def stage(self) -> Stage:
         """The stage of a chain that the graph is of."""
-        choices = self.choices()
+        choices, plain = self.choices(), self._plain()
+        storages, saved = self.graph.joint.storages, choices[0].saved
         return Stage(
             choices=choices,
-            plain=self._plain(),
+            plain=Choice(frozenset(), 0.0, 0.0, plain.kept, plain.forward, plain.backward),
             whole=sum(c for c in self.problem.cost if c < INF),
             flops=sum(self.graph.flops),
-            input=choices[0].kept - self._bytes(fresh(self.graph, choices[0].saved)),
-            gradients=self._bytes(self.left),
+            input=choices[0].kept - sum(storages[s] for s in fresh(self.graph, saved)),
+            gradients=plain.gradients,
         )
 
     def choices(self) -> tuple[Choice, ...]:
@@ -119,33 +100,16 @@ class Measure:
 
     def choice(self, solution: Solution) -> Choice:
         """What one plan takes."""
-        kept = fresh(self.graph, solution.saved)
-        held = solution.bytes - self._bytes(kept)
-        backward = self._backward(kept, solution.saved, solution.replayed) + held
+        live = profile(self.graph, solution, **self.options)
         flops = sum(self.graph.flops[k] for k in solution.replayed if k < len(self.graph.ops))
-        return Choice(
-            solution.saved, solution.cost, flops, solution.bytes, self._forward(kept) + held, backward
-        )
+        return Choice(solution.saved, solution.cost, flops, live.kept, live.forward, live.backward)
 
-    def _plain(self) -> Choice:
+    def _plain(self) -> Profile:
         """What autograd takes without a region."""
-        joint, count = self.joint, len(self.graph.ops)
+        graph, joint = self.graph, self.graph.joint
         kept = {s for v in joint.saved if joint.owner[s := joint.values[v].storage] >= 0}
-        held = self.graph.kept_by_default - self._bytes(kept)
-        backward = self._backward(kept, frozenset(range(count)), frozenset()) + held
-        return Choice(frozenset(), 0.0, 0.0, self.graph.kept_by_default, self._forward(kept) + held, backward)
-
-    def _forward(self, kept: Set[int]) -> int:
-        results = {self.joint.values[v].storage for v in self.joint.results}
-        return live_bytes(self.joint, self.graph.ops, start=set(), forever={*kept, *results})
-
-    def _backward(self, kept: Set[int], saved: Set[int], replayed: Set[int]) -> int:
-        """The most live in the backward, inputs aside."""
-        order = backward_order(self.graph, saved, replayed, self.compiled)
-        return live_bytes(self.joint, order, start={*kept, *self.tangents}, forever=self.ended)
-
-    def _bytes(self, storages: Set[int]) -> int:
-        return sum(self.joint.storages[s] for s in storages)
+        every = frozenset(range(len(graph.ops)))
+        return simulated(graph, kept, every, frozenset(), graph.kept_by_default, **self.options)
 
 
 def frontier(problem: Problem) -> Iterator[Solution]:

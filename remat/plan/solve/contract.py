@@ -36,7 +36,7 @@ def contract(problem: Problem) -> Reduced:
 
 def _restricted(problem: Problem) -> Problem | None:
     """The same problem with fewer values that may be kept and fewer reads, or None where none can go."""
-    need = _certain(problem)
+    need = problem.certain
     reads = tuple(tuple(v for v in read if v not in need) for read in problem.reads)
     problem, before = replace(problem, reads=reads, need=need), problem
     sizes = list(problem.size)
@@ -45,19 +45,6 @@ def _restricted(problem: Problem) -> Problem | None:
     if sizes == list(problem.size) and reads == before.reads and need == before.need:
         return None
     return replace(problem, size=tuple(sizes))
-
-
-def _certain(problem: Problem) -> frozenset[int]:
-    """What is there in every solution: what is needed, and what that must be made from again."""
-    found = set(problem.need)
-    todo = [v for v in found if problem.size[v] == INF]
-    while todo:
-        for read in problem.reads[problem.producer[todo.pop()]]:
-            if read not in found:
-                found.add(read)
-                if problem.size[read] == INF:
-                    todo.append(read)
-    return frozenset(found)
 
 
 def _within(problem: Problem, sizes: list[float], these: Iterable[int], value: int, cost: float) -> bool:

@@ -57,15 +57,7 @@ class _Cut:
         """
         problem = self.problem
         values = sorted(problem.relevant)
-        # Whatever a needed value that cannot be kept is made from is needed too: found by walking back.
-        forced = set(problem.need)
-        todo = [v for v in forced if problem.size[v] == INF]
-        while todo:
-            for read in problem.reads[problem.producer[todo.pop()]]:
-                if read not in forced:
-                    forced.add(read)
-                    if problem.size[read] == INF:
-                        todo.append(read)
+        forced = problem.certain
         again = {problem.producer[v] for v in forced if problem.size[v] == INF}
         node: dict[int, int] = {}
         for op in sorted({problem.producer[v] for v in values}):

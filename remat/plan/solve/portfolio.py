@@ -11,7 +11,6 @@ from remat.plan.solve.contract import contract
 from remat.plan.solve.hull import bound, hull
 from remat.plan.solve.parts import solve_parts
 from remat.plan.solve.problem import INF, Problem, Solution, complete, keep_all
-from remat.plan.solve.repeats import Repeats, repeats
 from remat.transforms import RematError
 
 # Partial solutions that the search part by part looks at in a second.
@@ -88,7 +87,7 @@ def solve(
 
 
 class _Search:
-    """Hull, part by part, layers as one, the whole program: in that order, until the proof is there."""
+    """Hull, part by part, the whole program: in that order, until the proof is there."""
 
     def __init__(self, problem: Problem, budget: float, start: float, limit: float, gap: float) -> None:
         self.problem, self.budget, self.gap = problem, budget, gap
@@ -109,10 +108,8 @@ class _Search:
         ceiling = min(ceiling, inside.cost)
         if exact and ceiling > self.floor:
             self._by_parts(corners, ceiling)
-        layers = repeats(self.problem) if exact and milp.available() and not self._proved(ceiling) else None
-        for run in (layers, None) if layers else (None,) if exact and milp.available() else ():
-            if not self._proved(ceiling):
-                self._exactly(run, min(ceiling, *(s.cost for _, s in self.found)))
+        if exact and milp.available() and not self._proved(ceiling):
+            self._exactly(min(ceiling, *(s.cost for _, s in self.found)))
         if min(ceiling, *(s.cost for _, s in self.found)) > self.floor and len(self.found) == 1:
             self.found.append(("fill", fill(self.problem, corners, self.budget)))
         return self.found
@@ -149,11 +146,9 @@ class _Search:
         if solution is not None:
             self.found.append(("exact", solution))
 
-    def _exactly(self, run: Repeats | None, ceiling: float) -> None:
+    def _exactly(self, ceiling: float) -> None:
         left = max(self.end - time.perf_counter(), 0.02)
-        result = milp.solve_exactly(
-            self.problem, self.budget, run=run, time_limit=left, gap=self.gap, ceiling=ceiling
-        )
+        result = milp.solve_exactly(self.problem, self.budget, time_limit=left, gap=self.gap, ceiling=ceiling)
         self._take(result.solution, min(result.lower_bound, ceiling))
 
 

@@ -71,6 +71,19 @@ class Problem:
                     todo.append(read)
         return frozenset(seen)
 
+    @cached_property
+    def certain(self) -> frozenset[int]:
+        """What is there in every solution: what is needed, and what that must be made from again."""
+        found = set(self.need)
+        todo = [v for v in found if self.size[v] == INF]
+        while todo:
+            for read in self.reads[self.producer[todo.pop()]]:
+                if read not in found:
+                    found.add(read)
+                    if self.size[read] == INF:
+                        todo.append(read)
+        return frozenset(found)
+
 
 @dataclass(frozen=True)
 class Solution:

@@ -9,7 +9,6 @@ the graph that pulls back they stand in the place of the ops that made them.
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,6 +26,7 @@ from remat.transforms.compat import (
     traced_functionally,
     transposes_given,
 )
+from remat.transforms.context import scoped
 from remat.transforms.scan.compiled.fx_passes import (
     added_to_inputs,
     aliases_dropped,
@@ -46,13 +46,6 @@ Made = tuple[Callable[..., Any], list[int]]
 
 # Blocks whose rows are looked up at a time.
 MOST = 256
-
-_local = threading.local()
-
-
-def owner() -> list[Any] | None:
-    """Where to put what must live as long as the steps that are being compiled now, if any are."""
-    return getattr(_local, "owner", None)
 
 
 @dataclass
@@ -156,11 +149,8 @@ class UnrolledStep:
     def _lookup(self, key: Any, values: list[torch.Tensor], make: Callable[[], Any]) -> Any:
         made, full = self.made, (*key, self.size, self.reverse, _signature(values))
         if full not in made:
-            before, _local.owner = owner(), made.setdefault("inside", [])
-            try:
+            with scoped(owner=made.setdefault("inside", [])):
                 made[full] = make()
-            finally:
-                _local.owner = before
         return made[full]
 
     # -- what is compiled ----------------------------------------------------------------------------------

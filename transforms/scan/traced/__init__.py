@@ -1,13 +1,10 @@
 """Scans in graphs that are being traced for a compiler."""
 
-from remat.transforms.scan.traced.entry import TracedBody, Whole, evaluating, run, run_whole, showing, shown
-
-__all__ = [
-    "TracedBody",  # a body as Dynamo's graph
-    "Whole",  # a scan in eager whose step Dynamo is to trace
-    "evaluating",  # whether a scan's op runs its steps around here
-    "run",  # the results of Dynamo's node
-    "run_whole",  # as `run`, in eager
-    "showing",  # within, the next scan that runs from a graph of Dynamo's is this one
-    "shown",  # the scan that Dynamo was shown stand-ins of, once
-]
+from remat.transforms.scan.traced.entry import (
+    TracedBody,  # a body as Dynamo's graph
+    Whole,  # a scan in eager whose step Dynamo is to trace
+    run,  # the results of Dynamo's node
+    run_whole,  # as `run`, in eager
+    showing,  # within, the next scan that runs from a graph of Dynamo's is this one
+    shown,  # the scan that Dynamo was shown stand-ins of, once
+)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,13 +21,13 @@ from typing import Any
 import torch
 
 from remat.transforms.compat import above_all, live_with_graph
-from remat.transforms.context import quiet
+from remat.transforms.context import active, quiet, scoped
 from remat.transforms.entry import run_transparently
 from remat.transforms.errors import RematError
 from remat.transforms.offload import pinned_for, to_host
 from remat.transforms.scan.backward import pull_back
 from remat.transforms.scan.body import version, wrote
-from remat.transforms.scan.compiled import UnrolledStep, dense, owner
+from remat.transforms.scan.compiled import UnrolledStep, dense
 from remat.transforms.scan.forward import run_forward
 from remat.transforms.scan.spec import Record, Scan, State, Tensors
 from remat.transforms.state import Ambient, RandomState
@@ -36,27 +35,11 @@ from remat.transforms.state import Ambient, RandomState
 _library = torch.library.Library("remat", "FRAGMENT")
 _library.define("scan_forward(str scan, Tensor[] operands) -> Tensor[]")
 _library.define("scan_pull(str scan, bool[] needs, bool[] present, Tensor[] tensors) -> Tensor[]")
-_local = threading.local()
 _numbers = itertools.count()
 # A graph holds a string only. What it stands for lives with the code that Dynamo makes of the graph, with the
 # blocks of steps that hold the graph, or, where neither is known, for good.
 _entries: weakref.WeakValueDictionary[str, Entry] = weakref.WeakValueDictionary()
 _for_good: list[Entry] = []
-
-
-@contextlib.contextmanager
-def evaluation() -> Iterator[None]:
-    """Within, steps are evaluated for their shapes alone; a scan in them must not run its steps."""
-    before, _local.evaluating = getattr(_local, "evaluating", False), True
-    try:
-        yield
-    finally:
-        _local.evaluating = before
-
-
-def evaluating() -> bool:
-    """Whether a step is being evaluated for its shapes alone."""
-    return getattr(_local, "evaluating", False)
 
 
 @contextlib.contextmanager
@@ -93,8 +76,8 @@ class Opaque:
         if found is None:
             key = f"{next(_numbers)} {self.name}"
             found = self.entries[id(scan.step)] = _entries[key] = Entry(key, scan, self)
-            if (inside := owner()) is not None:
-                inside.append(found)
+            if active.owner is not None:
+                active.owner.append(found)
             elif not live_with_graph(found):
                 _for_good.append(found)
         return found
@@ -269,7 +252,12 @@ class Entry:
         scan = self.scan
         consts, carry, xs = scan.split(flat)
         first = [x.select(0, 0) for x in xs]
-        with torch.no_grad(), self.surroundings(), evaluation(), unwritten(scan.spec.name, (), carry, first):
+        with (
+            torch.no_grad(),
+            self.surroundings(),
+            scoped(evaluating=True),
+            unwritten(scan.spec.name, (), carry, first),
+        ):
             new, ys = run_transparently(scan.step, (consts, carry, first), {})
         stacks = [y.new_empty((scan.length, *y.shape)) for y in ys]
         return [
@@ -307,12 +295,6 @@ def _apart(outs: Sequence[torch.Tensor], operands: Tensors) -> list[torch.Tensor
     return found
 
 
-def _split_pull(entry: Entry, present: Sequence[bool], tensors: Tensors) -> tuple[Any, Any, Any]:
-    total, last = sum(entry.scan.sizes), len(tensors) - sum(present)
-    rest = iter(tensors[last:])
-    return tensors[:total], tensors[total:last], [next(rest) if p else None for p in present]
-
-
 def _entry(key: str) -> Entry:
     if key not in _entries:
         raise RematError(
@@ -330,7 +312,7 @@ def _forward(key: str, operands: Tensors) -> list[torch.Tensor]:
 
 def _pull(key: str, needs: Sequence[bool], present: Sequence[bool], tensors: Tensors) -> list[torch.Tensor]:
     entry = _entry(key)
-    flat, kept, cts = _split_pull(entry, present, tensors)
+    flat, kept, cts = entry.scan.parts(present, tensors)
     with above_all():
         return entry.pull(flat, kept, needs, cts)
 
@@ -343,7 +325,7 @@ def _fake_forward(key: str, operands: Tensors) -> list[torch.Tensor]:
 def _fake_pull(
     key: str, needs: Sequence[bool], present: Sequence[bool], tensors: Tensors
 ) -> list[torch.Tensor]:
-    flat, _, _ = _split_pull(_entry(key), present, tensors)
+    flat, _, _ = _entry(key).scan.parts(present, tensors)
     return [t.new_empty(t.shape) for t, need in zip(flat, needs, strict=True) if need]
 
 

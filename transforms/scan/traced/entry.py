@@ -9,9 +9,8 @@ below them forward and pull-back are one opaque op each (`custom_op`), whatever 
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ from remat.transforms.compat import (
     unwind_levels,
 )
 from remat.transforms.compat import compiler as aot_compiler
+from remat.transforms.context import active, scoped
 from remat.transforms.entry import Graph, run_transparently
 from remat.transforms.errors import RematError
 from remat.transforms.ops import draws as ops_draws
@@ -39,7 +39,7 @@ from remat.transforms.scan.compiled import UnrolledStep
 from remat.transforms.scan.function import run as function_run
 from remat.transforms.scan.instructions import Schedule
 from remat.transforms.scan.spec import Leaves, ScanSpec, Tensors, make
-from remat.transforms.scan.traced.custom_op import Opaque, evaluating, evaluation, unwritten
+from remat.transforms.scan.traced.custom_op import Opaque, unwritten
 from remat.transforms.state import Ambient, can_seed, device_kinds, draw, refuse_generator, seeding
 
 # Steps whose graph and operands are small are compiled several at a time: a call takes longer than they do.
@@ -79,24 +79,17 @@ class Whole(NamedTuple):
     graded: bool
 
 
-_local = threading.local()
 _made: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
-@contextlib.contextmanager
-def showing(whole: Whole) -> Iterator[list[Whole]]:
-    """Within, the next scan that runs from a graph of Dynamo's is this one; empty once it has begun."""
-    before, _local.whole = getattr(_local, "whole", None), [whole]
-    try:
-        yield _local.whole
-    finally:
-        _local.whole = before
+def showing(whole: Whole) -> contextlib.AbstractContextManager[None]:
+    """Within, the next scan that runs from a graph of Dynamo's is this one."""
+    return scoped(shown=[whole])
 
 
 def shown() -> Whole | None:
     """The scan that Dynamo was shown stand-ins of, once."""
-    whole = getattr(_local, "whole", None)
-    return whole.pop() if whole else None
+    return active.shown.pop() if active.shown else None
 
 
 def run(spec: ScanSpec, body: TracedBody, operands: tuple[Any, ...], selector: Any = None) -> tuple[Any, ...]:
@@ -108,7 +101,8 @@ def run(spec: ScanSpec, body: TracedBody, operands: tuple[Any, ...], selector: A
     """
     step = _GraphStep(body, spec.name, operands)
     consts, carry, xs = body.split(operands)
-    traced, n = is_tracing() or evaluating(), int(xs[0].shape[0]) if spec.length is None else spec.length
+    traced, n = is_tracing() or active.evaluating, spec.length
+    assert n is not None  # a loop is a graph break
     if traced and step.draws(operands):
         step.seeded = True
         xs = [*xs, _seeds(n, operands)]
@@ -127,7 +121,7 @@ def run(spec: ScanSpec, body: TracedBody, operands: tuple[Any, ...], selector: A
             end, ys = function_run(scan, flat)
     except BaseException:
         # The levels that the graph has entered would stay on this thread: nobody else leaves them.
-        if traced and not evaluating():
+        if traced and not active.evaluating:
             unwind_levels()
         raise
     return (*(operands[i] for i in body.places), *end, *ys)
@@ -159,19 +153,15 @@ def run_whole(whole: Whole, body: TracedBody, operands: tuple[Any, ...], selecto
 
 
 def _block(graph: Graph, carry: Tensors, xs: Tensors) -> int:
-    sizes = [_bytes(t) for t in carry] + [_bytes(t) // max(1, _example(t.shape[0])) for t in xs]
+    sizes = [_bytes(t) for t in carry] + [_bytes(t) // max(1, example_of(t.shape[0])) for t in xs]
     small = len(graph.module.graph.nodes) <= _SMALL_GRAPH and sum(sizes) <= _SMALL_ROW
     return BLOCK if small else 1
-
-
-def _example(size: Any) -> int:
-    return example_of(size)
 
 
 def _bytes(tensor: torch.Tensor) -> int:
     count = tensor.element_size()
     for size in tensor.shape:
-        count *= _example(size)
+        count *= example_of(size)
     return count
 
 
@@ -208,7 +198,7 @@ class _GraphStep:
             return self._evaluated(consts, carry, x[:-1])
 
     def _evaluated(self, consts: Tensors, carry: Leaves, x: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
-        full = merge(self.fixed, self.consts, list(consts))
+        full = merge(self.fixed, self.consts, consts)
         full = merge(full, self.body.places, [*carry, *(row.unsqueeze(0) for row in x)])
         outs = self._graded(full)[len(self.body.places) :]
         count = len(self.body.keys)
@@ -233,7 +223,7 @@ class _GraphStep:
                 fakes = [_fake(t) if isinstance(t, torch.Tensor) else t for t in operands]
                 consts, carry, xs = self.body.split(fakes)
                 look = _Looking()
-                with evaluation(), look:
+                with scoped(evaluating=True), look:
                     rows = [x.select(0, 0) for x in xs]
                     with unwritten(self.name, self.body.keys, carry, rows):
                         run_transparently(self._evaluated, (consts, carry, rows), {})
@@ -255,7 +245,7 @@ def _ungraded(value: Any) -> Any:
 
 
 def _fake(tensor: torch.Tensor) -> torch.Tensor:
-    shape = [_example(size) for size in tensor.shape]
+    shape = [example_of(size) for size in tensor.shape]
     return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
 
 
