@@ -41,6 +41,10 @@ _HIDDEN_WRITES = {
     _aten.cudnn_batch_norm.default: ((3, 4), 5),
     _aten.miopen_batch_norm.default: ((3, 4), 5),
 }
+# Kernels that look at whether an operand requires grad, and leave out what a backward needs where none does.
+_ASKS_GRAD = {_aten._sparse_mm_reduce_impl.default}
+# Autograd saves what these write into before they do, and reads it as they left it.
+_SAVES_UNWRITTEN = {_aten.rrelu_with_noise.default, _aten.rrelu_with_noise_.default}
 
 
 class Traits:
@@ -49,10 +53,12 @@ class Traits:
     `shape_only`: it makes a new tensor like its operand, whose numbers it does not read. `may_draw`: it draws
     random numbers, or could without saying so. `sized_by_data`: numbers
     decide the shape of its result, or could. `collective`: other processes take part in it; `outside`: it
-    acts on them, or on the user's screen or program.
+    acts on them, or on the user's screen or program. `asks_grad`: on operands without gradients it computes
+    less. `saves_unwritten`: autograd saves an operand that it then writes into.
     """
 
     __slots__ = (
+        "asks_grad",
         "collective",
         "conditional",
         "higher_order",
@@ -62,6 +68,7 @@ class Traits:
         "outside",
         "random",
         "reshapes",
+        "saves_unwritten",
         "shape_only",
         "sized_by_data",
         "uninitialized",
@@ -72,6 +79,7 @@ class Traits:
     def __init__(self, op: Any) -> None:
         schema = getattr(op, "_schema", None)
         self.higher_order = schema is None  # an operator on functions: torch.cond, flex attention
+        self.asks_grad, self.saves_unwritten = op in _ASKS_GRAD, op in _SAVES_UNWRITTEN
         self.ignored = op in _IGNORED or getattr(op, "namespace", "") == "profiler"
         self.random = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
         self.writes: tuple[str | int, ...] = ()

@@ -59,3 +59,27 @@ def test_the_other_names_are_needed():
     named = {(number, letter): f"test_{name}" for number, name, _, where in rows() for letter in where}
     assert set(ELSEWHERE) <= set(named)
     assert all(named[at] != test for at, test in ELSEWHERE.items())
+
+
+TORCHS = {"C": "checkpoint", "N": "nested", "U": "utils", "S": "selective", "T": "tags"}
+
+
+def torchs_rows() -> list[tuple[str, str, str]]:
+    pattern = r"^\| (test_\w+) \| (pass|adapted|refused on purpose) \| ([CNUST]) \|"
+    return re.findall(pattern, (PAGE.parent / "trust.md").read_text(), re.MULTILINE)
+
+
+def test_torchs_tests_are_all_told_and_counted():
+    """docs/trust.md names each test of the five files, and none that is not there."""
+    stems = {letter: f"test_torch_{name}" for letter, name in TORCHS.items()}
+    defined = {(name, letter) for letter, stem in stems.items() for name in defined_in(stem)}
+    source = (HERE / "test_torch_tags.py").read_text()
+    told = {(name, letter) for name, _, letter in torchs_rows()}
+    missing = {(name, letter) for name, letter in told - defined if f'"{name}":' not in source}
+    tests = {pair for pair in defined if pair[0].startswith("test_")}
+    assert not missing and tests - told == {
+        ("test_tags", "T"),
+        ("test_nested_checkpoint_of_third_order", "N"),
+    }
+    kinds = Counter(kind for _, kind, _ in torchs_rows())
+    assert f"{kinds['pass']} pass, {kinds['adapted']} are adapted" in (PAGE.parent / "trust.md").read_text()

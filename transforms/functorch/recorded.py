@@ -191,14 +191,15 @@ def _let_go(recorder: Recorder) -> list[_Given]:
 def _must_run(tape: Tape) -> set[int]:
     """Ops that run although nobody reads them.
 
-    Those of regions inside, which run a forward of their own; and those that told user code something about
-    data: what it does next may depend on it.
+    Those of regions inside, which run a forward of their own; those that told user code something about
+    data: what it does next may depend on it; and those that fill what autograd has saved before.
     """
     inner = {i for start, stop in tape.inner for i in range(start, stop)}
     return inner | {
         i
         for i, node in enumerate(tape.nodes)
-        if node.outs is not None and not metas(node.outs) and not node.written
+        if (node.outs is not None and not metas(node.outs) and not node.written)
+        or traits(node.op).saves_unwritten
     }
 
 

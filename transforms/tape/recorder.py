@@ -197,6 +197,8 @@ class Recorder(WriteWatch):
         if facts.collective:
             tape.open = tape.open or f"it calls {func}, which acts outside of this process"
             tape.sharded = tape.sharded or not node.graded
+        if facts.asks_grad:
+            tape.open = tape.open or f"it calls {func}, which computes less where nothing requires grad"
         if facts.higher_order:
             tape.open = tape.open or f"it calls {func}, an operator on functions"
         node.written = tuple([self.root(t) for t in targets(facts, args, kwargs)]) if facts.writes else ()
@@ -204,6 +206,8 @@ class Recorder(WriteWatch):
             node.overwrites = tuple([i for root in node.written for i in self._kept_in.get(root, ())])
         node.root = self._root_of_results(at, facts, args, out)
         tape.nodes.append(node)
+        if facts.saves_unwritten:
+            tape.packed = [(n, i + (i == at and tape.root_of(n) in node.written)) for n, i in tape.packed]
         for root in node.written:
             tape.last_write[root] = at
         for tensor in tensors_in(out):

@@ -197,11 +197,10 @@ class Needs:
         actions: RUN, KEPT or SKIP for every op.
         copied: ops whose kept results the recomputation overwrites, so that it needs copies.
         outside: positions of the tensors from outside that it reads.
-        last: the last op that does anything, -1 for none.
         whole: whether user code must run, as a whole.
     """
 
-    __slots__ = ("actions", "copied", "last", "live", "outside", "whole")
+    __slots__ = ("actions", "copied", "live", "outside", "whole")
 
     def __init__(self, tape: Tape, wanted: Iterable[int], kept: Mapping[int, Any]) -> None:
         nodes = tape.nodes
@@ -222,7 +221,6 @@ class Needs:
                 self.copied.add(i)
         self.outside = frozenset(outside)
         # Where every op is kept or skipped nothing needs to run up to that point at all.
-        self.last = max(live, default=-1) if any(live.values()) else -1
 
 
 def _handed_out(tape: Tape, i: int, kept: Mapping[int, Any]) -> bool:

@@ -1,0 +1,153 @@
+"""torch's own tests of checkpointing in compiled code, by their names.
+
+Of test/dynamo/test_activation_checkpointing.py; docs/trust.md has the table of all.
+"""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from remat.interop import checkpoint
+from tests.conformance.counting import COMPILES
+from tests.conformance.test_torch_selective import saves, selective
+from tests.conformance.torchs import leaf
+
+aten = torch.ops.aten
+
+
+def dots_of_graphs(fn, *args):
+    """The products of the forward graph and of the backward graph, and whether values are eager's."""
+    counts = []
+
+    def compiler(graph, _):
+        counts.append(sum(n.target is aten.mm.default for n in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    compiled = torch.compile(
+        fn, backend=aot_autograd(fw_compiler=compiler, bw_compiler=compiler), fullgraph=True
+    )
+    leaves = [a.detach().clone().requires_grad_() for a in args]
+    others = [a.detach().clone().requires_grad_() for a in args]
+    torch.manual_seed(0)
+    out = compiled(*leaves)
+    got = torch.autograd.grad(out.sum(), leaves)
+    torch.manual_seed(0)
+    expected = fn(*others)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(got, torch.autograd.grad(expected.sum(), others))
+    return tuple(counts)
+
+
+def gn(x, y):
+    return torch.sigmoid(torch.matmul(x, y))
+
+
+def twice(x, y):
+    return torch.sigmoid(torch.matmul(torch.matmul(x, y), y)) * y
+
+
+class GN(nn.Module):
+    def forward(self, x, y):
+        return gn(x, y)
+
+
+TAGS = {
+    "test_tags_function": (lambda x, y: checkpoint(gn, torch.sin(x), y, use_reentrant=True), (1, 3)),
+    "test_tags_function_with_kwargs": (lambda x, y: checkpoint(gn, torch.sin(x), y=y), (1, 3)),
+    "test_tags_multiple_checkpoints": (
+        lambda x, y: checkpoint(gn, torch.sin(checkpoint(gn, torch.sin(x), y)), y),
+        (2, 6),
+    ),
+    "test_tags_module": (lambda x, y: checkpoint(GN(), torch.sin(x), y), (1, 3)),
+    "test_compile_selective_checkpoint_must_recompute": (
+        lambda x, y: (
+            checkpoint(lambda x: torch.cos(torch.sin(x @ x @ x)), x, context_fn=selective(saves())) + y
+        ),
+        (2, 6),
+    ),
+    "test_compile_selective_checkpoint_must_not_recompute_gemm": (
+        lambda x, y: checkpoint(twice, x, y, context_fn=selective(saves(aten.mm.default))),
+        (2, 4),
+    ),
+    "test_compile_selective_checkpoint_list_ops": (
+        lambda x, y: checkpoint(twice, x, y, context_fn=selective([aten.mm.default])),
+        (2, 4),
+    ),
+    "test_compile_selective_checkpoint_outplace_op": (
+        lambda x, y: checkpoint(
+            lambda x, y: torch.selu(twice(x, y)), x, y, context_fn=selective([aten.mm.default])
+        ),
+        (2, 4),
+    ),
+    "test_compile_selective_checkpoint_inplace_op": (
+        lambda x, y: checkpoint(
+            lambda x, y: torch.selu_(twice(x, y)), x, y, context_fn=selective([aten.mm.default])
+        ),
+        (2, 4),
+    ),
+}
+
+
+@COMPILES
+@pytest.mark.parametrize("name", TAGS)
+def test_tags(name):
+    fn, dots = TAGS[name]
+    assert dots_of_graphs(fn, leaf(4, 4), leaf(4, 4)) == dots
+
+
+@COMPILES
+def test_tags_recomputed_rand():
+    x = torch.ones(4, requires_grad=True)
+    compiled = torch.compile(
+        lambda x: checkpoint(lambda x: (torch.rand_like(x) * x).sin(), x), backend="aot_eager", fullgraph=True
+    )
+    out = compiled(x)
+    drawn = out.detach().asin()
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), x)[0], drawn * drawn.cos())
+
+
+@COMPILES
+def test_tags_dropout():
+    x = torch.ones(64, requires_grad=True)
+    compiled = torch.compile(
+        lambda x: checkpoint(lambda x: torch.dropout(x, 0.5, True).sin(), x),
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    out = compiled(x)
+    assert torch.equal(torch.autograd.grad(out.sum(), x)[0] != 0, out != 0) and 0 < (out != 0).sum() < 64
+
+
+@COMPILES
+def test_compile_selective_checkpoint_invalid_context():
+    """Contexts of one's own, of which Dynamo runs none, are refused."""
+
+    class Invalid:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exc):
+            return None
+
+    fn = torch.compile(
+        lambda x, y: checkpoint(gn, x, y, context_fn=lambda: (Invalid(), Invalid())), backend="aot_eager"
+    )
+    with pytest.raises(Exception, match="context"):
+        fn(leaf(4, 4), leaf(4, 4))
+
+
+@COMPILES
+def test_sac_with_partial_context_fn():
+    """A function in a partial; of an object with `__call__` Dynamo makes no constant."""
+    policy = functools.partial(create_selective_checkpoint_contexts, always)
+    fn = lambda x, y: checkpoint(twice, x, y, context_fn=policy)  # noqa: E731
+    assert dots_of_graphs(fn, leaf(4, 4), leaf(4, 4)) == (2, 4)
+
+
+def always(ctx, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE
