@@ -44,7 +44,8 @@ def refuse_strays(
             given are in order.
         outside: tensors below all levels, operands left out.
     """
-    if conversion is None:
+    # A tangent of an operand is a tensor of its own below all levels, which nobody can tell from a stray.
+    if conversion is None or dual_level_open():
         return
     with functions_as_they_are():
         strays = {id(t): t for t in outside if id(t) not in conversion.met and smooth(t)}
@@ -63,14 +64,12 @@ def refuse_strays(
 
 def _carrier(strays: dict[int, torch.Tensor]) -> torch.Tensor | None:
     """A living tensor that holds one of these and has a derivative or a batch dimension."""
-    # Rare: an op met a tensor that neither the region nor any torch function knows. Where forward-mode levels
-    # are open, a wrapper does not say whether it has a tangent: from here, below them, nobody can tell.
-    pushed = dual_level_open()
+    # Rare: an op met a tensor that neither the region nor any torch function knows.
     for value in gc.get_objects():
         if issubclass(type(value), torch.Tensor) and is_wrapped(value) and id(unwrapped(value)) in strays:
             tensor = value
             while is_wrapped(tensor):
-                if not is_dead(tensor) and (pushed or is_batched(tensor) or tensor.requires_grad):
+                if not is_dead(tensor) and (is_batched(tensor) or tensor.requires_grad):
                     return value
                 tensor = unwrap_once(tensor)
     return None
