@@ -20,7 +20,7 @@ from remat.transforms.closure.convert import (
     trial,
 )
 from remat.transforms.closure.paths import by_storage, of_arguments, of_captured
-from remat.transforms.closure.strays import Watch, refuse_strays
+from remat.transforms.closure.strays import StrayWatch, refuse_strays
 
 __all__ = [
     "cond_met",  # whether torch.cond was ever called in a region
@@ -41,7 +41,7 @@ __all__ = [
     "noting",  # what a function returns, and the substitution that it ran under
     "in_backward",  # that substitution again, for the backward
     "read_again",  # what to raise when a recomputation meets a captured tensor that the forward did not
-    "Watch",  # notes the tensors that ops meet and did not make
+    "StrayWatch",  # notes the tensors that ops meet and did not make
     "refuse_strays",  # raise where ops met a tensor whose derivative would be lost
     "slots_of",  # where `module` and those in it hold tensors
     "swapping",  # whether a region around here reads its captured tensors as operands

@@ -75,7 +75,7 @@ def _carrier(strays: dict[int, torch.Tensor]) -> torch.Tensor | None:
     return None
 
 
-class Watch(DispatchMode):
+class StrayWatch(DispatchMode):
     """Notes the tensors that ops meet and did not make; `known` are operands."""
 
     def __init__(self, known: Iterable[Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.closure import Missed, Watch, made_inside, noting, read_again, refuse_strays
+from remat.transforms.closure import Missed, StrayWatch, made_inside, noting, read_again, refuse_strays
 from remat.transforms.compat import (
     GRAD,
     SingleLevelFunction,
@@ -274,7 +274,7 @@ def _forward(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
     """Run a region's function; recorded, where a node above it will pull back."""
     if prim.sinks:
         return _forward_recorded(prim, operands)
-    with Watch(operands) as watch:
+    with StrayWatch(operands) as watch:
         outs, conversion = noting(prim.body, *operands)
     region = prim.family.region
     refuse_strays(f"region {region.name!r}", region.function, conversion, watch.outside)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.closure import ClosureConversion, Watch, made_inside, note, refuse_strays, swapping
+from remat.transforms.closure import ClosureConversion, StrayWatch, made_inside, note, refuse_strays, swapping
 from remat.transforms.compat import is_wrapped, unwrapped
 from remat.transforms.context import active
 from remat.transforms.errors import RematError
@@ -78,7 +78,7 @@ class Body:
             # In the first step, and in the first that is differentiated: what is read past the substitution?
             fresh = not self.trusted or (torch.is_grad_enabled() and not self.watched)
             self.watched = self.watched or torch.is_grad_enabled()
-            with Watch([*consts, *carry, *x]) if fresh else _AS_IT_IS as watch, conversion:
+            with StrayWatch([*consts, *carry, *x]) if fresh else _AS_IT_IS as watch, conversion:
                 versions, out = self._evaluated(carry, row)
             note(conversion)
             if watch is not None:
