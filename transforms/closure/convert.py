@@ -158,6 +158,9 @@ def _named_globals(code: types.CodeType, names: dict[str, Any]) -> Iterator[Any]
             yield from _named_globals(constant, names)
 
 
+_PULLS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+
+
 class ClosureConversion(TorchFunctionMode):
     """Puts operands in the place of captured tensors, and refuses captured tensors it was not told of.
 
@@ -185,6 +188,7 @@ class ClosureConversion(TorchFunctionMode):
         self.reads = True  # whether it is the function itself that calls a torch function
         self.strict = True
         self.trials = 0  # how many runs on stand-ins are going on
+        self.pulled = False  # whether a region ran inside, or a backward, whose values no torch function made
 
     def lenient(self) -> ClosureConversion:
         """The same substitution for a later recomputation, which makes its tensors anew."""
@@ -193,7 +197,10 @@ class ClosureConversion(TorchFunctionMode):
         return copy
 
     def __enter__(self) -> Any:
-        _swaps.__dict__.setdefault("stack", []).append(self)
+        stack = _swaps.__dict__.setdefault("stack", [])
+        for around in stack:
+            around.pulled = True
+        stack.append(self)
         self.modes = modes_active()
         return super().__enter__()
 
@@ -212,6 +219,7 @@ class ClosureConversion(TorchFunctionMode):
             notice(func, args)
         if func is cond and len(args) == 4 and chosen_here():
             return self._chosen(*args)
+        self.pulled = self.pulled or func in _PULLS
         if func is torch.autograd.grad and not kwargs.get("is_grads_batched", True):
             # This mode is off in here; hooks and custom rules of the backward may read captured tensors.
             out = graded_under(in_backward(self), *args, **kwargs)

@@ -44,8 +44,9 @@ def refuse_strays(
             given are in order.
         outside: tensors below all levels, operands left out.
     """
-    # A tangent of an operand is a tensor of its own below all levels, which nobody can tell from a stray.
-    if conversion is None or dual_level_open():
+    # What a backward inside makes, and a tangent of an operand, are tensors of their own below all levels:
+    # nobody can tell them from a stray.
+    if conversion is None or conversion.pulled or dual_level_open():
         return
     with functions_as_they_are():
         strays = {id(t): t for t in outside if id(t) not in conversion.met and smooth(t)}

@@ -17,18 +17,15 @@ from remat.transforms.closure import Missed, StrayWatch, made_inside, noting, re
 from remat.transforms.compat import (
     GRAD,
     SingleLevelFunction,
-    add_batch_dim,
     enable_single_level_autograd_function,
     forward_ad_active,
     forward_grad_enabled,
     functions_as_they_are,
     graph_kept,
-    is_batched,
     is_dead,
     is_wrapped,
     level_of,
     next_node,
-    unwrap_batched,
     unwrap_for_grad,
     unwrap_once,
     unwrapped,
@@ -46,9 +43,8 @@ from remat.transforms.functorch.primitive import (
     replaying,
     rule,
 )
-from remat.transforms.functorch.recorded import Recorded
+from remat.transforms.functorch.recorded import Recorded, hollow_operand
 from remat.transforms.functorch.rules import plain_duals
-from remat.transforms.placeholders import hollow as placeholders_hollow
 from remat.transforms.state import RandomState
 from remat.transforms.tape import (
     Kept,
@@ -58,7 +54,6 @@ from remat.transforms.tape import (
     held_tensors,
     held_values,
     holds_unseen,
-    metadata,
     report,
     storage,
 )
@@ -111,7 +106,9 @@ def _keep(ctx: Any, prim: Prim, operands: Tensors, outs: Tensors, residuals: Res
         ctx.save_for_backward(*[t if is_wrapped(t) else written.get(i, t) for i, t in enumerate(operands)])
         return
     needed = [residuals is None or _is_read(residuals, t) for t in operands]
-    ctx.save_for_backward(*[t if keep else _hollow(t) for t, keep in zip(operands, needed, strict=True)])
+    ctx.save_for_backward(
+        *[t if keep else hollow_operand(t) for t, keep in zip(operands, needed, strict=True)]
+    )
 
 
 def _is_read(residuals: Residuals, tensor: torch.Tensor) -> bool:
@@ -253,20 +250,6 @@ def _lowered(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, .
     return tuple([wrap_for_grad(t, number) for t in outs])
 
 
-def _hollow(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` with the same wrappers and metadata, and no memory: for operands that no backward reads."""
-    if is_wrapped(tensor):
-        level = level_of(tensor)
-        if is_batched(tensor):
-            inner, dim = unwrap_batched(tensor, level)
-            return add_batch_dim(_hollow(inner), dim, level)
-        return wrap_for_grad(_hollow(unwrap_once(tensor)), level)
-    # A factory's result is wrapped by the level at hand.
-    empty = unwrapped(quiet(placeholders_hollow, metadata(tensor)))
-    empty.untyped_storage().resize_(0)
-    return empty
-
-
 # -- below every level ------------------------------------------------------------------------------------
 
 
@@ -286,12 +269,7 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
     tape = Tape(region.name)
     tape.loose = prim.dual
     recorder = Recorder(
-        tape,
-        region.selector,
-        operands,
-        digest=region.digest,
-        reruns=True,
-        decisions=region.decisions,
+        tape, region.selector, operands, digest=region.digest, reruns=True, decisions=region.decisions
     )
     operands = _apart(recorder, operands, {i for mask in prim.masks for i in mask})
     random = RandomState(operands) if region.preserve_rng_state else None

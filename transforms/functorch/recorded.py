@@ -14,9 +14,21 @@ from typing import Any, NamedTuple
 import torch
 
 from remat.transforms.closure import of_captured
+from remat.transforms.compat import (
+    add_batch_dim,
+    is_batched,
+    is_wrapped,
+    level_of,
+    unwrap_batched,
+    unwrap_once,
+    unwrapped,
+    wrap_for_grad,
+)
+from remat.transforms.context import quiet
 from remat.transforms.errors import RematError
 from remat.transforms.offload import Store, away_in
 from remat.transforms.ops import traits
+from remat.transforms.placeholders import hollow
 from remat.transforms.region import Region
 from remat.transforms.state import RandomState, generators_put_back
 from remat.transforms.tape import (
@@ -28,6 +40,7 @@ from remat.transforms.tape import (
     Tape,
     lent,
     memory_of,
+    metadata,
     metas,
     octets,
     storage,
@@ -215,3 +228,17 @@ def _stored(recorder: Recorder, needs: Needs, outs: Sequence[torch.Tensor]) -> s
         and needs.actions[tape.makers[number]] == SKIP
         and not traits(tape.nodes[tape.makers[number]].op).view
     }
+
+
+def hollow_operand(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` with the same wrappers and metadata, and no memory: for operands that no backward reads."""
+    if is_wrapped(tensor):
+        level = level_of(tensor)
+        if is_batched(tensor):
+            inner, dim = unwrap_batched(tensor, level)
+            return add_batch_dim(hollow_operand(inner), dim, level)
+        return wrap_for_grad(hollow_operand(unwrap_once(tensor)), level)
+    # A factory's result is wrapped by the level at hand.
+    empty = unwrapped(quiet(hollow, metadata(tensor)))
+    empty.untyped_storage().resize_(0)
+    return empty
