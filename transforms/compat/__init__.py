@@ -67,8 +67,6 @@ from remat.transforms.compat.autograd import (
     profiling,  # whether a profiler of autograd is on
     push_hooks,  # set saved-tensor hooks without a context manager's cost
     refuse_hooks,  # refuse them, with this message
-    refusing_hooks,  # how torch.func refuses saved-tensor hooks
-    replace_refusal,  # what it calls instead
     running_node,  # the node that this thread's backward pass is running, None outside of one
     set_version,  # let a tensor's version be another one
     top_hooks,  # the innermost saved-tensor hooks of this thread

@@ -92,18 +92,6 @@ def hooks_as_they_are() -> Iterator[None]:
                 _autograd_c._saved_tensors_hooks_disable(message)
 
 
-# torch.func asks for this where a transform begins. It is replaced while a region's forward runs, whose hooks
-# would be refused there; `None` puts it back.
-refusing_hooks: Callable[[str], contextlib.AbstractContextManager[None]] = (
-    torch.autograd.graph.disable_saved_tensors_hooks
-)
-
-
-def replace_refusal(by: Callable[[str], Any] | None) -> None:
-    """What torch.func calls to refuse saved-tensor hooks."""
-    torch.autograd.graph.disable_saved_tensors_hooks = by or refusing_hooks  # type: ignore[assignment]
-
-
 def is_hook_refusal(error: BaseException) -> bool:
     """Whether `error` is torch.func's refusal to run under saved-tensor hooks."""
     return isinstance(error, RuntimeError) and "yet support saved tensor hooks" in str(error)

@@ -29,7 +29,6 @@ from remat.transforms.compat import (
 )
 from remat.transforms.context import MemoryWatch, quiet, run_innermost
 from remat.transforms.eager.early import early_value
-from remat.transforms.eager.hooks import hook, unhook
 from remat.transforms.eager.inputs import Inputs
 from remat.transforms.eager.rerun import Rerun
 from remat.transforms.eager.saved import (
@@ -39,7 +38,9 @@ from remat.transforms.eager.saved import (
     Residuals,
     SavedInput,
     check_shapes,
+    hook,
     passing,
+    unhook,
     users,
     watcher,
 )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from remat.transforms.compat import set_grad_enabled, top_hooks, unseen
-from remat.transforms.eager.hooks import hook, unhook
+from remat.transforms.eager.saved import hook, unhook
 from remat.transforms.errors import RematError
 from remat.transforms.region import recomputing
 from remat.transforms.state import generators_put_back

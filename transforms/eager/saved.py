@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from remat.transforms.compat import at_backward_end, top_hooks
+from remat.transforms.compat import at_backward_end, pop_hooks, push_hooks, top_hooks
 from remat.transforms.errors import RematError
 from remat.transforms.tape import Held, Tape, memory_of, not_repeated, version_of, written
 
@@ -225,3 +226,40 @@ def _forget(frames: list[weakref.ref[Any]]) -> None:
         alive = frame()
         if alive is not None:
             alive.forget()
+
+
+# torch.func asks for this where a transform begins, to refuse saved-tensor hooks. It is replaced while a
+# region's forward runs, whose hooks would be refused there.
+_refusing_hooks = torch.autograd.graph.disable_saved_tensors_hooks
+
+
+@contextlib.contextmanager
+def _hooks_aside(message: str) -> Iterator[None]:
+    """A transform of torch.func begins, which refuses saved-tensor hooks: those of regions are off meanwhile.
+
+    Autograd holds what it saves there. Later calls of these regions take the primitive, which knows levels.
+    """
+    taken = []
+    while (pair := top_hooks()) is not None and belongs_to_region(pair[0]):
+        pop_hooks()
+        taken.append(pair)
+        pair[0].__self__.inputs.region.cache.uses_func = True  # type: ignore[attr-defined]
+    try:
+        with _refusing_hooks(message):
+            yield
+    finally:
+        for pair in reversed(taken):
+            push_hooks(*pair)
+
+
+def hook(pair: Hooks) -> None:
+    """Push the hooks of a region, which stand back for transforms of torch.func."""
+    torch.autograd.graph.disable_saved_tensors_hooks = _hooks_aside  # type: ignore[assignment]
+    push_hooks(*pair)
+
+
+def unhook(around: Hooks | None) -> None:
+    """Pop them; `around`: the hooks around the region."""
+    pop_hooks()
+    if around is None or not belongs_to_region(around[0]):
+        torch.autograd.graph.disable_saved_tensors_hooks = _refusing_hooks
