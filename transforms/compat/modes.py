@@ -203,7 +203,7 @@ _aten = torch.library.Library("aten", "IMPL")
 
 def _scaled_zero(zero: torch.Tensor, factor: Any) -> torch.Tensor:
     kind = torch.result_type(zero, factor)
-    return torch._efficientzerotensor(zero.shape, dtype=kind, device=zero.device)
+    return torch._efficientzerotensor(zero.shape, dtype=kind, device=zero.device)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _shifted_zero(zero: torch.Tensor, other: Any, alpha: Any = 1) -> torch.Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from remat.transforms.compat import memory_is_real, unwrapped
 from remat.transforms.context import active, quiet
@@ -284,7 +284,7 @@ class Recorder(WriteWatch):
         return found
 
     def _from_outside(self, tensor: torch.Tensor) -> int:
-        if isinstance(tensor, UninitializedTensorMixin):
+        if is_lazy(tensor):
             raise RematError(
                 f"region {self.tape.region!r} runs a lazy module for the first time, which makes its "
                 "parameters. Run the module once before: `with torch.no_grad(): module(x)`."
