@@ -13,6 +13,7 @@ from remat._names import checkpoint_name as checkpoint_name
 from remat._scan import scan_layers as scan_layers
 from remat._scan import scan_remat as scan_remat
 from remat._scan import while_remat as while_remat
+from remat.ambient import register_ambient as register_ambient
 from remat.policies import Policy as Policy
 from remat.policies import PolicyLike as PolicyLike
 from remat.policies import offload_matmuls as offload_matmuls
@@ -59,6 +60,7 @@ __all__ = [
     "plan_model",
     "policies",
     "print_saved_residuals",
+    "register_ambient",
     "remat",
     "save_all_but_names",
     "save_attention",

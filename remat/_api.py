@@ -18,6 +18,7 @@ from remat.policies import (
     PolicyLike,
     as_policy,
     makes_policies,
+    policy_given,
     save_names,
     save_nothing,
 )
@@ -61,12 +62,13 @@ class _Decorator(Protocol):
 def remat(
     fn: Callable[P, R],
     *,
-    policy: PolicyLike = ...,
+    policy: PolicyLike | None = ...,
     name: str | None = ...,
     static_argnums: int | Iterable[int] = ...,
     static_argnames: str | Iterable[str] = ...,
     preserve_rng_state: bool = ...,
     determinism_check: Check = ...,
+    keep_decisions: bool = ...,
 ) -> Rematerialized[P, R]: ...
 
 
@@ -74,24 +76,26 @@ def remat(
 def remat(
     fn: None = None,
     *,
-    policy: PolicyLike = ...,
+    policy: PolicyLike | None = ...,
     name: str | None = ...,
     static_argnums: int | Iterable[int] = ...,
     static_argnames: str | Iterable[str] = ...,
     preserve_rng_state: bool = ...,
     determinism_check: Check = ...,
+    keep_decisions: bool = ...,
 ) -> _Decorator: ...
 
 
 def remat(
     fn: Callable[..., Any] | None = None,
     *,
-    policy: PolicyLike = save_nothing,
+    policy: PolicyLike | None = save_nothing,
     name: str | None = None,
     static_argnums: int | Iterable[int] = (),
     static_argnames: str | Iterable[str] = (),
     preserve_rng_state: bool = True,
     determinism_check: Check = "metadata",
+    keep_decisions: bool = True,
 ) -> Any:
     """A function that does what `fn` does and that, when differentiated, recomputes instead of storing.
 
@@ -101,13 +105,17 @@ def remat(
 
     Args:
         fn: any callable: function, method, partial, `nn.Module`. Left out, `remat(...)` decorates.
-        policy: what to save; a `Policy`, a callable from `OpInfo` to `Decision`, or a list of ops.
+        policy: what to save; a `Policy`, a callable from `OpInfo` to `Decision`, or a list of ops. None means
+            `save_nothing`, as in JAX.
         name: what messages and reports call the region; by default the function's own name.
         static_argnums: positions of arguments that are handed through as they are (no pytrees, no tensors).
         static_argnames: names of such keyword arguments.
         preserve_rng_state: draw the same random numbers in the recomputation.
         determinism_check: "metadata" compares shape, dtype and device of what is recomputed; "exact" all
             results bitwise (for debugging: slow, names the first op that differs); "none" does not look.
+        keep_decisions: keep integers and bools that are made of computed floats (the indices of `topk`, masks
+            of a comparison), under every policy, where the recomputation would read them: floats with other
+            last bits must not lead to another expert. See docs/policies.md.
 
     Returns:
         A function with `fn`'s signature, name and docstring; `fn` itself is its `__wrapped__`.
@@ -136,12 +144,13 @@ def remat(
             f"remat(determinism_check={determinism_check!r}): expected one of {', '.join(map(repr, _CHECKS))}"
         )
     options = Options(
-        as_policy(policy),
+        policy_given(policy),
         name,
         _indices(static_argnums),
         _names(static_argnames),
         preserve_rng_state,
         determinism_check,
+        keep_decisions,
     )
     return functools.partial(rematerialized, options=options) if fn is None else rematerialized(fn, options)
 

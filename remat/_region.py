@@ -46,6 +46,7 @@ class Options:
     names: frozenset[str] = frozenset()
     random: bool = True
     check: Check = "metadata"
+    decisions: bool = True
 
     def label(self, fn: Callable[..., Any]) -> str:
         """What messages call the region."""
@@ -54,13 +55,16 @@ class Options:
     def region(self, fn: Callable[..., Any], policy: Policy, label: str | None = None) -> Region:
         label = label or self.label(fn)
         if policy == save_nothing:
-            selector, key = None, (None, label)
+            selector, key = None, (None, label, self.decisions)
         else:
             selector = functools.partial(PolicySelector, policy, label)
             # A policy may look at the region's name, and is to complain of names for each region.
-            key = None if policy.asks_again else (policy.key, label)
+            key = None if policy.asks_again else (policy.key, label, self.decisions)
         digest = checksum if self.check == "exact" else None
-        return Region(fn, label, selector, self.random, self.check, anchor(fn), key, digest)
+        return Region(fn, label, selector, self.random, self.check, anchor(fn), key, self.decisions, digest)
+
+    def __deepcopy__(self, memo: Any) -> Options:
+        return self
 
     def eager(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """`fn` as a region, where Dynamo gave it up."""
@@ -141,12 +145,82 @@ def _wrap(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
     # Tracebacks name the region, those of torch.compile too; and what Dynamo keeps for a region's code, and
     # how often it compiles it, is then no other region's.
     rematerialized.__code__ = rematerialized.__code__.replace(co_name=f"region {label!r}")
+    if isinstance(fn, torch.nn.Module) and not isinstance(fn, torch.jit.ScriptModule):
+        return _module_view(fn, options, rematerialized)
+    if isinstance(fn, types.MethodType) or not (isinstance(fn, _AS_THEY_ARE) or hasattr(type(fn), "__get__")):
+        return BoundRegion(fn, options, rematerialized)
     functools.update_wrapper(rematerialized, fn, updated=())
-    if isinstance(fn, torch.nn.Module):
-        rematerialized.__signature__ = inspect.signature(fn.forward)  # type: ignore[attr-defined]
-        rematerialized.__name__ = rematerialized.__qualname__ = type(fn).__name__
     rematerialized.__wrapped__ = fn  # type: ignore[attr-defined]
     return rematerialized
+
+
+# What `copy.deepcopy` does not copy.
+_AS_THEY_ARE = (types.FunctionType, types.BuiltinFunctionType, type)
+
+
+class BoundRegion:
+    """What `remat` makes of a bound method, a partial, an object: a copy of it is a region of the copy."""
+
+    def __init__(self, fn: Callable[..., Any], options: Options, run: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, fn, updated=())
+        self._options, self._run = options, run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _wrap, (self.__wrapped__, self._options)  # type: ignore[attr-defined]
+
+    def __repr__(self) -> str:
+        return f"remat({self.__wrapped__!r})"  # type: ignore[attr-defined]
+
+
+class ModuleView(torch.nn.Module):
+    """Mixed into the class of what `remat` makes of a module: the same module to all but calls.
+
+    It has the module's attributes, parameters and hooks by having its very `__dict__`.
+    """
+
+    __slots__ = ()
+    _remat: tuple[torch.nn.Module, Options, Callable[..., Any]]
+
+    @property
+    def __wrapped__(self) -> torch.nn.Module:
+        return self._remat[0]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _wrap, self._remat[:2]
+
+
+def _module_view(module: torch.nn.Module, options: Options, run: Callable[..., Any]) -> torch.nn.Module:
+    kind = type(module) if isinstance(module, ModuleView) else _view_class(type(module))
+    view = kind.__new__(kind)
+    object.__setattr__(view, "__dict__", module.__dict__)
+    object.__setattr__(view, "_remat", (module, options, run))
+    return view
+
+
+def _view_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    # A class knows its subclasses, and does not hold them.
+    for made in cls.__subclasses__():
+        if made.__dict__.get("_remat_view_of") is cls:
+            return made
+
+    @functools.wraps(cls.forward)
+    def forward(self: ModuleView, *args: Any, **kwargs: Any) -> Any:
+        return self._remat[2](*args, **kwargs)
+
+    # Hooks run inside of the region, where the module itself is called.
+    about = {
+        "__slots__": ("_remat",),
+        "_remat_view_of": cls,
+        "__module__": cls.__module__,
+        "__doc__": cls.__doc__,
+    }
+    about |= dict.fromkeys(("forward", "__call__", "_call_impl"), forward)
+    made = types.new_class(cls.__name__, (ModuleView, cls), exec_body=lambda names: names.update(about))
+    made.__qualname__ = cls.__qualname__
+    return made
 
 
 def _check_static_names(fn: Callable[..., Any], names: frozenset[str]) -> None:
@@ -220,6 +294,8 @@ def anchor(fn: Any) -> Any:
     """The object with whose life what was learnt about `fn` ends: a module, or a function's code."""
     if isinstance(fn, functools.partial):
         return anchor(fn.func)
+    if isinstance(fn, (BoundRegion, ModuleView)):
+        return anchor(fn.__wrapped__)  # type: ignore[attr-defined]
     if isinstance(fn, types.MethodType):
         return fn.__self__ if isinstance(fn.__self__, torch.nn.Module) else anchor(fn.__func__)
     if isinstance(fn, types.FunctionType):

@@ -14,7 +14,8 @@ from typing import Any, TypeVar, cast
 import torch
 
 from remat._api import remat
-from remat.policies import PolicyLike, as_policy, save_nothing
+from remat._region import ModuleView
+from remat.policies import PolicyLike, policy_given, save_nothing
 from remat.transforms import RematError
 
 M = TypeVar("M", bound=torch.nn.Module)
@@ -28,7 +29,7 @@ class LayerError(RematError, ValueError):
 def apply(
     model: M,
     *,
-    policy: PolicyLike = save_nothing,
+    policy: PolicyLike | None = save_nothing,
     layers: Layers = "*.layers.*",
     every: int = 1,
     **options: Any,
@@ -71,7 +72,7 @@ def apply(
     return model
 
 
-def apply_to(module: M, *, policy: PolicyLike = save_nothing, **options: Any) -> M:
+def apply_to(module: M, *, policy: PolicyLike | None = save_nothing, **options: Any) -> M:
     """Make the `forward` of `module` itself a region, in place; `apply` does so for layers.
 
     Example:
@@ -80,9 +81,14 @@ def apply_to(module: M, *, policy: PolicyLike = save_nothing, **options: Any) ->
         >>> regions(apply_to(torch.nn.Linear(2, 2)))
         ['']
     """
-    settings = {"policy": as_policy(policy), **options}
+    settings = {"policy": policy_given(policy), **options}
     # Wrong options are told here, not in the first forward.
     remat(torch.sin, **settings)  # type: ignore[call-overload]
+    if isinstance(module, ModuleView):
+        raise LayerError(
+            f"remat.nn.apply_to: this {type(module).__name__} is what remat(module) returned; apply it "
+            "to the module itself, or say policy=... there."
+        )
     _strip(module)
     module._remat_settings = settings  # type: ignore[assignment]
     made: Any = _region_class(type(module))

@@ -47,8 +47,9 @@ class Traits:
     """Facts of one op, read once from its schema.
 
     `shape_only`: it makes a new tensor like its operand, whose numbers it does not read. `may_draw`: it draws
-    random numbers, or could without saying so. `collective`: other processes take part
-    in it; `outside`: it acts on them, or on the user's screen or program.
+    random numbers, or could without saying so. `sized_by_data`: numbers
+    decide the shape of its result, or could. `collective`: other processes take part in it; `outside`: it
+    acts on them, or on the user's screen or program.
     """
 
     __slots__ = (
@@ -62,6 +63,7 @@ class Traits:
         "random",
         "reshapes",
         "shape_only",
+        "sized_by_data",
         "uninitialized",
         "view",
         "writes",
@@ -82,6 +84,8 @@ class Traits:
         self.uninitialized = ours and name.startswith(("empty", "new_empty"))
         # An op of somebody else's may draw without saying so.
         self.may_draw = self.random or getattr(op, "namespace", "aten") not in _TOLD
+        tags = getattr(op, "tags", ())
+        self.sized_by_data = torch.Tag.dynamic_output_shape in tags or self.may_draw and not self.random
         self.collective = getattr(op, "namespace", "") in _OUTSIDE
         self.outside = self.collective or (ours and name.startswith(_CHECKS))
         if schema is None:

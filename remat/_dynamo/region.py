@@ -57,7 +57,7 @@ def given(args: Any, kwargs: Any) -> tuple[int, bool]:
 def wrap(fn: Callable[..., Any], options: Any) -> Callable[..., Any]:
     """`fn` as a region, while Dynamo traces the very call of `remat`."""
     label = options.name or getattr(fn, "__name__", "module")
-    spec = (type(options), describe(options.policy), options.random, options.check)
+    spec = (type(options), describe(options.policy), options.random, options.check, options.decisions)
     binds = needs_call(options.policy)
 
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
@@ -82,8 +82,8 @@ def enter(label: str, at: str, graph: Any, given: Any = None) -> Callable[..., A
 
 def enter_described(label: str, spec: Any, graph: Any, given: Any = None) -> Callable[..., Any]:
     """`enter` for a region that the compiled function itself made."""
-    kind, policy, random, check = spec
-    options = kind(rebuild(policy), label, (), frozenset(), random, check)
+    kind, policy, *rest = spec
+    options = kind(rebuild(policy), label, (), frozenset(), *rest)
     return functools.partial(_run, options, label, graph, given)
 
 

@@ -22,6 +22,7 @@ from remat.transforms.compiled import give_name
 from remat.transforms.state import RandomState
 from remat.transforms.tape import Kept, listen
 
+_KEPT = {"policy": ", saved by policy", "decision": ", a decision"}
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c", "bool": "bool"}
 
 
@@ -33,6 +34,7 @@ class Residual:
         shape, dtype, device: of the tensor that is kept; of several views of one block, the first.
         bytes: what the block takes, which for a view is the whole of what it looks into.
         why: "argument"; "captured" (neither an argument nor made by the function); "policy" (one saved it);
+            "decision" (an index or a mask that must not flip, see `remat`'s `keep_decisions`);
             "random" (generator state); "output" (of an op, which autograd or a region keeps).
         op: the op that made it, None for arguments and captured tensors.
         name: its `checkpoint_name`, or None.
@@ -68,7 +70,7 @@ class Residual:
         made = f"output of {getattr(self.op, 'overloadpacket', self.op)}"
         made = made if self.name is None else f"named {self.name!r}, {made}"
         file, _, rest = (self.location or "an unknown line").rpartition(os.sep)
-        kept = ", offloaded by policy" if self.host else ", saved by policy" if self.why == "policy" else ""
+        kept = ", offloaded by policy" if self.host else _KEPT.get(self.why, "")
         return f"{made} from {rest}{kept}"
 
 
@@ -168,7 +170,7 @@ def _observed(
     table = _Table(makers, by_storage(fn, args, kwargs))
     # Regions report what they keep; what is kept outside of them stands in autograd's graph. Policies go
     # first: a value that one saved is theirs, even if an op outside reads it too.
-    for kept in sorted(heard, key=lambda k: k.why != "policy"):
+    for kept in sorted(heard, key=lambda k: k.why not in _KEPT):
         table.add(kept.tensor, kept)
     try:
         for tensor in packed.alive() if packed else _saved_in_graph(roots, first):
@@ -256,7 +258,7 @@ class _Table:
             op = kept.op or op
         if op is not None and why == "captured":
             why = "output"
-        if kept is not None and kept.why in ("policy", "random"):
+        if kept is not None and kept.why in (*_KEPT, "random"):
             why = kept.why
         away = kept is not None and kept.away
         shape = tuple(tensor.shape)

@@ -13,7 +13,7 @@ import torch
 from remat._core import parse_bytes
 from remat._dynamo import call_scan, run_compiled, runs_in_eager
 from remat._region import with_policy
-from remat.policies import Policy, as_policy, save_everything, save_nothing
+from remat.policies import Policy, policy_given, save_everything, save_nothing
 from remat.schedules import All, Schedule, Segmented, Sqrt, as_schedule, auto, check_checkpoints
 from remat.transforms import flatten, smooth, unflatten
 from remat.transforms.closure import MOST_TRIES, Bindings, Missed, captured, changing
@@ -108,7 +108,7 @@ def scan_remat(
     """
     name = name_of("scan_remat", body)
     if not isinstance(policy, Policy):
-        policy = as_policy(policy)
+        policy = policy_given(policy)
     check_budget(name, checkpoints, budget)
     if budget is None:
         check_checkpoints(checkpoints)

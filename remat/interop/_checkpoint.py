@@ -126,7 +126,7 @@ def _region(
     function: Callable[..., Any], context_fn: Callable[[], Any], policy: Any, options: dict[str, Any]
 ) -> Callable[..., Any]:
     if context_fn is noop_context_fn:
-        return remat(function, policy=save_nothing if policy is None else policy, **options)
+        return remat(function, policy=policy, **options)
     if torch.compiler.is_dynamo_compiling():
         # Dynamo runs no contexts of torch's: what they select is looked up when the graph is traced.
         return remat(function, policy=ContextPolicy(context_fn), **options)
@@ -159,7 +159,7 @@ class CheckpointFunction:
         options: other arguments of `remat.remat`.
     """
 
-    policy: PolicyLike = save_nothing
+    policy: PolicyLike | None = save_nothing
     options: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -176,7 +176,7 @@ def checkpoint_sequential(
     use_reentrant: bool | None = False,
     *,
     preserve_rng_state: bool = True,
-    policy: PolicyLike = save_nothing,
+    policy: PolicyLike | None = save_nothing,
 ) -> Any:
     """Run `functions` one after the other, in `segments` parts of which all but the last are regions.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from remat.interop._checkpoint import CheckpointFunction
-from remat.policies import as_policy, save_nothing
+from remat.policies import policy_given, save_nothing
 
 
 def enable(model: Any, policy: Any = save_nothing, **options: Any) -> Any:
@@ -29,6 +29,6 @@ def enable(model: Any, policy: Any = save_nothing, **options: Any) -> Any:
         >>> from remat.interop import diffusers
         >>> # unet = diffusers.enable(UNet2DConditionModel(**config), policy=save_attention)
     """
-    run = CheckpointFunction(as_policy(policy), options)
+    run = CheckpointFunction(policy_given(policy), options)
     model.enable_gradient_checkpointing(gradient_checkpointing_func=run)
     return model

@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 from remat.interop._checkpoint import CheckpointFunction
-from remat.policies import as_policy, save_nothing
+from remat.policies import policy_given, save_nothing
 from remat.transforms import RematError
 
 
@@ -32,7 +32,7 @@ def enable(model: Any, policy: Any = save_nothing, **options: Any) -> Any:
         >>> from remat.interop import huggingface
         >>> # model = huggingface.enable(AutoModelForCausalLM.from_config(config), policy=save_matmuls)
     """
-    run = CheckpointFunction(as_policy(policy), options)
+    run = CheckpointFunction(policy_given(policy), options)
     _switch_on(model)
     layers = [module for module in model.modules() if hasattr(module, "_gradient_checkpointing_func")]
     if not layers:

@@ -71,8 +71,7 @@ def checkpoint(
         tensor(1.)
     """
     del prevent_cse
-    chosen = save_nothing if policy is None else policy
-    return _remat(fun, policy=chosen, static_argnums=static_argnums, static_argnames=static_argnames)  # type: ignore[call-overload]
+    return _remat(fun, policy=policy, static_argnums=static_argnums, static_argnames=static_argnames)  # type: ignore[call-overload]
 
 
 remat = checkpoint

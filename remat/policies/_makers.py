@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from remat.policies._base import FromCallable, Policy, PolicyError, converts
-from remat.policies._ready import is_op, offload_names, save_all_but_names, save_names, save_ops
+from remat.policies._ready import is_op, offload_names, save_all_but_names, save_names, save_nothing, save_ops
 from remat.policies._selective import offload, save_cheaper_than, save_every, save_larger_than, where
 
 P = ParamSpec("P")
@@ -17,6 +17,8 @@ R = TypeVar("R")
 @converts
 def policy_from(value: Any) -> Policy:
     """See `remat.policies.as_policy`."""
+    if isinstance(value, Policy):
+        return value
     # Ops and classes are callable too, so they are told apart before plain functions.
     if is_op(value):
         return save_ops(value)
@@ -28,6 +30,11 @@ def policy_from(value: Any) -> Policy:
         raise PolicyError(f"policy got {value!r} of type {type(value).__name__}. {_way_out(value)}")
     rule: Callable[..., Any] = value
     return FromCallable(rule)
+
+
+def policy_given(value: Any) -> Policy:
+    """What `policy=value` means: as `as_policy`, and None recomputes everything, as in JAX."""
+    return save_nothing if value is None else policy_from(value)
 
 
 def _from_collection(values: Any) -> Policy:

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from remat._core import Call, Decision, OpInfo, TensorMeta, describe
 from remat.policies._base import Policy, check_verdict
 from remat.policies._unmatched import report_unmatched
-from remat.transforms import traits
+from remat.transforms import RematError, traits
 from remat.transforms.compat import is_batched_below
 from remat.transforms.intermediates import current
 from remat.transforms.tape import Node, Tape, Verdicts, tensors_in
@@ -87,6 +87,19 @@ class PolicySelector:
         self.barred: set[int] = set()
 
     def decide(self, at: int, node: Node, args: Any, kwargs: Any, out: Any) -> int:
+        """The verdict for an op.
+
+        Raises:
+            RematError: where the policy raised a TypeError, which the operators `@ + *` would take for a hint
+                to try the other operand.
+        """
+        try:
+            return self._decide(at, node, args, kwargs, out)
+        except TypeError as error:
+            said = f"The policy {self.policy!r} raised {error!r} for {node.op} in region {self.region!r}."
+            raise RematError(str(error) if isinstance(error, RematError) else said) from error
+
+    def _decide(self, at: int, node: Node, args: Any, kwargs: Any, out: Any) -> int:
         if self.barred and self._looks_at_barred(at, node):
             return Decision.RECOMPUTE.value
         op = node.op

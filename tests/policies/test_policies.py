@@ -9,8 +9,9 @@ import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat import checkpoint_name, checkpoint_policy, remat
+from remat import checkpoint_name, checkpoint_policy, remat, saved_residuals, scan_remat
 from remat._core.opinfo import Call, Decision, OpInfo, TensorMeta
+from remat.nn import apply_to
 from remat.policies import (
     Policy,
     as_policy,
@@ -535,3 +536,41 @@ def test_a_name_for_one_of_several_results():
     found = remat(f, policy=save_names("h"))
     torch.testing.assert_close(torch.autograd.grad(found(x).sum(), x), expected)
     torch.testing.assert_close(torch.func.grad(lambda x: found(x).sum())(x.detach()), expected[0])
+
+
+def test_none_is_jaxs_default():
+    x = torch.ones(3, requires_grad=True)
+    kept = [r.why for r in saved_residuals(remat(lambda x: x.sin().exp(), policy=None), x)]
+    assert kept == ["argument"]
+    assert remat(policy=None)(torch.sin)(x).equal(x.sin())
+    last, _ = scan_remat(lambda c, x: (c * x, None), x[0], x, policy=None, checkpoints="all")
+    last.backward()
+    assert isinstance(apply_to(torch.nn.Linear(2, 2), policy=None), torch.nn.Linear)
+
+
+def _answers_none(_):
+    return None
+
+
+def _compares_wrongly(op_info):
+    return op_info.bytes > "1MiB"
+
+
+class _RaisesByOp(Policy):
+    def decide_by_op(self, op):
+        raise TypeError("by op")
+
+
+@pytest.mark.parametrize("policy", [_answers_none, _compares_wrongly, where(lambda _: 1), _RaisesByOp()])
+@pytest.mark.parametrize(
+    "fn",
+    [lambda x: x @ x, lambda x: x + x, lambda x: x * 2, lambda x: 2 - x, lambda x: 2 / x, lambda x: x**3],
+    ids=["@", "+", "*", "-", "/", "**"],
+)
+def test_no_error_of_a_policy_is_lost_under_an_operator(fn, policy):
+    x = torch.ones(2, 2)
+    region = remat(fn, policy=policy, name="mine")
+    for run in (lambda: region(x.requires_grad_()), lambda: torch.func.grad(lambda x: region(x).sum())(x)):
+        with pytest.raises(RematError, match="aten|answered") as caught:
+            run()
+        assert not isinstance(caught.value, TypeError)

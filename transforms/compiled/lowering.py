@@ -11,7 +11,7 @@ import contextlib
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from remat.transforms.tape import (
     OFFLOAD,
     RECOMPUTE,
     SAVE,
+    Decisions,
     Node,
     Tape,
     ValueNumbering,
@@ -153,6 +154,8 @@ class GraphRecord(Verdicts):
         self.origins = Origins(operands)
         self.storages: dict[int, int] = {}  # node -> storage of its first result
         self.rewritten: set[int] = set()
+        self.decisions = Decisions() if region.decisions else None
+        self.writers: dict[int, int] = {}  # storage -> the last op that wrote to it
         self.keeps = False  # whether anything was kept but seeds
 
     @property
@@ -227,6 +230,22 @@ class GraphRecord(Verdicts):
             self.kept[at], self.keeps = shared, True
         elif self.selector is not None and (not facts.writes or facts.conditional is not None):
             self.judge(at, self.selector.decide(at, node, args, kwargs, out), out)
+        if self.decisions is not None:
+            read = [source for t in tensors_in((*args, *kwargs.values())) for source in self._sources(t)]
+            if self.decisions.meets(at, node, facts, read, at in self.kept):
+                self.judge(at, SAVE, out)
+        for tensor in targets(facts, args, kwargs):
+            self.writers[graph_storage(tensor)] = at
+
+    def _sources(self, tensor: torch.Tensor) -> Iterator[int]:
+        """The ops that an operand comes from, as `Decisions.meets` has them."""
+        number = self._numbers.of(tensor)
+        if number is not None:
+            yield self.tape.makers[number]
+        elif tensor.is_floating_point() or tensor.is_complex():
+            yield -1
+        if (writer := self.writers.get(graph_storage(tensor))) is not None:
+            yield writer
 
     def _kept_around(self, func: Any) -> Any:
         """What the region around this one has kept of the op that just ran, None for nothing."""

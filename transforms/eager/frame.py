@@ -13,14 +13,12 @@ user's function runs again as a whole (`rerun.Rerun`).
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 from typing import Any
 
 import torch
 
 from remat.transforms.compat import (
-    at_backward_end,
     below_levels,
     graph_kept,
     graph_task,
@@ -34,14 +32,25 @@ from remat.transforms.context import MemoryWatch, quiet, run_innermost
 from remat.transforms.eager.early import early_value
 from remat.transforms.eager.inputs import Inputs
 from remat.transforms.eager.rerun import Rerun
-from remat.transforms.eager.saved import DroppedInput, Handle, Packer, Residuals, SavedInput, watcher
-from remat.transforms.eager.settle import computed, differentiated, note_away, settle, sources, tell_around
+from remat.transforms.eager.saved import (
+    DroppedInput,
+    Handle,
+    Packer,
+    Residuals,
+    SavedInput,
+    check_shapes,
+    passing,
+    users,
+    watcher,
+)
+from remat.transforms.eager.settle import computed, differentiated, hold_kept, settle, sources
 from remat.transforms.errors import RematError
 from remat.transforms.offload import Store
 from remat.transforms.region import CachedTrace, recomputing
 from remat.transforms.state import generators_put_back
 from remat.transforms.tape import (
     GuardMode,
+    Held,
     Needs,
     Program,
     Reachability,
@@ -78,6 +87,7 @@ class Frame(Packer):
         "nodes",
         "rerun",
         "residuals",
+        "shapes",
         "snapshots",
         "spent",
         "start",
@@ -107,6 +117,7 @@ class Frame(Packer):
         self.store: Store | None = None
         self.spent = False  # whether kept values were let go of
         self.residuals: Residuals | None = None
+        self.shapes: dict[int, Any] = {}  # of saved values, where a recomputation may make others
         self.start = next_node()
         self.nodes = 0  # how many autograd nodes the forward made
 
@@ -118,13 +129,16 @@ class Frame(Packer):
         casts, select = inputs.ambient.casts, region.selector
         if known is None:
             tape = Tape(region.name)
-            recorder = Recorder(tape, select, inputs.tensors, digest=region.digest, casts=casts)
+            recorder = Recorder(
+                tape, select, inputs.tensors, digest=region.digest, casts=casts, decisions=region.decisions
+            )
             self.residuals = Residuals(inputs.tensors, recorder)
             inputs.note_random()
         else:
-            recorder = GuardMode(known.tape, known.kept, select, inputs.tensors, casts)
+            recorder = GuardMode(known.tape, known.kept, select, inputs.tensors, casts, region.decisions)
             self.residuals = Residuals((), None) if known.residual else None
-            if self.residuals is None and known.ends is None and not region.cache.differentiates:
+            simple = self.residuals is None and known.ends is None and not known.tape.sized_by_data
+            if simple and not region.cache.differentiates:
                 pack = self.pack_expected
         self.recorder = recorder
         watching = recorder.selector.watching() if recorder.selector else contextlib.nullcontext()
@@ -148,10 +162,7 @@ class Frame(Packer):
                 recorder.leave()
                 self.tape = recorder.tape
                 settle(self, recorder, out)
-            if recorder.parent is not None or inputs.hooks is not None:
-                tell_around(self, recorder)
-            if self.kept:
-                note_away(self, recorder, out)
+            hold_kept(self, recorder, out)
         finally:
             self.recorder = None
         if recorder.selector:
@@ -166,6 +177,8 @@ class Frame(Packer):
         handle = Handle(len(self.handles))
         self.handles.append(weakref.ref(handle))
         number = recorder.pack(tensor, owner)
+        if recorder.tape.sized_by_data:
+            self.shapes[handle.at] = tensor.shape
         if number < 0 and (tell := watcher(self.inputs.hooks)) is not None:
             tell(tensor)
         if self.region.cache.differentiates:
@@ -192,13 +205,13 @@ class Frame(Packer):
         ends = None if self.reach is None else self.reach.behind
         return CachedTrace(tape, program, kept, held, self.residuals is not None, ends, self.nodes)
 
-    def _settle_as(self, known: CachedTrace, recorder: Recorder, out: Any) -> None:
+    def _settle_as(self, known: CachedTrace, recorder: GuardMode, out: Any) -> None:
         """The forward was the known one: keep what that kept."""
         self.program, self.direct = known.program, known.program.direct
         if self.residuals is not None:
             self.hold_residuals(self.residuals)
         else:
-            self.kept = recorder.kept
+            self.kept = {at: recorder.kept[at] for at in known.kept}
             self.take(recorder, known.held)
         if known.ends is not None and self.nodes == known.nodes:
             self.reach = Reachability(differentiated(out), self.start, known.ends)
@@ -225,7 +238,7 @@ class Frame(Packer):
         """Hold all that autograd saves as it is."""
         for ref, tensor in zip(self.handles, residuals.tensors, strict=True):
             if ref is not None and (handle := ref()) is not None:
-                handle.value = tensor.detach()
+                handle.value = Held(tensor, self.region.name, users(self.inputs.hooks))
         residuals.finish()
 
     # -- backward --------------------------------------------------------------------------------------
@@ -234,8 +247,8 @@ class Frame(Packer):
         at = handle if type(handle) is int else handle.at
         if self.recorder is not None:
             return early_value(self, at, self.recorder)
-        if handle is not at and handle.value is not None:
-            return handle.value.detach()
+        if (held := getattr(handle, "value", None)) is not None:
+            return held.get()
         there = self.direct.get(at)
         if there is not None and there in self.held:
             return self.outside(there)
@@ -278,6 +291,7 @@ class Frame(Packer):
         if spend and self.kept:
             take, self.spent = self.kept.pop, True
         self.values = self.execute(program, self.outside, take)
+        check_shapes(self.tape, self.shapes, self.values)
         if spend:
             self.kept = {}
 
@@ -363,34 +377,3 @@ class Frame(Packer):
     def complete(self) -> bool:
         """Whether a run of the function that is under way has seen all it was started for."""
         return self.rerun is not None and self.rerun.complete
-
-
-class _Passing(threading.local):
-    """The frames that the backward pass at hand has made values for, to be forgotten at its end.
-
-    What a partial backward leaves unread must not outlive it. By weak reference: what a region keeps goes
-    when its own nodes are through, not with the pass.
-    """
-
-    task = -1
-    frames: Any = ()
-
-    def add(self, frame: Frame, task: int) -> None:
-        """Note that `frame` makes values for the backward pass `task`, -1 outside of any."""
-        if task == -1:
-            return
-        if task != self.task:
-            frames: list[weakref.ref[Frame]] = []
-            self.task, self.frames = task, frames
-            at_backward_end(lambda: _forget(frames))
-        self.frames.append(weakref.ref(frame))
-
-
-passing = _Passing()
-
-
-def _forget(frames: list[weakref.ref[Frame]]) -> None:
-    for frame in frames:
-        alive = frame()
-        if alive is not None:
-            alive.forget()

@@ -24,7 +24,8 @@ def report_frame(frame: Frame, recorder: Recorder) -> None:
         node, root = nodes[at], nodes[at].root
         maker = nodes[root] if root >= 0 else node
         for tensor, away in held_tensors(value):
-            report(Kept("policy", tensor, name, at, maker.op, node.name or maker.name, away))
+            why = "decision" if at in tape.decided else "policy"
+            report(Kept(why, tensor, name, at, maker.op, node.name or maker.name, away))
     for i, ref in enumerate(frame.handles):
         handle = None if ref is None else ref()
         if handle is None or handle.value is None:
@@ -36,7 +37,7 @@ def report_frame(frame: Frame, recorder: Recorder) -> None:
         saved = made is not None and node is not None and (made.verdict or node.verdict)
         why = "captured" if node is None else "policy" if saved else "residual"
         place = tape.makers[number] if number >= 0 else i
-        report(Kept(why, handle.value, name, place, node and node.op, node and node.name))
+        report(Kept(why, handle.value.get(), name, place, node and node.op, node and node.name))
     for snapshot in frame.snapshots.values():
         for tensor in snapshot.tensors():
             report(Kept("captured", tensor, name, -1))

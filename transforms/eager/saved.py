@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from remat.transforms.compat import top_hooks
+from remat.transforms.compat import at_backward_end, top_hooks
 from remat.transforms.errors import RematError
-from remat.transforms.tape import memory_of, version_of, written
+from remat.transforms.tape import Held, Tape, memory_of, not_repeated, version_of, written
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
@@ -22,7 +23,7 @@ class Handle:
 
     def __init__(self, at: int) -> None:
         self.at = at
-        self.value: torch.Tensor | None = None  # the value itself, where it is held as it is
+        self.value: Held | None = None  # the value itself, where it is held as it is
 
 
 class Packer:
@@ -83,6 +84,17 @@ class SavedInput:
         return belongs_to_region(self.unpack)
 
 
+def check_shapes(tape: Tape, shapes: dict[int, torch.Size], values: dict[int, torch.Tensor]) -> None:
+    """Raise where saved values that were made again have other shapes than those that were saved."""
+    for place, shape in shapes.items():
+        made = values.get(place)
+        if made is not None and made.shape != shape:
+            number = tape.packed[place][0]
+            op = tape.say(tape.makers[number]) if number >= 0 else "a tensor from outside"
+            what = f"{op} made {list(shape)} in the forward and now {list(made.shape)}"
+            raise RematError(not_repeated(tape.region, what))
+
+
 class DroppedInput:
     """Stands for a tensor from outside that the backward does not read; it may be there after all."""
 
@@ -104,6 +116,13 @@ class DroppedInput:
 def belongs_to_region(hook: Any) -> bool:
     """Whether a saved-tensor hook is that of a region."""
     return isinstance(getattr(hook, "__self__", None), Packer)
+
+
+def users(hooks: Hooks | None) -> Hooks | None:
+    """The innermost saved-tensor hooks that are the user's own."""
+    while hooks is not None and isinstance(frame := getattr(hooks[0], "__self__", None), Packer):
+        hooks = frame.inputs.hooks
+    return None if hooks is None or hooks[1] is unread else hooks
 
 
 def enclosed() -> bool:
@@ -175,3 +194,34 @@ def _block(tensor: torch.Tensor) -> tuple[int, int]:
     if memory is None:
         return id(tensor), tensor.numel() * tensor.element_size()
     return id(memory), memory.nbytes()
+
+
+class _Passing(threading.local):
+    """The frames that the backward pass at hand has made values for, to be forgotten at its end.
+
+    What a partial backward leaves unread must not outlive it. By weak reference: what a region keeps goes
+    when its own nodes are through, not with the pass.
+    """
+
+    task = -1
+    frames: Any = ()
+
+    def add(self, frame: Any, task: int) -> None:
+        """Note that `frame` makes values for the backward pass `task`, -1 outside of any."""
+        if task == -1:
+            return
+        if task != self.task:
+            frames: list[weakref.ref[Any]] = []
+            self.task, self.frames = task, frames
+            at_backward_end(lambda: _forget(frames))
+        self.frames.append(weakref.ref(frame))
+
+
+passing = _Passing()
+
+
+def _forget(frames: list[weakref.ref[Any]]) -> None:
+    for frame in frames:
+        alive = frame()
+        if alive is not None:
+            alive.forget()

@@ -9,10 +9,18 @@ import torch
 from remat.transforms.context import active
 from remat.transforms.eager.reports import report_frame
 from remat.transforms.eager.rerun import Rerun
-from remat.transforms.eager.saved import bytes_of, watcher
+from remat.transforms.eager.saved import bytes_of, users, watcher
 from remat.transforms.offload import Store, away_in
 from remat.transforms.pytree import flatten, split
-from remat.transforms.tape import Needs, Program, Reachability, Recorder, tensors_in
+from remat.transforms.tape import (
+    Needs,
+    Program,
+    Reachability,
+    Recorder,
+    held_values,
+    storage,
+    tensors_in,
+)
 
 # A `frame` here is a `frame.Frame`, whose file imports this one.
 
@@ -75,7 +83,32 @@ def _prefer_residuals(frame: Any, recorder: Recorder) -> None:
         frame.held, frame.kept, frame.dropped, frame.random = {}, {}, {}, {}
 
 
-def tell_around(frame: Any, recorder: Recorder) -> None:
+def hold_kept(frame: Any, recorder: Recorder, out: Any) -> None:
+    """Hold what is kept until the backward, by the user's hooks where there are some."""
+    kept, hooks = frame.kept, users(frame.inputs.hooks)
+    if kept:
+        seen, unknown = dict[int, Any](), dict[int, Any]()
+        for tensor in tensors_in(flatten(out)[0]):
+            if (number := recorder.bound(tensor)) is not None:
+                seen[frame.tape.root_of(number)] = tensor
+            else:
+                unknown[storage(tensor)] = tensor
+
+        def watched(at: int) -> Any:
+            found = seen.get(frame.tape.nodes[at].root)
+            if found is None and unknown:
+                found = next((unknown.get(storage(t)) for t in tensors_in(kept[at])), None)
+            return found
+
+        frame.kept = held_values(kept, frame.region.name, watched, hooks)
+        # An alias that autograd made of something may be of anything.
+        _note_away(frame, None if unknown else set(seen))
+    if recorder.parent is not None or frame.inputs.hooks is not None:
+        # A region around copies what is about to be overwritten.
+        _tell_around(frame, recorder, kept if hooks is None else frame.kept)
+
+
+def _tell_around(frame: Any, recorder: Recorder, kept: dict[int, Any]) -> None:
     """What a region keeps is not computed again by a region around it, and what it reads is not lost."""
     if (tell := watcher(frame.inputs.hooks)) is not None:
         for at in frame.held:
@@ -83,22 +116,19 @@ def tell_around(frame: Any, recorder: Recorder) -> None:
     around: Any = recorder.parent
     if around is None or not around.records:
         return
-    for at, value in frame.kept.items():
+    for at, value in kept.items():
         if at in recorder.outer:
             around.offer(recorder.outer[at], value, frame.tape.nodes[at].op)
 
 
-def note_away(frame: Any, recorder: Recorder, out: Any) -> None:
+def _note_away(frame: Any, roots: set[int] | None) -> None:
     """Note what was sent to the host."""
     away = {at: value for at, value in frame.kept.items() if any(True for _ in away_in(value))}
     if not away:
         return
     frame.store = Store(frame.kept)
     # The caller may write to the results, into memory that is perhaps still being sent.
-    numbers = [recorder.bound(t) for t in tensors_in(flatten(out)[0])]
-    roots = {None if number is None else frame.tape.root_of(number) for number in numbers}
     for at, value in away.items():
-        # An alias that autograd made of something may be of anything.
-        if None in roots or frame.tape.nodes[at].root in roots:
+        if roots is None or frame.tape.nodes[at].root in roots:
             for parcel in away_in(value):
                 parcel.parcel.wait()

@@ -53,6 +53,7 @@ from remat.transforms.tape import (
     Recorder,
     Tape,
     held_tensors,
+    held_values,
     holds_unseen,
     metadata,
     report,
@@ -270,7 +271,14 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
     region, family = prim.family.region, prim.family
     tape = Tape(region.name)
     tape.loose = prim.dual
-    recorder = Recorder(tape, region.selector, operands, digest=region.digest, reruns=True)
+    recorder = Recorder(
+        tape,
+        region.selector,
+        operands,
+        digest=region.digest,
+        reruns=True,
+        decisions=region.decisions,
+    )
     random = RandomState(operands) if region.preserve_rng_state else None
     saved: set[int] = set()
     packed: list[tuple[int, int]] = []
@@ -311,6 +319,10 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
         selector.finished(tape)
     if active.listeners:
         _report(recorded, prim.sinks[-1], operands)
+    if recorded.kept:
+        seen = {recorder.root(t): t for t in bottoms}
+        held = held_values(recorded.kept, region.name, lambda at: seen.get(tape.nodes[at].root))
+        recorded.kept.update(held)
     return outs
 
 
@@ -322,7 +334,8 @@ def _report(recorded: Recorded, sink: Residuals, operands: Tensors) -> None:
     for at, value in recorded.kept.items():
         node = recorded.tape.nodes[at]
         for tensor, away in held_tensors(value):
-            report(Kept("policy", tensor, name, at, node.op, node.name, away))
+            why = "decision" if at in recorded.tape.decided else "policy"
+            report(Kept(why, tensor, name, at, node.op, node.name, away))
 
 
 def _pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:

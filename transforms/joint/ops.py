@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 
+from remat.transforms.ops import traits
+from remat.transforms.placeholders import Meta
+from remat.transforms.tape import Decisions, Node
+
 
 @dataclass(frozen=True)
 class Value:
@@ -110,6 +114,21 @@ class Joint:
     def backward(self) -> tuple[Op, ...]:
         """The ops of the backward."""
         return tuple(op for op in self.ops if not op.forward)
+
+    @functools.cached_property
+    def decisions(self) -> frozenset[int]:
+        """Positions of the forward's ops that an engine keeps in any case."""
+        follow, found = Decisions(), set[int]()
+        for at, op in enumerate(self.forward):
+            node = Node()
+            node.op, node.optional = op.target, False
+            made = [self.values[v] for v in op.outputs]
+            node.outs = tuple([Meta((torch.Size(v.shape), v.stride, v.dtype, v.device)) for v in made])
+            read = [self.values[v] for v in op.reads]
+            sources = [v.producer for v in read if v.producer >= 0 or v.dtype.is_floating_point]
+            if follow.meets(at, node, traits(op.target), sources, kept=False):
+                found.add(at)
+        return frozenset(found)
 
     @functools.cached_property
     def producers(self) -> dict[int, Op]:

@@ -45,6 +45,7 @@ class Region:
         anchor: with whose life what was learnt about the function ends.
         key: what the selector's verdicts depend on besides the ops; None where one forward tells
             nothing of the next.
+        decisions: whether decisions are kept, whatever the selector says.
         digest: a number for an op's results that any other bit changes, None where they are not compared so.
     """
 
@@ -55,6 +56,7 @@ class Region:
     determinism_check: str
     anchor: Any
     key: Hashable | None = None
+    decisions: bool = True
     digest: Callable[[Any], Any] | None = None
 
     @functools.cached_property

@@ -42,13 +42,18 @@ _ONLY_CPU = ("cpu",)
 _NO_AUTOCAST: tuple[tuple[str, torch.dtype | None], ...] = (("cpu", None),)
 
 
-class Ambient:
-    """A snapshot of switches, autocast and default device; `restored()` puts it back for a while."""
+# What users have registered: (capture, replay), by its handle.
+registered: dict[object, tuple[Callable[[], Any], Callable[[Any], Any]]] = {}
 
-    __slots__ = ("autocast", "casts", "device", "switches")
+
+class Ambient:
+    """A snapshot of switches, autocast, default device and users' own state; `restored()` puts it back."""
+
+    __slots__ = ("autocast", "captured", "casts", "device", "switches")
 
     def __init__(self, device_types: Sequence[str]) -> None:
         self.switches = [read() for read in _READERS]
+        self.captured = [(replay, capture()) for capture, replay in registered.values()] if registered else ()
         self.device = _default_device() if function_modes() else None
         # Whether autocast was on for any of the devices, and what it cast to.
         self.casts = False
@@ -66,6 +71,8 @@ class Ambient:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None))
             if self.device is not None:
                 stack.enter_context(self.device)
+            for replay, captured in self.captured:
+                stack.enter_context(replay(captured))
             yield
 
     def must_be_restored(self) -> bool:
@@ -74,7 +81,7 @@ class Ambient:
 
     def differs(self) -> bool:
         """Whether the present state is another than the snapshot."""
-        if self.device is not None or _switches_now() != self.switches:
+        if self.captured or self.device is not None or _switches_now() != self.switches:
             return True
         if not self.casts and not autocasting():
             return False

@@ -5,6 +5,7 @@ from remat.transforms.tape.observers import Kept, listen, listening, made_by, re
 from remat.transforms.tape.program import Program
 from remat.transforms.tape.recorder import Recorder
 from remat.transforms.tape.replay import Replay
+from remat.transforms.tape.snapshots import Held, held_values
 from remat.transforms.tape.tape import (
     KEPT,
     OFFLOAD,
@@ -21,6 +22,7 @@ from remat.transforms.tape.tape import (
     written,
 )
 from remat.transforms.tape.values import (
+    Decisions,
     ValueNumbering,
     held_tensors,
     map_tensors,
@@ -40,7 +42,9 @@ __all__ = [
     "RECOMPUTE",  # the verdict: run again
     "SAVE",  # the verdict: keep
     "SKIP",  # what an op does in a recomputation: nothing
+    "Decisions",  # which ops of a forward make integers and bools of computed floats
     "GuardMode",  # a recorder that expects the ops of an earlier tape
+    "Held",  # a value of a region, held until the backward
     "Kept",  # one tensor that a region keeps from its forward to its backward
     "Needs",  # which ops of a tape run again for the values that a backward reads
     "Node",  # one op of a region
@@ -52,6 +56,7 @@ __all__ = [
     "Tape",  # the ops of one run of a region
     "ValueNumbering",  # numbers of tensor objects
     "Verdicts",  # the part of a recorder that keeps values
+    "held_values",  # what is kept of ops, to be held until the backward
     "held_tensors",  # the tensors held for a kept value, and which are offloaded
     "holds_unseen",  # whether a node may read tensors that no saved-tensor hook was told of
     "listen",  # collect what the regions called inside keep, in a new list or whatever else has `append`

@@ -22,6 +22,7 @@ from remat.transforms.state import GeneratorState
 from remat.transforms.tape.recorder import Recorder
 from remat.transforms.tape.tape import OFFLOAD, RECOMPUTE, Node, Outside, Tape
 from remat.transforms.tape.values import (
+    Decisions,
     Ref,
     ValueNumbering,
     constants_alike,
@@ -40,7 +41,7 @@ class GuardMode(Recorder):
     Args:
         expected: the tape of an earlier forward.
         expected_kept: the ops whose results are kept.
-        selector, inputs, casts: as for `Recorder`, once the forward has left the tape.
+        selector, inputs, casts, decisions: as for `Recorder`, once the forward has left the tape.
 
     Attributes:
         expected: None from then on.
@@ -54,12 +55,16 @@ class GuardMode(Recorder):
         selector: Callable[[], Any] | None,
         inputs: Sequence[torch.Tensor],
         casts: bool,
+        decisions: bool,
     ) -> None:
         # Not the constructor of `Recorder`: most of it is for a forward that is recorded.
         DispatchMode.__init__(self)
         self.expected: Tape | None = expected
         self.tape = expected
         self.expected_kept, self.make_selector, self.casts = expected_kept, selector, casts
+        # A forward that leaves the tape may read decisions that the tape had no use for.
+        self.held = expected_kept | expected.decided if expected.decided else expected_kept
+        self.keeps_decisions, self.decisions = decisions, None
         self.at = self.packs = self.named = 0
         self.selector = None
         self.outside, self.kept, self.random, self.snapshots = list(inputs), {}, {}, {}
@@ -210,7 +215,7 @@ class GuardMode(Recorder):
             for tensor in tensors_in(out):
                 table[id(tensor)] = _weak(tensor), number
                 number += 1
-        if at in self.expected_kept:
+        if at in self.held:
             self.kept[at] = self._hold_again(node, out)
         return out
 
@@ -272,8 +277,10 @@ class GuardMode(Recorder):
     def offer(self, at: int, value: Any, op: Any) -> None:
         expected = self.expected
         if expected is not None:
-            if at < len(expected.nodes) and expected.nodes[at].op is op and at in self.expected_kept:
-                self.kept.setdefault(at, value)
+            node = expected.nodes[at] if at < len(expected.nodes) else None
+            if node is not None and node.op is op and node.verdict != RECOMPUTE:
+                if at in self.expected_kept:
+                    self.kept.setdefault(at, value)
                 return
             self.leave()
         super().offer(at, value, op)
@@ -304,6 +311,8 @@ class GuardMode(Recorder):
         for tensor, number in self._numbers.living():
             if (memory := memory_of(tensor)) is not None:
                 self._remember(memory, tape.root_of(number), number, tensor)
+        if self.keeps_decisions:
+            self.decisions = Decisions(tape)
         if self.make_selector is not None:
             self.selector = self.make_selector()
             self._show(self.selector)

@@ -20,8 +20,8 @@ class Kept:
     """One tensor that a region keeps from its forward to its backward.
 
     Attributes:
-        why: "argument", "captured", "policy", "random" (generator state) or "residual" (a value kept because
-            keeping it costs no more than what it would be recomputed from).
+        why: "argument", "captured", "policy", "decision", "random" (generator state) or "residual" (a value
+            kept because keeping it costs no more than what it would be recomputed from).
         tensor: the tensor itself, below functorch.
         region: the region's name.
         index: the argument's position among the region's tensors, or the op's position in the region.

@@ -161,7 +161,12 @@ class Program:
                     args[at] = values[number]
                 for at in step.nested:
                     args[at] = _filled(args[at], values)
-                out = call(*args, **_filled_kwargs(step.kwargs, values)) if step.kwargs else call(*args)
+                try:
+                    out = call(*args, **_filled_kwargs(step.kwargs, values)) if step.kwargs else call(*args)
+                except (RuntimeError, IndexError, ValueError, TypeError) as error:
+                    if isinstance(error, (RematError, torch.OutOfMemoryError)):
+                        raise
+                    raise self._failed(step, error) from error
                 if digest is not None:
                     self._compare(step, digest, out)
             if step.single:
@@ -181,6 +186,11 @@ class Program:
     def _taken(self, step: Step, take: Callable[[int], Any]) -> Any:
         copies = step.at in self.copied
         return map_tensors(lambda value: _fresh(value, copies), take(step.at))
+
+    def _failed(self, step: Step, error: Exception) -> Exception:
+        """What is said of an op that ran in the forward and fails now."""
+        what = f"{self.tape.say(step.at)} ran in the forward and now says: {error}"
+        return RematError(not_repeated(self.tape.region, what))
 
     def _compare(self, step: Step, digest: Callable[[Any], Any], out: Any) -> None:
         node = self.tape.nodes[step.at]

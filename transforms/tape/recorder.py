@@ -17,14 +17,16 @@ from remat.transforms.context import active, quiet
 from remat.transforms.ops import Traits, draws, is_cast_of_leaf, is_shape_arithmetic, traits, user_place
 from remat.transforms.state import GeneratorState
 from remat.transforms.tape.snapshots import Snapshot
-from remat.transforms.tape.tape import RECOMPUTE, Node, Outside, Tape, is_graded
+from remat.transforms.tape.tape import RECOMPUTE, SAVE, Node, Outside, Tape, is_graded
 from remat.transforms.tape.values import (
+    Decisions,
     Ref,
     ValueNumbering,
     as_strided_arguments,
     geometry,
     memory_of,
     metadata,
+    read_by,
     refs_in,
     targets,
     tensors_in,
@@ -49,6 +51,7 @@ class Recorder(WriteWatch):
         casts: whether autocast is on. It caches casts of leaves across regions, so that whether such a cast
             happens in a forward, and in a run of the function again, is chance.
         reruns: whether the recomputation runs the function.
+        decisions: whether decisions are kept, whatever the selector says.
 
     Attributes:
         outside: the tensors from outside, as on the tape.
@@ -70,9 +73,11 @@ class Recorder(WriteWatch):
         digest: Callable[[Any], Any] | None = None,
         casts: bool = False,
         reruns: bool = False,
+        decisions: bool = False,
     ) -> None:
         super().__init__()
         self.reruns = reruns
+        self.decisions = Decisions() if decisions else None
         self.tape, self.digest, self.casts = tape, digest, casts
         self.make_selector, self.selector = selector, None
         self.outside: list[torch.Tensor] = []
@@ -179,7 +184,8 @@ class Recorder(WriteWatch):
         node.args, node.kwargs = template
         node.first, node.outs, node.optional = len(tape.makers), metadata(out), optional
         node.draws, node.overwrites = draws_from is not None, ()
-        node.place = user_place() if active.listeners else None
+        tape.sized_by_data = tape.sized_by_data or facts.sized_by_data
+        node.place = user_place() if active.listeners or tape.sized_by_data else None
         if draws_from is not None:
             self.random[at] = draws_from
         self._link_operands(node, facts, args)
@@ -212,6 +218,11 @@ class Recorder(WriteWatch):
         asked = not facts.writes or facts.conditional is not None
         if self.selector is not None and asked and not active.unasked and not node.optional:
             self.judge(at, self.selector.decide(at, node, args, kwargs, out), out)
+        if self.decisions is not None:
+            decides = self.decisions.meets(at, node, facts, read_by(node, self.tape), bool(node.verdict))
+            if decides and not active.unasked:
+                self.tape.decided.add(at)
+                self.judge(at, SAVE, out)
 
     def _template(self, value: Any) -> Any:
         """The arguments of a call with numbers in the place of tensors."""
@@ -304,7 +315,7 @@ class Recorder(WriteWatch):
 
     def _link_operands(self, node: Node, facts: Traits, args: Any) -> None:
         tape, deps, external = self.tape, [], []
-        node.shape_only = facts.shape_only and _is_plain(args)
+        node.shape_only = facts.shape_only and _is_plain(args) and not tape.sized_by_data
         # Of such an op the first operand is the one whose numbers do not matter.
         read = (node.args[1:], node.kwargs) if node.shape_only else (node.args, node.kwargs)
         for number in refs_in(read):

@@ -13,7 +13,7 @@ import torch
 
 from remat.transforms.context import Mode, active, quiet
 from remat.transforms.errors import RematError
-from remat.transforms.offload import Away
+from remat.transforms.offload import Elsewhere
 from remat.transforms.ops import is_cast_of_leaf, is_shape_arithmetic, traits
 from remat.transforms.placeholders import Separate
 from remat.transforms.tape.snapshots import Snapshot
@@ -139,8 +139,8 @@ class Replay(Mode):
         copied = at in self.needs.copied
 
         def fresh(value: Any) -> torch.Tensor:
-            if isinstance(value, Away):
-                return value.get(alone=copied)
+            if isinstance(value, Elsewhere):
+                return value.get(alone=copied)  # pyright: ignore[reportAttributeAccessIssue]
             # A new tensor object each time: autograd writes its own record on it.
             return value.clone() if copied else value.detach()
 

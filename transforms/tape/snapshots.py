@@ -1,11 +1,61 @@
-"""Memory from outside as it was before a region wrote to it, for the recomputation to write to."""
+"""What a recomputation starts from: kept values, and memory from outside as it was before a write."""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from remat.transforms.compat import memory_is_real
-from remat.transforms.tape.values import memory_of
+from remat.transforms.errors import RematError
+from remat.transforms.offload import Elsewhere
+from remat.transforms.tape.tape import written
+from remat.transforms.tape.values import map_tensors, memory_of, version_of
+
+
+class Held(Elsewhere):
+    """A value of a region, held until the backward.
+
+    Args:
+        tensor: the value.
+        watched: a tensor in the same memory that the caller has, and may write to.
+        region: the name of the region.
+        hooks: the user's saved-tensor hooks, which it goes through as autograd's own saved values do.
+    """
+
+    __slots__ = ("hooks", "packed", "region", "version", "watched")
+
+    def __init__(self, tensor: torch.Tensor, region: str, hooks: Any, watched: Any = None) -> None:
+        plain = tensor.detach()
+        self.region, self.hooks = region, hooks
+        # What is made below autograd, as by a recorder, has a version of its own.
+        self.watched = plain if watched is None else watched.detach()
+        self.version = version_of(self.watched)
+        self.packed: Any = plain if hooks is None else hooks[0](plain)
+
+    def get(self, alone: bool = False) -> torch.Tensor:
+        """The value again; if `alone`, in memory of its own."""
+        if self.hooks is not None:
+            value = self.hooks[1](self.packed)
+        elif version_of(self.watched) != self.version:
+            raise RematError(written(self.region, self.packed))
+        else:
+            value = self.packed
+        # A new tensor object each time: autograd writes its own record on it.
+        return value.clone() if alone else value.detach()
+
+
+def held_values(
+    kept: dict[int, Any], region: str, watched: Callable[[int], Any], hooks: Any = None
+) -> dict[int, Any]:
+    """What is kept of ops, to be held until the backward; `watched(at)`: see `Held`."""
+
+    def hold(at: int, value: Any) -> Any:
+        return value if isinstance(value, Elsewhere) else Held(value, region, hooks, watched(at))
+
+    return {at: map_tensors(functools.partial(hold, at), value) for at, value in kept.items()}
 
 
 class Snapshot:

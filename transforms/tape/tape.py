@@ -68,7 +68,7 @@ class Node:
     optional: bool  # whether a recomputation by user code may lack it, or have it where the forward had not
     verdict: int  # RECOMPUTE, OFFLOAD or SAVE
     name: str | None  # its checkpoint_name
-    place: str | None  # the user's line, where somebody wants to know
+    place: str | None  # the user's line, where somebody wants to know, or may want to
     digest: Any  # checksum of its results, for bitwise comparison
     check: Any  # what a later call is compared by, once it was asked for
 
@@ -103,6 +103,8 @@ class Tape:
             differ between the passes. Where user code runs again, its ops cannot be compared.
         sharded: parameters are gathered inside, without gradients, and not in both passes (FSDP2's hooks see
             to it that they are there). Where user code runs again, what runs without gradients is left out.
+        decided: ops that are kept as decisions, whatever the policy says.
+        sized_by_data: whether another call may have values of other shapes, its arguments being alike.
         meta: whether the region itself computes on the meta device.
     """
 
@@ -118,8 +120,9 @@ class Tape:
         self.inner: list[tuple[int, int]] = []
         self.last_write: dict[int, int] = {}
         self.exposed: set[int] = set()
+        self.decided: set[int] = set()
         self.open: str | None = None
-        self.loose = self.sharded = self.meta = False
+        self.loose = self.sharded = self.meta = self.sized_by_data = False
         self.cacheable = True  # whether another forward may be held against it
 
     def root_of(self, number: int) -> int:
@@ -132,6 +135,11 @@ class Tape:
             return self.outside[-1 - number].meta
         node = self.nodes[self.makers[number]]
         return metas(node.outs)[number - node.first]
+
+    def say(self, at: int) -> str:
+        """An op, for messages."""
+        node = self.nodes[at]
+        return f"op {at}, {node.op}" if node.place is None else f"op {at}, {node.op} at {node.place},"
 
     def sources(self, number: int, position: int) -> list[int]:
         """The ops whose results a value is, as it was when so many ops had run."""
@@ -162,7 +170,7 @@ class Tape:
         made.outside = []
         made.packed, made.owners = self.packed[:packed], self.owners[:packed]
         made.names, made.inner = self.names[:names], [pair for pair in self.inner if pair[1] <= count]
-        made.exposed = set(self.exposed)
+        made.exposed, made.decided = set(self.exposed), {i for i in self.decided if i < count}
         made.last_write = {root: i for i, node in enumerate(made.nodes) for root in node.written}
         return made
 

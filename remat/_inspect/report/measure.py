@@ -221,7 +221,7 @@ def _regions(watch: Watch) -> Iterable[RegionUse]:
             len(calls),
             sum((_work(r) for r in forward if r.region == name), Work()),
             sum((_work(r) for r in watch.ran if r.region == name and r.when == "recompute"), Work()),
-            watch.kept.bytes.get((name, "policy"), 0),
+            watch.kept.bytes.get((name, "policy"), 0) + watch.kept.bytes.get((name, "decision"), 0),
             watch.kept.bytes.get((name, "offloaded"), 0),
             watch.kept.bytes.get((name, "argument"), 0) + watch.kept.bytes.get((name, "captured"), 0),
             name in holders,

@@ -20,11 +20,12 @@ class Graph:
     Op `k` of the problem is op `k` of the forward, and value `k` is everything that it makes: an engine that
     saves an op saves all its results. Each input of the region follows as an op that cannot run, with its
     value.
-    Three rules of the engine are written into the numbers:
+    Four rules of the engine are written into the numbers:
 
     - Views cannot be saved: their base is, and they are taken again at no cost.
     - What an op writes in place cannot be saved either: the value before the first write can, and the writes
       are repeated on a copy of it.
+    - A decision must not run again (see `transforms/tape/values.py`).
     - A draw that runs again needs all draws before it, so that the generator is where it was. The draws are
       chained by a value of their own that cannot be saved.
 
@@ -126,6 +127,8 @@ class Graph:
         With `keep_heavy`, matmuls, convolutions and attention must not run again.
         """
         cost = [self._price(model, op, keep_heavy) for op in self.ops] + [INF] * len(self.inputs)
+        for decision in self.joint.decisions:
+            cost[decision] = INF
         size = [self._size(k) for k in range(len(self.ops))] + [self._input_size(v) for v in self.inputs]
         reads = [self.places(op.reads) for op in self.ops] + [()] * len(self.inputs)
         producer = list(range(len(cost)))

@@ -1,0 +1,126 @@
+"""State of the user's that a recomputation must find as its forward found it."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, TypeVar
+
+from remat.transforms import RematError
+from remat.transforms.state import registered
+
+T = TypeVar("T")
+
+
+class AmbientError(RematError, TypeError):
+    """A pair of functions that is none."""
+
+
+class AmbientPair(NamedTuple):
+    """A pair for `register_ambient(*pair)`."""
+
+    capture: Callable[[], Any]
+    replay: Callable[[Any], AbstractContextManager[Any]]
+
+
+class Registration:
+    """What `register_ambient` returns: `remove()` ends it, as does leaving it as a context."""
+
+    def remove(self) -> None:
+        """Capture no more; what was captured is still put back."""
+        registered.pop(self, None)
+
+    def __enter__(self) -> Registration:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.remove()
+
+
+def register_ambient(
+    capture: Callable[[], T], replay: Callable[[T], AbstractContextManager[Any]]
+) -> Registration:
+    """Let every recomputation find something as its forward found it.
+
+    For state that torch knows nothing of and that the ops of a region depend on: a library's recipe for FP8
+    and its histories, a flag of your own, a torch-function mode. Autocast, default dtype and device, torch's
+    generators and its switches for kernels are put back anyway.
+
+    Under plain autograd a recomputation runs ops and no Python, so what only Python reads does not matter
+    there, and what Python updates is updated once; kernels of custom ops see what was put back. It matters
+    where the function runs again: under `torch.func`, and where its ops do not tell all that it computed
+    (docs/design.md). A compiled graph is traced once, and so is this called once.
+
+    Args:
+        capture: called when the forward of a region, or of a scan, begins; returns anything.
+        replay: a function of that to a context manager, which is entered around the recomputation. It puts
+            the state back and, at its end, leaves it as it found it.
+
+    Returns:
+        A registration, to be removed; also a context manager.
+
+    Raises:
+        RematError: one of them cannot be called (also a TypeError).
+
+    Example:
+        >>> import contextlib
+        >>> import torch
+        >>> from remat import register_ambient, remat
+        >>> flags = {"scale": 2.0}
+        >>> @contextlib.contextmanager
+        ... def put_back(captured):
+        ...     now = dict(flags)
+        ...     flags.update(captured)
+        ...     yield
+        ...     flags.update(now)
+        >>> with register_ambient(lambda: dict(flags), put_back):
+        ...     out, pull = torch.func.vjp(remat(lambda x: (x * flags["scale"]).sin()), torch.ones(()))
+        >>> flags["scale"] = 3.0
+        >>> pull(torch.ones(()))[0]
+        tensor(-0.8323)
+    """
+    for what, value in (("capture", capture), ("replay", replay)):
+        if not callable(value):
+            raise AmbientError(f"register_ambient({what}=...): expected a function, got {value!r}.")
+    made = Registration()
+    registered[made] = capture, replay
+    return made
+
+
+@contextlib.contextmanager
+def _with_python(state: Any) -> Iterator[None]:
+    now = random.getstate()
+    random.setstate(state)
+    try:
+        yield
+    finally:
+        random.setstate(now)
+
+
+def _numpy_state() -> Any:
+    numpy = sys.modules.get("numpy.random")
+    return None if numpy is None else numpy.get_state()
+
+
+@contextlib.contextmanager
+def _with_numpy(state: Any) -> Iterator[None]:
+    if state is None:
+        yield
+        return
+    numpy = sys.modules["numpy.random"]
+    now = numpy.get_state()
+    numpy.set_state(state)
+    try:
+        yield
+    finally:
+        numpy.set_state(now)
+
+
+python_random = AmbientPair(random.getstate, _with_python)
+"""The generator of Python's `random`: `register_ambient(*python_random)`."""
+
+numpy_random = AmbientPair(_numpy_state, _with_numpy)
+"""NumPy's global generator: `register_ambient(*numpy_random)`."""
