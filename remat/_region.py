@@ -172,7 +172,7 @@ class BoundRegion:
         return _wrap, (self.__wrapped__, self._options)  # type: ignore[attr-defined]
 
     def __repr__(self) -> str:
-        return f"remat({self.__wrapped__!r})"  # type: ignore[attr-defined]
+        return f"remat({self.__wrapped__!r}, policy={self._options.policy!r})"  # type: ignore[attr-defined]
 
 
 class ModuleView(torch.nn.Module):
@@ -190,6 +190,9 @@ class ModuleView(torch.nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _wrap, self._remat[:2]
+
+    def __repr__(self) -> str:
+        return f"remat({super().__repr__()}, policy={self._remat[1].policy!r})"
 
 
 def _module_view(module: torch.nn.Module, options: Options, run: Callable[..., Any]) -> torch.nn.Module:

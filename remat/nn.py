@@ -122,6 +122,9 @@ class Region(torch.nn.Module):
         # The class was made here and cannot be found by name.
         return _blank, (self._remat_class,), self.__dict__
 
+    def __repr__(self) -> str:
+        return f"remat({super().__repr__()}, policy={self._remat_settings['policy']!r})"
+
 
 def _region_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
     # A class knows its subclasses, and does not hold them.

@@ -32,7 +32,9 @@ class Explain:
     policy: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Compare policies: 'save_matmuls | save_attention'; once for each."""
     html: Path | None = None
-    """Also write the report there, with all rows."""
+    """Also write the report there: one page, with pictures, that needs no network."""
+    json: bool = False
+    """Print one JSON object instead of the report."""
 
     def __call__(self) -> int:
         from rich.console import Console
@@ -42,7 +44,10 @@ class Explain:
             found = compare(fn, *args, policies=[parse(text) for text in self.policy])
         else:
             found = explain(fn, *args)
-        Console(highlight=False).print(found)
+        if self.json:
+            print(found.to_json(indent=2))
+        else:
+            Console(highlight=False).print(found)
         if self.html:
             try:
                 found.save(self.html)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from remat._inspect.report.timeline import Timeline
 from remat._inspect.report.watch import TRANSFER, Ran, Untouched, Watch
 from remat._inspect.residuals import Residuals, saved_residuals
 from remat.transforms import RematError, flatten, smooth, unflatten
@@ -84,6 +85,7 @@ class Measured:
             sent in the first and comes back in the last, as the class "transfer".
         recomputed: what runs again, most expensive first.
         regions: the regions that were met, in order.
+        timeline: which bytes lived when.
     """
 
     kept: Residuals
@@ -91,6 +93,7 @@ class Measured:
     work: dict[tuple[str, str], Work]
     recomputed: tuple[Recomputed, ...]
     regions: tuple[RegionUse, ...]
+    timeline: Timeline
 
     def total(self, when: str) -> Work:
         """The work of one pass, transfers aside."""
@@ -167,7 +170,7 @@ def _step(fn: Callable[..., Any], called: Callable[..., Any], args: Any, kwargs:
         if not roots:
             return False
         leaves, cotangents = _leaves(roots), [torch.ones_like(t) for t in roots]
-        watch.forward = False
+        watch.end_forward()
         with watch:
             torch.autograd.grad(roots, leaves, cotangents, allow_unused=True)
     return True
@@ -199,7 +202,8 @@ def _summary(kept: Residuals, watch: Watch) -> Measured:
             again[ran.region or "", str(ran.op), ran.location] += _work(ran)
     recomputed = [Recomputed(*key, work) for key, work in again.items()]
     recomputed.sort(key=lambda r: (r.work.flops, r.work.bytes), reverse=True)
-    return Measured(kept, watch.peak, dict(work), tuple(recomputed), tuple(_regions(watch)))
+    found = tuple(_regions(watch))
+    return Measured(kept, watch.blocks.peak, dict(work), tuple(recomputed), found, watch.timeline())
 
 
 def _work(ran: Ran) -> Work:
