@@ -75,8 +75,12 @@ class Options:
         return replace(self, policy=policy)
 
 
+# Given a region's name, its policy and the arguments of a call: the policy that the call is to have.
+Choose = Callable[[str, Policy, tuple[Any, ...], dict[str, Any]], Policy]
+
+
 class _Forced(threading.local):
-    policy: Policy | None = None
+    choose: Choose | None = None
 
 
 _forced = _Forced()
@@ -85,12 +89,19 @@ _forced = _Forced()
 @contextlib.contextmanager
 def under_policy(policy: Policy) -> Generator[None]:
     """Let every region that this thread calls meanwhile have this policy, to compare it with its own."""
-    before = _forced.policy
-    _forced.policy = policy
+    with policies_by(lambda *_: policy):
+        yield
+
+
+@contextlib.contextmanager
+def policies_by(choose: Choose) -> Generator[None]:
+    """Ask `choose` for the policy of every region that this thread calls meanwhile in eager code."""
+    before = _forced.choose
+    _forced.choose = choose
     try:
         yield
     finally:
-        _forced.policy = before
+        _forced.choose = before
 
 
 def with_policy(fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
@@ -121,11 +132,13 @@ def _wrap(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
     ordinary = not (keeps_everything or static or binds)
 
     def eager(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        forced = _forced.policy
-        if ordinary and forced is None:
+        choose = _forced.choose
+        if ordinary and choose is None:
             return run(region, args, kwargs)
-        if forced is not None and options.policy is not forced:
-            return _wrap(fn, options.under(forced))(*args, **kwargs)
+        if choose is not None:
+            chosen = choose(label, options.policy, args, kwargs)
+            if chosen is not options.policy:
+                return _wrap(fn, options.under(chosen))(*args, **kwargs)
         if keeps_everything and outermost():
             with choosing():
                 return run_transparently(fn, args, kwargs)

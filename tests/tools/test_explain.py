@@ -444,10 +444,13 @@ def nothing():
         (["torch:pi", "--input", "4"], "torch:pi is no function or module but 3.14"),
         ([f"{__name__}:nothing"], "must return (fn, *args), got ()"),
         (["torch:tanh", "--input", "4xb"], "--input 4xb --dtype float32 --device cpu is no tensor"),
-        (["torch:tanh", "--input", "4", "--device", "tpu"], "--device tpu is no tensor"),
+        (
+            ["torch:tanh", "--input", "4", "--device", "tpu"],
+            "--device 'tpu' is no device. Write --device cpu",
+        ),
         (
             ["torch:tanh", "--input", "4", "--html", "nowhere/at/all.html"],
-            "all.html cannot be written: No such file",
+            "all.html: there is no folder nowhere/at. Make it first",
         ),
         ([f"{__name__}:block"], "takes arguments"),
         (["torch:argmax", "--input", "4"], "no backward to look at"),

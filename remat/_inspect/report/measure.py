@@ -20,6 +20,10 @@ from remat.transforms.state import RandomState
 from remat.transforms.tape import listen
 
 
+class NoBackward(RematError):
+    """There is nothing to differentiate."""
+
+
 @dataclass(frozen=True)
 class Work:
     """Ops that ran, views and bookkeeping aside.
@@ -111,11 +115,14 @@ class Measured:
         return sum(work.flops for work in self.work.values())
 
 
-def measure(fn: Callable[..., Any], args: Any, kwargs: Any, *, regions: bool = True) -> Measured:
+def measure(
+    fn: Callable[..., Any], args: Any, kwargs: Any, *, regions: bool = True, whole: bool = False
+) -> Measured:
     """Run `fn` forward and backward once, and forward once more to see what is kept.
 
     Generators, and tensors that `fn` writes to, are as before in the end; no `.grad` is touched. Without
-    `regions`, regions run as plain functions.
+    `regions`, regions run as plain functions. With `whole`, `fn` may run its backward itself, and
+    no argument is differentiated that does not require grad.
 
     Raises:
         RematError: under a transform of `torch.func`, or when nothing can be differentiated.
@@ -132,22 +139,26 @@ def measure(fn: Callable[..., Any], args: Any, kwargs: Any, *, regions: bool = T
             kept = called(saved_residuals, fn, *args, **kwargs)
         random.restore()
         with Untouched():
-            watch = _watched(fn, called, args, kwargs)
+            watch = _watched(fn, called, args, kwargs, whole)
     finally:
         random.restore()
     return _summary(kept, watch)
 
 
-def _watched(fn: Callable[..., Any], called: Callable[..., Any], args: Any, kwargs: Any) -> Watch:
+def _watched(
+    fn: Callable[..., Any], called: Callable[..., Any], args: Any, kwargs: Any, whole: bool
+) -> Watch:
     watch = Watch()
-    if _step(fn, called, args, kwargs, watch):
+    if _step(fn, called, args, kwargs, watch) or (whole and any(r.when == "backward" for r in watch.ran)):
         return watch
+    if whole:
+        raise NoBackward("nothing that the step returns requires grad, and it runs no backward.")
     # Nothing requires grad: differentiate every argument that can be, as torch.func.grad does.
     leaves, spec = flatten((args, kwargs))
     args, kwargs = unflatten([_leaf(x) for x in leaves], spec)
     watch = Watch()
     if not _step(fn, called, args, kwargs, watch):
-        raise RematError(
+        raise NoBackward(
             "the result depends on nothing that requires grad and on no floating point argument, so there is "
             "no backward to look at. Pass what is to be differentiated as an argument."
         )

@@ -28,6 +28,8 @@ class MemoryBlock:
         region: the region that it was made for, or that keeps it.
         why: why a region keeps it, as in `Kept.why`, or None.
         name: its `checkpoint_name`, where a region keeps it.
+        seen: bytes of the largest tensor in it that a region keeps, 0 where none does.
+        copied: whether it is made of one weight alone, as its transpose or cast is.
     """
 
     made: int
@@ -37,6 +39,8 @@ class MemoryBlock:
     freed: int | None = None
     why: str | None = None
     name: str | None = None
+    seen: int = 0
+    copied: bool = False
 
     def category(self, boundary: int) -> str:
         """What it is for, one of `CATEGORIES`; `boundary` is the first op after the forward."""
@@ -101,7 +105,9 @@ class Blocks:
             self._look_outside(args, kwargs)
         for key, storage in made_by(args, kwargs, out):
             if key not in self._alive:
-                block = MemoryBlock(at, storage.nbytes(), when, region)
+                block = MemoryBlock(
+                    at, storage.nbytes(), when, region, copied=self._is_copy(args, kwargs, out)
+                )
                 self._alive[key] = StorageWeakRef(storage), block
                 self.all.append(block)
                 self.live += block.bytes
@@ -114,16 +120,23 @@ class Blocks:
             block.freed = at
             self.live -= block.bytes
 
-    def mark(self, key: int, kept: Kept) -> None:
-        """A region keeps this block, and says why."""
+    def mark(self, key: int, kept: Kept, size: int) -> None:
+        """A region keeps a tensor of `size` bytes in this block, and says why."""
         if key in self._alive:
             block = self._alive[key][1]
+            block.seen = max(block.seen, size)
             if block.why not in _BY_POLICY:
                 block.why, block.region, block.name = kept.why, kept.region, kept.name
 
     def outside(self) -> int:
         """Bytes that ops read and that no op made."""
         return sum(size for _, size in self._outside.values())
+
+    def _is_copy(self, args: Any, kwargs: Any, out: Any) -> bool:
+        read = [t for t in flatten((args, kwargs))[0] if is_strided(t)]
+        if len(read) != 1 or not is_strided(out) or out.numel() != read[0].numel():
+            return False
+        return read[0].requires_grad and storage_key(read[0]) in self._outside
 
     def _look_outside(self, args: Any, kwargs: Any) -> None:
         for tensor in flatten((args, kwargs))[0]:

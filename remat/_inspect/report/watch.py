@@ -69,7 +69,7 @@ class Watch(TorchDispatchMode):
         self.kept = KeptByRegion(self.blocks)
         self.forward = True
         self._calls: list[weakref.ref[Any]] = []
-        self._boundary = 0
+        self._boundary: int | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -135,7 +135,7 @@ class Watch(TorchDispatchMode):
         return Timeline(tuple(self.ran), tuple(self.blocks.all), self._turn(), self.blocks.outside())
 
     def _turn(self) -> int:
-        if self._boundary < len(self.ran):
+        if self._boundary is not None:
             return self._boundary
         # A step that calls .backward() itself.
         return next((i for i, ran in enumerate(self.ran) if ran.when != "forward"), len(self.ran))
@@ -153,7 +153,7 @@ class KeptByRegion:
         tensor = unwrapped(kept.tensor)
         if not is_strided(tensor):
             return
-        self._blocks.mark(storage_key(tensor), kept)
+        self._blocks.mark(storage_key(tensor), kept, _bytes(tensor))
         if storage_key(tensor) in self._seen:
             return
         storage = tensor.untyped_storage()
