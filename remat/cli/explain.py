@@ -30,7 +30,7 @@ class Explain:
     device: str = "cpu"
     """Where the inputs are made: cpu, cuda, cuda:1, mps."""
     policy: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Compare policies: 'save_matmuls | save_attention', budget=0.4, names=q,k, MODULE:RULE; once for each."""
+    """Compare policies: 'save_matmuls | save_attention', budget=0.4, names=q,k, MODULE:RULE."""
     html: Path | None = None
     """Also write the report there: one page, with pictures, that needs no network."""
     json: bool = False

@@ -33,8 +33,8 @@ def build_hf(name: str, sizes: Sizes, dtype: torch.dtype, device: torch.device, 
         near = difflib.get_close_matches(name, transformers.CONFIG_MAPPING, n=1)
         hint = f"; did you mean hf:{near[0]}?" if near and near[0] != name else ""
         raise UsageError(
-            f"--model hf:{name}: transformers {transformers.__version__} makes no config of that name at these "
-            f"sizes{hint or '; write one such as hf:gpt2 or hf:llama'}"
+            f"--model hf:{name}: transformers {transformers.__version__} makes no config of that name at "
+            f"these sizes{hint or '; write one such as hf:gpt2 or hf:llama'}"
         ) from unknown
     for key in vars(config):
         # Dropout goes: rows are compared number by number, and a draw per row would differ.

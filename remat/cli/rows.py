@@ -116,8 +116,8 @@ def parse(text: str) -> Policy:
         policy = None
     if not isinstance(policy, Policy):
         raise UsageError(
-            f"--policy {text!r} is no policy; write a name such as save_matmuls, {DEFAULT[-2]!r}, budget=0.4, "
-            "names=q,k, or MODULE:RULE"
+            f"--policy {text!r} is no policy; write a name such as save_matmuls, {DEFAULT[-2]!r}, "
+            "budget=0.4, names=q,k, or MODULE:RULE"
         )
     return policy
 

@@ -61,7 +61,7 @@ class Draw:
 
 
 def record(schedule: Schedule, n: int) -> dict[str, Any]:
-    """The reversal as plain data: which steps are kept in the forward, then each action and what is kept meanwhile."""
+    """The reversal as plain data: steps kept in the forward, then each action and what is kept meanwhile."""
     actions = [
         {
             "action": type(action).__name__.lower(),

@@ -40,8 +40,8 @@ class Sweep:
     mode: Mode = "backward"
     """loss.backward(), remat.transforms.value_and_grad, or vmap of it: one gradient per sample."""
     policy: tuple[str, ...] = ()
-    """Rows: none, torch_checkpoint, torch_sac; policies as in Python ('save_matmuls | save_attention'); budget=0.4,
-    peak=2GiB, names=q,k; or MODULE:RULE, a policy or rule of your own."""
+    """Rows: none, torch_checkpoint, torch_sac; policies as in Python ('save_matmuls | save_attention');
+    budget=0.4, peak=2GiB, names=q,k; or MODULE:RULE, a policy or rule of your own."""
     device: str = "cpu"
     """Where to run: cpu, cuda, cuda:1, mps."""
     depth: int = 4

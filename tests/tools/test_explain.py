@@ -446,7 +446,7 @@ def nothing():
         (["torch:tanh", "--input", "4xb"], "--input 4xb --dtype float32 --device cpu is no tensor"),
         (
             ["torch:tanh", "--input", "4", "--device", "tpu"],
-            "--device 'tpu' is no device. Write --device cpu",
+            "--device 'tpu' is no device. Write --device",
         ),
         (
             ["torch:tanh", "--input", "4", "--html", "nowhere/at/all.html"],
