@@ -64,9 +64,15 @@ def apply(
         >>> regions(apply(model, policy=save_matmuls))
         ['layers.0', 'layers.1', 'layers.2']
     """
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise LayerError(
+            f"remat.nn.apply(every={every!r}): every is 1 or more; write every=2 for every second."
+        )
     chosen = _outermost({name: module for name, module in _named(model) if _fits(layers, name, module)})
     if not chosen:
         raise LayerError(_no_layer(model, layers))
+    if lists := [name for name, module in chosen.items() if isinstance(module, _LISTS)]:
+        raise LayerError(_only_a_list(lists[0], chosen[lists[0]], layers))
     for module in list(chosen.values())[::every]:
         apply_to(module, policy=policy, **options)
     return model
@@ -182,6 +188,18 @@ def _outermost(modules: dict[str, torch.nn.Module]) -> dict[str, torch.nn.Module
         return any(".".join(parts[:i]) in modules for i in range(1, len(parts)))
 
     return {name: module for name, module in modules.items() if not inside(name)}
+
+
+# Modules that hold others and are never called themselves.
+_LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)
+
+
+def _only_a_list(name: str, module: torch.nn.Module, layers: Layers) -> str:
+    return (
+        f"remat.nn.apply(layers={layers!r}) hits {name or 'the model itself'}, a {type(module).__name__}, "
+        "which nobody calls: a region of it would do nothing. Write "
+        f"layers={(f'{name}.*' if name else '*')!r} for what is in it."
+    )
 
 
 def _no_layer(model: torch.nn.Module, layers: Layers) -> str:
