@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The stamp is newer than the two files that decide what is installed, or the environment is brought up to date.
 STAMP := $(VENV)/.installed
 
-.PHONY: sweep test test-all lint format bench docs build clean
+.PHONY: sweep test test-all fuzz lint format bench docs build clean
 
 sweep: $(STAMP)
 	$(BIN)/python -m remat sweep $(ARGS)
@@ -16,6 +16,10 @@ test: $(STAMP)
 # Everything; `make test-all ARGS='-m slow'` is what `make test` leaves out.
 test-all: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+
+# Programs drawn at random, with regions and without; `ARGS='--seeds 0:1000 --modes eager,func,aot_eager'`.
+fuzz: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -276,7 +276,8 @@ def _check_runs_at_once(fn: Any) -> None:
         if flags & flag:
             raise FunctionError(
                 f"remat({name_of_region(fn)}): the function is {kind}, which runs after its call has "
-                "returned, outside of the region. Write a function that returns its results, and call that from yours."
+                "returned, outside of the region. Write a function that returns its results, and call that "
+                "from yours."
             )
 
 

@@ -10,6 +10,8 @@ from typing import Any, cast
 
 import torch
 
+from remat._core import warn_user
+from remat._inspect import looked_at
 from remat.transforms import RematError, tree_leaves
 from remat.transforms.compat import OpOverload, compiled_for_graphs, example_of
 from remat.transforms.compiled import RECOMPUTED
@@ -100,11 +102,12 @@ def recomputed(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Rec
         (True, {'mm': 1, 'tanh': 1})
     """
     wanted, found = _Graphs(), _Graphs()
-    _compile_and_run(fn, args, kwargs, wanted, found)
+    with looked_at(fn, args, kwargs, ops=False):
+        _compile_and_run(fn, args, kwargs, wanted, found)
     regions = [_read(key, wanted.nodes[key], found) for key in wanted.nodes]
     for region in regions:
         if not region.survived:
-            warnings.warn(_lost(region), stacklevel=2)
+            warn_user(_lost(region))
     return [region for region in regions if region.kept or region.lost]
 
 

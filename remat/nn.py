@@ -142,6 +142,10 @@ def _region_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
     # instance: a copy of the module would go on calling the forward of the one it was copied from.
     @functools.wraps(cls.forward)
     def forward(self: Region, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            # Dynamo makes no bound methods; what stands for one has no name.
+            settings = {"name": cls.forward.__qualname__, **self._remat_settings}
+            return remat(functools.partial(cls.forward, self), **settings)(*args, **kwargs)  # type: ignore[call-overload]
         bound = types.MethodType(cls.forward, self)
         return remat(bound, **self._remat_settings)(*args, **kwargs)  # type: ignore[call-overload]
 

@@ -149,9 +149,9 @@ def notice(func: Any, args: Any) -> None:
         if func.__self__ is _DATA:
             run_again_whole("it replaces the data of a tensor")
     elif name in DOORS:
-        mode: Any = enclosing()
-        if mode is not None and mode.records and args and isinstance(args[0], torch.Tensor):
-            mode.expose(args[0])
+        if args and isinstance(args[0], torch.Tensor):
+            for mode in recordings():
+                mode.expose(args[0])
 
 
 class MemoryWatch(TorchFunctionMode):

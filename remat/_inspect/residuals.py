@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat._core import format_bytes
+from remat._inspect.looking import looked_at
 from remat.transforms import flatten, merge, smooth, unflatten, user_place
 from remat.transforms.closure import by_storage
 from remat.transforms.compat import TorchDispatchMode, in_transform, is_strided, storage_key, unwrapped
 from remat.transforms.compiled import give_name
-from remat.transforms.state import RandomState
 from remat.transforms.tape import Kept, listen
 
 _KEPT = {"policy": ", saved by policy", "decision": ", a decision"}
@@ -114,12 +114,8 @@ def saved_residuals(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Res
         >>> [(r.why, r.path, r.bytes) for r in saved_residuals(lambda x: x.sin().exp(), torch.ones(3))]
         [('argument', 'x', 12), ('output', None, 12)]
     """
-    random = RandomState([t for t in flatten((args, kwargs))[0] if isinstance(t, Tensor)])
-    try:
-        found = _observed(fn, args, kwargs)
-        return found if found is not None else _differentiated(fn, args, kwargs) or Residuals()
-    finally:
-        random.restore()
+    found = _observed(fn, args, kwargs)
+    return found if found is not None else _differentiated(fn, args, kwargs) or Residuals()
 
 
 def print_saved_residuals(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
@@ -159,15 +155,27 @@ def _differentiated(fn: Callable[..., Any], args: Any, kwargs: Any) -> Residuals
 def _observed(
     fn: Callable[..., Any], args: Any, kwargs: Any, packed: _Packed | None = None
 ) -> Residuals | None:
-    """The residuals of one run, or None when autograd recorded nothing."""
+    """The residuals of one run, which leaves no trace, or None when autograd recorded nothing."""
+    with looked_at(fn, args, kwargs):
+        found, readable = _run(fn, args, kwargs, packed)
+    if not readable:
+        with contextlib.suppress(RuntimeError):
+            return _observed(fn, args, kwargs, _Packed())
+    return found
+
+
+def _run(
+    fn: Callable[..., Any], args: Any, kwargs: Any, packed: _Packed | None
+) -> tuple[Residuals | None, bool]:
+    """What one run keeps, and whether all nodes of the graph showed what they save."""
     first = _next_node_number()
     makers = _Makers()
     with torch.enable_grad(), listen() as heard, makers, packed or contextlib.nullcontext():
         out = fn(*args, **kwargs)
     roots = [t.grad_fn for t in flatten(out)[0] if isinstance(t, Tensor) and t.grad_fn is not None]
     if not any(node._sequence_nr() >= first for node in roots):
-        return None
-    table = _Table(makers, by_storage(fn, args, kwargs))
+        return None, True
+    table, readable = _Table(makers, by_storage(fn, args, kwargs)), True
     # Regions report what they keep; what is kept outside of them stands in autograd's graph. Policies go
     # first: a value that one saved is theirs, even if an op outside reads it too.
     for kept in sorted(heard, key=lambda k: k.why not in _KEPT):
@@ -176,9 +184,8 @@ def _observed(
         for tensor in packed.alive() if packed else _saved_in_graph(roots, first):
             table.add(tensor)
     except _Unreadable:
-        with contextlib.suppress(RuntimeError):
-            return _observed(fn, args, kwargs, _Packed())
-    return table.residuals()
+        readable = False
+    return table.residuals(), readable
 
 
 class _Packed(torch.autograd.graph.saved_tensors_hooks):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
-from remat._core import parse_bytes
+from remat._core import parse_bytes, warn_user
 from remat.plan.graph import Graph
 from remat.plan.solve import Problem, keep_all, least
 from remat.transforms import RematError
@@ -82,10 +81,9 @@ def resolve(budget: float | int | str, graph: Graph, problem: Problem) -> int:
     if wanted < floor:
         if budget > 0:
             share = floor / max(graph.kept_by_default, 1)
-            warnings.warn(
+            warn_user(
                 f"A budget of {budget:.3g} is below the least this region can keep, {floor:,} bytes "
-                f"({share:.3g} of what it keeps without remat): planning for that.",
-                stacklevel=3,
+                f"({share:.3g} of what it keeps without remat): planning for that."
             )
         return floor
     return wanted

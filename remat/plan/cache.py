@@ -1,19 +1,42 @@
-"""Joint graphs, remembered by what a call looks like; each remembers what was solved on it."""
+"""What calls run, remembered by what they look like: the graphs of looks at them, and of what they did."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import torch
+
+from remat._core import warn_user
 from remat.plan.graph import Graph
 from remat.plan.keys import call_key
-from remat.transforms import BoundedCache, Key
+from remat.plan.looking import looking
+from remat.transforms import BoundedCache, Key, flatten
 from remat.transforms.closure import swapping
-from remat.transforms.compat import in_transform
-from remat.transforms.joint import Peeled, captured_at_levels, peel, record, record_peeled
+from remat.transforms.compat import in_transform, is_hook_refusal, is_tracing
+from remat.transforms.joint import (
+    NotOnFakes,
+    Peeled,
+    captured_at_levels,
+    learned,
+    peel,
+    record,
+    record_peeled,
+)
+from remat.transforms.tape import Tape
 
-# A graph of a block has some hundred ops and holds no tensor, so that these are a few megabytes.
+# A graph of a block has some hundred ops and holds no tensor, so that these are a few megabytes. Each
+# remembers what was solved on it.
 _GRAPHS: BoundedCache[Hashable, Graph] = BoundedCache(256)
+# What calls turned out to run that were seen otherwise, or could not be looked at: the newest first.
+_LEARNED: BoundedCache[Hashable, tuple[Graph, ...]] = BoundedCache(256)
+# Calls that differ in numbers alone: how many in a row ran one graph, and which. A counter in a module must
+# not have every call looked at.
+_ALIKE: BoundedCache[Hashable, tuple[int, Graph]] = BoundedCache(256)
+_ENOUGH = 3
+# So many paths of one function are told apart.
+_PATHS = 8
+_warned: BoundedCache[Hashable, None] = BoundedCache(4096)
 
 
 def graph_of(
@@ -22,26 +45,152 @@ def graph_of(
     """The joint graph of a call, traced once for all calls that look alike.
 
     Under functorch levels: the graph of what they run at the bottom.
+
+    Raises:
+        NotOnFakes: the function needs data.
     """
-    # Below a region around, what is captured may belong to levels that are not in force here.
-    captured = captured_at_levels(fn) if in_transform() or swapping() else ()
-    call = peel(args, kwargs or {}, captured) if in_transform() or captured else None
-    key = call_key(fn, args, kwargs or {}) if call is None else _peeled_key(fn, call)
-    found = None if key is None else _GRAPHS.recall(key)
-    if found is None:
+    return _Call(fn, args, kwargs or {}).graph()
+
+
+class Paths:
+    """The graphs that are known of a call, the likeliest first; none where it cannot be looked at.
+
+    `held`: which of its tensors somebody else holds.
+    """
+
+    __slots__ = ("graphs", "held", "key", "name")
+
+    def __init__(
+        self, name: str, key: Hashable | None, graphs: tuple[Graph, ...], held: tuple[bool, ...]
+    ) -> None:
+        self.name, self.key, self.graphs, self.held = name, key, graphs, held
+
+    def learn(self, tape: Tape) -> None:
+        """Remember what a call has run: it was none of these."""
+        if self.key is None:
+            return
+        _ALIKE.pop(_rough(self.key), None)
+        if is_tracing():
+            # Sizes may be symbols there. It is looked at anew in the next trace.
+            _GRAPHS.pop(self.key, None)
+            return
+        before = _LEARNED.get(self.key, ())
+        if len(before) == _PATHS:
+            _warn_once(
+                self.name,
+                f"{self.name} is under a budget and runs other ops at nearly every call. {_PATHS} paths of "
+                "it have plans; what a call runs besides is recomputed. Make regions of the parts that are "
+                "always the same.",
+            )
+            return
+        graph = Graph(learned(tape, self.held), False)
+        if not any(graph.signature == known.signature for known in before):
+            _LEARNED[self.key] = (graph, *before)
+
+
+def paths_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Paths:
+    """What is known of a call that is about to run, after a look at it if nothing is.
+
+    A function that cannot be looked at is planned from what its first call does, which keeps nothing.
+    """
+    call = _Call(fn, args, kwargs)
+    key, name = call.key, getattr(fn, "__name__", None) or type(fn).__name__
+    if key in _LEARNED and (known := _LEARNED.recall(key)) is not None:
+        # Of calls that were looked at that is one path more.
+        seen = _GRAPHS.recall(key)
+        graphs = known if seen is None else (*known, seen)
+    else:
+        try:
+            found = call.graph_before()
+        except NotOnFakes as error:
+            if in_transform() and is_hook_refusal(error):
+                # The engine tries again without its hooks.
+                raise
+            found = None
+            _warn_once(
+                name,
+                f"{error} For now the first call of each shape keeps nothing, and what it runs is planned "
+                "for the later ones.",
+            )
+        graphs = () if found is None else (found,)
+        if found is None and key is not None:
+            _LEARNED[key] = ()
+    return Paths(name, key, graphs, call.held())
+
+
+class _Call:
+    """A call as planners see it."""
+
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.fn, self.args, self.kwargs = fn, args, kwargs
+        # Below a region around, what is captured may belong to levels that are not in force here.
+        captured = captured_at_levels(fn) if in_transform() or swapping() else ()
+        self.peeled = peel(args, kwargs, captured) if in_transform() or captured else None
+        self.key = call_key(fn, args, kwargs) if self.peeled is None else _peeled_key(fn, self.peeled)
+
+    def graph(self) -> Graph:
+        """The graph, by a look where nobody has looked."""
+        found = None if self.key is None else _GRAPHS.recall(self.key)
+        if found is None:
+            with looking(self.fn, self.args, self.kwargs):
+                found = self._recorded()
+            if self.key is not None:
+                _GRAPHS[self.key] = found
+        return found
+
+    def graph_before(self) -> Graph | None:
+        """The same before the call runs: none where a look would take something out of an iterator."""
+        if self.key is None:
+            return self._careful()
+        if (found := _GRAPHS.recall(self.key)) is not None:
+            return found
+        rough = _rough(self.key)
+        count, alike = _ALIKE.recall(rough) or (0, None)
+        if alike is not None and count >= _ENOUGH:
+            return alike
+        if (found := self._careful()) is None:
+            return None
+        same = alike is not None and alike.signature == found.signature
+        # What was solved on the one is solved on the other.
+        _ALIKE[rough] = count, found = (count + 1, alike) if same and alike else (1, found)
+        _GRAPHS[self.key] = found
+        return found
+
+    def _careful(self) -> Graph | None:
+        with looking(self.fn, self.args, self.kwargs) as notes:
+            return self._recorded() if notes.once is None else None
+
+    def _recorded(self) -> Graph:
+        if self.peeled is None:
+            return Graph(record(self.fn, self.args, self.kwargs))
         # Torch's planner can be asked about the same graph where there are no levels.
-        found = Graph(record(fn, args, kwargs)) if call is None else Graph(record_peeled(fn, call), False)
-        if key is not None:
-            _GRAPHS[key] = found
-    return found
+        return Graph(record_peeled(self.fn, self.peeled), False)
 
-
-def forget(graph: Graph) -> None:
-    """Trace anew whatever call this graph was of: it turned out to run other ops."""
-    for key in [key for key, known in list(_GRAPHS.items()) if known is graph]:
-        _GRAPHS.pop(key, None)
+    def held(self) -> tuple[bool, ...]:
+        """Which of its tensors somebody else holds: parameters, and leaves in containers."""
+        if not self.kwargs and all([isinstance(a, torch.Tensor) for a in self.args]):
+            return tuple([isinstance(a, torch.nn.Parameter) for a in self.args])
+        direct = {id(a) for a in (*self.args, *self.kwargs.values())}
+        tensors = [t for t in flatten((self.args, self.kwargs))[0] if isinstance(t, torch.Tensor)]
+        return tuple(
+            [
+                isinstance(t, torch.nn.Parameter) or (id(t) not in direct and t.requires_grad and t.is_leaf)
+                for t in tensors
+            ]
+        )
 
 
 def _peeled_key(fn: Callable[..., Any], call: Peeled) -> Hashable | None:
     key = call_key(fn, call.leaves, {})
     return None if key is None else Key(key, call.steps, str(call.spec), len(call.captured))
+
+
+def _rough(key: Any) -> Hashable:
+    """A key without its numbers."""
+    return Key(*[part for part in key.parts if type(part) is not int and type(part) is not float])
+
+
+def _warn_once(name: str, text: str) -> None:
+    if name not in _warned:
+        _warned[name] = None
+        warn_user(f"{text} (Said once.)")

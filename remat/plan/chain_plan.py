@@ -5,12 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import torch
 
 from remat._core import Decision, OpInfo, format_bytes
 from remat._region import with_policy
@@ -18,13 +15,13 @@ from remat.plan.budget import check_peak
 from remat.plan.chain import Chain, Choice, Measure, Part, Stage, best_parts
 from remat.plan.followed import Following, carried_out
 from remat.plan.graph import CostModel, Graph, cost_model
-from remat.plan.model import as_fake
+from remat.plan.looking import looking
 from remat.plan.plan import Plan
 from remat.plan.solve import Problem, Solved, complete
 from remat.policies import Numbered, Policy, save_nothing
-from remat.transforms import RematError, flatten, unflatten
-from remat.transforms.compat import fake_mode, is_tracing
-from remat.transforms.joint import record
+from remat.transforms import RematError
+from remat.transforms.compat import is_tracing
+from remat.transforms.joint import on_fakes, record
 
 Stages = Sequence[Callable[..., Any]]
 
@@ -133,7 +130,9 @@ def plan_chain(
     if not stages:
         raise RematError("plan_chain got no stages: write plan_chain([block1, block2], x, peak='20GiB').")
     limit, model = check_peak(peak), cost_model(cost, device)
-    task = Task(list(stages), trace(stages, x, args), model, compiled, accumulating)
+    with looking(stages, x, args):
+        graphs = trace(stages, x, args)
+    task = Task(list(stages), graphs, model, compiled, accumulating)
     parts = best_parts(task.chain, limit)
     if parts is None:
         # The search rounds bytes: what it is told to write must be what it finds.
@@ -224,7 +223,7 @@ class _GivenPlan(Numbered):
     plan: Plan
 
     def bind(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
-        return Following(self.plan) if is_tracing() else carried_out(self.plan)
+        return Following((self.plan,)) if is_tracing() else carried_out([self.plan])
 
     def __call__(self, info: OpInfo) -> Decision:
         return self.plan(info)
@@ -254,16 +253,15 @@ def _sequence(functions: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
 
 def trace(stages: Stages, x: Any, args: tuple[Any, ...]) -> tuple[list[Graph], list[Graph]]:
     """The joint graphs of the stages and of pairs of neighbours."""
-    leaves, spec = flatten((x, args))
-    mode = fake_mode(leaves)
-    fakes = [as_fake(leaf, mode) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    with warnings.catch_warnings(), mode, torch.enable_grad():
-        # The engine asks for addresses, which fake tensors grudgingly give.
-        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        x, args = unflatten(fakes, spec)
-        inputs = [x]
-        for stage in stages[:-1]:
-            inputs.append(stage(inputs[-1], *args))
+    inputs: list[Any] = []
+
+    def through(x: Any, *args: Any) -> tuple[Any, ...]:
+        for stage in stages:
+            inputs.append(x)
+            x = stage(x, *args) if len(inputs) < len(stages) else x
+        return args
+
+    args = on_fakes(through, (x, *args))
 
     def graph(first: int, count: int) -> Graph:
         run = _sequence(stages[first : first + count])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,92 +13,136 @@ from remat._core import Decision, OpInfo
 from remat.policies import Policy
 from remat.transforms import RematError, traits
 from remat.transforms.compat import in_transform
+from remat.transforms.joint import OPTIONAL
+from remat.transforms.tape import Tape
 
 if TYPE_CHECKING:
     from remat.plan.plan import Plan
 
-# Stand among the numbers of ops for the one that comes next, and for the first that did not fit.
-_NEXT, _OUTDATED = -1, -2
+
+class Walk:
+    """How far one forward has come: on which plan, at which of its positions, with what kept."""
+
+    def __init__(self, plan: Plan | None) -> None:
+        self.plan, self.at = plan, 0
+        self.met: list[tuple[str, int]] = []
+        self.saved: dict[int, bool] = {}  # what was said of each op: it may be asked about again
+        self.bytes = 0
+        self.switched = False
+
+    def follow(self, name: str, size: int = 0) -> bool:
+        """Whether an op that is met now, whose results take `size` bytes, is the next one of the plan."""
+        plan = self.plan
+        if plan is None:
+            return False
+        at, ops = self.at, plan.ops
+        while at < len(ops) and _passed_over(ops[at]):
+            at += 1
+        met = at < len(ops) and ops[at] == name and size <= plan.sizes.get(at, size)
+        self.at = at + met
+        return met
+
+    def turn(self, plan: Plan) -> bool:
+        """Whether all that was met is what another plan begins with; that is followed from here on then."""
+        other = Walk(plan)
+        if not all(other.follow(*op) for op in self.met):
+            return False
+        self.plan, self.at, self.switched = plan, other.at, True
+        return True
+
+    def wanted(self, size: int) -> bool:
+        """Whether the op at hand, of this many bytes, is to be kept."""
+        plan = self.plan
+        assert plan is not None
+        if self.at - 1 not in plan.chosen or (self.switched and self.bytes + size > plan.kept_bytes):
+            return False
+        self.bytes += size
+        return True
 
 
 @dataclass(frozen=True)
 class Following(Policy):
-    """A plan carried out among other ops, which are recomputed; those of the plan come in order.
+    """Plans carried out among other ops, which are recomputed; those of a plan come in order.
 
     Forward-mode levels weave tangent ops between those of the plan; a step of a compiled scan takes its row
     out of a block of rows first. Views come and go; they are nobody's to keep. (Where a view was written to,
     autograd makes it anew of its base: by an op in the trace that was planned, without one in eager.)
     """
 
-    plan: Plan
-    # Forgets what the plan was made from; None for a plan that the user chose.
-    forget: Callable[[], None] | None = field(default=None, compare=False, repr=False)
-    # The number of an op in the forward -> its position in the plan; `_NEXT` -> the position to be met next.
-    places: dict[int, int] = field(default_factory=dict[int, int], compare=False, repr=False)
+    # A function that takes several paths has a plan for each; the likeliest comes first.
+    plans: tuple[Plan, ...]
+    # Told of a forward that no plan was made for; None where the user chose the plan.
+    learn: Callable[[Tape], None] | None = field(default=None, compare=False, repr=False)
     counts = True
+
+    @functools.cached_property
+    def walk(self) -> Walk:
+        """Where the forward at hand is."""
+        return Walk(self.plans[0] if self.plans else None)
 
     @property
     def key(self) -> Hashable:  # type: ignore[override]
         # Made anew for every call; a plan is not.
-        return type(self), self.plan.key
+        return type(self), *[plan.key for plan in self.plans]
 
     def fresh(self) -> Policy:
-        return type(self)(self.plan, self.forget)
+        return type(self)(self.plans, self.learn)
 
     def __call__(self, info: OpInfo) -> Decision:
         # An op is asked about once more when its value has got a name.
-        if info.index not in self.places:
-            self.places[info.index] = self._place(info.op)
-        return Decision.SAVE if self.places[info.index] in self.plan.chosen else Decision.RECOMPUTE
+        said = self.walk.saved
+        if info.index not in said:
+            said[info.index] = not traits(info.op).view and self._saves(str(info.op), info)
+        return Decision.SAVE if said[info.index] else Decision.RECOMPUTE
 
-    def _place(self, op: Any) -> int:
-        """The position in the plan of an op that was met now, -1 where it has none."""
-        if traits(op).view:
-            return -1
-        position, ops = self.places.get(_NEXT, 0), self.plan.ops
-        while position < len(ops) and _passed_over(ops[position]):
-            position += 1
-        met = position < len(ops) and ops[position] == str(op)
-        self.places[_NEXT] = position + met
-        return position if met else self._unplanned(position, op)
-
-    def _unplanned(self, position: int, op: Any) -> int:
-        """What is said of an op that is not the one planned next, which is at `position`."""
-        return -1
+    def _saves(self, name: str, info: OpInfo) -> bool:
+        return self.walk.follow(name) and self.walk.wanted(info.bytes)
 
 
 @dataclass(frozen=True)
 class Bound(Following):
-    """A plan that was made for this very call: there is no other op."""
+    """Plans that were made for this very call: there is no other op.
+
+    Where another one comes all the same, something changed that no key knows of. What is not planned is
+    recomputed: right, if not the least.
+    """
 
     def interleaved(self) -> Policy:
-        return Following(self.plan, self.forget)
+        return Following(self.plans, self.learn)
 
-    def _unplanned(self, position: int, op: Any) -> int:
-        if _OUTDATED in self.places:
-            return -1
-        planned = self.plan.ops[position] if position < len(self.plan.ops) else None
-        difference = self.plan.difference(position, planned, str(op))
-        if self.forget is None:
-            raise RematError(difference)
-        # Something changed that no key knows of. What is not planned is recomputed: right, if not the least.
-        self.forget()
-        self.places[_OUTDATED] = position
-        warnings.warn(f"{difference} (The next call is planned anew.)", stacklevel=2)
-        return -1
+    def _saves(self, name: str, info: OpInfo) -> bool:
+        walk = self.walk
+        if walk.plan is None:
+            return False
+        # A plan that the user chose may have been made for other sizes.
+        walk.met.append((name, info.bytes if self.learn is not None else 0))
+        if not walk.follow(*walk.met[-1]) and not any(map(walk.turn, self.plans)):
+            if self.learn is None:
+                plan = self.plans[0]
+                planned = plan.ops[walk.at] if walk.at < len(plan.ops) else None
+                raise RematError(plan.difference(walk.at, planned, name))
+            walk.plan = None
+            return False
+        return walk.wanted(info.bytes)
+
+    def finished(self, tape: Tape) -> None:
+        if self.learn is not None and self.walk.plan is None:
+            self.learn(tape)
 
 
-def carried_out(plan: Plan, forget: Callable[[], None] | None = None) -> Following:
-    """The policy for the call that is about to run: where other ops may come in between, or where none do.
-
-    A plan that can be forgotten was not chosen by the user: ops that do not fit it lead to another one.
-    """
-    return (Following if in_transform() else Bound)(plan, forget)
+def carried_out(plans: Sequence[Plan], learn: Callable[[Tape], None] | None = None) -> Following:
+    """The policy for the call that is about to run: where other ops may come in between, or where none do."""
+    return (Following if in_transform() else Bound)(tuple(plans), learn)
 
 
 @functools.lru_cache(maxsize=4096)
 def _passed_over(name: str) -> bool:
-    """Whether nothing is asked about an op: it is a view, or writes in place, whose result is never kept."""
+    """Whether nothing is asked about an op: it is a view, or writes in place, whose result is never kept.
+
+    Or it may not run at all.
+    """
+    if name.endswith(OPTIONAL):
+        return True
     namespace, _, rest = name.partition(".")
     kind, _, overload = rest.partition(".")
     op = getattr(getattr(getattr(torch.ops, namespace), kind, None), overload, None)

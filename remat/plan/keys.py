@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from remat.transforms import Identity, Key, flatten
 
@@ -96,6 +97,9 @@ class _Look:
             self._object(value)
 
     def _tensor(self, tensor: torch.Tensor, kind: type) -> None:
+        if is_lazy(tensor):
+            self.found.append(kind)
+            return
         held = kind is torch.nn.Parameter or isinstance(tensor, torch.nn.Parameter) or tensor.is_leaf
         stride = tensor.stride() if tensor.layout is torch.strided else None
         self.found += (kind.__qualname__, tensor.shape, stride, tensor.dtype, tensor.device)

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import torch
-
 from remat._core import format_bytes, joined_keywords, keywords_apart
 from remat.plan.budget import check_budget, check_peak
 from remat.plan.cache import graph_of
 from remat.plan.chain import Chain, Measure, Stage, best_parts
 from remat.plan.graph import CostModel, Graph, cost_model
+from remat.plan.looking import looking
 from remat.plan.peak import OutOfReach, highest_within, profile, step_peak
 from remat.plan.plan import Plan
 from remat.plan.solve import INF, Problem, Solution, Solved, bound, complete, hull, keep_all, least, solve
-from remat.transforms import RematError, flatten, unflatten
-from remat.transforms.compat import fake_mode, is_fake
+from remat.transforms import RematError
+from remat.transforms.joint import on_fakes
 
 # What a budget policy does when it meets a region: None is to plan that region on its own.
 _meeting: ContextVar[Callable[..., Plan | None] | None] = ContextVar("remat_plan_meeting", default=None)
@@ -275,23 +273,9 @@ def _regions(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[tuple[str, 
         name = getattr(region, "__name__", None) or type(region).__name__
         found.append((name, graph_of(region, args, kwargs)))
 
-    leaves, spec = flatten((args, kwargs))
-    mode = fake_mode(leaves)
-    fakes = [as_fake(leaf, mode) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    with warnings.catch_warnings(), _handling(note), mode, torch.enable_grad():
-        # The engine asks for addresses, which fake tensors grudgingly give.
-        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        args, kwargs = unflatten(fakes, spec)
-        fn(*args, **kwargs)
+    with looking(fn, args, kwargs), _handling(note):
+        on_fakes(fn, args, kwargs)
     return found
-
-
-def as_fake(tensor: torch.Tensor, mode: Any) -> torch.Tensor:
-    """A fake tensor of `mode` with the metadata of `tensor`."""
-    if is_fake(tensor):
-        return tensor
-    made = mode.from_tensor(tensor.detach())
-    return made.requires_grad_(tensor.requires_grad)
 
 
 def union(parts: Sequence[Problem]) -> Problem:

@@ -11,6 +11,7 @@ from typing import Any
 
 from remat._core import Decision, OpInfo, TensorMeta, format_bytes, joined_keywords, keywords_apart
 from remat.plan.graph import CostModel, Graph, cost_model
+from remat.plan.looking import looking
 from remat.plan.solve import INF, Problem, Solution, bound, complete, hull, solve
 from remat.plan.torch_plans import SOLVERS, torch_plan
 from remat.policies import (
@@ -141,7 +142,9 @@ def pareto(
         >>> [p.kept_bytes for p in frontier.of("remat")]
         [256, 256, 512]
     """
-    graph, model = Graph(record(fn, args, joined_keywords(keywords, kwargs))), cost_model(cost, device)
+    model, given = cost_model(cost, device), joined_keywords(keywords, kwargs)
+    with looking(fn, args, given):
+        graph = Graph(record(fn, args, given))
     problem = graph.problem(model)
     corners = hull(problem)
     if not corners:

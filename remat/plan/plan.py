@@ -142,6 +142,11 @@ class Plan(Policy):
         """`saved` as a set."""
         return frozenset(self.saved)
 
+    @cached_property
+    def sizes(self) -> dict[int, int]:
+        """Bytes of what is kept, by the op's position."""
+        return {kept.position: kept.bytes for kept in self.kept}
+
     def check(self, names: Sequence[str]) -> None:
         """Raise where a function's ops are not those planned for.
 
@@ -168,7 +173,7 @@ class Plan(Policy):
         names = graph_of(fn, args, kwargs).names
         if names != self.ops:
             self.check(names)
-        return carried_out(self)
+        return carried_out([self])
 
     def to_json(self) -> str:
         """The plan as JSON text; without the user's file names."""

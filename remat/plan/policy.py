@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from remat._core import Decision, OpInfo
 from remat.plan.budget import check_budget, check_peak, resolve
-from remat.plan.cache import forget, graph_of
+from remat.plan.cache import graph_of, paths_of
 from remat.plan.chain import frontier
 from remat.plan.followed import carried_out
 from remat.plan.graph import CostModel, Graph, cost_model
@@ -85,9 +84,9 @@ class BudgetPolicy(Numbered):
         args, kwargs = as_operands((args, kwargs))
         planned, plan = meet(fn, args, kwargs)
         if planned:
-            return save_everything if plan is None else carried_out(plan)
-        graph = graph_of(fn, args, kwargs)
-        return carried_out(self._plan(graph, fn), functools.partial(forget, graph))
+            return save_everything if plan is None else carried_out([plan])
+        paths = paths_of(fn, args, kwargs)
+        return carried_out([self._plan(graph, fn) for graph in paths.graphs], paths.learn)
 
     def __call__(self, info: OpInfo) -> Decision:
         raise RematError(

@@ -7,13 +7,16 @@ import functools
 import types
 from collections.abc import Callable, Collection, Hashable, Iterator, Set
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 
 from remat._core import Decision, OpInfo
 from remat.transforms import Identity, Key, RematError, intern, register, registered, traits
 from remat.transforms.compat import HigherOrderOperator, OpOverload, OpOverloadPacket
+
+if TYPE_CHECKING:
+    from remat.transforms.tape import Tape
 
 
 class PolicyError(RematError, TypeError):
@@ -77,6 +80,9 @@ class Policy:
     def fresh(self) -> Policy:
         """The policy for one run of a forward: one that counts answers with a copy whose count is zero."""
         return self
+
+    def finished(self, tape: Tape) -> None:
+        """The forward that this policy was asked about is over."""
 
     def names(self) -> Iterator[tuple[str, bool]]:
         """The `checkpoint_name`s that it asks for, and whether one that never occurs is an error."""
@@ -221,6 +227,10 @@ class Combined(Policy):
         return (
             self._with({name: part.fresh() for name, part in self.parts().items()}) if self.counts else self
         )
+
+    def finished(self, tape: Tape) -> None:
+        for part in self.parts().values():
+            part.finished(tape)
 
     def names(self) -> Iterator[tuple[str, bool]]:
         for part in self.parts().values():

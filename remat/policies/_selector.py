@@ -181,4 +181,5 @@ class PolicySelector:
 
     def finished(self, tape: Tape) -> None:
         """The forward is over."""
+        self.policy.finished(tape)
         report_unmatched(self.policy, self.region, self.named)

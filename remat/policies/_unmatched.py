@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import sys
-import warnings
 from collections.abc import Iterable
 
+from remat._core import warn_user
 from remat.policies._base import Policy
-from remat.transforms import BoundedCache, RematError, is_user_frame
+from remat.transforms import BoundedCache, RematError
 
 # Regions and names that were warned of: a model calls its regions thousands of times.
 _warned: BoundedCache[tuple[str, str], None] = BoundedCache(4096)
@@ -33,7 +32,7 @@ def report_unmatched(policy: Policy, region: str, seen: Iterable[str]) -> None:
     new = {(region, name): None for name in missing if (region, name) not in _warned}
     _warned.update(new)
     if new:
-        warnings.warn(f"{text} (Said once; strict=True makes it an error.)", UnmatchedName, _user_level())
+        warn_user(f"{text} (Said once; strict=True makes it an error.)", UnmatchedName)
 
 
 def _listed(missing: Iterable[str], seen: Iterable[str]) -> str:
@@ -43,11 +42,3 @@ def _listed(missing: Iterable[str], seen: Iterable[str]) -> str:
     hints = [f" Did you mean {guess[0]!r} for {name!r}?" for name, guess in guesses.items() if guess]
     asked = ", ".join(map(repr, guesses))
     return f"{asked}, which names no value of it: {found}.{''.join(hints)}"
-
-
-def _user_level() -> int:
-    """The `stacklevel` of the user's line that called the region, seen from `report_unmatched`."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and not is_user_frame(frame):
-        frame, level = frame.f_back, level + 1
-    return level

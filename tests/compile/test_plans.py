@@ -13,6 +13,7 @@ from torch.func import grad, vmap
 
 from remat import checkpoint_policy, remat
 from remat._dynamo.region import describe
+from remat.nn import apply as remat_apply
 from remat.plan.policy import BudgetPolicy
 from remat.policies import save_cheaper_than
 from tests.compiled import compiled
@@ -139,3 +140,18 @@ def test_parameters_and_captured_tensors_are_free(call, plans):
     # What is counted are the argument and what ops make of it.
     width = 16 if call == "module" else 4
     assert plans[0][0] <= X.nbytes + 4 * 8 * width * len(X)
+
+
+def test_layers_made_regions_in_place_compile_for_every_length():
+    layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8)).double()
+    model = torch.nn.Sequential(layers)
+    expected, made = [], []
+    for length in (4, 6):
+        x = torch.linspace(-1, 1, length * 8, dtype=torch.float64).view(length, 8)
+        expected += torch.autograd.grad(model(x).sin().sum(), list(model.parameters()))
+    remat_apply(model, layers="0", policy=checkpoint_policy(budget=0.4))
+    run = compiled(model)
+    for length in (4, 6):
+        x = torch.linspace(-1, 1, length * 8, dtype=torch.float64).view(length, 8)
+        made += torch.autograd.grad(run(x).sin().sum(), list(model.parameters()))
+    torch.testing.assert_close(made, expected, rtol=0, atol=1e-12)

@@ -149,3 +149,12 @@ def test_a_generator_of_its_own_is_refused_with_a_way_out():
         RematError, match=r"region 'noise' draws .* explicit torch.Generator.*pass the numbers in"
     ):
         refuse_generator("noise", aten.rand.generator, ([3],), {"generator": torch.Generator()})
+
+
+def test_a_policy_may_keep_what_an_op_drew():
+    def block(x, w):
+        return F.dropout((x @ w).sin(), 0.5) @ w
+
+    masks = kept_bytes(remat(block, policy=save_ops(aten.native_dropout.default)))
+    torch._dynamo.reset()
+    assert masks > kept_bytes(remat(block)) + 8

@@ -186,7 +186,7 @@ def test_plan_for_another_function_names_the_first_difference():
     plan = BudgetPolicy(0.5).plan(GPTBlock(32, 4), x)
     with pytest.raises(RematError, match="op 19 is aten.empty_like.default, planned was aten.add.Tensor"):
         plan.bind(GPTBlock(32, 4, dropout=0.1), (x,), {})
-    assert plan.bind(GPTBlock(32, 4), (x,), {}) == Bound(plan)
+    assert plan.bind(GPTBlock(32, 4), (x,), {}) == Bound((plan,))
 
 
 @pytest.mark.parametrize(

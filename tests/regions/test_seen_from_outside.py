@@ -1,13 +1,15 @@
 """What user code sees, stores or does behind torch's back comes out as without remat, call after call."""
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.testing import assert_close
 
-from remat import remat, save_everything, save_matmuls, save_nothing
+from remat import RematError, remat, save_everything, save_matmuls, save_nothing
 from tests.helpers import rand, same
 
 POLICIES = pytest.mark.parametrize("policy", [save_nothing, save_matmuls, save_everything])
@@ -238,3 +240,27 @@ def test_seeds_that_are_set_inside(policy):
         return (a * torch.nn.functional.dropout(x.exp(), 0.5)).exp()
 
     check(lambda wrap: grads(wrap(fn)), policy)
+
+
+@pytest.mark.parametrize("policy", [None, save_matmuls])
+@pytest.mark.parametrize("cell", ["LSTM", "GRU", "RNN"])
+def test_kernels_that_return_more_where_gradients_are_on(cell: str, policy: Any) -> None:
+    """The workspace of the LSTM's kernel on CPUs is there in grad mode only."""
+    module, x = getattr(nn, cell)(4, 5, 2), torch.randn(3, 2, 4)
+
+    def loss(run: Any) -> list[Tensor]:
+        return list(torch.autograd.grad(run(x)[0].square().sum(), list(module.parameters())))
+
+    region = remat(module) if policy is None else remat(module, policy=policy)
+    for _ in range(2):
+        assert_close(loss(region), loss(module), rtol=0, atol=0)
+
+
+def test_a_lazy_module_is_to_be_run_once_before() -> None:
+    module, x = nn.Sequential(nn.LazyLinear(4), nn.ReLU()), torch.randn(2, 3)
+    with pytest.raises(RematError, match="Run the module once before"):
+        remat(module)(x)
+    with torch.no_grad():
+        module(x)
+    remat(module)(x).sum().backward()
+    assert module[0].weight.grad is not None

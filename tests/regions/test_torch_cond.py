@@ -6,7 +6,6 @@ from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
 
 import remat as package
 from remat import (
-    RematError,
     checkpoint_name,
     checkpoint_policy,
     offload_names,
@@ -144,9 +143,14 @@ def test_a_module_and_the_names_inside():
     assert value.requires_grad
 
 
-def test_a_budget_cannot_be_planned():
-    with pytest.raises(RematError, match="cannot be planned.*branches on values out of the region"):
-        remat(block(torch.cond, W), policy=checkpoint_policy(budget=0.5))(X.clone().requires_grad_())
+def test_a_budget_is_planned_from_the_branch_that_was_taken():
+    x = X.clone().requires_grad_()
+    region = remat(block(torch.cond, W), policy=checkpoint_policy(budget=0.5))
+    right = torch.autograd.grad(block(by_if, W)(x).sum(), x)
+    with pytest.warns(UserWarning, match="cannot be planned.*branches on values out of the region"):
+        torch.testing.assert_close(torch.autograd.grad(region(x).sum(), x), right)
+    for _ in range(2):
+        torch.testing.assert_close(torch.autograd.grad(region(x).sum(), x), right)
 
 
 @pytest.mark.parametrize("graded", [True, False], ids=["grad mode", "no_grad"])

@@ -203,6 +203,12 @@ class ClosureConversion(TorchFunctionMode):
             return {k: self.swap(v) for k, v in value.items()}
         return value
 
+    def result(self, value: Any) -> Any:
+        """What stands for a result, which may be a captured tensor that no torch call has met."""
+        if not isinstance(value, torch.Tensor) or is_wrapped(value):
+            return self.table.get(id(value), value)
+        return self.swap(value)
+
     def _is_inside(self, tensor: torch.Tensor) -> bool:
         while True:
             noted = self.inside.get(id(tensor))

@@ -8,6 +8,7 @@ from remat.transforms.compat.ambient import (
     function_modes,  # how many torch-function modes are active
     functions_as_they_are,  # a context without torch-function modes
     is_strided,  # whether `value` is a tensor with one block of memory behind it
+    module_hooks,  # the tables of the hooks that run for every module
     modules_watched,  # whether any global module hook is set
     read_cudnn_sdp,  # whether cuDNN attention is on
     read_deterministic,  # whether deterministic algorithms are asked for
@@ -46,6 +47,7 @@ from remat.transforms.compat.aot import (
 from remat.transforms.compat.autograd import (
     allow_hooks,  # accept saved-tensor hooks
     at_backward_end,  # run `callback` when the running backward pass ends
+    below_autograd,  # within, ops make no nodes, whatever grad mode says
     engine_grad,  # `torch.autograd.grad` without its checks
     engine_runs,  # whether the running backward will run a node
     forward_ad_active,  # whether a plain `forward_ad.dual_level` is open and one of `tensors` has a tangent
@@ -57,12 +59,17 @@ from remat.transforms.compat.autograd import (
     hooks_disabled,  # the message with which saved-tensor hooks are refused, or None
     is_hook_refusal,  # whether `error` is torch.func's refusal to run under saved-tensor hooks
     next_node,  # the number that this thread's next autograd node gets
+    outside_batched_grads,  # leave the vmap of `is_grads_batched`, under which no op may draw
     pop_hooks,  # take the innermost saved-tensor hooks off
     profiling,  # whether a profiler of autograd is on
     push_hooks,  # set saved-tensor hooks without a context manager's cost
     refuse_hooks,  # refuse them, with this message
+    refusing_hooks,  # how torch.func refuses saved-tensor hooks
+    replace_refusal,  # what it calls instead
     running_node,  # the node that this thread's backward pass is running, None outside of one
+    set_version,  # let a tensor's version be another one
     top_hooks,  # the innermost saved-tensor hooks of this thread
+    version_kept,  # writes to a tensor within are told to nobody
 )
 from remat.transforms.compat.cpu import (
     compiled_for_cpu,  # a graph compiled by Inductor for the CPU, without AOTAutograd around it
@@ -115,6 +122,7 @@ from remat.transforms.compat.fx import (
     Template,  # a stretch of a graph, as a function of some of the tensors that it reads
     as_it_is,  # `tensor` as a value of the graph, which nothing that is written to it later changes
     described,  # what the tracer's nodes depend on in these tensors
+    must_save,  # keep the partitioner from computing a value of the graph again in the backward
     tracer_at_work,  # the tracer that writes down what runs now, functionalized and on fake tensors
 )
 from remat.transforms.compat.inductor_cpu import (
@@ -130,6 +138,7 @@ from remat.transforms.compat.modes import (
     cond,  # the operator that torch.cond calls
     direct_call,  # what calling `op` comes down to, without the Python method in between
     fake_mode,  # the fake mode of the tensors at hand, or a new one
+    fakes_watched,  # note the fake modes that are made meanwhile
     intercept_under_modes,  # run something in place of an operator where a mode is active
     is_fake,  # whether a tensor has no data because it is fake
     memory_is_real,  # whether new tensors have memory

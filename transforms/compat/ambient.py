@@ -69,28 +69,30 @@ def modules_watched() -> bool:
     return bool(_modules._global_forward_pre_hooks or _modules._global_forward_hooks)
 
 
+# Where torch keeps the hooks that run for every module; the tables have no public access.
+module_hooks: tuple[Any, ...] = (
+    _modules._global_forward_pre_hooks,
+    _modules._global_forward_hooks,
+    _modules._global_backward_pre_hooks,
+    _modules._global_backward_hooks,
+)
+
+
 @contextlib.contextmanager
 def without_module_trackers() -> Iterator[None]:
     """Take the global module hooks of torch's own observers away for a while.
 
     `FlopCounterMode` and the memory tools follow modules by hooks on gradients, which `torch.autograd.grad`
-    refuses for leaves; nor should a trace be counted. Users' global hooks stay: they may run ops. The tables
-    of hooks have no public access.
+    refuses for leaves; nor should a trace be counted. Users' global hooks stay: they may run ops.
     """
-    tables: list[Any] = [
-        _modules._global_forward_pre_hooks,
-        _modules._global_forward_hooks,
-        _modules._global_backward_pre_hooks,
-        _modules._global_backward_hooks,
-    ]
-    before = [list(table.items()) for table in tables]
-    for table, hooks in zip(tables, before, strict=True):
+    before = [list(table.items()) for table in module_hooks]
+    for table, hooks in zip(module_hooks, before, strict=True):
         for key, hook in hooks:
             if type(getattr(hook, "__self__", None)).__module__.startswith("torch."):
                 del table[key]
     try:
         yield
     finally:
-        for table, hooks in zip(tables, before, strict=True):
+        for table, hooks in zip(module_hooks, before, strict=True):
             table.clear()
             table.update(hooks)

@@ -29,6 +29,8 @@ engine_runs: Callable[[Any], bool] = torch._C._will_engine_execute_node
 running_node: Callable[[], Any] = torch._C._current_autograd_node
 # The number that this thread's next autograd node gets.
 next_node: Callable[[], int] = torch.autograd._get_sequence_nr  # pyright: ignore[reportPrivateImportUsage]
+# Within, ops make no nodes, whatever grad mode says: some kernels look at that mode, and give other results.
+below_autograd: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C._AutoDispatchBelowAutograd  # pyright: ignore
 graph_kept: Callable[[], bool] = _autograd_c._get_current_graph_task_keep_graph
 # The innermost saved-tensor hooks of this thread: inner ones hide them, so a region asks them itself.
 top_hooks: Callable[[], tuple[Callable[..., Any], Callable[..., Any]] | None] = functools.partial(
@@ -89,6 +91,18 @@ def hooks_as_they_are() -> Iterator[None]:
                 _autograd_c._saved_tensors_hooks_disable(message)
 
 
+# torch.func asks for this where a transform begins. It is replaced while a region's forward runs, whose hooks
+# would be refused there; `None` puts it back.
+refusing_hooks: Callable[[str], contextlib.AbstractContextManager[None]] = (
+    torch.autograd.graph.disable_saved_tensors_hooks
+)
+
+
+def replace_refusal(by: Callable[[str], Any] | None) -> None:
+    """What torch.func calls to refuse saved-tensor hooks."""
+    torch.autograd.graph.disable_saved_tensors_hooks = by or refusing_hooks  # type: ignore[assignment]
+
+
 def is_hook_refusal(error: BaseException) -> bool:
     """Whether `error` is torch.func's refusal to run under saved-tensor hooks."""
     return isinstance(error, RuntimeError) and "yet support saved tensor hooks" in str(error)
@@ -99,6 +113,25 @@ def is_hook_refusal(error: BaseException) -> bool:
 engine_grad: Callable[..., tuple[torch.Tensor | None, ...]] = functools.partial(
     torch.autograd.Variable._execution_engine.run_backward, allow_unreachable=True, accumulate_grad=False
 )
+
+
+# Writes within are told to nobody: what is written is put back, or is what was there.
+version_kept: Callable[[torch.Tensor], contextlib.AbstractContextManager[Any]] = (
+    torch.autograd._unsafe_preserve_version_counter  # pyright: ignore[reportPrivateImportUsage]
+)
+
+
+@contextlib.contextmanager
+def outside_batched_grads() -> Iterator[None]:
+    """`is_grads_batched` is an old kind of vmap, and no op may draw there. What runs again is below it."""
+    level = torch._C._vmapmode_increment_nesting()
+    for _ in range(level):
+        torch._C._vmapmode_decrement_nesting()
+    try:
+        yield
+    finally:
+        for _ in range(level - 1):
+            torch._C._vmapmode_increment_nesting()
 
 
 # Runs a callback when the running backward pass ends. (2.15 has torch.autograd.graph.queue_callback; this
@@ -113,3 +146,8 @@ def forward_ad_active(tensors: list[torch.Tensor]) -> bool:
     if torch.autograd.forward_ad._current_level < 0:
         return False
     return any(_unpack_dual(t, level=0)[1] is not None for t in tensors)
+
+
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Let a tensor's version be another one: it was written to, and has its old numbers again."""
+    _autograd_c._unsafe_set_version_counter((tensor,), (version,))

@@ -55,6 +55,18 @@ def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return FunctionalTensor.to_functional(tensor.from_functional()) if functional else tensor.detach()
 
 
+def must_save(tensor: torch.Tensor) -> None:
+    """Keep the partitioner from computing this value of the graph again in the backward.
+
+    It takes the memory of an argument for what it was, also where the forward has written to it since."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    mode = get_proxy_mode()
+    if mode is not None and (tracked := _tracked(mode.tracer, tensor)) is not None:
+        tracked.node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
 def described(tensors: Tensors) -> tuple[Any, ...] | None:
     """What the tracer's nodes depend on in these tensors; None where they are of an unusual kind, have sizes
     that are not known yet, or share memory."""
@@ -84,7 +96,7 @@ def _tracked(tracer: Any, tensor: Any) -> _Tracked | None:
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.fx.experimental.proxy_tensor import get_proxy_slot
 
-    fake = tensor.from_functional()
+    fake = tensor.from_functional() if hasattr(tensor, "from_functional") else tensor
     slot: Any = get_proxy_slot(fake, tracer, None) if type(fake) is FakeTensor else None
     return None if slot is None else _Tracked(slot.proxy.node, fake)
 

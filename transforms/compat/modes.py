@@ -6,8 +6,11 @@ name was tried on 2.11.0, 2.13.0 and 2.15.0 (CPU), by the whole test suite.
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -141,7 +144,30 @@ def fake_mode(leaves: list[Any]) -> Any:
             # Parameters that a function captures may be real beside fake arguments.
             leaf.fake_mode.allow_non_fake_inputs = True
             return leaf.fake_mode
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    made = FakeTensorMode(allow_non_fake_inputs=True)
+    _made.modes.append(weakref.ref(made))
+    return made
+
+
+class _Made(threading.local):
+    """The fake modes that were made on this thread while somebody watches for what is left of them."""
+
+    def __init__(self) -> None:
+        self.modes: list[weakref.ref[Any]] | collections.deque[Any] = collections.deque(maxlen=0)
+
+
+_made = _Made()
+
+
+@contextlib.contextmanager
+def fakes_watched() -> Iterator[list[weakref.ref[Any]]]:
+    """Within, the fake modes that `fake_mode` makes are noted: one lives as long as a tensor of it does."""
+    before, modes = _made.modes, list[weakref.ref[Any]]()
+    _made.modes = modes
+    try:
+        yield modes
+    finally:
+        _made.modes = before
 
 
 def is_fake(tensor: Any) -> bool:

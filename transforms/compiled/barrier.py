@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat import graph_storage, in_transform
+from remat.transforms.compat import graph_storage, in_transform, must_save
 from remat.transforms.ops import Traits
 from remat.transforms.tape import tensors_in
 
 _library = torch.library.Library("remat", "FRAGMENT")
 _library.define("fence(Tensor value, Tensor[] after) -> Tensor")
+_library.define("snapshot(Tensor value) -> Tensor")
 
 
-def _copy(value: torch.Tensor, after: Sequence[torch.Tensor]) -> torch.Tensor:
+def _copy(value: torch.Tensor, after: Sequence[torch.Tensor] = ()) -> torch.Tensor:
     copy = value.clone()
     if copy.stride() == value.stride():
         return copy
@@ -39,6 +40,16 @@ def _like(value: torch.Tensor, after: Sequence[torch.Tensor]) -> torch.Tensor:
 
 _library.impl("fence", _copy, "CompositeExplicitAutograd")
 torch.library.register_fake("remat::fence", _like, lib=_library)
+_library.impl("snapshot", _copy, "CompositeExplicitAutograd")
+torch.library.register_fake("remat::snapshot", _copy, lib=_library)
+
+
+def snapshot(value: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor that is about to be written to. Of a plain one compilers find that it does nothing,
+    and hand what is in the memory later to the backward."""
+    copy = torch.ops.remat.snapshot.default(value)
+    must_save(copy)
+    return copy
 
 
 def fence(value: torch.Tensor, after: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat import as_it_is, graph_storage, tagged
-from remat.transforms.compiled.barrier import Origins, fence, fence_below
+from remat.transforms.compat import as_it_is, graph_storage, must_save, tagged
+from remat.transforms.compiled.barrier import Origins, fence, fence_below, snapshot
 from remat.transforms.compiled.dedup import GraphDedup
 from remat.transforms.context import Mode, is_quiet, quiet
 from remat.transforms.errors import RematError
-from remat.transforms.functorch import Prim, PullBack, replaying
+from remat.transforms.functorch import Aliasing, Prim, PullBack, replaying
 from remat.transforms.offload import Elsewhere, to_host
 from remat.transforms.ops import Traits, draws, is_shape_arithmetic, traits
 from remat.transforms.region import Region
@@ -82,7 +82,11 @@ class GraphLowering:
         record, outs = run() if prim.mapped else self.alike.forward(operands, prim.masks, run)
         for sink in prim.sinks:
             sink.written = record
-        return tuple(outs)
+        # Autograd sees the node make them. AOTAutograd would see how functionalization came to them, views
+        # and detached values, and make them so once more, without the node.
+        memory = [graph_storage(t) for t in outs]
+        alone = [memory.count(m) == 1 and m not in record.given for m in memory]
+        return tuple([as_it_is(t) if own else t for t, own in zip(outs, alone, strict=True)])
 
     @staticmethod
     def _forward(prim: Prim, operands: Tensors) -> tuple[GraphRecord, Tensors]:
@@ -90,10 +94,17 @@ class GraphLowering:
         record = GraphRecord(region, operands)
         selector = record.selector
         record.tape.loose = prim.dual
+        graded = [t.requires_grad for t in operands]
         with selector.watching(levels=True) if selector else contextlib.nullcontext(), record:
-            outs = (prim.recorded or prim.body)(*operands)
+            try:
+                outs = (prim.recorded or prim.body)(*operands)
+            except RuntimeError as error:
+                if "leaf Variable that requires grad" not in str(error):
+                    raise
+                raise RematError(record.refusal("an op", f"through which gradients flow: {error}")) from error
         if selector:
             selector.finished(record.tape)
+        record.finished(graded)
         return record, outs
 
     def pull(self, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
@@ -116,10 +127,13 @@ class GraphLowering:
         with contextlib.ExitStack() as stack:
             tag = stack.enter_context(contextlib.ExitStack())
             tag.enter_context(tagged(self.tags))
+            before = record.before
             fenced = [
-                t if first <= i < last or record.origins.bare(i) else fence(record.before.get(i, t), after)
+                t if first <= i < last or record.origins.bare(i) else fence(before.get(i, t), after)
                 for i, t in enumerate(operands)
             ]
+            for i, (whole, aliasing) in record.together.items():
+                (fenced[i],) = aliasing.rebuilt((), [fenced[whole]])
             replay = GraphReplay(record, after, prim.dual or record.tape.loose, tag.close)
             if ambient.must_be_restored():
                 stack.enter_context(ambient.restored())
@@ -150,10 +164,14 @@ class GraphRecord(Verdicts):
         self.draws: list[int] = []
         self.before: dict[int, torch.Tensor] = {}
         self.operands = list(operands)
-        self.given = {graph_storage(t): i for i, t in enumerate(operands)}
+        self.given: dict[int, list[int]] = {}
+        for i, t in enumerate(operands):
+            self.given.setdefault(graph_storage(t), []).append(i)
+        # Operands that lie in another one, of which `before` has a copy.
+        self.together: dict[int, tuple[int, Aliasing]] = {}
         self.origins = Origins(operands)
         self.storages: dict[int, int] = {}  # node -> storage of its first result
-        self.rewritten: set[int] = set()
+        self.rewritten: dict[int, Any] = {}  # storage -> the op that wrote first
         self.decisions = Decisions() if region.decisions else None
         self.writers: dict[int, int] = {}  # storage -> the last op that wrote to it
         self.keeps = False  # whether anything was kept but seeds
@@ -186,7 +204,7 @@ class GraphRecord(Verdicts):
         if is_quiet() or facts.ignored or is_shape_arithmetic(args):
             return func(*args, **kwargs)
         for tensor in targets(facts, args, kwargs):
-            self._before_writing(graph_storage(tensor))
+            self._before_writing(func, graph_storage(tensor))
         at = len(self.tape.nodes)
         if facts.random and draws(func, args, kwargs):
             self.draws.append(at)
@@ -260,14 +278,44 @@ class GraphRecord(Verdicts):
         self.keeps = True
         return quiet(map_tensors, Sent if verdict == OFFLOAD else as_it_is, out)
 
-    def _before_writing(self, storage: int) -> None:
-        """Copy an operand that is about to be written to; copies nobody reads are dropped."""
+    def _before_writing(self, func: Any, storage: int) -> None:
+        """Copy what is about to be written to; copies nobody reads are dropped."""
         if storage in self.rewritten:
             return
-        self.rewritten.add(storage)
-        at = self.given.get(storage)
-        if at is not None:
-            self.before[at] = quiet(torch.clone, self.operands[at])
+        self.rewritten[storage] = func
+        group = self.given.get(storage, [])
+        whole = max(group, key=lambda i: self.operands[i].numel(), default=0)
+        for i in group:
+            if i == whole:
+                self.before[i] = quiet(snapshot, self.operands[i])
+                continue
+            aliasing = Aliasing()
+            quiet(aliasing.leaving, [self.operands[i]], [self.operands[whole]])
+            if aliasing.specs is None:
+                raise RematError(self.refusal(func, "which it reads through views that overlap"))
+            self.together[i] = whole, aliasing
+
+    @property
+    def replaced(self) -> dict[int, torch.Tensor]:
+        """By their positions, what the recomputation takes instead of operands that the region wrote to."""
+        return self.before | {i: self.before[whole] for i, (whole, _) in self.together.items()}
+
+    def finished(self, graded: Sequence[bool]) -> None:
+        """The forward is over; `graded`: which operands gradients flowed through before."""
+        for tensor, was in zip(self.operands, graded, strict=True):
+            if tensor.requires_grad and not was:
+                func = self.rewritten.get(graph_storage(tensor))
+                raise RematError(self.refusal(func, "numbers through which gradients flow"))
+        if self.rewritten:
+            for value in self.kept.values():
+                quiet(map_tensors, must_save, value)
+
+    def refusal(self, func: Any, what: str) -> str:
+        return (
+            f"region {self.region.name!r} writes with {func} into a tensor from outside the region, {what}. "
+            "The derivative of that would be lost. Write out of place, or into a `.clone()` made in the "
+            "region, and return the result."
+        )
 
 
 class GraphReplay(Mode):
@@ -329,7 +377,7 @@ class GraphReplay(Mode):
         at = self.record.draws[turn]
         self._check(at, func)
         seed = self.record.seeds.get(at)
-        if seed is None:
+        if seed is None or at in self.record.kept:
             return self._write(func, args, kwargs, self._hand_out(at))
         return draw(quiet(fence_below, seed, self.after), func, args, kwargs)
 

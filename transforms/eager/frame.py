@@ -19,17 +19,17 @@ from typing import Any
 import torch
 
 from remat.transforms.compat import (
+    below_autograd,
     below_levels,
     graph_kept,
     graph_task,
     in_transform,
     next_node,
-    pop_hooks,
-    push_hooks,
     set_grad_enabled,
 )
 from remat.transforms.context import MemoryWatch, quiet, run_innermost
 from remat.transforms.eager.early import early_value
+from remat.transforms.eager.hooks import hook, unhook
 from remat.transforms.eager.inputs import Inputs
 from remat.transforms.eager.rerun import Rerun
 from remat.transforms.eager.saved import (
@@ -56,6 +56,7 @@ from remat.transforms.tape import (
     Reachability,
     Recorder,
     Tape,
+    storage,
 )
 
 
@@ -69,6 +70,7 @@ class Frame(Packer):
         kept: what is kept, by op.
         held: the tensors from outside that the backward needs, by their positions on the tape.
         program: what runs again; None where the function does (`rerun`).
+        raw: memories from outside that the function writes to past torch, as they were before.
         values: saved values that were made again and that the backward has not read yet.
     """
 
@@ -81,6 +83,7 @@ class Frame(Packer):
         "kept",
         "program",
         "random",
+        "raw",
         "reach",
         "recorder",
         "region",
@@ -110,7 +113,7 @@ class Frame(Packer):
         self.handles: list[weakref.ref[Handle] | None] = []  # None where nobody asked for one
         self.values: dict[int, torch.Tensor] = {}
         self.random: dict[int, Any] = {}
-        self.snapshots: dict[int, Any] = {}
+        self.snapshots, self.raw = {}, []
         self.program: Program | None = None
         self.rerun: Rerun | None = None
         self.reach: Reachability | None = None
@@ -142,7 +145,7 @@ class Frame(Packer):
                 pack = self.pack_expected
         self.recorder = recorder
         watching = recorder.selector.watching() if recorder.selector else contextlib.nullcontext()
-        push_hooks(pack, self.unpack)
+        hook((pack, self.unpack))
         try:
             with watching, MemoryWatch(), recorder:
                 out = run_innermost(region.function, select is not None, args, kwargs)
@@ -151,7 +154,7 @@ class Frame(Packer):
             self.recorder = None
             raise
         finally:
-            pop_hooks()
+            unhook(inputs.hooks)
             self.values, self.task = {}, -1
         self.nodes = next_node() - self.start
         self.tape = recorder.tape
@@ -219,11 +222,13 @@ class Frame(Packer):
     def take(self, recorder: Recorder, held: Any) -> None:
         """Hold these tensors from outside, and what the recomputation starts from besides."""
         inputs, tape = self.inputs, self.tape
-        snapshots = recorder.snapshots
+        snapshots, raw = recorder.snapshots, [storage(tensor) for tensor, _ in self.raw]
         for at in sorted(held):
             root = tape.outside[at].root
             if written := root in snapshots:
                 self.snapshots[root] = snapshots[root]
+            elif raw:
+                written = storage(recorder.outside[at]) in raw
             self.held[at] = SavedInput(recorder.outside[at], inputs.hooks, written)
         self.random = recorder.random if self.program is None or self.program.draws else {}
         if self.kept:
@@ -305,17 +310,17 @@ class Frame(Packer):
             return scratch[root].view(outside(at)) if root in scratch else outside(at)
 
         graded = torch.is_grad_enabled()
-        set_grad_enabled(False)
         end = recomputing(self.region.name)
         random = self.random if self.region.preserve_rng_state else {}
         try:
             with contextlib.ExitStack() as stack:
-                for context in inputs.ambient_contexts():
+                for context in inputs.ambient_contexts(casts=False):
                     stack.enter_context(context)
                 if program.draws and random:
                     stack.enter_context(generators_put_back(random.values()))
                 if self.store is not None:
                     stack.enter_context(self.store.fetched(program.kept))
+                stack.enter_context(below_autograd())
                 return program.run(read, take, random, self.region.digest)
         finally:
             end()

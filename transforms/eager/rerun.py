@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from remat.transforms.compat import pop_hooks, push_hooks, set_grad_enabled, unseen
+from remat.transforms.compat import set_grad_enabled, top_hooks, unseen
+from remat.transforms.eager.hooks import hook, unhook
 from remat.transforms.errors import RematError
 from remat.transforms.region import recomputing
 from remat.transforms.state import generators_put_back
-from remat.transforms.tape import Needs, Replay, Stop, not_repeated, storage
+from remat.transforms.tape import Needs, Replay, Stop, lent, not_repeated, storage
 
 if TYPE_CHECKING:
     from remat.transforms.eager.frame import Frame
@@ -53,6 +54,7 @@ class Rerun:
                     stack.callback(inputs.random.again().restore)
                     inputs.random.restore()
                     stack.enter_context(generators_put_back(frame.random.values()))
+                stack.enter_context(lent(frame.raw if not frame.tape.loose else self._written()))
                 for context in inputs.contexts():
                     stack.enter_context(context)
                 if frame.store is not None:
@@ -70,6 +72,12 @@ class Rerun:
                 f"it packed fewer values for the backward than the {len(frame.tape.packed)} of it"
             )
         return values
+
+    def _written(self) -> list[tuple[torch.Tensor, Any]]:
+        """All memories from outside that the function writes to, as they were before."""
+        frame = self.frame
+        roots = {frame.tape.outside[at].root: held.packed for at, held in frame.held.items()}
+        return [*frame.raw, *((roots[root], before) for root, before in frame.snapshots.items())]
 
     def _replay(self) -> Replay:
         frame, region = self.frame, self.frame.region
@@ -91,13 +99,14 @@ class Rerun:
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         graded = torch.is_grad_enabled()
         set_grad_enabled(True)
-        push_hooks(self.frame.repack, _identity)
+        around = top_hooks()
+        hook((self.frame.repack, _identity))
         end = recomputing(self.frame.region.name)
         try:
             self.frame.region.run(args, kwargs)
         finally:
             end()
-            pop_hooks()
+            unhook(around)
             set_grad_enabled(graded)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,6 @@ from remat.transforms.tape import (
     Reachability,
     Recorder,
     held_values,
-    storage,
     tensors_in,
 )
 
@@ -33,6 +32,7 @@ def settle(frame: Any, recorder: Recorder, out: Any) -> None:
         reach = Reachability(outs, frame.start)
         frame.reach = reach if reach.differ else None
     recorder.share_around()
+    frame.raw = recorder.raw_writes()
     frame.direct = tape.direct()
     wanted = computed(frame)
     needs = Needs(tape, sources(frame, wanted), recorder.kept)
@@ -87,22 +87,9 @@ def hold_kept(frame: Any, recorder: Recorder, out: Any) -> None:
     """Hold what is kept until the backward, by the user's hooks where there are some."""
     kept, hooks = frame.kept, users(frame.inputs.hooks)
     if kept:
-        seen, unknown = dict[int, Any](), dict[int, Any]()
-        for tensor in tensors_in(flatten(out)[0]):
-            if (number := recorder.bound(tensor)) is not None:
-                seen[frame.tape.root_of(number)] = tensor
-            else:
-                unknown[storage(tensor)] = tensor
-
-        def watched(at: int) -> Any:
-            found = seen.get(frame.tape.nodes[at].root)
-            if found is None and unknown:
-                found = next((unknown.get(storage(t)) for t in tensors_in(kept[at])), None)
-            return found
-
-        frame.kept = held_values(kept, frame.region.name, watched, hooks)
-        # An alias that autograd made of something may be of anything.
-        _note_away(frame, None if unknown else set(seen))
+        results = list(tensors_in(flatten(out)[0]))
+        frame.kept = held_values(kept, frame.region.name, results, hooks)
+        _note_away(frame, recorder, results)
     if recorder.parent is not None or frame.inputs.hooks is not None:
         # A region around copies what is about to be overwritten.
         _tell_around(frame, recorder, kept if hooks is None else frame.kept)
@@ -121,14 +108,17 @@ def _tell_around(frame: Any, recorder: Recorder, kept: dict[int, Any]) -> None:
             around.offer(recorder.outer[at], value, frame.tape.nodes[at].op)
 
 
-def _note_away(frame: Any, roots: set[int] | None) -> None:
+def _note_away(frame: Any, recorder: Recorder, results: list[torch.Tensor]) -> None:
     """Note what was sent to the host."""
     away = {at: value for at, value in frame.kept.items() if any(True for _ in away_in(value))}
     if not away:
         return
     frame.store = Store(frame.kept)
     # The caller may write to the results, into memory that is perhaps still being sent.
+    numbers = [recorder.bound(t) for t in results]
+    roots = {None if number is None else frame.tape.root_of(number) for number in numbers}
     for at, value in away.items():
-        if roots is None or frame.tape.nodes[at].root in roots:
+        # An alias that autograd made of something may be of anything.
+        if None in roots or frame.tape.nodes[at].root in roots:
             for parcel in away_in(value):
                 parcel.parcel.wait()

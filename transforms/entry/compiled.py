@@ -34,7 +34,7 @@ from remat.transforms.compat import (
 from remat.transforms.compiled import CAPTURED, NAMED, GraphDedup, GraphLowering, dedup_key
 from remat.transforms.context import active
 from remat.transforms.entry.dispatch import outermost, run
-from remat.transforms.functorch import AliasSpec, Family, Prim, bases, call, looks, rebuild
+from remat.transforms.functorch import Aliasing, Family, Prim, call
 from remat.transforms.intermediates import Handed, current, tap
 from remat.transforms.region import Region
 from remat.transforms.state import Ambient, device_kinds
@@ -207,7 +207,7 @@ class _TracedCall:
         self.tensors = [self.operands[i] for i in self.at]
         self.taps = Handed(graph.named) if active.sessions and current() else None
         self.outs: list[Any] = []
-        self.looks: list[AliasSpec | None] | None = None  # once it has run, if it returned several tensors
+        self.aliasing = Aliasing()
         ambient = Ambient(device_kinds(self.tensors))
         # What runs in another region is that one's to record; captures count what they are given.
         alone = _local.depth == 1 and self.taps is None
@@ -217,7 +217,7 @@ class _TracedCall:
     def __call__(self) -> tuple[Any, ...]:
         operands = [*self.tensors, *(self.taps.offsets if self.taps else ())]
         made = call(Prim(self.body, self.family), operands)
-        results = iter(rebuild(made, self.looks) if self.looks else made)
+        results = iter(self.aliasing.rebuilt(made, operands))
         return tuple([next(results) if out is _TENSOR else out for out in self.outs])
 
     def body(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -227,9 +227,7 @@ class _TracedCall:
             outs = self.region.function(*[given.get(i, x) for i, x in enumerate(self.operands)])
         self.outs[:] = [_TENSOR if isinstance(out, torch.Tensor) else out for out in outs]
         found = [out for out in outs if isinstance(out, torch.Tensor)]
-        if self.looks is None and len(found) > 1:
-            self.looks = looks(found)
-        return tuple(found) if self.looks is None else bases(found, self.looks)
+        return self.aliasing.leaving(found, operands)
 
 
 _TENSOR = object()

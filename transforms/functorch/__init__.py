@@ -1,15 +1,12 @@
 """Regions under functorch levels and in traced graphs: a primitive with rules for grad, vmap and jvp."""
 
 from remat.transforms.functorch import nodes, rules  # noqa: F401  (they add the rules that `call` looks up)
-from remat.transforms.functorch.aliasing import AliasSpec, bases, looks, rebuild
+from remat.transforms.functorch.aliasing import Aliasing
 from remat.transforms.functorch.flat_call import FlatCall, WatchingRefused
 from remat.transforms.functorch.primitive import Family, Prim, PullBack, World, call, replaying
 
 __all__ = [
-    "AliasSpec",  # a view of another result
-    "bases",  # those results that leave the node
-    "looks",  # for every result, how to see it in another one that holds all of it
-    "rebuild",  # all results, given those that left the node
+    "Aliasing",  # which results of a region leave its node, and how the others are made of those
     "FlatCall",  # a region's call with every tensor it depends on as a flat operand
     "WatchingRefused",  # the forward must be run afresh, without watching
     "Family",  # what all primitives derived from one call of a region share

@@ -1,8 +1,9 @@
-"""Results of a region that lie in one memory.
+"""Results of a region that lie in one memory, or in that of its operands.
 
 A node of autograd returns tensors that know nothing of each other: what is written to one of them later is
 seen in the others, but not by their derivatives. So of results that look into each other one leaves the
-node, and the others are made of it outside, where autograd follows.
+node, and the others are made of it outside, where autograd follows. Those that look into an operand are made
+of that.
 """
 
 from __future__ import annotations
@@ -14,59 +15,153 @@ from typing import Any, NamedTuple
 import torch
 
 from remat.transforms.compat import functions_as_they_are, graph_storage, is_wrapped, unwrap_once, unwrapped
+from remat.transforms.functorch.primitive import cut_off
 
 Tensors = Sequence[torch.Tensor]
 
 
 class AliasSpec(NamedTuple):
-    """A view of another result: which one, and shape, stride and start there. Without a stride it has all of
-    its elements in their order; without a shape it is that result itself."""
+    """A view of another tensor: which one, and shape, stride and start there. Without a shape it is that
+    tensor itself.
+
+    Attributes:
+        base: the number of a result, or `~i` for operand i.
+        order: its dimensions as they lie in memory.
+        real: whether the view is one of the parts of a complex base.
+    """
 
     base: int
     shape: tuple[int, ...] | None = None
-    stride: tuple[int, ...] | None = None
+    stride: tuple[int, ...] = ()
     start: Any = 0
+    order: tuple[int, ...] = ()
+    real: bool = False
 
 
-def looks(tensors: Tensors) -> list[AliasSpec | None]:
-    """For every result, how to see it in another one that holds all of it; None where it stands alone."""
-    found: list[AliasSpec | None] = [None] * len(tensors)
-    if len(tensors) < 2:
-        return found
-    together: dict[int, list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        if tensor.layout is torch.strided:
-            bottom = unwrapped(tensor)
-            together.setdefault(graph_storage(bottom), []).append(i)
-    # Asked of tensors whose attributes a torch-function mode would take for calls of the user's.
-    with functions_as_they_are():
-        for group in together.values():
-            whole = [i for i in group if tensors[i].is_contiguous()]
-            if len(group) > 1 and whole:
-                base = max(whole, key=lambda i: tensors[i].numel())
-                for i in group:
-                    found[i] = None if i == base else _look(tensors, base, i)
-    return found
+class Aliasing:
+    """Which results of a region leave its node, and how the others are made of those.
+
+    That is learnt where the function runs first, and is the same where it runs again.
+    """
+
+    def __init__(self) -> None:
+        self.known = False
+        # For every result how to see it in another tensor, None where it leaves; None: all of them do.
+        self.specs: list[AliasSpec | None] | None = None
+        # Results whose base leaves the node too: it holds several of them, and is none itself.
+        self.hidden: list[int] = []
+
+    def leaving(self, results: Tensors, operands: Tensors) -> tuple[torch.Tensor, ...]:
+        """What leaves the node."""
+        if not self.known:
+            self.known = True
+            # Asked of tensors whose attributes a torch-function mode would take for calls of the user's.
+            with functions_as_they_are():
+                self._learn(results, operands)
+        if self.specs is None:
+            return tuple(results)
+        own = [t for t, spec in zip(results, self.specs, strict=True) if spec is None]
+        bases: list[Any] = [results[i]._base for i in self.hidden]
+        # torch.func differentiates no function without results.
+        return (*own, *bases) or (torch.zeros(()),)
+
+    def rebuilt(self, made: Tensors, operands: Tensors) -> list[torch.Tensor]:
+        """All results, given what left the node."""
+        if self.specs is None:
+            return list(made)
+        left = iter(made)
+        found: list[Any] = [next(left) if spec is None else None for spec in self.specs]
+        found.extend(left)
+
+        def at(i: int) -> torch.Tensor:
+            if i < 0:
+                return operands[~i]
+            if found[i] is None:
+                assert self.specs is not None and (spec := self.specs[i]) is not None
+                found[i] = _made(at(spec.base), spec)
+            return found[i]
+
+        return [at(i) for i in range(len(self.specs))]
+
+    def _learn(self, results: Tensors, operands: Tensors) -> None:
+        together: dict[int | None, list[int]] = {}
+        for i, tensor in enumerate(results):
+            together.setdefault(_memory(tensor), []).append(i)
+        together.pop(None, None)
+        given: dict[int | None, list[int]] = {}
+        for i, tensor in enumerate(operands):
+            given.setdefault(_memory(tensor), []).append(i)
+        specs: list[AliasSpec | None] = [None] * len(results)
+        for memory, group in together.items():
+            left = _seen_in(specs, results, group, [(~i, operands[i]) for i in given.get(memory, ())])
+            if len(left) > 1:
+                self._learn_among(specs, results, left)
+        if any(spec is not None for spec in specs):
+            self.specs = specs
+
+    def _learn_among(self, specs: list[AliasSpec | None], results: Tensors, group: list[int]) -> None:
+        left = group
+        if whole := [i for i in group if _order(results[i]) is not None]:
+            base = max(whole, key=lambda i: results[i].numel())
+            rest = [i for i in group if i != base]
+            left = [base, *_seen_in(specs, results, rest, [(base, results[base])])]
+        # None of them holds all: what they are views of may.
+        at = next((i for i in left if results[i]._base is not None), None)
+        if len(left) > 1 and at is not None:
+            number = len(results) + len(self.hidden)
+            if len(_seen_in(specs, results, left, [(number, results[at]._base)])) < len(left):
+                self.hidden.append(at)
 
 
-def _look(tensors: Tensors, base: int, at: int) -> AliasSpec | None:
-    whole, part = tensors[base], tensors[at]
-    if part is whole:
-        return AliasSpec(base)
-    start = part.storage_offset() - whole.storage_offset()
+def _memory(tensor: torch.Tensor) -> int | None:
+    return graph_storage(unwrapped(tensor)) if tensor.layout is torch.strided else None
+
+
+def _seen_in(specs: list[AliasSpec | None], results: Tensors, group: list[int], bases: Any) -> list[int]:
+    """Note for results of `group` how to see them in one of `bases`; those that are in none."""
+    for number, base in bases:
+        order = _order(base)
+        for i in group:
+            if specs[i] is None and order is not None:
+                specs[i] = _spec(results[i], base, number, order)
+    return [i for i in group if specs[i] is None]
+
+
+def _order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The dimensions of a tensor as they lie in memory, None where it has gaps or overlaps."""
+    stride = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda d: stride[d], reverse=True)
+    expected = 1
+    for d in reversed(order):
+        if tensor.shape[d] != 1:
+            if stride[d] != expected:
+                return None
+            expected = expected * tensor.shape[d]
+    return tuple(order)
+
+
+def _spec(part: torch.Tensor, base: torch.Tensor, number: int, order: tuple[int, ...]) -> AliasSpec | None:
+    if part is base:
+        return AliasSpec(number)
+    real = base.is_complex() and not part.is_complex()
+    scale = 2 if real else 1
+    start = part.storage_offset() - scale * base.storage_offset()
     last = start + sum((n - 1) * s for n, s in zip(part.shape, part.stride(), strict=True))
-    inside = part.numel() and start >= 0 and last < whole.numel()
-    if not inside or part.dtype != whole.dtype or not _follows(part, whole):
+    inside = part.numel() and start >= 0 and last < scale * base.numel()
+    kind = base.dtype.to_real() if real else base.dtype
+    bits = part.is_conj() == (base.is_conj() and not real) and part.is_neg() == base.is_neg()
+    if not inside or part.dtype != kind or not bits or not _follows(part, base):
         return None
-    if part.numel() == whole.numel() and part.is_contiguous():
-        return AliasSpec(base, tuple(part.shape))
-    return AliasSpec(base, tuple(part.shape), part.stride(), start)
+    return AliasSpec(number, tuple(part.shape), part.stride(), start, order, real)
 
 
 def _follows(part: torch.Tensor, whole: torch.Tensor) -> bool:
     """Whether autograd, at every level, has the one for a view of the other, derivatives and all: not so for
     what was detached, or looked at without gradients."""
-    while part.requires_grad == whole.requires_grad and (part.grad_fn is None) == (whole.grad_fn is None):
+    while part.requires_grad == whole.requires_grad:
+        # `whole` may be a leaf.
+        if part.requires_grad and (part.grad_fn is None or cut_off(whole)):
+            return False
         wrapped = is_wrapped(part)
         if wrapped != is_wrapped(whole):
             return False
@@ -77,33 +172,45 @@ def _follows(part: torch.Tensor, whole: torch.Tensor) -> bool:
     return False
 
 
-def bases(tensors: Tensors, looks: Sequence[AliasSpec | None]) -> tuple[torch.Tensor, ...]:
-    """Those results that leave the node."""
-    return tuple([t for t, look in zip(tensors, looks, strict=True) if look is None])
-
-
-def rebuild(made: Tensors, looks: Sequence[AliasSpec | None]) -> list[torch.Tensor]:
-    """All results, given those that left the node."""
-    left = iter(made)
-    results = [next(left) if look is None else None for look in looks]
-    return [_rebuilt(results, look) if t is None else t for t, look in zip(results, looks, strict=True)]
-
-
-def _rebuilt(results: Sequence[torch.Tensor | None], look: AliasSpec | None) -> torch.Tensor:
-    assert look is not None
-    base = results[look.base]
-    assert base is not None
-    if look.shape is None:
+def _made(base: torch.Tensor, spec: AliasSpec) -> torch.Tensor:
+    if spec.shape is None:
         return base
     # Batched results may be laid out in another way than the function made them.
-    base = base.contiguous()
-    if look.stride is None:
-        return base.view(look.shape)
-    shape, stride = look.shape, look.stride
-    order = sorted(range(len(shape)), key=lambda d: stride[d], reverse=True)
-    sizes = [shape[d] for d in order]
-    if any(stride[d] != math.prod(sizes[i + 1 :]) for i, d in enumerate(order)):
-        return base.as_strided(shape, stride, base.storage_offset() + look.start)
-    # Compilers refuse to write into what as_strided gives.
-    part = base.view(-1).narrow(0, look.start, math.prod(sizes)).view(sizes)
-    return part.permute(sorted(range(len(order)), key=order.__getitem__))
+    flat = base.permute(spec.order).contiguous()
+    flat = (torch.view_as_real(flat) if spec.real else flat).view(-1)
+    if math.prod(spec.shape) == flat.shape[0] and spec.stride == _dense(spec.shape):
+        return flat.view(spec.shape)
+    return _strided(flat, spec)
+
+
+def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple([math.prod(shape[d + 1 :]) for d in range(len(shape))])
+
+
+def _strided(flat: torch.Tensor, spec: AliasSpec) -> torch.Tensor:
+    """`flat.as_strided(...)` by views that compilers can write through, where there are such."""
+    shape, stride = spec.shape or (), spec.stride
+    axes = [d for d in range(len(shape)) if shape[d] != 1 and stride[d] != 0]
+    axes.sort(key=lambda d: stride[d], reverse=True)
+    view, at = flat, spec.start
+    for k, d in enumerate(axes):
+        count, step = shape[d], stride[d]
+        if d == axes[-1]:
+            view = view.narrow(-1, at, (count - 1) * step + 1)
+            view = view if step == 1 else view[..., ::step]
+            break
+        # Rows of `step` elements, of which the view has a part, `span`. The last row may be too short: then
+        # all begin earlier.
+        span = 1 + sum((shape[e] - 1) * stride[e] for e in axes[k + 1 :])
+        early = max(0, at + count * step - view.shape[-1])
+        if early > at or early + span > step:
+            return flat.as_strided(shape, stride, flat.storage_offset() + spec.start)
+        view = view.narrow(-1, at - early, count * step).view(*view.shape[:-1], count, step)
+        at = early
+    if not axes:
+        view = view.narrow(0, at, 1).view(())
+    view = view.permute([axes.index(d) for d in sorted(axes)])
+    for d in range(len(shape)):
+        if d not in axes:
+            view = view.unsqueeze(d)
+    return view.expand(shape)

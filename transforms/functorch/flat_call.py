@@ -23,9 +23,9 @@ from remat.transforms.compat import (
     push_hooks,
     refuse_hooks,
 )
-from remat.transforms.context import labelled, run_innermost
+from remat.transforms.context import labelled, quiet, run_innermost
 from remat.transforms.eager import unread
-from remat.transforms.functorch.aliasing import AliasSpec, bases, looks, rebuild
+from remat.transforms.functorch.aliasing import Aliasing
 from remat.transforms.functorch.primitive import Family, Prim, World, call
 from remat.transforms.pytree import check_results, flatten, merge, split, unflatten
 from remat.transforms.region import Region
@@ -66,16 +66,19 @@ class FlatCall:
         self.out_leaves: list[Any] = []
         self.out_at: list[int] = []
         self.out_spec: Any = None  # that of a single tensor is None
-        self.looks: list[AliasSpec | None] | None = None  # once it has run, if it returned several tensors
+        self.aliasing = Aliasing()
 
     def __call__(self) -> Any:
         with labelled("forward", self.region.name):
             outs = call(Prim(self.body, self.family), self.operands)
         made_inside(outs)
+        rebuilt = self.aliasing.rebuilt
+        # No ops of the user's: a region around, whose two runs may come here by other ways, counts none.
+        whole = self.family.world is None
+        outs = quiet(rebuilt, outs, self.operands) if whole else rebuilt(outs, self.operands)
         if self.out_spec is None:
             return outs[0]
-        outs = list(outs) if self.looks is None else rebuild(outs, self.looks)
-        out, named = unflatten(merge(self.out_leaves, self.out_at, outs), self.out_spec)
+        out, named = unflatten(merge(self.out_leaves, self.out_at, list(outs)), self.out_spec)
         if self.taps is not None:
             self.taps.pass_on(named)
         return out
@@ -97,16 +100,14 @@ class FlatCall:
         ):
             out, named = self._tapped(args, kwargs, table) if self.taps else (self._watched(args, kwargs), ())
         if self.taps is None and isinstance(out, torch.Tensor):
-            return (table.get(id(out), out),)
+            return self.aliasing.leaving([table.get(id(out), out)], operands)
         check_results(out, self.region.name)
         self.out_leaves, self.out_spec = flatten((out, named))
         tensors, self.out_at = split(self.out_leaves)
         self.out_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in self.out_leaves]
         # A captured tensor may be returned as it is, without any torch call that would have met it.
         tensors = [table.get(id(t), t) for t in tensors]
-        if self.looks is None and len(tensors) > 1:
-            self.looks = looks(tensors)
-        return tuple(tensors) if self.looks is None else bases(tensors, self.looks)
+        return self.aliasing.leaving(tensors, operands)
 
     def _tapped(self, args: Any, kwargs: Any, table: dict[int, torch.Tensor]) -> tuple[Any, Any]:
         # Named values leave as results like any other: every run of the body has the same ones.

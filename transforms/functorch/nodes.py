@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from remat.transforms.closure import made_inside
 from remat.transforms.compat import (
     GRAD,
     SingleLevelFunction,
@@ -78,6 +79,7 @@ def grad_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, 
     node = LevelPull if prim.own_level == number else LevelNode
     # A dual number of a level below, if not wrapped, would be taken for one of this level's.
     operands = [t if level_of(t) == number else wrap_for_grad(t, number) for t in operands]
+    made_inside(operands)  # as no torch call has told a region or a scan around
     with enable_single_level_autograd_function():
         return node.apply(prim, level, *operands)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -100,7 +102,9 @@ def _keep(ctx: Any, prim: Prim, operands: Tensors, outs: Tensors, residuals: Res
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*[t for t in outs if not (t.is_floating_point() or t.is_complex())])
     if prim.family.world is not None:
-        ctx.save_for_backward(*operands)
+        # What the region wrote to may be written to again.
+        written = {} if residuals is None else residuals.written.replaced
+        ctx.save_for_backward(*[t if is_wrapped(t) else written.get(i, t) for i, t in enumerate(operands)])
         return
     needed = [residuals is None or _is_read(residuals, t) for t in operands]
     ctx.save_for_backward(*[t if keep else _hollow(t) for t, keep in zip(operands, needed, strict=True)])
@@ -320,9 +324,7 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
     if active.listeners:
         _report(recorded, prim.sinks[-1], operands)
     if recorded.kept:
-        seen = {recorder.root(t): t for t in bottoms}
-        held = held_values(recorded.kept, region.name, lambda at: seen.get(tape.nodes[at].root))
-        recorded.kept.update(held)
+        recorded.kept.update(held_values(recorded.kept, region.name, bottoms))
     return outs
 
 

@@ -26,7 +26,10 @@ from remat.transforms.tape import (
     Recorder,
     Replay,
     Tape,
+    lent,
+    memory_of,
     metas,
+    octets,
     storage,
     version_of,
     written,
@@ -128,9 +131,19 @@ class Recorded:
                 stack.callback(self.random.again().restore)
                 self.random.restore()
                 stack.enter_context(generators_put_back(self.draws.values()))
+            if self.tape.loose:
+                stack.enter_context(lent(self._written()))
             if self.store is not None:
                 stack.enter_context(self.store.fetched({at for at, runs in needs.live.items() if not runs}))
             yield
+
+    def _written(self) -> Iterator[tuple[torch.Tensor, Any]]:
+        """The memories from outside that the function writes to, as they were before."""
+        for given in self.given.values():
+            memory = given.memory() if given.snapshot is not None else None
+            if memory is not None:
+                tensor = given.ref()
+                yield (octets(memory) if tensor is None else tensor), given.snapshot
 
     def replay(self, needs: Needs) -> Replay | None:
         """The mode under which the function runs again; None where its ops cannot be compared."""
@@ -141,7 +154,12 @@ class Recorded:
             needs,
             self.kept,
             random=self.draws if self.region.preserve_rng_state else {},
-            snapshots=[(g.storage, g.snapshot) for g in self.given.values() if g.snapshot is not None],
+            # The address of a memory that is gone is another's by now.
+            snapshots=[
+                (g.storage, g.snapshot)
+                for g in self.given.values()
+                if g.snapshot is not None and g.memory() is not None
+            ],
             check=self.region.determinism_check != "none",
             digest=self.region.digest,
         )
@@ -151,6 +169,7 @@ class _Given(NamedTuple):
     """A tensor from outside, held by whoever else holds it."""
 
     ref: weakref.ref[torch.Tensor]
+    memory: weakref.ref[Any]  # which may outlive the tensor
     version: int
     storage: int
     snapshot: Any  # what its memory was before the region wrote to it, or None
@@ -160,7 +179,9 @@ def _let_go(recorder: Recorder) -> list[_Given]:
     """The tensors from outside; afterwards the recorder holds none of them."""
     snapshots, known = recorder.snapshots, recorder.tape.outside
     given = [
-        _Given(weakref.ref(t), version_of(t), storage(t), snapshots.get(o.root))
+        _Given(
+            weakref.ref(t), weakref.ref(memory_of(t) or t), version_of(t), storage(t), snapshots.get(o.root)
+        )
         for t, o in zip(recorder.outside, known, strict=True)
     ]
     recorder.outside = []

@@ -3,6 +3,9 @@
 from remat.transforms.joint.graph import (
     record,  # the joint graph of `fn(*args, **kwargs)`, from metadata alone
 )
+from remat.transforms.joint.learned import (
+    learned,  # the forward half of a joint graph, from the tape of a call that has run
+)
 from remat.transforms.joint.levels import (
     Peeled,  # a call with its functorch wrappers taken off
     captured_at_levels,  # what a function captures that belongs to a level
@@ -10,8 +13,13 @@ from remat.transforms.joint.levels import (
     record_peeled,  # the joint graph of what the levels run at the bottom
 )
 from remat.transforms.joint.ops import (
+    OPTIONAL,  # what the names of ops end in that may not run
     Joint,  # forward and backward of one call
     Op,  # one dispatched op
     Ref,  # stands for value `id` in the arguments of a recorded op
     Value,  # a tensor of the joint graph
+)
+from remat.transforms.joint.stand_ins import (
+    NotOnFakes,  # a function needs data, so that it cannot be looked at before it runs
+    on_fakes,  # what `run(*args, **kwargs)` returns on fake tensors like those given
 )

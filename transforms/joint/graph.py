@@ -7,7 +7,6 @@ here be carried out there. `detach`, which autograd inserts when it saves an out
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,16 +15,17 @@ import torch
 from remat.transforms.closure import trial
 from remat.transforms.compat import (
     TorchDispatchMode,
+    autocasting,
     fake_mode,
     is_fake,
     outside_all_modes,
     storage_key,
     without_module_trackers,
 )
-from remat.transforms.errors import RematError
 from remat.transforms.intermediates import only
 from remat.transforms.joint.ops import Joint, Op, Other, Ref, Value
-from remat.transforms.ops import traits, user_line
+from remat.transforms.joint.stand_ins import StandIns, refused, stood_in
+from remat.transforms.ops import is_cast_of_leaf, traits, user_line
 from remat.transforms.pytree import flatten, map_leaves, tree_leaves, unflatten
 from remat.transforms.region import planning
 
@@ -40,9 +40,10 @@ class JointRecorder(TorchDispatchMode):
     supports_higher_order_operators = True
     plans = True
 
-    def __init__(self) -> None:
+    def __init__(self, stand_ins: StandIns) -> None:
         super().__init__()
-        self.mode: Any = None
+        self.stand_ins = stand_ins
+        self.casts = autocasting()
         self.ops: list[Op] = []
         self.values: list[Value] = []
         self.storages: list[int] = []
@@ -82,8 +83,11 @@ class JointRecorder(TorchDispatchMode):
         known = self._number.get(id(tensor))
         if known is not None:
             return known
-        if not is_fake(tensor):
-            return self._capture(tensor)
+        stand_in = self.stand_ins.of(tensor)
+        if stand_in is not tensor:
+            # An autograd.Function was called with it, which no torch function tells of.
+            self.captured[id(tensor)] = tensor
+            return self.same(tensor, self.number(stand_in))
         storage = self._storage.get(storage_key(tensor)) if tensor.layout == torch.strided else None
         if storage is not None:
             for candidate in range(len(self.values) - 1, -1, -1):
@@ -94,20 +98,8 @@ class JointRecorder(TorchDispatchMode):
                     and value.dtype == tensor.dtype
                 ):
                     return self.same(tensor, candidate)
-        return self._capture(tensor)
-
-    def _capture(self, tensor: torch.Tensor) -> int:
-        """A tensor met inside the function that is no argument; its views are views of its fake's storage."""
         self.captured[id(tensor)] = tensor
-        number = self.add(tensor, "parameter")
-        if not is_fake(tensor) and tensor.layout == torch.strided:
-            with warnings.catch_warnings():
-                # It asks for the gradient of every tensor, and is warned that some have none.
-                warnings.simplefilter("ignore")
-                stand_in = self.mode.from_tensor(tensor)
-            self._storage[storage_key(stand_in)] = self.values[number].storage
-            self._alive.append(stand_in)
-        return number
+        return self.add(tensor, "parameter")
 
     def _noted(self, leaf: Any) -> Any:
         """What stands for an argument of an op."""
@@ -120,6 +112,11 @@ class JointRecorder(TorchDispatchMode):
         self._number[id(tensor)] = number
         self._alive.append(tensor)
         return number
+
+    def forget(self) -> None:
+        """Let go of all tensors: nodes that no backward has passed hold this, by their hooks."""
+        self._alive, self.captured = [], {}
+        self.stand_ins.forget()
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """A saved-tensor hook: notes what autograd keeps."""
@@ -154,9 +151,8 @@ class JointRecorder(TorchDispatchMode):
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor) and not any(leaf is t for t in overwritten):
                 outputs.append(self.add(leaf, "op", position))
-        self.ops.append(
-            Op(func, refs[0], refs[1], tuple(sorted(reads)), tuple(outputs), old, self.in_forward, location)
-        )
+        made = func, refs[0], refs[1], tuple(sorted(reads)), tuple(outputs), old, self.in_forward, location
+        self.ops.append(Op(*made, optional=self.casts and self.in_forward and is_cast_of_leaf(func, args)))
         return out
 
 
@@ -176,10 +172,11 @@ def record(
     in the run proper.
 
     Raises:
-        RematError: where the function looks at data (`.item()`, a branch on a value) or an op has no fake
+        NotOnFakes: where the function looks at data (`.item()`, a branch on a value) or an op has no fake
             kernel; names the op and the user's line.
     """
-    recorder = JointRecorder()
+    mode = fake_mode(tree_leaves((args, kwargs)))
+    recorder = JointRecorder(StandIns(mode))
     with (
         outside_all_modes(),
         without_module_trackers(),
@@ -187,7 +184,10 @@ def record(
         only(()),
         planning(getattr(fn, "__name__", type(fn).__name__)),
     ):
-        results = _trace(fn, args, kwargs or {}, recorder, _run_functional if functional else _run)
+        try:
+            results = _trace(fn, args, kwargs or {}, recorder, _run_functional if functional else _run)
+        finally:
+            recorder.forget()
     return Joint(
         ops=tuple(recorder.ops),
         values=tuple(recorder.values),
@@ -208,7 +208,7 @@ def _trace(
 ) -> tuple[int, ...]:
     """Stand-ins for the arguments, then the run; returns the numbers of the results."""
     leaves, spec = flatten((args, kwargs))
-    mode = recorder.mode = fake_mode(leaves)
+    mode = recorder.stand_ins.mode
     direct = {id(a) for a in (*args, *kwargs.values())}
     # What Dynamo has traced takes flat operands, and says itself which of them are held by somebody else.
     known = getattr(fn, "held", frozenset())
@@ -221,21 +221,13 @@ def _trace(
                 fakes[id(leaf)] = _stand_in(leaf, mode)
                 recorder.add(fakes[id(leaf)], "parameter" if held else "argument")
     args, kwargs = unflatten([fakes.get(id(x), x) if torch.is_tensor(x) else x for x in leaves], spec)
-    try:
-        with mode, recorder, torch.autograd.set_multithreading_enabled(False):
-            return run(fn, args, kwargs, recorder, list(fakes.values()))
-    except RematError:
-        raise
-    except Exception as error:
-        op, line = recorder.last
-        where = f" at {line}" if line else ""
-        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        raise RematError(
-            f"{getattr(fn, '__name__', type(fn).__name__)} cannot be planned: {op or 'the function'}{where} "
-            f"does not run on fake tensors ({reason}). A plan needs shapes alone: keep .item() and branches "
-            "on values out of the region, give custom ops a fake kernel (torch.library.register_fake), or "
-            "use a policy without a budget."
-        ) from error
+    with (
+        refused(fn, lambda: recorder.last),
+        stood_in(recorder.stand_ins),
+        recorder,
+        torch.autograd.set_multithreading_enabled(False),
+    ):
+        return run(fn, args, kwargs, recorder, list(fakes.values()))
 
 
 def _stand_in(tensor: torch.Tensor, mode: Any) -> torch.Tensor:

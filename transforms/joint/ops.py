@@ -12,6 +12,9 @@ from remat.transforms.ops import traits
 from remat.transforms.placeholders import Meta
 from remat.transforms.tape import Decisions, Node
 
+# What the names of ops end in that may not run.
+OPTIONAL = " by autocast"
+
 
 @dataclass(frozen=True)
 class Value:
@@ -64,6 +67,7 @@ class Op:
         mutates: values it wrote over.
         forward: whether it ran before the backward started.
         location: the user's "file:line", empty in the backward.
+        optional: whether it is a cast of a weight that autocast may have in its cache, when it does not run.
     """
 
     target: Any
@@ -74,11 +78,12 @@ class Op:
     mutates: tuple[int, ...]
     forward: bool
     location: str
+    optional: bool = False
 
     @property
     def name(self) -> str:
         """Such as "aten.mm.default"."""
-        return str(self.target)
+        return f"{self.target}{OPTIONAL if self.optional else ''}"
 
 
 @dataclass(frozen=True)

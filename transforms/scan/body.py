@@ -72,8 +72,13 @@ class Body:
                 return self._lean(carry, row)
             versions, out = self._evaluated(carry, row)
         else:
-            with self.swapped(consts, [*carry, *x]):
+            with self.swapped(consts, [*carry, *x]) as conversion:
                 versions, out = self._evaluated(carry, row)
+            if conversion is not None:
+                self.trusted = True
+                leaves, ys = self._checked(out, carry, versions)
+                # What the body captured and returns untouched was in no torch call.
+                return [*map(conversion.result, leaves)], [*map(conversion.result, ys)]
         self.trusted = True
         return self._checked(out, carry, versions)
 

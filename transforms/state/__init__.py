@@ -7,6 +7,7 @@ from remat.transforms.state.ambient import (
     device_kinds,  # the kinds of device among `tensors`, the CPU always first
     generators_put_back,  # leave generators as they are, whatever is drawn inside
     registered,  # what users want captured before a forward and put back around its recomputation
+    switches_put_back,  # leave switches as they are, whatever is turned inside
 )
 from remat.transforms.state.functional_rng import (
     can_seed,  # whether `draw` knows this op

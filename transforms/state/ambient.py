@@ -14,6 +14,7 @@ from remat.transforms.compat import (
     function_mode_at,
     function_modes,
     graph_task,
+    outside_batched_grads,
     read_cudnn_sdp,
     read_deterministic,
     read_efficient_sdp,
@@ -63,12 +64,13 @@ class Ambient:
             self.casts = any([dtype is not None for _, dtype in self.autocast])
 
     @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
+    def restored(self, casts: bool = True) -> Iterator[None]:
+        """Put it back for a while; without `casts` for ops below autocast, among which the casts are."""
         with contextlib.ExitStack() as stack:
             stack.callback(_write_switches, [read() for read in _READERS])
             _write_switches(self.switches)
             for kind, dtype in self.autocast:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None))
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=casts and dtype is not None))
             if self.device is not None:
                 stack.enter_context(self.device)
             for replay, captured in self.captured:
@@ -86,6 +88,16 @@ class Ambient:
         if not self.casts and not autocasting():
             return False
         return tuple([(kind, _autocast_dtype(kind)) for kind, _ in self.autocast]) != self.autocast
+
+
+@contextlib.contextmanager
+def switches_put_back() -> Iterator[None]:
+    """Leave the switches as they are now, whatever is turned inside."""
+    before = [read() for read in _READERS]
+    try:
+        yield
+    finally:
+        _write_switches(before)
 
 
 def _default_device() -> torch.device | None:
@@ -170,7 +182,8 @@ def generators_put_back(states: Iterable[GeneratorState]) -> Iterator[None]:
         found.setdefault(state.device if state.generator is None else id(state.generator), state)
     now = [state.now() for state in found.values()]
     try:
-        yield
+        with outside_batched_grads():
+            yield
     finally:
         for state in now:
             state.restore()

@@ -5,7 +5,7 @@ from remat.transforms.tape.observers import Kept, listen, listening, made_by, re
 from remat.transforms.tape.program import Program
 from remat.transforms.tape.recorder import Recorder
 from remat.transforms.tape.replay import Replay
-from remat.transforms.tape.snapshots import Held, held_values
+from remat.transforms.tape.snapshots import Held, held_values, lent, octets
 from remat.transforms.tape.tape import (
     KEPT,
     OFFLOAD,
@@ -23,12 +23,14 @@ from remat.transforms.tape.tape import (
 )
 from remat.transforms.tape.values import (
     Decisions,
+    Ref,
     ValueNumbering,
     held_tensors,
     map_tensors,
     memory_of,
     metadata,
     metas,
+    refs_in,
     storage,
     targets,
     tensors_in,
@@ -51,7 +53,10 @@ __all__ = [
     "Program",  # what of a tape has to run for some of the values that autograd saved
     "Reachability",  # the results of one forward with the autograd nodes behind each
     "Recorder",  # writes down the ops of a region, or holds them against a tape, and keeps what a policy says
+    "Ref",  # stands for a value in the template of a call
     "Replay",  # hands out kept values where a region's function runs again
+    "octets",  # a memory as a tensor
+    "lent",  # let memory from outside hold what it held before a region wrote to it
     "Stop",  # ends a recomputation once everything that was asked for is there
     "Tape",  # the ops of one run of a region
     "ValueNumbering",  # numbers of tensor objects
@@ -68,6 +73,7 @@ __all__ = [
     "memory_of",  # the storage object of a tensor, None where it has none
     "not_repeated",  # the message for a recomputation that runs otherwise than its forward did
     "report",  # tell every listener of this thread of a kept tensor
+    "refs_in",  # the numbers in a template
     "storage",  # what aliases of one memory have in common
     "targets",  # the tensors that a call writes to
     "tensors_in",  # the tensors among the arguments or results of an op

@@ -68,7 +68,7 @@ class GuardMode(Recorder):
         self.at = self.packs = self.named = 0
         self.selector = None
         self.outside, self.kept, self.random, self.snapshots = list(inputs), {}, {}, {}
-        self.outer, self.alive, self._memory, self._kept_in = {}, {}, {}, {}
+        self.shown, self.outer, self.alive, self._memory, self._kept_in = {}, {}, {}, {}, {}
         self.digest, self.kept_bytes = None, 0
         self._numbers = ValueNumbering()
         numbers = self._numbers
@@ -280,7 +280,7 @@ class GuardMode(Recorder):
             node = expected.nodes[at] if at < len(expected.nodes) else None
             if node is not None and node.op is op and node.verdict != RECOMPUTE:
                 if at in self.expected_kept:
-                    self.kept.setdefault(at, value)
+                    self.kept[at] = value  # which a write since then has copied
                 return
             self.leave()
         super().offer(at, value, op)

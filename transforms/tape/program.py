@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat import direct_call, outside_all_modes
+from remat.transforms.compat import direct_call, outside_all_modes, set_grad_enabled
 from remat.transforms.context import active, quiet
 from remat.transforms.errors import RematError
 from remat.transforms.offload import Elsewhere
@@ -35,6 +35,7 @@ class Step:
         outs: the numbers of its results, None for those that nobody reads.
         single: whether it returns one tensor.
         gone: values that nobody reads after it.
+        graded: whether gradients were on: some kernels return more then, such as that of `nn.LSTM` on CPUs.
         before, after: saved values that are taken before it (as copies), and after it.
     """
 
@@ -47,6 +48,7 @@ class Step:
         "draws",
         "flat",
         "gone",
+        "graded",
         "kwargs",
         "nested",
         "outs",
@@ -65,6 +67,7 @@ class Step:
     before: tuple[tuple[int, int], ...]
     after: tuple[tuple[int, int], ...]
     draws: bool
+    graded: bool
 
 
 class Program:
@@ -134,7 +137,7 @@ class Program:
         random: Mapping[int, Any],
         digest: Callable[[Any], Any] | None = None,
     ) -> dict[int, torch.Tensor]:
-        """The wanted values, by their positions in `tape.packed`.
+        """The wanted values, by their positions in `tape.packed`. Runs below autograd, and turns grad mode.
 
         Args:
             outside: gives a tensor from outside, by its position.
@@ -144,7 +147,7 @@ class Program:
         """
         values: Values = {-1 - at: outside(at) for at in self.outside}
         made = {place: values[number] for place, number in self.first}
-        nodes, watched = self.tape.nodes, bool(active.listeners)
+        nodes, watched, graded = self.tape.nodes, bool(active.listeners), None
         for step in self.steps:
             if watched:
                 active.place = nodes[step.at].place
@@ -154,6 +157,9 @@ class Program:
             if call is None:
                 out = self._taken(step, take)
             else:
+                if step.graded is not graded:
+                    graded = step.graded
+                    set_grad_enabled(graded)
                 if step.draws and (state := random.get(step.at)) is not None:
                     state.restore()
                 args = list(step.args)
@@ -205,7 +211,7 @@ def _step(tape: Tape, needs: Needs, at: int) -> Step:
     count = _count(tape, at)
     step.outs = list(range(node.first, node.first + count))
     step.single = isinstance(node.outs, Meta)
-    step.draws = node.draws
+    step.draws, step.graded = node.draws, node.graded
     step.call, step.args, step.kwargs = None, (), {}
     step.flat, step.nested = [], []
     if needs.actions[at] == KEPT:

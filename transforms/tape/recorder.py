@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedTensorMixin
 
 from remat.transforms.compat import memory_is_real, unwrapped
 from remat.transforms.context import active, quiet
+from remat.transforms.errors import RematError
 from remat.transforms.ops import Traits, draws, is_cast_of_leaf, is_shape_arithmetic, traits, user_place
 from remat.transforms.state import GeneratorState
 from remat.transforms.tape.snapshots import Snapshot
@@ -58,6 +60,7 @@ class Recorder(WriteWatch):
         kept: what is kept, by op.
         random: for every op that draws, the state of its generator before.
         snapshots: memories from outside as they were before the region wrote to them.
+        shown: memories from outside that user code has looked at itself, as they were then.
         outer: for every op its number on the tape of the region around, if there is one.
         alive: saved values that are held while the function runs.
     """
@@ -84,6 +87,7 @@ class Recorder(WriteWatch):
         self.kept: dict[int, Any] = {}
         self.random: dict[int, GeneratorState] = {}
         self.snapshots: dict[int, Snapshot] = {}
+        self.shown: dict[int, Snapshot] = {}
         self.outer: dict[int, int] = {}
         self.kept_bytes = 0  # of what is kept on its device
         self.alive: dict[int, torch.Tensor] = {}
@@ -276,6 +280,11 @@ class Recorder(WriteWatch):
         return found
 
     def _from_outside(self, tensor: torch.Tensor) -> int:
+        if isinstance(tensor, UninitializedTensorMixin):
+            raise RematError(
+                f"region {self.tape.region!r} runs a lazy module for the first time, which makes its "
+                "parameters. Run the module once before: `with torch.no_grad(): module(x)`."
+            )
         number = -1 - len(self.outside)
         self.outside.append(tensor)
         if self._numbers.of(tensor) is None:
@@ -351,6 +360,9 @@ class Recorder(WriteWatch):
         if (root := self.root(bottom)) >= 0:
             self.tape.exposed.add(root)
             self.tape.cacheable = False
+        elif bottom.is_cpu and root not in self.shown:
+            # A look may be a write, which no op tells of: its end is compared with its begin (`raw_writes`).
+            self.shown[root] = self.snapshots.get(root) or quiet(Snapshot, self.outside[-1 - root])
 
     def living_values(self) -> list[tuple[torch.Tensor, int]]:
         """The tensors that ops have made and that somebody holds."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
-from remat.transforms.compat import memory_is_real
+from remat.transforms.compat import memory_is_real, version_kept
+from remat.transforms.context import quiet
 from remat.transforms.errors import RematError
 from remat.transforms.offload import Elsewhere
 from remat.transforms.tape.tape import written
-from remat.transforms.tape.values import map_tensors, memory_of, version_of
+from remat.transforms.tape.values import map_tensors, memory_of, storage, version_of
 
 
 class Held(Elsewhere):
@@ -48,14 +49,17 @@ class Held(Elsewhere):
 
 
 def held_values(
-    kept: dict[int, Any], region: str, watched: Callable[[int], Any], hooks: Any = None
+    kept: dict[int, Any], region: str, results: Iterable[torch.Tensor], hooks: Any = None
 ) -> dict[int, Any]:
-    """What is kept of ops, to be held until the backward; `watched(at)`: see `Held`."""
+    """What is kept of ops, to be held until the backward; `results`: what the caller gets."""
+    seen = {storage(tensor): tensor for tensor in results}
 
-    def hold(at: int, value: Any) -> Any:
-        return value if isinstance(value, Elsewhere) else Held(value, region, hooks, watched(at))
+    def hold(value: Any) -> Any:
+        if isinstance(value, Elsewhere):
+            return value
+        return Held(value, region, hooks, seen.get(storage(value)))
 
-    return {at: map_tensors(functools.partial(hold, at), value) for at, value in kept.items()}
+    return {at: map_tensors(hold, value) for at, value in kept.items()}
 
 
 class Snapshot:
@@ -77,6 +81,21 @@ class Snapshot:
         made.tensor = None if self.tensor is None else self.tensor.clone()
         return made
 
+    def differs(self, tensor: torch.Tensor) -> bool:
+        """Whether something else lies in the memory of `tensor` now."""
+        memory = memory_of(tensor)
+        if self.memory is None or memory is None or memory.nbytes() != self.memory.nbytes():
+            return False
+        return not torch.equal(octets(memory), octets(self.memory))
+
+    def put_back(self, tensor: torch.Tensor) -> None:
+        """Let the memory of `tensor` hold what it held."""
+        memory = memory_of(tensor)
+        if memory is None or self.memory is None:
+            tensor.detach().copy_(self.view(tensor))
+        else:
+            memory.copy_(self.memory)
+
     def view(self, like: torch.Tensor) -> torch.Tensor:
         """What `like`, a tensor in the memory that was copied, was."""
         if self.memory is None:
@@ -89,6 +108,25 @@ class Snapshot:
         """What is held, for reports."""
         if self.memory is None:
             return [] if self.tensor is None else [self.tensor]
-        device = self.memory.device
-        empty = torch.empty(0, dtype=torch.uint8, device=device)
-        return [empty.set_(self.memory, 0, (self.memory.nbytes(),), (1,))]
+        return [octets(self.memory)]
+
+
+@contextlib.contextmanager
+def lent(pairs: Iterable[tuple[torch.Tensor, Snapshot]]) -> Iterator[None]:
+    """Within, tensors hold what they held before a region wrote to them, for a run that writes to them again.
+
+    Where no mode gives the run scratch copies instead: writes are raw ones, or ops cannot be compared.
+    Afterwards they hold what they hold now, and their versions tell nobody.
+    """
+    with contextlib.ExitStack() as stack:
+        for tensor, before in pairs:
+            stack.enter_context(version_kept(tensor))
+            stack.callback(quiet, quiet(Snapshot, tensor).put_back, tensor)
+            quiet(before.put_back, tensor)
+        yield
+
+
+def octets(memory: torch.UntypedStorage) -> torch.Tensor:
+    """A memory as a tensor."""
+    empty = torch.empty(0, dtype=torch.uint8, device=memory.device)
+    return empty.set_(memory, 0, (memory.nbytes(),), (1,))

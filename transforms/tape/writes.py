@@ -21,6 +21,7 @@ class WriteWatch(Verdicts):
 
     outside: list[torch.Tensor]
     snapshots: dict[int, Snapshot]
+    shown: dict[int, Snapshot]
 
     def root(self, tensor: torch.Tensor) -> int:
         """The memory that a tensor lies in."""
@@ -41,6 +42,21 @@ class WriteWatch(Verdicts):
     def _snapshot(self, root: int) -> None:
         """Hold memory from outside as it is before the region writes to it, for the recomputation."""
         self.snapshots[root] = quiet(Snapshot, self.outside[-1 - root])
+
+    def raw_writes(self) -> list[tuple[torch.Tensor, Snapshot]]:
+        """Memories from outside that user code wrote to past torch's dispatcher, as they were before."""
+        found = []
+        for root, before in self.shown.items():
+            tensor = self.outside[-1 - root]
+            if not quiet(before.differs, tensor):
+                continue
+            if any(self.tape.outside[i].root == root for i in range(self.tape.arguments)):
+                raise RematError(self._refusal("a raw kernel or NumPy", tensor))
+            self.tape.open = self.tape.open or "raw memory from outside is written to"
+            # The function runs again, on that memory itself: there is no scratch copy that it could find.
+            self.snapshots.pop(root, None)
+            found.append((tensor.detach(), before))
+        return found
 
     def _copy_kept(self, kept: Iterable[int]) -> None:
         """What is kept is about to be overwritten."""

@@ -14,6 +14,7 @@ import torch
 
 from remat import debug
 from remat._core import format_bytes
+from remat._inspect.looking import looked_at
 from remat._inspect.report.causes import Finding, causes, eager, no_gradient
 from remat._inspect.report.explain import name_of
 from remat._inspect.report.measure import Measured, NoBackward, measure
@@ -121,7 +122,8 @@ def diagnose(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Diagnosis:
     try:
         with warnings.catch_warnings(record=True) as told, policies_by(witness):
             warnings.simplefilter("always")
-            fn(*args, **kwargs)
+            with looked_at(fn, args, kwargs, ops=False):
+                fn(*args, **kwargs)
             witness.as_it_is = False
             with _not_compiled():
                 inner = debug.uncompiled(fn)

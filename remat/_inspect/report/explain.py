@@ -106,7 +106,8 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation
     """What `fn(*args, **kwargs)` keeps for its backward, what it recomputes, and what that costs.
 
     Runs `fn` forward and backward, once as it is and once without remat, and forward once more each to see
-    what is kept. Generators, buffers and gradients are afterwards as they were. If nothing that requires grad
+    what is kept. Generators, buffers, gradients, and all that `fn`
+    can reach, are afterwards as they were. If nothing that requires grad
     takes part, every floating point argument is differentiated.
 
     Args:

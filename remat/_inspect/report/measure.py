@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from remat._inspect.looking import looked_at
 from remat._inspect.report.timeline import Timeline
-from remat._inspect.report.watch import TRANSFER, Ran, Untouched, Watch
+from remat._inspect.report.watch import TRANSFER, Ran, Watch
 from remat._inspect.residuals import Residuals, saved_residuals
 from remat.transforms import RematError, flatten, smooth, unflatten
 from remat.transforms.compat import in_transform
 from remat.transforms.entry import run_transparently
-from remat.transforms.state import RandomState
 from remat.transforms.tape import listen
 
 
@@ -120,28 +120,22 @@ def measure(
 ) -> Measured:
     """Run `fn` forward and backward once, and forward once more to see what is kept.
 
-    Generators, and tensors that `fn` writes to, are as before in the end; no `.grad` is touched. Without
-    `regions`, regions run as plain functions. With `whole`, `fn` may run its backward itself, and
-    no argument is differentiated that does not require grad.
+    Everything that `fn` can reach is as before in the end. Without `regions`, regions run as plain
+    functions. With `whole`, `fn` may run its backward itself, and no argument is differentiated that does
+    not require grad.
 
     Raises:
         RematError: under a transform of `torch.func`, or when nothing can be differentiated.
     """
     if in_transform():
         raise RematError("call explain outside of torch.func transforms; they may be inside the function.")
-    random = RandomState([t for t in flatten((args, kwargs))[0] if isinstance(t, Tensor)])
 
     def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs) if regions else run_transparently(function, args, kwargs)
 
-    try:
-        with Untouched():
-            kept = called(saved_residuals, fn, *args, **kwargs)
-        random.restore()
-        with Untouched():
-            watch = _watched(fn, called, args, kwargs, whole)
-    finally:
-        random.restore()
+    kept = called(saved_residuals, fn, *args, **kwargs)
+    with looked_at(fn, args, kwargs):
+        watch = _watched(fn, called, args, kwargs, whole)
     return _summary(kept, watch)
 
 

@@ -18,7 +18,7 @@ from remat.transforms import recordings as context_recordings
 from remat.transforms.compat import TorchDispatchMode, graph_task, is_strided, storage_key, unwrapped
 from remat.transforms.offload import travelling
 from remat.transforms.region import recomputed_region
-from remat.transforms.tape import Kept, made_by, targets
+from remat.transforms.tape import Kept, made_by
 
 PASSES = ("forward", "recompute", "backward")
 KINDS = ("matmul", "convolution", "attention", "normalization", "pointwise", "reduction", "custom", "other")
@@ -160,36 +160,6 @@ class KeptByRegion:
         self._seen[storage_key(tensor)] = StorageWeakRef(storage)
         key = kept.region, "offloaded" if kept.away else kept.why
         self.bytes[key] = self.bytes.get(key, 0) + storage.nbytes()
-
-
-class Untouched(TorchDispatchMode):
-    """Undoes, at its end, what ops inside wrote into tensors from outside, such as running statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._made: dict[int, StorageWeakRef] = {}
-        self._before: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for tensor in targets(traits(func), args, kwargs):
-            if is_strided(tensor) and not self._is_made(tensor) and id(tensor) not in self._before:
-                self._before[id(tensor)] = tensor, tensor.clone()
-        out = func(*args, **kwargs)
-        for key, storage in made_by(args, kwargs, out):
-            self._made[key] = StorageWeakRef(storage)
-        return out
-
-    def _is_made(self, tensor: Tensor) -> bool:
-        made = self._made.get(storage_key(tensor))
-        return made is not None and not made.expired()
-
-    def __exit__(self, *exc: Any) -> Any:
-        done = super().__exit__(*exc)
-        with torch.no_grad():
-            for tensor, before in reversed(self._before.values()):
-                tensor.copy_(before)
-        return done
 
 
 def kind(op: Any) -> str:

@@ -11,13 +11,12 @@ Views and in-place metadata cost nothing in any of them.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
-from remat._core import DEVICES, known_flops, op_name
+from remat._core import DEVICES, known_flops, op_name, warn_user
 from remat.plan.graph.traffic import is_view, traffic
 from remat.policies import kind_of
 from remat.transforms import BoundedCache, RematError, map_only
@@ -49,10 +48,9 @@ def flops_of(joint: Joint, op: Op) -> float:
 def _warn_unknown(name: str) -> None:
     if name not in _UNKNOWN:
         _UNKNOWN[name] = None
-        warnings.warn(
+        warn_user(
             f"The cost of {name} is not known; it is counted as {UNKNOWN_FLOPS_PER_BYTE} FLOPs per byte of "
-            f'output (a large matmul). Say what it costs with remat.plan.register_cost("{name}", flops).',
-            stacklevel=2,
+            f'output (a large matmul). Say what it costs with remat.plan.register_cost("{name}", flops).'
         )
 
 

@@ -20,12 +20,13 @@ class Graph:
     Op `k` of the problem is op `k` of the forward, and value `k` is everything that it makes: an engine that
     saves an op saves all its results. Each input of the region follows as an op that cannot run, with its
     value.
-    Four rules of the engine are written into the numbers:
+    Rules of the engine are written into the numbers:
 
     - Views cannot be saved: their base is, and they are taken again at no cost.
     - What an op writes in place cannot be saved either: the value before the first write can, and the writes
       are repeated on a copy of it.
     - A decision must not run again (see `transforms/tape/values.py`).
+    - A cast that autocast may have in its cache is nobody's to keep either.
     - A draw that runs again needs all draws before it, so that the generator is where it was. The draws are
       chained by a value of their own that cannot be saved.
 
@@ -96,7 +97,7 @@ class Graph:
 
     def _size(self, position: int) -> float:
         op, joint = self.ops[position], self.joint
-        if op.mutates or is_view(joint, op):
+        if op.mutates or op.optional or is_view(joint, op):
             return INF
         fresh = {s for o in op.outputs if joint.owner[s := joint.values[o].storage] == position}
         return float(sum(joint.storages[s] for s in fresh))

@@ -1,0 +1,114 @@
+"""How one thing that a look may have changed is put back: a container, a slot, a cell, a cache."""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import gc
+from typing import Any
+
+MISSING: Any = object()
+
+
+def cached(cache: Any) -> dict[Any, Any]:
+    """What an `lru_cache` remembers: its table, copied."""
+    return dict(_table(cache))
+
+
+def _table(cache: Any) -> dict[Any, Any]:
+    tables = [t for t in gc.get_referents(cache) if type(t) is dict and t is not vars(cache)]
+    return tables[0] if len(tables) == 1 else {}
+
+
+def restore_cache(cache: Any, before: Any) -> None:
+    entries, info = before
+    if cache.cache_info() == info:
+        return
+    table = _table(cache)
+    if not entries or any(key not in table for key in entries):
+        # What was in there is computed again when it is asked for.
+        cache.cache_clear()
+    for key in [key for key in table if key not in entries]:
+        # (One with a bound keeps a list of its entries, and passes over those that are gone.)
+        del table[key]
+
+
+def restore_dict(held: Any, before: dict[Any, Any]) -> None:
+    kind: Any = collections.OrderedDict if isinstance(held, collections.OrderedDict) else dict
+    if len(held) == len(before) and all(kind.get(held, k, MISSING) is v for k, v in before.items()):
+        return
+    for key in [key for key in held if key not in before]:
+        kind.__delitem__(held, key)
+    if [*map(id, held)] != [*map(id, before)]:
+        kind.clear(held)
+    for key, value in before.items():
+        if kind.get(held, key, MISSING) is not value:
+            kind.__setitem__(held, key, value)
+
+
+def restore_sequence(held: Any, before: Any) -> None:
+    if len(held) != len(before) or any(a is not b for a, b in zip(held, before, strict=True)):
+        kind: Any = next(k for k in (list, set, collections.deque) if isinstance(held, k))
+        kind.clear(held)
+        add: Any = kind.update if kind is set else kind.extend
+        add(held, before)
+
+
+def in_slot(member: Any, value: Any) -> Any:
+    try:
+        return member.__get__(value)
+    except AttributeError:
+        return MISSING
+
+
+def restore_slot(where: Any, before: Any) -> None:
+    if in_slot(*where) is not before:
+        member, value = where
+        member.__delete__(value) if before is MISSING else member.__set__(value, before)
+
+
+def restore_class(kind: type, before: dict[str, Any]) -> None:
+    now = {k: v for k, v in vars(kind).items() if not k.startswith("__")}
+    for name in now.keys() - before.keys():
+        type.__delattr__(kind, name)
+    for name, value in before.items():
+        if now.get(name, MISSING) is not value:
+            type.__setattr__(kind, name, value)
+
+
+def in_cell(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
+
+
+def restore_cell(cell: Any, before: Any) -> None:
+    if in_cell(cell) is not before:
+        if before is MISSING:
+            del cell.cell_contents
+        else:
+            cell.cell_contents = before
+
+
+def restore_names(space: dict[str, Any], before: dict[str, Any]) -> None:
+    for name, value in before.items():
+        if value is MISSING:
+            space.pop(name, None)
+        elif space.get(name, MISSING) is not value:
+            space[name] = value
+
+
+def is_unset(var: contextvars.ContextVar[Any]) -> bool:
+    try:
+        var.get()
+    except LookupError:
+        return True
+    return False
+
+
+def restore_array(array: Any, before: Any) -> None:
+    if isinstance(array, bytearray):
+        array[:] = before
+    elif array.flags.writeable:
+        array[...] = before

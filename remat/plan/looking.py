@@ -1,0 +1,65 @@
+"""Running a user's function on tensors without data, so that nothing of that is left."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from remat._core import Notes, untouched
+from remat.transforms import RematError
+from remat.transforms.compat import fakes_watched, is_fake
+
+
+@contextlib.contextmanager
+def looking(*roots: Any) -> Iterator[Notes]:
+    """Leave all that `roots` can reach as it is, and see that no tensor without data outlives the look.
+
+    Raises:
+        RematError: one does, in something out of reach; the message names it.
+    """
+    # What the look makes stays young, so that a quick collection finds it all.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with fakes_watched() as modes, untouched(*roots) as notes:
+            yield notes
+    finally:
+        if collecting:
+            gc.enable()
+    if any(mode() is not None for mode in modes) and gc.collect(0) >= 0:
+        if left := [mode for mode in modes if mode() is not None]:
+            _refuse(left, roots[0])
+
+
+def _refuse(modes: list[Any], fn: Any) -> None:
+    gc.collect()
+    alive = [mode for ref in modes if (mode := ref()) is not None]
+    tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+    fakes = [t for t in tensors if is_fake(t) and any(t.fake_mode is mode for mode in alive)]
+    for fake in fakes:
+        if (holder := _holder(fake)) is not None:
+            name = getattr(fn, "__name__", type(fn).__name__)
+            raise RematError(
+                f"Planning {name} left a tensor without data in {holder}, where the function would find it "
+                "later: it was taken out. Nothing that the function can reach leads there. Fill such a "
+                "cache before the first call, fill it only if not remat.is_recomputing(), or use a policy "
+                "without a budget."
+            )
+
+
+def _holder(fake: Any) -> str | None:
+    """Who holds a tensor, in words, once it has been taken from there; None where no container does."""
+    for held in gc.get_referrers(fake):
+        if isinstance(held, dict) and held is not getattr(fake, "__dict__", None):
+            key = next((k for k, v in held.items() if v is fake), None)
+            owner = next((o for o in gc.get_referrers(held) if getattr(o, "__dict__", None) is held), None)
+            if key is None or isinstance(owner, types.FrameType) or is_fake(owner):
+                continue
+            del held[key]
+            return f"a dict, under {key!r}" if owner is None else f"{key!r} of a {type(owner).__name__}"
+    return None

@@ -1,0 +1,182 @@
+"""Compiled regions that write in place to what they were not given, or to what they were."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from remat import remat, save_everything, save_matmuls
+from tests.compiled import compiled
+
+X = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+W = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+START = torch.arange(1.0, 5.0, dtype=torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def afresh() -> None:
+    # Dynamo counts recompilations by code, and the code of a test is that of all its cases.
+    torch.compiler.reset()
+
+
+def scaled(r: Any) -> Any:
+    state = START.clone()
+
+    def block(x: Tensor) -> Tensor:
+        state.mul_(0.5)
+        return (x @ W).sin() * state
+
+    return r(block), [state]
+
+
+def chained(r: Any) -> Any:
+    state = START.clone()
+
+    def block(x: Tensor) -> Tensor:
+        state[1:3] = x.detach()[0, :2]
+        state.mul_(0.9).add_(x.detach().mean(0))
+        return (x @ W).sin() * state
+
+    return r(block), [state]
+
+
+def through_a_view(r: Any) -> Any:
+    state = START.clone()
+    part = state[:2]
+
+    def block(x: Tensor) -> Tensor:
+        part.mul_(3.0)
+        return (x @ W).sin() * state
+
+    return r(block), [state]
+
+
+def inside_another(r: Any) -> Any:
+    state = START.clone()
+
+    def inner(x: Tensor) -> Tensor:
+        state.mul_(0.5)
+        return (x @ W).sin() * state
+
+    made = r(inner)
+    return r(lambda x: made(x.cos()) * state), [state]
+
+
+def batch_norms(r: Any) -> Any:
+    norm = torch.nn.BatchNorm1d(4).double()
+    region = r(norm)
+    return (lambda x: region(region(x) @ W).sin()), list(norm.buffers())
+
+
+def renormed(r: Any) -> Any:
+    table = torch.nn.Embedding(4, 4, max_norm=1.0).double()
+    with torch.no_grad():
+        table.weight.copy_(W)
+    return r(lambda x: table(torch.tensor([1, 2, 2, 3])) * x.sin()), [table.weight]
+
+
+def argument(r: Any) -> Any:
+    state = START.clone()
+
+    def block(x: Tensor, state: Tensor) -> Tensor:
+        state.mul_(0.5)
+        return (x @ W).sin() * state
+
+    region = r(block)
+    return (lambda x: region(x, state)), [state]
+
+
+CASES = (scaled, chained, through_a_view, inside_another, batch_norms, renormed, argument)
+
+
+def two_steps(step: Any, state: list[Tensor], fn: Any) -> list[Tensor]:
+    found = []
+    for shift in range(2):
+        x = (X + shift).requires_grad_()
+        out = fn(x)
+        found += [out.detach().clone(), torch.autograd.grad(out.sum(), x)[0]]
+    return [*found, *[t.detach().clone() for t in state]]
+
+
+def check(case: Any, policy: Any, backend: str) -> None:
+    step, state = case(lambda fn: fn)
+    expected = two_steps(step, state, step)
+    step, state = case(lambda fn: remat(fn, policy=policy) if policy else remat(fn))
+    made = two_steps(step, state, compiled(step, backend))
+    torch.testing.assert_close(made, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("policy", [None, save_matmuls], ids=["nothing", "matmuls"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_write_happens_once_and_the_recomputation_starts_before_it(case: Any, policy: Any) -> None:
+    check(case, policy, "aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [None, save_everything & save_matmuls], ids=["nothing", "matmuls"])
+@pytest.mark.parametrize("case", [scaled, chained, through_a_view, argument])
+def test_inductor_gives_the_backward_what_was_there_before(case: Any, policy: Any) -> None:
+    check(case, policy, "inductor")
+
+
+@pytest.mark.slow
+def test_a_kept_value_is_not_computed_again_from_what_was_written() -> None:
+    def block(x: Tensor, state: Tensor) -> Tensor:
+        out = x.sin() * state.cos() + (x * state.exp()).sin()
+        state.mul_(0.5)
+        return out.exp()
+
+    def gradient(fn: Any) -> Tensor:
+        x = X.clone().requires_grad_()
+        return torch.autograd.grad(fn(x, START.clone()).sum(), x)[0]
+
+    # torch's partitioner, without remat, is off by 0.8 here.
+    kept = compiled(remat(block, policy=lambda info: True), "inductor")
+    bound = START.clone()
+    (expected,) = torch.autograd.grad(
+        ((x := X.clone().requires_grad_()).sin() * bound.cos() + (x * bound.exp()).sin()).exp().sum(), x
+    )
+    torch.testing.assert_close(gradient(kept), expected, rtol=0, atol=1e-12)
+
+
+def fills(x: Tensor, r: Any) -> Tensor:
+    state = torch.zeros_like(x)
+
+    def block(x: Tensor) -> Tensor:
+        state.copy_(x * 2)
+        return hidden(x)
+
+    return (r(block)(x) + state).sum()
+
+
+def adds(x: Tensor, r: Any) -> Tensor:
+    def block(x: Tensor, state: Tensor) -> Tensor:
+        state += x
+        return hidden(x)
+
+    state = torch.zeros_like(x)
+    return (r(block)(x, state) * state).sum()
+
+
+def doubles(x: Tensor, r: Any) -> Tensor:
+    moved = x * 2
+
+    def block(x: Tensor) -> Tensor:
+        moved.mul_(3.0)
+        return hidden(x)
+
+    return (r(block)(x) + moved).sum()
+
+
+def hidden(x: Tensor) -> Tensor:
+    return (x @ W).sin()
+
+
+@pytest.mark.parametrize("case", [fills, adds, doubles])
+def test_a_write_that_gradients_flow_through_is_refused(case: Any) -> None:
+    x = X.clone().requires_grad_()
+    with pytest.raises(Exception, match="writes with .* into a tensor from outside the region"):
+        compiled(lambda x: case(x, remat))(x).backward()

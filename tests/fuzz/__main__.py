@@ -1,0 +1,77 @@
+"""`make fuzz`: programs drawn at random, with regions and without; what fails is made small and saved.
+
+make fuzz ARGS='--seeds 0:1000 --modes eager,func,aot_eager,inductor --out out/fuzz'
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from tests.fuzz.program import draw
+from tests.fuzz.run import Verdict, check
+from tests.fuzz.shrink import save, shrink
+
+MODES = {
+    "eager": ("eager", None),
+    "func": ("func", None),
+    "aot_eager": ("compile", "aot_eager"),
+    "inductor": ("compile", "inductor"),
+}
+
+
+def short(message: str) -> str:
+    """A message without names and numbers, to count by."""
+    return re.sub(r"'[^']*'|\d+", "_", message.split("\n")[0])[:110]
+
+
+def one(seed: int, mode: str) -> Verdict:
+    flavour, backend = MODES[mode]
+    program = draw(seed, flavour)
+    if backend is not None:
+        torch._dynamo.reset()
+    return check(program, program.steps, program.dtype, backend=backend)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="make fuzz", description=__doc__)
+    parser.add_argument("--seeds", default="0:1000", help="first:last")
+    parser.add_argument("--modes", default="eager,func", help=f"of {', '.join(MODES)}")
+    parser.add_argument("--out", type=Path, default=Path("out/fuzz"), help="where failing programs are saved")
+    parser.add_argument("--no-shrink", action="store_true", help="save them as they were drawn")
+    parser.add_argument("--refused", action="store_true", help="save and shrink what is refused, too")
+    options = parser.parse_args(arguments)
+    first, last = map(int, options.seeds.split(":"))
+    torch.set_num_threads(1)
+    failed = 0
+    for mode in options.modes.split(","):
+        flavour, backend = MODES[mode]
+        kinds: Counter[str] = Counter()
+        refused: Counter[str] = Counter()
+        start = time.monotonic()
+        for seed in range(first, last):
+            verdict = one(seed, mode)
+            kinds[verdict.kind] += 1
+            if verdict.kind == "refused":
+                refused[short(verdict.what)] += 1
+            if verdict.kind == "failed" or (options.refused and verdict.kind == "refused"):
+                program = draw(seed, flavour)
+                if not options.no_shrink:
+                    program = shrink(program, verdict, backend)
+                print(save(options.out, program, verdict, backend), verdict.what[:200], flush=True)
+        each = 1e3 * (time.monotonic() - start) / max(1, last - first)
+        print(f"{mode}: {dict(kinds)}, {each:.0f} ms each")
+        for message, count in refused.most_common():
+            print(f"  refused {count}: {message}")
+        failed += kinds["failed"]
+    return min(failed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

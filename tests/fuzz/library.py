@@ -1,0 +1,307 @@
+"""What generated programs call: regions, Functions old and new, operators, a base for their models."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from remat import (
+    checkpoint_name,
+    checkpoint_policy,
+    offload_matmuls,
+    remat,
+    save_all_but_names,
+    save_everything,
+    save_matmuls,
+    save_names,
+    save_nothing,
+    save_ops,
+    scan_remat,
+    while_remat,
+)
+
+__all__ = [
+    "Attribute", "Base", "Dirty", "Doubled", "F", "LOOP", "Old", "Pair", "Partly", "R", "RawFill", "SCAN",
+    "SavesOutput", "Twin", "add", "checkpoint_name", "functools", "grid", "lookup", "nn", "np",
+    "parametrized",
+    "quantized", "random", "run_chain", "torch",
+]  # fmt: skip
+
+aten = torch.ops.aten
+POLICIES = {
+    "nothing": save_nothing,
+    "matmuls": save_matmuls,
+    "names": save_names("h"),
+    "but_names": save_all_but_names("h"),
+    "ops": save_ops(aten.tanh, aten.mul, aten.sin),
+    "views": save_ops(aten.t, aten.view, aten.transpose, aten.slice, aten.select),
+    "no_names": save_matmuls & ~save_names("h"),
+    "offload": offload_matmuls,
+    "odd": checkpoint_policy(lambda info: info.index % 2 == 0),
+    "everything": save_everything,
+}
+Pair = namedtuple("Pair", ["first", "second"])
+# Whether `R` makes regions, or leaves functions as they are.
+on = [True]
+
+
+def R(fn: Callable[..., Any], policy: str = "nothing") -> Callable[..., Any]:
+    """A region, or the function as it is in the run without remat."""
+    return remat(fn, policy=POLICIES[policy]) if on[0] else fn
+
+
+def SCAN(body: Callable[[Tensor], Tensor], x: Tensor, length: int, checkpoints: Any, policy: str) -> Tensor:
+    """`body` repeated, as a scan."""
+    if on[0]:
+        step = lambda h, _: (body(h), None)  # noqa: E731
+        return scan_remat(step, x, length=length, checkpoints=checkpoints, policy=POLICIES[policy])[0]
+    for _ in range(length):
+        x = body(x)
+    return x
+
+
+def LOOP(body: Callable[[Tensor], Tensor], x: Tensor, length: int) -> Tensor:
+    """`body` repeated, as a loop of unknown length."""
+    if on[0]:
+        more, step = (lambda c: c[1] < length), (lambda c: (body(c[0]), c[1] + 1))
+        return while_remat(more, step, (x, torch.tensor(0)), checkpoints=2, max_steps=5)[0]
+    for _ in range(length):
+        x = body(x)
+    return x
+
+
+class Base(nn.Module):
+    """What every model of a program has: Python state, and flags that steps flip."""
+
+    w: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on0, self.on1, self.on2 = True, False, False
+        self.calls, self.factor = 0, 1.0
+        self.history: list[float] = []
+        self.gradients: list[float] = []
+        self.shared: list[int] = []
+        self.cache: dict[Any, Tensor] = {}
+        self.escaped: list[Tensor] = []
+        self.last = torch.full((4,), 0.5)
+        self.generator = torch.Generator().manual_seed(5)
+
+
+def run_chain(functions: list[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
+    for function in functions:
+        x = function(x)
+    return x
+
+
+def add(parts: Any) -> Tensor:
+    return parts[0] * 1.5 + parts[1]
+
+
+def grid(rows: int, dtype: torch.dtype) -> Tensor:
+    return torch.arange(rows, dtype=dtype)[:, None] / 4
+
+
+@functools.cache
+def lookup(width: int) -> Tensor:
+    return torch.linspace(0.5, 1.0, width).cos()
+
+
+class Squash(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.tanh()
+
+
+def parametrized(module: nn.Module) -> nn.Module:
+    nn.utils.parametrize.register_parametrization(module, "weight", Squash())
+    return module
+
+
+def quantized() -> nn.Module:
+    linear = nn.Sequential(nn.Linear(4, 4))
+    return torch.ao.quantization.quantize_dynamic(linear, {nn.Linear}, dtype=torch.qint8)
+
+
+class Doubled(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.sin() * 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[0])
+        ctx.save_for_forward(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        return cotangents[0] * ctx.saved_tensors[0].cos() * 2
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return tangents[0] * ctx.saved_tensors[0].cos() * 2
+
+
+class SavesOutput(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.tanh()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(output)
+        ctx.save_for_forward(output)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        return cotangents[0] * (1 - ctx.saved_tensors[0] ** 2)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return tangents[0] * (1 - ctx.saved_tensors[0] ** 2)
+
+
+class Twin(torch.autograd.Function):
+    """Two results, the second of which nobody differentiates."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x * y.sin(), (x > 0).to(x.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        x, y = ctx.saved_tensors
+        return cotangents[0] * y.sin(), cotangents[0] * x * y.cos()
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        x, y = ctx.saved_tensors
+        return tangents[0] * y.sin() + tangents[1] * x * y.cos(), None
+
+
+class Old(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        h = x.exp().tanh()
+        ctx.save_for_backward(x, h)
+        return h * 2
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        x, h = ctx.saved_tensors
+        return cotangents[0] * 2 * (1 - h**2) * x.exp()
+
+
+class Dirty(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.mark_dirty(x)
+        return x.mul_(3)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        return cotangents[0] * 3
+
+
+class Attribute(torch.autograd.Function):
+    """Keeps a tensor as an attribute of its context, which no hook sees."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.factor = y.detach().sin()
+        return x * ctx.factor
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        return cotangents[0] * ctx.factor, None
+
+
+class Partly(torch.autograd.Function):
+    """Saves what its inputs need, and nothing for gradients that are not there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(y if ctx.needs_input_grad[0] else None, x if ctx.needs_input_grad[1] else None)
+        return x * y, x + y
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        product, total = cotangents
+        y, x = ctx.saved_tensors
+        grads = []
+        for at, other in enumerate((y, x)):
+            parts = [] if product is None or other is None else [product * other]
+            parts += [] if total is None else [total]
+            grads.append(sum(parts) if parts and ctx.needs_input_grad[at] else None)
+        return tuple(grads)
+
+
+class RawFill(torch.autograd.Function):
+    """A kernel that torch does not see fills what `empty` made."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        out = torch.empty_like(x)
+        np.sin(x.detach().numpy(), out=out.numpy())
+        ctx.save_for_backward(x, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        x, out = ctx.saved_tensors
+        return cotangents[0] * x.cos() + 0 * out
+
+
+@torch.library.custom_op("remat_fuzz::scaled", mutates_args=())
+def scaled(x: Tensor, factor: float) -> Tensor:
+    return torch.from_numpy(np.sin(x.detach().numpy()) * factor)
+
+
+scaled.register_fake(lambda x, factor: torch.empty_like(x))
+scaled.register_autograd(
+    lambda ctx, grad: (grad * ctx.saved_tensors[0].cos() * ctx.factor, None),
+    setup_context=lambda ctx, inputs, output: (
+        ctx.save_for_backward(inputs[0]),
+        setattr(ctx, "factor", inputs[1]),
+    ),
+)
+
+
+@torch.library.custom_op("remat_fuzz::new_like", mutates_args=())
+def new_like(x: Tensor) -> Tensor:
+    return x.cos() + 1
+
+
+new_like.register_fake(lambda x: torch.empty_like(x))
+new_like.register_autograd(
+    lambda ctx, grad: -grad * ctx.saved_tensors[0].sin(),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+)
+
+
+@torch.library.custom_op("remat_fuzz::bump", mutates_args=("counter",))
+def bump(counter: Tensor) -> None:
+    counter.add_(1)
+
+
+bump.register_fake(lambda counter: None)

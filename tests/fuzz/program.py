@@ -1,0 +1,298 @@
+"""Programs drawn at random: a model of statements, regions and branches, and the calls made of it."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.fuzz import words
+from tests.fuzz.library import POLICIES
+
+FLAVOURS = ("eager", "func", "compile")
+# How a region is called with two values, and how its function takes them.
+CALLS = {
+    "plain": ("{x}, {y}", "", "R({f}, {p})({a}, {b})"),
+    "same": ("{x}, {y}", "", "R({f}, {p})({a}, {a})"),
+    "keyword": ("{x}, *, {y}", "", "R({f}, {p})({a}, {y}={b})"),
+    "list": ("pair", "{x}, {y} = pair", "R({f}, {p})([{a}, {b}])"),
+    "dict": ("both, flag=None", '{x}, {y} = both["x"], both["y"][0]', "R({f}, {p})(dict(x={a}, y=({b}, 3)))"),
+    "closure": ("", "{x}, {y} = {a}, {b}", "R({f}, {p})()"),
+    "partial": ("{x}, {y}", "", "R(functools.partial({f}, {y}={b}), {p})({a})"),
+    "static": ("{x}, {y}, times, mode", "{x} = {x} * times", 'R({f}, {p})({a}, {b}, 1.5, "mode")'),
+    "default": ("{x}, {y}={b}", "", "R({f}, {p})({a})"),
+}
+FUNCTIONAL_CALLS = {
+    "vmapped": ("torch.func.vmap(R({f}, {p}))(torch.stack([{a}, {b}]), torch.stack([{b}, {b}]))", ".sum(0)"),
+    "func_grad": ("torch.func.grad(lambda {x}: R({f}, {p})({x}, {b}).sum())({a})", ""),
+    "jvp": ("torch.func.jvp(lambda {x}: R({f}, {p})({x}, {b}), ({a},), ({b},))[1]", ""),
+    "twice": ("R({f}, {p})(R({f}, {p})({a}, {b}), {b})", ""),
+    "scan": ("SCAN(lambda h: {f}(h, {b}), {a}, 2, 1, {p})", ""),
+    "loop": ("LOOP(lambda h: R({f}, {p})(h, {b}), {a}, 2)", ""),
+}
+# What a region's function returns of its last values, and what is made of it.
+RETURNS = {
+    "single": ("{r}", "{c}"),
+    "tuple": ("{r}, {s}", "add({c})"),
+    "twice": ("{r}, {r}", "add({c})"),
+    "view": ("{r}, {r}[0]", "add({c})"),
+    "views": ("{r}[:, :2], {r}[:, 2:]", "torch.cat({c}, 1)"),
+    "argument": ("{x}, {r}", "add({c})"),
+    "dict": ("dict(h={r}, n=3, none=None)", '{c}["h"]'),
+    "nested": ('[{r}, ({s}, "text")]', "add([{c}[0], {c}[1][0]])"),
+    "named": ("Pair({r}, {s})", "{c}.second + {c}.first"),
+    "detached": ("{r}.detach(), {r}", "add({c})"),
+    "transposed": ("{r}.t()", "{c}.t()"),
+    "written": ("{r} * 1", "{c}.add_(1)"),
+    "unused": ("{r}, {s}", "{c}[0]"),
+}
+
+
+@dataclass
+class Statement:
+    """What makes one value `out` of the values `ins`: a word, a region or a branch with statements inside."""
+
+    out: str
+    ins: tuple[str, str]
+    word: str = ""
+    body: list[Statement] = field(default_factory=list)
+    kind: str = "word"  # word, region, branch
+    call: str = "plain"
+    returns: str = "single"
+    policy: str = "nothing"
+    flag: str = "on0"
+    method: bool = False
+    results: tuple[str, str] = ("", "")
+
+    def lines(self, methods: list[str]) -> Iterator[str]:
+        """Its lines of source; methods that it calls are added to `methods`."""
+        names = {"o": self.out, "a": self.ins[0], "b": self.ins[1]}
+        if self.kind == "word":
+            yield from fill(self.word, names | {"t": f"t{self.out[1:]}"}).split("\n")
+        elif self.kind == "branch":
+            yield f"{self.out} = {self.ins[0]}"
+            yield f"if self.{self.flag}:"
+            for statement in self.body:
+                yield from indented(statement.lines(methods))
+            yield f"    {self.out} = {self.results[0]}"
+        else:
+            yield from self._region(names, methods)
+
+    def _region(self, names: dict[str, str], methods: list[str]) -> Iterator[str]:
+        number = self.out[1:]
+        name, extra = f"region{number}", ""
+        names |= {"x": f"a{number}", "y": f"b{number}"}
+        if self.call in CALLS:
+            parameters, first, call = CALLS[self.call]
+        else:
+            (call, extra), parameters, first = FUNCTIONAL_CALLS[self.call], "{x}, {y}", ""
+        returned, made = RETURNS[self.returns]
+        inside = [] if not first else [fill(first, names)]
+        for statement in self.body:
+            inside += statement.lines(methods)
+        inside.append("return " + fill(returned, names | {"r": self.results[0], "s": self.results[1]}))
+        method = self.method and self.call not in ("closure", "default")
+        head = f"def {name}({'self, ' * method}{fill(parameters, names)}):".replace("self, )", "self)")
+        source = [head, *indented(inside)]
+        if method:
+            methods += ["", *indented(source)]
+        else:
+            yield from source
+        called = fill(call, names | {"f": "self." * method + name, "p": f'"{self.policy}"'}) + extra
+        if made.count("{c}") > 1:
+            yield f"r{number} = {called}"
+            called = f"r{number}"
+        yield f"{self.out} = " + fill(made, {"c": called})
+
+
+@dataclass
+class Program:
+    """A model and the calls made of it."""
+
+    seed: int
+    flavour: str
+    body: list[Statement]
+    result: str
+    steps: list[dict[str, Any]]
+    dtype: str = "float64"
+
+    def source(self) -> str:
+        """The model as Python source: a class `Model`."""
+        methods: list[str] = []
+        forward: list[str] = []
+        for statement in self.body:
+            forward += statement.lines(methods)
+        text = "\n".join([*forward, *methods])
+        init = [words.FEATURES[name] for name in words.FEATURES if re.search(rf"\bself\.{name}\b", text)]
+        init = list(dict.fromkeys(line for lines in init for line in lines.split("\n")))
+        head = ["class Model(Base):"]
+        if init:
+            head += ["    def __init__(self):", *indented(indented(["super().__init__()", *init])), ""]
+        run = ["def forward(self, x, y):", *indented([*forward, f"return {self.result}"])]
+        lines = [*head, *indented(run), *methods]
+        return "\n".join(line.rstrip() for line in lines) + "\n"
+
+    def statements(self) -> Iterator[tuple[list[Statement], int]]:
+        """Every statement with the list that it stands in, the innermost first."""
+        yield from _walk(self.body)
+
+
+def _walk(body: list[Statement]) -> Iterator[tuple[list[Statement], int]]:
+    for at in reversed(range(len(body))):
+        yield from _walk(body[at].body)
+        yield body, at
+
+
+def fill(template: str, names: dict[str, str]) -> str:
+    return re.sub(r"\{(\w)\}", lambda found: names.get(found[1], found[0]), template)
+
+
+def indented(lines: Any) -> list[str]:
+    return ["    " + line for line in lines]
+
+
+# -- drawing ---------------------------------------------------------------------------------------------
+
+WORDS = {
+    name: getattr(words, name).strip("\n").split("\n\n")
+    for name in ("PURE", "WRITES", "BUFFERS", "RANDOM", "EAGER", "PYTHON", "OPEN", "REFUSED")
+}
+# Captured tensors that only an autograd.Function reads have no gradient under torch.func (docs/limits.md).
+SILENT = {"func": ".apply("}
+# Kinds of words, and how often each is drawn.
+CHANCES = {
+    "eager": {
+        "PURE": 30,
+        "WRITES": 18,
+        "BUFFERS": 10,
+        "RANDOM": 8,
+        "EAGER": 22,
+        "PYTHON": 14,
+        "REFUSED": 0.2,
+    },
+    "func": {"PURE": 75, "WRITES": 25},
+    "compile": {"PURE": 60, "WRITES": 20, "BUFFERS": 12},
+}
+HOWS = {
+    "eager": {
+        "backward": 8, "twice": 2, "partial": 2, "double": 2, "accumulate": 2, "two_forwards": 2, "again": 2,
+        "update": 2, "reversed": 1, "drop": 1, "thread": 1, "copied": 1, "no_grad": 1, "batched": 1,
+        "threads": 0.5, "anomaly": 0.3,
+    },
+    "func": {
+        "backward": 2, "double": 2, "grad": 2, "grad_params": 2, "vmap_grad": 2, "jvp": 1, "hessian": 1,
+        "jacrev": 1, "grad_grad": 1, "vmap": 1, "forward_ad": 1, "jvp_grad": 1, "vjp": 1, "jacfwd": 1,
+    },
+    "compile": {"backward": 4, "grad": 2, "vmap_grad": 1},
+}  # fmt: skip
+FLAGS = ("on0", "on1", "on2")
+
+
+class Drawing:
+    """Draws one program."""
+
+    def __init__(self, seed: int, flavour: str) -> None:
+        self.dice, self.flavour, self.count = random.Random(f"{flavour}{seed}"), flavour, 0
+        chances = CHANCES[flavour]
+        # A function that runs again changes Python's state again.
+        self.opens = flavour != "eager" or self.dice.random() < 0.4
+        if flavour == "eager" and self.opens:
+            chances = {"OPEN" if kind == "PYTHON" else kind: chance for kind, chance in chances.items()}
+        self.kinds, self.weights = list(chances), list(chances.values())
+        self.policies = ["nothing"] if self.dice.random() < 0.2 else list(POLICIES)
+
+    def program(self, seed: int) -> Program:
+        dice = self.dice
+        body = self.body(["x", "y"], dice.randint(0, 2), 3)
+        # What stands in a region for sure.
+        body.append(self.region(self.around(["x", "y"], body), 3))
+        body += self.body(self.around(["x", "y"], body), dice.randint(0, 2), 3)
+        steps = [self.step() for _ in range(dice.randint(2, 4) if self.flavour == "eager" else 1)]
+        dtype = "float32" if self.flavour == "eager" and dice.random() < 0.2 else "float64"
+        return Program(seed, self.flavour, body, body[-1].out, steps, dtype)
+
+    def around(self, names: list[str], body: list[Statement]) -> list[str]:
+        return names + [statement.out for statement in body]
+
+    def body(self, names: list[str], length: int, depth: int, functional: bool = False) -> list[Statement]:
+        made: list[Statement] = []
+        for _ in range(length):
+            made.append(self.statement(self.around(names, made), depth, functional))
+        return made
+
+    def statement(self, names: list[str], depth: int, functional: bool) -> Statement:
+        dice, chance = self.dice, self.dice.random()
+        if depth and chance < 0.2:
+            return self.region(names, depth, functional)
+        if depth and chance < 0.26 and not functional:
+            out, ins = self.name(), self.ins(names)
+            body = self.body(names, dice.randint(1, 2), depth - 1)
+            return Statement(
+                out, ins, body=body, kind="branch", flag=dice.choice(FLAGS), results=(body[-1].out, "")
+            )
+        kind = dice.choices(self.kinds, self.weights)[0]
+        if functional:
+            kind = dice.choice(["PURE", "PURE", "WRITES"])
+        chosen = [word for word in WORDS[kind] if SILENT.get(self.flavour, "\n\n") not in word]
+        return Statement(self.name(), self.ins(names), word=dice.choice(chosen))
+
+    def region(self, names: list[str], depth: int, functional: bool = False) -> Statement:
+        dice = self.dice
+        out, ins = self.name(), self.ins(names)
+        call = dice.choice(["plain"] * 4 + list(CALLS))
+        returns = dice.choice(["single"] * 4 + list(RETURNS))
+        if self.opens and dice.random() < 0.2:
+            call, returns, functional = dice.choice(list(FUNCTIONAL_CALLS)), "single", True
+            if self.flavour == "compile" and call == "loop":
+                call = "scan"
+        method = dice.random() < 0.25
+        # A closure reads what is around it; a method has its arguments alone.
+        own = [f"a{out[1:]}", f"b{out[1:]}"]
+        seen = own if method else [*names, *own, *own]
+        body = self.body(seen, dice.randint(1, 4), depth - 1, functional)
+        results = body[-1].out, dice.choice([s.out for s in body] + own[1:])
+        return Statement(
+            out, ins, "", body, "region", call, returns, dice.choice(self.policies), "on0", method, results
+        )
+
+    def name(self) -> str:
+        self.count += 1
+        return f"v{self.count}"
+
+    def ins(self, names: list[str]) -> tuple[str, str]:
+        recent = names[-2:]
+        return self.dice.choice([*recent, self.dice.choice(names)]), self.dice.choice(names)
+
+    def step(self) -> dict[str, Any]:
+        dice, hows = self.dice, HOWS[self.flavour]
+        step: dict[str, Any] = {"how": dice.choices(list(hows), list(hows.values()))[0]}
+        if step["how"] in ("backward", "twice", "double") and self.policies == ["nothing"]:
+            step["bytes"] = True
+        if self.flavour != "eager":
+            return step
+        flips = [flag for flag in FLAGS if dice.random() < 0.15]
+        options = {
+            "flip": flips,
+            "mode": dice.choice([None] * 5 + ["train", "eval", "freeze", "unfreeze"]),
+            "frozen": dice.random() < 0.1,
+            "rows": dice.choice([3, 3, 3, 5, 2]),
+            "autocast": dice.random() < 0.1,
+            "requires": dice.random() > 0.2,
+            "hook": dice.choice([None] * 6 + ["add", "remove"]),
+            "late": dice.random() < 0.15,
+            "factor": dice.choice([None] * 5 + [0.0, -0.0, 2.5]),
+        }
+        return step | {key: value for key, value in options.items() if value != DEFAULTS[key]}
+
+
+DEFAULTS: dict[str, Any] = {
+    "flip": [], "mode": None, "frozen": False, "rows": 3, "autocast": False, "requires": True, "hook": None,
+    "late": False, "factor": None, "bytes": False,
+}  # fmt: skip
+
+
+def draw(seed: int, flavour: str) -> Program:
+    """The program of this number."""
+    return Drawing(seed, flavour).program(seed)

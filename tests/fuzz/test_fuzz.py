@@ -1,0 +1,93 @@
+"""Programs that look like user code, with regions and without (`make fuzz` draws more of them)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.fuzz import library
+from tests.fuzz.__main__ import MODES, one
+from tests.fuzz.program import draw
+from tests.fuzz.run import Verdict, check
+from tests.fuzz.shrink import save, shrink
+
+OUT = Path("out/fuzz")
+# Of the quick suite and of the slow one, in tests of so many programs.
+QUICK, SLOW, TOGETHER = (320, 180), (3200, 1800), 20
+
+
+def ranges(counts: tuple[int, int], first: int) -> list[tuple[str, int, int]]:
+    pairs = zip(("eager", "func"), counts, strict=True)
+    return [(m, at, at + TOGETHER) for m, n in pairs for at in range(first, first + n, TOGETHER)]
+
+
+def passes(mode: str, seeds: range) -> Counter[str]:
+    """Run programs, and save what fails, made small."""
+    kinds: Counter[str] = Counter()
+    failed = []
+    for seed in seeds:
+        verdict = one(seed, mode)
+        kinds[verdict.kind] += 1
+        if verdict.kind == "failed":
+            flavour, backend = MODES[mode]
+            path = save(OUT, shrink(draw(seed, flavour), verdict, backend), verdict, backend)
+            failed.append(f"{path}: {verdict.what}")
+    assert failed == []
+    return kinds
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("mode", "first", "last"), ranges(QUICK, 10_000))
+def test_programs_are_as_without_remat(mode: str, first: int, last: int) -> None:
+    kinds = passes(mode, range(first, last))
+    assert kinds["same"] >= 0.6 * (last - first)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("mode", "first", "last"), ranges(SLOW, 20_000))
+def test_more_programs_are_as_without_remat(mode: str, first: int, last: int) -> None:
+    passes(mode, range(first, last))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("first", range(30_000, 30_060, 10))
+def test_compiled_programs_are_as_without_remat(first: int) -> None:
+    passes("aot_eager", range(first, first + 10))
+
+
+# -- the machinery itself ------------------------------------------------------------------------------------
+
+
+def test_a_difference_is_found_and_made_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where regions compute something else, one or two statements are left that show it."""
+    right = library.remat
+    monkeypatch.setattr(library, "remat", lambda fn, policy: right(lambda *a, **k: spoilt(fn(*a, **k))))
+    drawn = ((p, check(p, p.steps, p.dtype)) for p in (draw(seed, "func") for seed in range(40)))
+    program, verdict = next((p, v) for p, v in drawn if v.kind == "failed")
+    small = shrink(program, verdict)
+    assert len(list(small.statements())) <= len(list(program.statements()))
+    assert sum(s.kind == "word" for body, at in small.statements() for s in [body[at]]) <= 2
+    text = save(tmp_path, small, verdict).read_text()
+    assert "check(SOURCE, STEPS" in text and "class Model(Base)" in text
+
+
+def spoilt(out: object) -> object:
+    return out * 1.001 if isinstance(out, torch.Tensor) else out
+
+
+def test_a_refusal_counts_as_one() -> None:
+    source = (
+        "class Model(Base):\n    def forward(self, x, y):\n        return R(lambda y: y.mul_(2))(y + 0)\n"
+    )
+    verdict = check(source, [{"how": "backward"}], "float64")
+    assert isinstance(verdict, Verdict) and verdict.kind == "refused" and "argument" in verdict.what
+
+
+@pytest.mark.parametrize("flavour", ["eager", "func", "compile"])
+def test_a_program_is_the_same_for_its_number(flavour: str) -> None:
+    assert draw(7, flavour).source() == draw(7, flavour).source() != draw(8, flavour).source()

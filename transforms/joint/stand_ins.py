@@ -1,0 +1,133 @@
+"""Running a function on fake tensors: none of the real ones that it holds may be met by an op.
+
+An op that writes to a real buffer would count twice, move its version, and hang the trace's history on it;
+autocast would remember a fake cast of a real weight. So every torch call has the real tensors among its
+arguments taken for fakes, wherever the function read them from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+
+from remat.transforms.closure import trial
+from remat.transforms.compat import (
+    autocasting,
+    fake_mode,
+    functions_as_they_are,
+    is_fake,
+    is_wrapped,
+    outside_all_modes,
+    without_module_trackers,
+)
+from remat.transforms.context import planning
+from remat.transforms.errors import RematError
+from remat.transforms.intermediates import only
+from remat.transforms.pytree import flatten, unflatten
+
+
+class StandIns(TorchFunctionMode):
+    """Puts a fake of `mode` in the place of every real tensor."""
+
+    def __init__(self, mode: Any) -> None:
+        super().__init__()
+        self.mode = mode
+        # Identities are only good while the objects live.
+        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*self.swapped(args), **self.swapped(kwargs or {}))
+
+    def swapped(self, value: Any) -> Any:
+        """`value` with fakes in it, for all of one call: it may be any of tuple, list and dict."""
+        if isinstance(value, torch.Tensor):
+            return self.of(value)
+        kind = type(value)
+        if kind is tuple or kind is list:
+            return kind([self.swapped(v) for v in value])
+        return {k: self.swapped(v) for k, v in value.items()} if kind is dict else value
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The fake of a tensor; a subclass of somebody else's stays, its ops are what it says."""
+        known = self._made.get(id(tensor))
+        if known is not None:
+            return known[1]
+        plain = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
+        if not plain or is_fake(tensor) or is_lazy(tensor) or is_wrapped(tensor):
+            return tensor
+        fake = self._fake(tensor)
+        self._made[id(tensor)] = tensor, fake
+        self._made[id(fake)] = fake, fake
+        return fake
+
+    def forget(self) -> None:
+        """Let go of all tensors."""
+        self._made = {}
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        with outside_all_modes(), functions_as_they_are(), warnings.catch_warnings():
+            # It asks for the gradient of every tensor, and is warned that some have none.
+            warnings.simplefilter("ignore")
+            try:
+                return self.mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
+            except (RuntimeError, NotImplementedError):
+                # Layouts that fakes do not know.
+                return tensor
+
+
+class NotOnFakes(RematError):
+    """A function needs data, so that it cannot be looked at before it runs."""
+
+
+@contextlib.contextmanager
+def refused(fn: Callable[..., Any], last: Callable[[], tuple[str, str]]) -> Iterator[None]:
+    """Say in the user's words what does not run on fakes; `last` tells the op met last and its line."""
+    try:
+        yield
+    except RematError:
+        raise
+    except Exception as error:
+        op, line = last()
+        where = f" at {line}" if line else ""
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        raise NotOnFakes(
+            f"{getattr(fn, '__name__', type(fn).__name__)} cannot be planned: {op or 'the function'}{where} "
+            f"does not run on fake tensors ({reason}). A plan needs shapes alone: keep .item() and branches "
+            "on values out of the region, give custom ops a fake kernel (torch.library.register_fake), or "
+            "use a policy without a budget."
+        ) from error
+
+
+@contextlib.contextmanager
+def stood_in(stand_ins: StandIns) -> Iterator[None]:
+    """Within, ops run on fakes."""
+    caching = torch.is_autocast_cache_enabled()
+    # What is in the cache of an autocast around stays there until that ends.
+    torch.set_autocast_cache_enabled(caching and not autocasting())
+    try:
+        with stand_ins.mode, stand_ins:
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(caching)
+
+
+def on_fakes(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+    """What `run(*args, **kwargs)` returns on fake tensors like those given.
+
+    Nobody collects named values meanwhile, and `is_recomputing()` is true, as in `record`.
+    """
+    leaves, spec = flatten((args, kwargs or {}))
+    stand_ins = StandIns(fake_mode(leaves))
+    name = getattr(run, "__name__", type(run).__name__)
+    with without_module_trackers(), trial(), only(()), planning(name), warnings.catch_warnings():
+        # The engine asks for addresses, which fake tensors grudgingly give.
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        with refused(run, lambda: ("", "")), stood_in(stand_ins), torch.enable_grad():
+            given, keywords = unflatten([stand_ins.swapped(leaf) for leaf in leaves], spec)
+            return run(*given, **keywords)
