@@ -18,7 +18,7 @@ from remat.transforms import recordings as context_recordings
 from remat.transforms.compat import TorchDispatchMode, graph_task, is_strided, storage_key, unwrapped
 from remat.transforms.offload import travelling
 from remat.transforms.region import recomputed_region
-from remat.transforms.tape import Kept, made_by
+from remat.transforms.tape import Kept
 
 PASSES = ("forward", "recompute", "backward")
 KINDS = ("matmul", "convolution", "attention", "normalization", "pointwise", "reduction", "custom", "other")
