@@ -176,13 +176,13 @@ _ELSEWHERE = {
 }
 
 
-class OptionError(RematError, TypeError):
+class UnknownOption(RematError, TypeError):
     """Arguments of `remat` that it does not take."""
 
 
-def _option_error(fn: Any, args: tuple[Any, ...], unknown: dict[str, Any]) -> OptionError:
+def _option_error(fn: Any, args: tuple[Any, ...], unknown: dict[str, Any]) -> UnknownOption:
     if not unknown:
-        return OptionError(
+        return UnknownOption(
             f"remat takes one function, got {len(args)} more arguments: remat(fn) returns a function. Write "
             "remat(fn)(x), or remat(fn, policy=...)(x)."
         )
@@ -191,7 +191,7 @@ def _option_error(fn: Any, args: tuple[Any, ...], unknown: dict[str, Any]) -> Op
     near = difflib.get_close_matches(name, options, n=1)
     known = ", ".join(list(options)[2:-1])
     advice = _ELSEWHERE.get(name) or (f"did you mean {near[0]}?" if near else f"it takes {known}")
-    return OptionError(
+    return UnknownOption(
         f"remat({name}={unknown[name]!r}): there is no such option; {advice}.".replace("?.", "?")
     )
 

@@ -39,7 +39,7 @@ def name_of_region(fn: Any) -> str:
         return name_of_region(fn.func)
     if isinstance(fn, types.MethodType) and fn.__name__ in ("forward", "__call__"):
         return type(fn.__self__).__name__
-    name = getattr(fn, "__qualname__", None) or type(fn).__name__
+    name = str(getattr(fn, "__qualname__", None) or type(fn).__name__)
     name = name.rpartition("<locals>.")[2].removesuffix(".forward")
     code = getattr(fn, "__code__", None)
     if name == "<lambda>" and code is not None:

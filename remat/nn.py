@@ -1,7 +1,7 @@
 """Regions for the layers of a model that is there already."""
 
 # The settings of a region are on its module, under names that no module of the user's has.
-# pyright: reportPrivateUsage=false
+# pyright: reportPrivateUsage=false, reportUnnecessaryIsInstance=false
 
 from __future__ import annotations
 

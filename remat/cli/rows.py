@@ -127,7 +127,8 @@ def from_option(kind: str, value: str) -> Policy:
         return remat.policies.save_names(*[name.strip() for name in value.split(",")])
     from remat.cli.plan import amount
 
-    return checkpoint_policy(**{kind: amount(value)})
+    make: Any = checkpoint_policy
+    return make(**{kind: amount(value)})
 
 
 def from_rule(text: str) -> Policy:

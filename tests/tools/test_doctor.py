@@ -95,7 +95,7 @@ class DynamicCache:
 
 def drop_in_on_a_model_with_a_cache():
     cache = DynamicCache()
-    region = remat(lambda x, w, past_key_values=None: block(past_key_values.update(x.detach()), w))
+    region = remat(lambda x, w, *, past_key_values: block(past_key_values.update(x.detach()), w))
     return steps(lambda x, w: region(x, w, past_key_values=cache), depth=2)
 
 

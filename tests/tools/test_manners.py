@@ -137,7 +137,7 @@ def test_other_options_say_what_to_write(options, write, fn):
 
 def test_arguments_belong_to_the_function_that_comes_back():
     with pytest.raises(RematError, match=r"Write remat\(fn\)\(x\)"):
-        remat(block, X)
+        remat(block, X)  # type: ignore[call-overload]
     with pytest.raises(RematError, match="leave it out"):
         apply(Model(), layers="blocks.*", use_reentrant=False)
 

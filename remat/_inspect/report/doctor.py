@@ -62,7 +62,8 @@ class Diagnosis(Shown):
         )
         yield f"peak: {format_bytes(self.now.peak)} now, {format_bytes(self.plain.peak)} without remat"
         again = self.now.total("recompute").ops
-        yield f"recomputed: {again} ops in {len(self.now.regions)} regions"
+        count = len(self.now.regions)
+        yield f"recomputed: {again} ops in regions of {count} name{'s' if count != 1 else ''}"
         if not self.findings:
             yield "nothing found that defeats them"
 
