@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, get_args, overload
 
@@ -88,7 +90,7 @@ def remat(
 
 def remat(
     fn: Callable[..., Any] | None = None,
-    *,
+    *args: Any,
     policy: PolicyLike | None = save_nothing,
     name: str | None = None,
     static_argnums: int | Iterable[int] = (),
@@ -96,6 +98,7 @@ def remat(
     preserve_rng_state: bool = True,
     determinism_check: Check = "metadata",
     keep_decisions: bool = True,
+    **unknown: Any,
 ) -> Any:
     """A function with the same results as `fn` that recomputes instead of storing when it is differentiated.
 
@@ -141,6 +144,8 @@ def remat(
     `jax.checkpoint` (https://docs.jax.dev/en/latest/gradient-checkpointing.html) and Chen et al., 2016,
     "Training deep nets with sublinear memory cost" (https://arxiv.org/abs/1604.06174).
     """
+    if args or unknown:
+        raise _option_error(fn, args, unknown)
     if determinism_check not in _CHECKS:
         raise ArgumentError(
             f"remat(determinism_check={determinism_check!r}): expected one of {', '.join(map(repr, _CHECKS))}"
@@ -155,6 +160,42 @@ def remat(
         keep_decisions,
     )
     return functools.partial(rematerialized, options=options) if fn is None else rematerialized(fn, options)
+
+
+# Options of torch.utils.checkpoint and of jax.checkpoint, and what to write here.
+_ELSEWHERE = {
+    "use_reentrant": "leave it out: there is one kind of region, and it works as use_reentrant=False does",
+    "context_fn": "write policy=..., such as save_matmuls or a list of ops to save; "
+    "remat.interop.from_torch_policy takes a policy function of torch's",
+    "prevent_cse": "leave it out: recomputation is always protected from the compiler",
+    "concrete": "write static_argnums=... or static_argnames=... for arguments that Python branches on",
+    "debug": 'write determinism_check="exact", which names the first op that differs',
+    "early_stop": "leave it out: nothing is computed that the backward does not read",
+    "save_policy": "write policy=...",
+    "budget": "write policy=checkpoint_policy(budget=...)",
+    "peak": "write policy=checkpoint_policy(peak=...)",
+    "names": "write policy=save_names(...)",
+}
+
+
+class UnknownOption(RematError, TypeError):
+    """Arguments of `remat` that it does not take."""
+
+
+def _option_error(fn: Any, args: tuple[Any, ...], unknown: dict[str, Any]) -> UnknownOption:
+    if not unknown:
+        return UnknownOption(
+            f"remat takes one function, got {len(args)} more arguments: remat(fn) returns a function. Write "
+            "remat(fn)(x), or remat(fn, policy=...)(x)."
+        )
+    name = next(iter(unknown))
+    options = inspect.signature(remat).parameters
+    near = difflib.get_close_matches(name, options, n=1)
+    known = ", ".join(list(options)[2:-1])
+    advice = _ELSEWHERE.get(name) or (f"did you mean {near[0]}?" if near else f"it takes {known}")
+    return UnknownOption(
+        f"remat({name}={unknown[name]!r}): there is no such option; {advice}.".replace("?.", "?")
+    )
 
 
 def _indices(value: int | Iterable[int]) -> tuple[int, ...]:

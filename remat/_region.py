@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 import threading
 import types
 from collections.abc import Callable, Generator
@@ -32,6 +33,20 @@ class FunctionError(RematError, TypeError):
     """Something that cannot be rematerialized because it cannot be called."""
 
 
+def name_of_region(fn: Any) -> str:
+    """What messages call a region of `fn`: a function by its name, a module by its class."""
+    if isinstance(fn, functools.partial):
+        return name_of_region(fn.func)
+    if isinstance(fn, types.MethodType) and fn.__name__ in ("forward", "__call__"):
+        return type(fn.__self__).__name__
+    name = str(getattr(fn, "__qualname__", None) or type(fn).__name__)
+    name = name.rpartition("<locals>.")[2].removesuffix(".forward")
+    code = getattr(fn, "__code__", None)
+    if name == "<lambda>" and code is not None:
+        return f"lambda at {os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+    return name
+
+
 @dataclass(eq=False)
 class Options:
     """The arguments of `remat`, checked.
@@ -50,7 +65,7 @@ class Options:
 
     def label(self, fn: Callable[..., Any]) -> str:
         """What messages call the region."""
-        return self.name or getattr(fn, "__qualname__", None) or type(fn).__name__
+        return self.name or name_of_region(fn)
 
     def region(self, fn: Callable[..., Any], policy: Policy, label: str | None = None) -> Region:
         label = label or self.label(fn)
@@ -75,8 +90,12 @@ class Options:
         return replace(self, policy=policy)
 
 
+# Given a region's name, its policy and the arguments of a call: the policy that the call is to have.
+Choose = Callable[[str, Policy, tuple[Any, ...], dict[str, Any]], Policy]
+
+
 class _Forced(threading.local):
-    policy: Policy | None = None
+    choose: Choose | None = None
 
 
 _forced = _Forced()
@@ -85,12 +104,19 @@ _forced = _Forced()
 @contextlib.contextmanager
 def under_policy(policy: Policy) -> Generator[None]:
     """Let every region that this thread calls meanwhile have this policy, to compare it with its own."""
-    before = _forced.policy
-    _forced.policy = policy
+    with policies_by(lambda *_: policy):
+        yield
+
+
+@contextlib.contextmanager
+def policies_by(choose: Choose) -> Generator[None]:
+    """Ask `choose` for the policy of every region that this thread calls meanwhile in eager code."""
+    before = _forced.choose
+    _forced.choose = choose
     try:
         yield
     finally:
-        _forced.policy = before
+        _forced.choose = before
 
 
 def with_policy(fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
@@ -109,6 +135,7 @@ def _wrap(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
             f"remat(fn): fn must be callable, got {fn!r} of type {type(fn).__name__}; write remat(function) "
             "or @remat"
         )
+    _check_runs_at_once(fn)
     _check_static_names(fn, options.names)
     region = options.region(fn, options.policy)
     static = bool(options.numbers or options.names)
@@ -121,11 +148,13 @@ def _wrap(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
     ordinary = not (keeps_everything or static or binds)
 
     def eager(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        forced = _forced.policy
-        if ordinary and forced is None:
+        choose = _forced.choose
+        if ordinary and choose is None:
             return run(region, args, kwargs)
-        if forced is not None and options.policy is not forced:
-            return _wrap(fn, options.under(forced))(*args, **kwargs)
+        if choose is not None:
+            chosen = choose(label, options.policy, args, kwargs)
+            if chosen is not options.policy:
+                return _wrap(fn, options.under(chosen))(*args, **kwargs)
         if keeps_everything and outermost():
             with choosing():
                 return run_transparently(fn, args, kwargs)
@@ -172,7 +201,7 @@ class BoundRegion:
         return _wrap, (self.__wrapped__, self._options)  # type: ignore[attr-defined]
 
     def __repr__(self) -> str:
-        return f"remat({self.__wrapped__!r})"  # type: ignore[attr-defined]
+        return f"remat({self.__wrapped__!r}, policy={self._options.policy!r})"  # type: ignore[attr-defined]
 
 
 class ModuleView(torch.nn.Module):
@@ -190,6 +219,9 @@ class ModuleView(torch.nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _wrap, self._remat[:2]
+
+    def __repr__(self) -> str:
+        return f"remat({super().__repr__()}, policy={self._remat[1].policy!r})"
 
 
 def _module_view(module: torch.nn.Module, options: Options, run: Callable[..., Any]) -> torch.nn.Module:
@@ -221,6 +253,32 @@ def _view_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
     made = types.new_class(cls.__name__, (ModuleView, cls), exec_body=lambda names: names.update(about))
     made.__qualname__ = cls.__qualname__
     return made
+
+
+# What a call of a function makes that runs later, by the flag of its code.
+_LATER = {
+    inspect.CO_GENERATOR: "a generator",
+    inspect.CO_COROUTINE: "a coroutine",
+    inspect.CO_ASYNC_GENERATOR: "an asynchronous generator",
+}
+
+
+def _check_runs_at_once(fn: Any) -> None:
+    """Raise for a function whose call runs nothing of it: its ops would be outside of the region."""
+    called = fn.func if isinstance(fn, functools.partial) else fn
+    if isinstance(called, torch.nn.Module):
+        called = called.forward
+    elif not hasattr(called, "__code__") and not isinstance(called, (types.MethodType, type)):
+        called = type(called).__call__
+    code = getattr(inspect.unwrap(called), "__code__", None)
+    flags = 0 if code is None else code.co_flags
+    for flag, kind in _LATER.items():
+        if flags & flag:
+            raise FunctionError(
+                f"remat({name_of_region(fn)}): the function is {kind}, which runs after its call has "
+                "returned, outside of the region. Write a function that returns its results, and call that "
+                "from yours."
+            )
 
 
 def _check_static_names(fn: Callable[..., Any], names: frozenset[str]) -> None:

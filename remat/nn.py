@@ -1,7 +1,7 @@
 """Regions for the layers of a model that is there already."""
 
 # The settings of a region are on its module, under names that no module of the user's has.
-# pyright: reportPrivateUsage=false
+# pyright: reportPrivateUsage=false, reportUnnecessaryIsInstance=false
 
 from __future__ import annotations
 
@@ -83,9 +83,15 @@ def apply(
         >>> regions(apply(model, policy=save_matmuls))
         ['layers.0', 'layers.1', 'layers.2']
     """
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise LayerError(
+            f"remat.nn.apply(every={every!r}): every is 1 or more; write every=2 for every second."
+        )
     chosen = _outermost({name: module for name, module in _named(model) if _fits(layers, name, module)})
     if not chosen:
         raise LayerError(_no_layer(model, layers))
+    if lists := [name for name, module in chosen.items() if isinstance(module, _LISTS)]:
+        raise LayerError(_only_a_list(lists[0], chosen[lists[0]], layers))
     for module in list(chosen.values())[::every]:
         apply_to(module, policy=policy, **options)
     return model
@@ -166,6 +172,9 @@ class Region(torch.nn.Module):
         # The class was made here and cannot be found by name.
         return _blank, (self._remat_class,), self.__dict__
 
+    def __repr__(self) -> str:
+        return f"remat({super().__repr__()}, policy={self._remat_settings['policy']!r})"
+
 
 def _region_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
     # A class knows its subclasses, and does not hold them.
@@ -224,6 +233,18 @@ def _outermost(modules: dict[str, torch.nn.Module]) -> dict[str, torch.nn.Module
         return any(".".join(parts[:i]) in modules for i in range(1, len(parts)))
 
     return {name: module for name, module in modules.items() if not inside(name)}
+
+
+# Modules that hold others and are never called themselves.
+_LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)
+
+
+def _only_a_list(name: str, module: torch.nn.Module, layers: Layers) -> str:
+    return (
+        f"remat.nn.apply(layers={layers!r}) hits {name or 'the model itself'}, a {type(module).__name__}, "
+        "which nobody calls: a region of it would do nothing. Write "
+        f"layers={(f'{name}.*' if name else '*')!r} for what is in it."
+    )
 
 
 def _no_layer(model: torch.nn.Module, layers: Layers) -> str:

@@ -1,5 +1,9 @@
 """What all of the product knows of ops: their facts for a policy, their price, amounts of bytes."""
 
+from remat._core.devices import (
+    DEVICES,  # name -> `Device`
+    Device,  # what a device attains, and holds
+)
 from remat._core.flops import (
     known_flops,  # FLOPs of `op(*args, **kwargs)`, or None for an op that nobody gave a formula for
     op_name,  # `aten::mm` for every overload and for the packet

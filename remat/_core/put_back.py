@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import contextvars
 import gc
 from typing import Any
@@ -64,7 +65,9 @@ def in_slot(member: Any, value: Any) -> Any:
 def restore_slot(where: Any, before: Any) -> None:
     if in_slot(*where) is not before:
         member, value = where
-        member.__delete__(value) if before is MISSING else member.__set__(value, before)
+        # What cannot be written was not: Cython's functions show such a member as another int each time.
+        with contextlib.suppress(AttributeError):
+            member.__delete__(value) if before is MISSING else member.__set__(value, before)
 
 
 def restore_class(kind: type, before: dict[str, Any]) -> None:

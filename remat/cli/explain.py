@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from remat._inspect.report import compare, explain
-from remat.cli.errors import UsageError
+from remat.cli.checked import device_of, writable
 from remat.cli.rows import parse
 from remat.cli.target import load
 
@@ -28,24 +28,28 @@ class Explain:
     dtype: str = "float32"
     """Of the inputs."""
     device: str = "cpu"
-    """Where the inputs are made."""
+    """Where the inputs are made: cpu, cuda, cuda:1, mps."""
     policy: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Compare policies: 'save_matmuls | save_attention'; once for each."""
+    """Compare policies: 'save_matmuls | save_attention', budget=0.4, names=q,k, MODULE:RULE."""
     html: Path | None = None
-    """Also write the report there, with all rows."""
+    """Also write the report there: one page, with pictures, that needs no network."""
+    json: bool = False
+    """Print one JSON object instead of the report."""
 
     def __call__(self) -> int:
         from rich.console import Console
 
+        writable("--html", self.html)
+        device_of(self.device)
         fn, args = load(self.target, self.input, self.dtype, self.device)
         if self.policy:
             found = compare(fn, *args, policies=[parse(text) for text in self.policy])
         else:
             found = explain(fn, *args)
-        Console(highlight=False).print(found)
+        if self.json:
+            print(found.to_json(indent=2))
+        else:
+            Console(highlight=False).print(found)
         if self.html:
-            try:
-                found.save(self.html)
-            except OSError as error:
-                raise UsageError(f"--html {self.html} cannot be written: {error.strerror}.") from error
+            found.save(self.html)
         return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Any
 
 import torch
@@ -28,16 +29,31 @@ def build_hf(name: str, sizes: Sizes, dtype: torch.dtype, device: torch.device, 
     torch.manual_seed(seed)
     try:
         config = transformers.AutoConfig.for_model(name, **settings(sizes))
-    except ValueError as unknown:
+    except Exception as unknown:
+        near = difflib.get_close_matches(name, transformers.CONFIG_MAPPING, n=1)
+        hint = f"; did you mean hf:{near[0]}?" if near and near[0] != name else ""
         raise UsageError(
-            f"transformers {transformers.__version__} knows no config of type {name!r}"
+            f"--model hf:{name}: transformers {transformers.__version__} makes no config of that name at "
+            f"these sizes{hint or '; write one such as hf:gpt2 or hf:llama'}"
         ) from unknown
     for key in vars(config):
         # Dropout goes: rows are compared number by number, and a draw per row would differ.
         if isinstance(getattr(config, key), float) and ("dropout" in key or key.endswith("pdrop")):
             setattr(config, key, 0.0)
-    module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    module.to(device, dtype).train()
+    try:
+        module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        module.to(device, dtype).train()
+    except Exception as error:
+        # Whatever a model of another kind misses: sizes of its own, a decoder alone, a package.
+        text = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+        raise UsageError(
+            f"--model hf:{name} cannot be made as a causal language model of these sizes: {text} Write one "
+            "such as hf:gpt2, hf:llama, hf:qwen2 or hf:mistral."
+        ) from error
+    if not any(hasattr(m, "gradient_checkpointing") for m in module.modules()):
+        raise UsageError(
+            f"--model hf:{name} has no layers that can be checkpointed. Write hf:gpt2 or hf:llama."
+        )
     loss = Loss(module)
     return Model({key: p.detach() for key, p in loss.own.items()}, loss, loss.leaves)
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from remat.cli.errors import UsageError
-from remat.transforms import RematError
+from remat.transforms import RematError, is_user_frame
 
 # Name -> (module, attribute, one line). The attribute is for tyro: a dataclass, whose instance is called,
 # or a function; either returns the exit code or raises a UsageError or RematError. Only the module named is
@@ -25,6 +29,11 @@ COMMANDS = {
         "Explain",
         "what a function keeps and recomputes, and what that costs; or several policies side by side",
     ),
+    "doctor": (
+        "remat.cli.doctor",
+        "Doctor",
+        "run one step with and without its regions, and say what defeats them",
+    ),
     "plan": ("remat.cli.plan", "Plan", "the best a function can keep within a budget, or at every budget"),
     "schedule": ("remat.cli.schedule", "Draw", "draw which carries a scan keeps"),
     "env": ("remat.cli.env", "Env", "what this machine can do"),
@@ -37,6 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args or args[0] in ("-h", "--help"):
         print(usage())
         return 0 if args else 2
+    if args[0] == "--version":
+        print(f"remat {sys.modules['remat'].__version__}, torch {torch.__version__}")
+        return 0
     if args[0] not in COMMANDS:
         print(unknown(args[0]), file=sys.stderr)
         return 2
@@ -50,18 +62,40 @@ def run(name: str, args: list[str]) -> Any:
         print(f"`remat {name}` needs {missing.name}: pip install 'remat[cli]'", file=sys.stderr)
         return 2
     module, attribute, _ = COMMANDS[name]
-    target: Any = getattr(importlib.import_module(module), attribute)
+    try:
+        target: Any = getattr(importlib.import_module(module), attribute)
+    except ImportError as missing:
+        print(f"`remat {name}` needs {missing.name}: pip install 'remat[cli,plan]'", file=sys.stderr)
+        return 2
     command: Any = tyro.cli(target, prog=f"remat {name}", args=args)
     try:
         return command() if callable(command) else command
     except (UsageError, RematError) as error:
         print(f"remat {name}: {error}", file=sys.stderr)
         return 2
+    except Exception as error:
+        # An error of the user's function: where, and what. Whoever looks for one of ours asks for all of it.
+        if os.environ.get("REMAT_TRACEBACK"):
+            raise
+        print(f"remat {name}: {told(error)}", file=sys.stderr)
+        return 1
+
+
+def told(error: Exception) -> str:
+    """An error in one line, with the user's line that raised it."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if is_user_frame(frame)]
+    lines = [number for frame, number in traceback.walk_tb(error.__traceback__) if is_user_frame(frame)]
+    at = ""
+    if frames:
+        code = frames[-1].f_code
+        at = f" at {os.path.basename(code.co_filename)}:{lines[-1]} ({code.co_name})"
+    text = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+    return f"{type(error).__name__}{at}: {text}. REMAT_TRACEBACK=1 shows the whole traceback."
 
 
 def usage() -> str:
     lines = [f"  {name:<10}{text}" for name, (_, _, text) in COMMANDS.items()]
-    return "\n".join(["usage: python -m remat COMMAND [--help]", "", *lines])
+    return "\n".join(["usage: python -m remat COMMAND [--help], or --version", "", *lines])
 
 
 def unknown(name: str) -> str:

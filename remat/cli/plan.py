@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
+from remat.cli.checked import writable
+from remat.cli.errors import UsageError
 from remat.cli.target import load
 from remat.plan import BudgetPolicy, pareto
 
@@ -33,30 +36,39 @@ class Plan:
     """What the cost model is of, such as h100 or cpu; left out, this machine's accelerator."""
     points: int = 10
     """Budgets on the frontier."""
-    json: Path | None = None
-    """Write the plan there."""
+    json: bool = False
+    """Print one JSON object: the plan, or the frontier."""
+    out: Path | None = None
+    """Write the plan there, as JSON that remat.plan.Plan.from_json reads."""
     csv: Path | None = None
     """Write the frontier there."""
     png: Path | None = None
     """Draw the frontier there."""
 
     def __call__(self) -> int:
+        for option, path in (("--out", self.out), ("--csv", self.csv), ("--png", self.png)):
+            writable(option, path)
+        if self.out and not self.budget:
+            raise UsageError(
+                f"--out {self.out} is for one plan: write --budget too, or --csv for the frontier."
+            )
         fn, args = load(self.target, self.input, self.dtype)
         if self.budget:
             self._one(fn, args)
-        else:
+        if self.csv or self.png or not self.budget:
             self._frontier(fn, args)
         return 0
 
     def _one(self, fn: Any, args: Any) -> None:
         plan = BudgetPolicy(amount(self.budget), self.cost, self.device or None).plan(fn, *args)
-        print(plan)
-        if self.json:
-            self.json.write_text(plan.to_json())
+        print(plan.to_json() if self.json else plan)
+        if self.out:
+            self.out.write_text(plan.to_json())
 
     def _frontier(self, fn: Any, args: Any) -> None:
         frontier = pareto(fn, *args, cost=self.cost, device=self.device or None, points=self.points)
-        print(frontier)
+        if not self.budget:
+            print(dumps(asdict(frontier), indent=2) if self.json else frontier)
         if self.csv:
             frontier.to_csv(self.csv)
         if self.png:

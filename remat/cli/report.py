@@ -22,7 +22,6 @@ MIB = 1 << 20
 def write(sweep: Sweep, results: list[Result]) -> None:
     """`sweep.csv` and `sweep.png` in the folder of the sweep, then the table or the JSON."""
     facts, options = machine(sweep.device), described(sweep)
-    sweep.out.mkdir(parents=True, exist_ok=True)
     write_csv(sweep.out / "sweep.csv", facts | options, results)
     draw(sweep.out / "sweep.png", title(options), results)
     if sweep.json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,9 +13,12 @@ from typing import Any
 import torch
 
 import remat.policies
+from remat._api import checkpoint_policy
 from remat._api import remat as rematerialize
 from remat.cli.errors import UsageError
-from remat.policies import Policy
+from remat.cli.target import named
+from remat.policies import Policy, as_policy
+from remat.transforms import RematError
 
 aten = torch.ops.aten
 # The matrix products of a transformer, for torch's selective checkpointing: those that save_matmuls saves.
@@ -74,7 +78,8 @@ def rows(names: tuple[str, ...] = ()) -> list[Row]:
     """One row per name, `none` first whether named or not; without names, the default ones.
 
     A name is `none`, `torch_checkpoint`, `torch_sac`, or a policy as one writes it in Python:
-    `save_matmuls`, `save_matmuls | save_attention`, `~save_attention`, `save_names("q", "k")`.
+    `save_matmuls`, `save_matmuls | save_attention`, `~save_attention`, `save_names("q", "k")`. Or it is a
+    budget (`budget=0.4`, `budget=2GiB`, `peak=20GiB`), names (`names=q,k`), or `MODULE:RULE`.
 
     Raises:
         UsageError: for a name that is none of these, with the nearest one that is.
@@ -99,16 +104,39 @@ def row(name: str) -> Row:
 
 
 def parse(text: str) -> Policy:
-    """The policy that `text` denotes: names, `|`, `&`, `~`, makers called with literals and policies."""
+    """The policy that `text` denotes: a budget, names, a rule of the user's, or Python of policies alone."""
+    option = re.fullmatch(r"(budget|peak|names)=([^()]+)", text)
+    if option:
+        return from_option(*option.groups())
+    if re.fullmatch(r"[\w./]+:[\w.]+", text):
+        return from_rule(text)
     try:
         policy = evaluate(ast.parse(text, mode="eval").body)
-    except SyntaxError:
+    except (SyntaxError, TypeError):
         policy = None
     if not isinstance(policy, Policy):
         raise UsageError(
-            f"--policy {text!r} is no policy; write a name such as save_matmuls, or {DEFAULT[-2]!r}"
+            f"--policy {text!r} is no policy; write a name such as save_matmuls, {DEFAULT[-2]!r}, "
+            "budget=0.4, names=q,k, or MODULE:RULE"
         )
     return policy
+
+
+def from_option(kind: str, value: str) -> Policy:
+    if kind == "names":
+        return remat.policies.save_names(*[name.strip() for name in value.split(",")])
+    from remat.cli.plan import amount
+
+    make: Any = checkpoint_policy
+    return make(**{kind: amount(value)})
+
+
+def from_rule(text: str) -> Policy:
+    rule = named(text)
+    try:
+        return as_policy(rule)
+    except RematError as error:
+        raise UsageError(f"--policy {text} is no policy and no rule: {error}") from error
 
 
 def evaluate(node: ast.expr) -> Any:
@@ -123,8 +151,9 @@ def evaluate(node: ast.expr) -> Any:
             return evaluate(left) & evaluate(right)
         case ast.UnaryOp(op=ast.Invert(), operand=operand):
             return ~evaluate(operand)
-        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]):
-            return lookup(name)(*map(evaluate, args))
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):
+            made = checkpoint_policy if name == "checkpoint_policy" else lookup(name)
+            return made(*map(evaluate, args), **{str(k.arg): evaluate(k.value) for k in keywords})
     return None
 
 

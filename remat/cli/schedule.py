@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from json import dumps
+from pathlib import Path
+from typing import Any
 
+from remat.cli.checked import writable
 from remat.cli.errors import UsageError
 from remat.schedules import Multilevel, Online, Revolve, Schedule, Sqrt
 from remat.transforms.scan import Advance, Restore, Reverse, Store
@@ -19,16 +24,24 @@ class Draw:
     """Kept carries, the initial one counted."""
     kind: str = "revolve"
     """revolve, online, sqrt or multilevel (half of the slots on the host)."""
-    png: str = ""
+    png: Path | None = None
     """Also draw into this file."""
+    json: bool = False
+    """Print one JSON object instead of the picture."""
 
     def __call__(self) -> int:
+        if self.length < 1:
+            raise UsageError(f"--length {self.length}: a scan has at least one step. Write --length 32.")
+        writable("--png", self.png)
         schedule = self.schedule()
-        print(schedule.explain(self.length))
-        print(picture(schedule, self.length))
+        if self.json:
+            print(dumps(record(schedule, self.length), indent=2))
+        else:
+            print(schedule.explain(self.length))
+            print(picture(schedule, self.length))
         if self.png:
             plot(schedule, self.length, self.png)
-            print(f"wrote {self.png}")
+            print(f"wrote {self.png}", file=sys.stderr if self.json else sys.stdout)
         return 0
 
     def schedule(self) -> Schedule:
@@ -45,6 +58,21 @@ class Draw:
             return kinds[self.kind]()
         except ValueError as error:
             raise UsageError(str(error)) from error
+
+
+def record(schedule: Schedule, n: int) -> dict[str, Any]:
+    """The reversal as plain data: steps kept in the forward, then each action and what is kept meanwhile."""
+    actions = [
+        {
+            "action": type(action).__name__.lower(),
+            "start": action.start,
+            "stop": action.stop,
+            "kept": sorted(kept),
+        }
+        for action, kept in timeline(schedule, n)
+    ]
+    forward = sorted(schedule.forward(n).values())
+    return {"schedule": repr(schedule), "length": n, "kept_in_forward": forward, "actions": actions}
 
 
 def timeline(schedule: Schedule, n: int) -> list[tuple[Advance | Reverse, set[int]]]:
@@ -78,7 +106,7 @@ def picture(schedule: Schedule, n: int, width: int = 100, most: int = 60) -> str
     return "\n".join(rows)
 
 
-def plot(schedule: Schedule, n: int, path: str) -> None:
+def plot(schedule: Schedule, n: int, path: Path) -> None:
     """Step against evaluation, kept carries as lines."""
     import matplotlib
 

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from remat.cli.bench import Bench, Result, Runner
+from remat.cli.checked import device_of, writable_folder
 from remat.cli.errors import UsageError
 from remat.cli.models import build
 from remat.cli.rows import rows
@@ -39,9 +40,10 @@ class Sweep:
     mode: Mode = "backward"
     """loss.backward(), remat.transforms.value_and_grad, or vmap of it: one gradient per sample."""
     policy: tuple[str, ...] = ()
-    """Rows: none, torch_checkpoint, torch_sac, or policies as in Python: 'save_matmuls | save_attention'."""
+    """Rows: none, torch_checkpoint, torch_sac; policies as in Python ('save_matmuls | save_attention');
+    budget=0.4, peak=2GiB, names=q,k; or MODULE:RULE, a policy or rule of your own."""
     device: str = "cpu"
-    """Where to run: cpu, cuda, cuda:1, ..."""
+    """Where to run: cpu, cuda, cuda:1, mps."""
     depth: int = 4
     """Blocks."""
     width: int = 256
@@ -68,6 +70,7 @@ class Sweep:
     def __call__(self) -> int:
         from remat.cli import report
 
+        writable_folder("--out", self.out)
         with report.progress(quiet=self.json) as advance, warnings.catch_warnings():
             # vmap says so when it runs a kernel sample by sample; a sweep compares rows that all do.
             warnings.filterwarnings("ignore", message="There is a performance drop")
@@ -80,7 +83,7 @@ class Sweep:
         if self.steps < 1 or self.batch < 1:
             raise UsageError(f"steps and batch must be positive, but got {self.steps} and {self.batch}")
         sizes = Sizes(self.depth, self.width, self.heads, self.seq)
-        device = torch.device(self.device)
+        device = device_of(self.device)
         model = build(self.model, sizes, DTYPES[self.dtype], device, self.seed)
         data = (tokens.to(device) for tokens in batches(self.batch, self.seq, self.seed))
         steps = {row: make_step(self.mode, model, row.wrap) for row in rows(self.policy)}

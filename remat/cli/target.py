@@ -38,7 +38,9 @@ def load(
     if not callable(fn):
         raise UsageError(f"{target} is no function or module but {fn!r} of type {type(fn).__name__}.")
     if shapes:
-        return fn, tuple(tensor(shape, dtype, device) for shape in shapes)
+        made = tuple(tensor(shape, dtype, device) for shape in shapes)
+        check_count(target, fn, len(made))
+        return fn, made
     if isinstance(fn, torch.nn.Module) or takes_arguments(fn):
         raise UsageError(
             f"{target} takes arguments: give each as --input 4x128x256, or name a function of none "
@@ -82,6 +84,21 @@ def _member(found: Any, name: str) -> Any:
 def _as_module(path: str) -> str:
     """A module as `import` spells it, where it was written as a file."""
     return path.removesuffix(".py").strip("./").replace("/", ".")
+
+
+def check_count(target: str, fn: Callable[..., Any], count: int) -> None:
+    """Raise where `fn` cannot be called with so many tensors."""
+    try:
+        signature = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn)
+    except ValueError:
+        return
+    try:
+        signature.bind(*range(count))
+    except TypeError as error:
+        raise UsageError(
+            f"{target}{signature} with {count} inputs: {error}. Give one --input SIZES for each argument, or "
+            "name a function of none that returns (fn, *args)."
+        ) from None
 
 
 def takes_arguments(fn: Callable[..., Any]) -> bool:

@@ -58,6 +58,7 @@ def checkpoint(
     fun: Callable[..., Any] | None = None,
     *,
     prevent_cse: Any = True,
+    concrete: bool = False,
     policy: Any = None,
     static_argnums: int | Iterable[int] = (),
     static_argnames: str | Iterable[str] = (),
@@ -68,8 +69,9 @@ def checkpoint(
         fun: the function; left out, this is a decorator (in JAX it may not be left out).
         prevent_cse: accepted, and without effect: there is nothing to prevent in eager mode, and under
             torch.compile recomputation is always protected.
-        policy: None recomputes everything. A policy of `checkpoint_policies`, or a function of one `OpInfo`
-            (not of JAX's primitive, avals and parameters).
+        concrete: False, as in JAX, which has dropped it; True raises and says what to write.
+        policy: None recomputes everything. A policy of `checkpoint_policies`, or a function of one `OpInfo`.
+            A function of JAX's primitive, avals and parameters raises.
         static_argnums, static_argnames: as in `remat.remat`; values need not be hashable.
 
     Example:
@@ -80,6 +82,11 @@ def checkpoint(
         tensor(1.)
     """
     del prevent_cse
+    if concrete:
+        raise PortingError(
+            "checkpoint(concrete=True): JAX has dropped this option too. Write static_argnums=... for the "
+            "arguments that Python branches on; in eager code it may branch on tensors as well."
+        )
     return _remat(fun, policy=policy, static_argnums=static_argnums, static_argnames=static_argnames)  # type: ignore[call-overload]
 
 
@@ -166,6 +173,14 @@ def _check_memories(source: str, destination: str) -> None:
         )
 
 
+# The names of JAX's classes of policies.
+SaveOnlyTheseNames = save_only_these_names
+SaveAnyNamesButThese = save_any_names_but_these
+SaveAnythingExceptTheseNames = save_anything_except_these_names
+SaveAndOffloadOnlyTheseNames = save_and_offload_only_these_names
+SaveFromBothPolicies = save_from_both_policies
+OffloadDotWithNoBatchDims = offload_dot_with_no_batch_dims
+
 checkpoint_policies = SimpleNamespace(
     everything_saveable=save_everything,
     nothing_saveable=save_nothing,
@@ -179,6 +194,12 @@ checkpoint_policies = SimpleNamespace(
     save_anything_except_these_names=save_anything_except_these_names,
     save_and_offload_only_these_names=save_and_offload_only_these_names,
     save_from_both_policies=save_from_both_policies,
+    SaveOnlyTheseNames=SaveOnlyTheseNames,
+    SaveAnyNamesButThese=SaveAnyNamesButThese,
+    SaveAnythingExceptTheseNames=SaveAnythingExceptTheseNames,
+    SaveAndOffloadOnlyTheseNames=SaveAndOffloadOnlyTheseNames,
+    SaveFromBothPolicies=SaveFromBothPolicies,
+    OffloadDotWithNoBatchDims=OffloadDotWithNoBatchDims,
 )
 """The policies of `jax.checkpoint_policies`, as values of this library.
 
@@ -187,3 +208,13 @@ Example:
     >>> jax.checkpoint_policies.dots_saveable
     save_matmuls
 """
+
+ad_checkpoint = SimpleNamespace(
+    checkpoint=checkpoint,
+    remat=checkpoint,
+    checkpoint_name=checkpoint_name,
+    checkpoint_policies=checkpoint_policies,
+    print_saved_residuals=print_saved_residuals,
+    saved_residuals=saved_residuals,
+)
+"""What `jax.ad_checkpoint` has, for code that names it."""

@@ -28,11 +28,13 @@ from remat.policies._selective import where as where
 from remat.policies._selector import PolicySelector as PolicySelector
 from remat.policies._selector import bind as bind
 from remat.policies._unbatched import save_unbatched_matmuls as save_unbatched_matmuls
+from remat.policies._unmatched import UnmatchedName as UnmatchedName
 
 __all__ = [
     "Policy",
     "PolicyError",
     "PolicyLike",
+    "UnmatchedName",
     "as_policy",
     "offload",
     "offload_matmuls",

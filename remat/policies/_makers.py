@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -28,8 +29,27 @@ def policy_from(value: Any) -> Policy:
     no_rule = isinstance(value, (type, types.BuiltinFunctionType)) or any(value is maker for maker in _MAKERS)
     if not callable(value) or no_rule:
         raise PolicyError(f"policy got {value!r} of type {type(value).__name__}. {_way_out(value)}")
+    _check_rule(value)
     rule: Callable[..., Any] = value
     return FromCallable(rule)
+
+
+def _check_rule(rule: Any) -> None:
+    """Raise for a function that cannot be called with one `OpInfo`, such as a policy of JAX's shape."""
+    bound = not isinstance(rule, types.FunctionType)
+    function = rule if isinstance(rule, (types.FunctionType, types.MethodType)) else type(rule).__call__
+    code = getattr(function, "__code__", None)
+    # A decorator's wrapper takes anything, and hands it on.
+    if code is None or hasattr(rule, "__wrapped__") or not code.co_argcount > bound:
+        return
+    taken = code.co_varnames[bound : code.co_argcount]
+    given = function.__defaults__ or ()
+    if code.co_flags & inspect.CO_VARARGS or len(taken) - len(given) > 1:
+        raise PolicyError(
+            f"policy got {rule!r}, which takes {', '.join(taken)} and more: a rule here takes one OpInfo, "
+            "not JAX's (prim, *avals, **params). Write lambda info: info.op is torch.ops.aten.mm.default, "
+            "say. An OpInfo has the op, its arguments, its name and position."
+        )
 
 
 def policy_given(value: Any) -> Policy:

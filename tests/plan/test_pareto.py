@@ -88,7 +88,7 @@ def case():
 
 def test_plan_command_prints_a_plan_and_writes_it(tmp_path, capsys):
     out = tmp_path / "plan.json"
-    assert main(["plan", f"{__name__}:case", "--budget", "free", "--json", str(out)]) == 0
+    assert main(["plan", f"{__name__}:case", "--budget", "free", "--out", str(out)]) == 0
     assert "Plan for GPTBlock: keeps" in capsys.readouterr().out
     assert Plan.from_json(out.read_text()).recomputed_flops == 0
     assert json.loads(out.read_text())["region"] == "GPTBlock"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from remat._api import remat
 from remat._core import format_bytes, joined_keywords, keywords_apart
 from remat._inspect.report.explain import Explanation, name_of, notes, si
 from remat._inspect.report.measure import Measured, measure
+from remat._inspect.report.records import VERSION, measured_record
 from remat._inspect.report.tables import Page, Shown, Table
 from remat._region import under_policy
 from remat.policies import (
@@ -50,6 +52,15 @@ class Comparison(Shown):
     def __getitem__(self, policy: Any) -> Explanation:
         """The explanation under one of the policies."""
         return dict(self.rows)[as_policy(policy)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures as plain data, those of each policy as `Explanation.to_dict` has them."""
+        rows = [{"policy": repr(policy)} | found.to_dict() for policy, found in self.rows]
+        return {"version": VERSION, "name": self.name, "plain": measured_record(self.plain), "rows": rows}
+
+    def to_json(self, indent: int | None = None) -> str:
+        """`to_dict()` as JSON text."""
+        return json.dumps(self.to_dict(), indent=indent)
 
     def page(self) -> Page:
         away = any(found.host_bytes for _, found in self.rows)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import os
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from remat import debug
 from remat._core import format_bytes
+from remat._inspect.report.cockpit import save_cockpit
 from remat._inspect.report.measure import Measured, RegionUse, Work, measure
+from remat._inspect.report.records import cockpit_record, explanation_record, save_snapshot, short
 from remat._inspect.report.tables import Page, Shown, Table
 from remat._inspect.report.watch import KINDS, PASSES, TRANSFER
 from remat._inspect.residuals import Residual, Residuals
@@ -63,6 +66,26 @@ class Explanation(Shown):
     def recomputed(self) -> Work:
         """The work of everything that runs again."""
         return self.now.total("recompute")
+
+    def save(self, path: str | Path) -> None:
+        """Write the cockpit as one HTML file that needs no network.
+
+        It shows live bytes through forward and backward with and without remat, what fits which device, kept
+        values with prices, and below that the report with all rows.
+        """
+        save_cockpit(self.page(), cockpit_record(self), path)
+
+    def save_snapshot(self, path: str | Path) -> None:
+        """Write the blocks of memory as a snapshot for torch's memory_viz (a pickle)."""
+        save_snapshot(self.now.timeline, path)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures as plain data: bytes, FLOPs and counts; devices and dtypes as text."""
+        return explanation_record(self)
+
+    def to_json(self, indent: int | None = None) -> str:
+        """`to_dict()` as JSON text."""
+        return json.dumps(self.to_dict(), indent=indent)
 
     def page(self) -> Page:
         tables = [_kept_table(self.now.kept), _work_table(self.now)]
@@ -239,11 +262,6 @@ def _region_table(now: Measured) -> Table:
     offloaded = (">offloaded",) if away else ()
     columns = ("region", ">calls", ">ops", ">recomputed ops", ">recomputed FLOPs", ">saved by policy")
     return Table("regions", (*columns, *offloaded, ">held"), tuple(rows))
-
-
-def short(location: str | None) -> str:
-    """A location without its folders."""
-    return (location or "an unknown line").rpartition(os.sep)[2]
 
 
 def name_of(fn: Any) -> str:

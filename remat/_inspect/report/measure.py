@@ -11,12 +11,17 @@ import torch
 from torch import Tensor
 
 from remat._inspect.looking import looked_at
+from remat._inspect.report.timeline import Timeline
 from remat._inspect.report.watch import TRANSFER, Ran, Watch
 from remat._inspect.residuals import Residuals, saved_residuals
 from remat.transforms import RematError, flatten, smooth, unflatten
 from remat.transforms.compat import in_transform
 from remat.transforms.entry import run_transparently
 from remat.transforms.tape import listen
+
+
+class NoBackward(RematError):
+    """There is nothing to differentiate."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,7 @@ class Measured:
             sent in the first and comes back in the last, as the class "transfer".
         recomputed: what runs again, most expensive first.
         regions: the regions that were met, in order.
+        timeline: which bytes lived when.
     """
 
     kept: Residuals
@@ -91,6 +97,7 @@ class Measured:
     work: dict[tuple[str, str], Work]
     recomputed: tuple[Recomputed, ...]
     regions: tuple[RegionUse, ...]
+    timeline: Timeline
 
     def total(self, when: str) -> Work:
         """The work of one pass, transfers aside."""
@@ -108,11 +115,14 @@ class Measured:
         return sum(work.flops for work in self.work.values())
 
 
-def measure(fn: Callable[..., Any], args: Any, kwargs: Any, *, regions: bool = True) -> Measured:
+def measure(
+    fn: Callable[..., Any], args: Any, kwargs: Any, *, regions: bool = True, whole: bool = False
+) -> Measured:
     """Run `fn` forward and backward once, and forward once more to see what is kept.
 
-    Everything that `fn` can reach is as before in the end. Without
-    `regions`, regions run as plain functions.
+    Everything that `fn` can reach is as before in the end. Without `regions`, regions run as plain
+    functions. With `whole`, `fn` may run its backward itself, and no argument is differentiated that does
+    not require grad.
 
     Raises:
         RematError: under a transform of `torch.func`, or when nothing can be differentiated.
@@ -125,20 +135,24 @@ def measure(fn: Callable[..., Any], args: Any, kwargs: Any, *, regions: bool = T
 
     kept = called(saved_residuals, fn, *args, **kwargs)
     with looked_at(fn, args, kwargs):
-        watch = _watched(fn, called, args, kwargs)
+        watch = _watched(fn, called, args, kwargs, whole)
     return _summary(kept, watch)
 
 
-def _watched(fn: Callable[..., Any], called: Callable[..., Any], args: Any, kwargs: Any) -> Watch:
+def _watched(
+    fn: Callable[..., Any], called: Callable[..., Any], args: Any, kwargs: Any, whole: bool
+) -> Watch:
     watch = Watch()
-    if _step(fn, called, args, kwargs, watch):
+    if _step(fn, called, args, kwargs, watch) or (whole and any(r.when == "backward" for r in watch.ran)):
         return watch
+    if whole:
+        raise NoBackward("nothing that the step returns requires grad, and it runs no backward.")
     # Nothing requires grad: differentiate every argument that can be, as torch.func.grad does.
     leaves, spec = flatten((args, kwargs))
     args, kwargs = unflatten([_leaf(x) for x in leaves], spec)
     watch = Watch()
     if not _step(fn, called, args, kwargs, watch):
-        raise RematError(
+        raise NoBackward(
             "the result depends on nothing that requires grad and on no floating point argument, so there is "
             "no backward to look at. Pass what is to be differentiated as an argument."
         )
@@ -161,7 +175,7 @@ def _step(fn: Callable[..., Any], called: Callable[..., Any], args: Any, kwargs:
         if not roots:
             return False
         leaves, cotangents = _leaves(roots), [torch.ones_like(t) for t in roots]
-        watch.forward = False
+        watch.end_forward()
         with watch:
             torch.autograd.grad(roots, leaves, cotangents, allow_unused=True)
     return True
@@ -193,7 +207,8 @@ def _summary(kept: Residuals, watch: Watch) -> Measured:
             again[ran.region or "", str(ran.op), ran.location] += _work(ran)
     recomputed = [Recomputed(*key, work) for key, work in again.items()]
     recomputed.sort(key=lambda r: (r.work.flops, r.work.bytes), reverse=True)
-    return Measured(kept, watch.peak, dict(work), tuple(recomputed), tuple(_regions(watch)))
+    found = tuple(_regions(watch))
+    return Measured(kept, watch.blocks.peak, dict(work), tuple(recomputed), found, watch.timeline())
 
 
 def _work(ran: Ran) -> Work:

@@ -130,11 +130,12 @@ def _html_table(table: Table) -> str:
     return f"<table>{caption}<thead>{row('th', table.headings)}</thead><tbody>{body}</tbody></table>"
 
 
-def save_html(page: Page, path: str | Path) -> None:
-    """Write the page as a file that needs nothing else."""
+def save_html(page: Page, path: str | Path, *, style: str = "", above: str = "") -> None:
+    """Write the page as a file that needs nothing else; with HTML of its own `above`, and its style."""
     title = html.escape(page.headline[0])
-    head = f'<meta charset="utf-8"><title>{title}</title><style>{_BODY}{_STYLE}</style>'
-    text = f'<!doctype html><html lang="en"><head>{head}</head><body>{_html_body(page)}</body></html>\n'
+    head = f'<meta charset="utf-8"><title>{title}</title><style>{_BODY}{_STYLE}{style}</style>'
+    body = f"<body>{above}{_html_body(page)}</body>"
+    text = f'<!doctype html><html lang="en"><head>{head}</head>{body}</html>\n'
     Path(path).write_text(text, encoding="utf-8")
 
 

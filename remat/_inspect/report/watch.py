@@ -11,13 +11,14 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat._core import OpInfo, describe
+from remat._inspect.report.timeline import Blocks, Timeline
 from remat.policies import kind_of
 from remat.transforms import active, flatten, traits, user_line
 from remat.transforms import recordings as context_recordings
 from remat.transforms.compat import TorchDispatchMode, graph_task, is_strided, storage_key, unwrapped
 from remat.transforms.offload import travelling
 from remat.transforms.region import recomputed_region
-from remat.transforms.tape import Kept, made_by
+from remat.transforms.tape import Kept
 
 PASSES = ("forward", "recompute", "backward")
 KINDS = ("matmul", "convolution", "attention", "normalization", "pointwise", "reduction", "custom", "other")
@@ -41,6 +42,7 @@ class Ran:
         call: which call of an outermost region it belongs to in the forward, or None.
         inner: whether that region lies inside another one.
         location: the user's `file:line (function)`.
+        half: whether its results have two bytes an element, or fewer.
     """
 
     when: str
@@ -52,6 +54,7 @@ class Ran:
     call: int | None
     inner: bool
     location: str
+    half: bool = False
 
 
 class Watch(TorchDispatchMode):
@@ -62,11 +65,11 @@ class Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.ran: list[Ran] = []
-        self.peak = 0
-        self.kept = KeptByRegion()
+        self.blocks = Blocks()
+        self.kept = KeptByRegion(self.blocks)
         self.forward = True
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self._calls: list[weakref.ref[Any]] = []
+        self._boundary: int | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -90,7 +93,16 @@ class Watch(TorchDispatchMode):
         call = self._call(recordings[0].tape) if recordings else None
         inner = len(recordings) > 1
         return Ran(
-            when, func, kind(func), info.flops, moved, region, call, inner, active.place or user_line()
+            when,
+            func,
+            kind(func),
+            info.flops,
+            moved,
+            region,
+            call,
+            inner,
+            active.place or user_line(),
+            any(isinstance(t, Tensor) and t.element_size() <= 2 for t in outs),
         )
 
     def _when(self) -> str:
@@ -107,22 +119,42 @@ class Watch(TorchDispatchMode):
     def _follow(self, args: Any, kwargs: Any, out: Any) -> None:
         if travelling() == "host":
             return
-        self._alive = {key: pair for key, pair in self._alive.items() if not pair[0].expired()}
-        for key, storage in made_by(args, kwargs, out):
-            self._alive.setdefault(key, (StorageWeakRef(storage), storage.nbytes()))
-        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+        again = recomputed_region()
+        recordings = context_recordings()
+        region = again or (recordings[-1].tape.region if recordings else None)
+        when = "recompute" if again is not None else self._when()
+        self.blocks.follow(len(self.ran), when, region, args, kwargs, out)
+
+    def end_forward(self) -> None:
+        """What runs from here on is no forward, unless a function takes derivatives itself."""
+        self.forward = False
+        self._boundary = len(self.ran)
+
+    def timeline(self) -> Timeline:
+        self.blocks.sweep(len(self.ran))
+        return Timeline(tuple(self.ran), tuple(self.blocks.all), self._turn(), self.blocks.outside())
+
+    def _turn(self) -> int:
+        if self._boundary is not None:
+            return self._boundary
+        # A step that calls .backward() itself.
+        return next((i for i, ran in enumerate(self.ran) if ran.when != "forward"), len(self.ran))
 
 
 class KeptByRegion:
     """Adds up what regions report, without holding it: (region, why) -> bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: Blocks) -> None:
         self.bytes: dict[tuple[str, str], int] = {}
+        self._blocks = blocks
         self._seen: dict[int, StorageWeakRef] = {}
 
     def append(self, kept: Kept) -> None:
         tensor = unwrapped(kept.tensor)
-        if not is_strided(tensor) or storage_key(tensor) in self._seen:
+        if not is_strided(tensor):
+            return
+        self._blocks.mark(storage_key(tensor), kept, _bytes(tensor))
+        if storage_key(tensor) in self._seen:
             return
         storage = tensor.untyped_storage()
         self._seen[storage_key(tensor)] = StorageWeakRef(storage)

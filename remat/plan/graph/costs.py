@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from remat._core import known_flops, op_name, warn_user
+from remat._core import DEVICES, known_flops, op_name, warn_user
 from remat.plan.graph.traffic import is_view, traffic
 from remat.policies import kind_of
 from remat.transforms import BoundedCache, RematError, map_only
@@ -102,26 +102,6 @@ class Flops:
 
 
 @dataclass(frozen=True)
-class Device:
-    """What a device attains: FLOP/s of half precision and of float32 matmuls, memory bandwidth in bytes/s."""
-
-    half: float
-    single: float
-    bandwidth: float
-
-
-# Vendors' dense peaks times 0.6 to 0.7 for compute and 0.8 for bandwidth: what large kernels attain.
-DEVICES = {
-    "a100": Device(half=220e12, single=110e12, bandwidth=1.6e12),
-    "h100": Device(half=600e12, single=300e12, bandwidth=2.7e12),
-    "h200": Device(half=600e12, single=300e12, bandwidth=3.8e12),
-    "b200": Device(half=1400e12, single=700e12, bandwidth=6.4e12),
-    "mi300x": Device(half=700e12, single=110e12, bandwidth=4.2e12),
-    "cpu": Device(half=100e9, single=100e9, bandwidth=20e9),
-}
-
-
-@dataclass(frozen=True)
 class Roofline:
     """An op costs seconds: the larger of FLOPs over peak and bytes over bandwidth of a device.
 
@@ -185,10 +165,21 @@ def cost_model(cost: str | CostModel, device: Any = None) -> CostModel:
 def _preset(device: Any) -> str:
     if isinstance(device, str) and device in DEVICES:
         return device
-    kind = torch.device(device).type if device is not None else None
+    kind = _kind(device)
     if kind == "cpu":
         return "cpu"
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name().lower().replace(" ", "")
         return next((key for key in DEVICES if key in name), "h100")
     return "h100"
+
+
+def _kind(device: Any) -> str | None:
+    if device is None:
+        return None
+    try:
+        return torch.device(device).type
+    except (RuntimeError, TypeError):
+        raise RematError(
+            f"No speeds for device {device!r}: write one of {', '.join(sorted(DEVICES))}, or a torch device."
+        ) from None

@@ -1,0 +1,169 @@
+"""`diagnose`: whether the regions of a step save anything, and what defeats them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from remat import debug
+from remat._core import format_bytes
+from remat._inspect.looking import looked_at
+from remat._inspect.report.causes import Finding, causes, eager, no_gradient
+from remat._inspect.report.explain import name_of
+from remat._inspect.report.measure import Measured, NoBackward, measure
+from remat._inspect.report.tables import Page, Shown
+from remat._region import policies_by
+from remat.policies import Policy
+from remat.transforms import RematError
+from remat.transforms.compat import in_transform
+
+
+@dataclass(frozen=True, repr=False)
+class Diagnosis(Shown):
+    """What `diagnose` found.
+
+    Attributes:
+        name: the step's name.
+        now: the step as it is, or None where it raised.
+        plain: the step without its regions, or None where it raised.
+        findings: what defeats the regions, and what to try.
+    """
+
+    name: str
+    now: Measured | None
+    plain: Measured | None
+    findings: tuple[Finding, ...]
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that the regions save between forward and backward; negative where they cost some."""
+        return waiting(self.plain) - waiting(self.now) if self.now and self.plain else 0
+
+    def page(self) -> Page:
+        return Page(tuple(self._headline()), (), tuple(f"{f.said} Try: {f.advice}" for f in self.findings))
+
+    def _headline(self) -> Iterator[str]:
+        if self.now is None or self.plain is None:
+            yield f"{self.name} cannot be measured"
+            return
+        before, after = waiting(self.plain), waiting(self.now)
+        verb = "save" if after < before else "save nothing:"
+        gain = f" {format_bytes(before - after)} of {format_bytes(before)}" if after < before else ""
+        yield (
+            f"{self.name}: the regions {verb}{gain or f' {format_bytes(after)} with and without them'} "
+            "between forward and backward"
+        )
+        yield f"peak: {format_bytes(self.now.peak)} now, {format_bytes(self.plain.peak)} without remat"
+        again = self.now.total("recompute").ops
+        count = len(self.now.regions)
+        yield f"recomputed: {again} ops in regions of {count} name{'s' if count != 1 else ''}"
+        if not self.findings:
+            yield "nothing found that defeats them"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures and findings as plain data."""
+        sides = {"now": self.now, "plain": self.plain}
+        figures = {
+            key: None if m is None else {"waiting_bytes": waiting(m), "peak_bytes": m.peak}
+            for key, m in sides.items()
+        }
+        findings = [asdict(finding) for finding in self.findings]
+        return {"name": self.name, "saved_bytes": self.saved_bytes, **figures, "findings": findings}
+
+
+def waiting(measured: Measured | None) -> int:
+    """Bytes that ops made and that live between forward and backward."""
+    return 0 if measured is None else sum(block.bytes for block in measured.timeline.waiting())
+
+
+@dataclass
+class SeenRegion:
+    """What was seen of a region's calls."""
+
+    policy: Policy
+    caches: set[str] = field(default_factory=set)
+    eager: str = ""
+
+
+class Witness:
+    """Asked for the policy of every call of a region: it notes the call, and changes nothing."""
+
+    def __init__(self) -> None:
+        self.regions: dict[str, SeenRegion] = {}
+        self.as_it_is = True
+
+    def __call__(self, label: str, policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
+        seen = self.regions.setdefault(label, SeenRegion(policy))
+        seen.caches |= {type(v).__name__ for v in (*args, *kwargs.values()) if _is_cache(v)}
+        if self.as_it_is and _inside_compiled():
+            seen.eager = "transform" if in_transform() else "graph break"
+        return policy
+
+
+def diagnose(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Diagnosis:
+    """Run one step with its regions and without, and say what defeats them.
+
+    Args:
+        fn: a step: it returns something to differentiate, or runs its backward itself.
+        args, kwargs: its arguments.
+
+    Returns:
+        A `Diagnosis`, which prints as text. Each of its `findings` has a cause in one word, the region, what
+        was found, and what to try.
+    """
+    name, witness = name_of(debug.uncompiled(fn)), Witness()
+    told: list[warnings.WarningMessage] = []
+    try:
+        with warnings.catch_warnings(record=True) as told, policies_by(witness):
+            warnings.simplefilter("always")
+            with looked_at(fn, args, kwargs, ops=False):
+                fn(*args, **kwargs)
+            witness.as_it_is = False
+            with _not_compiled():
+                inner = debug.uncompiled(fn)
+                now = measure(inner, args, kwargs, whole=True)
+                plain = measure(inner, args, kwargs, whole=True, regions=False)
+    except NoBackward as error:
+        return Diagnosis(name, None, None, (*eager(witness.regions), no_gradient(str(error))))
+    except RematError as error:
+        return Diagnosis(name, None, None, (Finding("error", "", f"{error}", _ERROR),))
+    found = causes(witness.regions, now, plain, told)
+    return Diagnosis(name, now, plain, tuple(found))
+
+
+_ERROR = "mend what the message names; the step cannot be measured before."
+
+
+@contextlib.contextmanager
+def _not_compiled() -> Iterator[None]:
+    # Ops of compiled code cannot be watched.
+    if "torch._dynamo" in sys.modules:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    else:
+        yield
+
+
+_COMPILED = os.path.join("_dynamo", "eval_frame.py")
+
+
+def _inside_compiled() -> bool:
+    """Whether a function that was compiled is being called, and this code runs in Python all the same."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "compile_wrapper" and code.co_filename.endswith(_COMPILED):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_cache(value: Any) -> bool:
+    return type(value).__name__.endswith("Cache") and hasattr(value, "update")

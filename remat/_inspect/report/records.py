@@ -1,0 +1,183 @@
+"""Reports as plain data: dictionaries for JSON, columns for the page, a snapshot for memory_viz."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from remat._core import DEVICES, format_bytes
+from remat._inspect.report.measure import Measured
+from remat._inspect.report.timeline import CATEGORIES, Timeline
+from remat._inspect.report.watch import PASSES
+from remat._inspect.residuals import Residual
+
+if TYPE_CHECKING:
+    from remat._inspect.report.explain import Explanation
+
+# Of the form of `to_dict`. It changes when a key goes or means something else.
+VERSION = 1
+
+
+def explanation_record(found: Explanation) -> dict[str, Any]:
+    """All figures of an explanation, without its timeline."""
+    return {
+        "version": VERSION,
+        "name": found.name,
+        "kept_bytes": found.kept_bytes,
+        "plain_bytes": found.plain_bytes,
+        "host_bytes": found.host_bytes,
+        "kept": [residual_record(r) for r in found.kept],
+        "now": measured_record(found.now),
+        "plain": measured_record(found.plain),
+        "fits": {label: spare(memory, needed(found.now)) for label, memory in cards().items()},
+        "notes": list(found.notes),
+    }
+
+
+def measured_record(measured: Measured) -> dict[str, Any]:
+    """One forward and backward in figures."""
+    return {
+        "kept_bytes": measured.kept_bytes,
+        "peak_bytes": measured.peak,
+        "argument_bytes": measured.timeline.arguments,
+        "work": [{"pass": at, "kind": kind, **asdict(w)} for (at, kind), w in measured.work.items()],
+        "recomputed": [asdict(r) for r in measured.recomputed],
+        "regions": [asdict(r) for r in measured.regions],
+    }
+
+
+def residual_record(r: Residual) -> dict[str, Any]:
+    """A kept value, its types and op as text."""
+    op = None if r.op is None else str(r.op)
+    return vars(r) | {"shape": list(r.shape), "dtype": str(r.dtype), "device": str(r.device), "op": op}
+
+
+def needed(measured: Measured) -> int:
+    """Bytes of the step: what ops make at the peak, and the arguments and weights that they read."""
+    return measured.peak + measured.timeline.arguments
+
+
+def cards() -> dict[str, int]:
+    """Label -> memory of the devices that have one of their own."""
+    return {device.label: device.memory for device in DEVICES.values() if device.memory}
+
+
+def spare(memory: int, used: int) -> dict[str, Any]:
+    """Whether so much fits, and what is left; negative for what is missing."""
+    return {"fits": used <= memory, "memory_bytes": memory, "spare_bytes": memory - used}
+
+
+def verdict(label: str, memory: int, used: int) -> str:
+    """`fits an H100-80: yes, 6.3 GiB to spare`."""
+    article = "an" if label[0] in "AHM" else "a"
+    left = memory - used
+    said = f"yes, {format_bytes(left)} to spare" if left >= 0 else f"no, {format_bytes(-left)} too much"
+    return f"fits {article} {label}: {said}"
+
+
+# -- columns, for the cockpit -----------------------------------------------------------------------------
+
+
+class Words:
+    """Texts by number: thousands of ops have a few names."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+
+    def __getitem__(self, text: str) -> int:
+        return self.numbers.setdefault(text, len(self.numbers))
+
+
+def cockpit_record(found: Explanation) -> dict[str, Any]:
+    """What the page draws."""
+    words = Words()
+    shapes = {(str(r.op), r.location, r.bytes): str(r).split(" ")[0] for r in found.kept if r.op}
+    return {
+        "name": found.name,
+        "now": columns(found.now.timeline, words),
+        "plain": columns(found.plain.timeline, words) if found.now.regions else None,
+        "kept": [_kept(block, found.now.timeline, shapes) for block in found.now.timeline.waiting()],
+        "held": [
+            [r.bytes, r.why, str(r).split(" ")[0], r.path or ""]
+            for r in found.kept
+            if r.op is None and r.why in ("argument", "captured")
+        ],
+        "peaks": {"now": found.now.peak, "plain": found.plain.peak},
+        "passes": PASSES,
+        "categories": CATEGORIES,
+        "devices": {key: asdict(device) for key, device in DEVICES.items()},
+        "words": list(words.numbers),
+    }
+
+
+def columns(timeline: Timeline, words: Words) -> dict[str, Any]:
+    """A timeline as columns of numbers; texts are numbers of `words`."""
+    ops, blocks = timeline.ops, timeline.blocks
+    places = {ran.location: words[short(ran.location)] for ran in ops}
+    return {
+        "boundary": timeline.boundary,
+        "arguments": timeline.arguments,
+        "op": [words[str(ran.op)] for ran in ops],
+        "at": [places[ran.location] for ran in ops],
+        "pass": [PASSES.index(ran.when) for ran in ops],
+        "region": [words[ran.region or ""] for ran in ops],
+        "flops": [ran.flops for ran in ops],
+        "moved": [ran.bytes for ran in ops],
+        "half": [int(ran.half) for ran in ops],
+        "made": [block.made for block in blocks],
+        "freed": [len(ops) if block.freed is None else block.freed for block in blocks],
+        "bytes": [block.bytes for block in blocks],
+        "category": [CATEGORIES.index(block.category(timeline.boundary)) for block in blocks],
+        "owner": [words[block.region or ""] for block in blocks],
+    }
+
+
+def _kept(block: Any, timeline: Timeline, shapes: dict[Any, str]) -> list[Any]:
+    """bytes, category, shape, name, and the op that made it."""
+    ran = timeline.ops[min(block.made, len(timeline.ops) - 1)]
+    shape = shapes.get((str(ran.op), ran.location, block.bytes), "")
+    return [block.bytes, block.category(timeline.boundary), shape, block.name or "", block.made]
+
+
+def short(location: str | None) -> str:
+    """A location without its folders."""
+    return (location or "an unknown line").rpartition(os.sep)[2]
+
+
+# -- torch's memory_viz ------------------------------------------------------------------------------------
+
+
+def save_snapshot(timeline: Timeline, path: str | Path) -> None:
+    """Write a snapshot that https://pytorch.org/memory_viz opens; `time_us` is the op's position."""
+    trace = [event for _, _, event in sorted(_events(timeline), key=lambda event: event[:2])]
+    Path(path).write_bytes(pickle.dumps({"segments": [], "device_traces": [trace]}))
+
+
+def _events(timeline: Timeline) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Position, order at that position, and what torch's allocator would have noted."""
+    # Every block has addresses of its own: those used again would hide each other in the picture.
+    address, last = 0, len(timeline.ops) - 1
+    for block in timeline.blocks:
+        ran, category = timeline.ops[min(block.made, last)], block.category(timeline.boundary)
+        common = {"addr": address, "size": block.bytes, "stream": 0, "category": category}
+        frames = [{"filename": str(ran.op), "line": 0, "name": block.region or ran.when}]
+        made = {"action": "alloc", "frames": _frames(ran.location) + frames, "time_us": block.made}
+        address += max(block.bytes, 1)
+        yield block.made, 1, common | made
+        if block.freed is not None:
+            gone = common | {"frames": [], "time_us": block.freed}
+            order = 0 if block.freed > block.made else 2
+            yield block.freed, order, gone | {"action": "free_requested"}
+            yield block.freed, order, gone | {"action": "free_completed"}
+
+
+def _frames(location: str) -> list[dict[str, Any]]:
+    found = re.fullmatch(r"(.*):(\d+) \((.*)\)", location)
+    if found is None:
+        return []
+    return [{"filename": found[1], "line": int(found[2]), "name": found[3]}]

@@ -1,0 +1,217 @@
+"""The cockpit: live bytes are the engine's, the page needs nothing else and draws what it was given."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch.cuda import _memory_viz
+
+from remat import checkpoint_name, compare, explain, remat, save_names
+from remat._inspect.report.cockpit import save_cockpit
+from remat._inspect.report.records import Words, columns, verdict
+from remat._inspect.report.timeline import CATEGORIES, MemoryBlock, Timeline
+from remat._inspect.report.watch import Ran
+from remat.cli.main import main
+from remat.nn import apply
+from tests.helpers import rand
+
+X, W1, W2 = rand(4, 8), rand(8, 16), rand(16, 8)
+FLOAT = 8
+GIB = 2**30
+
+
+def block(x, w1, w2):
+    h = checkpoint_name(torch.tanh(x @ w1), "h")
+    return x + torch.sin(h @ w2)
+
+
+def loss(x, w1, w2, depth=3):
+    wrapped = remat(block, policy=save_names("h"))
+    for _ in range(depth):
+        x = wrapped(x, w1, w2)
+    return x.square().sum()
+
+
+@pytest.fixture(scope="module")
+def found():
+    return explain(loss, X, W1, W2)
+
+
+def bytes_by_category(timeline):
+    found = dict.fromkeys(CATEGORIES, 0)
+    for block in timeline.waiting():
+        found[block.category(timeline.boundary)] += block.bytes
+    return found
+
+
+def test_the_timeline_is_what_the_report_counts(found):
+    for side in (found.now, found.plain):
+        assert max(side.timeline.live()) == side.peak
+        assert side.timeline.arguments == FLOAT * (4 * 8 + 2 * 8 * 16)
+    waiting = bytes_by_category(found.now.timeline)
+    h, x = FLOAT * 4 * 16, FLOAT * 4 * 8
+    # Each region's h; the inputs of the second and third region; what the square reads; the loss itself.
+    assert waiting == dict.fromkeys(CATEGORIES, 0) | {"policy": 3 * h, "inputs": 2 * x, "autograd": x + FLOAT}
+    assert bytes_by_category(found.plain.timeline)["autograd"] > 3 * h + 3 * x
+    again = [b for b in found.now.timeline.blocks if b.category(found.now.timeline.boundary) == "recomputed"]
+    assert again and {b.region for b in again} == {"block"}
+    assert not [b for b in found.plain.timeline.blocks if b.when == "recompute"]
+
+
+def test_a_step_that_calls_backward_itself_has_a_boundary():
+    def both(x, w1, w2):
+        w = w1.clone().requires_grad_()
+        loss(x, w, w2).backward()
+        return x.clone().requires_grad_().sum()
+
+    timeline = explain(both, X, W1, W2).now.timeline
+    assert {ran.when for ran in timeline.ops} == {"forward", "recompute", "backward"}
+
+
+def test_figures_as_plain_data(found):
+    record = json.loads(found.to_json())
+    assert record == json.loads(json.dumps(found.to_dict()))
+    assert record["kept_bytes"] == found.kept_bytes and record["now"]["peak_bytes"] == found.now.peak
+    assert sum(r["bytes"] for r in record["kept"]) == found.kept.bytes
+    used = found.now.peak + found.now.timeline.arguments
+    assert record["fits"]["H100-80"] == {
+        "fits": True,
+        "memory_bytes": 79 * GIB,
+        "spare_bytes": 79 * GIB - used,
+    }
+    rows = json.loads(compare(loss, X, W1, W2, policies=[save_names("h")]).to_json())["rows"]
+    assert [row["policy"] for row in rows] == ["save_names('h')"]
+
+
+def test_what_fits_is_said_in_words():
+    assert verdict("H100-80", 79 * GIB, int(72.7 * GIB)) == "fits an H100-80: yes, 6.3 GiB to spare"
+    assert verdict("B200-192", 178 * GIB, 180 * GIB) == "fits a B200-192: no, 2.0 GiB too much"
+
+
+def test_a_snapshot_is_one_that_torch_reads(found, tmp_path):
+    found.save_snapshot(tmp_path / "snapshot.pickle")
+    snapshot = pickle.loads((tmp_path / "snapshot.pickle").read_bytes())
+    (trace,) = snapshot["device_traces"]
+    live = peak = 0
+    alive = set()
+    for event in trace:
+        if event["action"] == "alloc":
+            alive.add(event["addr"])
+            live += event["size"]
+        elif event["action"] == "free_completed":
+            alive.remove(event["addr"])
+            live -= event["size"]
+        peak = max(peak, live)
+    assert peak == found.now.peak
+    assert {event["category"] for event in trace} <= set(CATEGORIES)
+    assert any(Path(f["filename"]).name == "test_cockpit.py" for e in trace for f in e["frames"])
+    assert "MEM[" in _memory_viz.trace(snapshot)
+
+
+# -- the page -----------------------------------------------------------------------------------------
+
+
+def drawn(path):
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("no node to run the page's script")
+    script = Path(__file__).with_name("cockpit_page.js")
+    done = subprocess.run([node, script, path], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_the_page_draws_what_was_measured(found, tmp_path):
+    found.save(tmp_path / "report.html")
+    page = drawn(tmp_path / "report.html")
+    assert page["peaks"] == [found.plain.peak, found.now.peak]
+    # Arguments, policy, inputs, autograd, recomputed, others: all six categories are there.
+    assert len(set(page["drawn"]) - {"#000000"}) == 6
+    assert "test_cockpit.py:" in page["tip"] and "alive" in page["tip"] and " ms on H100-80" in page["tip"]
+    assert page["regions"] == ["arguments and weights", "outside of regions", "block"]
+    down, up, prices = page["firsts"][1], page["firsts"][0], page["firsts"][2]
+    assert down == up[::-1] or sorted(down) == sorted(up)
+    assert prices[0] == max(prices, key=lambda text: float(text or -1))
+    used = found.now.peak + found.now.timeline.arguments
+    assert page["fits"][1].startswith("now: ") and "fits an H200-141: yes" in page["fits"][1]
+    assert used < 79 * GIB
+
+
+def test_without_regions_there_is_one_picture(tmp_path):
+    explain(lambda x: x.sin().exp().sum(), X).save(tmp_path / "report.html")
+    page = drawn(tmp_path / "report.html")
+    assert len(page["peaks"]) == len(page["fits"]) == 1
+
+
+def test_no_text_of_the_users_ends_the_script(tmp_path):
+    name = "</script><script>alert(1)//"
+    found = explain(remat(lambda x: x.sin().exp(), name=name), X)
+    found.save(tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    assert text.count("</script>") == 2 and name not in text
+    data = re.search(r'id="cockpit-data">(.*?)</script>', text, re.DOTALL)
+    assert data is not None and name in json.loads(data[1])["words"]
+    assert not re.search(r"https?:|src=|href=|@import|url\(", text)
+
+
+def test_a_hundred_thousand_events(tmp_path):
+    n = 100_000
+    op = torch.ops.aten.mm.default
+    whens = ["forward"] * (n // 2) + ["recompute"] * (n // 4) + ["backward"] * (n // 4)
+    ops = tuple(
+        Ran(when, op, "matmul", 1000, 100, f"region {i % 40}", None, False, f"model.py:{i % 999} (f)")
+        for i, when in enumerate(whens)
+    )
+    blocks = tuple(
+        MemoryBlock(i, 1 + i % 97, when, f"region {i % 40}", min(n, 2 * i + 1), None)
+        for i, when in enumerate(whens)
+    )
+    timeline, words = Timeline(ops, blocks, n // 2, 10), Words()
+    side = columns(timeline, words)
+    found = explain(lambda x: x.sin().sum(), X)
+    record = {
+        "name": "large",
+        "now": side,
+        "plain": side,
+        "kept": [[1, "policy", "", "", i] for i in range(20_000)],
+        "held": [],
+        "peaks": {"now": max(timeline.live()), "plain": max(timeline.live())},
+        "passes": ["forward", "recompute", "backward"],
+        "categories": CATEGORIES,
+        "devices": {
+            k: {"half": 1.0, "single": 1.0, "bandwidth": 1.0, "memory": 1, "label": k}
+            for k in ("h100", "h200")
+        },
+        "words": list(words.numbers),
+    }
+    save_cockpit(found.page(), record, tmp_path / "large.html")
+    page = drawn(tmp_path / "large.html")
+    assert page["peaks"] == [max(timeline.live())] * 2
+    assert page["regions"][-1] == "other regions" and len(page["regions"]) == 8
+    # Rows that nobody scrolls to are left out.
+    assert page["rows"] == 501
+    print(f"opened in CPU ms: {page['opened']:.0f}, {(tmp_path / 'large.html').stat().st_size} bytes")
+
+
+def test_modules_show_their_policies():
+    model = apply(
+        torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()), policy=save_names("h"), layers="0"
+    )
+    linear = "Linear(in_features=2, out_features=2, bias=True)"
+    assert f"(0): remat({linear}, policy=save_names('h'))\n" in repr(model)
+    assert repr(remat(torch.nn.ReLU())) == "remat(ReLU(), policy=save_nothing)"
+    assert repr(remat(model.forward)).endswith(", policy=save_nothing)")
+
+
+def test_the_command_writes_the_page_and_json(capsys, tmp_path):
+    html = tmp_path / "report.html"
+    assert main(["explain", "torch:sin", "--input", "4x8", "--html", str(html), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["name"] == "sin"
+    assert 'id="cockpit-data"' in html.read_text()
