@@ -29,6 +29,7 @@ def explanation_record(found: Explanation) -> dict[str, Any]:
         "version": VERSION,
         "name": found.name,
         "kept_bytes": found.kept_bytes,
+        "held_bytes": found.held_bytes,
         "plain_bytes": found.plain_bytes,
         "host_bytes": found.host_bytes,
         "kept": [residual_record(r) for r in found.kept],
