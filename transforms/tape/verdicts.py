@@ -111,4 +111,10 @@ class Verdicts(Mode):
         if at < len(nodes) and nodes[at].op is op and at not in self.kept:
             self.kept[at] = value
             nodes[at].verdict = SAVE
-            self._kept_in.setdefault(nodes[at].root, []).append(at)
+            root = nodes[at].root
+            self._kept_in.setdefault(root, []).append(at)
+            if self.tape.last_write.get(root, -1) > at:
+                # It is a copy by now. A later forward, which keeps it at once, has to copy it then too.
+                for node in nodes[at + 1 :]:
+                    if root in node.written and at not in node.overwrites:
+                        node.overwrites = (*node.overwrites, at)
