@@ -60,6 +60,47 @@ def test_compiled_programs_are_as_without_remat(first: int) -> None:
     passes("aot_eager", range(first, first + 10))
 
 
+FOUND = {
+    "what an inner region keeps and a view writes to, in a scan, second call": (
+        """
+class Model(Base):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+        self.tied = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh())
+        self.tied[0].weight = self.lin.weight
+
+    def forward(self, x, y):
+        def region1(a1, b1):
+            def region3(a3, b3):
+                def region5(a5, b5):
+                    v6 = b5.cos() * 2
+                    t6 = v6.view(-1)[::2]
+                    t6.mul_(2)
+                    v7 = Twin.apply(v6, y)[0]
+                    return v7
+                v5 = R(region5, "ops")(b3, a1)
+                v8 = self.tied(v5).cos()
+                return v8
+            v3 = R(region3, "nothing")(b1, b1)
+            return v3
+        v1 = SCAN(lambda h: region1(h, x), y, 2, 1, "nothing")
+        v11 = v1
+        if self.on1:
+            v11 = y
+        return v11
+""",
+        [{"how": "backward", "flip": ["on0", "on1"]}, {"how": "copied", "flip": ["on1"]}],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_programs_that_were_wrong_once(name: str) -> None:
+    source, steps = FOUND[name]
+    assert check(source, steps, "float64").kind == "same"
+
+
 # -- the machinery itself ------------------------------------------------------------------------------------
 
 
