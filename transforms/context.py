@@ -163,6 +163,10 @@ class MemoryWatch(TorchFunctionMode):
         return func(*args, **kwargs) if kwargs else func(*args)
 
 
+# It knows nothing of its own, so one does for all.
+memory_watch = MemoryWatch()
+
+
 def is_quiet() -> bool:
     """Whether an op of the engine's own runs."""
     return active.quiet

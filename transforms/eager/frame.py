@@ -27,7 +27,7 @@ from remat.transforms.compat import (
     next_node,
     set_grad_enabled,
 )
-from remat.transforms.context import MemoryWatch, quiet, run_innermost
+from remat.transforms.context import memory_watch, quiet, run_innermost
 from remat.transforms.eager.early import early_value
 from remat.transforms.eager.inputs import Inputs
 from remat.transforms.eager.rerun import Rerun
@@ -59,6 +59,8 @@ from remat.transforms.tape import (
     Tape,
     storage,
 )
+
+_NOTHING = contextlib.nullcontext()
 
 
 class Frame(Packer):
@@ -145,10 +147,10 @@ class Frame(Packer):
             if simple and not region.cache.differentiates:
                 pack = self.pack_expected
         self.recorder = recorder
-        watching = recorder.selector.watching() if recorder.selector else contextlib.nullcontext()
+        watching = recorder.selector.watching() if recorder.selector else _NOTHING
         hook((pack, self.unpack))
         try:
-            with watching, MemoryWatch(), recorder:
+            with watching, memory_watch, recorder:
                 out = run_innermost(region.function, select is not None, args, kwargs)
         except BaseException:
             # What it holds leads back here through the graph.
