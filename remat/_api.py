@@ -140,8 +140,8 @@ def remat(
             last bits must not lead to another expert. See docs/policies.md.
 
     Returns:
-        A function with `fn`'s signature, name and docstring; `fn` itself is its `__wrapped__`. Of a module, a module
-            of its class.
+        A function with `fn`'s signature, name and docstring; `fn` itself is its `__wrapped__`. For a module
+            it is a module of the same class.
 
     Raises:
         RematError: arguments that cannot work (also a `TypeError` or `ValueError`). When called: a region
