@@ -27,6 +27,8 @@ from remat.policies import (
 from remat.transforms import RematError
 
 if TYPE_CHECKING:
+    from torch.nn import Module
+
     from remat.plan import BudgetPolicy, CostModel
 
 P = ParamSpec("P")
@@ -35,6 +37,7 @@ R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 S = TypeVar("S")
 T = TypeVar("T")
+M = TypeVar("M", bound="Module")
 
 _CHECKS: tuple[str, ...] = get_args(Check)
 
@@ -57,7 +60,25 @@ class Rematerialized(Protocol[P, R_co]):
 
 
 class _Decorator(Protocol):
+    @overload
+    def __call__(self, fn: M, /) -> M: ...
+
+    @overload
     def __call__(self, fn: Callable[P, R], /) -> Rematerialized[P, R]: ...
+
+
+@overload
+def remat(
+    fn: M,
+    *,
+    policy: PolicyLike | None = ...,
+    name: str | None = ...,
+    static_argnums: int | Iterable[int] = ...,
+    static_argnames: str | Iterable[str] = ...,
+    preserve_rng_state: bool = ...,
+    determinism_check: Check = ...,
+    keep_decisions: bool = ...,
+) -> M: ...
 
 
 @overload
@@ -122,7 +143,8 @@ def remat(
             last bits must not lead to another expert. See docs/policies.md.
 
     Returns:
-        A function with `fn`'s signature, name and docstring; `fn` itself is its `__wrapped__`.
+        A function with `fn`'s signature, name and docstring; `fn` itself is its `__wrapped__`. For a module
+            it is a module of the same class.
 
     Raises:
         RematError: arguments that cannot work (also a `TypeError` or `ValueError`). When called: a region

@@ -4,6 +4,8 @@ import collections
 import functools
 import random
 import types
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +19,8 @@ LOG = []
 
 
 class Base(nn.Module):
+    work: Callable[..., Any]
+
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(4, 4)
@@ -32,6 +36,11 @@ class Base(nn.Module):
 
 
 class Buffers(Base):
+    ema: torch.Tensor
+    steps: torch.Tensor
+    slots: torch.Tensor
+    graded: torch.Tensor
+
     def setup(self):
         self.register_buffer("ema", torch.zeros(4))
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
@@ -57,6 +66,8 @@ class Buffers(Base):
 class InPlaceWithGrad(Base):
     """A write of something differentiated: a real buffer would hang on the trace."""
 
+    last: torch.Tensor
+
     def setup(self):
         self.register_buffer("last", torch.zeros(4, 4))
 
@@ -70,6 +81,7 @@ class InPlaceWithGrad(Base):
 
 class Attributes(Base):
     shared, made = 0, []
+    by_name: dict[str, Any]
 
     def setup(self):
         self.n, self.log, self.table, self.queue = 0, [], {"a": 1}, collections.deque(maxlen=2)
@@ -174,7 +186,7 @@ class Globals(Base):
         return note(x)
 
     def seen(self):
-        return COUNT, len(LOG), len(Globals.helper.__defaults__[0]), getattr(note, "calls", 0)
+        return COUNT, len(LOG), len(Globals.helper.__defaults__[0]), getattr(note, "calls", 0)  # pyright: ignore[reportOptionalSubscript]
 
 
 def note(x):
@@ -217,7 +229,7 @@ class Draws(Base):
         return nn.functional.dropout(x) * scale + torch.rand(4, generator=self.generator)
 
     def seen(self):
-        streams = random.getstate(), np.random.get_state()[1].copy(), self.rng.getstate()
+        streams = random.getstate(), np.random.get_state()[1].copy(), self.rng.getstate()  # pyright: ignore[reportArgumentType]
         return *streams, self.np_rng.bit_generator.state, self.generator.get_state(), torch.get_rng_state()
 
 

@@ -57,14 +57,14 @@ def over_reverse(f, create_graph=False):
     with forward_ad.dual_level():
         h = forward_ad.make_dual(X.clone().requires_grad_(), T)
         (got,) = torch.autograd.grad(energy(f)(h), h, create_graph=create_graph)
-        return forward_ad.unpack_dual(got).tangent.detach()
+        return forward_ad.unpack_dual(got).tangent.detach()  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def reverse_over_forward(f):
     h = X.clone().requires_grad_()
     with forward_ad.dual_level():
         tangent = forward_ad.unpack_dual(f(forward_ad.make_dual(h, T))).tangent
-        return torch.autograd.grad(tangent.square().sum(), h)
+        return torch.autograd.grad(tangent.square().sum(), h)  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def over_func(f):
@@ -129,7 +129,7 @@ def test_constant_operand_with_a_number(name):
 
 def test_zeros_keep_their_values_below_a_mode():
     for kind in (torch.float32, torch.int64, torch.complex64):
-        zero = torch._efficientzerotensor((3,), dtype=kind)
+        zero = torch._efficientzerotensor((3,), dtype=kind)  # pyright: ignore[reportPrivateImportUsage]
         for factor in (2, 0.5, 1j):
             want = torch.zeros(3, dtype=kind) * factor
             got = torch.ops.aten.mul.Scalar(zero, factor)

@@ -74,7 +74,7 @@ def _differs(got: Any, expected: Any, program: Program) -> str:
     return ""
 
 
-def _bounds(dtype: torch.dtype) -> dict[str, float]:
+def _bounds(dtype: torch.dtype) -> dict[str, Any]:
     if not (dtype.is_floating_point or dtype.is_complex):
         return {"rtol": 0.0, "atol": 0.0}
     bound = torch.finfo(dtype).eps ** 0.75

@@ -182,11 +182,11 @@ def test_access_saved_tensor_twice_without_recomputation_works():
     a = leaf(5)
     d = checkpoint(foo, a)
     for _ in range(2):
-        torch.testing.assert_close(d.grad_fn._saved_result, torch.exp(a), rtol=0, atol=0)
+        torch.testing.assert_close(d.grad_fn._saved_result, torch.exp(a), rtol=0, atol=0)  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
     d.sum().backward()
     assert len(count) == 1
     with pytest.raises(RuntimeError, match="after they have already been freed"):
-        d.grad_fn._saved_result  # noqa: B018
+        d.grad_fn._saved_result  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
 
 
 def test_checkpoint_valid_reset_on_error():

@@ -4,6 +4,7 @@ Of test/test_utils.py, TestCheckpoint; docs/trust.md has the table of all.
 """
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -109,7 +110,7 @@ def test_checkpoint_non_tensor():
     checkpoint(run, leaf(1, 100), None, use_reentrant=True).sum().backward()
 
 
-def mixed(t1, t2, scale, t3):
+def mixed(t1, t2, scale, t3) -> Any:
     t4 = t1 + t2 * t3
     t5 = t1 * t2 + t3
     t4 *= scale
@@ -133,7 +134,7 @@ def test_checkpoint_non_tensor_inputs_outputs():
 def test_checkpoint_no_tensors():
     numbers = [random.random() for _ in range(3)]
     args = (*numbers[:2], 3, numbers[2])
-    assert checkpoint(mixed, *args, use_reentrant=True) == mixed(*args)
+    assert checkpoint(mixed, *args, use_reentrant=True) == mixed(*args)  # pyright: ignore[reportCallIssue]
 
 
 def test_checkpoint_partial_grad():

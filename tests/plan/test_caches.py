@@ -201,7 +201,7 @@ def test_a_budget_whose_plan_went_stale_unseen_is_right_and_learns_what_ran(trac
     torch.testing.assert_close(x.grad, torch.autograd.grad(fn(X).sum(), X)[0])
     step(region)
     assert len(traced) == 1
-    learned, looked = policy.bind(fn, (X,), {}).plans
+    learned, looked = policy.bind(fn, (X,), {}).plans  # pyright: ignore[reportAttributeAccessIssue]
     assert "aten.sin.default" in learned.ops and "aten.cos.default" in looked.ops
 
 

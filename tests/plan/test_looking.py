@@ -92,7 +92,7 @@ def test_a_hidden_cache_that_keeps_a_fake_is_named():
     hidden = Opaque()
     module = types.ModuleType("logging")
     exec("held = None\ndef keep(x):\n    held['mask'] = x\n    return x", vars(module))
-    module.held = hidden
+    module.held = hidden  # pyright: ignore[reportAttributeAccessIssue]
     fn = lambda x: module.keep(x.sin()).exp()  # noqa: E731
     with pytest.raises(RematError, match="left a tensor without data in .*'mask'"):
         POLICY.plan(fn, X)

@@ -561,7 +561,7 @@ class _RaisesByOp(Policy):
         raise TypeError("by op")
 
 
-@pytest.mark.parametrize("policy", [_answers_none, _compares_wrongly, where(lambda _: 1), _RaisesByOp()])
+@pytest.mark.parametrize("policy", [_answers_none, _compares_wrongly, where(lambda _: 1), _RaisesByOp()])  # pyright: ignore[reportArgumentType]
 @pytest.mark.parametrize(
     "fn",
     [lambda x: x @ x, lambda x: x + x, lambda x: x * 2, lambda x: 2 - x, lambda x: 2 / x, lambda x: x**3],

@@ -30,7 +30,7 @@ def by_vmap(fn, x):
 
 
 def twice(fn, x):
-    out, pull = vjp(lambda x: by_func(fn, x), x)
+    out, pull = vjp(lambda x: by_func(fn, x), x)  # pyright: ignore[reportAssignmentType]
     return pull(torch.ones_like(out))[0]
 
 
@@ -118,7 +118,7 @@ def test_a_torch_function_mode_is_entered_again():
     def run(fn):
         with Doubled() as mode:
             entered[:] = [mode]
-            _, pull = vjp(lambda x: fn(x).sum(), x)
+            _, pull = vjp(lambda x: fn(x).sum(), x)  # pyright: ignore[reportAssignmentType]
             entered[:] = []
         return pull(torch.ones((), dtype=x.dtype))[0]
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.dlpack
 from torch import nn
 
 from remat import remat, save_matmuls, save_nothing
@@ -20,6 +21,11 @@ BUFFERS = {
 
 class Common(nn.Module):
     """One layer of every kind, and buffers of every use; `what` says which of them a call runs."""
+
+    mean: torch.Tensor
+    queue: torch.Tensor
+    count: torch.Tensor
+    pointer: torch.Tensor
 
     def __init__(self, what):
         super().__init__()

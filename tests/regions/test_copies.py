@@ -92,7 +92,7 @@ def test_a_region_of_a_module_is_a_module():
     plain = torch.nn.Sequential(Block())
     plain.load_state_dict(torch.nn.Sequential(remat(Block())).state_dict())
     model.eval().float()
-    assert not model.held.__wrapped__.training and model.held.linear.weight.dtype is torch.float32
+    assert not model.held.__wrapped__.training and model.held.linear.weight.dtype is torch.float32  # pyright: ignore[reportAttributeAccessIssue]
     assert list(inspect.signature(model.held.forward).parameters) == ["x", "scale"]
     assert len(list(Model("module").parameters())) == 2
 
@@ -100,7 +100,7 @@ def test_a_region_of_a_module_is_a_module():
 def test_what_is_set_on_either_is_set_on_both():
     block = Block()
     region = remat(block)
-    region.linear, region.flag = torch.nn.Linear(4, 3, dtype=torch.float64), 3
+    region.linear, region.flag = torch.nn.Linear(4, 3, dtype=torch.float64), 3  # pyright: ignore[reportArgumentType]
     assert block.flag == 3 and region(rand(2, 4)).shape == (2, 3)
     calls = []
     region.register_forward_hook(lambda *_: calls.append("hook"))
@@ -111,7 +111,7 @@ def test_what_is_set_on_either_is_set_on_both():
 def test_functions_of_parameters_call_a_region():
     region, x = remat(Block()), rand(2, 4)
     params = {name: p.detach() for name, p in region.named_parameters()}
-    want = grad(lambda p: functional_call(region.__wrapped__, p, x).sum())(params)
+    want = grad(lambda p: functional_call(region.__wrapped__, p, x).sum())(params)  # pyright: ignore[reportArgumentType]
     got = grad(lambda p: functional_call(region, p, x).sum())(params)
     assert all(torch.equal(got[name], want[name]) for name in want)
     assert functional_call(region, {n: torch.zeros_like(p) for n, p in params.items()}, x).eq(0).all()

@@ -186,9 +186,9 @@ def test_hooks_are_told_where_a_budget_is_planned():
     for _ in range(2):
         region(X.clone().requires_grad_()).sum().backward()
     assert seen == [torch.Tensor, "backward"] * 2
-    told = [told.get() for _ in range(told.qsize())]
-    assert [what for again, what in told if again] == [FakeTensor, "backward"]
-    assert [what for again, what in told if not again] == seen
+    heard = [told.get() for _ in range(told.qsize())]
+    assert [what for again, what in heard if again] == [FakeTensor, "backward"]
+    assert [what for again, what in heard if not again] == seen
 
 
 def test_gradients_that_hooks_change_are_differentiated_as_by_plain_autograd():

@@ -228,7 +228,7 @@ def backward(f):
 def twice(f):
     w, x = W.clone().requires_grad_(), X.clone().requires_grad_()
     first = torch.autograd.grad(f(w, x), (w, x), create_graph=True)
-    return torch.autograd.grad(sum(g.square().sum() for g in first), (w, x))
+    return torch.autograd.grad(sum(g.square().sum() for g in first), (w, x))  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 def backward_closure(x, w):

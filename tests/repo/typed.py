@@ -37,6 +37,8 @@ def known(x: Tensor) -> None:
     assert_type(remat.remat(layer)(x, 2), tuple[Tensor, int])
     assert_type(remat.remat(layer).__wrapped__(x, 2), tuple[Tensor, int])
     assert_type(remat.remat(policy=save_matmuls | ["q"])(layer)(x, n=2), tuple[Tensor, int])
+    assert_type(remat.remat(Model(), policy=save_matmuls), Model)
+    assert_type(remat.remat(policy=save_matmuls)(Model()), Model)
     model = nn.apply(torch.nn.Sequential(Model()), layers=Model, policy=save_names("q"))
     assert_type(model, torch.nn.Sequential)
     assert_type(nn.remove(nn.apply_to(Model())), Model)

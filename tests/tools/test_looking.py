@@ -47,6 +47,10 @@ def test_the_next_step_is_what_it_would_have_been(kind):
 class Moving(nn.Module):
     """Moves what it holds in every way that tensors know."""
 
+    state: torch.Tensor
+    wide: torch.Tensor
+    swapped: torch.Tensor
+
     def __init__(self):
         super().__init__()
         self.weight, self.frozen = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
@@ -90,7 +94,7 @@ def test_a_look_between_forward_and_backward_spoils_neither():
     saved_residuals(fn, x)
     explain(fn, x)
     out.sum().backward()
-    assert torch.equal(x.grad, torch.ones(4)) and torch.equal(scale, torch.ones(4))
+    assert torch.equal(x.grad, torch.ones(4)) and torch.equal(scale, torch.ones(4))  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.slow
