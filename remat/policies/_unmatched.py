@@ -14,7 +14,19 @@ _warned: BoundedCache[tuple[str, str], None] = BoundedCache(4096)
 
 
 class UnmatchedName(UserWarning):
-    """A name in a policy that no `checkpoint_name` of the region gives."""
+    """A name in a policy that no `checkpoint_name` of the region gives. Told once for a region.
+
+    Example:
+        >>> import warnings
+        >>> import torch
+        >>> from remat import remat, save_names
+        >>> block = remat(torch.sin, policy=save_names("hidden"))
+        >>> with warnings.catch_warnings(record=True) as told:
+        ...     warnings.simplefilter("always")
+        ...     out = block(torch.ones(2, requires_grad=True))
+        >>> [w.category.__name__ for w in told]
+        ['UnmatchedName']
+    """
 
 
 def report_unmatched(policy: Policy, region: str, seen: Iterable[str]) -> None:
