@@ -10,7 +10,7 @@ from torch import nn
 from torch.func import grad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat import checkpoint_name, remat, save_matmuls, save_nothing
+from remat import RematError, checkpoint_name, remat, save_matmuls, save_nothing
 from tests.conftest import ambient
 from tests.helpers import LiveBytes, same, unseen
 
@@ -122,7 +122,7 @@ def test_a_fault_keeps_nothing_alive():
         with LiveBytes() as live:
             try:
                 step(model, x, Fault(at, ValueError("a fault")))
-            except ValueError:
+            except (ValueError, RematError):  # a recomputation says where it failed
                 pass
             gc.collect()
             # A look at a buffer's memory counts as made: that is all.
