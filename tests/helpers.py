@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import remat
+from remat.transforms.offload import prefetch
 from remat.transforms.region import cache, forget_all
 from tests.composition.table import ASKED, CASES, POLICIES
 from tests.composition.table import rand as rand
@@ -30,6 +31,8 @@ def forget() -> None:
     for known in list(cache._caches.values()):
         known.uses_func = known.differentiates = False
     forget_all()
+    # A graph that an earlier test left alive would have its values fetched ahead in the next one's backward.
+    prefetch._order.last = None
 
 
 def unseen(like: Tensor, value: float = 0.0) -> Tensor:
