@@ -41,6 +41,7 @@ from remat.transforms.compat.aot import (
     tagged,  # within, nodes also bear these in their `meta["custom"]`
     tags,  # what the nodes that a trace makes now bear in their `meta["custom"]`
     teach_inductor,  # tell Inductor how to lower the library's own ops
+    traced_as_it_runs,  # whether make_fx writes down what runs now, and no compiler has asked for it
     traced_functionally,  # a graph of the aten ops of a function
     unwind_levels,  # leave every functorch level of this thread
 )
