@@ -101,3 +101,13 @@ def test_torchs_tests_are_all_told_and_counted():
     assert {name for name, _ in tests - told} == {*OURS, *TABLES, *GROUPED} - {"test"}
     kinds = Counter(kind for _, kind, _ in torchs_rows())
     assert f"{kinds['pass']} pass, {kinds['adapted']} are adapted" in (PAGE.parent / "trust.md").read_text()
+
+
+def test_equinoxs_tests_are_all_told_and_counted():
+    """The rows that have no place of their own: every test of test_equinox.py, one of them two."""
+    text = (PAGE.parent / "trust.md").read_text().partition("## equinox's tests")[2].partition("\n## ")[0]
+    told = re.findall(r"^\| (test_\w+) \| (pass|adapted) \|", text, re.MULTILINE)
+    names = {re.sub("(un)?batched_cond$", "", name).rstrip("_") for name, _ in told}
+    assert names == {name for name in defined_in("test_equinox") if name.startswith("test_")}
+    kinds = Counter(kind for _, kind in told)
+    assert f"{kinds['pass']} pass, {kinds['adapted']} are adapted." in text
