@@ -88,6 +88,8 @@ def hold_kept(frame: Any, recorder: Recorder, out: Any) -> None:
     kept, hooks = frame.kept, users(frame.inputs.hooks)
     if kept:
         results = list(tensors_in(flatten(out)[0]))
+        # And what the function has left elsewhere.
+        results.extend(recorder.shared(kept))
         frame.kept = held_values(kept, frame.region.name, results, hooks)
         _note_away(frame, recorder, results)
     if recorder.parent is not None or frame.inputs.hooks is not None:
