@@ -111,3 +111,14 @@ def test_equinoxs_tests_are_all_told_and_counted():
     assert names == {name for name in defined_in("test_equinox") if name.startswith("test_")}
     kinds = Counter(kind for _, kind in told)
     assert f"{kinds['pass']} pass, {kinds['adapted']} are adapted." in text
+
+
+def test_torch_remats_tests_are_all_told_and_counted():
+    """Each row is a test, a program of one, or said to be in one."""
+    text = (PAGE.parent / "trust.md").read_text().partition("## torch_remat's tests")[2].partition("\n## ")[0]
+    told = re.findall(r"^\| (test_\w+) \| (pass|adapted) \|", text, re.MULTILINE)
+    files = [(HERE / f"test_torch_remat{part}.py").read_text() for part in ("", "_calls", "_hooks")]
+    there = set(re.findall(r"\btest_\w+", "".join(files)))
+    assert not {name for name, _ in told} - there
+    kinds = Counter(kind for _, kind in told)
+    assert f"{kinds['pass']} pass, {kinds['adapted']} are adapted." in text
