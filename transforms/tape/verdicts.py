@@ -55,9 +55,11 @@ class Verdicts(Mode):
 
     def shared(self, ops: Iterable[int]) -> list[torch.Tensor]:
         """The results of these ops that somebody else has, too, and may write to."""
-        nodes = [self.tape.nodes[at] for at in ops]
-        numbers = {node.first + i for node in nodes for i in range(len(metas(node.outs)))}
-        return [tensor for tensor, number in self._numbers.living() if number in numbers]
+        numbers: set[int] = set()
+        for node in map(self.tape.nodes.__getitem__, ops):
+            numbers.update(range(node.first, node.first + len(metas(node.outs))))
+        held = [ref() for ref, number in self._numbers.values() if number in numbers]
+        return [tensor for tensor in held if tensor is not None]
 
     def owner(self, node: Node, value: torch.Tensor) -> int | None:
         """The op whose whole result lies in the memory of `value`, the result of `node`, if there is one."""
