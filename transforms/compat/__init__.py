@@ -18,6 +18,7 @@ from remat.transforms.compat.ambient import (
     read_matmul_precision,  # the precision of float32 products
     set_grad_enabled,  # what torch.set_grad_enabled calls, without an object for the way back
     storage_key,  # an address that aliases share
+    torch_pytree,  # torch's module of trees, and its registry of containers
     with_bits,  # a look at the same memory with these two flipped
     without_module_trackers,  # take the global module hooks of torch's own observers away for a while
 )
@@ -146,14 +147,4 @@ from remat.transforms.compat.modes import (
     uncompiled_branches,  # keeps Dynamo from the branches of torch.cond
     unseen,  # within, ops on `tensor` reach no dispatch mode
     watched,  # whether hooks or a dispatch mode follow what runs here
-)
-from remat.transforms.compat.pytree import (
-    Spec,  # the structure of a tree
-    flatten,  # leaves and structure of a tree
-    map_leaves,  # the tree with a function of every leaf
-    map_only,  # the tree with a function of every leaf of a kind
-    paths,  # for every leaf its key path
-    shown,  # a structure as messages show it
-    tree_leaves,  # the leaves of a tree
-    unflatten,  # the tree of a structure with these leaves
 )

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch.fx import Node, map_arg
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from remat.transforms.compat.modes import active_modes
-from remat.transforms.compat.pytree import map_only, tree_leaves
 
 Tensors = Sequence[torch.Tensor]
 _aten = torch.ops.aten
@@ -217,7 +217,7 @@ class Template:
                 )
                 copy = tracer.graph.create_node("call_function", node.target, args, kwargs)
                 copy.meta = {k: v for k, v in node.meta.items() if k not in _PROVENANCE}
-                copy.meta["val"] = map_only(torch.Tensor, copies.of, node.meta.get("val"))
+                copy.meta["val"] = tree_map_only(torch.Tensor, copies.of, node.meta.get("val"))
                 copy.meta["seq_nr"] = at
                 if custom := copy.meta.get("custom"):
                     copy.meta["custom"] = {k: tags.get(k, v) for k, v in custom.items()}

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from remat.transforms.compat import as_it_is, graph_storage, must_save, tagged
-from remat.transforms.compiled.barrier import Origins, fence, fence_below, snapshot
-from remat.transforms.compiled.dedup import GraphDedup
+from remat.transforms.compiled.barrier import GraphDedup, Origins, fence, fence_below, snapshot
 from remat.transforms.context import Mode, is_quiet, quiet
 from remat.transforms.errors import RematError
 from remat.transforms.functorch import Aliasing, Prim, PullBack, replaying
