@@ -31,10 +31,10 @@ from remat.transforms.compat import (
     tracer_at_work,
 )
 from remat.transforms.compat import tags as tags_now
-from remat.transforms.ops import Traits
+from remat.transforms.ops import Traits, tensors_in
 from remat.transforms.region import Region
 from remat.transforms.state import Ambient
-from remat.transforms.tape import Node, tensors_in
+from remat.transforms.tape import Node
 
 _library = torch.library.Library("remat", "FRAGMENT")
 _library.define("fence(Tensor value, Tensor[] after) -> Tensor")

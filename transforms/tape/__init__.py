@@ -13,10 +13,14 @@ from remat.transforms.tape.observers import (
 from remat.transforms.tape.program import (
     Program,  # what of a tape has to run for some of the values that autograd saved
 )
+from remat.transforms.tape.reachability import (
+    Reachability,  # the results of one forward with the autograd nodes behind each
+)
 from remat.transforms.tape.recorder import (
     Recorder,  # writes down the ops of a region, or holds them against a tape, and keeps what a policy says
 )
 from remat.transforms.tape.replay import (
+    Recorded,  # one settled forward of a primitive
     Replay,  # hands out kept values where a region's function runs again
 )
 from remat.transforms.tape.snapshots import (
@@ -33,27 +37,14 @@ from remat.transforms.tape.tape import (
     SKIP,  # what an op does in a recomputation: nothing
     Needs,  # which ops of a tape run again for the values that a backward reads
     Node,  # one op of a region
-    Reachability,  # the results of one forward with the autograd nodes behind each
+    Ref,  # stands for a value in the template of a call
     Stop,  # ends a recomputation once everything that was asked for is there
     Tape,  # the ops of one run of a region
-    holds_unseen,  # whether a node may read tensors that no saved-tensor hook was told of
-    not_repeated,  # the message for a recomputation that runs otherwise than its forward did
-    written,  # the message for a tensor written between forward and backward
-)
-from remat.transforms.tape.values import (
-    Decisions,  # which ops of a forward make integers and bools of computed floats
-    Ref,  # stands for a value in the template of a call
     ValueNumbering,  # numbers of tensor objects
     held_tensors,  # the tensors held for a kept value, and which are offloaded
+    holds_unseen,  # whether a node may read tensors that no saved-tensor hook was told of
     map_tensors,  # a function applied to the tensors of an op's results
-    memory_of,  # the storage object of a tensor, None where it has none
-    metadata,  # the results of an op with their tensors replaced by metadata
-    metas,  # the metadata of the tensors among an op's results
     refs_in,  # the numbers in a template
-    storage,  # what aliases of one memory have in common
-    targets,  # the tensors that a call writes to
-    tensors_in,  # the tensors among the arguments or results of an op
-    version_of,  # the version counter of a tensor
 )
 from remat.transforms.tape.verdicts import (
     Verdicts,  # the part of a recorder that keeps values
