@@ -7,6 +7,8 @@ from remat.transforms.caches import (
     BoundedCache,  # a dict of at most so many entries: what was not asked for longest goes
     Identity,  # a key that stands for one object and does not hold it
     Key,  # a tuple whose hash is reckoned once
+    intern,  # the number of everything equal to `thing`
+    register,  # a number by which `thing` can be found as long as it lives
 )
 from remat.transforms.context import (
     active,  # what is going on in this thread
@@ -44,8 +46,6 @@ from remat.transforms.pytree import (
     tree_leaves,  # the leaves of `tree`
     unflatten,  # the tree of structure `spec` with these leaves
 )
-from remat.transforms.registry import (
-    intern,  # the number of everything equal to `thing`
-    register,  # a number by which `thing` can be found as long as it lives
+from remat.transforms.state import (
     registered,  # the objects that `register` gave numbers, by these
 )

@@ -167,11 +167,6 @@ class MemoryWatch(TorchFunctionMode):
 memory_watch = MemoryWatch()
 
 
-def is_quiet() -> bool:
-    """Whether an op of the engine's own runs."""
-    return active.quiet
-
-
 def quiet(function: Callable[..., Any], *args: Any) -> Any:
     """Run an op of the engine's own, which no recording counts."""
     before = active.quiet
@@ -184,12 +179,8 @@ def quiet(function: Callable[..., Any], *args: Any) -> Any:
 
 def unasked(function: Callable[..., Any], *args: Any) -> Any:
     """Run an op of the engine's own, which recordings count, and no selector is asked about."""
-    before = active.unasked
-    active.unasked = True
-    try:
+    with scoped(unasked=True):
         return function(*args)
-    finally:
-        active.unasked = before
 
 
 # -- regions around the code at hand ---------------------------------------------------------------------

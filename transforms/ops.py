@@ -1,5 +1,5 @@
-"""What the engine needs to know of an aten op (does it draw, write, alias, decide, or act on the outside?), and
-of the tensors that it reads and makes."""
+"""What the engine needs to know of an aten op (does it draw, write, alias, decide, act outside?), and of its
+tensors."""
 
 from __future__ import annotations
 
@@ -54,25 +54,6 @@ class Traits:
     acts on them, or on the user's screen or program. `asks_grad`: on operands without gradients it computes
     less. `saves_unwritten`: autograd saves an operand that it then writes into.
     """
-
-    __slots__ = (
-        "asks_grad",
-        "collective",
-        "conditional",
-        "higher_order",
-        "ignored",
-        "inplace",
-        "may_draw",
-        "outside",
-        "random",
-        "reshapes",
-        "saves_unwritten",
-        "shape_only",
-        "sized_by_data",
-        "uninitialized",
-        "view",
-        "writes",
-    )
 
     def __init__(self, op: Any) -> None:
         schema = getattr(op, "_schema", None)
@@ -240,6 +221,16 @@ def memory_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
             return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None
+
+
+def span(shape: Any, stride: Any) -> int:
+    """How many elements of memory lie between the first and the last one of a tensor, both counted."""
+    return 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+
+
+def overlaps(tensor: torch.Tensor) -> bool:
+    """Whether elements of a tensor share memory, as those of an expanded one do."""
+    return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def geometry(tensor: torch.Tensor) -> Any:

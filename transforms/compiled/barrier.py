@@ -19,6 +19,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.fx import Node
 
 from remat.transforms.compat import (
     NodeSpan,
@@ -34,7 +35,6 @@ from remat.transforms.compat import tags as tags_now
 from remat.transforms.ops import Traits, tensors_in
 from remat.transforms.region import Region
 from remat.transforms.state import Ambient
-from remat.transforms.tape import Node
 
 _library = torch.library.Library("remat", "FRAGMENT")
 _library.define("fence(Tensor value, Tensor[] after) -> Tensor")

@@ -44,7 +44,7 @@ from remat.transforms.functorch.primitive import (
     rule,
 )
 from remat.transforms.functorch.rules import hollow_operand, plain_duals
-from remat.transforms.ops import storage
+from remat.transforms.ops import span, storage
 from remat.transforms.state import RandomState
 from remat.transforms.tape import (
     Kept,
@@ -374,8 +374,7 @@ def _with_memory(operands: Tensors) -> Any:
     not crash."""
     hollow = [t for t in operands if t.numel() and _storage_bytes(t) == 0]
     for tensor in hollow:
-        last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        tensor.untyped_storage().resize_((last + 1) * tensor.element_size())
+        tensor.untyped_storage().resize_(span(tensor.shape, tensor.stride()) * tensor.element_size())
     try:
         yield
     finally:

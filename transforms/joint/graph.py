@@ -7,7 +7,7 @@ here be carried out there. `detach`, which autograd inserts when it saves an out
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -163,12 +163,14 @@ def record(
     kwargs: dict[str, Any] | None = None,
     *,
     functional: bool = False,
+    held: Iterable[int] = (),
 ) -> Joint:
     """The joint graph of `fn(*args, **kwargs)`, from metadata alone: nothing is computed or allocated.
 
     Inputs that require grad are differentiated, captured ones too. The current autocast, default dtype and
     grad state are those of the call; gradients are enabled. With `functional`, `fn` differentiates by itself:
     it is called with a switch before its arguments, and calls that between its forward and its backward.
+    `held`: which leaves of the arguments somebody else holds; what Dynamo has traced says so itself.
     Nobody collects named values meanwhile, and `is_recomputing()` is true: what counts or prints has its turn
     in the run proper.
 
@@ -186,7 +188,9 @@ def record(
         planning(getattr(fn, "__name__", type(fn).__name__)),
     ):
         try:
-            results = _trace(fn, args, kwargs or {}, recorder, _run_functional if functional else _run)
+            run = _run_functional if functional else _run
+            held = getattr(fn, "held", held)
+            results = _trace(fn, args, kwargs or {}, recorder, run, held)
         finally:
             recorder.forget()
     return Joint(
@@ -206,13 +210,12 @@ def _trace(
     kwargs: dict[str, Any],
     recorder: JointRecorder,
     run: Callable[..., tuple[int, ...]],
+    known: Iterable[int],
 ) -> tuple[int, ...]:
     """Stand-ins for the arguments, then the run; returns the numbers of the results."""
     leaves, spec = flatten((args, kwargs))
     mode = recorder.stand_ins.mode
     direct = {id(a) for a in (*args, *kwargs.values())}
-    # What Dynamo has traced takes flat operands, and says itself which of them are held by somebody else.
-    known = getattr(fn, "held", frozenset())
     fakes: dict[int, torch.Tensor] = {}
     with mode:
         for at, leaf in enumerate(leaves):

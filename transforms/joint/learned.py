@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from remat.transforms.joint.ops import Joint, Op, Other, Ref, Value
-from remat.transforms.ops import metas, traits
+from remat.transforms.ops import metas, span, traits
 from remat.transforms.pytree import map_leaves
 from remat.transforms.tape import Node, Tape, refs_in
 from remat.transforms.tape import Ref as Number
@@ -54,7 +54,8 @@ class _Reading:
         shape, stride, dtype, device = meta
         if storage is None:
             storage = len(self.storages)
-            self.storages.append(_extent(shape, stride) * dtype.itemsize)
+            size = torch.Size(shape).numel() if stride is None else span(shape, stride)
+            self.storages.append(size * dtype.itemsize)
         self.values.append(Value(tuple(shape), dtype, device, tuple(stride or ()), storage, producer, origin))
         return len(self.values) - 1
 
@@ -89,12 +90,3 @@ class _Reading:
         if type(leaf) is Number:
             return Ref(self.place[leaf])
         return leaf if leaf is None or isinstance(leaf, _CONSTANT) else Other(type(leaf).__qualname__)
-
-
-def _extent(shape: Any, stride: Any) -> int:
-    """How many elements a memory has that a tensor fills."""
-    if 0 in shape:
-        return 0
-    if stride is None:
-        return torch.Size(shape).numel()
-    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))

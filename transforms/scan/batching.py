@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from remat.transforms.ops import overlaps
 from remat.transforms.scan.spec import Leaves, Scan, Tensors
 
 
@@ -21,8 +22,7 @@ def expand(tensor: torch.Tensor, dim: int | None, size: int, to: int = 0) -> tor
 
 def with_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Forward-mode AD refuses tensors whose elements share memory, such as a sum's cotangent."""
-    shared = any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
-    return tensor.contiguous() if shared else tensor
+    return tensor.contiguous() if overlaps(tensor) else tensor
 
 
 def batch(

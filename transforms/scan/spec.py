@@ -71,11 +71,7 @@ class ScanSpec:
     @property
     def offloaded(self) -> Callable[[int], bool] | None:
         """Which slots lie on the host, None for none."""
-        return _always if self.offload else getattr(self.schedule, "offloaded", None)
-
-
-def _always(slot: int) -> bool:
-    return True
+        return (lambda slot: True) if self.offload else getattr(self.schedule, "offloaded", None)
 
 
 @dataclass
@@ -122,12 +118,10 @@ class Scan:
     offloaded: Callable[[int], bool] | None = None
     tensors: tuple[int, ...] = ()  # positions of tensors in `carry`
     proceed: Callable[[Tensors, Leaves], bool] | None = None
-    around: Callable[[], contextlib.AbstractContextManager[None]] | None = (
-        None  # entered by every recomputation
-    )
-    plain: bool = (
-        False  # neither functorch level nor hooks at the call: states lie in `record`, not in outputs
-    )
+    # Entered by every recomputation.
+    around: Callable[[], contextlib.AbstractContextManager[None]] | None = None
+    # Neither functorch level nor hooks at the call: states lie in `record`, not in outputs.
+    plain: bool = False
     levels: bool = False  # called under functorch: its backward may meet tensors of levels that are gone
     record: Record = field(default_factory=Record, compare=False)
     buffered: bool = False  # what the forward keeps is written into buffers, which lie where it belongs

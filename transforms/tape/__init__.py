@@ -6,7 +6,6 @@ from remat.transforms.tape.guard import (
 from remat.transforms.tape.observers import (
     Kept,  # one tensor that a region keeps from its forward to its backward
     listen,  # collect what the regions called inside keep, in a new list or whatever else has `append`
-    listening,  # whether anybody listens on this thread
     made_by,  # the blocks of memory of an op's results that are not those of its operands, with their keys
     report,  # tell every listener of this thread of a kept tensor
 )
@@ -28,6 +27,7 @@ from remat.transforms.tape.snapshots import (
     held_values,  # what is kept of ops, to be held until the backward
     lent,  # let memory from outside hold what it held before a region wrote to it
     octets,  # a memory as a tensor
+    sent_away,  # what of the kept values is on its way to the host
 )
 from remat.transforms.tape.tape import (
     KEPT,  # what an op does in a recomputation: its kept result is handed out

@@ -8,6 +8,7 @@ value and reattaches its history itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,14 +16,15 @@ import torch
 from remat.transforms.compat import direct_call, outside_all_modes, set_grad_enabled
 from remat.transforms.context import active, quiet
 from remat.transforms.errors import RematError, not_repeated
-from remat.transforms.offload import Elsewhere
 from remat.transforms.ops import tensors_in
 from remat.transforms.placeholders import Meta
-from remat.transforms.tape.tape import KEPT, SKIP, Needs, Ref, Tape, map_tensors, refs_in
+from remat.transforms.tape.snapshots import handed_out
+from remat.transforms.tape.tape import KEPT, SKIP, Needs, Ref, Tape, refs_in
 
 Values = dict[int, Any]
 
 
+@dataclass(init=False, eq=False, repr=False, slots=True)
 class Step:
     """One op of a program.
 
@@ -38,22 +40,6 @@ class Step:
         graded: whether gradients were on: some kernels return more then, such as that of `nn.LSTM` on CPUs.
         before, after: saved values that are taken before it (as copies), and after it.
     """
-
-    __slots__ = (
-        "after",
-        "args",
-        "at",
-        "before",
-        "call",
-        "draws",
-        "flat",
-        "gone",
-        "graded",
-        "kwargs",
-        "nested",
-        "outs",
-        "single",
-    )
 
     at: int
     call: Callable[..., Any] | None
@@ -190,8 +176,7 @@ class Program:
         return made
 
     def _taken(self, step: Step, take: Callable[[int], Any]) -> Any:
-        copies = step.at in self.copied
-        return map_tensors(lambda value: _fresh(value, copies), take(step.at))
+        return handed_out(take(step.at), step.at in self.copied)
 
     def _failed(self, step: Step, error: Exception) -> Exception:
         """What is said of an op that ran in the forward and fails now."""
@@ -259,10 +244,3 @@ def _filled(value: Any, values: Values) -> Any:
 
 def _filled_kwargs(kwargs: dict[str, Any], values: Values) -> dict[str, Any]:
     return {key: _filled(value, values) for key, value in kwargs.items()}
-
-
-def _fresh(value: Any, copy: bool) -> torch.Tensor:
-    if isinstance(value, Elsewhere):
-        return value.get(alone=copy)  # pyright: ignore[reportAttributeAccessIssue]
-    # A new tensor object each time: autograd writes its own record on it.
-    return value.clone() if copy else value.detach()

@@ -12,6 +12,7 @@ import copy
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,30 +28,9 @@ class Stop(BaseException):
     """Ends a recomputation once everything that was asked for is there."""
 
 
+@dataclass(init=False, eq=False, repr=False, slots=True)
 class Node:
     """One op of a region: how it was called, where its operands came from, what its results were."""
-
-    __slots__ = (
-        "args",
-        "check",
-        "deps",
-        "digest",
-        "draws",
-        "external",
-        "first",
-        "graded",
-        "kwargs",
-        "name",
-        "op",
-        "optional",
-        "outs",
-        "overwrites",
-        "place",
-        "root",
-        "shape_only",
-        "verdict",
-        "written",
-    )
 
     op: Any
     args: tuple[Any, ...]  # with a `Ref` in the place of every tensor
