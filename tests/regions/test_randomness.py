@@ -6,14 +6,7 @@ import torch.nn.functional as F
 from torch.func import grad, vmap
 
 from remat import remat
-from tests.helpers import (
-    POLICIES,
-    jvp,
-    leaves_of,
-    rand,
-    same,
-    vjp,
-)
+from tests.helpers import POLICIES, crossed, jvp, leaves_of, rand, same, vjp
 
 
 def noisy(x, w):
@@ -61,8 +54,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("run", "policy"), crossed(RUNS, POLICIES))
 def test_same_numbers_and_same_state_afterwards(policy, run):
     def measure(fn):
         torch.manual_seed(5)

@@ -26,7 +26,7 @@ from remat.cli.steps import Trainer, difference, make_step, tensors, tolerance, 
 from remat.cli.sweep import Sweep
 from remat.cli.text import batches, corpus
 from remat.policies import save_attention, save_every, save_matmuls, save_names
-from tests.helpers import TORCH
+from tests.helpers import TORCH, crossed
 
 TINY = "--depth 2 --width 16 --heads 2 --seq 16 --batch 2 --steps 2".split()
 SIZES = Sizes(depth=2, width=16, heads=2, seq=16)
@@ -42,8 +42,7 @@ def swept(capsys: pytest.CaptureFixture[str], out: Path, *args: str) -> tuple[in
     return code, {row["policy"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
 
 
-@pytest.mark.parametrize("mode", ["backward", "func", "vmap"])
-@pytest.mark.parametrize("model", ["gpt", "llama"])
+@pytest.mark.parametrize(("mode", "model"), crossed(["func", "backward", "vmap"], ["gpt", "llama"]))
 def test_sweep_measures_every_default_policy(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str, mode: str
 ) -> None:
