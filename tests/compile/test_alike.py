@@ -21,7 +21,7 @@ from remat.policies._selector import PolicySelector
 from remat.transforms import value_and_grad
 from remat.transforms.compat.aot import compiled_for_graphs
 from remat.transforms.compat.fx import Template
-from remat.transforms.compiled.dedup import _code
+from remat.transforms.compiled.barrier import _code
 from remat.transforms.entry import compiled as entry
 from tests.compiled import compiled
 from tests.helpers import CASES, POLICIES, gradients, leaves_of, rand, same, scalar, sparse

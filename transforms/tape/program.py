@@ -14,11 +14,11 @@ import torch
 
 from remat.transforms.compat import direct_call, outside_all_modes, set_grad_enabled
 from remat.transforms.context import active, quiet
-from remat.transforms.errors import RematError
+from remat.transforms.errors import RematError, not_repeated
 from remat.transforms.offload import Elsewhere
+from remat.transforms.ops import tensors_in
 from remat.transforms.placeholders import Meta
-from remat.transforms.tape.tape import KEPT, SKIP, Needs, Tape, not_repeated
-from remat.transforms.tape.values import Ref, map_tensors, refs_in, tensors_in
+from remat.transforms.tape.tape import KEPT, SKIP, Needs, Ref, Tape, map_tensors, refs_in
 
 Values = dict[int, Any]
 
