@@ -72,8 +72,7 @@ def command_of(name: str) -> Any:
     """The dataclass of a command; None, and a line on stderr, where a package is missing."""
     extra = "cli"
     try:
-        import tyro as _  # without it, no command can be read
-
+        importlib.import_module("tyro")
         extra = "cli,plan"
         return getattr(importlib.import_module(f"remat.cli.commands.{name}"), COMMANDS[name][0])
     except ImportError as missing:
