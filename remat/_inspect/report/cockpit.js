@@ -40,9 +40,9 @@ class Cockpit {
     this.fits = element("div", { className: "bar" });
     this.legend = element("div", { className: "bar" });
     this.tip = element("div", { id: "tip" });
-    this.detail = element("div", {});
+    this.detail = element("div", { className: "wide" });
     this.detail.setAttribute("aria-live", "polite");
-    this.kept = element("div", {});
+    this.kept = element("div", { className: "wide" });
     this.charts = this.data.plain ? [this.chart(0), this.chart(1)] : [this.chart(0)];
     this.frontier = this.data.choices.length > 1 ? this.switcher() : [];
     this.root.append(
@@ -92,7 +92,7 @@ class Cockpit {
     this.map.onmousemove = (event) => this.tell(this.nearest(event), event);
     this.map.onmouseleave = () => (this.tip.style.display = "none");
     this.map.onclick = (event) => this.choose(this.nearest(event));
-    this.policies = element("div", {});
+    this.policies = element("div", { className: "wide" });
     return [
       element("h2", { textContent: "The frontier: memory of the step against time of what runs again" }),
       element("div", { className: "bar" }, element("label", {}, "less memory ", this.slider, " less recomputation"), this.chosen),

@@ -9,7 +9,7 @@ from typing import Any
 from remat._inspect.report.tables import Page, save_html
 
 _STYLE = """
-#cockpit { max-width: 75em; margin-bottom: 2em }
+#cockpit { max-width: 84em; margin-bottom: 2em }
 #cockpit h1 { font-size: 1.3em; margin: 0 0 .3em }
 #cockpit h2 { font-size: 1em; margin: 1em 0 .2em }
 #cockpit canvas { width: 100%; height: 190px; display: block; border-bottom: 1px solid #444 }
@@ -31,7 +31,9 @@ _STYLE = """
 #cockpit #tip { padding: .3em .6em; font-size: 12px; white-space: pre; display: none; z-index: 1 }
 #cockpit table { border-collapse: collapse; margin: .3em 0 1em }
 #cockpit th, #cockpit td { padding: .15em .7em; border-bottom: 1px solid #ddd; text-align: left }
-#cockpit .r { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
+#cockpit th, #cockpit td { white-space: nowrap }
+#cockpit .wide { overflow-x: auto }
+#cockpit .r { text-align: right; font-variant-numeric: tabular-nums }
 #cockpit th button { all: unset; cursor: pointer; font-weight: 600 }
 #cockpit th button:focus-visible { outline: 2px solid #0072b2 }
 """
