@@ -14,17 +14,15 @@ import torch.nn.functional as F
 
 import remat.cli.rows as cli_rows
 from remat.cli.bench import Result
-from remat.cli.env import Env, machine
+from remat.cli.commands.env import Env, machine
+from remat.cli.commands.report import table
+from remat.cli.commands.sweep import Sweep
 from remat.cli.errors import UsageError
 from remat.cli.main import COMMANDS, main
 from remat.cli.measure import Work, percentiles, trace_memory
-from remat.cli.models import FAMILIES, build
-from remat.cli.report import table
+from remat.cli.models import FAMILIES, VOCAB, Model, Sizes, batches, build, corpus
 from remat.cli.rows import parse, rows
-from remat.cli.shapes import VOCAB, Model, Sizes
 from remat.cli.steps import Trainer, difference, make_step, tensors, tolerance, unmarked
-from remat.cli.sweep import Sweep
-from remat.cli.text import batches, corpus
 from remat.policies import save_attention, save_every, save_matmuls, save_names
 from tests.helpers import TORCH, crossed
 
