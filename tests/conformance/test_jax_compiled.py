@@ -28,6 +28,7 @@ from remat.policies import (
     where,
 )
 from tests.conformance.counting import COMPILES
+from tests.conformance.test_jax_remat import Rebuilt
 from tests.helpers import OpCounter, crossed, rand
 
 pytestmark = [
@@ -125,6 +126,34 @@ def test_remat_checkpoint_dots_jit():
     f(leaf).sum().backward()
     assert (graphs.count("sin"), graphs.count("cos"), graphs.count("mm")) == (2, 3, 6)
     torch.testing.assert_close(leaf.grad, grad(lambda x: three_dots(x).sum())(W))
+
+
+class Dot(torch.autograd.Function):
+    """A product whose gradient is its cotangent."""
+
+    @staticmethod
+    def forward(x):
+        return x @ x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[override]
+        return g
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("policy", [save_everything, save_nothing])
+def test_excess_precision_hell(backend, policy):
+    """JAX's program as it stands: jit of remat under a policy that keeps all. A compiler that leaves out the
+    rounding between the product and the cast does so in the forward and in the backward, or in neither."""
+    x = (1 + torch.finfo(torch.bfloat16).eps) * torch.eye(2, dtype=torch.bfloat16)
+    region = compiled(remat(lambda x: Rebuilt.apply(Dot.apply(x)), policy=policy), backend)
+    out = region(x.requires_grad_())
+    (rebuilt,) = torch.autograd.grad(out, x, torch.ones_like(out))
+    torch.testing.assert_close(rebuilt.float(), out.detach(), rtol=0, atol=0)
 
 
 def test_no_cse_widget():

@@ -137,7 +137,7 @@ class Replay(Mode):
 
     def _run(self, at: int, node: Node, func: Any, args: Any, kwargs: Any) -> Any:
         if node.draws and (state := self.random.get(at)) is not None:
-            quiet(state.restore)
+            quiet(state.again, self.tape.region)
         out = func(*args, **kwargs)
         if self.check and not alike(metadata(out), node.outs):
             made = metadata(out)
