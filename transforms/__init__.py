@@ -9,6 +9,7 @@ from remat.transforms.caches import (
     Key,  # a tuple whose hash is reckoned once
     intern,  # the number of everything equal to `thing`
     register,  # a number by which `thing` can be found as long as it lives
+    registered,  # the objects that `register` gave numbers, by these
 )
 from remat.transforms.context import (
     active,  # what is going on in this thread
@@ -45,7 +46,4 @@ from remat.transforms.pytree import (
     split,  # the tensors among `leaves`, and their positions
     tree_leaves,  # the leaves of `tree`
     unflatten,  # the tree of structure `spec` with these leaves
-)
-from remat.transforms.state import (
-    registered,  # the objects that `register` gave numbers, by these
 )

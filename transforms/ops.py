@@ -1,5 +1,7 @@
-"""What the engine needs to know of an aten op (does it draw, write, alias, decide, act outside?), and of its
-tensors."""
+"""What the engine needs to know of an aten op, and of the tensors that it reads and makes.
+
+Does it draw, write, alias, decide, or act on the outside?
+"""
 
 from __future__ import annotations
 

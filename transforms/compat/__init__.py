@@ -85,6 +85,7 @@ from remat.transforms.compat.autograd import (
     running_node,  # the node that this thread's backward pass is running, None outside of one
     set_version,  # let a tensor's version be another one
     top_hooks,  # the innermost saved-tensor hooks of this thread
+    traced_as_it_runs,  # whether make_fx writes down what runs now, and no compiler has asked for it
     unwrap_batched,  # a vmap's tensor and its batch dimension
     unwrap_for_grad,  # take a level of grad off a tensor
     unwrap_if_dead,  # take dead wrappers off

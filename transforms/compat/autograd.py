@@ -329,6 +329,11 @@ def is_tracing() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None
 
 
+def traced_as_it_runs() -> bool:
+    """Whether make_fx writes down what runs now, and no compiler has asked for it."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None and not is_tracing()
+
+
 def depth() -> int:
     """How many functorch levels are active; the innermost has this number."""
     return len(level_stack() or ())

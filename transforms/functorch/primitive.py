@@ -34,7 +34,6 @@ from remat.transforms.compat import (
 )
 from remat.transforms.context import active, quiet, recomputing
 from remat.transforms.ops import storage
-from remat.transforms.pytree import merge
 from remat.transforms.pytree import smooth as pytree_smooth
 from remat.transforms.region import Region
 from remat.transforms.state import Ambient
@@ -166,12 +165,12 @@ def as_differentiated(body: Body, mask: list[int], family: Family) -> Body:
             with torch.enable_grad():
                 given = [operands[i] for i in mask]
                 own = [t if around and t.requires_grad else _leaf(t) for t in given]
-                outs = body(*merge(operands, mask, own))
+                outs = body(*merged(operands, mask, own))
             note(outs)
             return tuple(outs) if around else tuple([t.detach() for t in outs])
 
         def of(*moving: torch.Tensor) -> Any:
-            outs = body(*merge(operands, mask, moving))
+            outs = body(*merged(operands, mask, moving))
             note(outs)
             return smooth_first(outs, split)
 
@@ -205,7 +204,7 @@ class PullBack:
         split: list[list[int]] = [[]]
 
         def of(*moving: torch.Tensor) -> Any:
-            return smooth_first(self.body(*merge(operands, self.mask, moving)), split)
+            return smooth_first(self.body(*merged(operands, self.mask, moving)), split)
 
         moving = [operands[i] for i in self.mask]
         with hooks_aside():
@@ -228,7 +227,7 @@ class PullBack:
         again = torch.is_grad_enabled() and any(t.requires_grad for t in (*operands, *cotangents))
         with torch.enable_grad():
             leaves = [_variable(operands[i], again) for i in self.mask]
-            outs, last = noting(self.body, *merge(operands, self.mask, leaves))
+            outs, last = noting(self.body, *merged(operands, self.mask, leaves))
         forward_done()
 
         def pull(*cotangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -304,6 +303,13 @@ def _variable(tensor: torch.Tensor, again: bool) -> torch.Tensor:
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().requires_grad_()
+
+
+def merged(operands: Tensors, at: list[int], replaced: Tensors) -> list[torch.Tensor]:
+    merged = list(operands)
+    for i, tensor in zip(at, replaced, strict=True):
+        merged[i] = tensor
+    return merged
 
 
 def smooth_first(

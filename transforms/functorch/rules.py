@@ -36,13 +36,13 @@ from remat.transforms.functorch.primitive import (
     PullBack,
     Tensors,
     call,
+    merged,
     reassemble,
     rule,
     smooth_first,
 )
 from remat.transforms.ops import metadata
 from remat.transforms.placeholders import hollow
-from remat.transforms.pytree import merge
 
 
 @rule(VMAP)
@@ -128,7 +128,7 @@ def _with_tangents(body: Body, count: int, at: list[int], split: list[list[int]]
         primals, tangents = tensors[:count], tensors[count:]
 
         def of(*moving: torch.Tensor) -> Any:
-            return smooth_first(body(*merge(primals, at, moving)), split)
+            return smooth_first(body(*merged(primals, at, moving)), split)
 
         with hooks_aside(), dual_level_known_if_any():
             # torch's stub gives the result two possible lengths.

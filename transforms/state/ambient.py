@@ -16,7 +16,9 @@ from remat.transforms.compat import (
     graph_task,
     outside_batched_grads,
     switches,
+    traced_as_it_runs,
 )
+from remat.transforms.errors import RematError
 
 _READERS = tuple(read for read, _ in switches)
 _ONLY_CPU = ("cpu",)
@@ -146,12 +148,26 @@ class GeneratorState:
         else:
             getattr(torch, self.device.type).set_rng_state(self.state, self.device)
 
+    def again(self, region: str) -> None:
+        """Have an op of a recomputation draw what it drew."""
+        refuse_traced_draws(region)
+        self.restore()
+
     def now(self) -> GeneratorState:
         """The present state of the same generator."""
         made = GeneratorState.__new__(GeneratorState)
         made.generator, made.device = self.generator, self.device
         made.state = made._read()
         return made
+
+
+def refuse_traced_draws(region: str) -> None:
+    """Raise where make_fx writes down a recomputation that draws: it writes no generator states."""
+    if traced_as_it_runs():
+        raise RematError(
+            f"the recomputation of {region!r} draws random numbers while make_fx writes it down, and the "
+            "graph would draw others than in its forward. Trace with torch.compile, or draw outside."
+        )
 
 
 @contextlib.contextmanager
@@ -200,16 +216,6 @@ class RandomState:
         torch.default_generator.set_state(self.cpu)
         for device, state in self.devices:
             getattr(torch, device.type).set_rng_state(state, device)
-
-    @contextlib.contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Draw the same numbers inside, and go on afterwards as if nothing had been drawn."""
-        now = self.again()
-        self.restore()
-        try:
-            yield
-        finally:
-            now.restore()
 
     def again(self) -> RandomState:
         """The present state of the same generators."""

@@ -21,13 +21,13 @@ from remat.transforms.tape.recorder import (
 from remat.transforms.tape.replay import (
     Recorded,  # one settled forward of a primitive
     Replay,  # hands out kept values where a region's function runs again
+    sent_away,  # what of the kept values is on its way to the host
 )
 from remat.transforms.tape.snapshots import (
     Held,  # a value of a region, held until the backward
     held_values,  # what is kept of ops, to be held until the backward
     lent,  # let memory from outside hold what it held before a region wrote to it
     octets,  # a memory as a tensor
-    sent_away,  # what of the kept values is on its way to the host
 )
 from remat.transforms.tape.tape import (
     KEPT,  # what an op does in a recomputation: its kept result is handed out

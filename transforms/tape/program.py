@@ -147,7 +147,7 @@ class Program:
                     graded = step.graded
                     set_grad_enabled(graded)
                 if step.draws and (state := random.get(step.at)) is not None:
-                    state.restore()
+                    state.again(self.tape.region)
                 args = list(step.args)
                 for at, number in step.flat:
                     args[at] = values[number]

@@ -17,6 +17,7 @@ import torch
 from remat.transforms.closure import of_captured
 from remat.transforms.context import Mode, active, quiet
 from remat.transforms.errors import RematError, not_repeated, written
+from remat.transforms.offload import Store, away_in
 from remat.transforms.ops import (
     alike,
     is_cast_of_leaf,
@@ -33,7 +34,7 @@ from remat.transforms.placeholders import stand_in
 from remat.transforms.state import RandomState, generators_put_back
 from remat.transforms.tape.reachability import Reachability
 from remat.transforms.tape.recorder import Recorder
-from remat.transforms.tape.snapshots import Snapshot, handed_out, lent, octets, sent_away
+from remat.transforms.tape.snapshots import Snapshot, handed_out, lent, octets
 from remat.transforms.tape.tape import KEPT, SKIP, Needs, Node, Ref, Tape, constants_alike
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ class Replay(Mode):
 
     def _run(self, at: int, node: Node, func: Any, args: Any, kwargs: Any) -> Any:
         if node.draws and (state := self.random.get(at)) is not None:
-            quiet(state.restore)
+            quiet(state.again, self.tape.region)
         out = func(*args, **kwargs)
         if self.check and not alike(metadata(out), node.outs):
             made = metadata(out)
@@ -339,3 +340,20 @@ def _stored(recorder: Recorder, needs: Needs, outs: Sequence[torch.Tensor]) -> s
         and needs.actions[tape.makers[number]] == SKIP
         and not traits(tape.nodes[tape.makers[number]].op).view
     }
+
+
+def sent_away(kept: dict[int, Any], tape: Tape, roots: Callable[[], set[int | None]]) -> Store | None:
+    """What of the kept values is on its way to the host, None for nothing; `roots`: where results lie.
+
+    The caller may write to the results, into memory that is perhaps still being sent. An alias that autograd
+    made of something, which lies in None, may be of anything.
+    """
+    away = {at: value for at, value in kept.items() if any(True for _ in away_in(value))}
+    if not away:
+        return None
+    lie = roots()
+    for at, value in away.items():
+        if None in lie or tape.nodes[at].root in lie:
+            for parcel in away_in(value):
+                parcel.parcel.wait()
+    return Store(kept)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,9 +11,9 @@ import torch
 from remat.transforms.compat import memory_is_real, version_kept
 from remat.transforms.context import quiet
 from remat.transforms.errors import RematError, written
-from remat.transforms.offload import Elsewhere, Store, away_in
+from remat.transforms.offload import Elsewhere
 from remat.transforms.ops import memory_of, storage, version_of
-from remat.transforms.tape.tape import Tape, map_tensors
+from remat.transforms.tape.tape import map_tensors
 
 
 class Held(Elsewhere):
@@ -72,23 +72,6 @@ def handed_out(kept: Any, copied: bool) -> Any:
         return value.clone() if copied else value.detach()
 
     return map_tensors(fresh, kept)
-
-
-def sent_away(kept: dict[int, Any], tape: Tape, roots: Callable[[], set[int | None]]) -> Store | None:
-    """What of the kept values is on its way to the host, None for nothing; `roots`: where results lie.
-
-    The caller may write to the results, into memory that is perhaps still being sent. An alias that autograd
-    made of something, which lies in None, may be of anything.
-    """
-    away = {at: value for at, value in kept.items() if any(True for _ in away_in(value))}
-    if not away:
-        return None
-    lie = roots()
-    for at, value in away.items():
-        if None in lie or tape.nodes[at].root in lie:
-            for parcel in away_in(value):
-                parcel.parcel.wait()
-    return Store(kept)
 
 
 class Snapshot:
