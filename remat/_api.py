@@ -9,7 +9,18 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, get_args, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    ParamSpec,
+    Protocol,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    get_args,
+    overload,
+)
 
 from remat._core import Decision, OpInfo
 from remat._region import ArgumentError, Check, Options, rematerialized
@@ -67,46 +78,28 @@ class _Decorator(Protocol):
     def __call__(self, fn: Callable[P, R], /) -> Rematerialized[P, R]: ...
 
 
-@overload
-def remat(
-    fn: M,
-    *,
-    policy: PolicyLike | None = ...,
-    name: str | None = ...,
-    static_argnums: int | Iterable[int] = ...,
-    static_argnames: str | Iterable[str] = ...,
-    preserve_rng_state: bool = ...,
-    determinism_check: Check = ...,
-    keep_decisions: bool = ...,
-) -> M: ...
+class _Options(TypedDict, total=False):
+    """The options of `remat`, for its overloads."""
+
+    policy: PolicyLike | None
+    name: str | None
+    static_argnums: int | Iterable[int]
+    static_argnames: str | Iterable[str]
+    preserve_rng_state: bool
+    determinism_check: Check
+    keep_decisions: bool
 
 
 @overload
-def remat(
-    fn: Callable[P, R],
-    *,
-    policy: PolicyLike | None = ...,
-    name: str | None = ...,
-    static_argnums: int | Iterable[int] = ...,
-    static_argnames: str | Iterable[str] = ...,
-    preserve_rng_state: bool = ...,
-    determinism_check: Check = ...,
-    keep_decisions: bool = ...,
-) -> Rematerialized[P, R]: ...
+def remat(fn: M, **options: Unpack[_Options]) -> M: ...
 
 
 @overload
-def remat(
-    fn: None = None,
-    *,
-    policy: PolicyLike | None = ...,
-    name: str | None = ...,
-    static_argnums: int | Iterable[int] = ...,
-    static_argnames: str | Iterable[str] = ...,
-    preserve_rng_state: bool = ...,
-    determinism_check: Check = ...,
-    keep_decisions: bool = ...,
-) -> _Decorator: ...
+def remat(fn: Callable[P, R], **options: Unpack[_Options]) -> Rematerialized[P, R]: ...
+
+
+@overload
+def remat(fn: None = None, **options: Unpack[_Options]) -> _Decorator: ...
 
 
 def remat(

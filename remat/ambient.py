@@ -90,37 +90,26 @@ def register_ambient(
     return made
 
 
-@contextlib.contextmanager
-def _with_python(state: Any) -> Iterator[None]:
-    now = random.getstate()
-    random.setstate(state)
-    try:
-        yield
-    finally:
-        random.setstate(now)
+def _generator(find: Callable[[], Any], read: str, write: str) -> AmbientPair:
+    """How the state of a module's generator is captured and put back; `find` gives the module, or None."""
+
+    @contextlib.contextmanager
+    def replay(state: Any) -> Iterator[None]:
+        if state is None:
+            yield
+            return
+        now = getattr(find(), read)()
+        getattr(find(), write)(state)
+        try:
+            yield
+        finally:
+            getattr(find(), write)(now)
+
+    return AmbientPair(lambda: getattr(find(), read, lambda: None)(), replay)
 
 
-def _numpy_state() -> Any:
-    numpy = sys.modules.get("numpy.random")
-    return None if numpy is None else numpy.get_state()
-
-
-@contextlib.contextmanager
-def _with_numpy(state: Any) -> Iterator[None]:
-    if state is None:
-        yield
-        return
-    numpy = sys.modules["numpy.random"]
-    now = numpy.get_state()
-    numpy.set_state(state)
-    try:
-        yield
-    finally:
-        numpy.set_state(now)
-
-
-python_random = AmbientPair(random.getstate, _with_python)
+python_random = _generator(lambda: random, "getstate", "setstate")
 """The generator of Python's `random`: `register_ambient(*python_random)`."""
 
-numpy_random = AmbientPair(_numpy_state, _with_numpy)
+numpy_random = _generator(lambda: sys.modules.get("numpy.random"), "get_state", "set_state")
 """NumPy's global generator: `register_ambient(*numpy_random)`."""

@@ -26,6 +26,7 @@ from remat.transforms.grad import (
     check_scalar,  # raise for a value that has no gradient: not a scalar tensor
     checked_tensor,  # raise for a leaf to differentiate that is no tensor
     grad,  # the gradient of a scalar function
+    leaves_behind,  # the tensors in which the graph behind some ends
     named_like,  # give a wrapper the name and docstring of what it wraps
     replace_arguments,  # the arguments with those to differentiate exchanged
     value_and_grad,  # the value and the gradient of a scalar function, value first

@@ -24,15 +24,11 @@ from remat.transforms.compat import (
 )
 from remat.transforms.errors import user_line
 from remat.transforms.intermediates import only
-from remat.transforms.joint.ops import Joint, Op, Other, Ref, Value
+from remat.transforms.joint.ops import Joint, Op, Ref, Value, noted
 from remat.transforms.joint.stand_ins import StandIns, refused, stood_in
 from remat.transforms.ops import is_cast_of_leaf, traits
 from remat.transforms.pytree import flatten, map_leaves, tree_leaves, unflatten
 from remat.transforms.region import planning
-
-# What a recorded op holds as it is. (A symbolic size counts as an int that is not known.)
-_CONSTANT = (int, float, complex, bool, str, torch.SymInt, torch.SymFloat, torch.SymBool)
-_CONSTANT += (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 class JointRecorder(TorchDispatchMode):
@@ -102,12 +98,6 @@ class JointRecorder(TorchDispatchMode):
         self.captured[id(tensor)] = tensor
         return self.add(tensor, "parameter")
 
-    def _noted(self, leaf: Any) -> Any:
-        """What stands for an argument of an op."""
-        if isinstance(leaf, torch.Tensor):
-            return Ref(self.number(leaf))
-        return leaf if leaf is None or isinstance(leaf, _CONSTANT) else Other(type(leaf).__qualname__)
-
     def same(self, tensor: torch.Tensor, number: int) -> int:
         """Let a tensor go by a number that exists."""
         self._number[id(tensor)] = number
@@ -135,7 +125,10 @@ class JointRecorder(TorchDispatchMode):
             return out
         location = user_line() if self.in_forward else ""
         self.last = (str(func), location)
-        refs = map_leaves(self._noted, (args, kwargs))
+        refs = map_leaves(
+            lambda leaf: Ref(self.number(leaf)) if isinstance(leaf, torch.Tensor) else noted(leaf),
+            (args, kwargs),
+        )
         reads = {leaf.id for leaf in tree_leaves(refs) if isinstance(leaf, Ref)}
         reads |= {self._writer[s] for v in reads if (s := self.values[v].storage) in self._writer}
         out = func(*args, **kwargs)
