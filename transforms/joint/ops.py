@@ -1,5 +1,5 @@
-"""A joint graph as plain data: its ops, its values, and what leads from one to the other; and the first half of
-one, from the tape of a call that has run."""
+"""A joint graph as plain data: its ops, its values, and what leads from one to the other; and its forward,
+from the tape of a call that has run."""
 
 from __future__ import annotations
 

@@ -44,6 +44,7 @@ from remat.transforms.tape.tape import (
     held_tensors,  # the tensors held for a kept value, and which are offloaded
     holds_unseen,  # whether a node may read tensors that no saved-tensor hook was told of
     map_tensors,  # a function applied to the tensors of an op's results
+    nodes_behind,  # the autograd nodes behind some, with numbers from a start on
     refs_in,  # the numbers in a template
 )
 from remat.transforms.tape.verdicts import (

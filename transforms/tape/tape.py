@@ -247,7 +247,7 @@ def holds_unseen(outs: Sequence[torch.Tensor], start: int) -> bool:
     What an autograd.Function writes on its context, in place of calling save_for_backward, it reads in its
     backward like anything else; so do functions in C++.
     """
-    return any(map(_opaque, _nodes([t.grad_fn for t in outs], start)))
+    return any(map(_opaque, nodes_behind([t.grad_fn for t in outs], start)))
 
 
 def _opaque(node: Any) -> bool:
@@ -268,7 +268,7 @@ def _holds_tensor(value: Any, depth: int) -> bool:
     return depth > 0 and any(_holds_tensor(part, depth - 1) for part in parts)
 
 
-def _nodes(roots: list[Any], start: int) -> Iterator[Any]:
+def nodes_behind(roots: list[Any], start: int) -> Iterator[Any]:
     """The nodes behind `roots`, those included, with numbers from `start` on."""
     seen: set[int] = set()
     while roots:
