@@ -8,7 +8,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
 from remat import RematError, checkpoint_name, checkpoint_policy, debug, remat, saved_residuals
 from remat.policies import _unmatched, save_all_but_names, save_everything, save_matmuls, save_names
-from remat.policies._unmatched import UnmatchedName
+from remat.policies._selector import UnmatchedName
 from tests.helpers import OpCounter, leaves_of, rand
 
 

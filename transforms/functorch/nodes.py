@@ -44,7 +44,7 @@ from remat.transforms.functorch.primitive import (
     rule,
 )
 from remat.transforms.functorch.rules import hollow_operand, plain_duals
-from remat.transforms.ops import span, storage
+from remat.transforms.ops import memory_of, span, storage
 from remat.transforms.state import RandomState
 from remat.transforms.tape import (
     Kept,
@@ -372,7 +372,9 @@ def _pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
 def _with_memory(operands: Tensors) -> Any:
     """Give hollow operands memory (of any content) for as long as the function runs: it may look, it must
     not crash."""
-    hollow = [t for t in operands if t.numel() and _storage_bytes(t) == 0]
+    with functions_as_they_are():
+        # (A subclass of somebody else's may have no storage.)
+        hollow = [t for t in operands if t.numel() and (m := memory_of(t)) is not None and not m.nbytes()]
     for tensor in hollow:
         tensor.untyped_storage().resize_(span(tensor.shape, tensor.stride()) * tensor.element_size())
     try:
@@ -380,11 +382,3 @@ def _with_memory(operands: Tensors) -> Any:
     finally:
         for tensor in hollow:
             tensor.untyped_storage().resize_(0)
-
-
-def _storage_bytes(tensor: torch.Tensor) -> int:
-    try:
-        with functions_as_they_are():
-            return tensor.untyped_storage().nbytes()
-    except (NotImplementedError, RuntimeError):
-        return 1

@@ -186,7 +186,9 @@ class Needs:
         nodes = tape.nodes
         self.live = live = _reach(tape, wanted, kept)
         unseen = any(live.values()) and _fills_unseen(tape, live)
-        self.whole = tape.open is not None or unseen or _is_exposed(tape, live)
+        # A raw kernel may have written to memory that user code has looked at.
+        exposed = bool(tape.exposed) and any(nodes[i].root in tape.exposed for i in live)
+        self.whole = tape.open is not None or unseen or exposed
         if self.whole:
             self.live = live = {i: not _handed_out(tape, i, kept) for i in range(len(nodes))}
         written = {root for i, runs in live.items() if runs for root in nodes[i].written}
@@ -226,11 +228,6 @@ def _reach(tape: Tape, wanted: Iterable[int], kept: Mapping[int, Any]) -> dict[i
         if runs:
             stack.extend(tape.nodes[i].deps)
     return live
-
-
-def _is_exposed(tape: Tape, live: dict[int, bool]) -> bool:
-    """Whether a needed value lies in memory that a raw kernel may have written to."""
-    return bool(tape.exposed) and any(tape.nodes[i].root in tape.exposed for i in live)
 
 
 def _fills_unseen(tape: Tape, live: dict[int, bool]) -> bool:

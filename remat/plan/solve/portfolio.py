@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from remat.plan.solve import milp
-from remat.plan.solve.contract import contract
 from remat.plan.solve.hull import bound, hull
 from remat.plan.solve.parts import solve_parts
 from remat.plan.solve.problem import INF, Problem, Solution, complete, keep_all
+from remat.plan.solve.reduce import contract
 from remat.transforms import RematError
 
 # Partial solutions that the search part by part looks at in a second.
