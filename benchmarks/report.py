@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from benchmarks import tables
 from benchmarks.loaded import Results
@@ -18,6 +19,13 @@ SUITES: dict[Suite, str] = {
     "cpu": "All models and modes on a CPU",
     "h200": "One H200",
     "versions": "Versions of torch",
+}
+# The page of each suite: a reader of one should not load the pictures of all.
+PAGES: dict[Suite, str] = {
+    "quick": "benchmarks.md",
+    "h200": "benchmarks.md",
+    "cpu": "benchmarks-cpu.md",
+    "versions": "benchmarks-cpu.md",
 }
 # README's table: the first compiled panel of the quick suite.
 HEADLINE = "quick"
@@ -44,14 +52,16 @@ class Report:
             for path in draw(results, self.root / "docs" / "figures"):
                 print(path)
         texts = {suite: section(suite, results, self.root) for suite, results in found.items()}
-        rewrite(self.root / "docs" / "benchmarks.md", texts)
+        for page in sorted({PAGES[suite] for suite in texts}):
+            mine = {suite: text for suite, text in texts.items() if PAGES[suite] == page}
+            rewrite(self.root / "docs" / page, mine)
         quick = found.get(HEADLINE)
         if quick is not None:
             rewrite(self.root / "README.md", {"headline": headline(quick)})
         return 0
 
 
-def rewrite(path: Path, texts: dict[str, str]) -> None:
+def rewrite(path: Path, texts: Mapping[Any, str]) -> None:
     """Puts every text between the markers of its name in the file."""
     content = path.read_text()
     for name, text in texts.items():
@@ -81,7 +91,7 @@ def headline(results: Results) -> str:
 
 
 def section(suite: Suite, results: Results | None, root: Path) -> str:
-    """A suite's part of docs/benchmarks.md."""
+    """A suite's part of its page."""
     heading = f"## {SUITES[suite]}\n"
     if results is None:
         return f"{heading}\nNot measured: there is no `benchmarks/results/{suite}.csv`.\n"

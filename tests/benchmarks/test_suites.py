@@ -24,7 +24,7 @@ from benchmarks.models import SIZES, Around
 from benchmarks.panel import Panel
 from benchmarks.pareto import Point, dominates, factor, front, hypervolume, time_ratios, undominated
 from benchmarks.peers import Peer, peer
-from benchmarks.report import ROOT, Report, filled, headline, section
+from benchmarks.report import PAGES, ROOT, Report, filled, headline, section
 from benchmarks.report import SUITES as REPORTED
 from benchmarks.suites import SUITES
 from benchmarks.tables import targets, verdict
@@ -349,7 +349,9 @@ def report(folder: Path) -> tuple[str, str]:
     (folder / "docs").mkdir(exist_ok=True)
     marks = "<!-- {0}: generated -->\nold\n<!-- {0} ends -->\n"
     (folder / "README.md").write_text("before\n" + marks.format("headline") + "after\n")
-    (folder / "docs" / "benchmarks.md").write_text("".join(map(marks.format, REPORTED)))
+    for page in set(PAGES.values()):
+        there = [suite for suite in REPORTED if PAGES[suite] == page]
+        (folder / "docs" / page).write_text("".join(map(marks.format, there)))
     assert Report(folder, folder)() == 0
     return (folder / "README.md").read_text(), (folder / "docs" / "benchmarks.md").read_text()
 
@@ -390,6 +392,6 @@ def test_readme_and_docs_are_what_the_committed_csvs_say() -> None:
     assert quick is not None
     readme = (ROOT / "README.md").read_text()
     assert filled(readme, "headline", headline(quick)) == readme
-    docs = (ROOT / "docs" / "benchmarks.md").read_text()
     for suite in REPORTED:
+        docs = (ROOT / "docs" / PAGES[suite]).read_text()
         assert filled(docs, suite, section(suite, Results.load(folder / f"{suite}.csv"), ROOT)) == docs
