@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -57,7 +58,8 @@ class Report:
             rewrite(self.root / "docs" / page, mine)
         quick = found.get(HEADLINE)
         if quick is not None:
-            rewrite(self.root / "README.md", {"headline": headline(quick)})
+            rewrite(self.root / "README.md", {"headline": headline(quick, counted(self.results))})
+        rewrite(self.root / "docs" / "benchmarks.md", {"instructions": instructions(counted(self.results))})
         return 0
 
 
@@ -83,11 +85,31 @@ def filled(content: str, name: str, text: str) -> str:
     return content
 
 
-def headline(results: Results) -> str:
+def headline(results: Results, counts: dict[str, float]) -> str:
     """README's table."""
     panel = next((p for p in results.panels() if p.rows[0].engine == "compiled"), None) or results.panels()[0]
     parts = [f"{panel.title}. {results.sentence()}", tables.panel_table(panel)]
+    if counts:
+        parts += [
+            "Bookkeeping of a region in eager, in instructions over no remat: `save_nothing` takes "
+            f"{counts['save_nothing'] / counts['torch_checkpoint']:.2f} of torch checkpoint's, "
+            f"`save_matmuls` {counts['save_matmuls'] / counts['torch_sac']:.2f} of torch SAC's."
+        ]
     return "\n".join(f"{part.rstrip()}\n" for part in parts)
+
+
+def counted(folder: Path) -> dict[str, float]:
+    """Thousands of instructions by row, from instructions.csv; empty where there is none."""
+    path = folder / "instructions.csv"
+    if not path.exists():
+        return {}
+    with path.open(newline="") as file:
+        return {row["policy"]: float(row["value"]) for row in csv.DictReader(file)}
+
+
+def instructions(counts: dict[str, float]) -> str:
+    rows = [(tables.code(name), f"{count:,.0f}") for name, count in counts.items() if name != "none"]
+    return tables.table(("row", "thousand instructions a block, over no remat"), rows)
 
 
 def section(suite: Suite, results: Results | None, root: Path) -> str:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from remat import __version__
+
 # Extra -> the packages that it brings.
 EXTRAS = {
     "cli": ("rich", "tyro", "matplotlib", "einops"),
@@ -39,7 +41,8 @@ def machine(device: str | None = None) -> dict[str, Any]:
     """What a figure must be read with: versions, processor or accelerator, cores, threads."""
     kind = torch.device(device).type if device else accelerator()
     return {
-        "remat": version("remat"),
+        # Of the code that runs: an editable install may be recorded under an older version.
+        "remat": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "hardware": torch.cuda.get_device_name() if kind == "cuda" else processor(),
