@@ -77,9 +77,6 @@ class Identity(weakref.ref[Any]):
         mine = self()
         return mine is not None and mine is other()
 
-    def __repr__(self) -> str:
-        return f"Identity({self()!r})"
-
 
 class Key:
     """A tuple whose hash is reckoned once: for what is long and looked up often."""
@@ -97,9 +94,6 @@ class Key:
         if self is other:
             return True
         return isinstance(other, Key) and self._hash == other._hash and self.parts == other.parts
-
-    def __repr__(self) -> str:
-        return f"Key{self.parts!r}"
 
 
 # -- numbers for objects, where only plain constants get through: from what Dynamo traces to trace time ------

@@ -127,17 +127,7 @@ def run_again_whole(reason: str) -> None:
 # from then on. (An extension that asks for the pointer in C++ is not seen.) Nor is it an op to set
 # `tensor.data`.
 DOORS = frozenset(
-    {
-        "__set__",
-        "data_ptr",
-        "numpy",
-        "__array__",
-        "untyped_storage",
-        "storage",
-        "__dlpack__",
-        "to_dlpack",
-        "const_data_ptr",
-    }
+    "__set__ data_ptr numpy __array__ untyped_storage storage __dlpack__ to_dlpack const_data_ptr".split()
 )
 _DATA = torch.Tensor.data
 

@@ -232,24 +232,10 @@ def above_all(fake: bool = False) -> contextlib.AbstractContextManager[Any]:
 
 
 _ABOVE = (
-    "ADInplaceOrView",
-    "AutogradFunctionality",
-    "AutogradNestedTensor",
-    "AutogradOther",
-    "Batched",
-    "BatchedNestedTensor",
-    "Conjugate",
-    "FuncTorchBatched",
-    "FuncTorchDynamicLayerBackMode",
-    "FuncTorchDynamicLayerFrontMode",
-    "FuncTorchGradWrapper",
-    "FuncTorchVmapMode",
-    "Functionalize",
-    "Negative",
-    "PythonTLSSnapshot",
-    "VmapMode",
-    "ZeroTensor",
-)
+    "ADInplaceOrView AutogradFunctionality AutogradNestedTensor AutogradOther Batched BatchedNestedTensor "
+    "Conjugate FuncTorchBatched FuncTorchDynamicLayerBackMode FuncTorchDynamicLayerFrontMode "
+    "FuncTorchGradWrapper FuncTorchVmapMode Functionalize Negative PythonTLSSnapshot VmapMode ZeroTensor"
+).split()
 
 
 # -- torch.compile ------------------------------------------------------------------------------------

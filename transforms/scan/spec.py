@@ -11,6 +11,7 @@ import torch
 
 from remat.transforms.compat import functions_as_they_are, modes_active, unseen
 from remat.transforms.offload import Copy, to_device, to_host
+from remat.transforms.ops import memory_of
 from remat.transforms.pytree import Spec, flatten, merge
 from remat.transforms.scan.instructions import Schedule
 from remat.transforms.state import Ambient, RandomState, refuse_traced_draws
@@ -244,10 +245,7 @@ def with_step_note(
 
 def compact(carry: Leaves) -> Leaves:
     """Copies of views that would keep more than themselves alive."""
-    return [
-        t.clone() if isinstance(t, torch.Tensor) and t._is_view() and _memory(t) > t.nbytes else t
-        for t in carry
-    ]
+    return [t.clone() if isinstance(t, torch.Tensor) and t._is_view() and _is_part(t) else t for t in carry]
 
 
 def index_states(scan: Scan, flat: Tensors) -> None:
@@ -308,8 +306,7 @@ def as_in_forward(scan: Scan, *, seeded: bool = False) -> Iterator[None]:
         yield
 
 
-def _memory(tensor: torch.Tensor) -> int:
-    """Bytes of the memory that a tensor lies in."""
-    # No look at memory of the user's: nobody is to notice it.
-    with functions_as_they_are():
-        return tensor.untyped_storage().nbytes()
+def _is_part(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies in more memory than it fills."""
+    memory = memory_of(tensor)
+    return memory is not None and memory.nbytes() > tensor.nbytes

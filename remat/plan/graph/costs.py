@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from remat._core import DEVICES, known_flops, op_name, warn_user
+from remat.plan.graph.traffic import is_view, traffic
 from remat.policies import kind_of
 from remat.transforms import BoundedCache, RematError, map_only
 from remat.transforms.joint import Joint, Op, Ref, Value
@@ -182,18 +183,3 @@ def _kind(device: Any) -> str | None:
         raise RematError(
             f"No speeds for device {device!r}: write one of {', '.join(sorted(DEVICES))}, or a torch device."
         ) from None
-
-
-def is_view(joint: Joint, op: Op) -> bool:
-    """Whether an op only hands out another look at storages that its arguments have."""
-    if torch.Tag.inplace_view in getattr(op.target, "tags", ()):
-        return True
-    read = {joint.values[v].storage for v in op.reads}
-    return not op.mutates and all(joint.values[o].storage in read for o in op.outputs)
-
-
-def traffic(joint: Joint, op: Op) -> int:
-    """Bytes an unfused op reads and writes; 0 for views."""
-    if is_view(joint, op):
-        return 0
-    return sum(joint.values[v].bytes for v in (*op.reads, *op.outputs))

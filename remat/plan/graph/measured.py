@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from remat.plan.graph.costs import is_view, traffic
+from remat.plan.graph.traffic import is_view, traffic
 from remat.transforms import BoundedCache, map_only
 from remat.transforms.joint import Joint, Op, Ref
 
