@@ -41,7 +41,6 @@ def draw(results: Results, folder: Path) -> list[Path]:
     return made
 
 
-
 def shrink(path: Path) -> None:
     """The picture in 64 colours: lines and labels need no more, and a page of pictures opens at once."""
     from PIL import Image

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -79,7 +80,8 @@ def rows(names: tuple[str, ...] = ()) -> list[Row]:
 
     A name is `none`, `torch_checkpoint`, `torch_sac`, or a policy as one writes it in Python:
     `save_matmuls`, `save_matmuls | save_attention`, `~save_attention`, `save_names("q", "k")`. Or it is a
-    budget (`budget=0.4`, `budget=2GiB`, `peak=20GiB`), names (`names=q,k`), or `MODULE:RULE`.
+    budget (`budget=0.4`, `budget=2GiB`, `peak=20GiB`), a plan (`plan=FILE`), names (`names=q,k`), or
+    `MODULE:RULE`.
 
     Raises:
         UsageError: for a name that is none of these, with the nearest one that is.
@@ -105,7 +107,7 @@ def row(name: str) -> Row:
 
 def parse(text: str) -> Policy:
     """The policy that `text` denotes: a budget, names, a rule of the user's, or Python of policies alone."""
-    option = re.fullmatch(r"(budget|peak|names)=([^()]+)", text)
+    option = re.fullmatch(r"(budget|peak|names|plan)=([^()]+)", text)
     if option:
         return from_option(*option.groups())
     if re.fullmatch(r"[\w./]+:[\w.]+", text):
@@ -117,7 +119,7 @@ def parse(text: str) -> Policy:
     if not isinstance(policy, Policy):
         raise UsageError(
             f"--policy {text!r} is no policy; write a name such as save_matmuls, {DEFAULT[-2]!r}, "
-            "budget=0.4, names=q,k, or MODULE:RULE"
+            "budget=0.4, plan=FILE, names=q,k, or MODULE:RULE"
         )
     return policy
 
@@ -125,6 +127,8 @@ def parse(text: str) -> Policy:
 def from_option(kind: str, value: str) -> Policy:
     if kind == "names":
         return remat.policies.save_names(*[name.strip() for name in value.split(",")])
+    if kind == "plan":
+        return from_plan(value)
     make: Any = checkpoint_policy
     return make(**{kind: amount(value)})
 
@@ -141,6 +145,19 @@ def amount(text: str) -> float | int | str:
         return int(text) if text.isdigit() else float(text)
     except ValueError:
         return text
+
+
+def from_plan(path: str) -> Policy:
+    """The plan that `remat plan --out` wrote."""
+    from remat.plan import Plan
+
+    try:
+        return Plan.from_json(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, RematError) as error:
+        why = getattr(error, "strerror", None) or str(error).rstrip(".")
+        raise UsageError(
+            f"--policy plan={path}: {why}. Name a file of remat plan MODULE:FN --budget 0.4 --out FILE."
+        ) from error
 
 
 def from_rule(text: str) -> Policy:
