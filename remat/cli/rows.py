@@ -36,16 +36,19 @@ class Row:
 
 
 def untouched(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """No remat."""
     return fn
 
 
 def torch_checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's checkpoint, which keeps nothing."""
     from torch.utils.checkpoint import checkpoint
 
     return partial(checkpoint, fn, use_reentrant=False)
 
 
 def torch_sac(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's selective checkpoint, which keeps the products."""
     from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
     contexts = partial(create_selective_checkpoint_contexts, MATMULS)
@@ -53,6 +56,7 @@ def torch_sac(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def remat_under(policy: Policy, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A region of ours."""
     return rematerialize(fn, policy=policy)
 
 
@@ -97,6 +101,7 @@ def rows(names: tuple[str, ...] = ()) -> list[Row]:
 
 
 def row(name: str) -> Row:
+    """The row of one name; see `rows`."""
     if name == "none":
         return NONE
     if name in RIVALS:
@@ -125,6 +130,7 @@ def parse(text: str) -> Policy:
 
 
 def from_option(kind: str, value: str) -> Policy:
+    """The policy of `budget=0.4`, `peak=20GiB`, `plan=FILE` or `names=q,k`."""
     if kind == "names":
         return remat.policies.save_names(*[name.strip() for name in value.split(",")])
     if kind == "plan":
@@ -161,6 +167,7 @@ def from_plan(path: str) -> Policy:
 
 
 def from_rule(text: str) -> Policy:
+    """The policy, rule or list of ops that `MODULE:RULE` names."""
     rule = named(text)
     try:
         return as_policy(rule)
@@ -169,6 +176,7 @@ def from_rule(text: str) -> Policy:
 
 
 def evaluate(node: ast.expr) -> Any:
+    """The value of an expression of policies: names, calls, `|`, `&`, `~`, constants; otherwise None."""
     match node:
         case ast.Name(id=name):
             return lookup(name)
@@ -187,6 +195,7 @@ def evaluate(node: ast.expr) -> Any:
 
 
 def lookup(name: str) -> Any:
+    """The policy, or maker of policies, of this name."""
     known = [key for key in vars(remat.policies) if key.startswith(("save_", "offload_"))]
     if name in known:
         return getattr(remat.policies, name)

@@ -108,6 +108,7 @@ def script(given: str, policy: str) -> str:
 
 
 def is_path(given: str) -> bool:
+    """Whether a file or folder is meant, not a config type."""
     return given.endswith(".json") or "/" in given or Path(given).exists()
 
 
