@@ -124,12 +124,12 @@ def told(error: Exception) -> str:
 
 def usage() -> str:
     """What `remat --help` prints."""
-    lines = [f"  {name:<10}{text}" for name, (_, _, text) in COMMANDS.items()]
+    lines = [f"  {name:<10}{text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(["usage: python -m remat COMMAND [--help], or --version", "", *lines, "", COMPLETES])
 
 
 def unknown(name: str) -> str:
-    """What is said of a command that there is not, with the nearest one."""
+    """One line about a command that there is not, with the nearest one."""
     near = difflib.get_close_matches(name, COMMANDS, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"remat: there is no command {name!r}{hint}\n\n{usage()}"
+    hint = f"did you mean {near[0]!r}?" if near else f"write one of {', '.join(COMMANDS)}."
+    return f"remat: there is no command {name!r}; {hint} remat --help tells what they do."

@@ -200,7 +200,7 @@ def lookup(name: str) -> Any:
     if name in known:
         return getattr(remat.policies, name)
     near = difflib.get_close_matches(name, [*known, "none", *RIVALS], n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = f"did you mean {near[0]!r}? " if near else ""
     raise UsageError(
-        f"there is no policy {name!r}{hint}\nknown: none, {', '.join([*RIVALS, *sorted(known)])}"
+        f"there is no policy {name!r}; {hint}Known are none, {', '.join([*RIVALS, *sorted(known)])}."
     )
