@@ -44,7 +44,7 @@ class Run:
     """Run a suite, or go on with one that was interrupted."""
 
     suite: Literal["quick", "cpu", "h200", "rehearsal", "versions"] = "quick"
-    """quick: README's figures, under 5 minutes on 2 cores. cpu: everything a CPU can do, about an hour.
+    """quick: README's figures, ten minutes on 2 cores. cpu: everything a CPU can do, about an hour.
     h200: published sizes on one GPU, in two parts of ten minutes. rehearsal: its cases in miniature on a CPU,
     for an --out of its own. versions: small cases for each --python."""
     out: Path = RESULTS

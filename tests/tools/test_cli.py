@@ -24,7 +24,7 @@ from remat.cli.models import FAMILIES, VOCAB, Model, Sizes, batches, build, corp
 from remat.cli.rows import parse, rows
 from remat.cli.steps import Trainer, difference, make_step, tensors, tolerance, unmarked
 from remat.policies import save_attention, save_every, save_matmuls, save_names
-from tests.helpers import TORCH
+from tests.helpers import TORCH, crossed
 
 TINY = "--depth 2 --width 16 --heads 2 --seq 16 --batch 2 --steps 2".split()
 SIZES = Sizes(depth=2, width=16, heads=2, seq=16)
@@ -40,8 +40,7 @@ def swept(capsys: pytest.CaptureFixture[str], out: Path, *args: str) -> tuple[in
     return code, {row["policy"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
 
 
-@pytest.mark.parametrize("mode", ["backward", "func", "vmap"])
-@pytest.mark.parametrize("model", ["gpt", "llama"])
+@pytest.mark.parametrize(("mode", "model"), crossed(["func", "backward", "vmap"], ["gpt", "llama"]))
 def test_sweep_measures_every_default_policy(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str, mode: str
 ) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ def machine(device: str | None = None) -> dict[str, Any]:
     """What a figure must be read with: versions, processor or accelerator, cores, threads."""
     kind = torch.device(device).type if device else accelerator()
     return {
-        "remat": version("remat"),
+        # Of the code that runs: an editable install may be recorded under an older version.
+        "remat": sys.modules["remat"].__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "hardware": torch.cuda.get_device_name() if kind == "cuda" else processor(),
