@@ -90,7 +90,7 @@ def filled(content: str, name: str, text: str) -> str:
 def headline(results: Results, counts: dict[str, float]) -> str:
     """README's table."""
     panel = next((p for p in results.panels() if p.rows[0].engine == "compiled"), None) or results.panels()[0]
-    parts = [f"{panel.title}. {results.sentence()}", tables.panel_table(panel)]
+    parts = [f"{panel.title}. {results.sentence(panel)}", tables.panel_table(panel)]
     if counts:
         parts += [
             "Bookkeeping of a region in eager, in instructions over no remat: `save_nothing` takes "
