@@ -308,7 +308,7 @@ def _call_static(
     for i in options.numbers:
         if not -count <= i < count:
             raise ArgumentError(
-                f"remat(static_argnums={options.numbers}): {i} is no position among the {count} positional "
+                f"remat(static_argnums={options.numbers}): {i} is not a position among the {count} positional "
                 f"arguments of this call of {getattr(fn, '__qualname__', fn)}; use numbers from {-count} to "
                 f"{count - 1}, or static_argnames for keywords"
             )
