@@ -125,8 +125,8 @@ def describe(checkpoints: Any) -> Any:
     kind: Any = type(checkpoints)
     if not hasattr(kind, "__match_args__"):
         raise RematError(
-            f"checkpoints: {kind.__name__} is not a dataclass, so a compiled graph cannot make it anew; write "
-            "@dataclass(frozen=True), with the schedule's constants as its fields."
+            f"checkpoints: {kind.__name__} is not a dataclass, so a compiled graph cannot make it anew; "
+            "write @dataclass(frozen=True), with the schedule's constants as its fields."
         )
     names = [n for n in kind.__match_args__ if n != "slots" or kind.__name__ != "Multilevel"]
     return kind, tuple([(n, describe(getattr(checkpoints, n))) for n in names])

@@ -7,13 +7,12 @@ import json
 import os
 import platform
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-
-from remat import __version__
 
 # Extra -> the packages that it brings.
 EXTRAS = {
@@ -42,7 +41,7 @@ def machine(device: str | None = None) -> dict[str, Any]:
     kind = torch.device(device).type if device else accelerator()
     return {
         # Of the code that runs: an editable install may be recorded under an older version.
-        "remat": __version__,
+        "remat": sys.modules["remat"].__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "hardware": torch.cuda.get_device_name() if kind == "cuda" else processor(),

@@ -98,8 +98,8 @@ def _overloads(op: Any) -> list[Any]:
         return [op]
     raise PolicyError(
         f"save_ops got {op!r} of type {type(op).__name__}, which is not an op. Write the op below the "
-        f"function: torch.ops.aten.mm.default, or torch.ops.aten.mm for all its overloads. For values marked by "
-        f"checkpoint_name write save_names."
+        f"function: torch.ops.aten.mm.default, or torch.ops.aten.mm for all its overloads. For values "
+        f"marked by checkpoint_name write save_names."
     )
 
 
