@@ -347,8 +347,8 @@ def read_again(name: str, missed: Missed) -> RematError:
     """What to raise when a recomputation meets a captured tensor that the forward did not."""
     return RematError(
         f"{name}: evaluated again, it reads a tensor ({tuple(missed.tensor.shape)}) that it did not read in "
-        "the forward; its gradient would be lost. What changes between forward and backward, a global or an "
-        "attribute, must be an argument: of a scan, put it in the carry or in xs."
+        "the forward; its gradient would be lost. A global or an attribute that changes between forward and "
+        "backward must be an argument. In a scan, put it in the carry or in xs."
     )
 
 

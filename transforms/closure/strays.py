@@ -57,8 +57,8 @@ def refuse_strays(
         called = of_captured(function, unwrapped(lost))
         said = f"{called!r} ({tuple(lost.shape)})" if called else f"a tensor of shape {tuple(lost.shape)}"
         raise RematError(
-            f"{name} reads {said} from outside, past every torch function (TorchScript, an extension, a "
-            "function given to an operator on functions), so its derivative would be lost. Pass it as an "
+            f"{name} reads {said} from outside without a torch function, so its derivative would be lost. "
+            "TorchScript, extensions and functions given to operators on functions do that. Pass it as an "
             "argument; in a scan, put it in the carry or in xs."
         )
 
