@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
 from collections import defaultdict
@@ -37,18 +36,18 @@ def draw(results: Results, folder: Path) -> list[Path]:
         figure = canvas()
         if fill(figure, results):
             made.append(folder / f"{results.suite}_{name}.png")
-            small(figure, made[-1])
+            # No date and no version in the file: the same CSV gives the same bytes.
+            figure.savefig(made[-1], dpi=110, metadata={"Software": None})
+            shrink(made[-1])
     return made
 
 
-def small(figure: Any, path: Path) -> None:
-    """Writes a figure in 64 colours, a third of its bytes. The same CSV gives the same bytes."""
+def shrink(path: Path) -> None:
+    """The picture in 64 colours: lines and labels need no more, and a page of pictures opens at once."""
     from PIL import Image
 
-    memory = io.BytesIO()
-    figure.savefig(memory, dpi=110)
     # By coverage, or rare colours would be lost.
-    image = Image.open(memory).convert("RGB").quantize(64, Image.Quantize.MAXCOVERAGE)
+    image = Image.open(path).convert("RGB").quantize(64, Image.Quantize.MAXCOVERAGE)
     image.save(path, optimize=True)
 
 

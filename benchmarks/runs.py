@@ -27,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks.cases import NO_TIME, Case, Measured
 from benchmarks.records import RESULTS, commit
 from benchmarks.suites import SUITES
-from remat.cli.env import processor
+from remat.cli.commands.env import processor
 
 ROOT = Path(__file__).parent.parent
 # How much longer than expected a case may take before it is stopped, and seconds beside that: on a shared
@@ -244,5 +244,5 @@ def write(path: Path, rows: list[dict[str, Any]], append: bool = False) -> None:
         writer.writerows(rows)
 
 
-# Of `remat.cli.env.machine` and of the worker.
+# Of `remat.cli.commands.env.machine` and of the worker.
 CONTEXT = ("remat", "torch", "python", "hardware", "accelerator", "cpu_count", "threads", "commit")

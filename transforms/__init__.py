@@ -14,6 +14,9 @@ from remat.transforms.context import (
 )
 from remat.transforms.errors import (
     RematError,  # raised when a region cannot be rematerialized correctly
+    is_user_frame,  # whether a stack frame runs code of neither torch nor this library
+    user_line,  # `user_place` for messages
+    user_place,  # `file:line (function)` of the user's innermost frame
 )
 from remat.transforms.grad import (
     argument_positions,  # `argnums` checked against a call and made positive
@@ -26,10 +29,9 @@ from remat.transforms.grad import (
 )
 from remat.transforms.ops import (
     draws,  # whether this call of a random op really draws numbers
-    is_user_frame,  # whether a stack frame runs code of neither torch nor this library
+    targets,  # the tensors that a call writes to
+    tensors_in,  # the tensors among the arguments or results of an op
     traits,  # the traits of `op`, from a table filled as ops are met
-    user_line,  # `user_place` for messages
-    user_place,  # `file:line (function)` of the user's innermost frame
 )
 from remat.transforms.pytree import (
     flatten,  # leaves and structure of `tree` by torch's registry

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 
 from remat.cli.measure import Work, percentiles, seconds, trace_memory
+from remat.cli.models import Params
 from remat.cli.rows import NONE, Row
-from remat.cli.shapes import Params
 from remat.cli.steps import Step, Trainer, difference, tensors, tolerance, unmarked
 
 

@@ -15,29 +15,19 @@ import torch
 from remat.cli.errors import UsageError
 from remat.transforms import RematError, is_user_frame
 
-# Name -> (module, attribute, one line). The attribute is for tyro: a dataclass, whose instance is called,
-# or a function; either returns the exit code or raises a UsageError or RematError. Only the module named is
-# imported.
+# Name -> (attribute of the module of that name in `remat.cli.commands`, one line). The attribute is a
+# dataclass for tyro: its call returns the exit code or raises a UsageError or RematError. Only the module
+# named is imported.
 COMMANDS = {
-    "sweep": (
-        "remat.cli.sweep",
-        "Sweep",
-        "train a transformer under each policy: what it saves and costs",
-    ),
-    "explain": (
-        "remat.cli.explain",
-        "Explain",
-        "what a function keeps and recomputes, and what that costs; or several policies side by side",
-    ),
-    "doctor": (
-        "remat.cli.doctor",
-        "Doctor",
-        "run one step with and without its regions, and say what defeats them",
-    ),
-    "plan": ("remat.cli.plan", "Plan", "the best a function can keep within a budget, or at every budget"),
-    "schedule": ("remat.cli.schedule", "Draw", "draw which carries a scan keeps"),
-    "env": ("remat.cli.env", "Env", "what this machine can do"),
+    "sweep": ("Sweep", "train a transformer under each policy: what it saves and costs"),
+    "explain": ("Explain", "what a function keeps and recomputes, and what that costs"),
+    "doctor": ("Doctor", "run one step with and without its regions, and say what defeats them"),
+    "plan": ("Plan", "the best a function can keep within a budget, or at every budget"),
+    "schedule": ("Draw", "draw which carries a scan keeps"),
+    "env": ("Env", "what this machine can do"),
 }
+COMPLETES = "completion of the shell: remat --tyro-print-completion bash, zsh or tcsh"
+COMPLETION = ("--tyro-print-completion", "--tyro-write-completion")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args[0] == "--version":
         print(f"remat {sys.modules['remat'].__version__}, torch {torch.__version__}")
         return 0
+    if args[0] in COMPLETION:
+        return completion(args)
     if args[0] not in COMMANDS:
         print(unknown(args[0]), file=sys.stderr)
         return 2
@@ -56,20 +48,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(name: str, args: list[str]) -> Any:
-    try:
-        import tyro
-    except ImportError as missing:
-        print(f"`remat {name}` needs {missing.name}: pip install 'remat[cli]'", file=sys.stderr)
+    """Run the command with the rest of the line; returns its exit code."""
+    target = command_of(name)
+    if target is None:
         return 2
-    module, attribute, _ = COMMANDS[name]
-    try:
-        target: Any = getattr(importlib.import_module(module), attribute)
-    except ImportError as missing:
-        print(f"`remat {name}` needs {missing.name}: pip install 'remat[cli,plan]'", file=sys.stderr)
-        return 2
+    import tyro
+
     command: Any = tyro.cli(target, prog=f"remat {name}", args=args)
     try:
-        return command() if callable(command) else command
+        return command()
     except (UsageError, RematError) as error:
         print(f"remat {name}: {error}", file=sys.stderr)
         return 2
@@ -79,6 +66,29 @@ def run(name: str, args: list[str]) -> Any:
             raise
         print(f"remat {name}: {told(error)}", file=sys.stderr)
         return 1
+
+
+def command_of(name: str) -> Any:
+    """The dataclass of a command; None, and a line on stderr, where a package is missing."""
+    extra = "cli"
+    try:
+        importlib.import_module("tyro")
+        extra = "cli,plan"
+        return getattr(importlib.import_module(f"remat.cli.commands.{name}"), COMMANDS[name][0])
+    except ImportError as missing:
+        print(f"`remat {name}` needs {missing.name}: pip install 'remat[{extra}]'", file=sys.stderr)
+        return None
+
+
+def completion(args: list[str]) -> int:
+    """Print the completion of all commands for a shell, or write it to a file."""
+    commands = {name: command_of(name) for name in COMMANDS}
+    if None in commands.values():
+        return 2
+    import tyro
+
+    tyro.extras.subcommand_cli_from_dict(commands, prog="remat", args=args)
+    return 0
 
 
 def told(error: Exception) -> str:
@@ -94,11 +104,13 @@ def told(error: Exception) -> str:
 
 
 def usage() -> str:
+    """What `remat --help` prints."""
     lines = [f"  {name:<10}{text}" for name, (_, _, text) in COMMANDS.items()]
-    return "\n".join(["usage: python -m remat COMMAND [--help], or --version", "", *lines])
+    return "\n".join(["usage: python -m remat COMMAND [--help], or --version", "", *lines, "", COMPLETES])
 
 
 def unknown(name: str) -> str:
+    """What is said of a command that there is not, with the nearest one."""
     near = difflib.get_close_matches(name, COMMANDS, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"remat: there is no command {name!r}{hint}\n\n{usage()}"

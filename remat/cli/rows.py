@@ -125,10 +125,22 @@ def parse(text: str) -> Policy:
 def from_option(kind: str, value: str) -> Policy:
     if kind == "names":
         return remat.policies.save_names(*[name.strip() for name in value.split(",")])
-    from remat.cli.plan import amount
-
     make: Any = checkpoint_policy
     return make(**{kind: amount(value)})
+
+
+def amount(text: str) -> float | int | str:
+    """A number with a point is a share, one without is bytes.
+
+    Example:
+        >>> from remat.cli.rows import amount
+        >>> amount("0.4"), amount("1000"), amount("2GiB")
+        (0.4, 1000, '2GiB')
+    """
+    try:
+        return int(text) if text.isdigit() else float(text)
+    except ValueError:
+        return text
 
 
 def from_rule(text: str) -> Policy:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from remat.cli.measure import Mark
-from remat.cli.shapes import Model, Params, Wrap
+from remat.cli.models import Model, Params, Wrap
 from remat.transforms import map_only, tree_leaves, value_and_grad
 
 Mode = Literal["backward", "func", "vmap"]

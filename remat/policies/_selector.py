@@ -14,10 +14,10 @@ from torch.overrides import TorchFunctionMode
 from remat._core import Call, Decision, OpInfo, TensorMeta, describe
 from remat.policies._base import Policy, check_verdict
 from remat.policies._unmatched import report_unmatched
-from remat.transforms import RematError, traits
+from remat.transforms import RematError, tensors_in, traits
 from remat.transforms.compat import is_batched_below
 from remat.transforms.intermediates import current
-from remat.transforms.tape import Node, Tape, Verdicts, tensors_in
+from remat.transforms.tape import Node, Tape, Verdicts
 
 _aten = torch.ops.aten
 # Products with a bias, of which torch.vmap makes a product and a sum, by the names of their functions.

@@ -20,7 +20,7 @@ class UnmatchedName(UserWarning):
         >>> import warnings
         >>> import torch
         >>> from remat import remat, save_names
-        >>> block = remat(torch.sin, policy=save_names("hidden"))
+        >>> block = remat(torch.sin, policy=save_names("hiden"))
         >>> with warnings.catch_warnings(record=True) as told:
         ...     warnings.simplefilter("always")
         ...     out = block(torch.ones(2, requires_grad=True))

@@ -14,19 +14,17 @@ import torch.nn.functional as F
 
 import remat.cli.rows as cli_rows
 from remat.cli.bench import Result
-from remat.cli.env import Env, machine
+from remat.cli.commands.env import Env, machine
+from remat.cli.commands.report import table
+from remat.cli.commands.sweep import Sweep
 from remat.cli.errors import UsageError
 from remat.cli.main import COMMANDS, main
 from remat.cli.measure import Work, percentiles, trace_memory
-from remat.cli.models import FAMILIES, build
-from remat.cli.report import table
+from remat.cli.models import FAMILIES, VOCAB, Model, Sizes, batches, build, corpus
 from remat.cli.rows import parse, rows
-from remat.cli.shapes import VOCAB, Model, Sizes
 from remat.cli.steps import Trainer, difference, make_step, tensors, tolerance, unmarked
-from remat.cli.sweep import Sweep
-from remat.cli.text import batches, corpus
 from remat.policies import save_attention, save_every, save_matmuls, save_names
-from tests.helpers import TORCH
+from tests.helpers import TORCH, crossed
 
 TINY = "--depth 2 --width 16 --heads 2 --seq 16 --batch 2 --steps 2".split()
 SIZES = Sizes(depth=2, width=16, heads=2, seq=16)
@@ -42,8 +40,7 @@ def swept(capsys: pytest.CaptureFixture[str], out: Path, *args: str) -> tuple[in
     return code, {row["policy"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
 
 
-@pytest.mark.parametrize("mode", ["backward", "func", "vmap"])
-@pytest.mark.parametrize("model", ["gpt", "llama"])
+@pytest.mark.parametrize(("mode", "model"), crossed(["func", "backward", "vmap"], ["gpt", "llama"]))
 def test_sweep_measures_every_default_policy(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str, mode: str
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.utils._device
 from torch.nn.modules import module as _modules
+from torch.utils import _pytree as torch_pytree  # noqa: F401  (its registry of containers has no public access)
 
 # -- ambient state ------------------------------------------------------------------------------------
 # What torch.set_grad_enabled calls, without an object for the way back.

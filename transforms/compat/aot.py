@@ -1,4 +1,4 @@
-"""Private names of torch's compiler; `compat.functorch` has the others.
+"""Private names of torch's compiler; `autograd.py` has the others.
 
 Tried on 2.11.0, 2.13.0 and 2.15.0 (CPU), by the whole test suite, unless a line says otherwise.
 """
@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch._C import _functorch as _functorch_c  # pyright: ignore[reportAttributeAccessIssue]
 
-from remat.transforms.compat.autograd import allow_hooks, dual_level_open
-from remat.transforms.compat.functorch import (
+from remat.transforms.compat.autograd import (
     FUNCTIONALIZE,
     GRAD,
     JVP,
     VMAP,
+    allow_hooks,
+    dual_level_open,
     in_transform,
-    level_stack,
     levels,
 )
 
@@ -34,16 +34,6 @@ def bypassing_wrapper() -> Callable[..., Any]:
     from torch._higher_order_ops.wrap import dynamo_bypassing_wrapper
 
     return dynamo_bypassing_wrapper
-
-
-def is_tracing() -> bool:
-    """Whether what runs now is being traced below autograd, functionalized, for a compiler."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None
-
-
-def depth() -> int:
-    """How many functorch levels are active; the innermost has this number."""
-    return len(level_stack() or ())
 
 
 # Functions of Dynamo's graphs that take the number of a functorch level, and at which position.
@@ -85,20 +75,6 @@ def dual_level_known() -> Iterator[None]:
         forward_ad._current_level, eager_transforms.JVP_NESTING = before
 
 
-def tags() -> dict[str, Any]:
-    """What the nodes that a trace makes now bear in their `meta["custom"]`."""
-    from torch.fx import traceback
-
-    return dict(traceback.current_meta.get("custom", {}))
-
-
-def tagged(tags: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
-    """Within, nodes also bear these in their `meta["custom"]`."""
-    from torch.fx.traceback import annotate
-
-    return annotate(tags) if tags else contextlib.nullcontext()
-
-
 def unwind_levels() -> None:
     """Leave every functorch level of this thread: a graph that fails halfway leaves those it entered behind.
 
@@ -121,12 +97,6 @@ _LEAVE: dict[Any, Callable[[], int]] = {
     JVP: _functorch_c._jvp_decrement_nesting,
     FUNCTIONALIZE: _functorch_c._func_decrement_nesting,
 }
-
-
-def graph_storage(tensor: torch.Tensor) -> int:
-    """What aliases of one memory have in common in a functionalized trace, whose tensors wrap others."""
-    inner = getattr(tensor, "elem", tensor)
-    return inner.untyped_storage()._cdata
 
 
 def example_of(size: Any) -> int:

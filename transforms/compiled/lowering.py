@@ -17,29 +17,24 @@ from typing import Any
 import torch
 
 from remat.transforms.compat import as_it_is, graph_storage, must_save, tagged
-from remat.transforms.compiled.barrier import Origins, fence, fence_below, snapshot
-from remat.transforms.compiled.dedup import GraphDedup
+from remat.transforms.compiled.barrier import GraphDedup, Origins, fence, fence_below, snapshot
 from remat.transforms.context import Mode, is_quiet, quiet
 from remat.transforms.errors import RematError
 from remat.transforms.functorch import Aliasing, Prim, PullBack, replaying
 from remat.transforms.offload import Elsewhere, to_host
-from remat.transforms.ops import Traits, draws, is_shape_arithmetic, traits
-from remat.transforms.region import Region
-from remat.transforms.state import can_seed, draw, new_seed, refuse_generator, seeding
-from remat.transforms.tape import (
-    OFFLOAD,
-    RECOMPUTE,
-    SAVE,
+from remat.transforms.ops import (
     Decisions,
-    Node,
-    Tape,
-    ValueNumbering,
-    Verdicts,
-    map_tensors,
+    Traits,
+    draws,
+    is_shape_arithmetic,
     metadata,
     targets,
     tensors_in,
+    traits,
 )
+from remat.transforms.region import Region
+from remat.transforms.state import can_seed, draw, new_seed, refuse_generator, seeding
+from remat.transforms.tape import OFFLOAD, RECOMPUTE, SAVE, Node, Tape, ValueNumbering, Verdicts, map_tensors
 
 Tensors = Sequence[torch.Tensor]
 # The key under which a graph's nodes say which call of a region they recompute.

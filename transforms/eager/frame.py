@@ -47,18 +47,10 @@ from remat.transforms.eager.saved import (
 from remat.transforms.eager.settle import computed, differentiated, hold_kept, settle, sources
 from remat.transforms.errors import RematError
 from remat.transforms.offload import Store
+from remat.transforms.ops import storage
 from remat.transforms.region import CachedTrace, recomputing
 from remat.transforms.state import generators_put_back
-from remat.transforms.tape import (
-    GuardMode,
-    Held,
-    Needs,
-    Program,
-    Reachability,
-    Recorder,
-    Tape,
-    storage,
-)
+from remat.transforms.tape import GuardMode, Held, Needs, Program, Reachability, Recorder, Tape
 
 _NOTHING = contextlib.nullcontext()
 

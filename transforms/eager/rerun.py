@@ -13,10 +13,11 @@ import torch
 
 from remat.transforms.compat import set_grad_enabled, top_hooks, unseen
 from remat.transforms.eager.saved import hook, unhook
-from remat.transforms.errors import RematError
+from remat.transforms.errors import RematError, not_repeated
+from remat.transforms.ops import storage
 from remat.transforms.region import recomputing
 from remat.transforms.state import generators_put_back
-from remat.transforms.tape import Needs, Replay, Stop, lent, not_repeated, storage
+from remat.transforms.tape import Needs, Replay, Stop, lent
 
 if TYPE_CHECKING:
     from remat.transforms.eager.frame import Frame

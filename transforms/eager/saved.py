@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from remat.transforms.compat import at_backward_end, pop_hooks, push_hooks, top_hooks
-from remat.transforms.errors import RematError
-from remat.transforms.tape import Held, Tape, memory_of, not_repeated, version_of, written
+from remat.transforms.errors import RematError, not_repeated, written
+from remat.transforms.ops import memory_of, version_of
+from remat.transforms.tape import Held, Tape
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 

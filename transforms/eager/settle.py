@@ -11,15 +11,9 @@ from remat.transforms.eager.reports import report_frame
 from remat.transforms.eager.rerun import Rerun
 from remat.transforms.eager.saved import bytes_of, users, watcher
 from remat.transforms.offload import Store, away_in
+from remat.transforms.ops import tensors_in
 from remat.transforms.pytree import flatten, split
-from remat.transforms.tape import (
-    Needs,
-    Program,
-    Reachability,
-    Recorder,
-    held_values,
-    tensors_in,
-)
+from remat.transforms.tape import Needs, Program, Reachability, Recorder, held_values
 
 # A `frame` here is a `frame.Frame`, whose file imports this one.
 

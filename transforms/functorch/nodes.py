@@ -43,19 +43,19 @@ from remat.transforms.functorch.primitive import (
     replaying,
     rule,
 )
-from remat.transforms.functorch.recorded import Recorded, hollow_operand
-from remat.transforms.functorch.rules import plain_duals
+from remat.transforms.functorch.rules import hollow_operand, plain_duals
+from remat.transforms.ops import storage
 from remat.transforms.state import RandomState
 from remat.transforms.tape import (
     Kept,
     Reachability,
+    Recorded,
     Recorder,
     Tape,
     held_tensors,
     held_values,
     holds_unseen,
     report,
-    storage,
 )
 
 

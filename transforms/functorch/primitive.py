@@ -33,11 +33,11 @@ from remat.transforms.compat import (
     unwrap_if_dead,
 )
 from remat.transforms.context import active, quiet, recomputing
-from remat.transforms.functorch.recorded import Recorded
+from remat.transforms.ops import storage
 from remat.transforms.pytree import smooth as pytree_smooth
 from remat.transforms.region import Region
 from remat.transforms.state import Ambient
-from remat.transforms.tape import storage
+from remat.transforms.tape import Recorded
 
 Tensors = Sequence[torch.Tensor]
 Body = Callable[..., tuple[torch.Tensor, ...]]

@@ -22,10 +22,11 @@ from remat.transforms.compat import (
     storage_key,
     without_module_trackers,
 )
+from remat.transforms.errors import user_line
 from remat.transforms.intermediates import only
 from remat.transforms.joint.ops import Joint, Op, Other, Ref, Value
 from remat.transforms.joint.stand_ins import StandIns, refused, stood_in
-from remat.transforms.ops import is_cast_of_leaf, traits, user_line
+from remat.transforms.ops import is_cast_of_leaf, traits
 from remat.transforms.pytree import flatten, map_leaves, tree_leaves, unflatten
 from remat.transforms.region import planning
 

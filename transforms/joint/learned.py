@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from remat.transforms.joint.ops import Joint, Op, Other, Ref, Value
-from remat.transforms.ops import traits
+from remat.transforms.ops import metas, traits
 from remat.transforms.pytree import map_leaves
-from remat.transforms.tape import Node, Tape, metas, refs_in
+from remat.transforms.tape import Node, Tape, refs_in
 from remat.transforms.tape import Ref as Number
 
 _CONSTANT = (int, float, complex, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format)

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from remat.transforms.ops import traits
+from remat.transforms.ops import Decisions, traits
 from remat.transforms.placeholders import Meta
-from remat.transforms.tape import Decisions, Node
+from remat.transforms.tape import Node
 
 # What the names of ops end in that may not run.
 OPTIONAL = " by autocast"

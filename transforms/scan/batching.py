@@ -16,10 +16,10 @@ def expand(tensor: torch.Tensor, dim: int | None, size: int, to: int = 0) -> tor
         return tensor.movedim(dim, to)
     shape = list(tensor.shape)
     shape.insert(to, size)
-    return dense(tensor.unsqueeze(to).expand(shape))
+    return with_memory(tensor.unsqueeze(to).expand(shape))
 
 
-def dense(tensor: torch.Tensor) -> torch.Tensor:
+def with_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Forward-mode AD refuses tensors whose elements share memory, such as a sum's cotangent."""
     shared = any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
     return tensor.contiguous() if shared else tensor

@@ -13,7 +13,7 @@ from remat.transforms.compat import functions_as_they_are, modes_active, unseen
 from remat.transforms.offload import Copy, to_device, to_host
 from remat.transforms.pytree import Spec, flatten, merge
 from remat.transforms.scan.instructions import Schedule
-from remat.transforms.state import Ambient, RandomState
+from remat.transforms.state import Ambient, RandomState, refuse_traced_draws
 
 Tensors = Sequence[torch.Tensor]
 Leaves = list[Any]
@@ -307,6 +307,7 @@ def as_in_forward(scan: Scan, *, seeded: bool = False) -> Iterator[None]:
             stack.enter_context(scan.around())
         if record.random:
             assert record.start is not None
+            refuse_traced_draws(scan.spec.name)
             stack.callback(record.start.again().restore)
             if seeded:
                 record.start.restore()

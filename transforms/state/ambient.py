@@ -21,7 +21,9 @@ from remat.transforms.compat import (
     read_flash_sdp,
     read_math_sdp,
     read_matmul_precision,
+    traced_as_it_runs,
 )
+from remat.transforms.errors import RematError
 
 # (read, write) of every global that changes which kernel an op picks or what a factory makes. A region that
 # saw another value in its forward would otherwise replay other ops, or other numbers.
@@ -166,12 +168,26 @@ class GeneratorState:
         else:
             getattr(torch, self.device.type).set_rng_state(self.state, self.device)
 
+    def again(self, region: str) -> None:
+        """Have an op of a recomputation draw what it drew."""
+        refuse_traced_draws(region)
+        self.restore()
+
     def now(self) -> GeneratorState:
         """The present state of the same generator."""
         made = GeneratorState.__new__(GeneratorState)
         made.generator, made.device = self.generator, self.device
         made.state = made._read()
         return made
+
+
+def refuse_traced_draws(region: str) -> None:
+    """Raise where make_fx writes down a recomputation that draws: it writes no generator states."""
+    if traced_as_it_runs():
+        raise RematError(
+            f"the recomputation of {region!r} draws random numbers while make_fx writes it down, and the "
+            "graph would draw others than in its forward. Trace with torch.compile, or draw outside."
+        )
 
 
 @contextlib.contextmanager
@@ -220,16 +236,6 @@ class RandomState:
         torch.default_generator.set_state(self.cpu)
         for device, state in self.devices:
             getattr(torch, device.type).set_rng_state(state, device)
-
-    @contextlib.contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Draw the same numbers inside, and go on afterwards as if nothing had been drawn."""
-        now = self.again()
-        self.restore()
-        try:
-            yield
-        finally:
-            now.restore()
 
     def again(self) -> RandomState:
         """The present state of the same generators."""

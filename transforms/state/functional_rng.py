@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from remat.transforms.context import active, scoped
-from remat.transforms.errors import RematError
-from remat.transforms.ops import user_line
+from remat.transforms.errors import RematError, user_line
 
 _aten = torch.ops.aten
 _library = torch.library.Library("remat", "FRAGMENT")

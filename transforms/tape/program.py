@@ -14,11 +14,11 @@ import torch
 
 from remat.transforms.compat import direct_call, outside_all_modes, set_grad_enabled
 from remat.transforms.context import active, quiet
-from remat.transforms.errors import RematError
+from remat.transforms.errors import RematError, not_repeated
 from remat.transforms.offload import Elsewhere
+from remat.transforms.ops import tensors_in
 from remat.transforms.placeholders import Meta
-from remat.transforms.tape.tape import KEPT, SKIP, Needs, Tape, not_repeated
-from remat.transforms.tape.values import Ref, map_tensors, refs_in, tensors_in
+from remat.transforms.tape.tape import KEPT, SKIP, Needs, Ref, Tape, map_tensors, refs_in
 
 Values = dict[int, Any]
 
@@ -161,7 +161,7 @@ class Program:
                     graded = step.graded
                     set_grad_enabled(graded)
                 if step.draws and (state := random.get(step.at)) is not None:
-                    state.restore()
+                    state.again(self.tape.region)
                 args = list(step.args)
                 for at, number in step.flat:
                     args[at] = values[number]

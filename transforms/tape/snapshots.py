@@ -10,10 +10,10 @@ import torch
 
 from remat.transforms.compat import memory_is_real, version_kept
 from remat.transforms.context import quiet
-from remat.transforms.errors import RematError
+from remat.transforms.errors import RematError, written
 from remat.transforms.offload import Elsewhere
-from remat.transforms.tape.tape import written
-from remat.transforms.tape.values import map_tensors, memory_of, storage, version_of
+from remat.transforms.ops import memory_of, storage, version_of
+from remat.transforms.tape.tape import map_tensors
 
 
 class Held(Elsewhere):

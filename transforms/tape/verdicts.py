@@ -11,9 +11,9 @@ import torch
 from remat.transforms.compat import below_levels
 from remat.transforms.context import Mode, quiet
 from remat.transforms.offload import send
+from remat.transforms.ops import metas, tensors_in
 from remat.transforms.placeholders import Meta
-from remat.transforms.tape.tape import RECOMPUTE, SAVE, Node
-from remat.transforms.tape.values import ValueNumbering, map_tensors, metas, tensors_in
+from remat.transforms.tape.tape import RECOMPUTE, SAVE, Node, ValueNumbering, map_tensors
 
 
 class Verdicts(Mode):

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from remat.transforms.context import quiet
-from remat.transforms.errors import RematError
+from remat.transforms.errors import RematError, user_line
 from remat.transforms.offload import Elsewhere, away_in
-from remat.transforms.ops import Traits, user_line
+from remat.transforms.ops import Traits, targets
 from remat.transforms.tape.snapshots import Snapshot
-from remat.transforms.tape.values import map_tensors, targets
+from remat.transforms.tape.tape import map_tensors
 from remat.transforms.tape.verdicts import Verdicts
 
 

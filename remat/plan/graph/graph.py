@@ -24,7 +24,7 @@ class Graph:
     - Views cannot be saved: their base is, and they are taken again at no cost.
     - What an op writes in place cannot be saved either: the value before the first write can, and the writes
       are repeated on a copy of it.
-    - A decision must not run again (see `transforms/tape/values.py`).
+    - A decision must not run again (see `transforms/ops.py`).
     - A cast that autocast may have in its cache is nobody's to keep either.
     - A draw that runs again needs all draws before it, so that the generator is where it was. The draws are
       chained by a value of their own that cannot be saved.

@@ -31,9 +31,9 @@ from remat.transforms.compat import (
 from remat.transforms.compat import compiler as aot_compiler
 from remat.transforms.context import active, scoped
 from remat.transforms.entry import Graph, run_transparently
-from remat.transforms.errors import RematError
+from remat.transforms.errors import RematError, user_line
 from remat.transforms.ops import draws as ops_draws
-from remat.transforms.ops import traits, user_line
+from remat.transforms.ops import traits
 from remat.transforms.pytree import merge
 from remat.transforms.scan.compiled import UnrolledStep
 from remat.transforms.scan.function import run as function_run

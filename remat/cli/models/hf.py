@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from remat.cli.errors import UsageError
-from remat.cli.shapes import VOCAB, Model, Params, Sizes, Wrap
+from remat.cli.models.shapes import VOCAB, Model, Params, Sizes, Wrap
 
 
 def build_hf(name: str, sizes: Sizes, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Model:

@@ -12,8 +12,8 @@ from einops import rearrange
 from torch import Tensor
 
 from remat.cli.errors import UsageError
-from remat.cli.hf import build_hf
-from remat.cli.shapes import VOCAB, Model, Params, Sizes, Wrap
+from remat.cli.models.hf import build_hf
+from remat.cli.models.shapes import VOCAB, Model, Params, Sizes, Wrap
 
 
 def build(name: str, sizes: Sizes, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Model:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from remat.cli.bench import Result
-from remat.cli.env import machine
+from remat.cli.commands.env import machine
 
 if TYPE_CHECKING:
-    from remat.cli.sweep import Sweep
+    from remat.cli.commands.sweep import Sweep
 
 MIB = 1 << 20
 

@@ -11,6 +11,7 @@ import tyro
 
 from remat.cli.checked import writable
 from remat.cli.errors import UsageError
+from remat.cli.rows import amount
 from remat.cli.target import load
 from remat.plan import BudgetPolicy, pareto
 
@@ -73,17 +74,3 @@ class Plan:
             frontier.to_csv(self.csv)
         if self.png:
             frontier.plot(self.png)
-
-
-def amount(text: str) -> float | int | str:
-    """A number with a point is a share, one without is bytes.
-
-    Example:
-        >>> from remat.cli.plan import amount
-        >>> amount("0.4"), amount("1000"), amount("2GiB")
-        (0.4, 1000, '2GiB')
-    """
-    try:
-        return int(text) if text.isdigit() else float(text)
-    except ValueError:
-        return text

@@ -13,11 +13,9 @@ import torch
 from remat.cli.bench import Bench, Result, Runner
 from remat.cli.checked import device_of, writable_folder
 from remat.cli.errors import UsageError
-from remat.cli.models import build
+from remat.cli.models import Sizes, batches, build
 from remat.cli.rows import rows
-from remat.cli.shapes import Sizes
 from remat.cli.steps import Mode, make_step
-from remat.cli.text import batches
 
 DTYPES = {
     "float64": torch.float64,
@@ -68,7 +66,7 @@ class Sweep:
     """Print one JSON object instead of the table."""
 
     def __call__(self) -> int:
-        from remat.cli import report
+        from remat.cli.commands import report
 
         writable_folder("--out", self.out)
         with report.progress(quiet=self.json) as advance, warnings.catch_warnings():
