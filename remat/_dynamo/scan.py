@@ -1,8 +1,8 @@
 """`scan_remat` in code that `torch.compile` traces: what Dynamo sees of a scan.
 
-One call of the operator that regions use, of a function that evaluates the body once, on the first row of
-xs, and says of which shapes the results of all steps are. What becomes of the graph that Dynamo makes of it
-is decided at trace time (`remat.transforms.scan.traced.entry`).
+One call of the operator that regions use. Its function evaluates the body once, on the first row of xs, and
+gives the shapes of the results of all steps. What becomes of the graph that Dynamo makes of it is decided at
+trace time (`remat.transforms.scan.traced.entry`).
 """
 
 from __future__ import annotations
