@@ -29,7 +29,7 @@ from remat.policies import (
 )
 from tests.conformance.counting import COMPILES
 from tests.conformance.test_jax_remat import Rebuilt
-from tests.helpers import OpCounter, rand, sparse
+from tests.helpers import OpCounter, crossed, rand
 
 pytestmark = [
     COMPILES,
@@ -232,8 +232,7 @@ def test_every_policy_is_in_the_table():
     assert kinds - {Policy} <= made
 
 
-@pytest.mark.parametrize("program", [attention, mlp])
-@pytest.mark.parametrize("policy", sparse(VERDICTS))
+@pytest.mark.parametrize(("policy", "program"), crossed(VERDICTS, [attention, mlp], every=6))
 def test_verdicts_are_the_same_compiled_and_under_vmap(policy, program):
     """What runs in forward and backward together, eager, compiled, and vmapped over examples, in and out."""
 

@@ -7,15 +7,7 @@ from torch.func import grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from remat import RematError, remat, scan_remat
-from tests.helpers import (
-    POLICIES,
-    jvp,
-    leaves_of,
-    rand,
-    same,
-    unseen,
-    vjp,
-)
+from tests.helpers import POLICIES, crossed, jvp, leaves_of, rand, same, unseen, vjp
 
 
 def noisy(x, w):
@@ -63,8 +55,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("run", "policy"), crossed(RUNS, POLICIES))
 def test_same_numbers_and_same_state_afterwards(policy, run):
     def measure(fn):
         torch.manual_seed(5)
