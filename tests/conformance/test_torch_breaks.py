@@ -66,6 +66,7 @@ def test_return_same_element_twice():
     assert (forward["sin"], backward["cos"]) == (1, 1)
 
 
+@pytest.mark.slow
 def test_distributed_utils_checkpoint_wrapper():
     class Mod(nn.Module):
         def __init__(self):
@@ -123,6 +124,7 @@ def test_nonlocal(name, flag):
     assert len(found) == 1 and torch.equal(found[0], x.sin())
 
 
+@pytest.mark.slow
 def test_frozen_dataclass_pytree_output():
     @dataclasses.dataclass(frozen=True)
     class InputNode:

@@ -70,6 +70,7 @@ def test_ac_rematerialize_with_rng_ops_raises_error():
     torch.testing.assert_close(grad, z * (1 - z))
 
 
+@pytest.mark.slow
 def test_joint_graph_passes():
     """Views of views, and permutations that undo each other, in a graph that has its own backward."""
 
