@@ -222,7 +222,9 @@ def test_nondifferentiable_body1():
             carry = body(carry)
         return carry
 
-    ours: Any = lambda carry: while_remat(lambda c: True, body, carry, max_steps=3)
+    def ours(carry: Any) -> Any:
+        return while_remat(lambda c: True, body, carry, max_steps=3)
+
     args = torch.tensor(1.2), torch.tensor([-5.0, -5, -5]), torch.tensor(0.7)
     got, expected = (
         grad_and_value(lambda x, z, y, loop=loop: f(loop, x, z, y), (0, 1, 2))(*args)
