@@ -7,6 +7,9 @@ from remat.transforms.caches import (
     BoundedCache,  # a dict of at most so many entries: what was not asked for longest goes
     Identity,  # a key that stands for one object and does not hold it
     Key,  # a tuple whose hash is reckoned once
+    intern,  # the number of everything equal to `thing`
+    register,  # a number by which `thing` can be found as long as it lives
+    registered,  # the objects that `register` gave numbers, by these
 )
 from remat.transforms.context import (
     active,  # what is going on in this thread
@@ -23,6 +26,7 @@ from remat.transforms.grad import (
     check_scalar,  # raise for a value that has no gradient: not a scalar tensor
     checked_tensor,  # raise for a leaf to differentiate that is no tensor
     grad,  # the gradient of a scalar function
+    leaves_behind,  # the tensors in which the graph behind some ends
     named_like,  # give a wrapper the name and docstring of what it wraps
     replace_arguments,  # the arguments with those to differentiate exchanged
     value_and_grad,  # the value and the gradient of a scalar function, value first
@@ -43,9 +47,4 @@ from remat.transforms.pytree import (
     split,  # the tensors among `leaves`, and their positions
     tree_leaves,  # the leaves of `tree`
     unflatten,  # the tree of structure `spec` with these leaves
-)
-from remat.transforms.registry import (
-    intern,  # the number of everything equal to `thing`
-    register,  # a number by which `thing` can be found as long as it lives
-    registered,  # the objects that `register` gave numbers, by these
 )

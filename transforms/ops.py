@@ -57,25 +57,6 @@ class Traits:
     less. `saves_unwritten`: autograd saves an operand that it then writes into.
     """
 
-    __slots__ = (
-        "asks_grad",
-        "collective",
-        "conditional",
-        "higher_order",
-        "ignored",
-        "inplace",
-        "may_draw",
-        "outside",
-        "random",
-        "reshapes",
-        "saves_unwritten",
-        "shape_only",
-        "sized_by_data",
-        "uninitialized",
-        "view",
-        "writes",
-    )
-
     def __init__(self, op: Any) -> None:
         schema = getattr(op, "_schema", None)
         self.higher_order = schema is None  # an operator on functions: torch.cond, flex attention
@@ -242,6 +223,16 @@ def memory_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
             return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None
+
+
+def span(shape: Any, stride: Any) -> int:
+    """How many elements of memory lie between the first and the last one of a tensor, both counted."""
+    return 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+
+
+def overlaps(tensor: torch.Tensor) -> bool:
+    """Whether elements of a tensor share memory, as those of an expanded one do."""
+    return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def geometry(tensor: torch.Tensor) -> Any:

@@ -8,14 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.plan.solve import choices, contract, knapsack, milp
+from remat.plan.solve import choices, knapsack, milp
+from remat.plan.solve import reduce as reductions
 from remat.plan.solve.choices import States
-from remat.plan.solve.contract import contract as contracted
 from remat.plan.solve.hull import hull
 from remat.plan.solve.knapsack import pack
 from remat.plan.solve.parts import solve_parts
 from remat.plan.solve.portfolio import least, solve
 from remat.plan.solve.problem import INF, Problem, complete, keep_all
+from remat.plan.solve.reduce import contract as contracted
 from remat.plan.solve.reduce import reduce
 from remat.plan.solve.split import split
 from remat.transforms.errors import RematError
@@ -33,7 +34,7 @@ def no_scipy():
 
 
 def test_examples_in_docstrings_run():
-    for module in (contract, knapsack):
+    for module in (reductions, knapsack):
         result = doctest.testmod(module)
         assert result.attempted and not result.failed
 

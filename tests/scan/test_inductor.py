@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from remat import save_matmuls, scan_remat
 from remat.transforms.compat import cpu
-from remat.transforms.compat.inductor_cpu import results_on_heap
+from remat.transforms.compat.cpu import results_on_heap
 from tests.helpers import sparse
 
 N, B, D = 19, 2, 8

@@ -52,7 +52,7 @@ def wrong(x):
         (["plan", f"{ME}:block", *TWO, "--input", "3"], "too many positional arguments. Give one --input"),
         (["plan", f"{ME}:block"], "give each as --input 4x128x256"),
         (["plan", f"{ME}:block", *TWO, "--device", "tpu9"], "No speeds for device 'tpu9': write one of a100"),
-        (["plan", f"{ME}:block", *TWO, "--budget", "lots"], "'lots' is no budget. Write budget=0.4"),
+        (["plan", f"{ME}:block", *TWO, "--budget", "lots"], "'lots' is not a budget. Write budget=0.4"),
         (["plan", f"{ME}:block", *TWO, "--out", "plan.json"], "write --budget too"),
         (
             ["explain", f"{ME}:block", *TWO, "--policy", "names=h", "--policy", "names=h"],
@@ -66,7 +66,7 @@ def wrong(x):
         (["explain", "gpt", "--device", "cuda"], "no CUDA device. Write --device cpu."),
         (["sweep", "--batch", "0"], "--batch 0 must be positive. Write --batch 8."),
         (["init", "nowhere/config.json"], "there is no file nowhere/config.json. Write a config type"),
-        (["explain", f"{ME}:block", *TWO, "--policy", "budget=much"], "'much' is no budget"),
+        (["explain", f"{ME}:block", *TWO, "--policy", "budget=much"], "'much' is not a budget"),
         (["explain", f"{ME}:block", *TWO, "--policy", f"{ME}:rul"], "nearest: 'rule'"),
         (["explain", f"{ME}:block", *TWO, "--policy", f"{ME}:ME"], "is no policy and no rule"),
         (["explain", f"{ME}:block", *TWO, "--policy", "save_every('a', 'b', 'c')"], "is no policy; write"),

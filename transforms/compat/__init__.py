@@ -10,14 +10,9 @@ from remat.transforms.compat.ambient import (
     is_strided,  # whether `value` is a tensor with one block of memory behind it
     module_hooks,  # the tables of the hooks that run for every module
     modules_watched,  # whether any global module hook is set
-    read_cudnn_sdp,  # whether cuDNN attention is on
-    read_deterministic,  # whether deterministic algorithms are asked for
-    read_efficient_sdp,  # whether memory-efficient attention is on
-    read_flash_sdp,  # whether flash attention is on
-    read_math_sdp,  # whether plain attention is on
-    read_matmul_precision,  # the precision of float32 products
     set_grad_enabled,  # what torch.set_grad_enabled calls, without an object for the way back
     storage_key,  # an address that aliases share
+    switches,  # (read, write) of what changes which kernel an op picks
     torch_pytree,  # torch's module of trees, and its registry of containers
     with_bits,  # a look at the same memory with these two flipped
     without_module_trackers,  # take the global module hooks of torch's own observers away for a while
@@ -102,6 +97,7 @@ from remat.transforms.compat.autograd import (
 from remat.transforms.compat.cpu import (
     compiled_for_cpu,  # a graph compiled by Inductor for the CPU, without AOTAutograd around it
     fits_cpu,  # whether a graph and its inputs can be compiled so
+    options_of,  # the options of a compiler that is Inductor
     transposes_given,  # which inputs a block wants transposed
 )
 from remat.transforms.compat.dynamo import (
@@ -125,9 +121,6 @@ from remat.transforms.compat.fx import (
     tagged,  # within, nodes also bear these in their `meta["custom"]`
     tags,  # what the nodes that a trace makes now bear in their `meta["custom"]`
     tracer_at_work,  # the tracer that writes down what runs now, functionalized and on fake tensors
-)
-from remat.transforms.compat.inductor_cpu import (
-    options_of,  # the options of a compiler that is Inductor
 )
 from remat.transforms.compat.modes import (
     DispatchMode,  # a dispatch mode without the switch that torch wraps around each of its calls

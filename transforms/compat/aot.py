@@ -112,8 +112,8 @@ def compiled_for_graphs(
     """`fn`, compiled as far as Inductor's partitioner and decompositions go; the graphs are shown and then
     run as they are.
 
-    `joint` sees each graph of forward and backward before it is partitioned, `final` each one that would be
-    handed to code generation; what has no backward of its own is seen by both.
+    `joint` sees each graph of forward and backward before it is partitioned. `final` sees each graph that
+    would go to code generation. Both see a graph without a backward.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch._aot_autograd.utils import make_boxed_func
@@ -232,24 +232,10 @@ def above_all(fake: bool = False) -> contextlib.AbstractContextManager[Any]:
 
 
 _ABOVE = (
-    "ADInplaceOrView",
-    "AutogradFunctionality",
-    "AutogradNestedTensor",
-    "AutogradOther",
-    "Batched",
-    "BatchedNestedTensor",
-    "Conjugate",
-    "FuncTorchBatched",
-    "FuncTorchDynamicLayerBackMode",
-    "FuncTorchDynamicLayerFrontMode",
-    "FuncTorchGradWrapper",
-    "FuncTorchVmapMode",
-    "Functionalize",
-    "Negative",
-    "PythonTLSSnapshot",
-    "VmapMode",
-    "ZeroTensor",
-)
+    "ADInplaceOrView AutogradFunctionality AutogradNestedTensor AutogradOther Batched BatchedNestedTensor "
+    "Conjugate FuncTorchBatched FuncTorchDynamicLayerBackMode FuncTorchDynamicLayerFrontMode "
+    "FuncTorchGradWrapper FuncTorchVmapMode Functionalize Negative PythonTLSSnapshot VmapMode ZeroTensor"
+).split()
 
 
 # -- torch.compile ------------------------------------------------------------------------------------

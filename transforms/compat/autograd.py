@@ -51,15 +51,15 @@ top_hooks: Callable[[], tuple[Callable[..., Any], Callable[..., Any]] | None] = 
 
 
 @contextlib.contextmanager
-def hooks_aside() -> Iterator[None]:
-    """Take all saved-tensor hooks off for a while: the engine's own use of torch.func would be refused under
-    them."""
+def hooks_aside(which: Callable[[Any], bool] = bool) -> Iterator[list[Any]]:
+    """Take saved-tensor hooks off for a while, down to the first pair that `which` does not mean: under them
+    torch.func would be refused. Gives those that were taken."""
     taken = []
-    while (pair := top_hooks()) is not None:
+    while (pair := top_hooks()) is not None and which(pair):
         pop_hooks()
         taken.append(pair)
     try:
-        yield
+        yield taken
     finally:
         for pair in reversed(taken):
             push_hooks(*pair)
@@ -72,24 +72,6 @@ refuse_hooks: Callable[[str], None] = _autograd_c._saved_tensors_hooks_disable  
 
 
 @contextlib.contextmanager
-def hooks_allowed() -> Iterator[None]:
-    """Lift the refusal that `torch.func` puts on saved-tensor hooks.
-
-    Only for hooks whose values are never unpacked: differentiating through hooks under functorch is silently
-    wrong (FACTS section 1), watching what is packed is not.
-    """
-    message = hooks_disabled()
-    if message is None:
-        yield
-        return
-    _autograd_c._saved_tensors_hooks_enable()
-    try:
-        yield
-    finally:
-        _autograd_c._saved_tensors_hooks_disable(message)
-
-
-@contextlib.contextmanager
 def hooks_as_they_are() -> Iterator[None]:
     """Afterwards saved-tensor hooks are refused as before, or not."""
     message = hooks_disabled()
@@ -97,10 +79,19 @@ def hooks_as_they_are() -> Iterator[None]:
         yield
     finally:
         if hooks_disabled() != message:
-            if message is None:
-                _autograd_c._saved_tensors_hooks_enable()
-            else:
-                _autograd_c._saved_tensors_hooks_disable(message)
+            allow_hooks() if message is None else refuse_hooks(message)
+
+
+@contextlib.contextmanager
+def hooks_allowed() -> Iterator[None]:
+    """Lift the refusal that `torch.func` puts on saved-tensor hooks.
+
+    Only for hooks whose values are never unpacked: differentiating through hooks under functorch is silently
+    wrong (FACTS section 1), watching what is packed is not.
+    """
+    with hooks_as_they_are():
+        allow_hooks()
+        yield
 
 
 def is_hook_refusal(error: BaseException) -> bool:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.fx import Node
 
 from remat.transforms.compat import (
     NodeSpan,
@@ -34,7 +35,6 @@ from remat.transforms.compat import tags as tags_now
 from remat.transforms.ops import Traits, tensors_in
 from remat.transforms.region import Region
 from remat.transforms.state import Ambient
-from remat.transforms.tape import Node
 
 _library = torch.library.Library("remat", "FRAGMENT")
 _library.define("fence(Tensor value, Tensor[] after) -> Tensor")
@@ -212,8 +212,9 @@ class Record(Protocol):
 
 
 def dedup_key(region: Region, operands: Sequence[Any], ambient: Ambient) -> Hashable:
-    """What two calls of regions have in common if one is a copy of the other but for its tensors; None where
-    that cannot be told: regions inside it, policies that look at more than ops and shapes."""
+    """What two calls of regions have in common if they differ in their tensors only. None if that cannot be
+    told: with regions inside, or with a policy that reads more than ops and shapes.
+    """
     if region.selector is not None and region.key is None:
         return None
     graph: Any = region.function

@@ -18,7 +18,7 @@ import torch
 
 from remat.transforms.compat import as_it_is, graph_storage, must_save, tagged
 from remat.transforms.compiled.barrier import GraphDedup, Origins, fence, fence_below, snapshot
-from remat.transforms.context import Mode, is_quiet, quiet
+from remat.transforms.context import Mode, active, quiet
 from remat.transforms.errors import RematError
 from remat.transforms.functorch import Aliasing, Prim, PullBack, replaying
 from remat.transforms.offload import Elsewhere, to_host
@@ -33,7 +33,7 @@ from remat.transforms.ops import (
     traits,
 )
 from remat.transforms.region import Region
-from remat.transforms.state import can_seed, draw, new_seed, refuse_generator, seeding
+from remat.transforms.state import can_seed, draw, new_seed, refuse_generator
 from remat.transforms.tape import OFFLOAD, RECOMPUTE, SAVE, Node, Tape, ValueNumbering, Verdicts, map_tensors
 
 Tensors = Sequence[torch.Tensor]
@@ -196,7 +196,7 @@ class GraphRecord(Verdicts):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         facts = traits(func)
-        if is_quiet() or facts.ignored or is_shape_arithmetic(args):
+        if active.quiet or facts.ignored or is_shape_arithmetic(args):
             return func(*args, **kwargs)
         for tensor in targets(facts, args, kwargs):
             self._before_writing(func, graph_storage(tensor))
@@ -212,7 +212,7 @@ class GraphRecord(Verdicts):
 
     def _draw(self, at: int, func: Any, args: Any, kwargs: Any) -> Any:
         refuse_generator(self.region.name, func, args, kwargs)
-        if seeding() or not can_seed(func, args, kwargs):
+        if active.seeding or not can_seed(func, args, kwargs):
             return func(*args, **kwargs)
         self.seeds[at] = seed = new_seed(func, args, kwargs)
         return draw(seed, func, args, kwargs)
@@ -343,7 +343,7 @@ class GraphReplay(Mode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         facts = traits(func)
-        if self.done or is_quiet() or facts.ignored or is_shape_arithmetic(args):
+        if self.done or active.quiet or facts.ignored or is_shape_arithmetic(args):
             return func(*args, **kwargs)
         at, self.at = self.at, self.at + 1
         if facts.random and draws(func, args, kwargs):

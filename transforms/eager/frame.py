@@ -28,7 +28,6 @@ from remat.transforms.compat import (
     set_grad_enabled,
 )
 from remat.transforms.context import memory_watch, quiet, run_innermost
-from remat.transforms.eager.early import early_value
 from remat.transforms.eager.inputs import Inputs
 from remat.transforms.eager.rerun import Rerun
 from remat.transforms.eager.saved import (
@@ -44,7 +43,7 @@ from remat.transforms.eager.saved import (
     users,
     watcher,
 )
-from remat.transforms.eager.settle import computed, differentiated, hold_kept, settle, sources
+from remat.transforms.eager.settle import computed, differentiated, early_value, hold_kept, settle, sources
 from remat.transforms.errors import RematError
 from remat.transforms.offload import Store
 from remat.transforms.ops import storage
@@ -68,32 +67,6 @@ class Frame(Packer):
         raw: memories from outside that the function writes to past torch, as they were before.
         values: saved values that were made again and that the backward has not read yet.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "direct",
-        "dropped",
-        "handles",
-        "held",
-        "kept",
-        "program",
-        "random",
-        "raw",
-        "reach",
-        "recorder",
-        "region",
-        "nodes",
-        "rerun",
-        "residuals",
-        "shapes",
-        "snapshots",
-        "spent",
-        "start",
-        "store",
-        "tape",
-        "task",
-        "values",
-    )
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs, self.region = inputs, inputs.region

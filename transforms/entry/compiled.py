@@ -62,7 +62,11 @@ def _run(region: Region, graph: Graph, operands: tuple[Any, ...]) -> tuple[Any, 
     _local.depth = getattr(_local, "depth", 0) + 1
     try:
         with levels_left():
-            return _run_traced(region, graph, operands)
+            if "torch._inductor.compile_fx" in sys.modules:
+                teach_inductor()  # how to compile our ops, as Inductor may be what will compile them
+            if not torch.is_grad_enabled() and not in_transform():
+                return region.function(*operands)
+            return _TracedCall(region, graph, operands)()
     finally:
         _local.depth -= 1
 
@@ -80,19 +84,6 @@ def levels_left() -> Iterator[None]:
         raise
     finally:
         _local.guarded = not outermost
-
-
-def _teach_inductor() -> None:
-    """Tell Inductor how to compile our ops, if Inductor is what will compile them."""
-    if "torch._inductor.compile_fx" in sys.modules:
-        teach_inductor()
-
-
-def _run_traced(region: Region, graph: Graph, operands: tuple[Any, ...]) -> tuple[Any, ...]:
-    _teach_inductor()
-    if not torch.is_grad_enabled() and not in_transform():
-        return region.function(*operands)
-    return _TracedCall(region, graph, operands)()
 
 
 @dataclass(frozen=True)

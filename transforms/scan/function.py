@@ -32,10 +32,17 @@ from remat.transforms.context import active
 from remat.transforms.offload import lane
 from remat.transforms.pytree import merge, smooth
 from remat.transforms.scan.backward import pull_back
-from remat.transforms.scan.batching import batch, expand, kept_batched, kept_for_batch, with_memory
 from remat.transforms.scan.body import version, wrote
 from remat.transforms.scan.compiled import MOST, UnrolledStep, dense
-from remat.transforms.scan.derivatives import pull_back_of, tangents_of
+from remat.transforms.scan.rules import (
+    batch,
+    expand,
+    kept_batched,
+    kept_for_batch,
+    pull_back_of,
+    tangents_of,
+    with_memory,
+)
 from remat.transforms.scan.spec import (
     Leaves,
     Record,

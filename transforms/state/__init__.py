@@ -15,5 +15,4 @@ from remat.transforms.state.functional_rng import (
     draw,  # what `func(*args, **kwargs)` would draw, as a function of `seed`
     new_seed,  # a seed from the default generator of the device that the call draws on
     refuse_generator,  # raise for a draw from a generator of the user's
-    seeding,  # whether the op that runs draws a seed
 )

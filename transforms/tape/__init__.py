@@ -6,7 +6,6 @@ from remat.transforms.tape.guard import (
 from remat.transforms.tape.observers import (
     Kept,  # one tensor that a region keeps from its forward to its backward
     listen,  # collect what the regions called inside keep, in a new list or whatever else has `append`
-    listening,  # whether anybody listens on this thread
     made_by,  # the blocks of memory of an op's results that are not those of its operands, with their keys
     report,  # tell every listener of this thread of a kept tensor
 )
@@ -22,6 +21,7 @@ from remat.transforms.tape.recorder import (
 from remat.transforms.tape.replay import (
     Recorded,  # one settled forward of a primitive
     Replay,  # hands out kept values where a region's function runs again
+    sent_away,  # what of the kept values is on its way to the host
 )
 from remat.transforms.tape.snapshots import (
     Held,  # a value of a region, held until the backward
@@ -44,6 +44,7 @@ from remat.transforms.tape.tape import (
     held_tensors,  # the tensors held for a kept value, and which are offloaded
     holds_unseen,  # whether a node may read tensors that no saved-tensor hook was told of
     map_tensors,  # a function applied to the tensors of an op's results
+    nodes_behind,  # the autograd nodes behind some, with numbers from a start on
     refs_in,  # the numbers in a template
 )
 from remat.transforms.tape.verdicts import (

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from remat.transforms.compat import engine_runs, running_node
-from remat.transforms.tape.tape import _nodes
+from remat.transforms.tape.tape import nodes_behind
 
 
 class Reachability:
@@ -62,4 +62,4 @@ class Reachability:
 
 
 def _behind(node: Any, start: int) -> frozenset[int]:
-    return frozenset([found._sequence_nr() - start for found in _nodes([node], start)])
+    return frozenset([found._sequence_nr() - start for found in nodes_behind([node], start)])

@@ -43,7 +43,7 @@ from remat.transforms.tape.tape import (
     is_graded,
     refs_in,
 )
-from remat.transforms.tape.writes import WriteWatch
+from remat.transforms.tape.verdicts import WriteWatch
 
 _as_strided = torch.ops.aten.as_strided.default
 # What stands in a template as it is, and means the same in another call.

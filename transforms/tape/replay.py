@@ -17,7 +17,7 @@ import torch
 from remat.transforms.closure import of_captured
 from remat.transforms.context import Mode, active, quiet
 from remat.transforms.errors import RematError, not_repeated, written
-from remat.transforms.offload import Elsewhere, Store, away_in
+from remat.transforms.offload import Store, away_in
 from remat.transforms.ops import (
     alike,
     is_cast_of_leaf,
@@ -34,8 +34,8 @@ from remat.transforms.placeholders import stand_in
 from remat.transforms.state import RandomState, generators_put_back
 from remat.transforms.tape.reachability import Reachability
 from remat.transforms.tape.recorder import Recorder
-from remat.transforms.tape.snapshots import Snapshot, lent, octets
-from remat.transforms.tape.tape import KEPT, SKIP, Needs, Node, Ref, Tape, constants_alike, map_tensors
+from remat.transforms.tape.snapshots import Snapshot, handed_out, lent, octets
+from remat.transforms.tape.tape import KEPT, SKIP, Needs, Node, Ref, Tape, constants_alike
 
 if TYPE_CHECKING:
     from remat.transforms.region import Region
@@ -147,15 +147,7 @@ class Replay(Mode):
         return out
 
     def _hand_out(self, at: int) -> Any:
-        copied = at in self.needs.copied
-
-        def fresh(value: Any) -> torch.Tensor:
-            if isinstance(value, Elsewhere):
-                return value.get(alone=copied)  # pyright: ignore[reportAttributeAccessIssue]
-            # A new tensor object each time: autograd writes its own record on it.
-            return value.clone() if copied else value.detach()
-
-        return quiet(map_tensors, fresh, self.kept[at])
+        return quiet(handed_out, self.kept[at], at in self.needs.copied)
 
     def _on_scratch(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -234,20 +226,7 @@ class Recorded:
             for at, g in enumerate(given)
             if at in needs.outside or g.storage in saved or g.snapshot is not None
         }
-        self.store = self._sent(outs, recorder)
-
-    def _sent(self, outs: Sequence[torch.Tensor], recorder: Recorder) -> Store | None:
-        """Note what the forward sent to the host."""
-        away = {at: value for at, value in self.kept.items() if any(True for _ in away_in(value))}
-        if not away:
-            return None
-        # The caller may write to the results, into memory that is perhaps still being sent.
-        roots = {recorder.root(t) for t in outs}
-        for at, value in away.items():
-            if self.tape.nodes[at].root in roots:
-                for parcel in away_in(value):
-                    parcel.parcel.wait()
-        return Store(self.kept)
+        self.store = sent_away(self.kept, tape, lambda: {recorder.root(t) for t in outs})
 
     def part(self, present: Sequence[int] | None) -> Needs:
         """What a pull-back from the results at `present` needs; None for all of them."""
@@ -337,8 +316,8 @@ def _let_go(recorder: Recorder) -> list[_Given]:
 def _must_run(tape: Tape) -> set[int]:
     """Ops that run although nobody reads them.
 
-    Those of regions inside, which run a forward of their own; those that told user code something about
-    data: what it does next may depend on it; and those that fill what autograd has saved before.
+    There are three kinds. Ops of regions inside, which run a forward of their own. Ops that showed data to
+    user code, which may depend on it. And ops that fill what autograd has saved before.
     """
     inner = {i for start, stop in tape.inner for i in range(start, stop)}
     return inner | {
@@ -361,3 +340,20 @@ def _stored(recorder: Recorder, needs: Needs, outs: Sequence[torch.Tensor]) -> s
         and needs.actions[tape.makers[number]] == SKIP
         and not traits(tape.nodes[tape.makers[number]].op).view
     }
+
+
+def sent_away(kept: dict[int, Any], tape: Tape, roots: Callable[[], set[int | None]]) -> Store | None:
+    """What of the kept values is on its way to the host, None for nothing; `roots`: where results lie.
+
+    The caller may write to the results, into memory that is perhaps still being sent. An alias that autograd
+    made of something, which lies in None, may be of anything.
+    """
+    away = {at: value for at, value in kept.items() if any(True for _ in away_in(value))}
+    if not away:
+        return None
+    lie = roots()
+    for at, value in away.items():
+        if None in lie or tape.nodes[at].root in lie:
+            for parcel in away_in(value):
+                parcel.parcel.wait()
+    return Store(kept)

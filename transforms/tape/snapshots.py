@@ -62,6 +62,18 @@ def held_values(
     return {at: map_tensors(hold, value) for at, value in kept.items()}
 
 
+def handed_out(kept: Any, copied: bool) -> Any:
+    """What was kept of an op, for its recomputation; `copied` where that writes to it."""
+
+    def fresh(value: Any) -> torch.Tensor:
+        if isinstance(value, Elsewhere):
+            return value.get(alone=copied)  # pyright: ignore[reportAttributeAccessIssue]
+        # A new tensor object each time: autograd writes its own record on it.
+        return value.clone() if copied else value.detach()
+
+    return map_tensors(fresh, kept)
+
+
 class Snapshot:
     """A copy of the memory of a tensor: all of it, so that every view of it can be had again."""
 

@@ -1,5 +1,5 @@
-"""The tape of a region's forward: its ops, numbered once, and which of them a backward needs again: by the
-values that it reads (`Needs`), by the results that it starts from (`Reachability`).
+"""The tape of a region's forward: its ops, numbered once. `Needs` says which of them a backward needs for the
+values that it reads, and `Reachability` for the results that it starts from.
 
 A tape is pure structure. It names values by number, and holds neither tensors nor user code, so that it may
 outlive the call that wrote it. `recorder.Recorder` writes a tape, or holds a later forward against one;
@@ -12,6 +12,7 @@ import copy
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,30 +28,9 @@ class Stop(BaseException):
     """Ends a recomputation once everything that was asked for is there."""
 
 
+@dataclass(init=False, eq=False, repr=False, slots=True)
 class Node:
     """One op of a region: how it was called, where its operands came from, what its results were."""
-
-    __slots__ = (
-        "args",
-        "check",
-        "deps",
-        "digest",
-        "draws",
-        "external",
-        "first",
-        "graded",
-        "kwargs",
-        "name",
-        "op",
-        "optional",
-        "outs",
-        "overwrites",
-        "place",
-        "root",
-        "shape_only",
-        "verdict",
-        "written",
-    )
 
     op: Any
     args: tuple[Any, ...]  # with a `Ref` in the place of every tensor
@@ -206,7 +186,9 @@ class Needs:
         nodes = tape.nodes
         self.live = live = _reach(tape, wanted, kept)
         unseen = any(live.values()) and _fills_unseen(tape, live)
-        self.whole = tape.open is not None or unseen or _is_exposed(tape, live)
+        # A raw kernel may have written to memory that user code has looked at.
+        exposed = bool(tape.exposed) and any(nodes[i].root in tape.exposed for i in live)
+        self.whole = tape.open is not None or unseen or exposed
         if self.whole:
             self.live = live = {i: not _handed_out(tape, i, kept) for i in range(len(nodes))}
         written = {root for i, runs in live.items() if runs for root in nodes[i].written}
@@ -248,11 +230,6 @@ def _reach(tape: Tape, wanted: Iterable[int], kept: Mapping[int, Any]) -> dict[i
     return live
 
 
-def _is_exposed(tape: Tape, live: dict[int, bool]) -> bool:
-    """Whether a needed value lies in memory that a raw kernel may have written to."""
-    return bool(tape.exposed) and any(tape.nodes[i].root in tape.exposed for i in live)
-
-
 def _fills_unseen(tape: Tape, live: dict[int, bool]) -> bool:
     """Whether a needed value came about unseen: a raw kernel, such as Triton's, fills what `empty` made."""
     return any(
@@ -267,7 +244,7 @@ def holds_unseen(outs: Sequence[torch.Tensor], start: int) -> bool:
     What an autograd.Function writes on its context, in place of calling save_for_backward, it reads in its
     backward like anything else; so do functions in C++.
     """
-    return any(map(_opaque, _nodes([t.grad_fn for t in outs], start)))
+    return any(map(_opaque, nodes_behind([t.grad_fn for t in outs], start)))
 
 
 def _opaque(node: Any) -> bool:
@@ -288,7 +265,7 @@ def _holds_tensor(value: Any, depth: int) -> bool:
     return depth > 0 and any(_holds_tensor(part, depth - 1) for part in parts)
 
 
-def _nodes(roots: list[Any], start: int) -> Iterator[Any]:
+def nodes_behind(roots: list[Any], start: int) -> Iterator[Any]:
     """The nodes behind `roots`, those included, with numbers from `start` on."""
     seen: set[int] = set()
     while roots:
