@@ -54,9 +54,9 @@ class Report:
 
             for path in draw(results, self.root / "docs" / "figures"):
                 print(path)
-        texts = {suite: section(suite, results, self.root) for suite, results in found.items()}
+        texts: dict[Suite, str] = {s: section(s, results, self.root) for s, results in found.items()}
         for page in sorted({PAGES[suite] for suite in texts}):
-            mine = {suite: text for suite, text in texts.items() if PAGES[suite] == page}
+            mine = {suite: texts[suite] for suite in found if PAGES[suite] == page}
             rewrite(self.root / "docs" / page, mine)
         quick = found.get(HEADLINE)
         if quick is not None:
