@@ -13,5 +13,4 @@ from remat.transforms.offload.transfer import (
     send,  # send a value to the host, unless what is kept of the op that made its memory, `root`, covers it
     to_device,  # begin to copy a tensor that was sent back
     to_host,  # begin to copy a tensor to host memory
-    travelling,  # where what runs now brings a value, "host" or "device"
 )
