@@ -36,7 +36,7 @@ def main(readme: str, version: str) -> None:
         with contextlib.redirect_stdout(out):
             exec(code, {})
         assert out.getvalue() == printed, out.getvalue()
-    took = min(float(subprocess.check_output([sys.executable, "-c", TIMED])) for _ in range(5))
+    took = min(float(subprocess.check_output([sys.executable, "-Wignore", "-c", TIMED])) for _ in range(5))
     print(
         f"  {len(blocks)} blocks of README run; import remat takes {took:.3f} s beyond torch, at most {LIMIT}"
     )

@@ -5,18 +5,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import http.server
+import itertools
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
-from torch import nn
 
-from remat import checkpoint_name, explain, remat, save_names
+from remat import explain, remat, save_matmuls
+from remat.cli.models import Sizes, batches, build
+from remat.policies import save_every
 from tests.tools import chromium
 
 ROOT = Path(__file__).parents[1]
@@ -34,37 +37,19 @@ canvas.dispatchEvent(new MouseEvent("click", { clientX: box.left + 0.7 * box.wid
 """
 
 
-class Block(nn.Module):
-    """A transformer's block."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for part in self.qkv(self.norm1(x)).chunk(3, -1)
-        )
-        heads = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(checkpoint_name(heads.transpose(1, 2).flatten(2), "heads"))
-        return x + self.down(nn.functional.gelu(checkpoint_name(self.up(self.norm2(x)), "up")))
-
-
 def save_report(path: Path) -> None:
     """The page of a small transformer, with its frontier."""
-    torch.manual_seed(0)
-    blocks = [remat(Block(128, 4), policy=save_names("heads", "up"), name=f"layer {i}") for i in range(6)]
+    sizes = Sizes(depth=6, width=128, heads=4, seq=128)
+    model = build("gpt", sizes, torch.float32, torch.device("cpu"))
+    params, numbers = model.leaves(model.params), itertools.cycle(range(sizes.depth))
 
-    def loss(x: torch.Tensor) -> torch.Tensor:
-        for block in blocks:
-            x = block(x)
-        return x.square().mean()
+    def loss(tokens: torch.Tensor) -> torch.Tensor:
+        def wrap(block: Any) -> Any:
+            return remat(block, policy=save_every(2, save_matmuls), name=f"layer {next(numbers)}")
 
-    explain(loss, torch.randn(4, 128, 128), frontier=True).save(path)
+        return model.loss(params, tokens, wrap)
+
+    explain(loss, next(batches(4, sizes.seq)), frontier=True).save(path)
 
 
 def shoot(page: Path | str, name: str, width: int, height: int) -> None:
@@ -102,7 +87,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         report, site = Path(folder) / "report.html", Path(folder) / "site"
         save_report(report)
-        shoot(chromium.with_script(report, MOVE_SLIDER), "frontier.png", 1200, 505)
+        shoot(chromium.with_script(report, MOVE_SLIDER), "frontier.png", 1200, 492)
         shoot(chromium.with_script(report, CLICK_OP), "cockpit.png", 1200, 1290)
         build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
         subprocess.run(build, cwd=ROOT, check=True)

@@ -96,8 +96,8 @@ class Recomputed:
 def recomputed(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Recomputed]:
     """What each region of `fn` keeps and recomputes once `torch.compile` is through with it.
 
-    Compiles `fn` on its own as far as Inductor's partitioner and decompositions go, generates no code, and
-    runs it once, backward included where a result requires grad. Nothing that was compiled before is touched.
+    Compiles `fn` by itself with Inductor's decompositions and partitioner, but generates no code. Then runs
+    it once, with its backward if a result requires grad. Earlier compiled code is not touched.
 
     Args:
         fn: a function that `torch.compile` can compile, or the result of `torch.compile`; with `remat`

@@ -38,10 +38,10 @@ def grad(
         RuntimeError: `fun` returns no scalar tensor, or `argnums` is out of range.
         ValueError: an argument to differentiate holds something other than tensors.
 
-    The semantics are those of `torch.func.grad`. The gradients can be differentiated in turn, and their graph
-    is kept, in three cases: inside another transform, under `torch.compile`, and in grad mode where a tensor
-    takes part that requires grad. To keep nothing, pass detached parameters, or call it under
-    `torch.no_grad()`.
+    The semantics are those of `torch.func.grad`. The graph of the gradients is kept in three cases, so that
+    they can be differentiated in turn. These are inside another transform, under `torch.compile`, and in
+    grad mode if a tensor takes part that requires grad. To keep nothing, pass detached parameters, or call
+    it under `torch.no_grad()`.
 
     Example:
         >>> import torch

@@ -42,9 +42,9 @@ class Residual:
         dtype: its element type.
         device: where it is.
         bytes: of the whole block, also where the tensor is a view of a part.
-        why: "argument"; "captured" (from outside, such as a weight); "policy" (a policy saved it);
-            "decision" (an index or a mask that must not flip, see `keep_decisions` of `remat`);
-            "random" (generator state); "output" (of an op: autograd or a region keeps it).
+        why: "argument", "captured" (from outside, such as a weight), "policy" (a policy saved it),
+            "decision", "random" (generator state) or "output". A decision is an index or a mask that must not
+            flip, see `keep_decisions` of `remat`. An output is a result that autograd or a region keeps.
         op: the op that made it, None for arguments and captured tensors.
         name: its `checkpoint_name`, or None.
         location: `file:line (function)` of the user's code that made it, or None.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
+import io
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -21,12 +24,14 @@ from remat.transforms import RematError, is_user_frame
 COMMANDS = {
     "sweep": ("Sweep", "train a transformer under each policy: what it saves and costs"),
     "explain": ("Explain", "what a function keeps and recomputes, and what that costs"),
+    "compare": ("Compare", "a step under several policies side by side"),
     "doctor": ("Doctor", "run one step with and without its regions, and say what defeats them"),
     "plan": ("Plan", "the best a function can keep within a budget, or at every budget"),
+    "init": ("Init", "write a script that trains a Hugging Face model with recomputation"),
     "schedule": ("Draw", "draw which carries a scan keeps"),
     "env": ("Env", "what this machine can do"),
 }
-COMPLETES = "completion of the shell: remat --tyro-print-completion bash, zsh or tcsh"
+COMPLETES = "completion of the shell: remat --tyro-print-completion bash, or zsh"
 COMPLETION = ("--tyro-print-completion", "--tyro-write-completion")
 
 
@@ -54,7 +59,14 @@ def run(name: str, args: list[str]) -> Any:
         return 2
     import tyro
 
-    command: Any = tyro.cli(target, prog=f"remat {name}", args=args)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            command: Any = tyro.cli(target, prog=f"remat {name}", args=args)
+    except SystemExit as left:
+        if left.code:
+            print(f"remat {name}: {in_one_line(said.getvalue())}", file=sys.stderr)
+        raise
     try:
         return command()
     except (UsageError, RematError) as error:
@@ -91,6 +103,13 @@ def completion(args: list[str]) -> int:
     return 0
 
 
+def in_one_line(box: str) -> str:
+    """What tyro says in a box, of lines or of plain characters, without the box."""
+    inside = [line.strip(" |\u2502") for line in box.splitlines() if line[:1] not in "+\u256d\u2570"]
+    sections = re.split(r"-{8,}|\u2500+", " ".join(inside))
+    return ". ".join(" ".join(part.split()).rstrip(".") for part in sections if part.strip())
+
+
 def told(error: Exception) -> str:
     """An error in one line, with the user's line that raised it."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if is_user_frame(frame)]
@@ -105,12 +124,12 @@ def told(error: Exception) -> str:
 
 def usage() -> str:
     """What `remat --help` prints."""
-    lines = [f"  {name:<10}{text}" for name, (_, _, text) in COMMANDS.items()]
+    lines = [f"  {name:<10}{text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(["usage: python -m remat COMMAND [--help], or --version", "", *lines, "", COMPLETES])
 
 
 def unknown(name: str) -> str:
-    """What is said of a command that there is not, with the nearest one."""
+    """One line about a command that there is not, with the nearest one."""
     near = difflib.get_close_matches(name, COMMANDS, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"remat: there is no command {name!r}{hint}\n\n{usage()}"
+    hint = f"did you mean {near[0]!r}?" if near else f"write one of {', '.join(COMMANDS)}."
+    return f"remat: there is no command {name!r}; {hint} remat --help tells what they do."

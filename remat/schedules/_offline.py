@@ -279,8 +279,7 @@ class Sqrt(Schedule):
 class Multilevel(Revolve):
     """`device` carries on the device and `host` carries offloaded, with t(n + 1, device + host) advances.
 
-    The oldest states live on the host: they lie at the bottom of the stack, are written once in the forward
-    pass and read least often.
+    The oldest states live on the host. They are written once in the forward pass and read least often.
 
     Attributes:
         device: carries on the device.

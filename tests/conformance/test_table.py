@@ -62,25 +62,52 @@ def test_the_other_names_are_needed():
     assert all(named[at] != test for at, test in ELSEWHERE.items())
 
 
-TORCHS = {"C": "checkpoint", "N": "nested", "U": "utils", "S": "selective", "T": "tags"}
+TORCHS = {
+    "C": "checkpoint",
+    "N": "nested",
+    "U": "utils",
+    "S": "selective",
+    "T": "tags",
+    "D": "compiled",
+    "B": "breaks",
+    "G": "one_graph",
+}
+# Where one test of ours holds several of torch's: by name in a dictionary, or by parameters.
+TABLES = {"test_tags": "T", "test_counts": "D"}  # and the file
+GROUPED = {
+    "test_nonlocal": ("mutation", "list_mutation", "list_mutation_hidden"),
+    "test_ac_rematerialize": ("simple_forward_backward", "with_selective_checkpoint_policy"),
+    "test_joint_graph_passes": ("view_optimization", "permute_optimization"),
+    "test": ("chunked_loss_remat", "two_backward_regions_needing_remat_errors"),
+}
+OURS = ("test_nested_checkpoint_of_third_order", "test_backwards_in_a_graph")
 
 
 def torchs_rows() -> list[tuple[str, str, str]]:
-    pattern = r"^\| (test_\w+) \| (pass|adapted|refused on purpose) \| ([CNUST]) \|"
+    pattern = r"^\| (test_\w+) \| (pass|adapted|refused on purpose) \| ([CNUSTDBG]) \|"
     return re.findall(pattern, (PAGE.parent / "trust.md").read_text(), re.MULTILINE)
 
 
 def test_torchs_tests_are_all_told_and_counted():
-    """docs/trust.md names each test of the five files, and none that is not there."""
+    """docs/trust.md names each test of the eight files, and none that is not there."""
     stems = {letter: f"test_torch_{name}" for letter, name in TORCHS.items()}
     defined = {(name, letter) for letter, stem in stems.items() for name in defined_in(stem)}
-    source = (HERE / "test_torch_tags.py").read_text()
+    tables = "".join((HERE / f"{stems[letter]}.py").read_text() for letter in TABLES.values())
+    grouped = {f"{stem}_{name}" for stem, names in GROUPED.items() for name in names}
     told = {(name, letter) for name, _, letter in torchs_rows()}
-    missing = {(name, letter) for name, letter in told - defined if f'"{name}":' not in source}
+    missing = {name for name, letter in told - defined if f'"{name}":' not in tables} - grouped
     tests = {pair for pair in defined if pair[0].startswith("test_")}
-    assert not missing and tests - told == {
-        ("test_tags", "T"),
-        ("test_nested_checkpoint_of_third_order", "N"),
-    }
+    assert not missing
+    assert {name for name, _ in tests - told} == {*OURS, *TABLES, *GROUPED} - {"test"}
     kinds = Counter(kind for _, kind, _ in torchs_rows())
     assert f"{kinds['pass']} pass, {kinds['adapted']} are adapted" in (PAGE.parent / "trust.md").read_text()
+
+
+def test_equinoxs_tests_are_all_told_and_counted():
+    """The rows that have no place of their own: every test of test_equinox.py, one of them two."""
+    text = (PAGE.parent / "trust.md").read_text().partition("## equinox's tests")[2].partition("\n## ")[0]
+    told = re.findall(r"^\| (test_\w+) \| (pass|adapted) \|", text, re.MULTILINE)
+    names = {re.sub("(un)?batched_cond$", "", name).rstrip("_") for name, _ in told}
+    assert names == {name for name in defined_in("test_equinox") if name.startswith("test_")}
+    kinds = Counter(kind for _, kind in told)
+    assert f"{kinds['pass']} pass, {kinds['adapted']} are adapted." in text

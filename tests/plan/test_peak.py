@@ -139,7 +139,7 @@ def test_a_model_plan_within_a_peak():
         (-5, "positive number of bytes"),
         (0.5, "positive number of bytes, got 0.5"),
         (True, "positive number of bytes, got True"),
-        ("lots", "'lots' is no peak"),
+        ("lots", "'lots' is not a peak"),
     ],
 )
 def test_bad_peaks(peak, message):

@@ -194,8 +194,8 @@ def test_the_frontier_of_a_function_without_regions():
     # A budget that comes out like another policy is left out.
     kept = [measured.kept_bytes for _, measured in found.frontier]
     assert len(kept[5:]) == len(set(kept[5:])) and json.loads(found.to_json())["frontier"]
-    with pytest.raises(RematError, match=r"explain\(.*kwargs=\{'frontier': 3\}"):
-        explain(lambda x, frontier: x.sin(), X, frontier=3)
+    with pytest.raises(RematError, match=r"explain\(.*kwargs=\{'frontier': True\}"):
+        explain(lambda x, frontier: x.sin(), X, frontier=True)
 
 
 def test_no_text_of_the_users_ends_the_script(tmp_path):

@@ -2,9 +2,9 @@
 
 In eager code torch.cond compiles itself, but not under a dispatch mode, and not with a torch-function mode
 that Dynamo cannot trace. Under a dispatch mode (2.11 to 2.15) its operator gets the branches as Python
-functions, and refuses those that capture tensors, fails in the backward of those that return one tensor, and
-under vmap takes that tensor for a tuple of its rows. In a region that is recorded or recomputed the branch's
-ops are ops like any other, which policies see.
+functions. It refuses branches that capture tensors. It fails in the backward of a branch that returns one
+tensor, and under vmap it takes that tensor for a tuple of its rows. In a region that is recorded or
+recomputed the branch's ops are ops like any other, which policies see.
 """
 
 from __future__ import annotations

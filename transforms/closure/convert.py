@@ -263,8 +263,8 @@ def read_again(name: str, missed: Missed) -> RematError:
     """What to raise when a recomputation meets a captured tensor that the forward did not."""
     return RematError(
         f"{name}: evaluated again, it reads a tensor ({tuple(missed.tensor.shape)}) that it did not read in "
-        "the forward; its gradient would be lost. What changes between forward and backward, a global or an "
-        "attribute, must be an argument: of a scan, put it in the carry or in xs."
+        "the forward; its gradient would be lost. A global or an attribute that changes between forward and "
+        "backward must be an argument. In a scan, put it in the carry or in xs."
     )
 
 
@@ -330,8 +330,8 @@ def refuse_strays(
         called = of_captured(function, unwrapped(lost))
         said = f"{called!r} ({tuple(lost.shape)})" if called else f"a tensor of shape {tuple(lost.shape)}"
         raise RematError(
-            f"{name} reads {said} from outside, past every torch function (TorchScript, an extension, a "
-            "function given to an operator on functions), so its derivative would be lost. Pass it as an "
+            f"{name} reads {said} from outside without a torch function, so its derivative would be lost. "
+            "TorchScript, extensions and functions given to operators on functions do that. Pass it as an "
             "argument; in a scan, put it in the carry or in xs."
         )
 

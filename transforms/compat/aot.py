@@ -112,8 +112,8 @@ def compiled_for_graphs(
     """`fn`, compiled as far as Inductor's partitioner and decompositions go; the graphs are shown and then
     run as they are.
 
-    `joint` sees each graph of forward and backward before it is partitioned, `final` each one that would be
-    handed to code generation; what has no backward of its own is seen by both.
+    `joint` sees each graph of forward and backward before it is partitioned. `final` sees each graph that
+    would go to code generation. Both see a graph without a backward.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch._aot_autograd.utils import make_boxed_func

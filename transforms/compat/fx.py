@@ -1,8 +1,7 @@
 """Private names of torch's tracer (make_fx); `autograd.py` has the others.
 
-A stretch of the graph that is being traced can be cut out and pasted again for other operands, which takes
-a fraction of the time that the tracer takes to come to the same nodes. Tried on 2.11.0, 2.13.0 and 2.15.0
-(CPU).
+A stretch of the graph that is being traced can be copied for other operands. That takes a fraction of the
+time of tracing it again. Tried on 2.11.0, 2.13.0 and 2.15.0 (CPU).
 """
 
 from __future__ import annotations

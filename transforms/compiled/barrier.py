@@ -212,8 +212,9 @@ class Record(Protocol):
 
 
 def dedup_key(region: Region, operands: Sequence[Any], ambient: Ambient) -> Hashable:
-    """What two calls of regions have in common if one is a copy of the other but for its tensors; None where
-    that cannot be told: regions inside it, policies that look at more than ops and shapes."""
+    """What two calls of regions have in common if they differ in their tensors only. None if that cannot be
+    told: with regions inside, or with a policy that reads more than ops and shapes.
+    """
     if region.selector is not None and region.key is None:
         return None
     graph: Any = region.function

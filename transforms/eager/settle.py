@@ -93,6 +93,8 @@ def hold_kept(frame: Any, recorder: Recorder, out: Any) -> None:
     kept, hooks = frame.kept, users(frame.inputs.hooks)
     if kept:
         results = list(tensors_in(flatten(out)[0]))
+        # And what the function has left elsewhere.
+        results.extend(recorder.shared(kept))
         frame.kept = held_values(kept, frame.region.name, results, hooks)
         numbers = [recorder.bound(t) for t in results]
         frame.store = sent_away(

@@ -1,4 +1,4 @@
-"""Where a primitive is differentiated: the rules of plain autograd and of a grad level, and their nodes; and
+"""Where a primitive is differentiated: the rules of plain autograd and of a grad level, and their nodes. Also
 how it runs below every level: the recorded forward, and its recomputation in a pull-back.
 
 A node holds the operands and what the recorded forward left (`Residuals`); its backward calls the pull-back,
@@ -175,9 +175,10 @@ def _saved(ctx: Any) -> Tensors:
 
 
 def _compares(prim: Prim) -> bool:
-    """Whether a recomputation must run ops just as the forward did, by the same levels, those that it is not
-    pulled back for included: in a graph, where kept values are told apart by what comes before them. (By
-    which levels differentiate what, matmul and in-place ops on views come down to other ops.)"""
+    """Whether a recomputation must run its ops at the same levels as the forward, including levels that it is
+    not pulled back for. That is so in a graph, where the nodes before a kept value tell it from others. (By
+    which levels differentiate what, matmul and in-place ops on views come down to other ops.)
+    """
     written = None if prim.source is None else prim.source.written
     return written is not None and written.keeps and not written.tape.loose
 

@@ -1,8 +1,8 @@
 """Taps: what `capture` and `capture_grads` put where a value gets its name.
 
 `tap(name, tree)` hands a named tree to the sessions open on this thread and returns it, perhaps changed. A
-region under functorch levels runs below them, where a value can leave only as a result and enter only as an
-operand: there each session is replaced by a mirror, and the region passes on what that found.
+region under functorch levels runs below them. There a value can leave only as a result and enter only as an
+operand. So each session is replaced by a mirror, and the region passes on what that found.
 """
 
 from __future__ import annotations

@@ -316,8 +316,8 @@ def _let_go(recorder: Recorder) -> list[_Given]:
 def _must_run(tape: Tape) -> set[int]:
     """Ops that run although nobody reads them.
 
-    Those of regions inside, which run a forward of their own; those that told user code something about
-    data: what it does next may depend on it; and those that fill what autograd has saved before.
+    There are three kinds. Ops of regions inside, which run a forward of their own. Ops that showed data to
+    user code, which may depend on it. And ops that fill what autograd has saved before.
     """
     inner = {i for start, stop in tape.inner for i in range(start, stop)}
     return inner | {

@@ -1,5 +1,5 @@
-"""The tape of a region's forward: its ops, numbered once, and which of them a backward needs again: by the
-values that it reads (`Needs`), by the results that it starts from (`Reachability`).
+"""The tape of a region's forward: its ops, numbered once. `Needs` says which of them a backward needs for the
+values that it reads, and `Reachability` for the results that it starts from.
 
 A tape is pure structure. It names values by number, and holds neither tensors nor user code, so that it may
 outlive the call that wrote it. `recorder.Recorder` writes a tape, or holds a later forward against one;

@@ -56,6 +56,12 @@ class Verdicts(Mode):
         root = None if fresh else self.kept.get(node.root)
         return quiet(map_tensors, lambda tensor: send(tensor, root), out)
 
+    def shared(self, ops: Iterable[int]) -> list[torch.Tensor]:
+        """The results of these ops that somebody else has, too, and may write to."""
+        nodes = [self.tape.nodes[at] for at in ops]
+        numbers = {node.first + i for node in nodes for i in range(len(metas(node.outs)))}
+        return [tensor for tensor, number in self._numbers.living() if number in numbers]
+
     def owner(self, node: Node, value: torch.Tensor) -> int | None:
         """The op whose whole result lies in the memory of `value`, the result of `node`, if there is one."""
         at, nodes = node.root, self.tape.nodes

@@ -52,6 +52,7 @@ def machine(device: str | None = None) -> dict[str, Any]:
 
 
 def accelerator() -> str:
+    """What torch would compute on here: "cuda", or "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -64,6 +65,7 @@ def processor() -> str:
 
 
 def version(package: str) -> str | None:
+    """The installed version of a package, None where it is missing."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -82,12 +84,15 @@ def compiler() -> str | None:
 
 
 def lines(facts: dict[str, Any]) -> list[str]:
+    """The facts as text, a line each."""
     plain = [f"{key:<12} {value}" for key, value in facts.items() if key not in ("extras", "compile")]
     compiles = facts["compile"] or "no C++ compiler found: torch.compile runs with backend='aot_eager' only"
     return [*plain, f"{'compile':<12} {compiles}", *extras(facts["extras"])]
 
 
 def extras(found: dict[str, dict[str, str | None]]) -> list[str]:
+    """A line for each extra: what of it is there, and how to install what is not."""
+
     def tell(name: str, packages: dict[str, str | None]) -> str:
         have = ", ".join(f"{package} {number}" for package, number in packages.items() if number)
         missing = [package for package, number in packages.items() if not number]

@@ -9,47 +9,40 @@ from typing import Annotated
 import tyro
 
 from remat._inspect.report import compare, explain
-from remat.cli.checked import device_of, writable
+from remat.cli.checked import writable
+from remat.cli.errors import UsageError
+from remat.cli.options import StepOptions
 from remat.cli.rows import parse
-from remat.cli.target import load
+from remat.cli.shown import show
 
 
-@dataclass
-class Explain:
+@dataclass(kw_only=True)
+class Explain(StepOptions):
     """Say what a function keeps for its backward, what it recomputes, and what that costs.
 
     The function is run forward and backward, on random inputs where sizes are given.
     """
 
-    target: Annotated[str, tyro.conf.Positional]
-    """MODULE:FN, FN a function or module of tensors, or one of no arguments that returns (fn, *args)."""
-    input: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """A tensor argument, as 4x128x256; once for each."""
-    dtype: str = "float32"
-    """Of the inputs."""
-    device: str = "cpu"
-    """Where the inputs are made: cpu, cuda, cuda:1, mps."""
     policy: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Compare policies: 'save_matmuls | save_attention', budget=0.4, names=q,k, MODULE:RULE."""
+    """Under this policy: 'save_matmuls | save_attention', budget=0.4, plan=FILE, names=q,k, MODULE:RULE."""
     html: Path | None = None
     """Also write the report there: one page, with pictures, that needs no network."""
+    frontier: bool = True
+    """With --html: run the built-in policies and a few budgets too, for the page's slider."""
     json: bool = False
     """Print one JSON object instead of the report."""
 
     def __call__(self) -> int:
-        from rich.console import Console
-
         writable("--html", self.html)
-        device_of(self.device)
-        fn, args = load(self.target, self.input, self.dtype, self.device)
-        if self.policy:
-            found = compare(fn, *args, policies=[parse(text) for text in self.policy])
-        else:
-            found = explain(fn, *args)
-        if self.json:
-            print(found.to_json(indent=2))
-        else:
-            Console(highlight=False).print(found)
+        if len(self.policy) > 1:
+            raise UsageError(f"explain is of one policy: write remat compare {self.target} for several.")
+        policies = [parse(text) for text in self.policy]
+        fn, args = self.step()
+        if not policies:
+            found = explain(fn, *args, frontier=self.frontier and self.html is not None, kwargs={})
+            return show(found, self.json, self.html)
+        comparison = compare(fn, *args, policies=policies, kwargs={})
+        show(comparison.rows[0][1], self.json)
         if self.html:
-            found.save(self.html)
+            comparison.save(self.html)
         return 0

@@ -39,11 +39,13 @@ def described(sweep: Sweep) -> dict[str, Any]:
 
 
 def title(options: dict[str, Any]) -> str:
+    """The heading of table and chart: the model and its sizes."""
     text = "{model}, {mode}: depth {depth}, width {width}, {heads} heads, {batch} x {seq} bytes, {dtype}"
     return f"{text}, {{device}}".format(**options)
 
 
 def write_csv(path: Path, context: dict[str, Any], results: list[Result]) -> None:
+    """One line for each row of the sweep; each repeats machine and options."""
     records = [context | asdict(result) for result in results]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, records[0])
@@ -65,6 +67,7 @@ def progress(quiet: bool) -> Iterator[Callable[[float], None]]:
 
 
 def show(facts: dict[str, Any], options: dict[str, Any], results: list[Result], out: Path) -> None:
+    """Print the table, errors, the verdict, and where the files are."""
     from rich.console import Console
 
     grid = table(title(options), results)
@@ -81,6 +84,7 @@ def show(facts: dict[str, Any], options: dict[str, Any], results: list[Result], 
 
 
 def verdict(results: list[Result]) -> str:
+    """Whether all gradients agree, and which rows failed, in rich's markup."""
     wrong = [result.policy for result in results if result.wrong]
     failed = [result.policy for result in results if result.failed]
     texts = (
@@ -105,6 +109,7 @@ COLUMNS: list[tuple[str, Callable[[Result], str]]] = [
 
 
 def table(heading: str, results: list[Result]) -> Any:
+    """The rows as a table of rich; wrong ones are red, rivals dim."""
     from rich import box
     from rich.table import Table
 

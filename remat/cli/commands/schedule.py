@@ -45,6 +45,7 @@ class Draw:
         return 0
 
     def schedule(self) -> Schedule:
+        """The schedule that the options name."""
         host = self.slots // 2
         kinds = {
             "revolve": lambda: Revolve(self.slots),

@@ -8,25 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from remat.cli.bench import Bench, Result, Runner
 from remat.cli.checked import device_of, writable_folder
 from remat.cli.errors import UsageError
-from remat.cli.models import Sizes, batches, build
+from remat.cli.models import batches
+from remat.cli.options import DTYPES, ModelOptions
 from remat.cli.rows import rows
 from remat.cli.steps import Mode, make_step
 
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 
-
-@dataclass
-class Sweep:
+@dataclass(kw_only=True)
+class Sweep(ModelOptions):
     """Train a transformer on the bytes of Python's standard library under each policy and compare them.
 
     Exits with 1 when the gradients of a policy differ from those without remat by more than rounding
@@ -39,27 +31,15 @@ class Sweep:
     """loss.backward(), remat.transforms.value_and_grad, or vmap of it: one gradient per sample."""
     policy: tuple[str, ...] = ()
     """Rows: none, torch_checkpoint, torch_sac; policies as in Python ('save_matmuls | save_attention');
-    budget=0.4, peak=2GiB, names=q,k; or MODULE:RULE, a policy or rule of your own."""
+    budget=0.4, peak=2GiB, plan=FILE, names=q,k; or MODULE:RULE, a policy or rule of your own."""
     device: str = "cpu"
     """Where to run: cpu, cuda, cuda:1, mps."""
-    depth: int = 4
-    """Blocks."""
-    width: int = 256
-    """Width of the residual stream."""
-    heads: int = 4
-    """Attention heads."""
-    seq: int = 256
-    """Bytes in a sequence."""
-    batch: int = 8
-    """Sequences in a batch."""
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
     """Type of parameters and activations."""
     steps: int = 5
     """Timed training steps of each row."""
     lr: float = 1e-3
     """AdamW's learning rate."""
-    seed: int = 0
-    """Seed of weights and batches."""
     out: Path = Path("out")
     """Folder for sweep.csv and sweep.png."""
     json: bool = False
@@ -78,11 +58,10 @@ class Sweep:
 
     def run(self, advance: Callable[[float], None] = lambda share: None) -> list[Result]:
         """Measures every row; `advance` is told the share of the work that was done."""
-        if self.steps < 1 or self.batch < 1:
-            raise UsageError(f"steps and batch must be positive, but got {self.steps} and {self.batch}")
-        sizes = Sizes(self.depth, self.width, self.heads, self.seq)
+        if self.steps < 1:
+            raise UsageError(f"--steps {self.steps} must be positive. Write --steps 5.")
         device = device_of(self.device)
-        model = build(self.model, sizes, DTYPES[self.dtype], device, self.seed)
+        model = self.build(self.model, DTYPES[self.dtype], device)
         data = (tokens.to(device) for tokens in batches(self.batch, self.seq, self.seed))
         steps = {row: make_step(self.mode, model, row.wrap) for row in rows(self.policy)}
         runners = [Runner.start(row, step, model.params, self.lr) for row, step in steps.items()]

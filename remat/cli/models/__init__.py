@@ -3,6 +3,10 @@
 from remat.cli.models.hf import (
     Loss,  # of a transformers model whose layers are wrapped as a row of the sweep says
     build_hf,  # a transformers model of a config type, with random weights
+    config_of,  # the config of a type, at sizes of one's own
+    module_of,  # the causal language model of a config
+    settings,  # sizes by the names that configs share
+    transformers_for,  # the package, or a line that says how to install it
 )
 from remat.cli.models.shapes import (
     VOCAB,  # bytes

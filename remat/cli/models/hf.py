@@ -22,40 +22,61 @@ def build_hf(name: str, sizes: Sizes, dtype: torch.dtype, device: torch.device, 
     Raises:
         UsageError: when transformers knows no config of that name, or is not installed.
     """
-    try:
-        import transformers
-    except ImportError as missing:
-        raise UsageError(f"--model hf:{name} needs transformers: pip install 'remat[hf]'") from missing
+    given = f"--model hf:{name}"
     torch.manual_seed(seed)
-    try:
-        config = transformers.AutoConfig.for_model(name, **settings(sizes))
-    except Exception as unknown:
-        near = difflib.get_close_matches(name, transformers.CONFIG_MAPPING, n=1)
-        hint = f"; did you mean hf:{near[0]}?" if near and near[0] != name else ""
-        raise UsageError(
-            f"--model hf:{name}: transformers {transformers.__version__} makes no config of that name at "
-            f"these sizes{hint or '; write one such as hf:gpt2 or hf:llama'}"
-        ) from unknown
+    config = config_of(name, sizes, given)
     for key in vars(config):
         # Dropout goes: rows are compared number by number, and a draw per row would differ.
         if isinstance(getattr(config, key), float) and ("dropout" in key or key.endswith("pdrop")):
             setattr(config, key, 0.0)
+    loss = Loss(module_of(config, given, attn_implementation="sdpa").to(device, dtype).train())
+    return Model({key: p.detach() for key, p in loss.own.items()}, loss, loss.leaves)
+
+
+def transformers_for(given: str) -> Any:
+    """The package, or one line that says how to install it."""
     try:
-        module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-        module.to(device, dtype).train()
+        import transformers
+    except ImportError as missing:
+        raise UsageError(f"{given} needs transformers: pip install 'remat[hf]'") from missing
+    return transformers
+
+
+def config_of(name: str, sizes: Sizes, given: str) -> Any:
+    """The config of a type, at these sizes; `given` is what the user wrote."""
+    transformers = transformers_for(given)
+    try:
+        return transformers.AutoConfig.for_model(name, **settings(sizes))
+    except Exception as unknown:
+        near = difflib.get_close_matches(name, transformers.CONFIG_MAPPING, n=1)
+        known = _spelled(given, *(near if near != [name] else ()) or ("gpt2", "llama"))
+        raise UsageError(
+            f"{given}: transformers {transformers.__version__} makes no config of that name at these "
+            f"sizes; write {known}"
+        ) from unknown
+
+
+def module_of(config: Any, given: str, **options: Any) -> Any:
+    """The causal language model of a config, with random weights; `given` is what the user wrote."""
+    try:
+        module = transformers_for(given).AutoModelForCausalLM.from_config(config, **options)
     except Exception as error:
         # Whatever a model of another kind misses: sizes of its own, a decoder alone, a package.
         text = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
         raise UsageError(
-            f"--model hf:{name} cannot be made as a causal language model of these sizes: {text} Write one "
-            "such as hf:gpt2, hf:llama, hf:qwen2 or hf:mistral."
+            f"{given} cannot be made as a causal language model of these sizes: {text} Write "
+            f"{_spelled(given, 'gpt2', 'llama', 'qwen2', 'mistral')}."
         ) from error
     if not any(hasattr(m, "gradient_checkpointing") for m in module.modules()):
         raise UsageError(
-            f"--model hf:{name} has no layers that can be checkpointed. Write hf:gpt2 or hf:llama."
+            f"{given} has no layers that can be checkpointed. Write {_spelled(given, 'gpt2', 'llama')}."
         )
-    loss = Loss(module)
-    return Model({key: p.detach() for key, p in loss.own.items()}, loss, loss.leaves)
+    return module
+
+
+def _spelled(given: str, *names: str) -> str:
+    """Names of config types as the user writes them in this place."""
+    return " or ".join(f"hf:{name}" if "hf:" in given else name for name in names)
 
 
 def settings(sizes: Sizes) -> dict[str, Any]:

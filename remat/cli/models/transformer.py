@@ -65,6 +65,7 @@ def loss(params: Params, tokens: Tensor, wrap: Wrap, *, block: Callable[..., Ten
 
 
 def gpt_shapes(sizes: Sizes) -> dict[str, tuple[tuple[int, ...], float | None]]:
+    """Shape and standard deviation of each parameter of a GPT block; None stands for ones."""
     d, scale = sizes.width, 0.02 / math.sqrt(2 * sizes.depth)
     return {
         "norm1": ((d,), None),
@@ -89,6 +90,7 @@ def gpt_block(p: Params, x: Tensor, heads: int) -> Tensor:
 
 
 def llama_shapes(sizes: Sizes) -> dict[str, tuple[tuple[int, ...], float | None]]:
+    """Shape and standard deviation of each parameter of a Llama block; None stands for ones."""
     d, scale = sizes.width, 0.02 / math.sqrt(2 * sizes.depth)
     # Two thirds of 4 d, rounded up to a multiple of 32: as many parameters as GPT's network (Shazeer 2020).
     hidden = 32 * math.ceil(8 * d / 3 / 32)

@@ -156,13 +156,13 @@ def check_feasible(corners: list[Solution], budget: float) -> None:
     """Raise what a user can act on where the budget is out of reach."""
     if not corners:
         raise RematError(
-            "The backward reads a value that can be neither kept nor made again: an op that must not run "
+            "The backward reads a value that can be neither kept nor recomputed. An op that must not run "
             "twice made it inside an in-place chain. Keep that op out of the region, or write out of place."
         )
     if budget < corners[0].bytes:
         raise RematError(
-            f"A budget of {int(budget):,} bytes cannot be met: the least that must be kept is "
-            f"{corners[0].bytes:,} bytes (the region's own inputs, and what must not run twice). "
+            f"A budget of {int(budget):,} bytes cannot be met. At least {corners[0].bytes:,} bytes must be "
+            "kept: the region's own inputs, and results of ops that must not run twice. "
             f"Write budget={corners[0].bytes} or more."
         )
 
