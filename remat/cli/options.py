@@ -22,6 +22,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+Target = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODULE:FN")]
 
 
 @dataclass(kw_only=True)
@@ -53,9 +54,8 @@ class ModelOptions:
 class StepOptions(ModelOptions):
     """What is to be run: a function of the user's, or a built-in model."""
 
-    target: Annotated[str, tyro.conf.Positional]
-    """MODULE:FN, FN a function or module of tensors, or one of no arguments that returns (fn, *args). Or a
-    model with random weights: gpt, llama, hf:NAME."""
+    target: Target
+    """A function of tensors, or one of no arguments that returns (fn, *args); or gpt, llama, hf:NAME."""
     input: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """A tensor argument, as 4x128x256; once for each."""
     dtype: str = "float32"

@@ -110,7 +110,8 @@ def test_outputs_are_checked_before_the_work(capsys, tmp_path, line):
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        (["explain"], "Missing from remat explain: STR MODULE:FN"),
+        (["explain"], "Missing from remat explain: MODULE:FN A function of tensors"),
+        (["init"], "Missing from remat init: CONFIG"),
         (["sweep", "--steps", "x"], "Error parsing --steps: invalid literal for int()"),
         (["sweep", "--stepz", "3"], "Unrecognized options: --stepz, 3. Perhaps you meant: --steps INT"),
         (["sweep", "--mode", "backwards"], "Expected one of ('backward', 'func', 'vmap')"),

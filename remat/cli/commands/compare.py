@@ -20,11 +20,11 @@ class Compare(StepOptions):
     """Run one step under several policies, and print what each keeps, recomputes and needs at most.
 
     The regions of the function take the policy in place of their own. A function without regions is made one.
+    Without --policy: the built-in policies.
     """
 
     policy: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Once for each: 'save_matmuls | save_attention', budget=0.4, plan=FILE, names=q,k, MODULE:RULE. Left
-    out: the built-in policies."""
+    """Once for each: 'save_matmuls | save_attention', budget=0.4, plan=FILE, names=q,k, MODULE:RULE."""
     html: Path | None = None
     """Also write the comparison there: one page with a slider that switches the policy."""
     json: bool = False

@@ -66,7 +66,7 @@ class Init:
     Nothing is downloaded, and no weights are made.
     """
 
-    config: Annotated[str, tyro.conf.Positional]
+    config: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")]
     """A config type (llama, gpt2, qwen2, ...), whose script has small sizes to change; or a config.json."""
     policy: str = "save_matmuls | save_attention"
     """What each layer keeps: a policy as in Python, budget=0.4, or names=q,k."""

@@ -11,6 +11,7 @@ import tyro
 
 from remat.cli.checked import writable
 from remat.cli.errors import UsageError
+from remat.cli.options import Target
 from remat.cli.rows import amount
 from remat.cli.target import load
 from remat.plan import BudgetPolicy, pareto
@@ -23,8 +24,8 @@ class Plan:
     Nothing is computed: any size can be planned on any machine.
     """
 
-    target: Annotated[str, tyro.conf.Positional]
-    """MODULE:FN, FN a function or module of tensors, or one of no arguments that returns (fn, *args)."""
+    target: Target
+    """A function or module of tensors, or a function of no arguments that returns (fn, *args)."""
     input: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """A tensor argument, as 4x128x256; once for each."""
     dtype: str = "float32"
