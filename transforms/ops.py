@@ -6,7 +6,7 @@ Does it draw, write, alias, decide, or act on the outside?
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -14,7 +14,6 @@ from remat.transforms.caches import BoundedCache
 from remat.transforms.compat import OpOverload, functions_as_they_are
 from remat.transforms.placeholders import Meta
 
-T = TypeVar("T")
 # Ops that torch dispatches or not depending on grad mode, hooks and caches, and that compute nothing: the
 # forward and its recomputation may differ in them.
 _aten = torch.ops.aten
@@ -128,18 +127,6 @@ def draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
             return True
         probability = args[at] if at < len(args) else schema[at].default_value
     return bool(probability)
-
-
-def instances(kind: type[T], value: Any) -> Iterator[T]:
-    """Everything of one kind among the arguments or results of an op."""
-    if isinstance(value, kind):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from instances(kind, part)
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from instances(kind, part)
 
 
 def tensors_in(values: Any) -> Iterable[torch.Tensor]:

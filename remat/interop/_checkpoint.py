@@ -20,7 +20,7 @@ from remat.transforms.region import is_recomputing, run_again_whole
 P = ParamSpec("P")
 R = TypeVar("R")
 Check = Literal["default", "metadata", "exact", "none"]
-_CHECKS: dict[str, RegionCheck] = {"default": "metadata"} | {check: check for check in get_args(RegionCheck)}
+_CHECKS: dict[str, RegionCheck] = {"default": "metadata", **{c: c for c in get_args(RegionCheck)}}
 
 
 class OptionError(RematError, ValueError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 import types
 from collections.abc import Callable, Collection, Hashable, Iterator, Set
 from dataclasses import dataclass
@@ -275,14 +274,14 @@ class _Pair(Combined):
 class Either(_Pair):
     """`a | b`: the stronger of two verdicts, SAVE > OFFLOAD > RECOMPUTE."""
 
-    symbol, joined, settles = "|", staticmethod(operator.or_), Decision.SAVE
+    symbol, joined, settles = "|", staticmethod(Decision.__or__), Decision.SAVE
 
 
 @dataclass(frozen=True, repr=False)
 class Both(_Pair):
     """`a & b`: the weaker of two verdicts."""
 
-    symbol, joined, settles = "&", staticmethod(operator.and_), Decision.RECOMPUTE
+    symbol, joined, settles = "&", staticmethod(Decision.__and__), Decision.RECOMPUTE
 
 
 @dataclass(frozen=True, repr=False)

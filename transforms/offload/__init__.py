@@ -4,7 +4,6 @@ from remat.transforms.offload.prefetch import (
     Store,  # what one forward of a region sent away
 )
 from remat.transforms.offload.transfer import (
-    Away,  # a kept value that lies in host memory
     Copy,  # a copy that is on its way
     Elsewhere,  # a kept value that is not on its device
     away_in,  # the values among what is kept of an op that lie in host memory
@@ -13,5 +12,4 @@ from remat.transforms.offload.transfer import (
     send,  # send a value to the host, unless what is kept of the op that made its memory, `root`, covers it
     to_device,  # begin to copy a tensor that was sent back
     to_host,  # begin to copy a tensor to host memory
-    travelling,  # where what runs now brings a value, "host" or "device"
 )

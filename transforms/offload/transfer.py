@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from remat.transforms.compat import bits, memory_is_real, with_bits
-from remat.transforms.context import active, scoped
-from remat.transforms.ops import instances, span
+from remat.transforms.context import scoped
+from remat.transforms.ops import span
 
 
 class Lane:
@@ -94,11 +94,6 @@ class StreamLane(Lane):
         # The stream that asked for it need not be the one that reads it.
         tensor.record_stream(here)
         return tensor
-
-
-def travelling() -> str | None:
-    """Where what runs now brings a value, "host" or "device"; None for what is no part of a transfer."""
-    return active.travelling
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -249,4 +244,8 @@ def send(value: torch.Tensor, root: Any = None) -> Away:
 
 def away_in(kept: Any) -> Iterable[Away]:
     """The values among what is kept of an op that lie in host memory."""
-    return instances(Away, kept)
+    if isinstance(kept, Away):
+        yield kept
+    elif isinstance(kept, (tuple, list)):
+        for part in kept:
+            yield from away_in(part)

@@ -27,14 +27,11 @@ from remat.transforms.tape.snapshots import (
     Held,  # a value of a region, held until the backward
     held_values,  # what is kept of ops, to be held until the backward
     lent,  # let memory from outside hold what it held before a region wrote to it
-    octets,  # a memory as a tensor
 )
 from remat.transforms.tape.tape import (
-    KEPT,  # what an op does in a recomputation: its kept result is handed out
     OFFLOAD,  # the verdict: keep in host memory
     RECOMPUTE,  # the verdict: run again
     SAVE,  # the verdict: keep
-    SKIP,  # what an op does in a recomputation: nothing
     Needs,  # which ops of a tape run again for the values that a backward reads
     Node,  # one op of a region
     Ref,  # stands for a value in the template of a call

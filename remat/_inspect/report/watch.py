@@ -16,7 +16,6 @@ from remat.policies import kind_of
 from remat.transforms import active, flatten, traits, user_line
 from remat.transforms import recordings as context_recordings
 from remat.transforms.compat import TorchDispatchMode, graph_task, is_strided, storage_key, unwrapped
-from remat.transforms.offload import travelling
 from remat.transforms.region import recomputed_region
 from remat.transforms.tape import Kept
 
@@ -80,7 +79,7 @@ class Watch(TorchDispatchMode):
         return out
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> Ran:
-        if travelling():
+        if active.travelling:
             # Kept or not, no op of the user's or of a region's: what it takes are the bytes on the way.
             return Ran(self._when(), func, TRANSFER, 0, _bytes(out), None, None, False, user_line())
         outs = out if isinstance(out, (tuple, list)) else (out,)
@@ -117,7 +116,7 @@ class Watch(TorchDispatchMode):
         return len(self._calls) - 1
 
     def _follow(self, args: Any, kwargs: Any, out: Any) -> None:
-        if travelling() == "host":
+        if active.travelling == "host":
             return
         again = recomputed_region()
         recordings = context_recordings()
