@@ -317,6 +317,7 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
     if active.listeners:
         _report(recorded, prim.sinks[-1], operands)
     if recorded.kept:
+        recorder.offer_around(recorded.kept)
         recorded.kept.update(held_values(recorded.kept, region.name, bottoms))
     return outs
 
