@@ -1,4 +1,4 @@
-"""Python numbers in graphs of dynamic shapes: Dynamo makes tensors of floats, which a region must not lose."""
+"""Python numbers in graphs of dynamic shapes: Dynamo makes tensors of floats, which regions must not lose."""
 
 from __future__ import annotations
 

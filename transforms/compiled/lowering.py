@@ -200,7 +200,7 @@ class GraphRecord(Verdicts):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         facts = traits(func)
-        if is_quiet() or facts.ignored or is_shape_arithmetic(args):
+        if is_quiet() or facts.ignored or is_shape_arithmetic(args, kwargs):
             return func(*args, **kwargs)
         for tensor in targets(facts, args, kwargs):
             self._before_writing(func, graph_storage(tensor))
@@ -349,7 +349,7 @@ class GraphReplay(Mode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         facts = traits(func)
-        if self.done or is_quiet() or facts.ignored or is_shape_arithmetic(args):
+        if self.done or is_quiet() or facts.ignored or is_shape_arithmetic(args, kwargs):
             return func(*args, **kwargs)
         at, self.at = self.at, self.at + 1
         if facts.random and draws(func, args, kwargs):

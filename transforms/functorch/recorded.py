@@ -205,7 +205,8 @@ def _must_run(tape: Tape) -> set[int]:
     """Ops that run although nobody reads them.
 
     Those of regions inside, which run a forward of their own; those that told user code something about
-    data: what it does next may depend on it; and those that fill what autograd has saved before.
+    data: what it does next may depend on it; those that fill what autograd has saved before; and those of
+    sparse results, whose sizes depend on data and for which nothing can stand.
     """
     inner = {i for start, stop in tape.inner for i in range(start, stop)}
     return inner | {
@@ -213,6 +214,7 @@ def _must_run(tape: Tape) -> set[int]:
         for i, node in enumerate(tape.nodes)
         if (node.outs is not None and not metas(node.outs) and not node.written)
         or traits(node.op).saves_unwritten
+        or any(stride is None for _, stride, *_ in metas(node.outs))
     }
 
 

@@ -74,7 +74,7 @@ class Replay(Mode):
         facts = traits(func)
         if active.quiet or facts.ignored or self.done:
             return func(*args, **kwargs)
-        if not self.tape.meta and is_shape_arithmetic(args):
+        if not self.tape.meta and is_shape_arithmetic(args, kwargs):
             return func(*args, **kwargs)
         if self.casts and is_cast_of_leaf(func, args):
             return func(*args, **kwargs)
