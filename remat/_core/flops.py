@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from remat.transforms import map_leaves
-from remat.transforms.compat import example_of
 
 _REGISTERED: dict[str, Callable[..., float]] = {}
 
@@ -82,7 +81,7 @@ def _replaced(tree: Any, is_meta: Callable[[Any], bool], made: Callable[[Any], A
     """`tree` with `made(shape)` in place of what stands for a tensor."""
 
     def replace(leaf: Any) -> Any:
-        return made(torch.Size(map(example_of, leaf.shape))) if is_meta(leaf) else leaf
+        return made(leaf.shape) if is_meta(leaf) else leaf
 
     return map_leaves(replace, tree)
 

@@ -23,7 +23,9 @@ from tests.helpers import forget, rand
 
 TOKENS, WIDTH, EXPERTS = 64, 6, 8
 RUNS = [0]
-LIMIT = 2e-3  # a thousandth of noise, and what it comes to in smooth functions
+# A thousandth of noise, and what it comes to where nothing flips: at most 1.07 times as much (`threshold`),
+# and a tenth of that with a tenth of the noise.
+LIMIT = 1.1e-3
 
 
 @torch.library.custom_op("remat_tests::jitter", mutates_args=())

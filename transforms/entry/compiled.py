@@ -173,7 +173,8 @@ class Graph:
 
     def fix(self, operands: Sequence[Any]) -> None:
         """Take the numbers that it is given for constants, which guards then hold."""
-        self.constants = {i: float(_number(operands[i])) for i in self.numbers}
+        numbers = {i: _number(x) if i in self.numbers else x for i, x in enumerate(operands)}
+        self.constants = {i: float(x) for i, x in numbers.items() if isinstance(x, (float, torch.SymFloat))}
 
     def __call__(self, *operands: Any) -> Any:
         given = [self.constants.get(i, x) for i, x in enumerate(operands)] if self.constants else operands

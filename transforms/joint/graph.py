@@ -16,7 +16,6 @@ from remat.transforms.closure import trial
 from remat.transforms.compat import (
     TorchDispatchMode,
     autocasting,
-    example_of,
     fake_mode,
     is_fake,
     outside_all_modes,
@@ -68,7 +67,7 @@ class JointRecorder(TorchDispatchMode):
             dense = tensor.numel() * tensor.dtype.itemsize
             # An input that is a slice does not own its base; what an op allocates is kept whole.
             owned = origin == "op" and key >= 0
-            self.storages.append(example_of(tensor.untyped_storage().nbytes() if owned else dense))
+            self.storages.append(tensor.untyped_storage().nbytes() if owned else dense)
         stride = tuple(tensor.stride()) if tensor.layout == torch.strided else ()
         self.values.append(
             Value(

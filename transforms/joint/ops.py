@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat import example_of
 from remat.transforms.ops import traits
 from remat.transforms.placeholders import Meta
 from remat.transforms.tape import Decisions, Node
@@ -40,7 +39,7 @@ class Value:
     @property
     def bytes(self) -> int:
         """Bytes of a dense tensor of this shape."""
-        return functools.reduce(lambda a, b: a * b, map(example_of, self.shape), 1) * self.dtype.itemsize
+        return functools.reduce(lambda a, b: a * b, self.shape, 1) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

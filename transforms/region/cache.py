@@ -51,7 +51,7 @@ class TraceCache:
     Attributes:
         uses_func: whether it was seen to use torch.func inside; then it cannot run under saved-tensor hooks.
         differentiates: whether it was seen to call `torch.autograd.grad` or `backward` on values of its own.
-        by_levels: whether plain autograd was seen to refuse it, so that torch.func is to differentiate it, whose
+        by_levels: whether plain autograd was seen to refuse it, so that torch.func differentiates it, whose
             decompositions know more derivatives.
     """
 
