@@ -56,6 +56,7 @@ from remat.transforms.compat.autograd import (
     graded_under,  # `torch.autograd.grad` from inside a torch-function mode, with one on meanwhile
     graph_kept,  # whether the running backward keeps its graph
     graph_task,  # the number of the running backward, -1 outside
+    has_tangent,  # whether the innermost level pushes a tangent forward
     hooks_allowed,  # lift the refusal that `torch.func` puts on saved-tensor hooks
     hooks_as_they_are,  # afterwards saved-tensor hooks are refused as before, or not
     hooks_aside,  # take all saved-tensor hooks off for a while
