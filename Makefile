@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The stamp is newer than the two files that decide what is installed, or the environment is brought up to date.
 STAMP := $(VENV)/.installed
 
-.PHONY: sweep test test-all fuzz lint format bench docs docs-serve build release clean
+.PHONY: sweep test test-all fuzz lint format bench docs docs-version docs-serve screenshots build release clean
 
 sweep: $(STAMP)
 	$(BIN)/python -m remat sweep $(ARGS)
@@ -38,6 +38,15 @@ bench: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/mkdocs build --strict
+
+# The pictures of the site and of the report's page; needs chromium.
+screenshots: $(STAMP)
+	$(BIN)/python -m docs.screenshots
+
+# Puts this version beside the others on the branch gh-pages; `ARGS=--push` publishes it.
+docs-version: $(STAMP)
+	version=$$($(BIN)/python -c 'import remat; print(remat.__version__)') && export PATH="$(CURDIR)/$(BIN):$$PATH" \
+		&& mike deploy --update-aliases $(ARGS) "$$version" latest && mike set-default $(ARGS) latest
 
 docs-serve: $(STAMP)
 	$(BIN)/mkdocs serve

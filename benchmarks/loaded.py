@@ -44,9 +44,11 @@ class Results:
             else None
         )
 
-    def sentence(self) -> str:
-        """The hardware sentence that stands above every table."""
-        commits = ", ".join(dict.fromkeys(self.commits))
+    def sentence(self, panel: Panel | None = None) -> str:
+        """The hardware sentence that stands above every table: of all rows, or of a panel's."""
+        pairs = zip(self.rows, self.commits, strict=True)
+        found = [commit for row, commit in pairs if panel is None or row in panel.rows]
+        commits = ", ".join(dict.fromkeys(found))
         versions = ", ".join(dict.fromkeys(self.torch))
         hidden = any(row.unit == "ms of CPU time" for row in self.rows)
         clock = " Times are the process's CPU time: others used the machine, too." if hidden else ""

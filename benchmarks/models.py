@@ -19,8 +19,7 @@ from einops import rearrange
 from torch import Tensor
 
 from remat._scan import scan_layers
-from remat.cli.models import normal, rotate
-from remat.cli.shapes import VOCAB, Params, Sizes, Wrap, fresh
+from remat.cli.models import VOCAB, Params, Sizes, Wrap, fresh, normal, rotate
 
 Shapes = dict[str, tuple[tuple[int, ...], float | None]]
 Part = Callable[[str, Callable[..., Tensor]], Callable[..., Tensor]]
@@ -322,8 +321,8 @@ class HuggingFace(Transformer):
     """A causal language model of transformers by the name of its config, with random weights."""
 
     def problem(self, device: torch.device, dtype: torch.dtype, seed: int, stacked: bool = False) -> Problem:
-        from remat.cli.hf import Loss as ModuleLoss
-        from remat.cli.hf import build_hf
+        from remat.cli.models import Loss as ModuleLoss
+        from remat.cli.models import build_hf
 
         sizes = Sizes(self.depth, self.width, self.heads, self.seq)
         model = build_hf(self.name.removeprefix("hf-"), sizes, dtype, device, seed)

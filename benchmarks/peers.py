@@ -20,8 +20,8 @@ import torch
 
 from benchmarks.models import Around, Part, plain
 from remat import checkpoint_name, checkpoint_policy, save_names
+from remat.cli.models import Wrap
 from remat.cli.rows import MATMULS, parse, remat_under, torch_checkpoint, torch_sac, untouched
-from remat.cli.shapes import Wrap
 
 aten = torch.ops.aten
 NO_REUSE = " without buffer reuse"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable
@@ -37,7 +38,17 @@ def draw(results: Results, folder: Path) -> list[Path]:
             made.append(folder / f"{results.suite}_{name}.png")
             # No date and no version in the file: the same CSV gives the same bytes.
             figure.savefig(made[-1], dpi=110, metadata={"Software": None})
+            shrink(made[-1])
     return made
+
+
+def shrink(path: Path) -> None:
+    """The picture in 64 colours: lines and labels need no more, and a page of pictures opens at once."""
+    from PIL import Image
+
+    # By coverage, or rare colours would be lost.
+    image = Image.open(path).convert("RGB").quantize(64, Image.Quantize.MAXCOVERAGE)
+    image.save(path, optimize=True)
 
 
 def canvas() -> Any:
@@ -61,17 +72,35 @@ def pareto(figure: Any, results: Results) -> bool:
     grid = figure.subplots(down, across, squeeze=False).ravel()
     for axes in grid[len(panels) :]:
         axes.set_visible(False)
-    for axes, panel in zip(grid, panels, strict=False):
-        scatter(axes, panel)
+    labels = [(axes, scatter(axes, panel)) for axes, panel in zip(grid, panels, strict=False)]
     families = [f for f in STYLE if any(panel.points(f) for panel in panels)]
     handles = [
         grid[0].scatter([], [], c=STYLE[f][0], marker=STYLE[f][1], label=STYLE[f][2]) for f in families
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(families))
+    # Sizes of texts are known where the figure has been laid out.
+    figure.canvas.draw()
+    for axes, texts in labels:
+        keep_apart(axes, texts)
     return True
 
 
-def scatter(axes: Any, panel: Panel) -> None:
+def keep_apart(axes: Any, texts: list[Any]) -> None:
+    """Moves each label to the first place around its point where it meets no other one, and stays inside."""
+    placed: list[Any] = []
+    for text in texts:
+        for right, up in itertools.product((True, False), (4, -9, 13, -18, 22, -27, 31)):
+            text.set(position=(4 if right else -4, up), horizontalalignment="left" if right else "right")
+            box = text.get_window_extent()
+            inside = axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1
+            if inside and not any(box.overlaps(other) for other in placed):
+                break
+        placed.append(text.get_window_extent())
+
+
+def scatter(axes: Any, panel: Panel) -> list[Any]:
+    """The points of a panel; the labels, where they are not apart yet."""
+    texts = []
     rest = panel.points(*(family for family in STYLE if family != "jax"))
     for family, (colour, marker, _) in STYLE.items():
         points = panel.points(family)
@@ -94,16 +123,21 @@ def scatter(axes: Any, panel: Panel) -> None:
         for point in points:
             spot = point.time, point.memory / MIB
             axes.errorbar(*spot, xerr=spread(panel, point), fmt=marker, c=colour, ms=5, lw=0.7, alpha=0.8)
-        for turn, point in enumerate(best):
-            # Labels of a front alone, above and below in turn, so that they can be read.
-            spot, offset = (point.time, point.memory / MIB), (4, 4 if turn % 2 else -9)
-            label = point.name.removeprefix("torch ").removeprefix("jax ")
-            axes.annotate(label, spot, fontsize=6, color=colour, xytext=offset, textcoords="offset points")
+        for point in best:
+            # Labels of a front alone, so that they can be read.
+            spot, label = (
+                (point.time, point.memory / MIB),
+                point.name.removeprefix("torch ").removeprefix("jax "),
+            )
+            style: dict[str, Any] = {"fontsize": 6, "color": colour, "textcoords": "offset points"}
+            texts.append(axes.annotate(label, spot, xytext=(4, 4), **style))
+            texts[-1].set_in_layout(False)
     axes.set_title(panel.title, fontsize=8)
     axes.set_xlabel("step, ms (median; p20 to p80)", fontsize=8)
     axes.set_ylabel("peak, MiB", fontsize=8)
     axes.margins(0.12)
     axes.grid(alpha=0.3)
+    return texts
 
 
 def off_scale(points: list[Point], rest: list[Point]) -> bool:

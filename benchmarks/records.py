@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from remat.cli.env import machine
+from remat.cli.commands.env import machine
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from benchmarks import tables
 from benchmarks.loaded import Results
@@ -19,6 +21,15 @@ SUITES: dict[Suite, str] = {
     "h200": "One H200",
     "versions": "Versions of torch",
 }
+# The page of each suite: a reader of one should not load the pictures of all.
+PAGES: dict[Suite, str] = {
+    "quick": "benchmarks.md",
+    "h200": "benchmarks.md",
+    "cpu": "benchmarks-cpu.md",
+    "versions": "benchmarks-cpu.md",
+}
+# Suites with figures. The others' tables are many, and a page should load fast.
+DRAWN: tuple[Suite, ...] = ("quick", "h200")
 # README's table: the first compiled panel of the quick suite.
 HEADLINE = "quick"
 
@@ -38,20 +49,23 @@ class Report:
         found: dict[Suite, Results | None] = {
             suite: Results.load(self.results / f"{suite}.csv") for suite in self.suites
         }
-        for results in filter(None, found.values()):
+        for results in filter(None, map(found.get, DRAWN)):
             from benchmarks.plots import draw
 
             for path in draw(results, self.root / "docs" / "figures"):
                 print(path)
         texts = {suite: section(suite, results, self.root) for suite, results in found.items()}
-        rewrite(self.root / "docs" / "benchmarks.md", texts)
+        for page in sorted({PAGES[suite] for suite in texts}):
+            mine = {suite: text for suite, text in texts.items() if PAGES[suite] == page}
+            rewrite(self.root / "docs" / page, mine)
         quick = found.get(HEADLINE)
         if quick is not None:
-            rewrite(self.root / "README.md", {"headline": headline(quick)})
+            rewrite(self.root / "README.md", {"headline": headline(quick, counted(self.results))})
+        rewrite(self.root / "docs" / "benchmarks.md", {"instructions": instructions(counted(self.results))})
         return 0
 
 
-def rewrite(path: Path, texts: dict[str, str]) -> None:
+def rewrite(path: Path, texts: Mapping[Any, str]) -> None:
     """Puts every text between the markers of its name in the file."""
     content = path.read_text()
     for name, text in texts.items():
@@ -73,15 +87,35 @@ def filled(content: str, name: str, text: str) -> str:
     return content
 
 
-def headline(results: Results) -> str:
+def headline(results: Results, counts: dict[str, float]) -> str:
     """README's table."""
     panel = next((p for p in results.panels() if p.rows[0].engine == "compiled"), None) or results.panels()[0]
-    parts = [f"{panel.title}. {results.sentence()}", tables.panel_table(panel)]
+    parts = [f"{panel.title}. {results.sentence(panel)}", tables.panel_table(panel)]
+    if counts:
+        parts += [
+            "Bookkeeping of a region in eager, in instructions over no remat: `save_nothing` takes "
+            f"{counts['save_nothing'] / counts['torch_checkpoint']:.2f} of torch checkpoint's, "
+            f"`save_matmuls` {counts['save_matmuls'] / counts['torch_sac']:.2f} of torch SAC's."
+        ]
     return "\n".join(f"{part.rstrip()}\n" for part in parts)
 
 
+def counted(folder: Path) -> dict[str, float]:
+    """Thousands of instructions by row, from instructions.csv; empty where there is none."""
+    path = folder / "instructions.csv"
+    if not path.exists():
+        return {}
+    with path.open(newline="") as file:
+        return {row["policy"]: float(row["value"]) for row in csv.DictReader(file)}
+
+
+def instructions(counts: dict[str, float]) -> str:
+    rows = [(tables.code(name), f"{count:,.0f}") for name, count in counts.items() if name != "none"]
+    return tables.table(("row", "thousand instructions a block, over no remat"), rows)
+
+
 def section(suite: Suite, results: Results | None, root: Path) -> str:
-    """A suite's part of docs/benchmarks.md."""
+    """A suite's part of its page."""
     heading = f"## {SUITES[suite]}\n"
     if results is None:
         return f"{heading}\nNot measured: there is no `benchmarks/results/{suite}.csv`.\n"

@@ -27,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks.cases import NO_TIME, Case, Measured
 from benchmarks.records import RESULTS, commit
 from benchmarks.suites import SUITES
-from remat.cli.env import processor
+from remat.cli.commands.env import processor
 
 ROOT = Path(__file__).parent.parent
 # How much longer than expected a case may take before it is stopped, and seconds beside that: on a shared
@@ -44,7 +44,7 @@ class Run:
     """Run a suite, or go on with one that was interrupted."""
 
     suite: Literal["quick", "cpu", "h200", "rehearsal", "versions"] = "quick"
-    """quick: README's figures, under 5 minutes on 2 cores. cpu: everything a CPU can do, about an hour.
+    """quick: README's figures, ten minutes on 2 cores. cpu: everything a CPU can do, about an hour.
     h200: published sizes on one GPU, in two parts of ten minutes. rehearsal: its cases in miniature on a CPU,
     for an --out of its own. versions: small cases for each --python."""
     out: Path = RESULTS
@@ -244,5 +244,5 @@ def write(path: Path, rows: list[dict[str, Any]], append: bool = False) -> None:
         writer.writerows(rows)
 
 
-# Of `remat.cli.env.machine` and of the worker.
+# Of `remat.cli.commands.env.machine` and of the worker.
 CONTEXT = ("remat", "torch", "python", "hardware", "accelerator", "cpu_count", "threads", "commit")

@@ -127,13 +127,12 @@ WALKS: dict[str, Callable[[], Walk]] = {
     "torch.compile, tracing": compiled,
     "scan": scan,
 }
-# The most files that each may enter. Without the nets for silent errors (captured tensors found by value,
-# results that share memory, decisions) they are 10, 14, 16 and 12.
+# The most files that each may enter.
 LIMITS = {
     "eager, second call": 10,
-    "torch.func.grad, second call": 20,
-    "torch.compile, tracing": 20,
-    "scan": 16,
+    "torch.func.grad, second call": 14,
+    "torch.compile, tracing": 16,
+    "scan": 12,
 }
 
 

@@ -23,7 +23,7 @@ from benchmarks.measures import NEVER, Deadline
 from benchmarks.panel import Panel
 from benchmarks.records import Record, commit
 from benchmarks.seconds import compile_seconds, plan_seconds
-from remat.cli.env import machine
+from remat.cli.commands.env import machine
 from remat.cli.measure import Work
 
 

@@ -1,7 +1,13 @@
-"""What mkdocs asks while it builds the site: the version, and links into the repository."""
+"""What mkdocs asks while it builds the site: the version, and links into the repository.
+
+mike builds a version that is published, and says so in the environment. The menu of versions then stands
+beside the name, and pages lead to the tag of the version. Other builds have the version in the name and lead
+to the main branch.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -11,14 +17,23 @@ _VERSION = re.compile(r'^__version__ = "([^"]+)"$', re.MULTILINE)
 _OUTSIDE = re.compile(r"\]\(\.\./([^)\s]+)\)")
 
 
-def on_config(config: Any) -> Any:
-    """The version stands in the name of the site, at the top of every page."""
+def version() -> str:
     match = _VERSION.search((ROOT / "remat" / "__init__.py").read_text(encoding="utf-8"))
     assert match, "remat/__init__.py has no __version__"
-    config["site_name"] = f"{config['site_name']} {match[1]}"
+    return match[1]
+
+
+def published() -> bool:
+    return "MIKE_DOCS_VERSION" in os.environ
+
+
+def on_config(config: Any) -> Any:
+    if not published():
+        config["site_name"] = f"{config['site_name']} {version()}"
     return config
 
 
 def on_page_markdown(markdown: str, *, config: Any, **_: Any) -> str:
     """Files beside docs/ are not on the site: `../examples/x.py` leads to the repository."""
-    return _OUTSIDE.sub(rf"]({config['repo_url']}/blob/main/\1)", markdown)
+    tree = f"v{version()}" if published() else "main"
+    return _OUTSIDE.sub(rf"]({config['repo_url']}/blob/{tree}/\1)", markdown)

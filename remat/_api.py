@@ -9,7 +9,18 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, get_args, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    ParamSpec,
+    Protocol,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    get_args,
+    overload,
+)
 
 from remat._core import Decision, OpInfo
 from remat._region import ArgumentError, Check, Options, rematerialized
@@ -67,46 +78,28 @@ class _Decorator(Protocol):
     def __call__(self, fn: Callable[P, R], /) -> Rematerialized[P, R]: ...
 
 
-@overload
-def remat(
-    fn: M,
-    *,
-    policy: PolicyLike | None = ...,
-    name: str | None = ...,
-    static_argnums: int | Iterable[int] = ...,
-    static_argnames: str | Iterable[str] = ...,
-    preserve_rng_state: bool = ...,
-    determinism_check: Check = ...,
-    keep_decisions: bool = ...,
-) -> M: ...
+class _Options(TypedDict, total=False):
+    """The options of `remat`, for its overloads."""
+
+    policy: PolicyLike | None
+    name: str | None
+    static_argnums: int | Iterable[int]
+    static_argnames: str | Iterable[str]
+    preserve_rng_state: bool
+    determinism_check: Check
+    keep_decisions: bool
 
 
 @overload
-def remat(
-    fn: Callable[P, R],
-    *,
-    policy: PolicyLike | None = ...,
-    name: str | None = ...,
-    static_argnums: int | Iterable[int] = ...,
-    static_argnames: str | Iterable[str] = ...,
-    preserve_rng_state: bool = ...,
-    determinism_check: Check = ...,
-    keep_decisions: bool = ...,
-) -> Rematerialized[P, R]: ...
+def remat(fn: M, **options: Unpack[_Options]) -> M: ...
 
 
 @overload
-def remat(
-    fn: None = None,
-    *,
-    policy: PolicyLike | None = ...,
-    name: str | None = ...,
-    static_argnums: int | Iterable[int] = ...,
-    static_argnames: str | Iterable[str] = ...,
-    preserve_rng_state: bool = ...,
-    determinism_check: Check = ...,
-    keep_decisions: bool = ...,
-) -> _Decorator: ...
+def remat(fn: Callable[P, R], **options: Unpack[_Options]) -> Rematerialized[P, R]: ...
+
+
+@overload
+def remat(fn: None = None, **options: Unpack[_Options]) -> _Decorator: ...
 
 
 def remat(
@@ -121,26 +114,26 @@ def remat(
     keep_decisions: bool = True,
     **unknown: Any,
 ) -> Any:
-    """A function with the same results as `fn` that recomputes instead of storing when it is differentiated.
+    """Return a function with the results and gradients of `fn` that keeps less for its backward.
 
-    Composes with plain autograd and with every `torch.func` transform, in any nesting. Between forward and
-    backward it keeps the inputs that the backward needs, and the values that `policy` saves and the backward
-    reads. The rest is recomputed.
+    Between forward and backward it keeps the inputs that the backward needs, and the values that `policy`
+    saves and the backward reads. Other values are recomputed. The function works under plain autograd and
+    under every `torch.func` transform, in any nesting.
 
     Args:
         fn: any callable: function, method, partial, `nn.Module`. Left out, `remat(...)` decorates.
         policy: what to save; a `Policy`, a callable from `OpInfo` to `Decision`, or a list of ops. None means
             `save_nothing`, as in JAX.
         name: what messages and reports call the region; by default the function's own name.
-        static_argnums: positions of arguments that are handed through as they are (no pytrees, no tensors).
+        static_argnums: positions of arguments that are passed through unchanged (no pytrees, no tensors).
         static_argnames: names of such keyword arguments.
         preserve_rng_state: draw the same random numbers in the recomputation.
         determinism_check: "metadata" compares shape, dtype and device of what is recomputed. "exact" compares
-            all results bitwise and names the first op that differs; it is slow, for debugging. "none"
-            compares nothing.
-        keep_decisions: keep integers and bools that are made of computed floats (the indices of `topk`, masks
-            of a comparison), under every policy, where the recomputation would read them: floats with other
-            last bits must not lead to another expert. See docs/policies.md.
+            all results bitwise and names the first op that differs. It is slow, and meant for debugging.
+            "none" compares nothing.
+        keep_decisions: keep integers and bools that are computed from floats, under every policy, if the
+            recomputation would read them. Examples are indices of `topk` and masks of a comparison. Floats
+            with other last bits must not select another expert. See docs/policies.md.
 
     Returns:
         A function with `fn`'s signature, name and docstring; `fn` itself is its `__wrapped__`. For a module

@@ -23,11 +23,11 @@ def checkpoint_name(tree: Tree, name: str) -> Tree:
     Identity on values and derivatives, under every transform. Outside a region it does nothing but alias.
 
     Args:
-        tree: any pytree; leaves that are no tensors stay as they are.
+        tree: any pytree; leaves that are not tensors stay as they are.
         name: the name; several values may share it.
 
     Raises:
-        TypeError: if `name` is no string.
+        TypeError: if `name` is not a string.
 
     Example:
         >>> import torch

@@ -308,9 +308,9 @@ def _call_static(
     for i in options.numbers:
         if not -count <= i < count:
             raise ArgumentError(
-                f"remat(static_argnums={options.numbers}): {i} is no position among the {count} positional "
-                f"arguments of this call of {getattr(fn, '__qualname__', fn)}; use numbers from {-count} to "
-                f"{count - 1}, or static_argnames for keywords"
+                f"remat(static_argnums={options.numbers}): this call of {getattr(fn, '__qualname__', fn)} "
+                f"has {count} positional arguments, and {i} is not the position of one. Use numbers from "
+                f"{-count} to {count - 1}, or static_argnames for keywords."
             )
     fixed = {i % count for i in options.numbers}
     moving = tuple([a for i, a in enumerate(args) if i not in fixed])

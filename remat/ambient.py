@@ -43,16 +43,15 @@ class Registration:
 def register_ambient(
     capture: Callable[[], T], replay: Callable[[T], AbstractContextManager[Any]]
 ) -> Registration:
-    """Let every recomputation find something as its forward found it.
+    """Restore state of your own for every recomputation, as its forward found it.
 
-    For state that torch knows nothing of and that the ops of a region depend on: a library's recipe for FP8
-    and its histories, a flag of your own, a torch-function mode. Autocast, default dtype and device, torch's
-    generators and its switches for kernels are put back anyway.
+    Use it for state that the ops of a region depend on and that torch does not know. Examples are a library's
+    FP8 recipe with its histories, a flag of your own, and a torch-function mode. Autocast, default dtype and
+    device, torch's generators and its kernel switches are restored anyway.
 
-    Under plain autograd a recomputation runs ops and no Python, so what only Python reads does not matter
-    there, and what Python updates is updated once; kernels of custom ops see what was put back. It matters
-    where the function runs again: under `torch.func`, and where its ops do not tell all that it computed
-    (docs/design.md). A compiled graph is traced once, and so is this called once.
+    Under plain autograd a recomputation runs ops and no Python. There only kernels of custom ops see the
+    restored state. The state matters where the function runs again: under `torch.func`, and where its ops do
+    not tell all that it computed (docs/design.md). A compiled graph is traced once, so this is called once.
 
     Args:
         capture: called when the forward of a region, or of a scan, begins; returns anything.
@@ -90,37 +89,26 @@ def register_ambient(
     return made
 
 
-@contextlib.contextmanager
-def _with_python(state: Any) -> Iterator[None]:
-    now = random.getstate()
-    random.setstate(state)
-    try:
-        yield
-    finally:
-        random.setstate(now)
+def _generator(find: Callable[[], Any], read: str, write: str) -> AmbientPair:
+    """How the state of a module's generator is captured and put back; `find` gives the module, or None."""
+
+    @contextlib.contextmanager
+    def replay(state: Any) -> Iterator[None]:
+        if state is None:
+            yield
+            return
+        now = getattr(find(), read)()
+        getattr(find(), write)(state)
+        try:
+            yield
+        finally:
+            getattr(find(), write)(now)
+
+    return AmbientPair(lambda: getattr(find(), read, lambda: None)(), replay)
 
 
-def _numpy_state() -> Any:
-    numpy = sys.modules.get("numpy.random")
-    return None if numpy is None else numpy.get_state()
-
-
-@contextlib.contextmanager
-def _with_numpy(state: Any) -> Iterator[None]:
-    if state is None:
-        yield
-        return
-    numpy = sys.modules["numpy.random"]
-    now = numpy.get_state()
-    numpy.set_state(state)
-    try:
-        yield
-    finally:
-        numpy.set_state(now)
-
-
-python_random = AmbientPair(random.getstate, _with_python)
+python_random = _generator(lambda: random, "getstate", "setstate")
 """The generator of Python's `random`: `register_ambient(*python_random)`."""
 
-numpy_random = AmbientPair(_numpy_state, _with_numpy)
+numpy_random = _generator(lambda: sys.modules.get("numpy.random"), "get_state", "set_state")
 """NumPy's global generator: `register_ambient(*numpy_random)`."""

@@ -12,7 +12,7 @@ import torch
 
 from remat._core import warn_user
 from remat._inspect import looked_at
-from remat.transforms import RematError, tree_leaves
+from remat.transforms import RematError, leaves_behind, tree_leaves
 from remat.transforms.compat import OpOverload, compiled_for_graphs, example_of
 from remat.transforms.compiled import RECOMPUTED
 
@@ -96,8 +96,8 @@ class Recomputed:
 def recomputed(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Recomputed]:
     """What each region of `fn` keeps and recomputes once `torch.compile` is through with it.
 
-    Compiles `fn` on its own as far as Inductor's partitioner and decompositions go, generates no code, and
-    runs it once, backward included where a result requires grad. Nothing that was compiled before is touched.
+    Compiles `fn` by itself with Inductor's decompositions and partitioner, but generates no code. Then runs
+    it once, with its backward if a result requires grad. Earlier compiled code is not touched.
 
     Args:
         fn: a function that `torch.compile` can compile, or the result of `torch.compile`; with `remat`
@@ -180,9 +180,8 @@ class _Graphs:
 
     def __init__(self) -> None:
         self.nodes: dict[str, list[torch.fx.Node]] = {}
-        self.makers: dict[
-            str, str
-        ] = {}  # what computes the value of a name: a backward gets values under these names
+        # What computes the value of a name: a backward gets values under these names.
+        self.makers: dict[str, str] = {}
 
     def add(self, module: torch.fx.GraphModule) -> None:
         for node in module.graph.nodes:
@@ -210,18 +209,7 @@ def _compile_and_run(fn: Any, args: Any, kwargs: Any, wanted: _Graphs, found: _G
     out = compiled_for_graphs(uncompiled(fn), wanted.add, found.add)(*args, **kwargs)
     ends = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad]
     if ends:
-        torch.autograd.grad(ends, _leaves(ends), [torch.ones_like(t) for t in ends], allow_unused=True)
-
-
-def _leaves(ends: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors by which `ends` can be differentiated, wherever the function found them."""
-    stack: list[Any] = [t.grad_fn for t in ends]
-    seen = set(stack)
-    while stack:
-        following = {fn for fn, _ in stack.pop().next_functions if fn is not None} - seen
-        stack.extend(following)
-        seen |= following
-    return [node.variable for node in seen if hasattr(node, "variable")]
+        torch.autograd.grad(ends, leaves_behind(ends), [torch.ones_like(t) for t in ends], allow_unused=True)
 
 
 def _read(key: str, wanted: Nodes, graphs: _Graphs) -> Recomputed:

@@ -63,7 +63,7 @@ def apply(
         model: any module.
         policy: what the regions keep; anything that `remat(policy=...)` accepts.
         layers: which submodules. A pattern (or several) for their qualified names, in which `*` stands for
-            anything; of a module and its parent that both fit, the parent is taken. Or a class or classes of
+            anything. If a module and its parent both fit, the parent is taken. Or a class or classes of
             modules. Or a function of the qualified name and the module.
         every: take the first of every so many of them.
         options: other arguments of `remat.remat`, such as `determinism_check`.

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from remat.transforms.compat.autograd import hooks_disabled, top_hooks
-from remat.transforms.compat.functorch import in_transform
+from remat.transforms.compat.autograd import hooks_disabled, in_transform, top_hooks
 from tests.helpers import forget
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -51,6 +52,18 @@ def sparse(values: Iterable[Any], every: int = 3) -> list[Any]:
     ]
 
 
+def crossed(*axes: Iterable[Any], every: int = 3) -> list[ParameterSet]:
+    """All combinations of the values; the quick suite has one in `every`, each value among them."""
+    return [
+        pytest.param(
+            *(value for _, value in row),
+            id="-".join(v if isinstance(v, str) else getattr(v, "__name__", str(v)) for _, v in row),
+            marks=[pytest.mark.slow] if sum(i for i, _ in row) % every else [],
+        )
+        for row in itertools.product(*map(enumerate, axes))
+    ]
+
+
 def matrix(
     *compositions: str,
     policies: tuple[str, ...] = tuple(POLICIES),
@@ -60,11 +73,11 @@ def matrix(
 ) -> Callable[..., Any]:
     """Run a test for every function that torch can put through `compositions`, times `policies`.
 
-    The quick suite has one in `stride`, which is three where there are so many policies: each function under
+    The quick suite has one in `stride`, by default as many as there are policies: each function under
     some policy, each policy for some function. `turn` says where it begins.
     """
     names = [n for n, c in CASES.items() if not c.lacks.intersection(compositions) and n not in without]
-    stride = stride or min(3, len(policies))
+    stride = stride or len(policies)
     pairs = [
         pytest.param(n, p, id=f"{n}-{p}", marks=[pytest.mark.slow] if (i + k + turn) % stride else [])
         for i, n in enumerate(names)

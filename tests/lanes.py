@@ -13,7 +13,7 @@ from torch import Tensor
 
 from remat.transforms.context import quiet
 from remat.transforms.offload import transfer
-from remat.transforms.scan import forward
+from remat.transforms.scan import function as forward
 
 
 class Late(transfer.Lane):

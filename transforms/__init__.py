@@ -7,6 +7,9 @@ from remat.transforms.caches import (
     BoundedCache,  # a dict of at most so many entries: what was not asked for longest goes
     Identity,  # a key that stands for one object and does not hold it
     Key,  # a tuple whose hash is reckoned once
+    intern,  # the number of everything equal to `thing`
+    register,  # a number by which `thing` can be found as long as it lives
+    registered,  # the objects that `register` gave numbers, by these
 )
 from remat.transforms.context import (
     active,  # what is going on in this thread
@@ -14,22 +17,25 @@ from remat.transforms.context import (
 )
 from remat.transforms.errors import (
     RematError,  # raised when a region cannot be rematerialized correctly
+    is_user_frame,  # whether a stack frame runs code of neither torch nor this library
+    user_line,  # `user_place` for messages
+    user_place,  # `file:line (function)` of the user's innermost frame
 )
 from remat.transforms.grad import (
     argument_positions,  # `argnums` checked against a call and made positive
     check_scalar,  # raise for a value that has no gradient: not a scalar tensor
     checked_tensor,  # raise for a leaf to differentiate that is no tensor
     grad,  # the gradient of a scalar function
+    leaves_behind,  # the tensors in which the graph behind some ends
     named_like,  # give a wrapper the name and docstring of what it wraps
     replace_arguments,  # the arguments with those to differentiate exchanged
     value_and_grad,  # the value and the gradient of a scalar function, value first
 )
 from remat.transforms.ops import (
     draws,  # whether this call of a random op really draws numbers
-    is_user_frame,  # whether a stack frame runs code of neither torch nor this library
+    targets,  # the tensors that a call writes to
+    tensors_in,  # the tensors among the arguments or results of an op
     traits,  # the traits of `op`, from a table filled as ops are met
-    user_line,  # `user_place` for messages
-    user_place,  # `file:line (function)` of the user's innermost frame
 )
 from remat.transforms.pytree import (
     flatten,  # leaves and structure of `tree` by torch's registry
@@ -41,9 +47,4 @@ from remat.transforms.pytree import (
     split,  # the tensors among `leaves`, and their positions
     tree_leaves,  # the leaves of `tree`
     unflatten,  # the tree of structure `spec` with these leaves
-)
-from remat.transforms.registry import (
-    intern,  # the number of everything equal to `thing`
-    register,  # a number by which `thing` can be found as long as it lives
-    registered,  # the objects that `register` gave numbers, by these
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
@@ -76,9 +77,6 @@ class Identity(weakref.ref[Any]):
         mine = self()
         return mine is not None and mine is other()
 
-    def __repr__(self) -> str:
-        return f"Identity({self()!r})"
-
 
 class Key:
     """A tuple whose hash is reckoned once: for what is long and looked up often."""
@@ -97,5 +95,30 @@ class Key:
             return True
         return isinstance(other, Key) and self._hash == other._hash and self.parts == other.parts
 
-    def __repr__(self) -> str:
-        return f"Key{self.parts!r}"
+
+# -- numbers for objects, where only plain constants get through: from what Dynamo traces to trace time ------
+
+# What is equal to one of these has its number.
+_interned: BoundedCache[Any, str] = BoundedCache(1024)
+# The objects that `register` gave numbers.
+registered: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def register(thing: Any) -> str:
+    """A number by which `thing` can be found as long as it lives; a string, as Dynamo changes integers."""
+    number = str(next(_numbers))
+    registered[number] = thing
+    return number
+
+
+def intern(thing: Any) -> str:
+    """The number of everything equal to `thing`; `register` where it has no hash.
+
+    Many others may be interned meanwhile, and the first that was equal be forgotten: whoever keeps the number
+    keeps `registered[number]` too.
+    """
+    try:
+        return _interned.made(thing, lambda: register(thing))
+    except TypeError:
+        return register(thing)

@@ -127,17 +127,7 @@ def run_again_whole(reason: str) -> None:
 # from then on. (An extension that asks for the pointer in C++ is not seen.) Nor is it an op to set
 # `tensor.data`.
 DOORS = frozenset(
-    {
-        "__set__",
-        "data_ptr",
-        "numpy",
-        "__array__",
-        "untyped_storage",
-        "storage",
-        "__dlpack__",
-        "to_dlpack",
-        "const_data_ptr",
-    }
+    "__set__ data_ptr numpy __array__ untyped_storage storage __dlpack__ to_dlpack const_data_ptr".split()
 )
 _DATA = torch.Tensor.data
 
@@ -167,11 +157,6 @@ class MemoryWatch(TorchFunctionMode):
 memory_watch = MemoryWatch()
 
 
-def is_quiet() -> bool:
-    """Whether an op of the engine's own runs."""
-    return active.quiet
-
-
 def quiet(function: Callable[..., Any], *args: Any) -> Any:
     """Run an op of the engine's own, which no recording counts."""
     before = active.quiet
@@ -184,12 +169,8 @@ def quiet(function: Callable[..., Any], *args: Any) -> Any:
 
 def unasked(function: Callable[..., Any], *args: Any) -> Any:
     """Run an op of the engine's own, which recordings count, and no selector is asked about."""
-    before = active.unasked
-    active.unasked = True
-    try:
+    with scoped(unasked=True):
         return function(*args)
-    finally:
-        active.unasked = before
 
 
 # -- regions around the code at hand ---------------------------------------------------------------------

@@ -1,6 +1,12 @@
-"""The one exception class of the library."""
+"""The one exception class of the library, and what several of its messages say."""
 
 from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import torch
 
 
 class RematError(RuntimeError):
@@ -21,3 +27,50 @@ class RematError(RuntimeError):
 
 
 RematError.__module__ = "remat"
+
+
+# In a checkout transforms/ is reached through a link, so that it has two spellings.
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_HIDDEN = (os.path.dirname(torch.__file__), os.path.dirname(_HERE), os.path.realpath(_HERE))
+
+
+def user_place() -> str | None:
+    """`file:line (function)` of the innermost frame that belongs to neither torch nor this library."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if is_user_frame(frame):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
+        frame = frame.f_back
+    return None
+
+
+def user_line() -> str:
+    """`user_place` for messages."""
+    return user_place() or "an unknown line"
+
+
+def is_user_frame(frame: Any) -> bool:
+    """Whether a stack frame runs code of neither torch nor this library."""
+    name = frame.f_code.co_filename
+    return not name.startswith(_HIDDEN) and not name.startswith("<")
+
+
+def written(region: str, tensor: Any, path: str | None = None) -> str:
+    """The message for a tensor written between forward and backward; `path` is what the user calls it."""
+    what = f"a {tuple(tensor.shape)} {tensor.dtype} tensor"
+    what = f"`{path}`, {what}" if path else what
+    return (
+        f"region {region!r} reads {what} that was written in place between its forward and its backward, so "
+        "the recomputation would see another value. Write out of place (`x = x + 1`), pass a `.clone()` "
+        "into the region, or run the backward first."
+    )
+
+
+def not_repeated(region: str, what: str) -> str:
+    """The message for a recomputation that runs otherwise than its forward did."""
+    return (
+        f"the recomputation of region {region!r} does not repeat its forward: {what}, at {user_line()}. "
+        "(a) The function reads something that changed in between (a global, an attribute, a counter); (b) "
+        "it is random in a way torch does not restore (Python's or NumPy's generator); (c) an argument was "
+        "changed. Make the function depend on its arguments only."
+    )

@@ -38,10 +38,10 @@ def grad(
         RuntimeError: `fun` returns no scalar tensor, or `argnums` is out of range.
         ValueError: an argument to differentiate holds something other than tensors.
 
-    The semantics are those of `torch.func.grad`. The gradients can be differentiated in turn, and their graph
-    is kept, in three cases: inside another transform, under `torch.compile`, and in grad mode where a tensor
-    takes part that requires grad. To keep nothing, pass detached parameters, or call it under
-    `torch.no_grad()`.
+    The semantics are those of `torch.func.grad`. The graph of the gradients is kept in three cases, so that
+    they can be differentiated in turn. These are inside another transform, under `torch.compile`, and in
+    grad mode if a tensor takes part that requires grad. To keep nothing, pass detached parameters, or call
+    it under `torch.no_grad()`.
 
     Example:
         >>> import torch
@@ -192,22 +192,26 @@ def gradients_of(value: Tensor, leaves: list[Tensor], create_graph: bool) -> lis
     return [torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True)]
 
 
-def reaches_other_leaves(roots: list[Tensor], leaves: list[Tensor]) -> bool:
-    """Whether the graph behind `roots` ends in a tensor that requires grad and is none of `leaves`."""
-    own = {torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves}
-    if any(t.is_leaf and t.requires_grad and all(t is not leaf for leaf in leaves) for t in roots):
-        return True
+def leaves_behind(roots: list[Tensor]) -> list[Tensor]:
+    """The tensors in which the graph behind `roots` ends, wherever the function found them."""
     stack: list[Any] = [t.grad_fn for t in roots if t.grad_fn is not None]
-    seen = set(stack)
+    seen, found = set(stack), []
     while stack:
         node = stack.pop()
         # Only the node of a leaf holds a variable to accumulate into.
-        if node.name().endswith("AccumulateGrad") and node not in own:
-            return True
+        if node.name().endswith("AccumulateGrad"):
+            found.append(node.variable)
         new = {n for n, _ in node.next_functions if n is not None} - seen
         seen |= new
         stack.extend(new)
-    return False
+    return found
+
+
+def reaches_other_leaves(roots: list[Tensor], leaves: list[Tensor]) -> bool:
+    """Whether the graph of `roots` ends in a tensor that requires grad and is none of `leaves`."""
+    own = set(map(id, leaves))
+    ends = [*(t for t in roots if t.is_leaf and t.requires_grad), *leaves_behind(roots)]
+    return any(id(t) not in own for t in ends)
 
 
 def _detached(leaves: list[Tensor], originals: list[Tensor], tensor: Tensor) -> Tensor:

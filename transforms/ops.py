@@ -1,15 +1,18 @@
-"""What the engine needs to know of an aten op: does it draw, write, alias, or act on the outside."""
+"""What the engine needs to know of an aten op, and of the tensors that it reads and makes.
+
+Does it draw, write, alias, decide, or act on the outside?
+"""
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
 
 from remat.transforms.caches import BoundedCache
+from remat.transforms.compat import OpOverload, functions_as_they_are
+from remat.transforms.placeholders import Meta
 
 T = TypeVar("T")
 # Ops that torch dispatches or not depending on grad mode, hooks and caches, and that compute nothing: the
@@ -32,9 +35,6 @@ _CHECKS = ("_assert", "sym_constrain", "_print", "_functional_assert")
 # Where an op that draws has the tag that says so.
 _TOLD = ("aten", "prims", "prim", "profiler", *_OUTSIDE)
 
-# In a checkout transforms/ is reached through a link, so that it has two spellings.
-_HERE = os.path.dirname(os.path.abspath(__file__))
-_HIDDEN = (os.path.dirname(torch.__file__), os.path.dirname(_HERE), os.path.realpath(_HERE))
 # Batch norm writes its running statistics without saying so in its schema: (where, where the flag is).
 _HIDDEN_WRITES = {
     _aten.native_batch_norm.default: ((3, 4), 5),
@@ -56,25 +56,6 @@ class Traits:
     acts on them, or on the user's screen or program. `asks_grad`: on operands without gradients it computes
     less. `saves_unwritten`: autograd saves an operand that it then writes into.
     """
-
-    __slots__ = (
-        "asks_grad",
-        "collective",
-        "conditional",
-        "higher_order",
-        "ignored",
-        "inplace",
-        "may_draw",
-        "outside",
-        "random",
-        "reshapes",
-        "saves_unwritten",
-        "shape_only",
-        "sized_by_data",
-        "uninitialized",
-        "view",
-        "writes",
-    )
 
     def __init__(self, op: Any) -> None:
         schema = getattr(op, "_schema", None)
@@ -165,22 +146,184 @@ def instances(kind: type[T], value: Any) -> Iterator[T]:
             yield from instances(kind, part)
 
 
-def user_place() -> str | None:
-    """`file:line (function)` of the innermost frame that belongs to neither torch nor this library."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if is_user_frame(frame):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
-        frame = frame.f_back
-    return None
+def tensors_in(values: Any) -> Iterable[torch.Tensor]:
+    """The tensors among the arguments or results of an op."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                yield value
+            elif isinstance(value, (tuple, list)):
+                yield from tensors_in(value)
+    elif isinstance(values, dict):
+        yield from tensors_in(tuple(values.values()))
 
 
-def user_line() -> str:
-    """`user_place` for messages."""
-    return user_place() or "an unknown line"
+def metadata(out: Any) -> Any:
+    """`out` with its tensors replaced by their metadata."""
+    if isinstance(out, torch.Tensor):
+        stride = out.stride() if out.layout is torch.strided else None
+        return Meta((out.shape, stride, out.dtype, out.device))
+    if isinstance(out, (tuple, list)):
+        return type(out)([metadata(v) for v in out])
+    return out
 
 
-def is_user_frame(frame: Any) -> bool:
-    """Whether a stack frame runs code of neither torch nor this library."""
-    name = frame.f_code.co_filename
-    return not name.startswith(_HIDDEN) and not name.startswith("<")
+def alike(new: Any, old: Any) -> bool:
+    """Whether shapes, dtypes, devices (not strides) and plain values are the same."""
+    if isinstance(new, Meta) and isinstance(old, Meta):
+        return new[0] == old[0] and new[2:] == old[2:]
+    if isinstance(new, (tuple, list)) and isinstance(old, (tuple, list)):
+        return len(new) == len(old) and all(map(alike, new, old))
+    return bool(new == old) or new != new
+
+
+def metas(outs: Any) -> list[Meta]:
+    """The metadata of the tensors among an op's results."""
+    if isinstance(outs, Meta):
+        return [outs]
+    return [m for part in outs for m in metas(part)] if isinstance(outs, (tuple, list)) else []
+
+
+def numel(outs: Any) -> int:
+    """The number of elements, if `outs` is one tensor."""
+    return outs[0].numel() if isinstance(outs, Meta) else 1
+
+
+def targets(facts: Traits, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
+    """The tensors that a call writes to."""
+    if facts.conditional is not None and not args[facts.conditional]:
+        return
+    for where in facts.writes:
+        if isinstance(where, str):
+            yield from tensors_in(kwargs.get(where))
+        elif where < len(args):
+            yield from tensors_in(args[where])
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """The version counter of a tensor; inference tensors keep none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def storage(tensor: torch.Tensor) -> int:
+    """What aliases of one memory have in common while one of them lives."""
+    try:
+        # As in `memory_of`.
+        with functions_as_they_are():
+            return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return id(tensor)
+
+
+def memory_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The storage object of a tensor, which lives as long as its memory; None for tensors that have none."""
+    if tensor.layout is not torch.strided:
+        return None
+    try:
+        # Whoever watches torch functions would take this for a call of the user's.
+        with functions_as_they_are():
+            return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def span(shape: Any, stride: Any) -> int:
+    """How many elements of memory lie between the first and the last one of a tensor, both counted."""
+    return 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+
+
+def overlaps(tensor: torch.Tensor) -> bool:
+    """Whether elements of a tensor share memory, as those of an expanded one do."""
+    return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def geometry(tensor: torch.Tensor) -> Any:
+    """How a tensor lies in its memory."""
+    place = tensor.shape, tensor.stride(), tensor.storage_offset()
+    return tensor.dtype, tensor.is_conj(), *place, tensor.is_neg()
+
+
+# -- decisions -----------------------------------------------------------------------------------------
+# Integers and bools that a forward made of floats, such as the indices of `topk`. A recomputation may give
+# floats with other last bits. To a float that does nothing; an index that flips picks another expert, and the
+# gradient is that of another function. So decisions are kept; `docs/policies.md` says which ops count.
+# Where a float may come from: numbers that are the same in every run, data, data that was computed with.
+FIXED, GIVEN, COMPUTED = 0, 1, 2
+# Ops that make no new numbers of their operands, views aside.
+_MOVES = frozenset({"clone", "_to_copy", "copy", "copy_", "contiguous", "fence"})
+# Steps, whose results are floats: what they say is no more, and no less, than an integer would.
+_STEPS = frozenset({"round", "floor", "ceil", "trunc", "sign", "sgn", "heaviside", "floor_divide"})
+_STEPS |= {"bernoulli", "binomial", "poisson"}
+# They say where they took a value from, and take it there and then: no other op need read that.
+_TAKING = ("max_pool", "fake_quantize")
+
+
+class Decisions:
+    """Follows the ops of a forward, and tells which of them decide.
+
+    Attributes:
+        levels: for every op what its results come from, where that is not FIXED.
+    """
+
+    __slots__ = ("levels",)
+
+    def __init__(self, tape: Any = None) -> None:
+        """`tape`: what has run already; its verdicts say what is kept."""
+        self.levels: dict[int, int] = {}
+        for at, node in enumerate(tape.nodes if tape is not None else ()):
+            self.meets(at, node, traits(node.op), read_by(node, tape), bool(node.verdict))
+
+    def meets(self, at: int, node: Any, facts: Traits, read: Iterable[int], kept: bool) -> bool:
+        """Whether op `at` decides; `read`: ops whose results it reads, and -1 for floats from outside;
+        `kept`: whether its result is kept in any case."""
+        levels = self.levels
+        level = max([GIVEN if i < 0 else levels.get(i, FIXED) for i in read], default=FIXED)
+        if level == FIXED:
+            return False
+        discrete = [meta for meta in metas(node.outs) if not _is_inexact(meta)]
+        decides = level == COMPUTED and not kept and _decides(node, facts, discrete)
+        levels[at] = _after(level, node, facts, discrete, kept or decides)
+        return decides
+
+
+def _after(level: int, node: Any, facts: Traits, discrete: list[Meta], kept: bool) -> int:
+    """What the results of an op come from, by what its operands do."""
+    if facts.view:
+        return level
+    name = _basename(node.op)
+    # A step that is kept is data; but an index made of it may be what is worth keeping.
+    if kept and name not in _STEPS:
+        return GIVEN
+    if name in _MOVES or (discrete and len(discrete) == len(metas(node.outs))):
+        return level
+    return COMPUTED
+
+
+def _decides(node: Any, facts: Traits, discrete: list[Meta]) -> bool:
+    if facts.view or (facts.writes and facts.conditional is None) or node.optional:
+        return False
+    made = metas(node.outs)
+    if not made:
+        # A number that Python has read.
+        return isinstance(node.outs, (bool, int, float))
+    if len(made) == 1:
+        return bool(discrete) or _basename(node.op) in _STEPS
+    if facts.random or not isinstance(node.op, OpOverload) or _basename(node.op).startswith(_TAKING):
+        return False
+    # Of fused attention the state of the generator, say, is no reason to keep the whole.
+    most = max([meta[0].numel() for meta in made if _is_inexact(meta)], default=0)
+    return any(meta[0].numel() >= most for meta in discrete)
+
+
+def _is_inexact(meta: Meta) -> bool:
+    dtype: torch.dtype = meta[2]
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def read_by(node: Any, tape: Any) -> Iterator[int]:
+    """What an op on a tape reads, as `Decisions.meets` has it."""
+    yield from node.deps
+    if any(_is_inexact(tape.outside[i].meta) for i in node.external):
+        yield -1

@@ -36,20 +36,11 @@ def hollow(meta: Meta) -> torch.Tensor:
     """
     shape, stride, dtype, device = meta
     tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-    return tensor if _is_inexact(dtype) else tensor.zero_()
+    return tensor if dtype.is_floating_point or dtype.is_complex else tensor.zero_()
 
 
-class Separate:
-    """Makes what stands in for the results of skipped ops, each in memory of its own."""
-
-    def __call__(self, outs: Any) -> Any:
-        if isinstance(outs, Meta):
-            return self.one(outs)
-        return type(outs)([self(v) for v in outs]) if isinstance(outs, (tuple, list)) else outs
-
-    def one(self, meta: Meta) -> torch.Tensor:
-        return hollow(meta)
-
-
-def _is_inexact(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
+def stand_in(outs: Any) -> Any:
+    """What stands in for the results of a skipped op, each in memory of its own."""
+    if isinstance(outs, Meta):
+        return hollow(outs)
+    return type(outs)([stand_in(v) for v in outs]) if isinstance(outs, (tuple, list)) else outs

@@ -1,25 +1,93 @@
-"""Pytrees at the user's boundary.
+"""Trees by torch's registry, walked by optree.
 
-torch.func knows torch's registry only, so arguments and results are flattened by torch's rules: what a user
-registered with `torch.utils._pytree` is a container here, anything else is a leaf.
+torch.func knows torch's registry only, and what a user registered with `torch.utils._pytree` must be a
+container here too. optree walks a tree in C++, several times faster. It has registries of its own, one for
+every namespace. So torch's registry is copied into the namespace "remat" whenever it grew.
+(`torch.utils._cxx_pytree` does much the same in the namespace "torch". It hands tuples to functions that
+torch hands lists, takes registered named tuples apart in another way, and Dynamo sorts its keys for a while.)
+
+Where Dynamo traces, and on a torch whose registry lies elsewhere, torch's own functions do the same, slower.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import optree
 import torch
 
-from remat.transforms.compat import Spec as Spec
-from remat.transforms.compat import flatten as flatten
-from remat.transforms.compat import map_leaves as map_leaves
-from remat.transforms.compat import map_only as map_only
-from remat.transforms.compat import paths as paths
-from remat.transforms.compat import shown as shown
-from remat.transforms.compat import tree_leaves as tree_leaves
-from remat.transforms.compat import unflatten as unflatten
+from remat.transforms.compat import torch_pytree
 from remat.transforms.errors import RematError
+
+Spec = optree.PyTreeSpec | torch_pytree.TreeSpec
+
+_SPACE = "remat"
+# Keys in the order in which they were put in, as torch has it; optree sorts them. In force for good: the
+# object must live on, since its end puts the old order back.
+_ordered = optree.dict_insertion_ordered(True, namespace=_SPACE)
+_ordered.__enter__()
+
+# class -> its functions, or None on a torch that keeps them elsewhere
+_registry: dict[Any, Any] | None = getattr(torch_pytree, "SUPPORTED_NODES", None)
+_lock = threading.Lock()
+_copied: set[Any] = set()
+_last: tuple[int, Any] = (0, None)
+
+
+def flatten(tree: Any) -> tuple[list[Any], Spec]:
+    """Leaves and structure of `tree`; None is a leaf."""
+    if _registry is None or torch.compiler.is_dynamo_compiling():
+        return torch_pytree.tree_flatten(tree)
+    if (len(_registry), next(reversed(_registry))) != _last:
+        _copy()
+    return optree.tree_flatten(tree, none_is_leaf=True, namespace=_SPACE)  # type: ignore[return-value]
+
+
+def unflatten(leaves: Iterable[Any], spec: Spec) -> Any:
+    """The tree of structure `spec` with these leaves."""
+    if isinstance(spec, optree.PyTreeSpec):
+        return spec.unflatten(leaves)
+    return torch_pytree.tree_unflatten(leaves, spec)
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """The leaves of `tree`."""
+    return flatten(tree)[0]
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """The tree with `function` of every leaf."""
+    leaves, spec = flatten(tree)
+    return unflatten([function(leaf) for leaf in leaves], spec)
+
+
+def map_only(kind: Any, function: Callable[[Any], Any], tree: Any) -> Any:
+    """The tree with `function` of every leaf that is a `kind`; other leaves stay as they are."""
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, kind) else leaf, tree)
+
+
+def shown(spec: Spec) -> str:
+    """A structure as messages show it: its containers and keys, every leaf a star."""
+    return str(spec).removeprefix("PyTreeSpec(").partition(", NoneIsLeaf")[0]
+
+
+def paths(tree: Any) -> list[str]:
+    """For every leaf its key path, such as `['layers'][0]['w']`."""
+    count = len(tree_leaves(tree))
+    try:
+        # A class may be registered with names for its children, which only torch's functions know.
+        named = torch_pytree.tree_flatten_with_path(tree)[0]
+    except ValueError:
+        named = []  # one is registered without
+    if len(named) == count:
+        return [torch_pytree.keystr(path) for path, _ in named]
+    return [path.codify("") for path in optree.tree_accessors(tree, none_is_leaf=True, namespace=_SPACE)]
 
 
 def split(leaves: list[Any]) -> tuple[list[torch.Tensor], list[int]]:
@@ -53,3 +121,63 @@ def check_results(tree: Any, region: str) -> None:
                 "be lost. Register the class with torch.utils._pytree.register_pytree_node (or "
                 "register_dataclass), or return the tensors themselves."
             )
+
+
+# -- optree, kept up to torch's registry ---------------------------------------------------------------
+
+
+def _copy() -> None:
+    """Bring the namespace up to torch's registry: what came, and what is gone."""
+    global _last
+    assert _registry is not None
+    with _lock:
+        now = dict(_registry)
+        for kind in _copied - now.keys():
+            optree.unregister_pytree_node(kind, namespace=_SPACE)
+            _copied.discard(kind)
+        for kind in now.keys() - _copied:
+            if _is_optrees_own(kind):
+                continue
+            optree.register_pytree_node(
+                kind,
+                functools.partial(_take_apart, kind),
+                functools.partial(_put_together, kind),
+                namespace=_SPACE,
+            )
+            _copied.add(kind)
+        _last = len(now), next(reversed(now))
+
+
+def _is_optrees_own(kind: Any) -> bool:
+    """Whether optree knows a class without being told."""
+    # That of a named tuple is one that torch does not look at.
+    builtin = kind in getattr(torch_pytree, "BUILTIN_TYPES", ()) or not isinstance(kind, type)
+    return builtin or optree.is_namedtuple_class(kind) or optree.is_structseq_class(kind)
+
+
+# Registrations may be replaced: the functions are looked up when they are used.
+
+
+def _take_apart(kind: Any, node: Any) -> tuple[Any, Any]:
+    children, context = _registry[kind].flatten_fn(node)  # type: ignore[index]
+    return children, context
+
+
+def _put_together(kind: Any, context: Any, children: Iterable[Any]) -> Any:
+    return _registry[kind].unflatten_fn(list(children), context)  # type: ignore[index]
+
+
+def _keep_whole() -> None:
+    """Make C's structs that hold more than their items containers of nothing.
+
+    To torch such a struct is a leaf. To optree it is a container, and is put together without the rest.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for kind in (time.struct_time, os.stat_result):
+            apart: Any = lambda whole: ((), whole)  # noqa: E731
+            together: Any = lambda whole, _: whole  # noqa: E731
+            optree.register_pytree_node(kind, apart, together, namespace=_SPACE)
+
+
+_keep_whole()

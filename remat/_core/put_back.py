@@ -22,6 +22,7 @@ def _table(cache: Any) -> dict[Any, Any]:
 
 
 def restore_cache(cache: Any, before: Any) -> None:
+    """Let an `lru_cache` remember what it remembered, and no more."""
     entries, info = before
     if cache.cache_info() == info:
         return
@@ -35,6 +36,7 @@ def restore_cache(cache: Any, before: Any) -> None:
 
 
 def restore_dict(held: Any, before: dict[Any, Any]) -> None:
+    """Let a dict hold what it held, in its order."""
     kind: Any = collections.OrderedDict if isinstance(held, collections.OrderedDict) else dict
     if len(held) == len(before) and all(kind.get(held, k, MISSING) is v for k, v in before.items()):
         return
@@ -48,6 +50,7 @@ def restore_dict(held: Any, before: dict[Any, Any]) -> None:
 
 
 def restore_sequence(held: Any, before: Any) -> None:
+    """Let a list, a set or a deque hold what it held."""
     if len(held) != len(before) or any(a is not b for a, b in zip(held, before, strict=True)):
         kind: Any = next(k for k in (list, set, collections.deque) if isinstance(held, k))
         kind.clear(held)
@@ -56,6 +59,7 @@ def restore_sequence(held: Any, before: Any) -> None:
 
 
 def in_slot(member: Any, value: Any) -> Any:
+    """What a slot of an object holds, `MISSING` for nothing."""
     try:
         return member.__get__(value)
     except AttributeError:
@@ -63,6 +67,7 @@ def in_slot(member: Any, value: Any) -> Any:
 
 
 def restore_slot(where: Any, before: Any) -> None:
+    """Let a slot hold what it held."""
     if in_slot(*where) is not before:
         member, value = where
         # What cannot be written was not: Cython's functions show such a member as another int each time.
@@ -71,6 +76,7 @@ def restore_slot(where: Any, before: Any) -> None:
 
 
 def restore_class(kind: type, before: dict[str, Any]) -> None:
+    """Let a class have the attributes that it had."""
     now = {k: v for k, v in vars(kind).items() if not k.startswith("__")}
     for name in now.keys() - before.keys():
         type.__delattr__(kind, name)
@@ -80,6 +86,7 @@ def restore_class(kind: type, before: dict[str, Any]) -> None:
 
 
 def in_cell(cell: Any) -> Any:
+    """What a cell of a closure holds, `MISSING` for nothing."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -87,6 +94,7 @@ def in_cell(cell: Any) -> Any:
 
 
 def restore_cell(cell: Any, before: Any) -> None:
+    """Let a cell hold what it held."""
     if in_cell(cell) is not before:
         if before is MISSING:
             del cell.cell_contents
@@ -95,6 +103,7 @@ def restore_cell(cell: Any, before: Any) -> None:
 
 
 def restore_names(space: dict[str, Any], before: dict[str, Any]) -> None:
+    """Let these names of a module mean what they meant."""
     for name, value in before.items():
         if value is MISSING:
             space.pop(name, None)
@@ -103,6 +112,7 @@ def restore_names(space: dict[str, Any], before: dict[str, Any]) -> None:
 
 
 def is_unset(var: contextvars.ContextVar[Any]) -> bool:
+    """Whether a context variable has no value here."""
     try:
         var.get()
     except LookupError:
@@ -111,6 +121,7 @@ def is_unset(var: contextvars.ContextVar[Any]) -> bool:
 
 
 def restore_array(array: Any, before: Any) -> None:
+    """Let an array of numbers, or of bytes, hold what it held."""
     if isinstance(array, bytearray):
         array[:] = before
     elif array.flags.writeable:

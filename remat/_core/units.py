@@ -11,7 +11,7 @@ def parse_bytes(text: str) -> int:
     """Bytes from "2GiB", "512 MB", "1e9".
 
     Raises:
-        ValueError: where the text is no amount of bytes.
+        ValueError: where the text is not an amount of bytes.
 
     Example:
         >>> from remat._core.units import parse_bytes
@@ -22,7 +22,7 @@ def parse_bytes(text: str) -> int:
     try:
         return int(float(match[1]) * _UNITS[match[2]])  # type: ignore[index]
     except (TypeError, ValueError, KeyError, OverflowError):
-        raise ValueError(f"{text!r} is no amount of bytes: write 4096, '512KiB' or '2GB'.") from None
+        raise ValueError(f"{text!r} is not an amount of bytes: write 4096, '512KiB' or '2GB'.") from None
 
 
 def format_bytes(count: float) -> str:

@@ -116,7 +116,7 @@ def _plain(value: Any) -> Any:
         return "policy", describe(value)
     if callable(value) and not isinstance(value, (types.FunctionType, functools.partial)):
         raise RematError(
-            "remat(policy=...) inside a compiled function got a rule that is no function; make the "
+            "remat(policy=...) inside a compiled function got a rule that is not a function; make the "
             "policy outside, policy = checkpoint_policy(rule), and write remat(fn, policy=policy)."
         )
     return "value", value

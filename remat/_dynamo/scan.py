@@ -1,8 +1,8 @@
 """`scan_remat` in code that `torch.compile` traces: what Dynamo sees of a scan.
 
-One call of the operator that regions use, of a function that evaluates the body once, on the first row of
-xs, and says of which shapes the results of all steps are. What becomes of the graph that Dynamo makes of it
-is decided at trace time (`remat.transforms.scan.traced.entry`).
+One call of the operator that regions use. Its function evaluates the body once, on the first row of xs, and
+gives the shapes of the results of all steps. What becomes of the graph that Dynamo makes of it is decided at
+trace time (`remat.transforms.scan.traced.entry`).
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ def describe(checkpoints: Any) -> Any:
     kind: Any = type(checkpoints)
     if not hasattr(kind, "__match_args__"):
         raise RematError(
-            f"checkpoints: {kind.__name__} is no dataclass, so a compiled graph cannot make it anew; write "
-            "@dataclass(frozen=True), with the schedule's constants as its fields."
+            f"checkpoints: {kind.__name__} is not a dataclass, so a compiled graph cannot make it anew; "
+            "write @dataclass(frozen=True), with the schedule's constants as its fields."
         )
     names = [n for n in kind.__match_args__ if n != "slots" or kind.__name__ != "Multilevel"]
     return kind, tuple([(n, describe(getattr(checkpoints, n))) for n in names])

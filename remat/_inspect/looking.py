@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat._core import untouched
-from remat.transforms import traits
+from remat.transforms import targets, traits
 from remat.transforms.compat import (
     TorchDispatchMode,
     functions_as_they_are,
@@ -20,7 +20,7 @@ from remat.transforms.compat import (
     set_version,
     storage_key,
 )
-from remat.transforms.tape import made_by, targets
+from remat.transforms.tape import made_by
 
 
 @contextlib.contextmanager

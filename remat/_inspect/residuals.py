@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,16 @@ from remat._core import format_bytes
 from remat._inspect.looking import looked_at
 from remat.transforms import flatten, merge, smooth, unflatten, user_place
 from remat.transforms.closure import by_storage
-from remat.transforms.compat import TorchDispatchMode, in_transform, is_strided, storage_key, unwrapped
+from remat.transforms.compat import (
+    TorchDispatchMode,
+    in_transform,
+    is_strided,
+    next_node,
+    storage_key,
+    unwrapped,
+)
 from remat.transforms.compiled import give_name
-from remat.transforms.tape import Kept, listen
+from remat.transforms.tape import Kept, listen, nodes_behind
 
 _KEPT = {"policy": ", saved by policy", "decision": ", a decision"}
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c", "bool": "bool"}
@@ -35,9 +42,9 @@ class Residual:
         dtype: its element type.
         device: where it is.
         bytes: of the whole block, also where the tensor is a view of a part.
-        why: "argument"; "captured" (from outside, such as a weight); "policy" (a policy saved it);
-            "decision" (an index or a mask that must not flip, see `keep_decisions` of `remat`);
-            "random" (generator state); "output" (of an op: autograd or a region keeps it).
+        why: "argument", "captured" (from outside, such as a weight), "policy" (a policy saved it),
+            "decision", "random" (generator state) or "output". A decision is an index or a mask that must not
+            flip, see `keep_decisions` of `remat`. An output is a result that autograd or a region keeps.
         op: the op that made it, None for arguments and captured tensors.
         name: its `checkpoint_name`, or None.
         location: `file:line (function)` of the user's code that made it, or None.
@@ -193,7 +200,7 @@ def _run(
     fn: Callable[..., Any], args: Any, kwargs: Any, packed: _Packed | None
 ) -> tuple[Residuals | None, bool]:
     """What one run keeps, and whether all nodes of the graph showed what they save."""
-    first = _next_node_number()
+    first = next_node()  # older nodes belong to what `fn` was given
     makers = _Makers()
     with torch.enable_grad(), listen() as heard, makers, packed or contextlib.nullcontext():
         out = fn(*args, **kwargs)
@@ -206,7 +213,7 @@ def _run(
     for kept in sorted(heard, key=lambda k: k.why not in _KEPT):
         table.add(kept.tensor, kept)
     try:
-        for tensor in packed.alive() if packed else _saved_in_graph(roots, first):
+        for tensor in packed.alive() if packed else _saved_by(nodes_behind(roots, first)):
             table.add(tensor)
     except _Unreadable:
         readable = False
@@ -311,42 +318,23 @@ def _sparse_bytes(tensor: Tensor) -> int:
 # -- autograd's graph ---------------------------------------------------------------------------------
 
 
-def _next_node_number() -> int:
-    """The number that this thread's next autograd node gets: older nodes belong to what `fn` was given."""
-    node = torch.empty(0, requires_grad=True).view(0).grad_fn
-    assert node is not None
-    return node._sequence_nr() + 1
-
-
-def _saved_in_graph(roots: list[Any], first: int) -> Iterator[Tensor]:
-    stack, seen = list(roots), set(roots)
-    while stack:
-        node = stack.pop()
-        # The node that accumulates into a leaf has the largest number there is, and keeps nothing.
-        if node._sequence_nr() < first:
-            continue
-        yield from _saved_by(node)
-        new = {n for n, _ in node.next_functions if n is not None} - seen
-        seen |= new
-        stack.extend(new)
-
-
 class _Unreadable(Exception):
     """A node of the graph does not show what it saves."""
 
 
-def _saved_by(node: Any) -> Iterator[Tensor]:
-    # An in-place op on a view hides its node inside this one.
-    if node.name().endswith("CopySlices"):
-        raise _Unreadable
+def _saved_by(nodes: Iterable[Any]) -> Iterator[Tensor]:
     found: list[Tensor] = []
-    for attribute in dir(node):
-        if not attribute.startswith("_raw_saved_"):
-            continue
-        value = getattr(node, attribute)
-        for slot in value if isinstance(value, (tuple, list)) else (value,):
-            _look_into(slot, found)
-    yield from found
+    for node in nodes:
+        # An in-place op on a view hides its node inside this one.
+        if node.name().endswith("CopySlices"):
+            raise _Unreadable
+        for attribute in dir(node):
+            if attribute.startswith("_raw_saved_"):
+                value = getattr(node, attribute)
+                for slot in value if isinstance(value, (tuple, list)) else (value,):
+                    _look_into(slot, found)
+        yield from found
+        found.clear()
 
 
 def _look_into(slot: Any, found: list[Tensor]) -> None:

@@ -69,9 +69,9 @@ def scan_remat(
         xs: a pytree of tensors of shape [length, ...] (None leaves allowed), or None.
         length: the number of steps; needed where `xs` has no tensor.
         reverse: go from the last row to the first; y of a row still lies at that row.
-        policy: what is kept inside steps, where the values of several steps are alive at once: with "all"
-            (the whole scan) and with "sqrt" (a segment). With a number of carries nothing is left to decide:
-            every step is reversed right after it is evaluated.
+        policy: what is kept inside steps. It applies if values of several steps are alive at once: with
+            "all" (the whole scan) and with "sqrt" (a segment). It has no effect with a number of carries, as
+            every step is then reversed right after it is evaluated.
         checkpoints: which carries are kept. "all", or "sqrt" (about 2 sqrt(length) carries, one sweep more).
             An int c keeps c carries, the initial one counted, and evaluates least (`Revolve`). "auto" does
             the least work within `budget`. Or a schedule of `remat.schedules`.
@@ -86,7 +86,7 @@ def scan_remat(
         The last carry, and the tree of ys, each of shape [length, ...].
 
     Raises:
-        TypeError: a carry that changes structure, shape, dtype or type; ys or xs that are no tensors.
+        TypeError: a carry that changes structure, shape, dtype or type; ys or xs that are not tensors.
         ValueError: no length, lengths that differ, a number of carries below 1.
         RematError: a body that writes into its carry.
         An exception of the body's is passed on, with a note that names the step.

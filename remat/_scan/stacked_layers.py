@@ -27,8 +27,8 @@ def scan_layers(
     """Apply L identical blocks, `x = block(params[l], x, *args)`, keeping layer inputs as `checkpoints` says.
 
     Args:
-        block: a function of (params, x, *args), or an `nn.Module` of one layer, which then runs with
-            `torch.func.functional_call`; its own parameters serve as the pattern only.
+        block: a function of (params, x, *args), or an `nn.Module` of one layer. A module runs with
+            `torch.func.functional_call`, so its own parameters are not used.
         stacked_params: a pytree whose tensors have shape [L, ...], as `stack_params` makes it.
         x: the first layer's input, any pytree; every layer returns the same structure, shapes and dtypes.
         args: what every layer gets besides (masks, positions), differentiated too.

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 
 from remat.cli.measure import Work, percentiles, seconds, trace_memory
+from remat.cli.models import Params
 from remat.cli.rows import NONE, Row
-from remat.cli.shapes import Params
 from remat.cli.steps import Step, Trainer, difference, tensors, tolerance, unmarked
 
 
@@ -59,6 +59,7 @@ class Runner:
 
     @classmethod
     def start(cls, row: Row, step: Step, params: Params, lr: float) -> Runner:
+        """A row with parameters of its own, before its first step."""
         largest = max(torch.finfo(t.dtype).eps for t in tensors(params))
         result = Result(row.name, tolerance(largest), row.rival)
         return cls(row, step, Trainer.start(params, lr), result)
@@ -92,6 +93,7 @@ class Runner:
         self.times.append(1e3 * elapsed)
 
     def summarize(self, reference: Runner) -> None:
+        """Fill in what is known only when all steps have run."""
         result = self.result
         result.ops_recomputed, result.flops_recomputed = self.work.beyond(reference.work)
         result.step_ms_p20, result.step_ms_p50, result.step_ms_p80 = percentiles(self.times)

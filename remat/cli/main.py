@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
+import io
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -15,29 +18,21 @@ import torch
 from remat.cli.errors import UsageError
 from remat.transforms import RematError, is_user_frame
 
-# Name -> (module, attribute, one line). The attribute is for tyro: a dataclass, whose instance is called,
-# or a function; either returns the exit code or raises a UsageError or RematError. Only the module named is
-# imported.
+# Name -> (attribute of the module of that name in `remat.cli.commands`, one line). The attribute is a
+# dataclass for tyro: its call returns the exit code or raises a UsageError or RematError. Only the module
+# named is imported.
 COMMANDS = {
-    "sweep": (
-        "remat.cli.sweep",
-        "Sweep",
-        "train a transformer under each policy: what it saves and costs",
-    ),
-    "explain": (
-        "remat.cli.explain",
-        "Explain",
-        "what a function keeps and recomputes, and what that costs; or several policies side by side",
-    ),
-    "doctor": (
-        "remat.cli.doctor",
-        "Doctor",
-        "run one step with and without its regions, and say what defeats them",
-    ),
-    "plan": ("remat.cli.plan", "Plan", "the best a function can keep within a budget, or at every budget"),
-    "schedule": ("remat.cli.schedule", "Draw", "draw which carries a scan keeps"),
-    "env": ("remat.cli.env", "Env", "what this machine can do"),
+    "sweep": ("Sweep", "train a transformer under each policy: what it saves and costs"),
+    "explain": ("Explain", "what a function keeps and recomputes, and what that costs"),
+    "compare": ("Compare", "a step under several policies side by side"),
+    "doctor": ("Doctor", "run one step with and without its regions, and say what defeats them"),
+    "plan": ("Plan", "the best a function can keep within a budget, or at every budget"),
+    "init": ("Init", "write a script that trains a Hugging Face model with recomputation"),
+    "schedule": ("Draw", "draw which carries a scan keeps"),
+    "env": ("Env", "what this machine can do"),
 }
+COMPLETES = "completion of the shell: remat --tyro-print-completion bash, or zsh"
+COMPLETION = ("--tyro-print-completion", "--tyro-write-completion")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args[0] == "--version":
         print(f"remat {sys.modules['remat'].__version__}, torch {torch.__version__}")
         return 0
+    if args[0] in COMPLETION:
+        return completion(args)
     if args[0] not in COMMANDS:
         print(unknown(args[0]), file=sys.stderr)
         return 2
@@ -56,20 +53,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(name: str, args: list[str]) -> Any:
-    try:
-        import tyro
-    except ImportError as missing:
-        print(f"`remat {name}` needs {missing.name}: pip install 'remat[cli]'", file=sys.stderr)
+    """Run the command with the rest of the line; returns its exit code."""
+    target = command_of(name)
+    if target is None:
         return 2
-    module, attribute, _ = COMMANDS[name]
+    import tyro
+
+    said = io.StringIO()
     try:
-        target: Any = getattr(importlib.import_module(module), attribute)
-    except ImportError as missing:
-        print(f"`remat {name}` needs {missing.name}: pip install 'remat[cli,plan]'", file=sys.stderr)
-        return 2
-    command: Any = tyro.cli(target, prog=f"remat {name}", args=args)
+        with contextlib.redirect_stderr(said):
+            command: Any = tyro.cli(target, prog=f"remat {name}", args=args)
+    except SystemExit as left:
+        if left.code:
+            print(f"remat {name}: {in_one_line(said.getvalue())}", file=sys.stderr)
+        raise
     try:
-        return command() if callable(command) else command
+        return command()
     except (UsageError, RematError) as error:
         print(f"remat {name}: {error}", file=sys.stderr)
         return 2
@@ -79,6 +78,36 @@ def run(name: str, args: list[str]) -> Any:
             raise
         print(f"remat {name}: {told(error)}", file=sys.stderr)
         return 1
+
+
+def command_of(name: str) -> Any:
+    """The dataclass of a command; None, and a line on stderr, where a package is missing."""
+    extra = "cli"
+    try:
+        importlib.import_module("tyro")
+        extra = "cli,plan"
+        return getattr(importlib.import_module(f"remat.cli.commands.{name}"), COMMANDS[name][0])
+    except ImportError as missing:
+        print(f"`remat {name}` needs {missing.name}: pip install 'remat[{extra}]'", file=sys.stderr)
+        return None
+
+
+def completion(args: list[str]) -> int:
+    """Print the completion of all commands for a shell, or write it to a file."""
+    commands = {name: command_of(name) for name in COMMANDS}
+    if None in commands.values():
+        return 2
+    import tyro
+
+    tyro.extras.subcommand_cli_from_dict(commands, prog="remat", args=args)
+    return 0
+
+
+def in_one_line(box: str) -> str:
+    """What tyro says in a box, of lines or of plain characters, without the box."""
+    inside = [line.strip(" |\u2502") for line in box.splitlines() if line[:1] not in "+\u256d\u2570"]
+    sections = re.split(r"-{8,}|\u2500+", " ".join(inside))
+    return ". ".join(" ".join(part.split()).rstrip(".") for part in sections if part.strip())
 
 
 def told(error: Exception) -> str:
@@ -94,11 +123,13 @@ def told(error: Exception) -> str:
 
 
 def usage() -> str:
-    lines = [f"  {name:<10}{text}" for name, (_, _, text) in COMMANDS.items()]
-    return "\n".join(["usage: python -m remat COMMAND [--help], or --version", "", *lines])
+    """What `remat --help` prints."""
+    lines = [f"  {name:<10}{text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(["usage: python -m remat COMMAND [--help], or --version", "", *lines, "", COMPLETES])
 
 
 def unknown(name: str) -> str:
+    """One line about a command that there is not, with the nearest one."""
     near = difflib.get_close_matches(name, COMMANDS, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"remat: there is no command {name!r}{hint}\n\n{usage()}"
+    hint = f"did you mean {near[0]!r}?" if near else f"write one of {', '.join(COMMANDS)}."
+    return f"remat: there is no command {name!r}; {hint} remat --help tells what they do."

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,16 +36,19 @@ class Row:
 
 
 def untouched(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """No remat."""
     return fn
 
 
 def torch_checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's checkpoint, which keeps nothing."""
     from torch.utils.checkpoint import checkpoint
 
     return partial(checkpoint, fn, use_reentrant=False)
 
 
 def torch_sac(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's selective checkpoint, which keeps the products."""
     from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
     contexts = partial(create_selective_checkpoint_contexts, MATMULS)
@@ -52,6 +56,7 @@ def torch_sac(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def remat_under(policy: Policy, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A region of ours."""
     return rematerialize(fn, policy=policy)
 
 
@@ -79,7 +84,8 @@ def rows(names: tuple[str, ...] = ()) -> list[Row]:
 
     A name is `none`, `torch_checkpoint`, `torch_sac`, or a policy as one writes it in Python:
     `save_matmuls`, `save_matmuls | save_attention`, `~save_attention`, `save_names("q", "k")`. Or it is a
-    budget (`budget=0.4`, `budget=2GiB`, `peak=20GiB`), names (`names=q,k`), or `MODULE:RULE`.
+    budget (`budget=0.4`, `budget=2GiB`, `peak=20GiB`), a plan (`plan=FILE`), names (`names=q,k`), or
+    `MODULE:RULE`.
 
     Raises:
         UsageError: for a name that is none of these, with the nearest one that is.
@@ -95,6 +101,7 @@ def rows(names: tuple[str, ...] = ()) -> list[Row]:
 
 
 def row(name: str) -> Row:
+    """The row of one name; see `rows`."""
     if name == "none":
         return NONE
     if name in RIVALS:
@@ -105,7 +112,7 @@ def row(name: str) -> Row:
 
 def parse(text: str) -> Policy:
     """The policy that `text` denotes: a budget, names, a rule of the user's, or Python of policies alone."""
-    option = re.fullmatch(r"(budget|peak|names)=([^()]+)", text)
+    option = re.fullmatch(r"(budget|peak|names|plan)=([^()]+)", text)
     if option:
         return from_option(*option.groups())
     if re.fullmatch(r"[\w./]+:[\w.]+", text):
@@ -117,21 +124,50 @@ def parse(text: str) -> Policy:
     if not isinstance(policy, Policy):
         raise UsageError(
             f"--policy {text!r} is no policy; write a name such as save_matmuls, {DEFAULT[-2]!r}, "
-            "budget=0.4, names=q,k, or MODULE:RULE"
+            "budget=0.4, plan=FILE, names=q,k, or MODULE:RULE"
         )
     return policy
 
 
 def from_option(kind: str, value: str) -> Policy:
+    """The policy of `budget=0.4`, `peak=20GiB`, `plan=FILE` or `names=q,k`."""
     if kind == "names":
         return remat.policies.save_names(*[name.strip() for name in value.split(",")])
-    from remat.cli.plan import amount
-
+    if kind == "plan":
+        return from_plan(value)
     make: Any = checkpoint_policy
     return make(**{kind: amount(value)})
 
 
+def amount(text: str) -> float | int | str:
+    """A number with a point is a share, one without is bytes.
+
+    Example:
+        >>> from remat.cli.rows import amount
+        >>> amount("0.4"), amount("1000"), amount("2GiB")
+        (0.4, 1000, '2GiB')
+    """
+    try:
+        return int(text) if text.isdigit() else float(text)
+    except ValueError:
+        return text
+
+
+def from_plan(path: str) -> Policy:
+    """The plan that `remat plan --out` wrote."""
+    from remat.plan import Plan
+
+    try:
+        return Plan.from_json(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, RematError) as error:
+        why = getattr(error, "strerror", None) or str(error).rstrip(".")
+        raise UsageError(
+            f"--policy plan={path}: {why}. Name a file of remat plan MODULE:FN --budget 0.4 --out FILE."
+        ) from error
+
+
 def from_rule(text: str) -> Policy:
+    """The policy, rule or list of ops that `MODULE:RULE` names."""
     rule = named(text)
     try:
         return as_policy(rule)
@@ -140,6 +176,7 @@ def from_rule(text: str) -> Policy:
 
 
 def evaluate(node: ast.expr) -> Any:
+    """The value of an expression of policies: names, calls, `|`, `&`, `~`, constants; otherwise None."""
     match node:
         case ast.Name(id=name):
             return lookup(name)
@@ -158,11 +195,12 @@ def evaluate(node: ast.expr) -> Any:
 
 
 def lookup(name: str) -> Any:
+    """The policy, or maker of policies, of this name."""
     known = [key for key in vars(remat.policies) if key.startswith(("save_", "offload_"))]
     if name in known:
         return getattr(remat.policies, name)
     near = difflib.get_close_matches(name, [*known, "none", *RIVALS], n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = f"did you mean {near[0]!r}? " if near else ""
     raise UsageError(
-        f"there is no policy {name!r}{hint}\nknown: none, {', '.join([*RIVALS, *sorted(known)])}"
+        f"there is no policy {name!r}; {hint}Known are none, {', '.join([*RIVALS, *sorted(known)])}."
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from remat.cli.measure import Mark
-from remat.cli.shapes import Model, Params, Wrap
+from remat.cli.models import Model, Params, Wrap
 from remat.transforms import map_only, tree_leaves, value_and_grad
 
 Mode = Literal["backward", "func", "vmap"]
@@ -19,7 +19,7 @@ Step = Callable[[Params, Tensor, Mark], tuple[Tensor, Params]]
 
 
 def unmarked() -> None:
-    pass
+    """What `mark` is where nobody measures."""
 
 
 def make_step(mode: Mode, model: Model, wrap: Wrap) -> Step:
@@ -28,6 +28,8 @@ def make_step(mode: Mode, model: Model, wrap: Wrap) -> Step:
 
 
 def backward(model: Model, wrap: Wrap) -> Step:
+    """`loss.backward()`; gradients are read from the leaves."""
+
     def step(params: Params, tokens: Tensor, mark: Mark) -> tuple[Tensor, Params]:
         leaves = model.leaves(params)
         loss = model.loss(leaves, tokens, wrap)
@@ -45,6 +47,8 @@ def taken(leaf: Tensor) -> Tensor | None:
 
 
 def functional(model: Model, wrap: Wrap) -> Step:
+    """`value_and_grad` of the loss."""
+
     def step(params: Params, tokens: Tensor, mark: Mark) -> tuple[Tensor, Params]:
         return value_and_grad(marked(model, wrap, mark))(params, tokens)
 
@@ -52,6 +56,8 @@ def functional(model: Model, wrap: Wrap) -> Step:
 
 
 def per_sample(model: Model, wrap: Wrap) -> Step:
+    """`vmap` of `value_and_grad`: losses and gradients of each sample."""
+
     def step(params: Params, tokens: Tensor, mark: Mark) -> tuple[Tensor, Params]:
         # A batch of one stays inside: attention then sees the four dimensions that its fused kernels need.
         gradient = value_and_grad(marked(model, wrap, mark))
@@ -61,6 +67,8 @@ def per_sample(model: Model, wrap: Wrap) -> Step:
 
 
 def marked(model: Model, wrap: Wrap, mark: Mark) -> Callable[[Params, Tensor], Tensor]:
+    """The loss, which calls `mark` when its forward is over."""
+
     def loss(params: Params, tokens: Tensor) -> Tensor:
         value = model.loss(params, tokens, wrap)
         mark()
@@ -78,6 +86,7 @@ class Trainer:
 
     @classmethod
     def start(cls, params: Params, lr: float) -> Trainer:
+        """Copies of the parameters, which AdamW will move."""
         own = map_only(Tensor, lambda t: t.detach().clone(), params)
         return cls(own, torch.optim.AdamW(tensors(own), lr=lr))
 
@@ -90,6 +99,7 @@ class Trainer:
 
 
 def tensors(tree: Any) -> list[Tensor]:
+    """The tensors among the leaves of a tree."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 

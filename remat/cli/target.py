@@ -53,6 +53,7 @@ def load(
 
 
 def named(target: str) -> Any:
+    """What `MODULE:NAME` names, imported as `python -m` would import it."""
     module, _, name = target.partition(":")
     if not name or not module or module.startswith("."):
         raise UsageError(
@@ -102,6 +103,7 @@ def check_count(target: str, fn: Callable[..., Any], count: int) -> None:
 
 
 def takes_arguments(fn: Callable[..., Any]) -> bool:
+    """Whether a function cannot be called without arguments."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except ValueError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, ParamSpec, TypeVar, cast, overload
+from typing import Any, Literal, ParamSpec, TypeVar, cast, get_args, overload
 
 import torch
 from torch.utils.checkpoint import noop_context_fn
@@ -20,12 +20,7 @@ from remat.transforms.region import is_recomputing, run_again_whole
 P = ParamSpec("P")
 R = TypeVar("R")
 Check = Literal["default", "metadata", "exact", "none"]
-_CHECKS: dict[str, RegionCheck] = {
-    "default": "metadata",
-    "metadata": "metadata",
-    "exact": "exact",
-    "none": "none",
-}
+_CHECKS: dict[str, RegionCheck] = {"default": "metadata"} | {check: check for check in get_args(RegionCheck)}
 
 
 class OptionError(RematError, ValueError):

@@ -62,7 +62,7 @@ class UnsupportedModel(RematError, TypeError):
         ...     huggingface.enable(torch.nn.Linear(2, 2))
         ... except huggingface.UnsupportedModel as error:
         ...     print(error)
-        Linear is no transformers model that can checkpoint; use remat.nn.apply.
+        Linear is not a transformers model that can checkpoint; use remat.nn.apply.
     """
 
 
@@ -80,5 +80,5 @@ def _switch_on(model: Any) -> None:
             model.disable_input_require_grads()
         return
     raise UnsupportedModel(
-        f"{type(model).__name__} is no transformers model that can checkpoint; use remat.nn.apply."
+        f"{type(model).__name__} is not a transformers model that can checkpoint; use remat.nn.apply."
     )

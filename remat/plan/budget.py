@@ -60,7 +60,7 @@ def _parsed(text: str, what: str, advice: str) -> int:
     try:
         return parse_bytes(text)
     except ValueError:
-        raise RematError(f"{text!r} is no {what}. {advice}") from None
+        raise RematError(f"{text!r} is not a {what}. {advice}") from None
 
 
 def resolve(budget: float | int | str, graph: Graph, problem: Problem) -> int:

@@ -38,10 +38,10 @@ class BudgetPolicy(Numbered):
         cost: the cost model, or its name.
         device: what `cost="roofline"` or "measured" is meant for; None means this machine's accelerator.
         time_limit: seconds for the exact solver; the plan's gap says what was proven by then.
-        peak: the most bytes that may be live at once in the region's forward and backward, by simulation (see
-            `remat.plan.peak`), beside the budget; None means any. Of use in compiled code: in eager a region
-            runs again as a whole, so its own peak hardly depends on what it keeps. For the peak of many
-            regions use `plan_model` or `plan_chain`.
+        peak: the most bytes that may be live at once in the region's forward and backward, by simulation. It
+            is a limit beside the budget, and None means no limit. It helps in compiled code. In eager a
+            region runs again as a whole, so its own peak hardly depends on what it keeps. For the peak of
+            many regions use `plan_model` or `plan_chain`.
 
     Example:
         >>> import torch

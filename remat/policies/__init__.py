@@ -26,9 +26,9 @@ from remat.policies._selective import save_every as save_every
 from remat.policies._selective import save_larger_than as save_larger_than
 from remat.policies._selective import where as where
 from remat.policies._selector import PolicySelector as PolicySelector
+from remat.policies._selector import UnmatchedName as UnmatchedName
 from remat.policies._selector import bind as bind
 from remat.policies._unbatched import save_unbatched_matmuls as save_unbatched_matmuls
-from remat.policies._unmatched import UnmatchedName as UnmatchedName
 
 __all__ = [
     "Policy",

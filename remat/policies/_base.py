@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import types
 from collections.abc import Callable, Collection, Hashable, Iterator, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 
 import torch
 
@@ -251,47 +252,37 @@ class _Pair(Combined):
     left: Policy
     right: Policy
 
-    def _verdicts(self, info: OpInfo) -> tuple[Decision, Decision]:
-        return tuple(check_verdict(p, info, p(info)) for p in (self.left, self.right))  # type: ignore[return-value]
+    # How two verdicts make one, and the verdict that one of them alone settles.
+    symbol: ClassVar[str]
+    joined: ClassVar[Callable[[Decision, Decision], Decision]]
+    settles: ClassVar[Decision]
 
-    def _passes_over(self, left: Decision | None, right: Decision | None) -> bool:
-        return (left is None and self.left.counts) or (right is None and self.right.counts)
+    def __call__(self, info: OpInfo) -> Decision:
+        return self.joined(*[check_verdict(p, info, p(info)) for p in (self.left, self.right)])
+
+    def decide_by_op(self, op: Any) -> Decision | None:
+        left, right = self.left.decide_by_op(op), self.right.decide_by_op(op)
+        passes_over = (left is None and self.left.counts) or (right is None and self.right.counts)
+        if self.settles in (left, right) and not passes_over:
+            return self.settles
+        return None if left is None or right is None else self.joined(left, right)
+
+    def __repr__(self) -> str:
+        return f"{_operand(self.left, type(self))} {self.symbol} {_operand(self.right)}"
 
 
 @dataclass(frozen=True, repr=False)
 class Either(_Pair):
     """`a | b`: the stronger of two verdicts, SAVE > OFFLOAD > RECOMPUTE."""
 
-    def __call__(self, info: OpInfo) -> Decision:
-        left, right = self._verdicts(info)
-        return left | right
-
-    def decide_by_op(self, op: Any) -> Decision | None:
-        left, right = self.left.decide_by_op(op), self.right.decide_by_op(op)
-        if Decision.SAVE in (left, right) and not self._passes_over(left, right):
-            return Decision.SAVE
-        return None if left is None or right is None else left | right
-
-    def __repr__(self) -> str:
-        return f"{_operand(self.left, Either)} | {_operand(self.right)}"
+    symbol, joined, settles = "|", staticmethod(operator.or_), Decision.SAVE
 
 
 @dataclass(frozen=True, repr=False)
 class Both(_Pair):
     """`a & b`: the weaker of two verdicts."""
 
-    def __call__(self, info: OpInfo) -> Decision:
-        left, right = self._verdicts(info)
-        return left & right
-
-    def decide_by_op(self, op: Any) -> Decision | None:
-        left, right = self.left.decide_by_op(op), self.right.decide_by_op(op)
-        if Decision.RECOMPUTE in (left, right) and not self._passes_over(left, right):
-            return Decision.RECOMPUTE
-        return None if left is None or right is None else left & right
-
-    def __repr__(self) -> str:
-        return f"{_operand(self.left, Both)} & {_operand(self.right)}"
+    symbol, joined, settles = "&", staticmethod(operator.and_), Decision.RECOMPUTE
 
 
 @dataclass(frozen=True, repr=False)

@@ -130,7 +130,7 @@ def register_costly_op(op: Any, kind: Kind = "matmul") -> None:
             (`save_matmuls` alone), `"attention"` (`save_attention`).
 
     Raises:
-        RematError: `op` is no op, or `kind` is not one of the four.
+        RematError: `op` is not an op, or `kind` is not one of the four.
 
     Example:
         >>> from remat.policies import register_costly_op

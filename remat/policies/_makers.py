@@ -91,6 +91,6 @@ _MAKERS: list[Callable[..., Any]] = [
 
 
 def makes_policies(maker: Callable[P, R]) -> Callable[P, R]:
-    """Tell of a function that is no policy but makes some, so that a message can say so."""
+    """Tell of a policy factory that was passed instead of a policy, so that a message can say so."""
     _MAKERS.append(maker)
     return maker

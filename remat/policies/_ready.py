@@ -70,7 +70,7 @@ def save_ops(*ops: Any) -> SaveOps:
             higher-order operators, `torch.library.custom_op`s.
 
     Raises:
-        RematError: one of them is no op (also a TypeError); torch functions such as `torch.mm` are none.
+        RematError: one of them is not an op (also a TypeError). `torch.mm` is a function and not an op.
 
     Example:
         >>> import torch
@@ -97,9 +97,9 @@ def _overloads(op: Any) -> list[Any]:
     if isinstance(op, (OpOverload, HigherOrderOperator)):
         return [op]
     raise PolicyError(
-        f"save_ops got {op!r} of type {type(op).__name__}, which is no op. Write the op below the function: "
-        f"torch.ops.aten.mm.default, or torch.ops.aten.mm for all its overloads. For values marked by "
-        f"checkpoint_name write save_names."
+        f"save_ops got {op!r} of type {type(op).__name__}, which is not an op. Write the op below the "
+        f"function: torch.ops.aten.mm.default, or torch.ops.aten.mm for all its overloads. For values "
+        f"marked by checkpoint_name write save_names."
     )
 
 

@@ -108,7 +108,7 @@ def save_every(n: int, policy: Any) -> SaveEvery:
         policy: anything that `remat(policy=...)` accepts.
 
     Raises:
-        RematError: `n` is no positive integer (also a TypeError).
+        RematError: `n` is not a positive integer (also a TypeError).
 
     Example:
         >>> from remat import save_matmuls
@@ -188,7 +188,7 @@ def save_cheaper_than(flops_per_byte: float) -> SaveCheaper:
         flops_per_byte: what a byte is worth, in floating point operations; 0 saves all that has FLOPs at all.
 
     Raises:
-        RematError: it is no number, or negative (also a TypeError).
+        RematError: it is not a number, or negative (also a TypeError).
 
     Example:
         >>> from remat.policies import save_cheaper_than

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from remat._core import Call, Decision, OpInfo, TensorMeta, describe
+from remat._core import Call, Decision, OpInfo, TensorMeta, describe, warn_user
 from remat.policies._base import Policy, check_verdict
-from remat.policies._unmatched import report_unmatched
-from remat.transforms import RematError, traits
+from remat.transforms import BoundedCache, RematError, tensors_in, traits
 from remat.transforms.compat import is_batched_below
 from remat.transforms.intermediates import current
-from remat.transforms.tape import Node, Tape, Verdicts, tensors_in
+from remat.transforms.tape import Node, Tape, Verdicts
 
 _aten = torch.ops.aten
 # Products with a bias, of which torch.vmap makes a product and a sum, by the names of their functions.
@@ -183,3 +183,50 @@ class PolicySelector:
         """The forward is over."""
         self.policy.finished(tape)
         report_unmatched(self.policy, self.region, self.named)
+
+
+# Regions and names that were warned of: a model calls its regions thousands of times.
+_warned: BoundedCache[tuple[str, str], None] = BoundedCache(4096)
+
+
+class UnmatchedName(UserWarning):
+    """A name in a policy that no `checkpoint_name` of the region gives. Told once for a region.
+
+    Example:
+        >>> import warnings
+        >>> import torch
+        >>> from remat import remat, save_names
+        >>> block = remat(torch.sin, policy=save_names("hiden"))
+        >>> with warnings.catch_warnings(record=True) as told:
+        ...     warnings.simplefilter("always")
+        ...     out = block(torch.ones(2, requires_grad=True))
+        >>> [w.category.__name__ for w in told]
+        ['UnmatchedName']
+    """
+
+
+def report_unmatched(policy: Policy, region: str, seen: Iterable[str]) -> None:
+    """Warn, once for a region, of names that `policy` asks for and that did not occur in the forward.
+
+    Raises:
+        RematError: a policy with `strict=True` asks for the name.
+    """
+    missing = {name: strict for name, strict in policy.names() if name not in seen}
+    if not missing:
+        return
+    text = f"Policy {policy!r} of region {region!r} asks for {_listed(missing, seen)}"
+    if any(missing.values()):
+        raise RematError(text)
+    new = {(region, name): None for name in missing if (region, name) not in _warned}
+    _warned.update(new)
+    if new:
+        warn_user(f"{text} (Said once; strict=True makes it an error.)", UnmatchedName)
+
+
+def _listed(missing: Iterable[str], seen: Iterable[str]) -> str:
+    occurred = ", ".join(map(repr, sorted(seen)))
+    found = f"the names that do are {occurred}" if occurred else "no checkpoint_name was called in it"
+    guesses = {name: difflib.get_close_matches(name, seen, 1, 0.5) for name in missing}
+    hints = [f" Did you mean {guess[0]!r} for {name!r}?" for name, guess in guesses.items() if guess]
+    asked = ", ".join(map(repr, guesses))
+    return f"{asked}, which names no value of it: {found}.{''.join(hints)}"

@@ -77,6 +77,13 @@ class Schedule:
         """The primal sweep's rule: step -> the slot its state goes to, or None."""
         raise NotImplementedError
 
+    def _known(self, n: int | None) -> int:
+        if n is None:
+            raise ValueError(
+                f"{self} needs to know the number of steps; for a loop of unknown length take Online."
+            )
+        return n
+
     def leap(self, at: int, end: int, free: int) -> int:
         """Steps to advance from `at` before storing, when steps `at .. end - 1` remain and `free` slots are
         empty."""
@@ -195,10 +202,7 @@ class Revolve(Binomial):
         return min(self.slots, n)
 
     def place(self, n: int | None) -> Callable[[int], int | None]:
-        if n is None:
-            raise ValueError(
-                f"{self} needs to know the number of steps; for a loop of unknown length take Online."
-            )
+        n = self._known(n)
         stores, at, slots = {0: 0}, 0, self.capacity(n)
         while len(stores) < slots:
             at += split(n + 1 - at, slots - len(stores) + 1)  # the last carry is a result: one step more
@@ -258,10 +262,7 @@ class Sqrt(Schedule):
         return min(n, -(-n // stride) + stride - 1)
 
     def place(self, n: int | None) -> Callable[[int], int | None]:
-        if n is None:
-            raise ValueError(
-                f"{self} needs to know the number of steps; for a loop of unknown length take Online."
-            )
+        n = self._known(n)
         stride = self.stride(n)
         last = (n - 1) // stride * stride
         stores = {step: i for i, step in enumerate([*range(0, last, stride), *range(last, n)])}
@@ -278,8 +279,7 @@ class Sqrt(Schedule):
 class Multilevel(Revolve):
     """`device` carries on the device and `host` carries offloaded, with t(n + 1, device + host) advances.
 
-    The oldest states live on the host: they lie at the bottom of the stack, are written once in the forward
-    pass and read least often.
+    The oldest states live on the host. They are written once in the forward pass and read least often.
 
     Attributes:
         device: carries on the device.

@@ -19,12 +19,13 @@ from benchmarks import jax_peer, panel, runs
 from benchmarks.cases import Case, Measured, read
 from benchmarks.fits import largest
 from benchmarks.loaded import Results
-from benchmarks.measures import counted, flops_of, unwrapped
+from benchmarks.measures import counted as counting
+from benchmarks.measures import flops_of, unwrapped
 from benchmarks.models import SIZES, Around
 from benchmarks.panel import Panel
 from benchmarks.pareto import Point, dominates, factor, front, hypervolume, time_ratios, undominated
 from benchmarks.peers import Peer, peer
-from benchmarks.report import ROOT, Report, filled, headline, section
+from benchmarks.report import PAGES, ROOT, Report, counted, filled, headline, instructions, section
 from benchmarks.report import SUITES as REPORTED
 from benchmarks.suites import SUITES
 from benchmarks.tables import targets, verdict
@@ -131,7 +132,7 @@ def test_jax_computes_the_same(model: str) -> None:
 
 def test_flops_of_a_compiled_step_are_counted() -> None:
     x, w = torch.randn(8, 16), torch.randn(16, 4, requires_grad=True)
-    with counted() as counter:
+    with counting() as counter:
         torch.compile(lambda x, w: (x @ w).sin().sum(), fullgraph=True)(x, w).backward()
     # x w, and the gradient of w; x asks for none.
     assert counter.flops == 2 * (2 * 8 * 16 * 4)
@@ -349,7 +350,9 @@ def report(folder: Path) -> tuple[str, str]:
     (folder / "docs").mkdir(exist_ok=True)
     marks = "<!-- {0}: generated -->\nold\n<!-- {0} ends -->\n"
     (folder / "README.md").write_text("before\n" + marks.format("headline") + "after\n")
-    (folder / "docs" / "benchmarks.md").write_text("".join(map(marks.format, REPORTED)))
+    for page in set(PAGES.values()):
+        there = [suite for suite in REPORTED if PAGES[suite] == page]
+        (folder / "docs" / page).write_text("".join(map(marks.format, [*there, "instructions"])))
     assert Report(folder, folder)() == 0
     return (folder / "README.md").read_text(), (folder / "docs" / "benchmarks.md").read_text()
 
@@ -389,7 +392,10 @@ def test_readme_and_docs_are_what_the_committed_csvs_say() -> None:
     quick = Results.load(folder / "quick.csv")
     assert quick is not None
     readme = (ROOT / "README.md").read_text()
-    assert filled(readme, "headline", headline(quick)) == readme
-    docs = (ROOT / "docs" / "benchmarks.md").read_text()
+    counts = counted(folder)
+    assert filled(readme, "headline", headline(quick, counts)) == readme
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert filled(page, "instructions", instructions(counts)) == page
     for suite in REPORTED:
+        docs = (ROOT / "docs" / PAGES[suite]).read_text()
         assert filled(docs, suite, section(suite, Results.load(folder / f"{suite}.csv"), ROOT)) == docs

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from remat import remat, save_matmuls
 from tests.compiled import compiled
+from tests.helpers import crossed, sparse
 
 X = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 W = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
@@ -80,8 +81,7 @@ def weighted(results: Any) -> Tensor:
     return sum(((i + 1) * (t * torch.arange(1.0, t.shape[-1] + 1)).sum() for i, t in enumerate(results)))  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("policy", [None, save_matmuls], ids=["nothing", "matmuls"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("policy", "case"), crossed([None, save_matmuls], CASES))
 def test_no_gradient_is_lost(case: Any, policy: Any) -> None:
     def run(step: Any) -> Any:
         x = X.clone().requires_grad_()
@@ -95,7 +95,7 @@ def test_no_gradient_is_lost(case: Any, policy: Any) -> None:
     torch.testing.assert_close(made, gradient, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sparse(CASES))
 def test_nor_under_func_grad(case: Any) -> None:
     def gradient(region: Any) -> Any:
         return torch.func.grad(lambda x: weighted(case(x, region)))
@@ -105,9 +105,10 @@ def test_nor_under_func_grad(case: Any) -> None:
     torch.testing.assert_close(gradient(remat)(X), expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("way", ["compiled", "func", "compiled func"])
-@pytest.mark.parametrize("at", [0, -1])
-@pytest.mark.parametrize("case", [row, no_whole, of_captured, outside])
+@pytest.mark.parametrize(
+    ("case", "at", "way"),
+    crossed([row, no_whole, of_captured, outside], [0, -1], ["compiled", "func", "compiled func"]),
+)
 def test_what_is_written_to_a_result_later_is_seen_in_the_others(case: Any, at: int, way: str) -> None:
     if case is of_captured:
         pytest.skip("the region reads it: refused, without remat too")

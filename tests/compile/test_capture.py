@@ -24,12 +24,13 @@ from remat import (
 )
 from remat.debug import assert_recomputed
 from remat.transforms import value_and_grad
-from remat.transforms.compat.functorch import in_transform
+from remat.transforms.compat.autograd import in_transform
 from tests.compiled import Graphs, compiled
 from tests.helpers import rand, same, sparse
 from tests.tools.test_capture import RUNS, WRAPS, W, X, model
 
 transforms = pytest.mark.parametrize("transform", [capture, capture_grads])
+some_transform = pytest.mark.parametrize("transform", sparse([capture_grads, capture], 2))
 NAMES = ["h", "out"]
 
 
@@ -79,7 +80,7 @@ def loss_of(wrap, names=("h",)):
     return loss
 
 
-@transforms
+@some_transform
 def test_the_function_itself_and_in_other_code(transform):
     f = transform(loss_of(remat), NAMES)
     want = transform(loss_of(WRAPS["none"]), NAMES)(W, X)
@@ -87,7 +88,7 @@ def test_the_function_itself_and_in_other_code(transform):
     same(compiled(lambda w, x: transform(loss_of(remat), NAMES)(w, x))(W, X), want)
 
 
-@transforms
+@some_transform
 def test_plain_autograd_through_all_that_is_captured(transform):
     grads = []
     for wrap, compile_ in (
@@ -175,7 +176,7 @@ def test_modules():
     equal(vmap(per_example, (None, 0)), params, X)
 
 
-@transforms
+@some_transform
 def test_trees_and_integers_and_repeated_names(transform):
     def f(x):
         h = checkpoint_name({"a": x.exp(), "i": x.argmax(), "s": 3}, "t")
@@ -186,7 +187,7 @@ def test_trees_and_integers_and_repeated_names(transform):
     same(compiled(transform(remat(f), ("t", "x")))(X), transform(f, ("t", "x"))(X))
 
 
-@transforms
+@some_transform
 def test_what_the_result_does_not_depend_on(transform):
     f = remat(lambda x: (checkpoint_name(x.exp(), "unused"), x.sum())[1])
     equal(transform(f, "unused"), X)
@@ -272,6 +273,7 @@ def test_random_numbers_are_those_of_the_function():
     same(named["h"].sum(), value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", sparse([capture_grads, capture], 2))
 def test_through_inductor(transform):
     equal(

@@ -127,6 +127,7 @@ def test_per_sample_gradients_under_a_policy():
     same(got, per_sample(plain)(weights, x[:, None]), 1e-4)
 
 
+@pytest.mark.slow
 def test_a_fence_leaves_nothing_in_the_code():
     weights, x = inputs(width=8, rows=16, depth=2)
     run = compiled(grad(network(remat, 2)), "inductor")
@@ -188,6 +189,7 @@ def backward_code(fn, x: Tensor, w: Tensor):
     return got, codes[-1]
 
 
+@pytest.mark.slow
 def test_memory_that_only_the_backward_was_given_is_its_own(monkeypatch):
     x, w = rand(64, 8, dtype=torch.float32) / 4, rand(8, 8, dtype=torch.float32) / 4
     told: dict[str, bool] = {}

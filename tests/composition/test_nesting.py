@@ -8,7 +8,7 @@ from torch.func import grad, vmap
 from remat import remat, scan_remat
 from remat.policies import save_everything, save_matmuls, save_nothing, save_ops
 from tests.compiled import Graphs, dots
-from tests.helpers import POLICIES, OpCounter, rand, same
+from tests.helpers import POLICIES, OpCounter, crossed, rand, same
 
 aten = torch.ops.aten
 
@@ -33,9 +33,12 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("outer", POLICIES)
-@pytest.mark.parametrize("inner", ["nothing", "everything", "matmuls"])
+COMBINED = pytest.mark.parametrize(
+    ("run", "outer", "inner"), crossed(RUNS, POLICIES, ["nothing", "everything", "matmuls"], every=5)
+)
+
+
+@COMBINED
 def test_two_policies(run, outer, inner):
     x, w = rand(2, 3).requires_grad_(), rand(3, 3).requires_grad_()
     inside = remat(stack(0, None), policy=POLICIES[inner])
@@ -44,9 +47,7 @@ def test_two_policies(run, outer, inner):
     same(RUNS[run](region, x, w), RUNS[run](plain, x, w))
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("outer", POLICIES)
-@pytest.mark.parametrize("inner", ["nothing", "everything", "matmuls"])
+@COMBINED
 def test_a_view_of_a_weight_inside(run, outer, inner):
     """Autograd saves the transposed weight: a look at a tensor that the region around is to hand over."""
     x, w = rand(2, 3).requires_grad_(), rand(3, 3).requires_grad_()

@@ -61,28 +61,66 @@ def residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[str]:
     return [str(r) for r in saved_residuals(fn, *args, **kwargs)]
 
 
-class Linearized(torch.autograd.Function):
-    """`sin` as JAX linearizes it: the derivative's cosine is a value of the forward, to be saved or not."""
+class Given(torch.autograd.Function):
+    """`sin` or `cos` as JAX linearizes it: the derivative is a value of the forward, to be saved or not."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.sin(x), torch.cos(x)
+    def forward(op: Any, x: Tensor, factor: Tensor) -> Tensor:
+        return op(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(output[1])
+        ctx.op = inputs[0]
+        ctx.save_for_backward(inputs[2])
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor, _: Any) -> Tensor:  # type: ignore[override]
-        return g * ctx.saved_tensors[0]
+    def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
+        slope = g * ctx.saved_tensors[0]
+        return None, -slope if ctx.op is torch.cos else slope, None
 
 
-def jax_sin(x: Tensor) -> Tensor:
-    """A sine whose cosine counts as it does in JAX (to first order: the cosine has no derivative)."""
-    return Linearized.apply(x)[0]  # type: ignore[index]
+class Factor(torch.autograd.Function):
+    """The value that `Given` is given, with a derivative for where a second one is asked for."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(op: Any, x: Tensor) -> Tensor:
+        return op(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.op = inputs[0]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None) -> Any:  # type: ignore[override]
+        if g is None:
+            return None, None
+        (x,) = ctx.saved_tensors
+        return None, -g * smooth_sin(x) if ctx.op is torch.cos else g * smooth_cos(x)
+
+
+def jax_sin(x: Tensor, apply: Any = lambda f, x: f(x)) -> Tensor:
+    """A sine whose cosine, which `apply` calls for, counts as it does in JAX, and has no derivative."""
+    return Given.apply(torch.sin, x, apply(torch.cos, x.detach()))  # type: ignore[return-value]
+
+
+def jax_cos(x: Tensor) -> Tensor:
+    return Given.apply(torch.cos, x, torch.sin(x.detach()))  # type: ignore[return-value]
+
+
+def smooth_sin(x: Tensor, apply: Any = lambda f, x: f(x)) -> Tensor:
+    """The same, to be differentiated twice: for that its argument is kept as well."""
+    cosine = apply(lambda x: Factor.apply(torch.cos, x), x)
+    return Given.apply(torch.sin, x, cosine)  # type: ignore[return-value]
+
+
+def smooth_cos(x: Tensor) -> Tensor:
+    return Given.apply(torch.cos, x, Factor.apply(torch.sin, x))  # type: ignore[return-value]
 
 
 aten = torch.ops.aten

@@ -4,10 +4,13 @@ import traceback
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.func import grad, vmap
 
 from remat import RematError, remat
 from remat.interop.jax import checkpoint
+from tests.conformance.counting import COMPILES
 from tests.helpers import OpCounter, rand, vjp
 
 X = rand(3)
@@ -131,25 +134,57 @@ def test_concreteness_error_includes_user_code_with_static_argnums():
     check_concreteness_error((1,))
 
 
-def check_prevent_cse(prevent):
-    """Taken, and of no effect: there is nothing to prevent in eager code."""
-    layer = checkpoint(lambda w, x: torch.tanh(x @ w), prevent_cse=prevent)
-    w, x = rand(3, 3), rand(2, 3)
-    expected = grad(lambda w: torch.tanh(x @ w).sum())(w)
-    torch.testing.assert_close(grad(lambda w: layer(w, x).sum())(w), expected)
+def check_prevent_cse(prevent, as_dict=False):
+    """Taken, and of no effect: eager code has nothing to prevent. Compiled code has one fence a layer, around
+    what nothing else is computed from: the activation, never the weight."""
+    if as_dict:
+        of_dict = checkpoint(lambda d: torch.tanh(d["x"] @ d["w"] + torch.arange(3.0)), prevent_cse=prevent)
+        layer = lambda w, x: of_dict({"w": w, "x": x})  # noqa: E731
+    else:
+        layer = checkpoint(lambda w, x: torch.tanh(x @ w + torch.arange(3.0)), prevent_cse=prevent)
+
+    def loss(net, ws, x):
+        for w in ws:
+            x = net(w, x)
+        return (x**2).sum()
+
+    ws, x = [rand(3, 3), rand(3, 3).T], rand(2, 3)
+    expected = grad(lambda ws: loss(lambda w, x: torch.tanh(x @ w + torch.arange(3.0)), ws, x))(ws)
+    torch.testing.assert_close(grad(lambda ws: loss(layer, ws, x))(ws), expected)
+    return lambda ws, x: grad(lambda ws, x: loss(layer, ws, x), (0, 1))(ws, x), ws, x
+
+
+def check_fences(step, ws, x):
+    graphs = []
+
+    def keep(module, _):
+        graphs.append(module)
+        return make_boxed_func(module.forward)
+
+    torch._dynamo.reset()
+    got = torch.compile(step, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True)(ws, x)
+    torch.testing.assert_close(got, step(ws, x))
+    (graph,) = graphs
+    *weights, given = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    fenced = [node.args[0] for node in graph.graph.nodes if "fence" in node.name and node.args]
+    fenced = [node for node in fenced if "fence" not in node.name]
+    assert len(fenced) == 2 and given in fenced and not set(fenced) & set(weights)
 
 
 def test_no_cse_widget_with_prevent_cse_false():
     check_prevent_cse(False)
 
 
+@COMPILES
 def test_remat_partial_cse_prevention():
-    check_prevent_cse((False, True))
+    check_fences(*check_prevent_cse((False, True)))
 
 
 def test_remat_partial_cse_prevention_all_false():
     check_prevent_cse((False, False))
 
 
+@COMPILES
+@pytest.mark.slow
 def test_remat_partial_cse_prevention_pytree():
-    check_prevent_cse(({"w": False, "x": True},))
+    check_fences(*check_prevent_cse(({"w": False, "x": True},), as_dict=True))

@@ -7,12 +7,14 @@ import functools
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from remat.interop import checkpoint
+from tests.compiled import compiled, dots, ops
 from tests.conformance.counting import COMPILES
 from tests.conformance.test_torch_selective import saves, selective
 from tests.conformance.torchs import leaf
@@ -20,27 +22,32 @@ from tests.conformance.torchs import leaf
 aten = torch.ops.aten
 
 
-def dots_of_graphs(fn, *args):
-    """The products of the forward graph and of the backward graph, and whether values are eager's."""
-    counts = []
+def counts_of_graphs(fn, *args, check=True, **options):
+    """The ops of the forward graph and of the backward graph, by name; values and gradients are eager's."""
+    graphs = []
 
     def compiler(graph, _):
-        counts.append(sum(n.target is aten.mm.default for n in graph.graph.nodes))
+        graphs.append(ops(graph))
         return make_boxed_func(graph.forward)
 
-    compiled = torch.compile(
-        fn, backend=aot_autograd(fw_compiler=compiler, bw_compiler=compiler), fullgraph=True
-    )
+    backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, **options)
     leaves = [a.detach().clone().requires_grad_() for a in args]
     others = [a.detach().clone().requires_grad_() for a in args]
+    got, expected = (gradients_of(f, x) for f, x in ((compiled(fn, backend), leaves), (fn, others)))
+    if check:
+        torch.testing.assert_close(got, expected)
+    return graphs
+
+
+def gradients_of(fn, leaves):
     torch.manual_seed(0)
-    out = compiled(*leaves)
-    got = torch.autograd.grad(out.sum(), leaves)
-    torch.manual_seed(0)
-    expected = fn(*others)
-    torch.testing.assert_close(out, expected)
-    torch.testing.assert_close(got, torch.autograd.grad(expected.sum(), others))
-    return tuple(counts)
+    out = fn(*leaves)
+    return out, torch.autograd.grad(sum(t.sum() for t in pytree.tree_leaves(out)), leaves)
+
+
+def dots_of_graphs(fn, *args):
+    """The products of the forward graph and of the backward graph."""
+    return tuple(dots(graph) for graph in counts_of_graphs(fn, *args))
 
 
 def gn(x, y):
@@ -72,22 +79,6 @@ TAGS = {
     ),
     "test_compile_selective_checkpoint_must_not_recompute_gemm": (
         lambda x, y: checkpoint(twice, x, y, context_fn=selective(saves(aten.mm.default))),
-        (2, 4),
-    ),
-    "test_compile_selective_checkpoint_list_ops": (
-        lambda x, y: checkpoint(twice, x, y, context_fn=selective([aten.mm.default])),
-        (2, 4),
-    ),
-    "test_compile_selective_checkpoint_outplace_op": (
-        lambda x, y: checkpoint(
-            lambda x, y: torch.selu(twice(x, y)), x, y, context_fn=selective([aten.mm.default])
-        ),
-        (2, 4),
-    ),
-    "test_compile_selective_checkpoint_inplace_op": (
-        lambda x, y: checkpoint(
-            lambda x, y: torch.selu_(twice(x, y)), x, y, context_fn=selective([aten.mm.default])
-        ),
         (2, 4),
     ),
 }

@@ -239,16 +239,24 @@ def drop(run: Pass, step: dict[str, Any]) -> Seen:
 
 
 def threaded(run: Pass, step: dict[str, Any]) -> Seen:
+    def work() -> Seen:
+        seeded(3)
+        return backward(run, step)
+
+    return _in_a_thread(work)
+
+
+def _in_a_thread(work: Callable[[], Any]) -> Any:
+    """What `work` returns, or raises, in another thread."""
     found: list[Any] = []
 
-    def work() -> None:
+    def noted() -> None:
         try:
-            seeded(3)
-            found.append(backward(run, step))
+            found.append(work())
         except BaseException as error:
             found.append(error)
 
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=noted)
     thread.start()
     thread.join()
     if isinstance(found[0], BaseException):
@@ -259,22 +267,10 @@ def threaded(run: Pass, step: dict[str, Any]) -> Seen:
 def backward_elsewhere(run: Pass, step: dict[str, Any]) -> Seen:
     """Forward here, backward in another thread."""
     x, y = run.inputs(step)
-    loss, found = run.loss(x, y), []
+    loss = run.loss(x, y)
     if not loss.requires_grad:
         return {"value": loss}
-
-    def work() -> None:
-        try:
-            found.append(torch.autograd.grad(loss, run.leaves(x), allow_unused=True))
-        except BaseException as error:
-            found.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    if isinstance(found[0], BaseException):
-        raise found[0]
-    return {"gradients": found[0]}
+    return {"gradients": _in_a_thread(lambda: torch.autograd.grad(loss, run.leaves(x), allow_unused=True))}
 
 
 def copied(run: Pass, step: dict[str, Any]) -> Seen:

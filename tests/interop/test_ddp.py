@@ -7,6 +7,7 @@ from torch.multiprocessing.spawn import spawn
 from tests.interop import ddp_worker
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
 def test_a_region_that_runs_twice(tmp_path):
     """Gradients of every step, and batch norm's statistics, with and without a static graph."""

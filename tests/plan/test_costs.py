@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from remat.plan import BudgetPolicy, Flops, Roofline
-from remat.plan.graph.costs import DEVICES, cost_model, flops_of, traffic
+from remat.plan.graph.costs import DEVICES, cost_model, flops_of
 from remat.plan.graph.graph import Graph
 from remat.plan.graph.measured import Measured, _table
+from remat.plan.graph.traffic import traffic
 from remat.transforms.errors import RematError
 from remat.transforms.joint.graph import record
 from tests.plan.models import GPTBlock

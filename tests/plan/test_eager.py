@@ -13,6 +13,7 @@ from remat import checkpoint_policy, remat, save_nothing, scan_remat
 from remat.plan import BudgetPolicy, Plan, plan_model
 from remat.transforms.errors import RematError
 from remat.transforms.tape.observers import listen
+from tests.helpers import crossed
 from tests.plan.models import GPTBlock
 
 BUDGETS = (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, "free")
@@ -173,8 +174,10 @@ def test_budget_of_a_scan_whose_body_captures_its_weights(checkpoints):
     )
 
 
-@pytest.mark.parametrize("outer", [of_region, of_region_with_captured, of_scan_with_captured])
-@pytest.mark.parametrize("transform", [grad, jacrev])
+@pytest.mark.parametrize(
+    ("outer", "transform"),
+    crossed([of_region, of_region_with_captured, of_scan_with_captured], [grad, jacrev]),
+)
 def test_planned_inside_another_region(outer, transform):
     """What the outer region puts in the place of captured tensors is not asked of a plan's stand-ins."""
     w, x = torch.randn(4, 4, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
@@ -297,8 +300,10 @@ class Scaled(torch.nn.Module):
         return torch.sin(self.linear(x)) * scale
 
 
-@pytest.mark.parametrize("inside", ["scan", "region", "planned region"])
-@pytest.mark.parametrize("transform", ["jacrev", "grad(vmap)", "vmap(grad)"])
+@pytest.mark.parametrize(
+    ("inside", "transform"),
+    crossed(["scan", "region", "planned region"], ["jacrev", "grad(vmap)", "vmap(grad)"]),
+)
 def test_what_torch_func_differentiates_may_be_captured(transform, inside):
     """By a function that is planned, and read there by a scan or by a region."""
     w, x = torch.randn(4, 4).double() / 2, torch.randn(3, 2, 4).double()

@@ -8,14 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.plan.solve import choices, contract, knapsack, milp
+from remat.plan.solve import choices, knapsack, milp
+from remat.plan.solve import reduce as reductions
 from remat.plan.solve.choices import States
-from remat.plan.solve.contract import contract as contracted
 from remat.plan.solve.hull import hull
 from remat.plan.solve.knapsack import pack
 from remat.plan.solve.parts import solve_parts
 from remat.plan.solve.portfolio import least, solve
 from remat.plan.solve.problem import INF, Problem, complete, keep_all
+from remat.plan.solve.reduce import contract as contracted
 from remat.plan.solve.reduce import reduce
 from remat.plan.solve.split import split
 from remat.transforms.errors import RematError
@@ -33,12 +34,12 @@ def no_scipy():
 
 
 def test_examples_in_docstrings_run():
-    for module in (contract, knapsack):
+    for module in (reductions, knapsack):
         result = doctest.testmod(module)
         assert result.attempted and not result.failed
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=166, deadline=None)
 @given(problems())
 def test_a_contracted_problem_has_the_same_optimum_at_every_budget(problem):
     smaller = contracted(problem)
@@ -75,7 +76,7 @@ def test_what_must_be_made_again_is_made_from_what_is_there():
     assert smaller.need == {0, 2, 3} and smaller.reads == ((), (), (1,), ())
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=83, deadline=None)
 @given(problems())
 def test_the_parts_of_a_problem_add_up_to_it(problem):
     smaller = reduce(problem).problem
@@ -101,7 +102,7 @@ def _beats(one, other):
     return one != other and one[0] <= other[0] and one[1] <= other[1]
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=166, deadline=None)
 @given(problems(), st.integers(1, 9), st.integers(1, 9), st.integers(0, 60))
 def test_choices_of_a_part_are_its_frontier(problem, price, byte, allowance):
     """All that nothing beats within the allowance, each feasible as it says."""
@@ -133,7 +134,7 @@ def classes(draw):
     return [draw(st.sampled_from(kinds)) for _ in range(draw(st.integers(1, 5)))]
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=166, deadline=None)
 @given(classes(), st.integers(0, 80), st.integers(0, 150), st.sampled_from([0.0, 1e-3, 0.2]))
 def test_packing_agrees_with_brute_force(classes, budget, top, gap):
     sums = [tuple(map(sum, zip(*taken, strict=True))) for taken in itertools.product(*classes)]
@@ -154,7 +155,7 @@ def test_packing_that_gives_up_says_what_it_proved():
     assert packed.taken is None and 0 < packed.lower_bound <= pack(kinds, 40, 200, gap=0.0).lower_bound
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=166, deadline=None)
 @given(problems(), st.integers(0, 20), st.sampled_from([0.0, 1e-3, 0.3]))
 def test_agrees_with_brute_force(problem, budget, gap):
     """Also with prices far apart, where the search goes from scale to scale."""
@@ -171,7 +172,7 @@ def test_agrees_with_brute_force(problem, budget, gap):
     assert solved.gap <= gap + 1e-5
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     problems(), st.integers(0, 20), st.lists(st.sampled_from([1e-7, 1e-3, 1.0, 1e4]), min_size=7, max_size=7)
 )
@@ -294,7 +295,7 @@ def test_a_part_too_tangled_falls_back_and_says_its_gap(monkeypatch, limit):
     assert solved.solver in ("hull", "fill") and solved.gap > 0 and solved.lower_bound <= 5.0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.floats(0.5, 9)), min_size=8, max_size=14), st.floats(0.1, 0.9)
 )

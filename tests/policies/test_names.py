@@ -7,14 +7,14 @@ import torch
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
 from remat import RematError, checkpoint_name, checkpoint_policy, debug, remat, saved_residuals
-from remat.policies import _unmatched, save_all_but_names, save_everything, save_matmuls, save_names
-from remat.policies._unmatched import UnmatchedName
+from remat.policies import _selector, save_all_but_names, save_everything, save_matmuls, save_names
+from remat.policies._selector import UnmatchedName
 from tests.helpers import OpCounter, leaves_of, rand
 
 
 @pytest.fixture(autouse=True)
 def unwarned(monkeypatch):
-    monkeypatch.setattr(_unmatched, "_warned", set())
+    monkeypatch.setattr(_selector, "_warned", set())
 
 
 def layer(x, w):

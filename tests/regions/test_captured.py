@@ -7,12 +7,7 @@ import torch
 from torch.func import grad, hessian, vmap
 
 from remat import remat
-from tests.helpers import (
-    POLICIES,
-    jvp,
-    rand,
-    same,
-)
+from tests.helpers import POLICIES, crossed, jvp, rand, same
 
 GLOBAL: dict[str, torch.Tensor] = {}
 
@@ -151,9 +146,9 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("policy", ["nothing", "matmuls", "rule"])
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(
+    ("how", "policy", "run"), crossed(HOW, ["nothing", "matmuls", "rule"], RUNS, every=5)
+)
 def test_captured(how, policy, run):
     x, w = rand(2, 3).requires_grad_(), rand(3, 3).requires_grad_()
     wrap = lambda fn: remat(fn, policy=POLICIES[policy])  # noqa: E731

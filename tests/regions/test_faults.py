@@ -112,13 +112,14 @@ def test_a_fault_under_func_grad(error):
         same(grad(whole)(x), expected, 0.0)
 
 
-def test_a_fault_keeps_nothing_alive():
+@pytest.mark.parametrize("every", [25, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_fault_keeps_nothing_alive(every):
     torch.manual_seed(0)
     model, x = Model(save_matmuls, False), torch.ones(3, 4, dtype=torch.float64)
     step(model, x)
     counted = Fault()
     step(model, x, counted)
-    for at in range(1, counted.count + 1, 3):
+    for at in range(1, counted.count + 1, every):
         with LiveBytes() as live:
             try:
                 step(model, x, Fault(at, ValueError("a fault")))

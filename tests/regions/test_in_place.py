@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import grad, vmap
 
-from remat import checkpoint_name, checkpoint_policy, remat
+from remat import RematError, checkpoint_name, checkpoint_policy, remat
 from remat._core.opinfo import Decision
 from remat.policies import (
     offload,
@@ -22,7 +22,7 @@ from remat.policies import (
     save_ops,
     save_unbatched_matmuls,
 )
-from tests.helpers import rand, same, scalar
+from tests.helpers import crossed, rand, same, scalar
 
 aten = torch.ops.aten
 # Asked op by op, which `save_everything` itself is not.
@@ -167,8 +167,7 @@ REFUSED = {("filled_row_by_row", "vmap_grad"), ("filled_row_by_row", "grad_vmap"
 X, W = rand(4, 4), rand(4, 4, seed=1)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "policy"), crossed(CASES, POLICIES, every=5))
 def test_gradients_are_those_without_remat(name, policy):
     region = remat(CASES[name], policy=POLICIES[policy])
     with warnings.catch_warnings():
@@ -200,3 +199,29 @@ def test_an_argument_is_there_though_a_look_at_it_was_sent_away(policy, name, mo
         return
     fn = LOOKS[name]
     same(MODES[mode](remat(fn, policy=policy), X, W), MODES[mode](fn, X, W))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("viewed", [False, True])
+def test_a_kept_value_that_the_function_left_elsewhere_is_overwritten(nested, viewed):
+    """As autograd says it of what it saves itself: the kept value would be another one."""
+    left = []
+
+    def f(x):
+        h = x * 2
+        left.append(h.view(2, 4) if viewed else h)
+        return h.exp().sin() * h
+
+    region = remat(f, policy=save_ops(torch.ops.aten.mul))
+    if nested:
+        region = remat(lambda x, inner=region: inner(x.sin()).cos())
+    for _ in range(2):
+        out = region(torch.ones(8, requires_grad=True))
+        with torch.no_grad():
+            left[-1].mul_(5)
+        with pytest.raises(RematError, match="written in place"):
+            out.sum().backward()
+    x = torch.ones(8, requires_grad=True)
+    (got,) = torch.autograd.grad(region(x).sum(), x)
+    plain = f if not nested else lambda x: f(x.sin()).cos()
+    torch.testing.assert_close(got, torch.autograd.grad(plain(x).sum(), x)[0])

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remat import remat
-from remat.transforms.compat import pytree as compat
+from remat.transforms import pytree as compat
 from remat.transforms.pytree import flatten, map_leaves, map_only, paths, shown, tree_leaves, unflatten
 from tests.helpers import rand, same
 

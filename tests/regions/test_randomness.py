@@ -4,16 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.func import grad, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from remat import remat
-from tests.helpers import (
-    POLICIES,
-    jvp,
-    leaves_of,
-    rand,
-    same,
-    vjp,
-)
+from remat import RematError, remat, scan_remat
+from tests.helpers import POLICIES, crossed, jvp, leaves_of, rand, same, unseen, vjp
 
 
 def noisy(x, w):
@@ -61,8 +55,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("run", "policy"), crossed(RUNS, POLICIES))
 def test_same_numbers_and_same_state_afterwards(policy, run):
     def measure(fn):
         torch.manual_seed(5)
@@ -139,3 +132,22 @@ def test_without_random_ops_the_state_need_not_be_kept():
 def test_vmap_refuses_random_ops_as_without_remat():
     with pytest.raises(RuntimeError, match="randomness"):
         vmap(remat(noisy), (0, None))(torch.stack([ARGS[0], ARGS[0]]), ARGS[1])
+
+
+@pytest.mark.parametrize("by", ["autograd", "func"])
+@pytest.mark.parametrize("kind", ["region", "read unseen", "scan"])
+def test_draws_in_a_graph_of_make_fx_are_refused(by, kind):
+    """The graph has no generator states: forward and recomputation would draw two masks, as in torch's."""
+
+    def f(x):
+        if kind == "scan":
+            return scan_remat(lambda c, _: (F.dropout(c.exp(), 0.5), None), x, length=2, checkpoints=1)[0]
+        return remat(lambda x: F.dropout((x + unseen(x) if kind == "read unseen" else x).exp(), 0.5))(x)
+
+    def step(x):
+        if by == "func":
+            return torch.func.grad(lambda x: f(x).sum())(x)
+        return torch.autograd.grad(f(x).sum(), x)[0]
+
+    with pytest.raises(RematError, match="make_fx"):
+        make_fx(step)(torch.randn(3, requires_grad=by == "autograd"))

@@ -158,15 +158,20 @@ def test_a_buffer_that_is_written_from_the_third_step_on(policy):
     check(make, policy)
 
 
+def in_turn(fn, held, values):
+    """The gradients of one call for each value that `held` has in turn."""
+    found = []
+    for held[0] in values:
+        found += grads(fn, 1)
+    return found
+
+
 @POLICIES
 def test_constants_that_change_between_calls(policy):
     def make(wrap):
-        factor, found = [0.0], []
+        factor = [0.0]
         fn = wrap(lambda x: (torch.copysign(x.exp(), factor[0]) * 3).sin().exp())
-        for value in (0.0, 0.0, -0.0, 0.0, 2.0):
-            factor[0] = value
-            found += grads(fn, 1)
-        return found
+        return in_turn(fn, factor, (0.0, 0.0, -0.0, 0.0, 2.0))
 
     check(make, policy)
 
@@ -216,17 +221,13 @@ def test_draws_of_python_and_numpy_and_state_of_cells(policy):
 @POLICIES
 def test_an_explicit_generator_that_is_drawn_from_later(policy):
     def make(wrap):
-        generator, on, found = torch.Generator().manual_seed(1), [False], []
+        generator, on = torch.Generator().manual_seed(1), [False]
 
         def fn(x):
             noise = torch.rand(4, 4, dtype=x.dtype, generator=generator) if on[0] else 1.0
             return (x * noise).sin().exp()
 
-        region = wrap(fn)
-        for turn in (False, False, True, True):
-            on[0] = turn
-            found += grads(region, 1)
-        return found
+        return in_turn(wrap(fn), on, (False, False, True, True))
 
     check(make, policy)
 

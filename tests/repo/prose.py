@@ -71,10 +71,10 @@ def docstrings(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             if doc := ast.get_docstring(node):
-                yield _itemized(doc)
+                yield itemized(doc)
 
 
-def _itemized(doc: str) -> str:
+def itemized(doc: str) -> str:
     """A docstring whose arguments and attributes are list items."""
     lines = []
     for line in doc.splitlines():

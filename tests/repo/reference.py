@@ -1,4 +1,4 @@
-"""The public names, read from the sources, and the page of the reference on which each stands."""
+"""The public names, read from the sources, and their pages; `python -m tests.repo.reference` counts them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,11 @@ def package() -> Any:
 def named(path: str) -> Any:
     """The object of a dotted path, aliases followed."""
     found = package()[path.removeprefix("remat.")] if path != "remat" else package()
-    return found.final_target if found.is_alias else found
+    found = found.final_target if found.is_alias else found
+    # A file named after the one function in it, which the face shows: `explain.explain`.
+    alone = found.is_module and not found.is_init_module
+    inner = found.members.get(found.name) if alone else None
+    return inner if inner is not None and inner.is_function else found
 
 
 def public() -> Iterator[str]:
@@ -71,3 +75,20 @@ def untyped(found: Any) -> list[str]:
         return []
     parameters = [p.name for p in found.parameters if p.name not in ("self", "cls") and p.annotation is None]
     return parameters + (["its result"] if found.returns is None else [])
+
+
+def main() -> None:
+    """The count: `python -m tests.repo.reference`."""
+    found = {named(path).path: named(path) for path in public()}
+    documented, names = pages(), [one for one in found.values() if not one.is_module]
+    print(f"{len(found)} public names, {len(found) - len(names)} of them modules")
+    for what, count, of in (
+        ("a page", sum(path in documented for path in found), len(found)),
+        ("an example", sum(">>>" in docstring(one) for one in names), len(names)),
+        ("all types", sum(not untyped(one) for one in names), len(names)),
+    ):
+        print(f"with {what:<10}{count:>4} of {of}")
+
+
+if __name__ == "__main__":
+    main()

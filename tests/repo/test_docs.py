@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,14 @@ def test_page(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         pytest.skip(f"the page was printed with another version of {package}")
     monkeypatch.chdir(tmp_path)
     blocks.run(page)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_pictures_are_there_and_small(page: Path) -> None:
+    pictures = {page.parent / link for link in re.findall(r"!\[[^]]*\]\(([^):]+)\)", page.read_text())}
+    assert all(picture.stat().st_size < 250_000 for picture in pictures)
+    # With the theme's own half a megabyte a page stays under one.
+    assert sum(picture.stat().st_size for picture in pictures) < 500_000
 
 
 PAGE = """

@@ -32,11 +32,17 @@ def kept(line: str) -> int:
 
 # What the others show is tested elsewhere too.
 QUICK = ("quickstart",)
+# Planned on shapes, and too large to run.
+SIMULATED = ROOT / "examples" / "long_context.py"
 
 
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(p, id=p.stem, marks=[] if p.stem in QUICK else [pytest.mark.slow]) for p in EXAMPLES],
+    [
+        pytest.param(p, id=p.stem, marks=[] if p.stem in QUICK else [pytest.mark.slow])
+        for p in EXAMPLES
+        if p != SIMULATED
+    ],
 )
 def test_example_keeps_less_with_remat(path: Path) -> None:
     without, *versions = run(str(path)).splitlines()
@@ -46,6 +52,14 @@ def test_example_keeps_less_with_remat(path: Path) -> None:
     assert kept(versions[0]) < kept(without) / 2
     assert all(kept(versions[0]) <= kept(version) < kept(without) for version in versions)
     assert all("equal" in version for version in versions)
+
+
+@pytest.mark.slow
+def test_the_planned_step_fits_the_card_and_the_others_do_not() -> None:
+    *plans, small = run(str(SIMULATED)).splitlines()
+    assert ["does not fit" in plan for plan in plans] == [True, True, False]
+    assert kept(plans[0]) > kept(plans[1]) > kept(plans[2])
+    assert "gradients equal" in small
 
 
 def test_quickstart_counts_are_exact() -> None:

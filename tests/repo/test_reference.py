@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import re
 
 import pytest
 
@@ -22,6 +23,15 @@ def test_there_are_public_names():
 def test_every_public_name_has_a_page():
     pages = reference.pages()
     assert not [path for own, path in OBJECTS.items() if own not in pages]
+
+
+def test_no_page_shows_a_file_in_place_of_its_function():
+    # `remat.explain` is a file for griffe, and the function in it for users.
+    modules = {reference.named(path).path for path in reference.public() if reference.named(path).is_module}
+    for page in (reference.ROOT / "docs" / "api").glob("*.md"):
+        for path in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE):
+            shown = reference.package()[path.removeprefix("remat.")] if path != "remat" else None
+            assert shown is None or not shown.is_module or shown.path in modules, path
 
 
 def test_every_public_name_says_what_it_is():

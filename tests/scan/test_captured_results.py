@@ -6,7 +6,7 @@ from torch.func import grad, hessian, jacrev, jvp, vmap
 
 from remat import remat, scan_remat, while_remat
 from tests.compiled import compiled
-from tests.helpers import rand, same
+from tests.helpers import crossed, rand, same
 
 LOOPS = {
     "scan": lambda body, h: scan_remat(lambda h, _: (body(h), None), h, length=2, checkpoints=1)[0],
@@ -31,9 +31,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("body", BODIES)
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(("way", "body", "loop"), crossed(WAYS, BODIES, LOOPS))
 def test_a_captured_tensor_that_the_body_returns(loop, body, way):
     h = rand(3, 4)
     fn = lambda x: LOOPS[loop](BODIES[body](x), h)  # noqa: E731

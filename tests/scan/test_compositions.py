@@ -14,7 +14,7 @@ from remat._scan.while_loop import while_remat
 from remat.policies import save_matmuls, save_names
 from remat.schedules import Multilevel
 from remat.transforms.errors import RematError
-from tests.helpers import loop
+from tests.helpers import crossed, loop
 
 W = torch.randn(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 H, XS = (
@@ -68,8 +68,7 @@ FORMS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("transform", "form"), crossed(TRANSFORMS, FORMS))
 def test_forms_under_transforms(form, transform):
     apply = TRANSFORMS[transform]
     torch.testing.assert_close(apply(FORMS[form]), apply(value(loop)))

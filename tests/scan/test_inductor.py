@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from remat import save_matmuls, scan_remat
 from remat.transforms.compat import cpu
-from remat.transforms.compat.inductor_cpu import results_on_heap
+from remat.transforms.compat.cpu import results_on_heap
 from tests.helpers import sparse
 
 N, B, D = 19, 2, 8
@@ -35,6 +35,7 @@ def check(body: Any, init: Any, xs: Any, targets: Any, **options: Any) -> None:
     torch.testing.assert_close(found, gradients(body, init, xs, targets, **options), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_products_with_a_weight_and_its_transpose(args):
     w, h, xs = args
     b = torch.randn(D, requires_grad=True)
@@ -46,6 +47,7 @@ def test_products_with_a_weight_and_its_transpose(args):
     check(body, h, xs, (*args, b), reverse=True, policy=save_matmuls)
 
 
+@pytest.mark.slow
 def test_what_is_passed_on_doubled_or_called_outside_kernels(args):
     w, h, xs = args
 
@@ -58,7 +60,7 @@ def test_what_is_passed_on_doubled_or_called_outside_kernels(args):
     check(body, {"a": h, "b": h, "k": torch.tensor(0)}, xs, args)
 
 
-@pytest.mark.parametrize("kind", sparse(["a gated module", "wide", "vectors of doubles", "autocast"], 2))
+@pytest.mark.parametrize("kind", sparse(["vectors of doubles", "a gated module", "wide", "autocast"], 4))
 def test_bodies(kind, args):
     w, h, xs = args
     if kind == "a gated module":
@@ -84,6 +86,7 @@ def test_bodies(kind, args):
         check(under_autocast, h, xs, args)
 
 
+@pytest.mark.slow
 def test_small_products_are_sums_in_one_kernel(args, monkeypatch):
     """No matrix library is called in a block: neither forward, nor for the carry's gradient."""
     w, h, xs = args

@@ -5,7 +5,9 @@ const fs = require("fs");
 const vm = require("vm");
 
 const page = fs.readFileSync(process.argv[2], "utf8");
-const data = page.match(/<script type="application\/json" id="cockpit-data">([^]*?)<\/script>/)[1];
+const byId = {};
+for (const [, id, text] of page.matchAll(/<script type="application\/json" id="([^"]*)">([^]*?)<\/script>/g))
+  byId[id] = { textContent: text };
 const code = page.match(/<script>([^]*?)<\/script>/)[1];
 const filled = new Map();
 
@@ -19,7 +21,12 @@ class Element {
   setAttribute(name, value) { this.attributes[name] = value; }
   getBoundingClientRect() { return { left: 0, top: 0, width: 800, height: 190 }; }
   getContext() {
-    const pen = { fillText() {} };
+    const pen = { fillText() {}, beginPath() {}, moveTo() {}, lineTo() {}, stroke() {}, fill() {} };
+    pen.measureText = (text) => ({ width: 6 * text.length });
+    pen.arc = (x, y) => {
+      if (!(x >= 0 && x <= this.width && y >= 0 && y <= this.height)) throw new Error(`a dot outside: ${[x, y]}`);
+      this.dots = (this.dots || 0) + 1;
+    };
     pen.fillRect = (x, y, w, h) => {
       if (!(x >= 0 && h >= 0 && y >= -1e-6)) throw new Error(`drawn outside: ${[x, y, w, h]}`);
       filled.set(pen.fillStyle, (filled.get(pen.fillStyle) || 0) + h * w);
@@ -31,16 +38,17 @@ class Element {
 }
 
 const root = new Element("div");
-const byId = { cockpit: root, "cockpit-data": { textContent: data } };
+byId.cockpit = root;
 const world = { document: { createElement: (tag) => new Element(tag), getElementById: (id) => byId[id] } };
 world.window = { addEventListener() {}, devicePixelRatio: 1 };
 const start = process.cpuUsage();
-vm.runInNewContext(code + "\nthis.api = { stacks, totals, alive, byRegion, byCategory, verdict };", world);
+vm.runInNewContext(code + "\nthis.api = { stacks, totals, alive, byRegion, byCategory, verdict, undominated };", world);
 const opened = process.cpuUsage(start).user / 1e3;
 
-const record = JSON.parse(data);
-const charts = root.find("canvas");
-const sides = record.plain ? [record.plain, record.now] : [record.now];
+const record = JSON.parse(byId["cockpit-data"].textContent);
+const charts = root.find("canvas").filter((canvas) => canvas.className !== "map");
+const choices = record.choices.map((_, i) => JSON.parse(byId[`cockpit-choice-${i}`].textContent));
+const sides = [...(record.plain ? [record.plain.columns] : []), choices[record.start].columns];
 const peaks = sides.map((side) =>
   Math.max(0, ...world.api.totals(world.api.stacks(side, side.category, record.categories.length, false))));
 // Every op is hovered, clicked and stepped to once; every heading pressed; every choice made.
@@ -65,5 +73,21 @@ for (const column of [0, 0, 3]) {
   buttons[column].onclick();
   firsts.push(root.find("table").pop().find("tbody")[0].children.map((row) => row.children[column].text));
 }
-const fits = root.find("span").filter((e) => ["yes", "no"].includes(e.className)).map((e) => e.text);
-console.log(JSON.stringify({ peaks, drawn, tip, regions, firsts, fits, opened, rows: kept.find("tr").length }));
+const said = () => root.find("span").filter((e) => ["yes", "no"].includes(e.className)).map((e) => e.text);
+const fits = said();
+// The slider is moved over all policies; the last chart, the verdict and the table follow.
+const slider = root.find("input").find((e) => e.type === "range");
+const switched = [];
+for (let i = 0; slider && i < record.choices.length; i++) {
+  slider.value = i;
+  slider.oninput();
+  const titles = root.find("h2").map((e) => e.text);
+  const rows = root.find("tr").filter((e) => e.className === "chosen").map((e) => e.text);
+  switched.push({ title: titles.find((t) => t.startsWith(`${record.choices[i].label}: at most`)), fits: said(), rows });
+}
+const map = root.find("canvas").find((canvas) => canvas.className === "map");
+if (map) {
+  map.onclick({ clientX: 0, clientY: 0 });
+  map.onmousemove({ clientX: 0, clientY: 0, pageX: 0, pageY: 0 });
+}
+console.log(JSON.stringify({ peaks, drawn, tip, regions, firsts, fits, opened, switched, rows: kept.find("tr").length }));

@@ -14,19 +14,17 @@ import torch.nn.functional as F
 
 import remat.cli.rows as cli_rows
 from remat.cli.bench import Result
-from remat.cli.env import Env, machine
+from remat.cli.commands.env import Env, machine
+from remat.cli.commands.report import table
+from remat.cli.commands.sweep import Sweep
 from remat.cli.errors import UsageError
 from remat.cli.main import COMMANDS, main
 from remat.cli.measure import Work, percentiles, trace_memory
-from remat.cli.models import FAMILIES, build
-from remat.cli.report import table
+from remat.cli.models import FAMILIES, VOCAB, Model, Sizes, batches, build, corpus
 from remat.cli.rows import parse, rows
-from remat.cli.shapes import VOCAB, Model, Sizes
 from remat.cli.steps import Trainer, difference, make_step, tensors, tolerance, unmarked
-from remat.cli.sweep import Sweep
-from remat.cli.text import batches, corpus
 from remat.policies import save_attention, save_every, save_matmuls, save_names
-from tests.helpers import TORCH
+from tests.helpers import TORCH, crossed
 
 TINY = "--depth 2 --width 16 --heads 2 --seq 16 --batch 2 --steps 2".split()
 SIZES = Sizes(depth=2, width=16, heads=2, seq=16)
@@ -42,8 +40,7 @@ def swept(capsys: pytest.CaptureFixture[str], out: Path, *args: str) -> tuple[in
     return code, {row["policy"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
 
 
-@pytest.mark.parametrize("mode", ["backward", "func", "vmap"])
-@pytest.mark.parametrize("model", ["gpt", "llama"])
+@pytest.mark.parametrize(("mode", "model"), crossed(["func", "backward", "vmap"], ["gpt", "llama"]))
 def test_sweep_measures_every_default_policy(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str, mode: str
 ) -> None:
@@ -165,16 +162,18 @@ def test_usage_errors_are_told_without_a_traceback(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, args: list[str], told: str
 ) -> None:
     assert sweep(tmp_path, *args) == 2
-    assert told in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert told in said and said.count("\n") == 1
 
 
 def test_main_lists_commands_and_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     told = capsys.readouterr().out
-    assert all(name in told for name in COMMANDS)
+    assert all(f"  {name} " in told and text in told for name, (_, text) in COMMANDS.items())
     assert main([]) == 2
     assert main(["swep"]) == 2
-    assert "did you mean 'sweep'?" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "did you mean 'sweep'?" in said and said.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
+import shutil
+import subprocess
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import remat
 from remat import Decision, checkpoint_name, checkpoint_policy, save_names
 from remat.cli import checked
 from remat.cli.errors import UsageError
-from remat.cli.main import COMMANDS, main
+from remat.cli.main import COMMANDS, command_of, main
 from remat.cli.rows import parse
 
 ME = __name__
@@ -51,9 +52,21 @@ def wrong(x):
         (["plan", f"{ME}:block", *TWO, "--input", "3"], "too many positional arguments. Give one --input"),
         (["plan", f"{ME}:block"], "give each as --input 4x128x256"),
         (["plan", f"{ME}:block", *TWO, "--device", "tpu9"], "No speeds for device 'tpu9': write one of a100"),
-        (["plan", f"{ME}:block", *TWO, "--budget", "lots"], "'lots' is no budget. Write budget=0.4"),
+        (["plan", f"{ME}:block", *TWO, "--budget", "lots"], "'lots' is not a budget. Write budget=0.4"),
         (["plan", f"{ME}:block", *TWO, "--out", "plan.json"], "write --budget too"),
-        (["explain", f"{ME}:block", *TWO, "--policy", "budget=much"], "'much' is no budget"),
+        (
+            ["explain", f"{ME}:block", *TWO, "--policy", "names=h", "--policy", "names=h"],
+            "write remat compare",
+        ),
+        (["compare", f"{ME}:block", *TWO, "--policy", "plan=nowhere.json"], "nowhere.json: No such file"),
+        (["compare", f"{ME}:block", *TWO, "--policy", f"plan={__file__}"], "is not a plan"),
+        (["compare", "gtp"], "did you mean gpt, or MODULE:FN?"),
+        (["compare", "gpt", "--input", "4x8"], "write --batch and --seq, not --input"),
+        (["compare", "gpt", "--dtype", "int8"], "is no dtype of a model. Write float64"),
+        (["explain", "gpt", "--device", "cuda"], "no CUDA device. Write --device cpu."),
+        (["sweep", "--batch", "0"], "--batch 0 must be positive. Write --batch 8."),
+        (["init", "nowhere/config.json"], "there is no file nowhere/config.json. Write a config type"),
+        (["explain", f"{ME}:block", *TWO, "--policy", "budget=much"], "'much' is not a budget"),
         (["explain", f"{ME}:block", *TWO, "--policy", f"{ME}:rul"], "nearest: 'rule'"),
         (["explain", f"{ME}:block", *TWO, "--policy", f"{ME}:ME"], "is no policy and no rule"),
         (["explain", f"{ME}:block", *TWO, "--policy", "save_every('a', 'b', 'c')"], "is no policy; write"),
@@ -79,6 +92,8 @@ def test_models_that_cannot_be_made(capsys, tmp_path, name):
     [
         ["sweep", *TINY, "--out"],
         ["explain", f"{ME}:block", *TWO, "--html"],
+        ["compare", f"{ME}:block", *TWO, "--html"],
+        ["init", "gpt2", "--out"],
         ["plan", f"{ME}:block", *TWO, "--budget", "0.5", "--out"],
         ["plan", f"{ME}:block", *TWO, "--png"],
         ["plan", f"{ME}:block", *TWO, "--csv"],
@@ -90,6 +105,49 @@ def test_outputs_are_checked_before_the_work(capsys, tmp_path, line):
     assert main([*line, str(tmp_path / "file" / "deeper")]) == 2
     said = capsys.readouterr()
     assert "\n" not in said.err.strip() and line[-1] in said.err and not said.out
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (["explain"], "Missing from remat explain: STR MODULE:FN"),
+        (["sweep", "--steps", "x"], "Error parsing --steps: invalid literal for int()"),
+        (["sweep", "--stepz", "3"], "Unrecognized options: --stepz, 3. Perhaps you meant: --steps INT"),
+        (["sweep", "--mode", "backwards"], "Expected one of ('backward', 'func', 'vmap')"),
+        (["plan", f"{ME}:block", "--input"], "Missing value for argument '--input'"),
+    ],
+)
+def test_lines_that_cannot_be_read_are_told_in_one_line(capsys, line, told):
+    with pytest.raises(SystemExit) as left:
+        main(line)
+    said = capsys.readouterr().err.strip()
+    assert left.value.code == 2 and told in said
+    assert "\n" not in said and said.startswith(f"remat {line[0]}: ") and said.endswith("--help")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_is_of_all_commands(capsys, shell):
+    with pytest.raises(SystemExit) as left:
+        main(["--tyro-print-completion", shell])
+    script = capsys.readouterr().out
+    assert not left.value.code
+    assert all(name in script for name in COMMANDS) and "--policy" in script
+
+
+def test_bash_completes(capsys, tmp_path):
+    if shutil.which("bash") is None:
+        pytest.skip("no bash")
+    with pytest.raises(SystemExit):
+        main(["--tyro-print-completion", "bash"])
+    (tmp_path / "remat.sh").write_text(capsys.readouterr().out)
+    ask = """
+    source remat.sh
+    f=$(complete -p remat | sed -E 's/.*-F ([^ ]+) .*/\\1/')
+    COMP_WORDS=(remat comp); COMP_CWORD=1; $f; echo "${COMPREPLY[@]}"
+    COMP_WORDS=(remat sweep --mode ""); COMP_CWORD=3; $f; echo "${COMPREPLY[@]}"
+    """
+    done = subprocess.run(["bash", "-c", ask], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["compare", "backward", "func", "vmap"], done.stderr
 
 
 def test_a_folder_is_no_file(tmp_path):
@@ -116,15 +174,15 @@ def test_version(capsys):
 
 
 def test_every_command_has_json():
-    for module, attribute, _ in COMMANDS.values():
-        fields = dataclasses.fields(getattr(importlib.import_module(module), attribute))
+    for name in COMMANDS:
+        fields = dataclasses.fields(command_of(name))
         assert {f.name: f.type for f in fields}["json"] == "bool"
 
 
 def test_budgets_names_and_rules_are_policies_of_a_line(capsys, tmp_path):
     policies = ["budget=0.9", "names=h", f"{ME}:rule", "save_names('h', strict=True)"]
     options = [option for policy in policies for option in ("--policy", policy)]
-    assert main(["explain", f"{ME}:block", *TWO, *options, "--json"]) == 0
+    assert main(["compare", f"{ME}:block", *TWO, *options, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["policy"] for row in rows][:2] == ["checkpoint_policy(budget=0.9)", "save_names('h')"]
     assert "rule" in rows[2]["policy"] and rows[3]["kept_bytes"] == rows[1]["kept_bytes"]
@@ -132,6 +190,36 @@ def test_budgets_names_and_rules_are_policies_of_a_line(capsys, tmp_path):
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["policy"] for row in rows] == ["none", "checkpoint_policy(budget=0.5)"]
     assert rows[1]["kept_bytes"] < rows[0]["kept_bytes"]
+
+
+def test_explain_is_of_the_policy_of_the_line(capsys, tmp_path):
+    html = tmp_path / "report.html"
+    line = ["explain", f"{ME}:block", *TWO, "--json", "--policy"]
+    assert main([*line, "names=h", "--html", str(html)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(r["name"], r["bytes"]) for r in found["kept"] if r["why"] == "policy"] == [("h", 4 * 4 * 8)]
+    assert "save_names('h')" in html.read_text()
+    assert main([*line, "save_nothing"]) == 0
+    assert json.loads(capsys.readouterr().out)["kept_bytes"] < found["kept_bytes"]
+
+
+def test_a_plan_is_a_policy_of_a_line(capsys, tmp_path):
+    plan = tmp_path / "plan.json"
+    assert main(["plan", f"{ME}:block", *TWO, "--budget", "0.9", "--out", str(plan), "--json"]) == 0
+    kept = json.loads(capsys.readouterr().out)["kept"]
+    assert main(["compare", f"{ME}:block", *TWO, "--policy", f"plan={plan}", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["kept_bytes"] == sum(value["bytes"] for value in kept if value["op"] != "input")
+
+
+@pytest.mark.parametrize("model", ["gpt", "llama"])
+def test_compare_of_a_built_in_model(capsys, tmp_path, model):
+    html = tmp_path / "report.html"
+    line = ["compare", model, *TINY[:-2], "--policy", "save_nothing", "--policy", "budget=0.5"]
+    assert main([*line, "--json", "--html", str(html)]) == 0
+    nothing, half = json.loads(capsys.readouterr().out)["rows"]
+    assert nothing["kept_bytes"] < half["kept_bytes"] < half["plain_bytes"]
+    assert 'id="cockpit-choice-1"' in html.read_text()
 
 
 def test_what_a_line_can_say():

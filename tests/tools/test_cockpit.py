@@ -13,9 +13,20 @@ import pytest
 import torch
 from torch.cuda import _memory_viz
 
-from remat import checkpoint_name, compare, explain, remat, save_names
+from remat import (
+    RematError,
+    checkpoint_name,
+    compare,
+    explain,
+    remat,
+    save_everything,
+    save_names,
+    save_nothing,
+)
+from remat._core import format_bytes
 from remat._inspect.report.cockpit import save_cockpit
-from remat._inspect.report.records import Words, columns, verdict
+from remat._inspect.report.each import BUILT_IN
+from remat._inspect.report.records import Words, cockpit_record, columns, verdict
 from remat._inspect.report.timeline import CATEGORIES, MemoryBlock, Timeline
 from remat._inspect.report.watch import Ran
 from remat.cli.main import main
@@ -140,7 +151,7 @@ def test_the_page_draws_what_was_measured(found, tmp_path):
     assert down == up[::-1] or sorted(down) == sorted(up)
     assert prices[0] == max(prices, key=lambda text: float(text or -1))
     used = found.now.peak + found.now.timeline.arguments
-    assert page["fits"][1].startswith("now: ") and "fits an H200-141: yes" in page["fits"][1]
+    assert page["fits"][1].startswith("as it is: ") and "fits an H200-141: yes" in page["fits"][1]
     assert used < 79 * GIB
 
 
@@ -150,12 +161,49 @@ def test_without_regions_there_is_one_picture(tmp_path):
     assert len(page["peaks"]) == len(page["fits"]) == 1
 
 
+def test_the_slider_switches_the_policy(tmp_path):
+    found = explain(loss, X, W1, W2, frontier=[save_nothing, save_everything])
+    by_memory = {"save_nothing": save_nothing, "as it is": None, "save_everything": save_everything}
+    measured = dict(found.frontier) | {None: found.now}
+    found.save(tmp_path / "report.html")
+    page = drawn(tmp_path / "report.html")
+    assert len(page["switched"]) == 3
+    for (label, policy), shown in zip(by_memory.items(), page["switched"], strict=True):
+        now = measured[policy]
+        size = format_bytes(now.peak + now.timeline.arguments)
+        assert shown["title"] == f"{label}: at most {size}"
+        assert shown["fits"][0].startswith("without remat: ")
+        assert shown["fits"][1].startswith(f"{label}: {size}, fits an H200-141: yes, ")
+        (row,) = shown["rows"]
+        assert row.startswith(f"{label} {size} {format_bytes(now.kept_bytes)} ") and row.endswith("yes")
+
+
+def test_a_comparison_has_the_slider_too(tmp_path):
+    found = compare(loss, X, W1, W2, policies=[save_everything, save_nothing])
+    found.save(tmp_path / "report.html")
+    page = drawn(tmp_path / "report.html")
+    assert [s["title"].partition(":")[0] for s in page["switched"]] == ["save_nothing", "save_everything"]
+    # What is given first is shown first.
+    assert page["fits"][1].startswith("save_everything: ")
+
+
+def test_the_frontier_of_a_function_without_regions():
+    found = explain(lambda x: (x @ x.T).sin().exp().sum(), X, frontier=True)
+    policies = [policy for policy, _ in found.frontier]
+    assert policies[:5] == list(BUILT_IN) and not found.now.regions
+    # A budget that comes out like another policy is left out.
+    kept = [measured.kept_bytes for _, measured in found.frontier]
+    assert len(kept[5:]) == len(set(kept[5:])) and json.loads(found.to_json())["frontier"]
+    with pytest.raises(RematError, match=r"explain\(.*kwargs=\{'frontier': True\}"):
+        explain(lambda x, frontier: x.sin(), X, frontier=True)
+
+
 def test_no_text_of_the_users_ends_the_script(tmp_path):
     name = "</script><script>alert(1)//"
     found = explain(remat(lambda x: x.sin().exp(), name=name), X)
     found.save(tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
-    assert text.count("</script>") == 2 and name not in text
+    assert text.count("</script>") == 3 and name not in text
     data = re.search(r'id="cockpit-data">(.*?)</script>', text, re.DOTALL)
     assert data is not None and name in json.loads(data[1])["words"]
     assert not re.search(r"https?:|src=|href=|@import|url\(", text)
@@ -176,21 +224,11 @@ def test_a_hundred_thousand_events(tmp_path):
     timeline, words = Timeline(ops, blocks, n // 2, 10), Words()
     side = columns(timeline, words)
     found = explain(lambda x: x.sin().sum(), X)
-    record = {
-        "name": "large",
-        "now": side,
-        "plain": side,
-        "kept": [[1, "policy", "", "", i] for i in range(20_000)],
-        "held": [],
-        "peaks": {"now": max(timeline.live()), "plain": max(timeline.live())},
-        "passes": ["forward", "recompute", "backward"],
-        "categories": CATEGORIES,
-        "devices": {
-            k: {"half": 1.0, "single": 1.0, "bandwidth": 1.0, "memory": 1, "label": k}
-            for k in ("h100", "h200")
-        },
-        "words": list(words.numbers),
-    }
+    data = {"columns": side, "kept": [[1, "policy", "", "", i] for i in range(20_000)], "held": []}
+    record = cockpit_record("large", found.now, [("as it is", found.now)] * 5)
+    for choice in record["choices"]:
+        choice |= {"data": data, "peak": max(timeline.live())}
+    record["plain"]["columns"], record["words"] = side, list(words.numbers)
     save_cockpit(found.page(), record, tmp_path / "large.html")
     page = drawn(tmp_path / "large.html")
     assert page["peaks"] == [max(timeline.live())] * 2

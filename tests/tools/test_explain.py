@@ -422,7 +422,7 @@ def test_command(capsys, tmp_path, monkeypatch):
     assert "<table>" in page.read_text()
     sizes = [word for size in ("4x8", "8x16", "16x8") for word in ("--input", size)]
     policies = ["--policy", "save_nothing", "--policy", "save_matmuls | save_attention"]
-    assert main(["explain", f"{__name__}:block", *sizes, *policies]) == 0
+    assert main(["compare", f"{__name__}:block", *sizes, *policies]) == 0
     shown = capsys.readouterr().out
     assert "block under 2 policies" in shown and "save_matmuls | save_attention" in shown
 

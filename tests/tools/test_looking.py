@@ -9,6 +9,7 @@ from torch import nn
 
 from remat import compare, explain, print_saved_residuals, remat, save_matmuls, saved_residuals
 from remat.debug import assert_recomputed, recomputed
+from tests.helpers import crossed
 from tests.stateful import MODULES, X, same
 
 LOOKS = {
@@ -19,15 +20,14 @@ LOOKS = {
 }
 
 
-@pytest.mark.parametrize("look", LOOKS)
-@pytest.mark.parametrize(
-    "wrap", [lambda m: m, remat, lambda m: lambda x: m(x)], ids=["plain", "region", "closure"]
-)
-@pytest.mark.parametrize("kind", MODULES)
+WRAPS = {"plain": lambda m: m, "region": remat, "closure": lambda m: lambda x: m(x)}
+
+
+@pytest.mark.parametrize(("look", "wrap", "kind"), crossed(LOOKS, WRAPS, MODULES))
 def test_a_look_leaves_everything_as_it_was(kind, wrap, look):
     module = kind()
     before = module.seen()
-    LOOKS[look](wrap(module), X)
+    LOOKS[look](WRAPS[wrap](module), X)
     assert same(module.seen(), before)
 
 

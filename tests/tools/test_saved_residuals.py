@@ -10,7 +10,7 @@ from torch.func import grad, vmap
 from remat import checkpoint_name, offload_matmuls, offload_names, remat
 from remat._inspect.residuals import Residual, print_saved_residuals, saved_residuals
 from remat.policies import save_everything, save_matmuls, save_names, save_nothing
-from tests.helpers import CASES, POLICIES, LiveBytes, OpCounter, leaves_of, rand
+from tests.helpers import CASES, POLICIES, LiveBytes, OpCounter, crossed, leaves_of, rand
 
 aten = torch.ops.aten
 
@@ -200,8 +200,7 @@ def test_looking_runs_the_function_once_and_recomputes_nothing():
     assert ops["exp"] == 2 and ops["sin"] == 1
 
 
-@pytest.mark.parametrize("policy", [None, "nothing", "matmuls", "ops"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("policy", "name"), crossed([None, "nothing", "matmuls", "ops"], CASES))
 def test_bytes_are_those_that_stay_alive(name, policy):
     """Measured by what is not freed once the results are gone and the graph is not."""
     if name == "closure" and policy is not None:

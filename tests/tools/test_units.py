@@ -38,13 +38,13 @@ def test_units(count, prefix, binary):
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "1 QiB", "1.2.3", "0x10", "1e999", "two GB", "inf", "1 i"])
 def test_what_is_no_amount(text):
-    with pytest.raises(ValueError, match="is no amount of bytes: write 4096"):
+    with pytest.raises(ValueError, match="is not an amount of bytes: write 4096"):
         parse_bytes(text)
-    with pytest.raises(RematError, match="is no budget. Write budget=0.4"):
+    with pytest.raises(RematError, match="is not a budget. Write budget=0.4"):
         check_budget(text)
-    with pytest.raises(RematError, match="is no peak. Write peak="):
+    with pytest.raises(RematError, match="is not a peak. Write peak="):
         check_peak(text)
-    with pytest.raises(TypeError, match="is no amount of bytes"):
+    with pytest.raises(TypeError, match="is not an amount of bytes"):
         save_larger_than(text)
     with pytest.raises(ValueError, match="write bytes as an int, or '64MiB'"):
         scan_remat(lambda h, _: (h, None), torch.ones(2), length=3, checkpoints="auto", budget=text)

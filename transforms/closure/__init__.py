@@ -1,52 +1,36 @@
 """What a function closes over, found, named and made an operand."""
 
-from remat.transforms.closure.bindings import Bindings, Slots, slots_of
-from remat.transforms.closure.cond import cond_met, kept_whole, not_compiled
-from remat.transforms.closure.convert import (
-    MOST_TRIES,
-    ClosureConversion,
-    Missed,
-    as_operand,
-    as_operands,
-    captured,
-    changing,
-    in_backward,
-    innermost,
-    made_inside,
-    note,
-    noting,
-    read_again,
-    swapping,
-    trial,
+from remat.transforms.closure.bindings import (
+    Bindings,  # which tensors the modules in reach hold, so that a recomputation sees them again
+    Slots,  # where the modules under a module hold tensors
+    captured,  # the tensors reachable from `function` that could carry a derivative or a batch dimension
+    slots_of,  # where `module` and those in it hold tensors
 )
-from remat.transforms.closure.paths import by_storage, of_arguments, of_captured
-from remat.transforms.closure.strays import StrayWatch, refuse_strays
-
-__all__ = [
-    "cond_met",  # whether torch.cond was ever called in a region
-    "kept_whole",  # within, torch.cond does not compile itself, so that torch-function modes meet it
-    "not_compiled",  # whether `error` is Dynamo's about the first torch.cond in a region
-    "Bindings",  # which tensors the modules in reach hold, so that a recomputation sees them again
-    "MOST_TRIES",  # how often a region starts over with one more captured tensor among its operands
-    "Missed",  # a captured tensor that the search had not found
-    "Slots",  # where the modules under a module hold tensors
-    "ClosureConversion",  # puts operands in the place of captured tensors, refuses other captured ones
-    "as_operand",  # what the enclosing region, if any, has put in the place of `tensor`
-    "as_operands",  # `tree` with what the enclosing region has put in the place of its tensors
-    "captured",  # the tensors reachable from `function` that could carry a derivative or a batch dimension
-    "changing",  # what to raise when every start over meets another captured tensor
-    "innermost",  # the substitution in force on this thread
-    "made_inside",  # tell every substitution in force that these were made inside its region
-    "note",  # a function has run under this substitution, or as it is
-    "noting",  # what a function returns, and the substitution that it ran under
-    "in_backward",  # that substitution again, for the backward
-    "read_again",  # what to raise when a recomputation meets a captured tensor that the forward did not
-    "StrayWatch",  # notes the tensors that ops meet and did not make
-    "refuse_strays",  # raise where ops met a tensor whose derivative would be lost
-    "slots_of",  # where `module` and those in it hold tensors
-    "swapping",  # whether a region around here reads its captured tensors as operands
-    "trial",  # within, a function is tried on fake tensors
-    "by_storage",  # block of memory -> what the user calls it
-    "of_arguments",  # position among the leaves of (args, kwargs) -> path
-    "of_captured",  # the path of a tensor that `fn` closes over, None if it is not found
-]
+from remat.transforms.closure.cond import (
+    cond_met,  # whether torch.cond was ever called in a region
+    kept_whole,  # within, torch.cond does not compile itself, so that torch-function modes meet it
+    not_compiled,  # whether `error` is Dynamo's about the first torch.cond in a region
+)
+from remat.transforms.closure.convert import (
+    MOST_TRIES,  # how often a region starts over with one more captured tensor among its operands
+    ClosureConversion,  # puts operands in the place of captured tensors, refuses other captured ones
+    Missed,  # a captured tensor that the search had not found
+    StrayWatch,  # notes the tensors that ops meet and did not make
+    as_operand,  # what the enclosing region, if any, has put in the place of `tensor`
+    as_operands,  # `tree` with what the enclosing region has put in the place of its tensors
+    changing,  # what to raise when every start over meets another captured tensor
+    in_backward,  # that substitution again, for the backward
+    innermost,  # the substitution in force on this thread
+    made_inside,  # tell every substitution in force that these were made inside its region
+    note,  # a function has run under this substitution, or as it is
+    noting,  # what a function returns, and the substitution that it ran under
+    read_again,  # what to raise when a recomputation meets a captured tensor that the forward did not
+    refuse_strays,  # raise where ops met a tensor whose derivative would be lost
+    swapping,  # whether a region around here reads its captured tensors as operands
+    trial,  # within, a function is tried on fake tensors
+)
+from remat.transforms.closure.paths import (
+    by_storage,  # block of memory -> what the user calls it
+    of_arguments,  # position among the leaves of (args, kwargs) -> path
+    of_captured,  # the path of a tensor that `fn` closes over, None if it is not found
+)

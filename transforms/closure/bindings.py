@@ -1,4 +1,8 @@
-"""Where a function holds its tensors: what a recomputation puts back in modules."""
+"""Where a function holds its tensors: what a recomputation puts back in modules, and what a call captures.
+
+Captured tensors are found by a walk over cells, defaults, bound objects, modules, containers and the globals
+that code names.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+
+from remat.transforms.compat import functions_as_they_are, is_wrapped
 
 # Where the modules under a module hold tensors: the tables, and the keys in them.
 Slots = tuple[list[dict[str, Any]], list[str]]
@@ -121,3 +127,88 @@ def _modules(function: Any) -> Iterator[torch.nn.Module]:
         for held in cells(function):
             if isinstance(held, (torch.nn.Module, functools.partial, types.MethodType)):
                 yield from _modules(held)
+
+
+# -- what a function captures ----------------------------------------------------------------------------
+
+_ATOMS = (str, bytes, int, float, complex, type(None), type, types.ModuleType, torch.dtype, torch.device)
+
+
+_MOST = 100_000
+
+
+def differentiable(tensor: torch.Tensor) -> bool:
+    """Whether a derivative or a batch dimension could be lost if `tensor` were taken for a constant."""
+    return is_wrapped(tensor) or tensor.requires_grad
+
+
+def captured(function: Callable[..., Any]) -> list[torch.Tensor]:
+    """The tensors reachable from `function` that could carry a derivative or a batch dimension."""
+    # A substitution in force would answer for its operands, where what is asked about is the captured tensor.
+    with functions_as_they_are():
+        return _captured(function)
+
+
+def _captured(function: Callable[..., Any]) -> list[torch.Tensor]:
+    found: dict[int, torch.Tensor] = {}
+    seen: set[int] = set()
+    stack: list[Any] = [function]
+    while stack and len(seen) < _MOST:
+        value = stack.pop()
+        if isinstance(value, _ATOMS) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            if differentiable(value):
+                found[id(value)] = value
+        else:
+            stack.extend(_inside(value))
+    return list(found.values())
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    if isinstance(value, types.FunctionType):
+        yield from _inside_function(value)
+    elif isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, types.MethodType):
+        yield from (value.__self__, value.__func__)
+    elif isinstance(value, dict):
+        yield from value.values()
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from value
+    elif isinstance(value, torch.nn.Module):
+        yield from _inside_module(value)
+    else:
+        yield from getattr(value, "__dict__", {}).values()
+        for kind in type(value).__mro__:
+            for slot in getattr(kind, "__slots__", ()):
+                if isinstance(slot, str) and hasattr(value, slot):
+                    yield getattr(value, slot)
+
+
+def _inside_module(module: torch.nn.Module) -> Iterator[Any]:
+    for part in module.modules():
+        yield from part._parameters.values()
+        yield from part._buffers.values()
+        # Tensors and callables that hang on a module as plain attributes.
+        yield from (v for k, v in part.__dict__.items() if not k.startswith("_"))
+
+
+def _inside_function(function: types.FunctionType) -> Iterator[Any]:
+    yield from cells(function)
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    yield from function.__dict__.values()
+    yield from _named_globals(function.__code__, function.__globals__)
+
+
+def _named_globals(code: types.CodeType, names: dict[str, Any]) -> Iterator[Any]:
+    for name in code.co_names:
+        value = names.get(name)
+        # Library functions are not walked: what they close over is not the user's.
+        if not isinstance(value, types.FunctionType) or value.__globals__ is names:
+            yield value
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _named_globals(constant, names)

@@ -2,9 +2,9 @@
 
 In eager code torch.cond compiles itself, but not under a dispatch mode, and not with a torch-function mode
 that Dynamo cannot trace. Under a dispatch mode (2.11 to 2.15) its operator gets the branches as Python
-functions, and refuses those that capture tensors, fails in the backward of those that return one tensor, and
-under vmap takes that tensor for a tuple of its rows. In a region that is recorded or recomputed the branch's
-ops are ops like any other, which policies see.
+functions. It refuses branches that capture tensors. It fails in the backward of a branch that returns one
+tensor, and under vmap it takes that tensor for a tuple of its rows. In a region that is recorded or
+recomputed the branch's ops are ops like any other, which policies see.
 """
 
 from __future__ import annotations
@@ -21,13 +21,11 @@ from remat.transforms.compat import (
     active_modes,
     cond,
     intercept_under_modes,
-    is_batched,
+    is_batched_below,
     is_tracing,
-    is_wrapped,
     memory_is_real,
     modes_active,
     uncompiled_branches,
-    unwrap_once,
 )
 from remat.transforms.context import enclosing
 from remat.transforms.pytree import flatten, unflatten
@@ -42,7 +40,7 @@ def choose(pred: Any, true_fn: Branch, false_fn: Branch, operands: Any) -> Any:
     """What torch.cond returns, by the branches' own ops; both of them where `vmap` batches the predicate."""
     cond_met.set()
     with uncompiled_branches():
-        if not isinstance(pred, torch.Tensor) or not _batched(pred):
+        if not isinstance(pred, torch.Tensor) or not is_batched_below(pred):
             return true_fn(*operands) if pred else false_fn(*operands)
         leaves, spec = flatten(true_fn(*operands))
         others, _ = flatten(false_fn(*operands))
@@ -70,14 +68,6 @@ def not_compiled(error: Exception) -> bool:
 class _Bystander(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
-
-
-def _batched(tensor: torch.Tensor) -> bool:
-    while is_wrapped(tensor):
-        if is_batched(tensor):
-            return True
-        tensor = unwrap_once(tensor)
-    return False
 
 
 def _planning() -> bool:

@@ -2,18 +2,19 @@
 
 Under functorch a captured tensor belongs to the levels around the region; the region runs below them.
 
-- Finding: a walk over cells, defaults, bound objects, modules, containers and the globals that code names.
 - Swapping: a TorchFunctionMode that puts the operand in the place of the captured tensor in every torch call,
-  wherever it was read from. A tensor that the walk did not find is met there, reported by `Missed`, and the
-  caller starts again with it added.
+  wherever it was read from. A tensor that the walk (`bindings.captured`) did not find is met there, reported
+  by `Missed`, and the caller starts again with it added.
+- Refusing: TorchScript, extensions and the insides of operators on functions take a tensor past every torch
+  function. Below its level such a stray loses its wrapper, and with it its derivative: ops meet the plain
+  tensor inside. It is found there, below all levels, by its value.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import gc
 import threading
-import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -21,40 +22,32 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from remat.transforms.closure.bindings import cells
+from remat.transforms.closure.bindings import differentiable
 from remat.transforms.closure.cond import choose, chosen_here
+from remat.transforms.closure.paths import of_captured
 from remat.transforms.compat import (
+    DispatchMode,
     OpOverload,
     at_function_apply,
     cond,
+    dual_level_open,
     function_mode_at,
     function_modes,
     functions_as_they_are,
     graded_under,
+    is_batched,
+    is_dead,
     is_fake,
     is_wrapped,
     modes_active,
     next_node,
     unwrap_once,
+    unwrapped,
 )
 from remat.transforms.context import DOORS, notice
 from remat.transforms.errors import RematError
-from remat.transforms.pytree import flatten, unflatten
+from remat.transforms.pytree import flatten, smooth, tree_leaves, unflatten
 
-_ATOMS = (
-    str,
-    bytes,
-    int,
-    float,
-    complex,
-    bool,
-    type(None),
-    type,
-    types.ModuleType,
-    torch.dtype,
-    torch.device,
-)
-_MOST = 100_000
 # How often a region starts over with one more captured tensor among its operands.
 MOST_TRIES = 50
 
@@ -79,83 +72,6 @@ class Missed(BaseException):
     def around(self) -> bool:
         """Whether it is a region around here that lacks the tensor, and starts again."""
         return self.owner in _swaps.stack
-
-
-def differentiable(tensor: torch.Tensor) -> bool:
-    """Whether a derivative or a batch dimension could be lost if `tensor` were taken for a constant."""
-    return is_wrapped(tensor) or tensor.requires_grad
-
-
-def captured(function: Callable[..., Any]) -> list[torch.Tensor]:
-    """The tensors reachable from `function` that could carry a derivative or a batch dimension."""
-    # A substitution in force would answer for its operands, where what is asked about is the captured tensor.
-    with functions_as_they_are():
-        return _captured(function)
-
-
-def _captured(function: Callable[..., Any]) -> list[torch.Tensor]:
-    found: dict[int, torch.Tensor] = {}
-    seen: set[int] = set()
-    stack: list[Any] = [function]
-    while stack and len(seen) < _MOST:
-        value = stack.pop()
-        if isinstance(value, _ATOMS) or id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, torch.Tensor):
-            if differentiable(value):
-                found[id(value)] = value
-        else:
-            stack.extend(_inside(value))
-    return list(found.values())
-
-
-def _inside(value: Any) -> Iterator[Any]:
-    if isinstance(value, types.FunctionType):
-        yield from _inside_function(value)
-    elif isinstance(value, functools.partial):
-        yield from (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, types.MethodType):
-        yield from (value.__self__, value.__func__)
-    elif isinstance(value, dict):
-        yield from value.values()
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        yield from value
-    elif isinstance(value, torch.nn.Module):
-        yield from _inside_module(value)
-    else:
-        yield from getattr(value, "__dict__", {}).values()
-        for kind in type(value).__mro__:
-            for slot in getattr(kind, "__slots__", ()):
-                if isinstance(slot, str) and hasattr(value, slot):
-                    yield getattr(value, slot)
-
-
-def _inside_module(module: torch.nn.Module) -> Iterator[Any]:
-    for part in module.modules():
-        yield from part._parameters.values()
-        yield from part._buffers.values()
-        # Tensors and callables that hang on a module as plain attributes.
-        yield from (v for k, v in part.__dict__.items() if not k.startswith("_"))
-
-
-def _inside_function(function: types.FunctionType) -> Iterator[Any]:
-    yield from cells(function)
-    yield from function.__defaults__ or ()
-    yield from (function.__kwdefaults__ or {}).values()
-    yield from function.__dict__.values()
-    yield from _named_globals(function.__code__, function.__globals__)
-
-
-def _named_globals(code: types.CodeType, names: dict[str, Any]) -> Iterator[Any]:
-    for name in code.co_names:
-        value = names.get(name)
-        # Library functions are not walked: what they close over is not the user's.
-        if not isinstance(value, types.FunctionType) or value.__globals__ is names:
-            yield value
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _named_globals(constant, names)
 
 
 _PULLS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
@@ -347,8 +263,8 @@ def read_again(name: str, missed: Missed) -> RematError:
     """What to raise when a recomputation meets a captured tensor that the forward did not."""
     return RematError(
         f"{name}: evaluated again, it reads a tensor ({tuple(missed.tensor.shape)}) that it did not read in "
-        "the forward; its gradient would be lost. What changes between forward and backward, a global or an "
-        "attribute, must be an argument: of a scan, put it in the carry or in xs."
+        "the forward; its gradient would be lost. A global or an attribute that changes between forward and "
+        "backward must be an argument. In a scan, put it in the carry or in xs."
     )
 
 
@@ -382,3 +298,80 @@ def innermost() -> ClosureConversion | None:
     """The substitution in force on this thread."""
     stack = _swaps.stack
     return stack[-1] if stack else None
+
+
+# -- strays: captured tensors that nothing tells of ----------------------------------------------------------
+
+
+def refuse_strays(
+    name: str,
+    function: Callable[..., Any],
+    conversion: ClosureConversion | None,
+    outside: Iterable[torch.Tensor],
+) -> None:
+    """Raise where one of `outside`, what ops met and the function did not make, would lose its derivative.
+
+    Args:
+        name, function: the region or scan, and the user's function.
+        conversion: what `function` ran under, None if it did not run: constants that torch functions were
+            given are in order.
+        outside: tensors below all levels, operands left out.
+    """
+    # What a backward inside makes, and a tangent of an operand, are tensors of their own below all levels:
+    # nobody can tell them from a stray.
+    if conversion is None or conversion.pulled or dual_level_open():
+        return
+    with functions_as_they_are():
+        strays = {id(t): t for t in outside if id(t) not in conversion.met and smooth(t)}
+        lost = next((t for t in strays.values() if t.requires_grad and not conversion.is_inside(t)), None)
+        if lost is None and strays:
+            lost = _carrier(strays)
+    if lost is not None:
+        called = of_captured(function, unwrapped(lost))
+        said = f"{called!r} ({tuple(lost.shape)})" if called else f"a tensor of shape {tuple(lost.shape)}"
+        raise RematError(
+            f"{name} reads {said} from outside without a torch function, so its derivative would be lost. "
+            "TorchScript, extensions and functions given to operators on functions do that. Pass it as an "
+            "argument; in a scan, put it in the carry or in xs."
+        )
+
+
+def _carrier(strays: dict[int, torch.Tensor]) -> torch.Tensor | None:
+    """A living tensor that holds one of these and has a derivative or a batch dimension."""
+    # Rare: an op met a tensor that neither the region nor any torch function knows.
+    for value in gc.get_objects():
+        if issubclass(type(value), torch.Tensor) and is_wrapped(value) and id(unwrapped(value)) in strays:
+            tensor = value
+            while is_wrapped(tensor):
+                if not is_dead(tensor) and (is_batched(tensor) or tensor.requires_grad):
+                    return value
+                tensor = unwrap_once(tensor)
+    return None
+
+
+class StrayWatch(DispatchMode):
+    """Notes the tensors that ops meet and did not make; `known` are operands."""
+
+    def __init__(self, known: Iterable[Any]) -> None:
+        super().__init__()
+        self.outside: list[torch.Tensor] = []
+        self._known: dict[int, weakref.ref[torch.Tensor]] = {}
+        for tensor in known:
+            if isinstance(tensor, torch.Tensor):
+                self._add(unwrapped(tensor))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, torch.Tensor):
+                known = self._known.get(id(value))
+                if known is None or known() is not value:
+                    self._add(value)
+                    self.outside.append(value)
+        out = func(*args, **(kwargs or {}))
+        for value in tree_leaves(out):
+            if isinstance(value, torch.Tensor):
+                self._add(value)
+        return out
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        self._known[id(tensor)] = weakref.ref(tensor)

@@ -41,10 +41,7 @@ def of_captured(fn: Callable[..., Any], tensor: torch.Tensor) -> str | None:
     """The path of a tensor that `fn` closes over, None if it is not found."""
     if not _has_storage(tensor):
         return None
-    found: dict[int, tuple[str, str, int]] = {}
-    for path, value in _captured_by_name(fn):
-        _note(found, "captured", path, value)
-    return found.get(storage_key(tensor), ("", None, 0))[1]
+    return by_storage(fn, (), {}).get(storage_key(tensor), ("", None, 0))[1]
 
 
 def _note(found: dict[int, tuple[str, str, int]], why: str, path: str, value: Any) -> None:

@@ -10,14 +10,10 @@ from remat.transforms.compat.ambient import (
     is_strided,  # whether `value` is a tensor with one block of memory behind it
     module_hooks,  # the tables of the hooks that run for every module
     modules_watched,  # whether any global module hook is set
-    read_cudnn_sdp,  # whether cuDNN attention is on
-    read_deterministic,  # whether deterministic algorithms are asked for
-    read_efficient_sdp,  # whether memory-efficient attention is on
-    read_flash_sdp,  # whether flash attention is on
-    read_math_sdp,  # whether plain attention is on
-    read_matmul_precision,  # the precision of float32 products
     set_grad_enabled,  # what torch.set_grad_enabled calls, without an object for the way back
     storage_key,  # an address that aliases share
+    switches,  # (read, write) of what changes which kernel an op picks
+    torch_pytree,  # torch's module of trees, and its registry of containers
     with_bits,  # a look at the same memory with these two flipped
     without_module_trackers,  # take the global module hooks of torch's own observers away for a while
 )
@@ -28,54 +24,81 @@ from remat.transforms.compat.aot import (
     compiled_bare,  # `graph` compiled by a backend, without what keeps Dynamo from looking inside
     compiled_for_graphs,  # `fn`, compiled as far as Inductor's partitioner and decompositions go
     compiler,  # what compiles the graph that is being traced
-    depth,  # how many functorch levels are active, the number of the innermost one
     dual_level_known,  # tell Python of a forward-mode level that a graph has opened
     dual_level_known_if_any,  # `dual_level_known` where a forward-mode level is active
     dynamo_errors,  # what Dynamo raises where it cannot trace a function
     example_of,  # a size as a number
-    graph_storage,  # what aliases of one memory have in common in a trace
-    is_tracing,  # whether what runs now is being traced below autograd, functionalized, for a compiler
     level_argument,  # which argument of a function in Dynamo's graph is a level's number
     live_with_graph,  # keep `thing` for as long as the code that Dynamo is making now
     partitioner_choice,  # what torch's min-cut partitioner would save
-    tagged,  # within, nodes also bear these in their `meta["custom"]`
-    tags,  # what the nodes that a trace makes now bear in their `meta["custom"]`
     teach_inductor,  # tell Inductor how to lower the library's own ops
     traced_functionally,  # a graph of the aten ops of a function
     unwind_levels,  # leave every functorch level of this thread
 )
 from remat.transforms.compat.autograd import (
+    GRAD,  # the kind of a level of grad
+    JVP,  # the kind of a level of jvp
+    VMAP,  # the kind of a level of vmap
+    SingleLevelFunction,  # an autograd function for one level
+    add_batch_dim,  # wrap a tensor for a vmap's level
     allow_hooks,  # accept saved-tensor hooks
     at_backward_end,  # run `callback` when the running backward pass ends
     at_function_apply,  # say what `autograd.Function.apply` goes on with below functorch levels
     below_autograd,  # within, ops make no nodes, whatever grad mode says
+    below_levels,  # leave all functorch levels for a while
+    depth,  # how many functorch levels are active, the number of the innermost one
     dual_level_open,  # whether a forward-mode level is open
+    enable_single_level_autograd_function,  # lets those functions run
     engine_grad,  # `torch.autograd.grad` without its checks
     engine_runs,  # whether the running backward will run a node
     forward_ad_active,  # whether a plain `forward_ad.dual_level` is open and one of `tensors` has a tangent
+    forward_grad_enabled,  # forward mode on or off
     graded_under,  # `torch.autograd.grad` from inside a torch-function mode, with one on meanwhile
     graph_kept,  # whether the running backward keeps its graph
+    graph_storage,  # what aliases of one memory have in common in a trace
     graph_task,  # the number of the running backward, -1 outside
     has_tangent,  # whether the innermost level pushes a tangent forward
     hooks_allowed,  # lift the refusal that `torch.func` puts on saved-tensor hooks
     hooks_as_they_are,  # afterwards saved-tensor hooks are refused as before, or not
     hooks_aside,  # take all saved-tensor hooks off for a while
     hooks_disabled,  # the message with which saved-tensor hooks are refused, or None
+    in_transform,  # whether any functorch level is active
+    innermost_level,  # the innermost functorch level, where there is one
+    interpreter,  # the innermost functorch level, or None outside every transform
+    is_batched,  # whether a tensor is a vmap's
+    is_batched_anyhow,  # whether writing `tensor` into a plain tensor would fail for a batch dimension
+    is_batched_below,  # whether any level around here has a batch of this tensor
+    is_dead,  # whether a wrapper outlived its level
     is_hook_refusal,  # whether `error` is torch.func's refusal to run under saved-tensor hooks
+    is_legacy_batched,  # whether a tensor is of the vmap from before functorch
+    is_tracing,  # whether what runs now is being traced below autograd, functionalized, for a compiler
+    is_wrapped,  # whether a tensor belongs to a level
+    level_of,  # the level that a tensor belongs to
+    level_stack,  # all of them, from the outermost; None outside every transform
+    levels,  # the active functorch levels from the outermost
     next_node,  # the number that this thread's next autograd node gets
     outside_batched_grads,  # leave the vmap of `is_grads_batched`, under which no op may draw
     pop_hooks,  # take the innermost saved-tensor hooks off
     profiling,  # whether a profiler of autograd is on
     push_hooks,  # set saved-tensor hooks without a context manager's cost
     refuse_hooks,  # refuse them, with this message
+    restore_vmap,  # vmap with its level's settings given
     running_node,  # the node that this thread's backward pass is running, None outside of one
     set_version,  # let a tensor's version be another one
     top_hooks,  # the innermost saved-tensor hooks of this thread
+    traced_as_it_runs,  # whether make_fx writes down what runs now, and no compiler has asked for it
+    unwrap_batched,  # a vmap's tensor and its batch dimension
+    unwrap_for_grad,  # take a level of grad off a tensor
+    unwrap_if_dead,  # take dead wrappers off
+    unwrap_once,  # take one wrapper off
+    unwrapped,  # the plain tensor at the bottom of all functorch wrappers of `tensor`
     version_kept,  # writes to a tensor within are told to nobody
+    wrap_for_grad,  # wrap a tensor for a level of grad or jvp
 )
 from remat.transforms.compat.cpu import (
     compiled_for_cpu,  # a graph compiled by Inductor for the CPU, without AOTAutograd around it
     fits_cpu,  # whether a graph and its inputs can be compiled so
+    options_of,  # the options of a compiler that is Inductor
     transposes_given,  # which inputs a block wants transposed
 )
 from remat.transforms.compat.dynamo import (
@@ -90,45 +113,15 @@ from remat.transforms.compat.dynamo import (
     traced_depth,  # the number of the innermost functorch level, 0 outside every transform
     traced_unwrap,  # `unwrap_for_grad` under the name that Dynamo knows
 )
-from remat.transforms.compat.functorch import (
-    GRAD,  # the kind of a level of grad
-    JVP,  # the kind of a level of jvp
-    VMAP,  # the kind of a level of vmap
-    SingleLevelFunction,  # an autograd function for one level
-    add_batch_dim,  # wrap a tensor for a vmap's level
-    below_levels,  # leave all functorch levels for a while
-    enable_single_level_autograd_function,  # lets those functions run
-    forward_grad_enabled,  # forward mode on or off
-    in_transform,  # whether any functorch level is active
-    innermost_level,  # the innermost functorch level, where there is one
-    interpreter,  # the innermost functorch level, or None outside every transform
-    is_batched,  # whether a tensor is a vmap's
-    is_batched_anyhow,  # whether writing `tensor` into a plain tensor would fail for a batch dimension
-    is_batched_below,  # whether any level around here has a batch of this tensor
-    is_dead,  # whether a wrapper outlived its level
-    is_legacy_batched,  # whether a tensor is of the vmap from before functorch
-    is_wrapped,  # whether a tensor belongs to a level
-    level_of,  # the level that a tensor belongs to
-    level_stack,  # all of them, from the outermost; None outside every transform
-    levels,  # the active functorch levels from the outermost
-    restore_vmap,  # vmap with its level's settings given
-    unwrap_batched,  # a vmap's tensor and its batch dimension
-    unwrap_for_grad,  # take a level of grad off a tensor
-    unwrap_if_dead,  # take dead wrappers off
-    unwrap_once,  # take one wrapper off
-    unwrapped,  # the plain tensor at the bottom of all functorch wrappers of `tensor`
-    wrap_for_grad,  # wrap a tensor for a level of grad or jvp
-)
 from remat.transforms.compat.fx import (
     NodeSpan,  # the nodes that a tracer adds from the making of this on
     Template,  # a stretch of a graph, as a function of some of the tensors that it reads
     as_it_is,  # `tensor` as a value of the graph, which nothing that is written to it later changes
     described,  # what the tracer's nodes depend on in these tensors
     must_save,  # keep the partitioner from computing a value of the graph again in the backward
+    tagged,  # within, nodes also bear these in their `meta["custom"]`
+    tags,  # what the nodes that a trace makes now bear in their `meta["custom"]`
     tracer_at_work,  # the tracer that writes down what runs now, functionalized and on fake tensors
-)
-from remat.transforms.compat.inductor_cpu import (
-    options_of,  # the options of a compiler that is Inductor
 )
 from remat.transforms.compat.modes import (
     DispatchMode,  # a dispatch mode without the switch that torch wraps around each of its calls
@@ -149,14 +142,4 @@ from remat.transforms.compat.modes import (
     uncompiled_branches,  # keeps Dynamo from the branches of torch.cond
     unseen,  # within, ops on `tensor` reach no dispatch mode
     watched,  # whether hooks or a dispatch mode follow what runs here
-)
-from remat.transforms.compat.pytree import (
-    Spec,  # the structure of a tree
-    flatten,  # leaves and structure of a tree
-    map_leaves,  # the tree with a function of every leaf
-    map_only,  # the tree with a function of every leaf of a kind
-    paths,  # for every leaf its key path
-    shown,  # a structure as messages show it
-    tree_leaves,  # the leaves of a tree
-    unflatten,  # the tree of a structure with these leaves
 )

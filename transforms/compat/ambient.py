@@ -13,19 +13,29 @@ from typing import Any
 import torch
 import torch.utils._device
 from torch.nn.modules import module as _modules
+from torch.utils import _pytree as torch_pytree  # noqa: F401  (its registry of containers has no public access)
 
 # -- ambient state ------------------------------------------------------------------------------------
 # What torch.set_grad_enabled calls, without an object for the way back.
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 # Whether autocast is on for any device.
 autocasting: Callable[[], bool] = torch._C._is_any_autocast_enabled
-# What the public readers read; they are called for every region, and are Python functions.
-read_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
-read_matmul_precision: Callable[[], str] = torch._C._get_float32_matmul_precision
-read_flash_sdp: Callable[[], bool] = torch._C._get_flash_sdp_enabled
-read_efficient_sdp: Callable[[], bool] = torch._C._get_mem_efficient_sdp_enabled
-read_math_sdp: Callable[[], bool] = torch._C._get_math_sdp_enabled
-read_cudnn_sdp: Callable[[], bool] = torch._C._get_cudnn_sdp_enabled
+# (read, write) of every global that changes which kernel an op picks or what a factory makes. A region that
+# saw another value in its forward would otherwise replay other ops, or other numbers. The private readers are
+# what the public ones call: they are called for every region, and those are Python functions.
+switches: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch._C._get_deterministic_algorithms, torch.use_deterministic_algorithms),
+    (torch._C._get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch._C._get_flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch._C._get_math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+)
+if torch.backends.cuda.is_built():
+    # These two say nothing to the CPU's kernels, and each read counts: it happens twice for every region.
+    switches += (
+        (torch._C._get_mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+        (torch._C._get_cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    )
 
 
 # How many torch-function modes are active.

@@ -1,4 +1,4 @@
-"""Private names of torch's compiler; `compat.functorch` has the others.
+"""Private names of torch's compiler; `autograd.py` has the others.
 
 Tried on 2.11.0, 2.13.0 and 2.15.0 (CPU), by the whole test suite, unless a line says otherwise.
 """
@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch._C import _functorch as _functorch_c  # pyright: ignore[reportAttributeAccessIssue]
 
-from remat.transforms.compat.autograd import allow_hooks, dual_level_open
-from remat.transforms.compat.functorch import (
+from remat.transforms.compat.autograd import (
     FUNCTIONALIZE,
     GRAD,
     JVP,
     VMAP,
+    allow_hooks,
+    dual_level_open,
     in_transform,
-    level_stack,
     levels,
 )
 
@@ -34,16 +34,6 @@ def bypassing_wrapper() -> Callable[..., Any]:
     from torch._higher_order_ops.wrap import dynamo_bypassing_wrapper
 
     return dynamo_bypassing_wrapper
-
-
-def is_tracing() -> bool:
-    """Whether what runs now is being traced below autograd, functionalized, for a compiler."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None
-
-
-def depth() -> int:
-    """How many functorch levels are active; the innermost has this number."""
-    return len(level_stack() or ())
 
 
 # Functions of Dynamo's graphs that take the number of a functorch level, and at which position.
@@ -85,20 +75,6 @@ def dual_level_known() -> Iterator[None]:
         forward_ad._current_level, eager_transforms.JVP_NESTING = before
 
 
-def tags() -> dict[str, Any]:
-    """What the nodes that a trace makes now bear in their `meta["custom"]`."""
-    from torch.fx import traceback
-
-    return dict(traceback.current_meta.get("custom", {}))
-
-
-def tagged(tags: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
-    """Within, nodes also bear these in their `meta["custom"]`."""
-    from torch.fx.traceback import annotate
-
-    return annotate(tags) if tags else contextlib.nullcontext()
-
-
 def unwind_levels() -> None:
     """Leave every functorch level of this thread: a graph that fails halfway leaves those it entered behind.
 
@@ -123,12 +99,6 @@ _LEAVE: dict[Any, Callable[[], int]] = {
 }
 
 
-def graph_storage(tensor: torch.Tensor) -> int:
-    """What aliases of one memory have in common in a functionalized trace, whose tensors wrap others."""
-    inner = getattr(tensor, "elem", tensor)
-    return inner.untyped_storage()._cdata
-
-
 def example_of(size: Any) -> int:
     """A size as a number: that of the example where it is symbolic."""
     return size if isinstance(size, int) else int(size.node.hint)
@@ -142,8 +112,8 @@ def compiled_for_graphs(
     """`fn`, compiled as far as Inductor's partitioner and decompositions go; the graphs are shown and then
     run as they are.
 
-    `joint` sees each graph of forward and backward before it is partitioned, `final` each one that would be
-    handed to code generation; what has no backward of its own is seen by both.
+    `joint` sees each graph of forward and backward before it is partitioned. `final` sees each graph that
+    would go to code generation. Both see a graph without a backward.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch._aot_autograd.utils import make_boxed_func
@@ -262,24 +232,10 @@ def above_all(fake: bool = False) -> contextlib.AbstractContextManager[Any]:
 
 
 _ABOVE = (
-    "ADInplaceOrView",
-    "AutogradFunctionality",
-    "AutogradNestedTensor",
-    "AutogradOther",
-    "Batched",
-    "BatchedNestedTensor",
-    "Conjugate",
-    "FuncTorchBatched",
-    "FuncTorchDynamicLayerBackMode",
-    "FuncTorchDynamicLayerFrontMode",
-    "FuncTorchGradWrapper",
-    "FuncTorchVmapMode",
-    "Functionalize",
-    "Negative",
-    "PythonTLSSnapshot",
-    "VmapMode",
-    "ZeroTensor",
-)
+    "ADInplaceOrView AutogradFunctionality AutogradNestedTensor AutogradOther Batched BatchedNestedTensor "
+    "Conjugate FuncTorchBatched FuncTorchDynamicLayerBackMode FuncTorchDynamicLayerFrontMode "
+    "FuncTorchGradWrapper FuncTorchVmapMode Functionalize Negative PythonTLSSnapshot VmapMode ZeroTensor"
+).split()
 
 
 # -- torch.compile ------------------------------------------------------------------------------------

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch._functorch import eager_transforms, vmap
 
-from remat.transforms.compat.aot import depth
-from remat.transforms.compat.functorch import (
+from remat.transforms.compat.autograd import (
     VMAP,
     batch_size,
+    depth,
     level_stack,
     unwrap_batched,
     unwrap_for_grad,

@@ -28,7 +28,7 @@ from torch._ops import _compute_keyset
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from remat.transforms.compat.autograd import hooks_allowed, hooks_disabled, top_hooks
+from remat.transforms.compat.autograd import hooks_allowed, top_hooks
 
 
 # -- dispatch modes -----------------------------------------------------------------------------------
@@ -183,13 +183,12 @@ def outside_all_modes() -> Iterator[None]:
     """Step out of every dispatch mode and functorch level, so that a trace inside leaves none in theirs."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    message = hooks_disabled()
     # While AOTAutograd traces, hooks are not called at all: that too belongs to what is left.
     tracing = _autograd_c._saved_tensors_hooks_set_tracing(False)
     try:
         with temporarily_clear_interpreter_stack(), _disable_current_modes():
             # The refusal of hooks belongs to the levels that were left.
-            with hooks_allowed() if message is not None else contextlib.nullcontext():
+            with hooks_allowed():
                 yield
     finally:
         _autograd_c._saved_tensors_hooks_set_tracing(tracing)

@@ -1,6 +1,6 @@
 """Regions written out in a compiler's graph."""
 
-from remat.transforms.compiled.dedup import (
+from remat.transforms.compiled.barrier import (
     GraphDedup,  # one call of a region
     dedup_key,  # what two calls of regions have in common if one is a copy of the other but for its tensors
 )

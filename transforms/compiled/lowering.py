@@ -17,29 +17,24 @@ from typing import Any
 import torch
 
 from remat.transforms.compat import as_it_is, graph_storage, must_save, tagged
-from remat.transforms.compiled.barrier import Origins, fence, fence_below, snapshot
-from remat.transforms.compiled.dedup import GraphDedup
-from remat.transforms.context import Mode, is_quiet, quiet
+from remat.transforms.compiled.barrier import GraphDedup, Origins, fence, fence_below, snapshot
+from remat.transforms.context import Mode, active, quiet
 from remat.transforms.errors import RematError
 from remat.transforms.functorch import Aliasing, Prim, PullBack, replaying
 from remat.transforms.offload import Elsewhere, to_host
-from remat.transforms.ops import Traits, draws, is_shape_arithmetic, traits
-from remat.transforms.region import Region
-from remat.transforms.state import can_seed, draw, new_seed, refuse_generator, seeding
-from remat.transforms.tape import (
-    OFFLOAD,
-    RECOMPUTE,
-    SAVE,
+from remat.transforms.ops import (
     Decisions,
-    Node,
-    Tape,
-    ValueNumbering,
-    Verdicts,
-    map_tensors,
+    Traits,
+    draws,
+    is_shape_arithmetic,
     metadata,
     targets,
     tensors_in,
+    traits,
 )
+from remat.transforms.region import Region
+from remat.transforms.state import can_seed, draw, new_seed, refuse_generator
+from remat.transforms.tape import OFFLOAD, RECOMPUTE, SAVE, Node, Tape, ValueNumbering, Verdicts, map_tensors
 
 Tensors = Sequence[torch.Tensor]
 # The key under which a graph's nodes say which call of a region they recompute.
@@ -200,7 +195,7 @@ class GraphRecord(Verdicts):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         facts = traits(func)
-        if is_quiet() or facts.ignored or is_shape_arithmetic(args, kwargs):
+        if active.quiet or facts.ignored or is_shape_arithmetic(args, kwargs):
             return func(*args, **kwargs)
         for tensor in targets(facts, args, kwargs):
             self._before_writing(func, graph_storage(tensor))
@@ -216,7 +211,7 @@ class GraphRecord(Verdicts):
 
     def _draw(self, at: int, func: Any, args: Any, kwargs: Any) -> Any:
         refuse_generator(self.region.name, func, args, kwargs)
-        if seeding() or not can_seed(func, args, kwargs):
+        if active.seeding or not can_seed(func, args, kwargs):
             return func(*args, **kwargs)
         self.seeds[at] = seed = new_seed(func, args, kwargs)
         return draw(seed, func, args, kwargs)
@@ -349,7 +344,7 @@ class GraphReplay(Mode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         facts = traits(func)
-        if self.done or is_quiet() or facts.ignored or is_shape_arithmetic(args, kwargs):
+        if self.done or active.quiet or facts.ignored or is_shape_arithmetic(args, kwargs):
             return func(*args, **kwargs)
         at, self.at = self.at, self.at + 1
         if facts.random and draws(func, args, kwargs):

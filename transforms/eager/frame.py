@@ -28,7 +28,6 @@ from remat.transforms.compat import (
     set_grad_enabled,
 )
 from remat.transforms.context import memory_watch, quiet, run_innermost
-from remat.transforms.eager.early import early_value
 from remat.transforms.eager.inputs import Inputs
 from remat.transforms.eager.rerun import Rerun
 from remat.transforms.eager.saved import (
@@ -44,21 +43,13 @@ from remat.transforms.eager.saved import (
     users,
     watcher,
 )
-from remat.transforms.eager.settle import computed, differentiated, hold_kept, settle, sources
+from remat.transforms.eager.settle import computed, differentiated, early_value, hold_kept, settle, sources
 from remat.transforms.errors import RematError
 from remat.transforms.offload import Store
+from remat.transforms.ops import storage
 from remat.transforms.region import CachedTrace, recomputing
 from remat.transforms.state import generators_put_back
-from remat.transforms.tape import (
-    GuardMode,
-    Held,
-    Needs,
-    Program,
-    Reachability,
-    Recorder,
-    Tape,
-    storage,
-)
+from remat.transforms.tape import GuardMode, Held, Needs, Program, Reachability, Recorder, Tape
 
 _NOTHING = contextlib.nullcontext()
 
@@ -76,32 +67,6 @@ class Frame(Packer):
         raw: memories from outside that the function writes to past torch, as they were before.
         values: saved values that were made again and that the backward has not read yet.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "direct",
-        "dropped",
-        "handles",
-        "held",
-        "kept",
-        "program",
-        "random",
-        "raw",
-        "reach",
-        "recorder",
-        "region",
-        "nodes",
-        "rerun",
-        "residuals",
-        "shapes",
-        "snapshots",
-        "spent",
-        "start",
-        "store",
-        "tape",
-        "task",
-        "values",
-    )
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs, self.region = inputs, inputs.region

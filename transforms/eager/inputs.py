@@ -28,22 +28,6 @@ class Inputs:
             where the function runs again.
     """
 
-    __slots__ = (
-        "ambient",
-        "arguments",
-        "bindings",
-        "hooks",
-        "kinds",
-        "leaf",
-        "leaves",
-        "random",
-        "region",
-        "spec",
-        "swap",
-        "taps",
-        "tensors",
-    )
-
     def __init__(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.region = region
         self.spec: Any = None  # where there are tensors only, as is common

@@ -13,10 +13,11 @@ import torch
 
 from remat.transforms.compat import set_grad_enabled, top_hooks, unseen
 from remat.transforms.eager.saved import hook, unhook
-from remat.transforms.errors import RematError
+from remat.transforms.errors import RematError, not_repeated
+from remat.transforms.ops import storage
 from remat.transforms.region import recomputing
 from remat.transforms.state import generators_put_back
-from remat.transforms.tape import Needs, Replay, Stop, lent, not_repeated, storage
+from remat.transforms.tape import Needs, Replay, Stop, lent
 
 if TYPE_CHECKING:
     from remat.transforms.eager.frame import Frame
@@ -43,7 +44,7 @@ class Rerun:
         frame, inputs = self.frame, self.frame.inputs
         args, kwargs = inputs.rebuild([frame.outside(at).detach() for at in range(frame.tape.arguments)])
         for at, held in frame.held.items():
-            if at >= frame.tape.arguments and not _is_shared(frame, at):
+            if at >= frame.tape.arguments and held.unpack is None:
                 # Only to see that it was not written to.
                 held.get(frame.region.name, lambda tensor, at=at: inputs.path(at, tensor))
         inner, frame.inner = frame.inner, 0
@@ -100,7 +101,7 @@ class Rerun:
         graded = torch.is_grad_enabled()
         set_grad_enabled(True)
         around = top_hooks()
-        hook((self.frame.repack, _identity))
+        hook((self.frame.repack, lambda tensor: tensor))
         end = recomputing(self.frame.region.name)
         try:
             self.frame.region.run(args, kwargs)
@@ -147,11 +148,3 @@ def stop_enclosing(hooks: Any) -> None:
     frame = getattr(hooks[0], "__self__", None) if hooks else None
     if getattr(frame, "complete", False):
         raise Stop
-
-
-def _is_shared(frame: Frame, at: int) -> bool:
-    return frame.held[at].unpack is not None
-
-
-def _identity(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat import at_backward_end, pop_hooks, push_hooks, top_hooks
-from remat.transforms.errors import RematError
-from remat.transforms.tape import Held, Tape, memory_of, not_repeated, version_of, written
+from remat.transforms.compat import at_backward_end, hooks_aside, pop_hooks, push_hooks, top_hooks
+from remat.transforms.errors import RematError, not_repeated, written
+from remat.transforms.ops import memory_of, version_of
+from remat.transforms.tape import Held, Tape
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
@@ -239,17 +240,11 @@ def _hooks_aside(message: str) -> Iterator[None]:
 
     Autograd holds what it saves there. Later calls of these regions take the primitive, which knows levels.
     """
-    taken = []
-    while (pair := top_hooks()) is not None and belongs_to_region(pair[0]):
-        pop_hooks()
-        taken.append(pair)
-        pair[0].__self__.inputs.region.cache.uses_func = True  # type: ignore[attr-defined]
-    try:
+    with hooks_aside(lambda pair: belongs_to_region(pair[0])) as taken:
+        for hook, _ in taken:
+            hook.__self__.inputs.region.cache.uses_func = True
         with _refusing_hooks(message):
             yield
-    finally:
-        for pair in reversed(taken):
-            push_hooks(*pair)
 
 
 def hook(pair: Hooks) -> None:

@@ -1,4 +1,5 @@
-"""The end of a recorded forward: what a frame keeps, now that it is known what the backward may read."""
+"""The end of a recorded forward: what a frame keeps, now that it is known what the backward may read; and a
+backward pass that the function runs itself, before the forward is over: forces, penalties."""
 
 from __future__ import annotations
 
@@ -6,19 +7,23 @@ from typing import Any
 
 import torch
 
-from remat.transforms.context import active
-from remat.transforms.eager.reports import report_frame
+from remat.transforms.compat import graph_task
+from remat.transforms.context import active, quiet
 from remat.transforms.eager.rerun import Rerun
 from remat.transforms.eager.saved import bytes_of, users, watcher
-from remat.transforms.offload import Store, away_in
+from remat.transforms.errors import RematError
+from remat.transforms.ops import tensors_in
 from remat.transforms.pytree import flatten, split
 from remat.transforms.tape import (
+    Kept,
     Needs,
     Program,
     Reachability,
     Recorder,
+    held_tensors,
     held_values,
-    tensors_in,
+    report,
+    sent_away,
 )
 
 # A `frame` here is a `frame.Frame`, whose file imports this one.
@@ -88,8 +93,13 @@ def hold_kept(frame: Any, recorder: Recorder, out: Any) -> None:
     kept, hooks = frame.kept, users(frame.inputs.hooks)
     if kept:
         results = list(tensors_in(flatten(out)[0]))
+        # And what the function has left elsewhere.
+        results.extend(recorder.shared(kept))
         frame.kept = held_values(kept, frame.region.name, results, hooks)
-        _note_away(frame, recorder, results)
+        numbers = [recorder.bound(t) for t in results]
+        frame.store = sent_away(
+            frame.kept, frame.tape, lambda: {None if n is None else frame.tape.root_of(n) for n in numbers}
+        )
     if recorder.parent is not None or frame.inputs.hooks is not None:
         # A region around copies what is about to be overwritten.
         _tell_around(frame, recorder, kept if hooks is None else frame.kept)
@@ -103,17 +113,77 @@ def _tell_around(frame: Any, recorder: Recorder, kept: dict[int, Any]) -> None:
     recorder.offer_around(kept)
 
 
-def _note_away(frame: Any, recorder: Recorder, results: list[torch.Tensor]) -> None:
-    """Note what was sent to the host."""
-    away = {at: value for at, value in frame.kept.items() if any(True for _ in away_in(value))}
-    if not away:
-        return
-    frame.store = Store(frame.kept)
-    # The caller may write to the results, into memory that is perhaps still being sent.
-    numbers = [recorder.bound(t) for t in results]
-    roots = {None if number is None else frame.tape.root_of(number) for number in numbers}
-    for at, value in away.items():
-        # An alias that autograd made of something may be of anything.
-        if None in roots or frame.tape.nodes[at].root in roots:
-            for parcel in away_in(value):
-                parcel.parcel.wait()
+# -- reports, and early backwards ----------------------------------------------------------------------
+
+
+def report_frame(frame: Any, recorder: Recorder) -> None:
+    """Report every tensor that a frame holds until its backward, and why."""
+    name, tape, nodes = frame.region.name, frame.tape, frame.tape.nodes
+    for at, held in frame.held.items():
+        # What an enclosing region is to recompute stays alive no longer than that takes.
+        if not held.enclosed:
+            why = "argument" if at < tape.arguments else "captured"
+            report(Kept(why, recorder.outside[at], name, at))
+    for at, value in frame.kept.items():
+        # A view is the memory of the op that made it.
+        node, root = nodes[at], nodes[at].root
+        maker = nodes[root] if root >= 0 else node
+        for tensor, away in held_tensors(value):
+            why = "decision" if at in tape.decided else "policy"
+            report(Kept(why, tensor, name, at, maker.op, node.name or maker.name, away))
+    for i, ref in enumerate(frame.handles):
+        handle = None if ref is None else ref()
+        if handle is None or handle.value is None:
+            continue
+        number, _ = tape.packed[i]
+        root = tape.root_of(number)
+        node = nodes[root] if root >= 0 else None
+        made = nodes[tape.makers[number]] if number >= 0 else None
+        saved = made is not None and node is not None and (made.verdict or node.verdict)
+        why = "captured" if node is None else "policy" if saved else "residual"
+        place = tape.makers[number] if number >= 0 else i
+        report(Kept(why, handle.value.get(), name, place, node and node.op, node and node.name))
+    for snapshot in frame.snapshots.values():
+        for tensor in snapshot.tensors():
+            report(Kept("captured", tensor, name, -1))
+
+
+def early_value(frame: Any, at: int, recorder: Recorder) -> torch.Tensor:
+    """Saved value `at`: as it still is, or made again from the part of the tape that there is."""
+    recorder.leave()
+    frame.tape = tape = recorder.tape
+    frame.direct = tape.direct()
+    number, position = tape.packed[at]
+    overwritten = tape.last_write.get(tape.root_of(number), -1) >= position
+    living = None if overwritten else recorder.living(number)
+    # From now on what is saved is held while the function runs: it costs less than to make it again.
+    frame.region.cache.differentiates = True
+    task = graph_task()
+    if living is None and (task != frame.task or at not in frame.values):
+        active.quiet, before = True, active.quiet
+        try:
+            frame.values = _partly(frame, at, recorder)
+        finally:
+            active.quiet = before
+        frame.task = task
+    value = frame.values.pop(at) if living is None else quiet(living.detach)
+    recorder.bind(value, number)
+    return value
+
+
+def _partly(frame: Any, at: int, recorder: Recorder) -> dict[int, torch.Tensor]:
+    """What was saved so far and may still be asked for."""
+    tape = frame.tape
+    wanted = [i for i in computed(frame) if i == at or frame.is_held(i)]
+    needs = Needs(tape, sources(frame, wanted), recorder.kept)
+    if needs.whole:
+        raise RematError(
+            f"region {frame.region.name!r} runs a backward pass inside, of values that no op has made "
+            f"({tape.open or 'a raw kernel fills uninitialized memory'}). Run that part of the function "
+            "outside of the region."
+        )
+    frame.random, frame.snapshots = recorder.random, recorder.snapshots
+    outside = recorder.outside
+    return frame.execute(
+        Program(tape, needs, wanted), lambda i: outside[i].detach(), recorder.kept.__getitem__
+    )

@@ -64,7 +64,11 @@ def _run(region: Region, graph: Graph, operands: tuple[Any, ...]) -> tuple[Any, 
     operands = tuple([_number(t) if i in graph.numbers else t for i, t in enumerate(operands)])
     try:
         with levels_left():
-            return _run_traced(region, graph, operands)
+            if "torch._inductor.compile_fx" in sys.modules:
+                teach_inductor()  # how to compile our ops, as Inductor may be what will compile them
+            if not torch.is_grad_enabled() and not in_transform():
+                return region.function(*operands)
+            return _TracedCall(region, graph, operands)()
     finally:
         _local.depth -= 1
 
@@ -82,19 +86,6 @@ def levels_left() -> Iterator[None]:
         raise
     finally:
         _local.guarded = not outermost
-
-
-def _teach_inductor() -> None:
-    """Tell Inductor how to compile our ops, if Inductor is what will compile them."""
-    if "torch._inductor.compile_fx" in sys.modules:
-        teach_inductor()
-
-
-def _run_traced(region: Region, graph: Graph, operands: tuple[Any, ...]) -> tuple[Any, ...]:
-    _teach_inductor()
-    if not torch.is_grad_enabled() and not in_transform():
-        return region.function(*operands)
-    return _TracedCall(region, graph, operands)()
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Where a primitive is differentiated: the rules of plain autograd and of a grad level, and their nodes; and
+"""Where a primitive is differentiated: the rules of plain autograd and of a grad level, and their nodes. Also
 how it runs below every level: the recorded forward, and its recomputation in a pull-back.
 
 A node holds the operands and what the recorded forward left (`Residuals`); its backward calls the pull-back,
@@ -43,19 +43,19 @@ from remat.transforms.functorch.primitive import (
     replaying,
     rule,
 )
-from remat.transforms.functorch.recorded import Recorded, hollow_operand
-from remat.transforms.functorch.rules import plain_duals
+from remat.transforms.functorch.rules import hollow_operand, plain_duals
+from remat.transforms.ops import memory_of, span, storage
 from remat.transforms.state import RandomState
 from remat.transforms.tape import (
     Kept,
     Reachability,
+    Recorded,
     Recorder,
     Tape,
     held_tensors,
     held_values,
     holds_unseen,
     report,
-    storage,
 )
 
 
@@ -178,9 +178,10 @@ def _saved(ctx: Any) -> Tensors:
 
 
 def _compares(prim: Prim) -> bool:
-    """Whether a recomputation must run ops just as the forward did, by the same levels, those that it is not
-    pulled back for included: in a graph, where kept values are told apart by what comes before them. (By
-    which levels differentiate what, matmul and in-place ops on views come down to other ops.)"""
+    """Whether a recomputation must run its ops at the same levels as the forward, including levels that it is
+    not pulled back for. That is so in a graph, where the nodes before a kept value tell it from others. (By
+    which levels differentiate what, matmul and in-place ops on views come down to other ops.)
+    """
     written = None if prim.source is None else prim.source.written
     return written is not None and written.keeps and not written.tape.loose
 
@@ -376,20 +377,13 @@ def _pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
 def _with_memory(operands: Tensors) -> Any:
     """Give hollow operands memory (of any content) for as long as the function runs: it may look, it must
     not crash."""
-    hollow = [t for t in operands if t.numel() and _storage_bytes(t) == 0]
+    with functions_as_they_are():
+        # (A subclass of somebody else's may have no storage.)
+        hollow = [t for t in operands if t.numel() and (m := memory_of(t)) is not None and not m.nbytes()]
     for tensor in hollow:
-        last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        tensor.untyped_storage().resize_((last + 1) * tensor.element_size())
+        tensor.untyped_storage().resize_(span(tensor.shape, tensor.stride()) * tensor.element_size())
     try:
         yield
     finally:
         for tensor in hollow:
             tensor.untyped_storage().resize_(0)
-
-
-def _storage_bytes(tensor: torch.Tensor) -> int:
-    try:
-        with functions_as_they_are():
-            return tensor.untyped_storage().nbytes()
-    except (NotImplementedError, RuntimeError):
-        return 1

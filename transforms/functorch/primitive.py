@@ -7,10 +7,10 @@
 - grad: a node that holds the operands; its backward calls another primitive, the pull-back, which recomputes.
   So any nesting follows from three rules, and second order is as lean as first.
 
-`torch.autograd.Function` offers the same three rules, but its jvp rule evaluates the function a second time,
-and torch.func.grad always differentiates with create_graph=True: what an ordinary backward recomputes is
-recorded again at that level, and nothing is saved (FACTS section 2). Here the pull-back of a level leaves no
-record at its own level. Peeling by hand follows torch._functorch.autograd_function.
+`torch.autograd.Function` has the same three rules, but its jvp rule evaluates the function a second time. And
+torch.func.grad always differentiates with create_graph=True, so it records the recomputation of an ordinary
+backward again, and no memory is saved. Here the pull-back of a level leaves no record at its own level.
+Peeling by hand follows torch._functorch.autograd_function.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from remat.transforms.compat import (
     unwrap_if_dead,
 )
 from remat.transforms.context import active, quiet, recomputing
-from remat.transforms.functorch.recorded import Recorded
+from remat.transforms.ops import storage
 from remat.transforms.pytree import smooth as pytree_smooth
 from remat.transforms.region import Region
 from remat.transforms.state import Ambient
-from remat.transforms.tape import storage
+from remat.transforms.tape import Recorded
 
 Tensors = Sequence[torch.Tensor]
 Body = Callable[..., tuple[torch.Tensor, ...]]

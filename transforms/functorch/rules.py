@@ -19,12 +19,17 @@ from remat.transforms.compat import (
     dual_level_known,
     dual_level_known_if_any,
     hooks_aside,
+    is_batched,
+    is_wrapped,
     level_of,
     restore_vmap,
     unwrap_batched,
     unwrap_for_grad,
+    unwrap_once,
+    unwrapped,
     wrap_for_grad,
 )
+from remat.transforms.context import quiet
 from remat.transforms.functorch.primitive import (
     Body,
     Prim,
@@ -36,6 +41,8 @@ from remat.transforms.functorch.primitive import (
     rule,
     smooth_first,
 )
+from remat.transforms.ops import metadata
+from remat.transforms.placeholders import hollow
 
 
 @rule(VMAP)
@@ -141,3 +148,17 @@ def _mapped(prim: Prim, transform: Callable[[Body], Body]) -> Prim:
 def jvp_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
     with dual_level_known():
         return _dual_rule(level, prim, operands)
+
+
+def hollow_operand(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` with the same wrappers and metadata, and no memory: for operands that no backward reads."""
+    if is_wrapped(tensor):
+        level = level_of(tensor)
+        if is_batched(tensor):
+            inner, dim = unwrap_batched(tensor, level)
+            return add_batch_dim(hollow_operand(inner), dim, level)
+        return wrap_for_grad(hollow_operand(unwrap_once(tensor)), level)
+    # A factory's result is wrapped by the level at hand.
+    empty = unwrapped(quiet(hollow, metadata(tensor)))
+    empty.untyped_storage().resize_(0)
+    return empty

@@ -1,8 +1,8 @@
 """Taps: what `capture` and `capture_grads` put where a value gets its name.
 
 `tap(name, tree)` hands a named tree to the sessions open on this thread and returns it, perhaps changed. A
-region under functorch levels runs below them, where a value can leave only as a result and enter only as an
-operand: there each session is replaced by a mirror, and the region passes on what that found.
+region under functorch levels runs below them. There a value can leave only as a result and enter only as an
+operand. So each session is replaced by a mirror, and the region passes on what that found.
 """
 
 from __future__ import annotations
@@ -136,15 +136,9 @@ class Perturbations(Given):
     def _offset(self, leaf: Any) -> Any:
         if not smooth(leaf):
             return None if isinstance(leaf, torch.Tensor) else leaf
-        own: list[torch.Tensor] = []
-
-        def make(tensor: torch.Tensor) -> torch.Tensor:
-            own.append(quiet(self.make, tensor))
-            return own[0]
-
-        _made_below(leaf, self.depth, make)
-        self.offsets.append(own[0])
-        return own[0]
+        own = lifted(leaf, self.depth, lambda tensor: quiet(self.make, tensor))
+        self.offsets.append(own)
+        return own
 
 
 # -- the sessions of this thread ----------------------------------------------------------------------
@@ -274,7 +268,9 @@ class Handed:
                 start = session.at
                 for name, example in named:
                     # All that becomes of it is an offset of its shape, at the session's level.
-                    quiet(session.give, name, quiet(_blank, example))
+                    kind = {"dtype": example.dtype, "device": example.device}
+                    with scoped(quiet=True):
+                        session.give(name, torch.empty(example.shape, **kind))
                 self.offsets += session.here(start)
                 self.counts.append((session.wanted, session.at - start))
 
@@ -287,21 +283,23 @@ class Handed:
         return only(made)
 
 
-def _blank(example: torch.Tensor) -> torch.Tensor:
-    return torch.empty(example.shape, dtype=example.dtype, device=example.device)
-
-
 # -- levels -------------------------------------------------------------------------------------------
 
 
-def lifted(tensor: torch.Tensor, depth: int) -> torch.Tensor:
-    """`tensor` without the levels deeper than `depth`: the batch of a vmap comes to the front."""
+def lifted(tensor: torch.Tensor, depth: int, then: Callable[[torch.Tensor], Any] = lambda t: t) -> Any:
+    """`then`, called at `depth`, of `tensor` without the deeper levels; a vmap's batch comes to the front."""
     level = interpreter()
     if level is None or level.level() <= depth:
-        return tensor
-    inner, batch = _peeled(level, tensor)
+        return then(tensor)
+    if level.key() != VMAP:
+        inner = unwrap_for_grad(tensor, level.level())
+        with level.lower():
+            return lifted(inner, depth, then)
+    (inner, dim), size = unwrap_batched(tensor, level.level()), level.batch_size()
     with level.lower():
-        return lifted(quiet(_batch_first, inner, *batch), depth)
+        if dim is None:
+            return lifted(quiet(inner.expand, size, *inner.shape), depth, then)
+        return lifted(quiet(inner.movedim, dim, 0), depth, then)
 
 
 def raised(tensor: torch.Tensor, depth: int) -> torch.Tensor:
@@ -312,32 +310,6 @@ def raised(tensor: torch.Tensor, depth: int) -> torch.Tensor:
     with level.lower():
         inner = raised(tensor, depth)
     return add_batch_dim(inner, 0, level.level()) if level.key() == VMAP else inner
-
-
-def _made_below(tensor: torch.Tensor, depth: int, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Call `make` at `depth`, with the lifted tensor."""
-    level = interpreter()
-    if level is None or level.level() <= depth:
-        make(tensor)
-        return
-    inner, batch = _peeled(level, tensor)
-    with level.lower():
-        _made_below(quiet(_batch_first, inner, *batch), depth, make)
-
-
-def _peeled(level: Any, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[Any, ...]]:
-    """The tensor below `level`; for a vmap also (where its batch is or None, the batch's size)."""
-    if level.key() == VMAP:
-        inner, dim = unwrap_batched(tensor, level.level())
-        return inner, (dim, level.batch_size())
-    return unwrap_for_grad(tensor, level.level()), ()
-
-
-def _batch_first(tensor: torch.Tensor, *batch: Any) -> torch.Tensor:
-    if not batch:
-        return tensor
-    dim, size = batch
-    return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
 def _map(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:

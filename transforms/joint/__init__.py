@@ -3,9 +3,6 @@
 from remat.transforms.joint.graph import (
     record,  # the joint graph of `fn(*args, **kwargs)`, from metadata alone
 )
-from remat.transforms.joint.learned import (
-    learned,  # the forward half of a joint graph, from the tape of a call that has run
-)
 from remat.transforms.joint.levels import (
     Peeled,  # a call with its functorch wrappers taken off
     captured_at_levels,  # what a function captures that belongs to a level
@@ -18,6 +15,7 @@ from remat.transforms.joint.ops import (
     Op,  # one dispatched op
     Ref,  # stands for value `id` in the arguments of a recorded op
     Value,  # a tensor of the joint graph
+    learned,  # the forward half of a joint graph, from the tape of a call that has run
 )
 from remat.transforms.joint.stand_ins import (
     NotOnFakes,  # a function needs data, so that it cannot be looked at before it runs

@@ -7,7 +7,7 @@ here be carried out there. `detach`, which autograd inserts when it saves an out
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -22,16 +22,13 @@ from remat.transforms.compat import (
     storage_key,
     without_module_trackers,
 )
+from remat.transforms.errors import user_line
 from remat.transforms.intermediates import only
-from remat.transforms.joint.ops import Joint, Op, Other, Ref, Value
+from remat.transforms.joint.ops import Joint, Op, Ref, Value, noted
 from remat.transforms.joint.stand_ins import StandIns, refused, stood_in
-from remat.transforms.ops import is_cast_of_leaf, traits, user_line
+from remat.transforms.ops import is_cast_of_leaf, traits
 from remat.transforms.pytree import flatten, map_leaves, tree_leaves, unflatten
 from remat.transforms.region import planning
-
-# What a recorded op holds as it is. (A symbolic size counts as an int that is not known.)
-_CONSTANT = (int, float, complex, bool, str, torch.SymInt, torch.SymFloat, torch.SymBool)
-_CONSTANT += (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 class JointRecorder(TorchDispatchMode):
@@ -101,12 +98,6 @@ class JointRecorder(TorchDispatchMode):
         self.captured[id(tensor)] = tensor
         return self.add(tensor, "parameter")
 
-    def _noted(self, leaf: Any) -> Any:
-        """What stands for an argument of an op."""
-        if isinstance(leaf, torch.Tensor):
-            return Ref(self.number(leaf))
-        return leaf if leaf is None or isinstance(leaf, _CONSTANT) else Other(type(leaf).__qualname__)
-
     def same(self, tensor: torch.Tensor, number: int) -> int:
         """Let a tensor go by a number that exists."""
         self._number[id(tensor)] = number
@@ -134,7 +125,10 @@ class JointRecorder(TorchDispatchMode):
             return out
         location = user_line() if self.in_forward else ""
         self.last = (str(func), location)
-        refs = map_leaves(self._noted, (args, kwargs))
+        refs = map_leaves(
+            lambda leaf: Ref(self.number(leaf)) if isinstance(leaf, torch.Tensor) else noted(leaf),
+            (args, kwargs),
+        )
         reads = {leaf.id for leaf in tree_leaves(refs) if isinstance(leaf, Ref)}
         reads |= {self._writer[s] for v in reads if (s := self.values[v].storage) in self._writer}
         out = func(*args, **kwargs)
@@ -162,12 +156,14 @@ def record(
     kwargs: dict[str, Any] | None = None,
     *,
     functional: bool = False,
+    held: Iterable[int] = (),
 ) -> Joint:
     """The joint graph of `fn(*args, **kwargs)`, from metadata alone: nothing is computed or allocated.
 
     Inputs that require grad are differentiated, captured ones too. The current autocast, default dtype and
     grad state are those of the call; gradients are enabled. With `functional`, `fn` differentiates by itself:
     it is called with a switch before its arguments, and calls that between its forward and its backward.
+    `held`: which leaves of the arguments somebody else holds; what Dynamo has traced says so itself.
     Nobody collects named values meanwhile, and `is_recomputing()` is true: what counts or prints has its turn
     in the run proper.
 
@@ -185,7 +181,9 @@ def record(
         planning(getattr(fn, "__name__", type(fn).__name__)),
     ):
         try:
-            results = _trace(fn, args, kwargs or {}, recorder, _run_functional if functional else _run)
+            run = _run_functional if functional else _run
+            held = getattr(fn, "held", held)
+            results = _trace(fn, args, kwargs or {}, recorder, run, held)
         finally:
             recorder.forget()
     return Joint(
@@ -205,13 +203,12 @@ def _trace(
     kwargs: dict[str, Any],
     recorder: JointRecorder,
     run: Callable[..., tuple[int, ...]],
+    known: Iterable[int],
 ) -> tuple[int, ...]:
     """Stand-ins for the arguments, then the run; returns the numbers of the results."""
     leaves, spec = flatten((args, kwargs))
     mode = recorder.stand_ins.mode
     direct = {id(a) for a in (*args, *kwargs.values())}
-    # What Dynamo has traced takes flat operands, and says itself which of them are held by somebody else.
-    known = getattr(fn, "held", frozenset())
     fakes: dict[int, torch.Tensor] = {}
     with mode:
         for at, leaf in enumerate(leaves):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from remat.transforms.compat import (
     unwrapped,
 )
 from remat.transforms.joint.graph import Joint, record
-from remat.transforms.pytree import flatten, smooth, tree_leaves, unflatten
+from remat.transforms.pytree import flatten, merge, smooth, tree_leaves, unflatten
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,11 @@ def record_peeled(fn: Callable[..., Any], call: Peeled) -> Joint:
     while steps and steps[0][0] == "vmap":
         body = _batched(body, steps.pop(0))
     elsewhere = range(count, len(call.leaves))
-    held = _regrouped(getattr(fn, "held", frozenset()).union(elsewhere), call.direct)
+    # Positions of leaves as positions in what `_grouped` makes.
+    order = sorted(range(len(call.direct)), key=lambda k: not call.direct[k])
+    held = [order.index(k) for k in (*getattr(fn, "held", ()), *elsewhere)]
     if not any(kind == "vmap" for kind, *_ in steps):
-        return record(_holding(_apart(body, call.direct), held), _grouped(call))
+        return record(_apart(body, call.direct), _grouped(call), held=held)
     # A vmap around a grad: torch.func differentiates inside it.
     moving = steps.pop(0)[1]
 
@@ -122,7 +124,7 @@ def record_peeled(fn: Callable[..., Any], call: Peeled) -> Joint:
             run = _batched(run, step) if step[0] == "vmap" else run
         return _apart(run, call.direct)(*given)
 
-    return record(_holding(whole, held), _grouped(call), functional=True)
+    return record(whole, _grouped(call), functional=True, held=held)
 
 
 def _differentiated(
@@ -132,10 +134,7 @@ def _differentiated(
 
     def run(*leaves: Any) -> Any:
         def of(*moved: Any) -> Any:
-            merged = list(leaves)
-            for k, tensor in zip(moving, moved, strict=True):
-                merged[k] = tensor
-            results = tree_leaves(body(*merged))
+            results = tree_leaves(body(*merge(leaves, moving, moved)))
             return [t for t in results if torch.is_tensor(t) and t.is_floating_point()]
 
         pulled: Any = torch.func.vjp(of, *[leaves[k] for k in moving])
@@ -149,18 +148,6 @@ def _grouped(call: Peeled) -> tuple[Any, ...]:
     """The leaves that were arguments themselves, then the others (held elsewhere) in one container."""
     pairs = list(zip(call.leaves, call.direct, strict=True))
     return (*[leaf for leaf, direct in pairs if direct], [leaf for leaf, direct in pairs if not direct])
-
-
-def _regrouped(held: Iterable[int], direct: tuple[bool, ...]) -> frozenset[int]:
-    """Positions of leaves as positions in what `_grouped` makes."""
-    order = sorted(range(len(direct)), key=lambda k: not direct[k])
-    return frozenset(order.index(k) for k in held)
-
-
-def _holding(body: Callable[..., Any], held: frozenset[int]) -> Callable[..., Any]:
-    """`body`, which tells `record` that the leaves at `held` are held by somebody else."""
-    body.held = held  # type: ignore[attr-defined]
-    return body
 
 
 def _apart(body: Callable[..., Any], direct: tuple[bool, ...]) -> Callable[..., Any]:

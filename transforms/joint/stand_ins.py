@@ -98,8 +98,8 @@ def refused(fn: Callable[..., Any], last: Callable[[], tuple[str, str]]) -> Iter
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         raise NotOnFakes(
             f"{getattr(fn, '__name__', type(fn).__name__)} cannot be planned: {op or 'the function'}{where} "
-            f"does not run on fake tensors ({reason}). A plan needs shapes alone: keep .item() and branches "
-            "on values out of the region, give custom ops a fake kernel (torch.library.register_fake), or "
+            f"does not run on fake tensors ({reason}). A plan needs shapes only. Keep .item() and branches "
+            "on values out of the region. Give custom ops a fake kernel (torch.library.register_fake). Or "
             "use a policy without a budget."
         ) from error
 

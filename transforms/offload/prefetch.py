@@ -117,17 +117,11 @@ class _Pass:
 
     ahead: weakref.ref[Store] | None = None
 
-    def turn_to(self, store: Store) -> None:
-        """Begin with `store`: anything else that was fetched ahead was so in vain."""
+    def turn_to(self, store: Store | None) -> None:
+        """Begin with `store`, None at the end: anything else that was fetched ahead was so in vain."""
         ahead = None if self.ahead is None else self.ahead()
         self.ahead = None
         if ahead is not None and ahead is not store and not ahead.open:
-            ahead.drop()
-
-    def end(self) -> None:
-        ahead = None if self.ahead is None else self.ahead()
-        self.ahead = None
-        if ahead is not None:
             ahead.drop()
 
 
@@ -144,7 +138,7 @@ class _End:
 
     def __call__(self) -> None:
         if (ended := _passes.pop(self.task, None)) is not None:
-            ended.end()
+            ended.turn_to(None)
 
     __del__ = __call__
 

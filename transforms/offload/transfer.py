@@ -19,7 +19,7 @@ import torch
 
 from remat.transforms.compat import bits, memory_is_real, with_bits
 from remat.transforms.context import active, scoped
-from remat.transforms.ops import instances
+from remat.transforms.ops import instances, span
 
 
 class Lane:
@@ -182,7 +182,7 @@ class Parcel:
         if not plain or view.dtype is not self.host.dtype or self.host.stride() != self.stride:
             return False
         start, size = view.storage_offset() - self.offset, self.host.untyped_storage().nbytes()
-        return start >= 0 and (start + _span(view)) * view.element_size() <= size
+        return start >= 0 and (start + span(view.shape, view.stride())) * view.element_size() <= size
 
     def wait(self) -> None:
         """Let what is computed from now on write to the tensor that was sent."""
@@ -250,9 +250,3 @@ def send(value: torch.Tensor, root: Any = None) -> Away:
 def away_in(kept: Any) -> Iterable[Away]:
     """The values among what is kept of an op that lie in host memory."""
     return instances(Away, kept)
-
-
-def _span(tensor: torch.Tensor) -> int:
-    if tensor.numel() == 0:
-        return 0
-    return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))

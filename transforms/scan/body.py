@@ -231,14 +231,14 @@ def carry_of(name: str, tree: Any, given: Structure) -> Leaves:
     if spec != given.spec:
         raise TypeError(
             f"{name}: the body returned a carry of structure {_outline(spec, len(leaves))}, but the carry "
-            f"that came in has {_outline(given.spec, len(given.kinds))}; both must be the same at every step."
+            f"that came in has {_outline(given.spec, len(given.kinds))}. They must be equal."
         )
     for i in range(len(leaves)):
         kind = kind_of(leaves[i])
         if kind != given.kinds[i]:
             raise TypeError(
                 f"{name}: carry{_paths(given)[i]} came in as {_say(given.kinds[i])} and was returned as "
-                f"{_say(kind)}; shape, dtype and Python type of the carry must be the same at every step. "
+                f"{_say(kind)}. A carry must have the same shape, dtype and Python type at every step. "
                 "Cast or reshape the initial value, or what the body returns."
             )
     return leaves

@@ -1,7 +1,7 @@
 """The instruction set of a checkpointing schedule.
 
 A schedule reverses `n` steps `x[k+1] = step(x[k])` while keeping only some of the states `x[k]`. It is a
-sequence of the five actions below, each with the name of the `Machine`'s method that executes it. Nothing
+sequence of the five actions below; `verb` is the method of `backward.py` that executes it. Nothing
 here or in a schedule touches a tensor, so that the counts a schedule promises can be tested as integers.
 """
 
@@ -53,16 +53,6 @@ class Reverse(NamedTuple):
 
 
 Action = Advance | Store | Restore | Free | Reverse
-
-
-class Machine(Protocol):
-    """What executes actions: a scan over tensors, or a counter in a test."""
-
-    def advance(self, start: int, stop: int) -> None: ...
-    def store(self, step: int, slot: int) -> None: ...
-    def restore(self, step: int, slot: int) -> None: ...
-    def free(self, slot: int) -> None: ...
-    def reverse(self, start: int, stop: int) -> None: ...
 
 
 class Schedule(Protocol):

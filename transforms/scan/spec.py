@@ -11,9 +11,10 @@ import torch
 
 from remat.transforms.compat import functions_as_they_are, modes_active, unseen
 from remat.transforms.offload import Copy, to_device, to_host
+from remat.transforms.ops import memory_of
 from remat.transforms.pytree import Spec, flatten, merge
 from remat.transforms.scan.instructions import Schedule
-from remat.transforms.state import Ambient, RandomState
+from remat.transforms.state import Ambient, RandomState, refuse_traced_draws
 
 Tensors = Sequence[torch.Tensor]
 Leaves = list[Any]
@@ -71,11 +72,7 @@ class ScanSpec:
     @property
     def offloaded(self) -> Callable[[int], bool] | None:
         """Which slots lie on the host, None for none."""
-        return _always if self.offload else getattr(self.schedule, "offloaded", None)
-
-
-def _always(slot: int) -> bool:
-    return True
+        return (lambda slot: True) if self.offload else getattr(self.schedule, "offloaded", None)
 
 
 @dataclass
@@ -122,12 +119,10 @@ class Scan:
     offloaded: Callable[[int], bool] | None = None
     tensors: tuple[int, ...] = ()  # positions of tensors in `carry`
     proceed: Callable[[Tensors, Leaves], bool] | None = None
-    around: Callable[[], contextlib.AbstractContextManager[None]] | None = (
-        None  # entered by every recomputation
-    )
-    plain: bool = (
-        False  # neither functorch level nor hooks at the call: states lie in `record`, not in outputs
-    )
+    # Entered by every recomputation.
+    around: Callable[[], contextlib.AbstractContextManager[None]] | None = None
+    # Neither functorch level nor hooks at the call: states lie in `record`, not in outputs.
+    plain: bool = False
     levels: bool = False  # called under functorch: its backward may meet tensors of levels that are gone
     record: Record = field(default_factory=Record, compare=False)
     buffered: bool = False  # what the forward keeps is written into buffers, which lie where it belongs
@@ -250,10 +245,7 @@ def with_step_note(
 
 def compact(carry: Leaves) -> Leaves:
     """Copies of views that would keep more than themselves alive."""
-    return [
-        t.clone() if isinstance(t, torch.Tensor) and t._is_view() and _memory(t) > t.nbytes else t
-        for t in carry
-    ]
+    return [t.clone() if isinstance(t, torch.Tensor) and t._is_view() and _is_part(t) else t for t in carry]
 
 
 def index_states(scan: Scan, flat: Tensors) -> None:
@@ -307,14 +299,14 @@ def as_in_forward(scan: Scan, *, seeded: bool = False) -> Iterator[None]:
             stack.enter_context(scan.around())
         if record.random:
             assert record.start is not None
+            refuse_traced_draws(scan.spec.name)
             stack.callback(record.start.again().restore)
             if seeded:
                 record.start.restore()
         yield
 
 
-def _memory(tensor: torch.Tensor) -> int:
-    """Bytes of the memory that a tensor lies in."""
-    # No look at memory of the user's: nobody is to notice it.
-    with functions_as_they_are():
-        return tensor.untyped_storage().nbytes()
+def _is_part(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies in more memory than it fills."""
+    memory = memory_of(tensor)
+    return memory is not None and memory.nbytes() > tensor.nbytes

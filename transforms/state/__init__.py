@@ -6,6 +6,7 @@ from remat.transforms.state.ambient import (
     RandomState,  # generator states of the CPU and of every device among the arguments
     device_kinds,  # the kinds of device among `tensors`, the CPU always first
     generators_put_back,  # leave generators as they are, whatever is drawn inside
+    refuse_traced_draws,  # raise where make_fx writes down a recomputation that draws
     registered,  # what users want captured before a forward and put back around its recomputation
     switches_put_back,  # leave switches as they are, whatever is turned inside
 )
@@ -14,5 +15,4 @@ from remat.transforms.state.functional_rng import (
     draw,  # what `func(*args, **kwargs)` would draw, as a function of `seed`
     new_seed,  # a seed from the default generator of the device that the call draws on
     refuse_generator,  # raise for a draw from a generator of the user's
-    seeding,  # whether the op that runs draws a seed
 )

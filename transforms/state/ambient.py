@@ -15,30 +15,12 @@ from remat.transforms.compat import (
     function_modes,
     graph_task,
     outside_batched_grads,
-    read_cudnn_sdp,
-    read_deterministic,
-    read_efficient_sdp,
-    read_flash_sdp,
-    read_math_sdp,
-    read_matmul_precision,
+    switches,
+    traced_as_it_runs,
 )
+from remat.transforms.errors import RematError
 
-# (read, write) of every global that changes which kernel an op picks or what a factory makes. A region that
-# saw another value in its forward would otherwise replay other ops, or other numbers.
-_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (read_deterministic, torch.use_deterministic_algorithms),
-    (read_matmul_precision, torch.set_float32_matmul_precision),
-    (read_flash_sdp, torch.backends.cuda.enable_flash_sdp),
-    (read_math_sdp, torch.backends.cuda.enable_math_sdp),
-)
-if torch.backends.cuda.is_built():
-    # These two say nothing to the CPU's kernels, and each read counts: it happens twice for every region.
-    _SWITCHES += (
-        (read_efficient_sdp, torch.backends.cuda.enable_mem_efficient_sdp),
-        (read_cudnn_sdp, torch.backends.cuda.enable_cudnn_sdp),
-    )
-_READERS = tuple(read for read, _ in _SWITCHES)
+_READERS = tuple(read for read, _ in switches)
 _ONLY_CPU = ("cpu",)
 _NO_AUTOCAST: tuple[tuple[str, torch.dtype | None], ...] = (("cpu", None),)
 
@@ -130,7 +112,7 @@ def _autocast_dtype(kind: str) -> torch.dtype | None:
 def _write_switches(values: Sequence[Any]) -> None:
     global _found
     _found = (-1, [])
-    for (read, write), value in zip(_SWITCHES, values, strict=True):
+    for (read, write), value in zip(switches, values, strict=True):
         if read() != value:
             write(value)
 
@@ -166,12 +148,26 @@ class GeneratorState:
         else:
             getattr(torch, self.device.type).set_rng_state(self.state, self.device)
 
+    def again(self, region: str) -> None:
+        """Have an op of a recomputation draw what it drew."""
+        refuse_traced_draws(region)
+        self.restore()
+
     def now(self) -> GeneratorState:
         """The present state of the same generator."""
         made = GeneratorState.__new__(GeneratorState)
         made.generator, made.device = self.generator, self.device
         made.state = made._read()
         return made
+
+
+def refuse_traced_draws(region: str) -> None:
+    """Raise where make_fx writes down a recomputation that draws: it writes no generator states."""
+    if traced_as_it_runs():
+        raise RematError(
+            f"the recomputation of {region!r} draws random numbers while make_fx writes it down, and the "
+            "graph would draw others than in its forward. Trace with torch.compile, or draw outside."
+        )
 
 
 @contextlib.contextmanager
@@ -220,16 +216,6 @@ class RandomState:
         torch.default_generator.set_state(self.cpu)
         for device, state in self.devices:
             getattr(torch, device.type).set_rng_state(state, device)
-
-    @contextlib.contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Draw the same numbers inside, and go on afterwards as if nothing had been drawn."""
-        now = self.again()
-        self.restore()
-        try:
-            yield
-        finally:
-            now.restore()
 
     def again(self) -> RandomState:
         """The present state of the same generators."""

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from remat.transforms.context import active, scoped
-from remat.transforms.errors import RematError
-from remat.transforms.ops import user_line
+from remat.transforms.context import scoped
+from remat.transforms.errors import RematError, user_line
 
 _aten = torch.ops.aten
 _library = torch.library.Library("remat", "FRAGMENT")
@@ -40,11 +39,6 @@ def _shaped(size: list[int], seed: torch.Tensor, dtype: torch.dtype) -> torch.Te
 for _kind, _make in (("uniform", "rand"), ("normal", "randn")):
     _library.impl(_kind, _drawn(_make), "CompositeExplicitAutograd")
     torch.library.register_fake(f"remat::{_kind}", _shaped, lib=_library)
-
-
-def seeding() -> bool:
-    """Whether the op that runs draws a seed."""
-    return active.seeding
 
 
 def new_seed(func: Any, args: Any, kwargs: Any) -> torch.Tensor:

@@ -1,82 +1,52 @@
 """The ops of a region's forward: recorded, or held against an earlier tape; what of them runs again."""
 
-from remat.transforms.tape.guard import GuardMode
-from remat.transforms.tape.observers import Kept, listen, listening, made_by, report
-from remat.transforms.tape.program import Program
-from remat.transforms.tape.recorder import Recorder
-from remat.transforms.tape.replay import Replay
-from remat.transforms.tape.snapshots import Held, held_values, lent, octets
+from remat.transforms.tape.guard import (
+    GuardMode,  # a recorder that expects the ops of an earlier tape
+)
+from remat.transforms.tape.observers import (
+    Kept,  # one tensor that a region keeps from its forward to its backward
+    listen,  # collect what the regions called inside keep, in a new list or whatever else has `append`
+    made_by,  # the blocks of memory of an op's results that are not those of its operands, with their keys
+    report,  # tell every listener of this thread of a kept tensor
+)
+from remat.transforms.tape.program import (
+    Program,  # what of a tape has to run for some of the values that autograd saved
+)
+from remat.transforms.tape.reachability import (
+    Reachability,  # the results of one forward with the autograd nodes behind each
+)
+from remat.transforms.tape.recorder import (
+    Recorder,  # writes down the ops of a region, or holds them against a tape, and keeps what a policy says
+)
+from remat.transforms.tape.replay import (
+    Recorded,  # one settled forward of a primitive
+    Replay,  # hands out kept values where a region's function runs again
+    sent_away,  # what of the kept values is on its way to the host
+)
+from remat.transforms.tape.snapshots import (
+    Held,  # a value of a region, held until the backward
+    held_values,  # what is kept of ops, to be held until the backward
+    lent,  # let memory from outside hold what it held before a region wrote to it
+    octets,  # a memory as a tensor
+)
 from remat.transforms.tape.tape import (
-    KEPT,
-    OFFLOAD,
-    RECOMPUTE,
-    SAVE,
-    SKIP,
-    Needs,
-    Node,
-    Reachability,
-    Stop,
-    Tape,
-    holds_unseen,
-    not_repeated,
-    written,
+    KEPT,  # what an op does in a recomputation: its kept result is handed out
+    OFFLOAD,  # the verdict: keep in host memory
+    RECOMPUTE,  # the verdict: run again
+    SAVE,  # the verdict: keep
+    SKIP,  # what an op does in a recomputation: nothing
+    Needs,  # which ops of a tape run again for the values that a backward reads
+    Node,  # one op of a region
+    Ref,  # stands for a value in the template of a call
+    Stop,  # ends a recomputation once everything that was asked for is there
+    Tape,  # the ops of one run of a region
+    ValueNumbering,  # numbers of tensor objects
+    held_tensors,  # the tensors held for a kept value, and which are offloaded
+    holds_unseen,  # whether a node may read tensors that no saved-tensor hook was told of
+    map_tensors,  # a function applied to the tensors of an op's results
+    nodes_behind,  # the autograd nodes behind some, with numbers from a start on
+    refs_in,  # the numbers in a template
 )
-from remat.transforms.tape.values import (
-    Decisions,
-    Ref,
-    ValueNumbering,
-    held_tensors,
-    map_tensors,
-    memory_of,
-    metadata,
-    metas,
-    refs_in,
-    storage,
-    targets,
-    tensors_in,
-    version_of,
+from remat.transforms.tape.verdicts import (
+    Verdicts,  # the part of a recorder that keeps values
 )
-from remat.transforms.tape.verdicts import Verdicts
-
-__all__ = [
-    "KEPT",  # what an op does in a recomputation: its kept result is handed out
-    "OFFLOAD",  # the verdict: keep in host memory
-    "RECOMPUTE",  # the verdict: run again
-    "SAVE",  # the verdict: keep
-    "SKIP",  # what an op does in a recomputation: nothing
-    "Decisions",  # which ops of a forward make integers and bools of computed floats
-    "GuardMode",  # a recorder that expects the ops of an earlier tape
-    "Held",  # a value of a region, held until the backward
-    "Kept",  # one tensor that a region keeps from its forward to its backward
-    "Needs",  # which ops of a tape run again for the values that a backward reads
-    "Node",  # one op of a region
-    "Program",  # what of a tape has to run for some of the values that autograd saved
-    "Reachability",  # the results of one forward with the autograd nodes behind each
-    "Recorder",  # writes down the ops of a region, or holds them against a tape, and keeps what a policy says
-    "Ref",  # stands for a value in the template of a call
-    "Replay",  # hands out kept values where a region's function runs again
-    "octets",  # a memory as a tensor
-    "lent",  # let memory from outside hold what it held before a region wrote to it
-    "Stop",  # ends a recomputation once everything that was asked for is there
-    "Tape",  # the ops of one run of a region
-    "ValueNumbering",  # numbers of tensor objects
-    "Verdicts",  # the part of a recorder that keeps values
-    "held_values",  # what is kept of ops, to be held until the backward
-    "held_tensors",  # the tensors held for a kept value, and which are offloaded
-    "holds_unseen",  # whether a node may read tensors that no saved-tensor hook was told of
-    "listen",  # collect what the regions called inside keep, in a new list or whatever else has `append`
-    "listening",  # whether anybody listens on this thread
-    "made_by",  # the blocks of memory of an op's results that are not those of its operands, with their keys
-    "map_tensors",  # a function applied to the tensors of an op's results
-    "metadata",  # the results of an op with their tensors replaced by metadata
-    "metas",  # the metadata of the tensors among an op's results
-    "memory_of",  # the storage object of a tensor, None where it has none
-    "not_repeated",  # the message for a recomputation that runs otherwise than its forward did
-    "report",  # tell every listener of this thread of a kept tensor
-    "refs_in",  # the numbers in a template
-    "storage",  # what aliases of one memory have in common
-    "targets",  # the tensors that a call writes to
-    "tensors_in",  # the tensors among the arguments or results of an op
-    "version_of",  # the version counter of a tensor
-    "written",  # the message for a tensor written between forward and backward
-]

@@ -16,20 +16,20 @@ import torch
 from remat.transforms.compat import DispatchMode, direct_call
 from remat.transforms.context import active, quiet
 from remat.transforms.offload import send
-from remat.transforms.ops import is_shape_arithmetic, traits
+from remat.transforms.ops import Decisions, is_shape_arithmetic, memory_of, storage, tensors_in, traits
 from remat.transforms.placeholders import without_data
 from remat.transforms.state import GeneratorState
 from remat.transforms.tape.recorder import Recorder
-from remat.transforms.tape.tape import OFFLOAD, RECOMPUTE, Node, Outside, Tape
-from remat.transforms.tape.values import (
-    Decisions,
+from remat.transforms.tape.tape import (
+    OFFLOAD,
+    RECOMPUTE,
+    Node,
+    Outside,
     Ref,
+    Tape,
     ValueNumbering,
     constants_alike,
     map_tensors,
-    memory_of,
-    storage,
-    tensors_in,
 )
 
 _weak = weakref.ref

@@ -47,11 +47,6 @@ def made_by(args: Any, kwargs: Any, out: Any) -> Iterator[tuple[int, torch.Untyp
             yield key, tensor.untyped_storage()
 
 
-def listening() -> bool:
-    """Whether anybody listens on this thread."""
-    return bool(active.listeners)
-
-
 def report(kept: Kept) -> None:
     """Tell every listener of this thread of a kept tensor."""
     for listener in active.listeners:

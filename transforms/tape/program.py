@@ -8,21 +8,23 @@ value and reattaches its history itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from remat.transforms.compat import direct_call, outside_all_modes, set_grad_enabled
 from remat.transforms.context import active, quiet
-from remat.transforms.errors import RematError
-from remat.transforms.offload import Elsewhere
+from remat.transforms.errors import RematError, not_repeated
+from remat.transforms.ops import tensors_in
 from remat.transforms.placeholders import Meta
-from remat.transforms.tape.tape import KEPT, SKIP, Needs, Tape, not_repeated
-from remat.transforms.tape.values import Ref, map_tensors, refs_in, tensors_in
+from remat.transforms.tape.snapshots import handed_out
+from remat.transforms.tape.tape import KEPT, SKIP, Needs, Ref, Tape, refs_in
 
 Values = dict[int, Any]
 
 
+@dataclass(init=False, eq=False, repr=False, slots=True)
 class Step:
     """One op of a program.
 
@@ -38,22 +40,6 @@ class Step:
         graded: whether gradients were on: some kernels return more then, such as that of `nn.LSTM` on CPUs.
         before, after: saved values that are taken before it (as copies), and after it.
     """
-
-    __slots__ = (
-        "after",
-        "args",
-        "at",
-        "before",
-        "call",
-        "draws",
-        "flat",
-        "gone",
-        "graded",
-        "kwargs",
-        "nested",
-        "outs",
-        "single",
-    )
 
     at: int
     call: Callable[..., Any] | None
@@ -125,7 +111,9 @@ class Program:
             uses = {number for _, number in step.after}
             mine = {n for n in step.outs if n is not None}
             step.outs = [n if n in read or n in uses else None for n in step.outs]
-            reads = _reads(step) | {number for _, number in (*step.before, *step.after)}
+            reads = set(refs_in((step.args, step.kwargs))) | {
+                number for _, number in (*step.before, *step.after)
+            }
             step.gone = tuple(sorted((reads | (mine & uses)) - read))
             read |= reads
         return tuple(sorted({-1 - n for n in (*read, *taken) if n < 0}))
@@ -155,20 +143,20 @@ class Program:
                 made.update([(place, values[number].clone()) for place, number in step.before])
             call = step.call
             if call is None:
-                out = self._taken(step, take)
+                out = handed_out(take(step.at), step.at in self.copied)
             else:
                 if step.graded is not graded:
                     graded = step.graded
                     set_grad_enabled(graded)
                 if step.draws and (state := random.get(step.at)) is not None:
-                    state.restore()
+                    state.again(self.tape.region)
                 args = list(step.args)
                 for at, number in step.flat:
                     args[at] = values[number]
                 for at in step.nested:
                     args[at] = _filled(args[at], values)
                 try:
-                    out = call(*args, **_filled_kwargs(step.kwargs, values)) if step.kwargs else call(*args)
+                    out = call(*args, **_filled(step.kwargs, values)) if step.kwargs else call(*args)
                 except (RuntimeError, IndexError, ValueError, TypeError) as error:
                     if isinstance(error, (RematError, torch.OutOfMemoryError)):
                         raise
@@ -189,10 +177,6 @@ class Program:
         active.place = None
         return made
 
-    def _taken(self, step: Step, take: Callable[[int], Any]) -> Any:
-        copies = step.at in self.copied
-        return map_tensors(lambda value: _fresh(value, copies), take(step.at))
-
     def _failed(self, step: Step, error: Exception) -> Exception:
         """What is said of an op that ran in the forward and fails now."""
         what = f"{self.tape.say(step.at)} ran in the forward and now says: {error}"
@@ -208,8 +192,8 @@ class Program:
 def _step(tape: Tape, needs: Needs, at: int) -> Step:
     node, step = tape.nodes[at], Step()
     step.at, step.before, step.after, step.gone = at, (), (), ()
-    count = _count(tape, at)
-    step.outs = list(range(node.first, node.first + count))
+    end = tape.nodes[at + 1].first if at + 1 < len(tape.nodes) else len(tape.makers)
+    step.outs = list(range(node.first, end))
     step.single = isinstance(node.outs, Meta)
     step.draws, step.graded = node.draws, node.graded
     step.call, step.args, step.kwargs = None, (), {}
@@ -240,29 +224,9 @@ def _like(tape: Tape, at: int) -> tuple[Any, Any]:
     return (stand_in, *node.args[1:]), kwargs
 
 
-def _count(tape: Tape, at: int) -> int:
-    end = tape.nodes[at + 1].first if at + 1 < len(tape.nodes) else len(tape.makers)
-    return end - tape.nodes[at].first
-
-
-def _reads(step: Step) -> set[int]:
-    return set(refs_in((step.args, step.kwargs)))
-
-
 def _filled(value: Any, values: Values) -> Any:
     if type(value) is Ref:
         return values[value]
     if isinstance(value, (list, tuple)):
         return type(value)([_filled(v, values) for v in value])
-    return value
-
-
-def _filled_kwargs(kwargs: dict[str, Any], values: Values) -> dict[str, Any]:
-    return {key: _filled(value, values) for key, value in kwargs.items()}
-
-
-def _fresh(value: Any, copy: bool) -> torch.Tensor:
-    if isinstance(value, Elsewhere):
-        return value.get(alone=copy)  # pyright: ignore[reportAttributeAccessIssue]
-    # A new tensor object each time: autograd writes its own record on it.
-    return value.clone() if copy else value.detach()
+    return {k: _filled(v, values) for k, v in value.items()} if isinstance(value, dict) else value

@@ -15,25 +15,35 @@ from torch.nn.parameter import is_lazy
 
 from remat.transforms.compat import memory_is_real, unwrapped
 from remat.transforms.context import active, quiet
-from remat.transforms.errors import RematError
-from remat.transforms.ops import Traits, draws, is_cast_of_leaf, is_shape_arithmetic, traits, user_place
-from remat.transforms.state import GeneratorState
-from remat.transforms.tape.snapshots import Snapshot
-from remat.transforms.tape.tape import RECOMPUTE, SAVE, Node, Outside, Tape, is_graded
-from remat.transforms.tape.values import (
+from remat.transforms.errors import RematError, user_place
+from remat.transforms.ops import (
     Decisions,
-    Ref,
-    ValueNumbering,
-    as_strided_arguments,
+    Traits,
+    draws,
     geometry,
+    is_cast_of_leaf,
+    is_shape_arithmetic,
     memory_of,
     metadata,
     read_by,
-    refs_in,
     targets,
     tensors_in,
+    traits,
 )
-from remat.transforms.tape.writes import WriteWatch
+from remat.transforms.state import GeneratorState
+from remat.transforms.tape.snapshots import Snapshot
+from remat.transforms.tape.tape import (
+    RECOMPUTE,
+    SAVE,
+    Node,
+    Outside,
+    Ref,
+    Tape,
+    ValueNumbering,
+    is_graded,
+    refs_in,
+)
+from remat.transforms.tape.verdicts import WriteWatch
 
 _as_strided = torch.ops.aten.as_strided.default
 # What stands in a template as it is, and means the same in another call.
@@ -162,7 +172,7 @@ class Recorder(WriteWatch):
         state = None
         if facts.may_draw and (not facts.random or draws(func, args, kwargs)):
             state = quiet(GeneratorState, args, kwargs)
-        around = enclosing_position(self)
+        around = -1 if self.parent is None else self.parent.position
         out = func(*args, **kwargs)
         chance = self.casts and is_cast_of_leaf(func, args)
         at = self._add(func, facts, template, args, kwargs, out, draws_from=state, optional=chance)
@@ -268,16 +278,9 @@ class Recorder(WriteWatch):
         if base[0] is not tensor.dtype or base[1] != tensor.is_conj() or tensor.is_neg():
             self.tape.open = self.tape.open or "it looks at memory as another dtype, unseen"
             return self._from_outside(tensor)
-        shape, stride, start = as_strided_arguments(tensor)
-        self._add(
-            _as_strided,
-            traits(_as_strided),
-            ((Ref(number), shape, stride, start), {}),
-            (),
-            {},
-            tensor,
-            optional=True,
-        )
+        there = list(tensor.shape), list(tensor.stride()), int(tensor.storage_offset())
+        template = (Ref(number), *there), {}
+        self._add(_as_strided, traits(_as_strided), template, (), {}, tensor, optional=True)
         found = self._numbers.of(tensor)
         assert found is not None
         self.tape.nodes[-1].root = root
@@ -381,11 +384,6 @@ class Recorder(WriteWatch):
         if number < 0:
             return self.outside[-1 - number]
         return self.alive.get(number)
-
-
-def enclosing_position(mode: Recorder) -> int:
-    """How many ops the region around has seen, -1 without one."""
-    return -1 if mode.parent is None else mode.parent.position
 
 
 def _is_plain(args: Any) -> bool:

@@ -1,32 +1,44 @@
 """Running a region's function again under the tape of its forward: kept values are handed out.
 
 For recomputations that need a history (`torch.func` levels, rules of their own) or whose tape is open. What
-user code can see is real: an op that it could observe runs.
+user code can see is real: an op whose result nobody reads is skipped only where user code could not tell, for
+its result was not stored anywhere, nor looked at. `Recorded` is what a primitive's forward leaves for that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from remat.transforms.closure import of_captured
 from remat.transforms.context import Mode, active, quiet
-from remat.transforms.errors import RematError
-from remat.transforms.offload import Elsewhere
-from remat.transforms.ops import is_cast_of_leaf, is_shape_arithmetic, traits
-from remat.transforms.placeholders import Separate
-from remat.transforms.tape.snapshots import Snapshot
-from remat.transforms.tape.tape import KEPT, SKIP, Needs, Node, Tape, not_repeated
-from remat.transforms.tape.values import (
-    Ref,
+from remat.transforms.errors import RematError, not_repeated, written
+from remat.transforms.offload import Store, away_in
+from remat.transforms.ops import (
     alike,
-    constants_alike,
-    map_tensors,
+    is_cast_of_leaf,
+    is_shape_arithmetic,
+    memory_of,
     metadata,
+    metas,
     storage,
     targets,
+    traits,
+    version_of,
 )
+from remat.transforms.placeholders import stand_in
+from remat.transforms.state import RandomState, generators_put_back
+from remat.transforms.tape.reachability import Reachability
+from remat.transforms.tape.recorder import Recorder
+from remat.transforms.tape.snapshots import Snapshot, handed_out, lent, octets
+from remat.transforms.tape.tape import KEPT, SKIP, Needs, Node, Ref, Tape, constants_alike
+
+if TYPE_CHECKING:
+    from remat.transforms.region import Region
 
 
 class Replay(Mode):
@@ -60,7 +72,6 @@ class Replay(Mode):
         self.check, self.digest, self.casts = check, digest, casts
         self.at = 0
         self.done = False
-        self.blanks = Separate()
         copies = {id(snapshot): quiet(snapshot.copy) for _, snapshot in snapshots}
         # Memory from outside that the forward wrote to, by its storage: the outside sees a write once.
         self._scratch = {key: copies[id(snapshot)] for key, snapshot in snapshots}
@@ -99,9 +110,7 @@ class Replay(Mode):
         # A view is made: one that is written through tells autograd where in its base the gradient belongs.
         # So are `squeeze_` and the like: they change the tensor object itself, which later ops look at.
         if action == SKIP and not facts.view and not facts.reshapes:
-            return (
-                next(iter(targets(facts, args, kwargs))) if facts.inplace else quiet(self.blanks, node.outs)
-            )
+            return next(iter(targets(facts, args, kwargs))) if facts.inplace else quiet(stand_in, node.outs)
         return self._run(at, node, func, args, kwargs)
 
     def _next(self) -> int:
@@ -128,7 +137,7 @@ class Replay(Mode):
 
     def _run(self, at: int, node: Node, func: Any, args: Any, kwargs: Any) -> Any:
         if node.draws and (state := self.random.get(at)) is not None:
-            quiet(state.restore)
+            quiet(state.again, self.tape.region)
         out = func(*args, **kwargs)
         if self.check and not alike(metadata(out), node.outs):
             made = metadata(out)
@@ -138,15 +147,7 @@ class Replay(Mode):
         return out
 
     def _hand_out(self, at: int) -> Any:
-        copied = at in self.needs.copied
-
-        def fresh(value: Any) -> torch.Tensor:
-            if isinstance(value, Elsewhere):
-                return value.get(alone=copied)  # pyright: ignore[reportAttributeAccessIssue]
-            # A new tensor object each time: autograd writes its own record on it.
-            return value.clone() if copied else value.detach()
-
-        return quiet(map_tensors, fresh, self.kept[at])
+        return quiet(handed_out, self.kept[at], at in self.needs.copied)
 
     def _on_scratch(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -173,4 +174,188 @@ def _same_constants(want: Any, value: Any) -> bool:
     return type(want) is not type(value) or constants_alike(want, value)
 
 
-__all__ = ["Replay"]
+class Recorded:
+    """One settled forward.
+
+    Args:
+        region: whose forward.
+        recorder: what watched it.
+        packed: (op that made a value, autograd node that saved it); None where it is not known what the
+            backward reads.
+        saved: storages from outside that autograd itself reads.
+        outs: the results, below all levels.
+        random: the generators before the forward.
+    """
+
+    def __init__(
+        self,
+        region: Region,
+        recorder: Recorder,
+        packed: list[tuple[int, int]] | None,
+        saved: set[int],
+        outs: Sequence[torch.Tensor],
+        random: RandomState | None,
+    ) -> None:
+        self.region, self.tape, self.random = region, recorder.tape, random
+        self.draws, self.packed = recorder.random, packed or []
+        self.reach: Reachability | None = None
+        tape = self.tape
+        everything = range(len(tape.nodes))
+        if recorder.parent is not None:
+            recorder.share_around()
+        kept = {} if tape.loose else recorder.kept
+        given = _let_go(recorder)
+        if packed is not None and not tape.open:
+            wanted = {made for made, _ in packed} | _must_run(tape)
+            needs = Needs(tape, wanted, kept)
+            if stored := _stored(recorder, needs, outs):
+                needs = Needs(tape, wanted | stored, kept)
+        else:
+            needs = Needs(tape, everything, kept)
+        if any(given[at].ref() is None for at in needs.outside if at >= tape.arguments):
+            # Made inside, by something that is no op: what it read is unknown.
+            tape.open = tape.open or "it reads a tensor that no op has made"
+            needs = Needs(tape, everything, kept)
+        self.needs = needs
+        self.kept = {at: value for at, value in kept.items() if needs.live.get(at) is False}
+        self.storages: set[int] | None = None  # of the operands that are read again; None for all
+        if packed is not None and not needs.whole:
+            self.storages = saved.union([given[at].storage for at in needs.outside])
+        self.given = {
+            at: g
+            for at, g in enumerate(given)
+            if at in needs.outside or g.storage in saved or g.snapshot is not None
+        }
+        self.store = sent_away(self.kept, tape, lambda: {recorder.root(t) for t in outs})
+
+    def part(self, present: Sequence[int] | None) -> Needs:
+        """What a pull-back from the results at `present` needs; None for all of them."""
+        if self.reach is None or present is None or self.needs.whole:
+            return self.needs
+        idle = self.reach.idle_without(present)
+        if not idle:
+            return self.needs
+        wanted = {made for made, owner in self.packed if owner not in idle} | _must_run(self.tape)
+        return Needs(self.tape, wanted, self.kept)
+
+    def check_unwritten(self) -> None:
+        """Raise when a tensor from outside that is read again was written to since the forward."""
+        if self.tape.loose:
+            return
+        for given in self.given.values():
+            tensor = given.ref()
+            if given.snapshot is None and tensor is not None and version_of(tensor) != given.version:
+                function = self.region.function
+                raise RematError(written(self.region.name, tensor, of_captured(function, tensor)))
+
+    @contextmanager
+    def surroundings(self, needs: Needs) -> Iterator[None]:
+        """Around a run of the function again: generators as they were, and what is kept on its way."""
+        with ExitStack() as stack:
+            if self.random is not None:
+                stack.callback(self.random.again().restore)
+                self.random.restore()
+                stack.enter_context(generators_put_back(self.draws.values()))
+            if self.tape.loose:
+                stack.enter_context(lent(self._written()))
+            if self.store is not None:
+                stack.enter_context(self.store.fetched({at for at, runs in needs.live.items() if not runs}))
+            yield
+
+    def _written(self) -> Iterator[tuple[torch.Tensor, Any]]:
+        """The memories from outside that the function writes to, as they were before."""
+        for given in self.given.values():
+            memory = given.memory() if given.snapshot is not None else None
+            if memory is not None:
+                tensor = given.ref()
+                yield (octets(memory) if tensor is None else tensor), given.snapshot
+
+    def replay(self, needs: Needs) -> Replay | None:
+        """The mode under which the function runs again; None where its ops cannot be compared."""
+        if self.tape.loose:
+            return None
+        return Replay(
+            self.tape,
+            needs,
+            self.kept,
+            random=self.draws if self.region.preserve_rng_state else {},
+            # The address of a memory that is gone is another's by now.
+            snapshots=[
+                (g.storage, g.snapshot)
+                for g in self.given.values()
+                if g.snapshot is not None and g.memory() is not None
+            ],
+            check=self.region.determinism_check != "none",
+            digest=self.region.digest,
+        )
+
+
+class _Given(NamedTuple):
+    """A tensor from outside, held by whoever else holds it."""
+
+    ref: weakref.ref[torch.Tensor]
+    memory: weakref.ref[Any]  # which may outlive the tensor
+    version: int
+    storage: int
+    snapshot: Any  # what its memory was before the region wrote to it, or None
+
+
+def _let_go(recorder: Recorder) -> list[_Given]:
+    """The tensors from outside; afterwards the recorder holds none of them."""
+    snapshots, known = recorder.snapshots, recorder.tape.outside
+    given = [
+        _Given(
+            weakref.ref(t), weakref.ref(memory_of(t) or t), version_of(t), storage(t), snapshots.get(o.root)
+        )
+        for t, o in zip(recorder.outside, known, strict=True)
+    ]
+    recorder.outside = []
+    return given
+
+
+def _must_run(tape: Tape) -> set[int]:
+    """Ops that run although nobody reads them.
+
+    There are four kinds. Ops of regions inside, which run a forward of their own. Ops that showed data to
+    user code, which may depend on it. Ops that fill what autograd has saved before. And ops of sparse
+    results, whose sizes depend on data, so that nothing can stand for them.
+    """
+    inner = {i for start, stop in tape.inner for i in range(start, stop)}
+    return inner | {
+        i
+        for i, node in enumerate(tape.nodes)
+        if (node.outs is not None and not metas(node.outs) and not node.written)
+        or traits(node.op).saves_unwritten
+        or any(stride is None for _, stride, *_ in metas(node.outs))
+    }
+
+
+def _stored(recorder: Recorder, needs: Needs, outs: Sequence[torch.Tensor]) -> set[int]:
+    """Ops that nobody reads, with results that somebody holds, the region's own results aside."""
+    tape = recorder.tape
+    results = {recorder.number(t) for t in outs}
+    return {
+        tape.makers[number]
+        for _, number in recorder.living_values()
+        if number >= 0
+        and number not in results
+        and needs.actions[tape.makers[number]] == SKIP
+        and not traits(tape.nodes[tape.makers[number]].op).view
+    }
+
+
+def sent_away(kept: dict[int, Any], tape: Tape, roots: Callable[[], set[int | None]]) -> Store | None:
+    """What of the kept values is on its way to the host, None for nothing; `roots`: where results lie.
+
+    The caller may write to the results, into memory that is perhaps still being sent. An alias that autograd
+    made of something, which lies in None, may be of anything.
+    """
+    away = {at: value for at, value in kept.items() if any(True for _ in away_in(value))}
+    if not away:
+        return None
+    lie = roots()
+    for at, value in away.items():
+        if None in lie or tape.nodes[at].root in lie:
+            for parcel in away_in(value):
+                parcel.parcel.wait()
+    return Store(kept)

@@ -10,10 +10,10 @@ import torch
 
 from remat.transforms.compat import memory_is_real, version_kept
 from remat.transforms.context import quiet
-from remat.transforms.errors import RematError
+from remat.transforms.errors import RematError, written
 from remat.transforms.offload import Elsewhere
-from remat.transforms.tape.tape import written
-from remat.transforms.tape.values import map_tensors, memory_of, storage, version_of
+from remat.transforms.ops import memory_of, storage, version_of
+from remat.transforms.tape.tape import map_tensors
 
 
 class Held(Elsewhere):
@@ -60,6 +60,18 @@ def held_values(
         return Held(value, region, hooks, seen.get(storage(value)))
 
     return {at: map_tensors(hold, value) for at, value in kept.items()}
+
+
+def handed_out(kept: Any, copied: bool) -> Any:
+    """What was kept of an op, for its recomputation; `copied` where that writes to it."""
+
+    def fresh(value: Any) -> torch.Tensor:
+        if isinstance(value, Elsewhere):
+            return value.get(alone=copied)  # pyright: ignore[reportAttributeAccessIssue]
+        # A new tensor object each time: autograd writes its own record on it.
+        return value.clone() if copied else value.detach()
+
+    return map_tensors(fresh, kept)
 
 
 class Snapshot:

@@ -1,5 +1,5 @@
-"""The tape of a region's forward: its ops, numbered once, and which of them a backward needs again: by the
-values that it reads (`Needs`), by the results that it starts from (`Reachability`).
+"""The tape of a region's forward: its ops, numbered once. `Needs` says which of them a backward needs for the
+values that it reads, and `Reachability` for the results that it starts from.
 
 A tape is pure structure. It names values by number, and holds neither tensors nor user code, so that it may
 outlive the call that wrote it. `recorder.Recorder` writes a tape, or holds a later forward against one;
@@ -9,15 +9,16 @@ outlive the call that wrote it. `recorder.Recorder` writes a tape, or holds a la
 from __future__ import annotations
 
 import copy
+import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from remat.transforms.compat import engine_runs, running_node
-from remat.transforms.ops import Traits, traits, user_line
-from remat.transforms.tape.values import metas, numel, tensors_in
+from remat.transforms.offload import Elsewhere, away_in
+from remat.transforms.ops import Traits, metas, numel, tensors_in, traits
 
 RECOMPUTE, OFFLOAD, SAVE = 0, 1, 2
 RUN, KEPT, SKIP = 0, 1, 2
@@ -27,30 +28,9 @@ class Stop(BaseException):
     """Ends a recomputation once everything that was asked for is there."""
 
 
+@dataclass(init=False, eq=False, repr=False, slots=True)
 class Node:
     """One op of a region: how it was called, where its operands came from, what its results were."""
-
-    __slots__ = (
-        "args",
-        "check",
-        "deps",
-        "digest",
-        "draws",
-        "external",
-        "first",
-        "graded",
-        "kwargs",
-        "name",
-        "op",
-        "optional",
-        "outs",
-        "overwrites",
-        "place",
-        "root",
-        "shape_only",
-        "verdict",
-        "written",
-    )
 
     op: Any
     args: tuple[Any, ...]  # with a `Ref` in the place of every tensor
@@ -206,7 +186,9 @@ class Needs:
         nodes = tape.nodes
         self.live = live = _reach(tape, wanted, kept)
         unseen = any(live.values()) and _fills_unseen(tape, live)
-        self.whole = tape.open is not None or unseen or _is_exposed(tape, live)
+        # A raw kernel may have written to memory that user code has looked at.
+        exposed = bool(tape.exposed) and any(nodes[i].root in tape.exposed for i in live)
+        self.whole = tape.open is not None or unseen or exposed
         if self.whole:
             self.live = live = {i: not _handed_out(tape, i, kept) for i in range(len(nodes))}
         written = {root for i, runs in live.items() if runs for root in nodes[i].written}
@@ -248,11 +230,6 @@ def _reach(tape: Tape, wanted: Iterable[int], kept: Mapping[int, Any]) -> dict[i
     return live
 
 
-def _is_exposed(tape: Tape, live: dict[int, bool]) -> bool:
-    """Whether a needed value lies in memory that a raw kernel may have written to."""
-    return bool(tape.exposed) and any(tape.nodes[i].root in tape.exposed for i in live)
-
-
 def _fills_unseen(tape: Tape, live: dict[int, bool]) -> bool:
     """Whether a needed value came about unseen: a raw kernel, such as Triton's, fills what `empty` made."""
     return any(
@@ -261,62 +238,13 @@ def _fills_unseen(tape: Tape, live: dict[int, bool]) -> bool:
     )
 
 
-class Reachability:
-    """The results of one forward with the autograd nodes behind each, counted from the region's first.
-
-    A backward may start from some results only; what only the others need is then not recomputed.
-    Saved-tensor hooks do not tell for which autograd node a value is packed. But nodes are numbered in the
-    order in which they are made, and a node packs right after it was made.
-
-    Args:
-        outs: tensors among the results.
-        start: the number of the first node that the region made.
-        behind: for each of them the nodes behind it, where they are known.
-    """
-
-    __slots__ = ("behind", "everything", "outs", "start")
-
-    def __init__(
-        self, outs: Sequence[torch.Tensor], start: int, behind: tuple[frozenset[int], ...] | None = None
-    ) -> None:
-        self.outs, self.start = [weakref.ref(t) for t in outs], start
-        self.behind = behind or tuple([_behind(t.grad_fn, start) for t in outs])
-        self.everything: frozenset[int] = frozenset().union(*self.behind)
-
-    @property
-    def differ(self) -> bool:
-        """Whether some result needs less than all of them together."""
-        return sum(1 for nodes in self.behind if nodes) > 1 and any(
-            nodes and nodes != self.everything for nodes in self.behind
-        )
-
-    def idle_without(self, present: Sequence[int]) -> frozenset[int]:
-        """Nodes that no derivative of the results at `present` passes."""
-        return self.everything - frozenset().union(*[self.behind[i] for i in present])
-
-    def idle_now(self) -> frozenset[int]:
-        """Nodes that the backward pass under way does not reach from any result."""
-        present = []
-        for i, ref in enumerate(self.outs):
-            out = ref()
-            # Of a result that is gone nobody knows whether something was computed from it.
-            if out is None or out.grad_fn is None or engine_runs(out.grad_fn):
-                present.append(i)
-        # The engine does not say so of the node that the pass started from, if it is a single one.
-        node = running_node()
-        number = None if node is None else node._sequence_nr() - self.start
-        if not any(number in self.behind[i] for i in present):
-            present += [i for i, nodes in enumerate(self.behind) if number in nodes]
-        return self.idle_without(present)
-
-
 def holds_unseen(outs: Sequence[torch.Tensor], start: int) -> bool:
     """Whether a node behind `outs` may read tensors that no saved-tensor hook was told of.
 
     What an autograd.Function writes on its context, in place of calling save_for_backward, it reads in its
     backward like anything else; so do functions in C++.
     """
-    return any(map(_opaque, _nodes([t.grad_fn for t in outs], start)))
+    return any(map(_opaque, nodes_behind([t.grad_fn for t in outs], start)))
 
 
 def _opaque(node: Any) -> bool:
@@ -337,11 +265,7 @@ def _holds_tensor(value: Any, depth: int) -> bool:
     return depth > 0 and any(_holds_tensor(part, depth - 1) for part in parts)
 
 
-def _behind(node: Any, start: int) -> frozenset[int]:
-    return frozenset([found._sequence_nr() - start for found in _nodes([node], start)])
-
-
-def _nodes(roots: list[Any], start: int) -> Iterator[Any]:
+def nodes_behind(roots: list[Any], start: int) -> Iterator[Any]:
     """The nodes behind `roots`, those included, with numbers from `start` on."""
     seen: set[int] = set()
     while roots:
@@ -357,22 +281,80 @@ def _nodes(roots: list[Any], start: int) -> Iterator[Any]:
         roots.extend([following for following, _ in node.next_functions])
 
 
-def written(region: str, tensor: Any, path: str | None = None) -> str:
-    """The message for a tensor written between forward and backward; `path` is what the user calls it."""
-    what = f"a {tuple(tensor.shape)} {tensor.dtype} tensor"
-    what = f"`{path}`, {what}" if path else what
-    return (
-        f"region {region!r} reads {what} that was written in place between its forward and its backward, so "
-        "the recomputation would see another value. Write out of place (`x = x + 1`), pass a `.clone()` "
-        "into the region, or run the backward first."
-    )
+class Ref(int):
+    """Stands for the value of this number in the template of a call: 0, 1, ... are results of ops, in their
+    order; -1, -2, ... come from outside."""
+
+    __slots__ = ()
 
 
-def not_repeated(region: str, what: str) -> str:
-    """The message for a recomputation that runs otherwise than its forward did."""
-    return (
-        f"the recomputation of region {region!r} does not repeat its forward: {what}, at {user_line()}. "
-        "(a) The function reads something that changed in between (a global, an attribute, a counter); (b) "
-        "it is random in a way torch does not restore (Python's or NumPy's generator); (c) an argument was "
-        "changed. Make the function depend on its arguments only."
-    )
+class ValueNumbering(dict[int, tuple["weakref.ref[torch.Tensor]", int]]):
+    """Numbers of tensor objects, by their ids.
+
+    An id is reused once its tensor is gone, so each entry knows its own.
+    """
+
+    def of(self, tensor: torch.Tensor) -> int | None:
+        """The number of a tensor, None where it has none."""
+        found = self.get(id(tensor))
+        return found[1] if found is not None and found[0]() is tensor else None
+
+    def add(self, tensor: torch.Tensor, number: int) -> None:
+        self[id(tensor)] = weakref.ref(tensor), number
+
+    def living(self) -> Iterator[tuple[torch.Tensor, int]]:
+        """The tensors that are still there, in the order in which they were met."""
+        for ref, number in list(self.values()):
+            if (tensor := ref()) is not None:
+                yield tensor, number
+
+
+def constants_alike(want: Any, value: Any) -> bool:
+    """Whether two values in the arguments of an op, tensors aside, are the same to the op."""
+    kind = type(want)
+    if kind is not type(value):
+        return False
+    if kind is float:
+        # 0.0 == -0.0, and nan differs from itself.
+        same_sign = math.copysign(1.0, want) == math.copysign(1.0, value)
+        return (want == value and same_sign) or (want != want and value != value)
+    if kind is complex:
+        return constants_alike(want.real, value.real) and constants_alike(want.imag, value.imag)
+    if kind is list or kind is tuple:
+        return len(want) == len(value) and all(map(constants_alike, want, value))
+    if kind is dict:
+        return want.keys() == value.keys() and all(constants_alike(want[k], value[k]) for k in want)
+    return bool(want == value)
+
+
+def refs_in(template: Any) -> list[int]:
+    """The numbers in a template, in their order."""
+    found: list[int] = []
+    stack = [template]
+    while stack:
+        value = stack.pop()
+        if type(value) is Ref:
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            stack.extend(reversed(value))
+        elif isinstance(value, dict):
+            stack.extend(reversed(value.values()))
+    return found
+
+
+def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
+    """`value`, the result of an op or what is kept of it, with `function` applied to its tensors."""
+    if isinstance(value, (torch.Tensor, Elsewhere)):
+        return function(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)([map_tensors(function, v) for v in value])
+    return value
+
+
+def held_tensors(kept: Any) -> list[tuple[torch.Tensor, bool]]:
+    """The tensors that are held for a kept value, and whether each is an offloaded one, on its host."""
+    return [*((away.host, True) for away in away_in(kept)), *((tensor, False) for tensor in tensors_in(kept))]
+
+
+def _name(op: Any) -> str:
+    return getattr(getattr(op, "_schema", None), "name", "").rpartition("::")[2]

@@ -1,125 +1,5 @@
-"use strict";
-// The cockpit: live bytes of one step, with and without remat. Nothing is loaded from elsewhere.
-
-// Okabe and Ito's palette, which colour-blind people can tell apart.
-const COLOURS = ["#999999", "#0072b2", "#56b4e9", "#e69f00", "#cc79a7", "#f0e442", "#009e73", "#d55e00"];
-const LABELS = {
-  arguments: "arguments and weights",
-  policy: "kept by policy",
-  inputs: "inputs that regions keep",
-  autograd: "kept by autograd, outside of regions",
-  recomputed: "recomputed",
-  other: "gradients and temporary values",
-};
-const MOST_ROWS = 500;
-
-// -- numbers --------------------------------------------------------------------------------------------
-
-function bytes(n) {
-  const sign = n < 0 ? "-" : "";
-  let size = Math.abs(n);
-  for (const unit of ["B", "KiB", "MiB", "GiB"]) {
-    if (size < 1024) return sign + (unit === "B" ? size : size.toFixed(1)) + " " + unit;
-    size /= 1024;
-  }
-  return sign + size.toFixed(1) + " TiB";
-}
-
-// Milliseconds of one op on a device, by its roofline.
-function price(side, op, device) {
-  const speed = side.half[op] ? device.half : device.single;
-  return 1e3 * Math.max(side.flops[op] / speed, side.moved[op] / device.bandwidth);
-}
-
-function verdict(device, used) {
-  const left = device.memory - used;
-  const article = "AHM".includes(device.label[0]) ? "an " : "a ";
-  const said = left >= 0 ? `yes, ${bytes(left)} to spare` : `no, ${bytes(-left)} too much`;
-  return { fits: left >= 0, text: `fits ${article}${device.label}: ${said}` };
-}
-
-// The groups that blocks are stacked by: names, and for each side the group of each of its blocks.
-function byCategory(data, sides) {
-  return { names: data.categories.map((c) => LABELS[c]), of: sides.map((side) => side.category) };
-}
-
-function byRegion(data, sides) {
-  const sizes = new Map();
-  for (const side of sides)
-    side.owner.forEach((owner, i) => sizes.set(owner, (sizes.get(owner) || 0) + side.bytes[i]));
-  const outside = data.words.indexOf("");
-  const largest = [...sizes.keys()].filter((o) => o !== outside).sort((a, b) => sizes.get(b) - sizes.get(a));
-  const shown = largest.slice(0, COLOURS.length - (largest.length > COLOURS.length - 2 ? 3 : 2));
-  const names = [LABELS.arguments, "outside of regions", ...shown.map((o) => data.words[o])];
-  if (largest.length > shown.length) names.push("other regions");
-  const place = new Map([[outside, 1], ...shown.map((o, i) => [o, i + 2])]);
-  const of = sides.map((s) => s.owner.map((o) => (place.has(o) ? place.get(o) : names.length - 1)));
-  return { names, of };
-}
-
-// For each group its live bytes at each op.
-function stacks(side, groupOf, count, withArguments) {
-  const n = side.op.length;
-  const rows = Array.from({ length: count }, () => new Float64Array(n + 1));
-  for (let b = 0; b < side.bytes.length; b++) {
-    if (side.freed[b] === side.made[b]) continue;
-    const row = rows[groupOf[b]];
-    row[Math.min(side.made[b], n)] += side.bytes[b];
-    row[side.freed[b]] -= side.bytes[b];
-  }
-  for (const row of rows) for (let i = 1; i <= n; i++) row[i] += row[i - 1];
-  if (withArguments) for (let i = 0; i <= n; i++) rows[0][i] += side.arguments;
-  return rows;
-}
-
-function totals(rows) {
-  const sum = new Float64Array(rows[0].length);
-  for (const row of rows) for (let i = 0; i < sum.length; i++) sum[i] += row[i];
-  return sum;
-}
-
-// For each of `width` columns the op at which most is alive: peaks stay where thousands of ops share a pixel.
-function decimated(total, n, width) {
-  const found = new Int32Array(width);
-  for (let x = 0; x < width; x++) {
-    const first = Math.floor((x * n) / width);
-    const end = Math.max(first + 1, Math.floor(((x + 1) * n) / width));
-    let best = first;
-    for (let i = first + 1; i < Math.min(end, n); i++) if (total[i] > total[best]) best = i;
-    found[x] = best;
-  }
-  return found;
-}
-
-function alive(side, op, most) {
-  const found = [];
-  for (let b = 0; b < side.bytes.length; b++) if (side.made[b] <= op && op < side.freed[b]) found.push(b);
-  return found.sort((a, b) => side.bytes[b] - side.bytes[a]).slice(0, most);
-}
-
-// Rows of the table of kept values: numbers first, so that they can be sorted.
-function keptRows(data, device) {
-  const made = data.kept.map(([size, category, shape, name, op]) => {
-    const ms = price(data.now, op, device);
-    const gib = size ? (ms / size) * 2 ** 30 : 0;
-    const at = op < data.now.at.length ? data.words[data.now.at[op]] : "";
-    const what = data.words[data.now.op[op]] || "";
-    return [size, LABELS[category], shape, ms, gib, name, what, data.words[data.now.region[op]] || "", at];
-  });
-  const held = data.held.map(([size, why, shape, path]) => [size, `${why}, lives anyway`, shape, null, null, path, "", "", ""]);
-  return made.concat(held);
-}
-
-function sorted(rows, column, down) {
-  const sign = down ? -1 : 1;
-  return [...rows].sort((a, b) => {
-    const [x, y] = [a[column], b[column]];
-    if (x === null || y === null) return x === y ? 0 : x === null ? 1 : -1;
-    return sign * (x < y ? -1 : x > y ? 1 : 0);
-  });
-}
-
-// -- the page -------------------------------------------------------------------------------------------
+// The cockpit: live bytes of one step without remat and under the policy that the slider chose. Nothing is
+// loaded from elsewhere.
 
 function element(tag, properties, ...children) {
   const made = Object.assign(document.createElement(tag), properties);
@@ -130,11 +10,20 @@ function element(tag, properties, ...children) {
 class Cockpit {
   constructor(root, data) {
     this.data = data;
-    this.sides = data.plain ? [data.plain, data.now] : [data.now];
-    this.state = { by: "category", args: true, device: "h100", extra: 0, pinned: null };
+    this.state = { by: "category", args: true, device: "h100", extra: 0, pinned: null, choice: data.start };
+    this.large = new Map();
     this.root = root;
     this.build();
     this.stack();
+  }
+
+  // What the slider stands on, and its columns, which are read when they are asked for first.
+  get summary() { return this.data.choices[this.state.choice]; }
+  get choice() {
+    const i = this.state.choice;
+    if (!this.large.has(i))
+      this.large.set(i, JSON.parse(document.getElementById(`cockpit-choice-${i}`).textContent));
+    return this.large.get(i);
   }
 
   build() {
@@ -151,14 +40,16 @@ class Cockpit {
     this.fits = element("div", { className: "bar" });
     this.legend = element("div", { className: "bar" });
     this.tip = element("div", { id: "tip" });
-    this.detail = element("div", {});
+    this.detail = element("div", { className: "wide" });
     this.detail.setAttribute("aria-live", "polite");
-    this.kept = element("div", {});
-    this.charts = this.sides.map((side, i) => this.chart(side, i));
+    this.kept = element("div", { className: "wide" });
+    this.charts = this.data.plain ? [this.chart(0), this.chart(1)] : [this.chart(0)];
+    this.frontier = this.data.choices.length > 1 ? this.switcher() : [];
     this.root.append(
       element("h1", { textContent: `${this.data.name}: live bytes through forward and backward` }),
       element("div", { className: "bar" }, element("label", {}, "device ", this.device),
         element("label", {}, "optimizer and others, GiB ", extra)),
+      ...this.frontier,
       this.fits,
       element("div", { className: "bar" }, element("label", {}, "stack by ", by),
         element("label", {}, args, " arguments and weights")),
@@ -173,9 +64,8 @@ class Cockpit {
     window.addEventListener("resize", () => this.draw());
   }
 
-  chart(side, i) {
+  chart(i) {
     const canvas = element("canvas", { tabIndex: 0 });
-    const name = this.data.plain && i === 0 ? "without remat" : this.data.plain ? "now" : "as it is";
     const title = element("h2", {});
     canvas.setAttribute("role", "img");
     canvas.onmousemove = (event) => this.hover(i, this.opAt(i, event), event);
@@ -186,9 +76,36 @@ class Cockpit {
       if (!step) return;
       event.preventDefault();
       const from = this.state.pinned && this.state.pinned.side === i ? this.state.pinned.op : 0;
-      this.pin(i, Math.max(0, Math.min(side.op.length - 1, from + step)));
+      this.pin(i, Math.max(0, Math.min(this.charts[i].side.op.length - 1, from + step)));
     };
-    return { canvas, title, name, side, columns: [] };
+    return { canvas, title, columns: [] };
+  }
+
+  // The frontier: a slider, the points, and a table of the policies, which all choose one.
+  switcher() {
+    this.slider = element("input", { type: "range", min: 0, max: this.data.choices.length - 1, step: 1 });
+    this.slider.oninput = () => this.choose(Number(this.slider.value));
+    this.slider.setAttribute("aria-label", "policy, from the least memory to the most");
+    this.chosen = element("output", {});
+    this.map = element("canvas", { className: "map" });
+    this.map.setAttribute("role", "img");
+    this.map.onmousemove = (event) => this.tell(this.nearest(event), event);
+    this.map.onmouseleave = () => (this.tip.style.display = "none");
+    this.map.onclick = (event) => this.choose(this.nearest(event));
+    this.policies = element("div", { className: "wide" });
+    return [
+      element("h2", { textContent: "The frontier: memory of the step against time of what runs again" }),
+      element("div", { className: "bar" }, element("label", {}, "less memory ", this.slider, " less recomputation"), this.chosen),
+      element("div", { className: "split" }, this.map, this.policies),
+    ];
+  }
+
+  choose(i) {
+    if (this.state.pinned && this.state.pinned.side === this.charts.length - 1) {
+      this.state.pinned = null;
+      this.detail.replaceChildren();
+    }
+    this.set("choice", i);
   }
 
   set(key, value) {
@@ -198,8 +115,12 @@ class Cockpit {
 
   stack() {
     const group = this.state.by === "region" ? byRegion : byCategory;
-    this.groups = group(this.data, this.sides);
+    const { plain } = this.data;
+    const sides = plain ? [plain.columns, this.choice.columns] : [this.choice.columns];
+    const names = plain ? [plain.label, this.summary.label] : [this.summary.label];
+    this.groups = group(this.data, sides);
     this.charts.forEach((chart, i) => {
+      Object.assign(chart, { side: sides[i], name: names[i] });
       chart.rows = stacks(chart.side, this.groups.of[i], this.groups.names.length, this.state.args);
       chart.total = totals(chart.rows);
     });
@@ -211,22 +132,117 @@ class Cockpit {
       return element("span", { className: "key" }, box, name);
     }));
     this.tellFits();
+    if (this.frontier.length) this.tellPolicies();
     this.tellKept();
     this.draw();
   }
 
+  get extra() { return this.state.extra * 2 ** 30; }
+
   tellFits() {
-    const device = this.data.devices[this.state.device];
-    const used = (key, side) => this.data.peaks[key] + side.arguments + this.state.extra * 2 ** 30;
-    const lines = [["now", used("now", this.data.now)]];
-    if (this.data.plain) lines.unshift(["without remat", used("plain", this.data.plain)]);
-    this.fits.replaceChildren(...lines.map(([name, size]) => {
-      const { fits, text } = verdict(device, size);
-      return element("span", { className: fits ? "yes" : "no", textContent: `${name}: ${bytes(size)}, ${text}` });
+    const shown = this.data.plain ? [this.data.plain, this.summary] : [this.summary];
+    this.fits.replaceChildren(...shown.map((each) => {
+      const used = pointOf(each, this.state.device, this.extra).bytes;
+      const { fits, text } = verdict(this.data.devices[this.state.device], used);
+      return element("span", { className: fits ? "yes" : "no", textContent: `${each.label}: ${bytes(used)}, ${text}` });
     }));
   }
 
+  tellPolicies() {
+    const { device, choice } = this.state;
+    this.slider.value = choice;
+    this.slider.setAttribute("aria-valuetext", this.summary.label);
+    this.chosen.textContent = this.summary.label;
+    const rows = this.data.choices.map((each, i) => {
+      const { bytes: used, ms } = pointOf(each, device, this.extra);
+      const share = this.data.step_ms[device] ? (100 * ms) / this.data.step_ms[device] : 0;
+      const fits = used <= this.data.devices[device].memory ? "yes" : "no";
+      const name = element("button", { textContent: each.label, onclick: () => this.choose(i) });
+      name.setAttribute("aria-pressed", String(i === choice));
+      const cells = [bytes(used), bytes(each.kept_bytes), ms.toPrecision(3), `+${share.toFixed(0)}%`, fits];
+      const row = element("tr", { className: i === choice ? "chosen" : "", onclick: () => this.choose(i) },
+        element("td", {}, name), ...cells.map((text) => element("td", { className: "r", textContent: text })));
+      return row;
+    });
+    const heads = ["policy", "step", "kept", "ms again", "of the step", "fits"];
+    this.policies.replaceChildren(element("table", {},
+      element("thead", {}, element("tr", {}, ...heads.map((text, c) => element("th", { textContent: text, className: c ? "r" : "" })))),
+      element("tbody", {}, ...rows)));
+  }
+
+  // Where each choice, and last the step without remat, stands on the picture of the frontier.
+  places() {
+    const { device } = this.state;
+    const all = this.data.plain ? [...this.data.choices, this.data.plain] : this.data.choices;
+    const points = all.map((each) => pointOf(each, device, this.extra));
+    const right = 1.08 * Math.max(1, ...points.map((p) => p.bytes));
+    const top = 1.15 * Math.max(1e-12, ...points.map((p) => p.ms));
+    const { width, height } = this.map;
+    const ratio = window.devicePixelRatio || 1;
+    const [left, foot] = [16 * ratio, 28 * ratio];
+    const at = (p) => ({
+      x: left + (p.bytes / right) * (width - left),
+      y: (height - foot) * (1 - p.ms / top),
+    });
+    return { points, at, left, foot, right, top };
+  }
+
+  nearest(event) {
+    const { points, at } = this.places();
+    const box = this.map.getBoundingClientRect();
+    const [x, y] = [(event.clientX - box.left) * (this.map.width / box.width), (event.clientY - box.top) * (this.map.height / box.height)];
+    const apart = points.slice(0, this.data.choices.length).map(at).map((p) => Math.hypot(p.x - x, p.y - y));
+    return apart.indexOf(Math.min(...apart));
+  }
+
+  tell(i, event) {
+    const each = this.data.choices[i];
+    const { bytes: used, ms } = pointOf(each, this.state.device, this.extra);
+    const away = each.host_bytes ? `, ${bytes(each.host_bytes)} on the host` : "";
+    this.tip.textContent = `${each.label}\n${bytes(used)} for the step, ${bytes(each.kept_bytes)} kept${away}\n${ms.toPrecision(3)} ms again`;
+    Object.assign(this.tip.style, { display: "block", left: `${event.pageX + 14}px`, top: `${event.pageY + 14}px` });
+  }
+
+  drawFrontier() {
+    const ratio = window.devicePixelRatio || 1;
+    Object.assign(this.map, { width: Math.round((this.map.clientWidth || 400) * ratio), height: Math.round(240 * ratio) });
+    const pen = this.map.getContext("2d");
+    const { points, at, left, foot, right, top } = this.places();
+    const ground = this.map.height - foot;
+    pen.font = `${12 * ratio}px system-ui, sans-serif`;
+    pen.fillStyle = "#444444";
+    pen.fillRect(left, 0, ratio, ground);
+    pen.fillRect(left, ground, this.map.width - left, ratio);
+    pen.fillText(`memory of the step: 0 to ${bytes(right)}`, left, this.map.height - 8 * ratio);
+    pen.fillText(`ms of what runs again: 0 to ${top.toPrecision(2)}`, left + 6 * ratio, 12 * ratio);
+    pen.strokeStyle = "#999999";
+    pen.lineWidth = ratio;
+    pen.beginPath();
+    undominated(points).map(at).forEach((p, i) => (i ? pen.lineTo(p.x, p.y) : pen.moveTo(p.x, p.y)));
+    pen.stroke();
+    // The chosen one is on top of all others.
+    points.forEach((point, i) => i !== this.state.choice && this.dot(pen, at(point), i, ratio));
+    this.dot(pen, at(points[this.state.choice]), this.state.choice, ratio);
+    this.map.setAttribute("aria-label", `${points.length} points; chosen: ${this.summary.label}`);
+  }
+
+  dot(pen, { x, y }, i, ratio) {
+    const [chosen, plain] = [i === this.state.choice, i === this.data.choices.length];
+    pen.fillStyle = plain ? "#444444" : chosen ? "#d55e00" : "#0072b2";
+    pen.beginPath();
+    if (plain) pen.fillRect(x - 4 * ratio, y - 4 * ratio, 8 * ratio, 8 * ratio);
+    else pen.arc(x, y, (chosen ? 7 : 4) * ratio, 0, 7);
+    pen.fill();
+    if (!chosen) return;
+    // Beside the point, on the side where there is room.
+    const label = this.summary.label.length > 40 ? this.summary.label.slice(0, 39) + "\u2026" : this.summary.label;
+    const wide = pen.measureText(label).width;
+    const beside = x + 12 * ratio + wide < this.map.width ? x + 12 * ratio : x - 12 * ratio - wide;
+    pen.fillText(label, Math.max(0, beside), Math.max(26 * ratio, y - 8 * ratio));
+  }
+
   draw() {
+    if (this.frontier.length) this.drawFrontier();
     this.charts.forEach((chart) => {
       const { canvas, side, rows, total } = chart;
       const ratio = window.devicePixelRatio || 1;
@@ -316,7 +332,7 @@ class Cockpit {
 
   tellKept() {
     const columns = ["bytes", "category", "each", "ms", "ms per GiB", "name", "op", "region", "line"];
-    const rows = sorted(keptRows(this.data, this.data.devices[this.state.device]), ...this.order);
+    const rows = sorted(keptRows(this.data.words, this.choice, this.data.devices[this.state.device]), ...this.order);
     const press = (column) => {
       this.order = [column, this.order[0] === column ? !this.order[1] : column < 5];
       this.tellKept();

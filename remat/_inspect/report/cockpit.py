@@ -9,22 +9,31 @@ from typing import Any
 from remat._inspect.report.tables import Page, save_html
 
 _STYLE = """
-#cockpit { max-width: 75em; margin-bottom: 2em }
+#cockpit { max-width: 84em; margin-bottom: 2em }
 #cockpit h1 { font-size: 1.3em; margin: 0 0 .3em }
 #cockpit h2 { font-size: 1em; margin: 1em 0 .2em }
 #cockpit canvas { width: 100%; height: 190px; display: block; border-bottom: 1px solid #444 }
+#cockpit canvas.map { width: 26em; height: 240px; border: 0; cursor: pointer; flex: none }
+#cockpit .split { display: flex; flex-wrap: wrap; gap: 0 2em; align-items: start }
+#cockpit input[type=range] { width: 22em; vertical-align: middle; accent-color: #d55e00 }
+#cockpit output { font-weight: 600 }
+#cockpit tr.chosen td { background: #fbe9dd }
+#cockpit td button { all: unset; cursor: pointer }
+#cockpit td button:focus-visible { outline: 2px solid #0072b2 }
 #cockpit canvas:focus { outline: 2px solid #0072b2 }
 #cockpit .bar { display: flex; flex-wrap: wrap; gap: .4em 1.5em; align-items: center; margin: .5em 0 }
 #cockpit .bar input[type=number] { width: 5em }
 #cockpit .key { display: inline-flex; align-items: center; gap: .4em }
 #cockpit .key i { width: 1em; height: 1em; border: 1px solid #444 }
-#cockpit .yes::before { content: "\\2713 "; font-weight: 700 }
-#cockpit .no::before { content: "\\2717 "; font-weight: 700 }
+#cockpit .yes::before { content: "\\2713\\a0"; font-weight: 700 }
+#cockpit .no::before { content: "\\2717\\a0"; font-weight: 700 }
 #cockpit #tip { position: absolute; pointer-events: none; background: #fff; border: 1px solid #444 }
 #cockpit #tip { padding: .3em .6em; font-size: 12px; white-space: pre; display: none; z-index: 1 }
 #cockpit table { border-collapse: collapse; margin: .3em 0 1em }
 #cockpit th, #cockpit td { padding: .15em .7em; border-bottom: 1px solid #ddd; text-align: left }
-#cockpit .r { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
+#cockpit th, #cockpit td { white-space: nowrap }
+#cockpit .wide { overflow-x: auto }
+#cockpit .r { text-align: right; font-variant-numeric: tabular-nums }
 #cockpit th button { all: unset; cursor: pointer; font-weight: 600 }
 #cockpit th button:focus-visible { outline: 2px solid #0072b2 }
 """
@@ -32,11 +41,19 @@ _STYLE = """
 
 def save_cockpit(page: Page, record: dict[str, Any], path: str | Path) -> None:
     """Write the page with `record` drawn above its tables."""
-    # Inside a script element HTML is not read, except for its end: no text of the user's may look like one.
-    data = json.dumps(record, separators=(",", ":")).replace("<", "\\u003c").replace("&", "\\u0026")
-    code = Path(__file__).with_name("cockpit.js").read_text(encoding="utf-8")
+    large = [choice.pop("data") for choice in record["choices"]]
+    scripts = [_data("cockpit-data", record)]
+    scripts += [_data(f"cockpit-choice-{i}", choice) for i, choice in enumerate(large)]
+    here = Path(__file__).parent
+    code = "".join((here / name).read_text(encoding="utf-8") for name in ("numbers.js", "cockpit.js"))
     above = (
         '<div id="cockpit"><noscript>The pictures need JavaScript, the report does not.</noscript></div>'
-        f'<script type="application/json" id="cockpit-data">{data}</script><script>{code}</script>'
+        f"{''.join(scripts)}<script>{code}</script>"
     )
     save_html(page, path, style=_STYLE, above=above)
+
+
+def _data(name: str, record: dict[str, Any]) -> str:
+    # Inside a script element HTML is not read, except for its end: no text of the user's may look like one.
+    data = json.dumps(record, separators=(",", ":")).replace("<", "\\u003c").replace("&", "\\u0026")
+    return f'<script type="application/json" id="{name}">{data}</script>'

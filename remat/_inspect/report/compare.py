@@ -5,39 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from remat._api import remat
 from remat._core import format_bytes, joined_keywords, keywords_apart
+from remat._inspect.report.cockpit import save_cockpit
+from remat._inspect.report.each import BUILT_IN, under_each
 from remat._inspect.report.explain import Explanation, name_of, notes, si
 from remat._inspect.report.measure import Measured, measure
-from remat._inspect.report.records import VERSION, measured_record
+from remat._inspect.report.records import VERSION, cockpit_record, measured_record
 from remat._inspect.report.tables import Page, Shown, Table
-from remat._region import under_policy
-from remat.policies import (
-    Policy,
-    PolicyLike,
-    as_policy,
-    save_attention,
-    save_everything,
-    save_matmuls,
-    save_nothing,
-    save_unbatched_matmuls,
-)
+from remat.policies import Policy, PolicyLike, as_policy
 from remat.transforms import RematError
-
-DEFAULT: tuple[Policy, ...] = (
-    save_nothing,
-    save_matmuls,
-    save_unbatched_matmuls,
-    save_attention,
-    save_everything,
-)
 
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Shown):
-    """A function under several policies. It prints as a table; `save` writes an HTML file.
+    """A function under several policies. It prints as a table; `save` writes an HTML file with a slider.
 
     Attributes:
         name: the function's name.
@@ -52,6 +36,11 @@ class Comparison(Shown):
     def __getitem__(self, policy: Any) -> Explanation:
         """The explanation under one of the policies."""
         return dict(self.rows)[as_policy(policy)]
+
+    def save(self, path: str | Path) -> None:
+        """Write the cockpit of `Explanation.save`, with a slider that switches between the policies."""
+        choices = [(repr(policy), found.now) for policy, found in self.rows]
+        save_cockpit(self.page(), cockpit_record(self.name, self.plain, choices), path)
 
     def to_dict(self) -> dict[str, Any]:
         """All figures as plain data, those of each policy as `Explanation.to_dict` has them."""
@@ -124,20 +113,13 @@ def compare(
         >>> [(policy, each.kept_bytes, each.recomputed.ops) for policy, each in found.rows]
         [(save_nothing, 0, 2), (save_everything, 32, 0)]
     """
-    chosen = DEFAULT if policies is None else tuple(map(as_policy, policies))
+    chosen = BUILT_IN if policies is None else tuple(map(as_policy, policies))
     if not chosen:
         raise RematError("compare(fn, policies=[]): give at least one policy, such as save_matmuls.")
     given = joined_keywords(keywords, kwargs)
-    plain = measure(fn, args, given, regions=False)
-    with under_policy(save_nothing):
-        # Whatever their own policies are: one that keeps everything is no region to the engine.
-        has_regions = bool(measure(fn, args, given).regions)
-    rows = []
-    for policy in chosen:
-        if has_regions:
-            with under_policy(policy):
-                now = measure(fn, args, given)
-        else:
-            now = measure(remat(fn, policy=policy), args, given)
-        rows.append((policy, Explanation(name_of(fn), now, plain, tuple(notes(now, plain)))))
-    return Comparison(name_of(fn), plain, tuple(rows))
+    plain, name = measure(fn, args, given, regions=False), name_of(fn)
+    rows = [
+        (policy, Explanation(name, now, plain, tuple(notes(now, plain))))
+        for policy, now in under_each(fn, args, given, chosen)
+    ]
+    return Comparison(name, plain, tuple(rows))

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from remat import debug
-from remat._core import format_bytes
+from remat._core import format_bytes, joined_keywords, keywords_apart
 from remat._inspect.report.cockpit import save_cockpit
+from remat._inspect.report.each import frontier_of
 from remat._inspect.report.measure import Measured, RegionUse, Work, measure
 from remat._inspect.report.records import cockpit_record, explanation_record, save_snapshot, short
 from remat._inspect.report.tables import Page, Shown, Table
 from remat._inspect.report.watch import KINDS, PASSES, TRANSFER
 from remat._inspect.residuals import Residual, Residuals
+from remat.policies import Policy, PolicyLike
 
 _WHOLE, _LITTLE = 0.9, 0.02
 
@@ -30,12 +32,14 @@ class Explanation(Shown):
         now: one forward and backward as the function is.
         plain: the same with its regions as plain functions: no remat at all.
         notes: where remat does not help, and what would.
+        frontier: policies, and one forward and backward under each, where `explain(frontier=...)` asked.
     """
 
     name: str
     now: Measured
     plain: Measured
     notes: tuple[str, ...]
+    frontier: tuple[tuple[Policy, Measured], ...] = ()
 
     @property
     def kept(self) -> Residuals:
@@ -71,9 +75,14 @@ class Explanation(Shown):
         """Write the cockpit as one HTML file that needs no network.
 
         It shows live bytes through forward and backward with and without remat, what fits which device, kept
-        values with prices, and below that the report with all rows.
+        values with prices, and below that the report with all rows. With a `frontier`, a slider switches
+        between the policies.
         """
-        save_cockpit(self.page(), cockpit_record(self), path)
+        choices = [(repr(policy), measured) for policy, measured in self.frontier]
+        if self.now.regions or not choices:
+            choices.insert(0, ("as it is", self.now))
+        plain = self.plain if self.now.regions or self.frontier else None
+        save_cockpit(self.page(), cockpit_record(self.name, plain, choices), path)
 
     def save_snapshot(self, path: str | Path) -> None:
         """Write the blocks of memory as a snapshot for torch's memory_viz (a pickle)."""
@@ -108,8 +117,16 @@ class Explanation(Shown):
         yield f"FLOPs: {si(forward)} forward, {si(again)} recomputed{share}, {si(backward)} backward"
 
 
-def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
-    """What `fn(*args, **kwargs)` keeps for its backward, what it recomputes, and what that costs.
+@keywords_apart
+def explain(
+    fn: Callable[..., Any],
+    /,
+    *args: Any,
+    frontier: bool | Sequence[PolicyLike] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    **keywords: Any,
+) -> Explanation:
+    """What `fn(*args, **keywords)` keeps for its backward, what it recomputes, and what that costs.
 
     Runs `fn` forward and backward, once as it is and once without remat, and forward once more each to see
     what is kept. Generators, buffers, gradients, and all that `fn`
@@ -119,7 +136,11 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation
     Args:
         fn: a function or module, with or without regions and `torch.func` transforms inside. Of the result of
             `torch.compile` the eager function is measured, and notes say what the compiled graphs recompute.
-        args, kwargs: its arguments.
+        args, keywords: its arguments.
+        frontier: policies that the saved page can switch to, as `compare` takes them. True means the built-in
+            ones and a few budgets. `fn` runs forward and backward once for each.
+        kwargs: keywords of `fn` that are named like options here, such as `kwargs={"frontier": 3}`. An option
+            that `fn` also takes is refused where there is no `kwargs`, as it may be meant for either.
 
     Returns:
         An `Explanation`. It has kept values with bytes and reasons, recomputed ops, and FLOPs and bytes moved
@@ -139,13 +160,14 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation
         >>> found.kept_bytes, found.plain_bytes, found.recomputed.ops
         (0, 32, 2)
     """
-    inner = debug.uncompiled(fn)
-    now = measure(inner, args, kwargs)
-    plain = measure(inner, args, kwargs, regions=False) if now.regions else now
+    inner, given = debug.uncompiled(fn), joined_keywords(keywords, kwargs)
+    now = measure(inner, args, given)
+    plain = measure(inner, args, given, regions=False) if now.regions else now
     found = [*notes(now, plain)]
     if inner is not fn:
-        found += [f"compiled, {region}" for region in debug.recomputed(fn, *args, **kwargs)]
-    return Explanation(name_of(inner), now, plain, tuple(found))
+        found += [f"compiled, {region}" for region in debug.recomputed(fn, *args, **given)]
+    others = frontier_of(inner, args, given, frontier)
+    return Explanation(name_of(inner), now, plain, tuple(found), others)
 
 
 def notes(now: Measured, plain: Measured) -> Iterator[str]:

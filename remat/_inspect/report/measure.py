@@ -14,7 +14,7 @@ from remat._inspect.looking import looked_at
 from remat._inspect.report.timeline import Timeline
 from remat._inspect.report.watch import TRANSFER, Ran, Watch
 from remat._inspect.residuals import Residuals, saved_residuals
-from remat.transforms import RematError, flatten, smooth, unflatten
+from remat.transforms import RematError, flatten, leaves_behind, smooth, unflatten
 from remat.transforms.compat import in_transform
 from remat.transforms.entry import run_transparently
 from remat.transforms.tape import listen
@@ -174,25 +174,11 @@ def _step(fn: Callable[..., Any], called: Callable[..., Any], args: Any, kwargs:
         roots = [t for t in results if t.grad_fn is not None]
         if not roots:
             return False
-        leaves, cotangents = _leaves(roots), [torch.ones_like(t) for t in roots]
+        leaves, cotangents = leaves_behind(roots), [torch.ones_like(t) for t in roots]
         watch.end_forward()
         with watch:
             torch.autograd.grad(roots, leaves, cotangents, allow_unused=True)
     return True
-
-
-def _leaves(roots: list[Tensor]) -> list[Tensor]:
-    """The tensors in which the graph behind `roots` ends."""
-    stack: list[Any] = [t.grad_fn for t in roots]
-    seen, found = set(stack), []
-    while stack:
-        node = stack.pop()
-        if hasattr(node, "variable"):
-            found.append(node.variable)
-        new = {n for n, _ in node.next_functions if n is not None} - seen
-        seen |= new
-        stack.extend(new)
-    return found
 
 
 # -- adding up ----------------------------------------------------------------------------------------

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from remat._core import DEVICES, format_bytes
+from remat._core import DEVICES, Device, format_bytes
 from remat._inspect.report.measure import Measured
 from remat._inspect.report.timeline import CATEGORIES, Timeline
 from remat._inspect.report.watch import PASSES
@@ -37,6 +37,7 @@ def explanation_record(found: Explanation) -> dict[str, Any]:
         "plain": measured_record(found.plain),
         "fits": {label: spare(memory, needed(found.now)) for label, memory in cards().items()},
         "notes": list(found.notes),
+        "frontier": [{"policy": repr(p)} | measured_record(m) for p, m in found.frontier],
     }
 
 
@@ -94,25 +95,63 @@ class Words:
         return self.numbers.setdefault(text, len(self.numbers))
 
 
-def cockpit_record(found: Explanation) -> dict[str, Any]:
-    """What the page draws."""
+def cockpit_record(
+    name: str, plain: Measured | None, choices: Sequence[tuple[str, Measured]]
+) -> dict[str, Any]:
+    """What the page draws: the step without remat, and what the slider switches between, the first at first.
+
+    What a choice has in `data` is large; the page reads it when it is chosen.
+    """
     words = Words()
-    shapes = {(str(r.op), r.location, r.bytes): str(r).split(" ")[0] for r in found.kept if r.op}
+    order = sorted(choices, key=lambda choice: needed(choice[1]))
     return {
-        "name": found.name,
-        "now": columns(found.now.timeline, words),
-        "plain": columns(found.plain.timeline, words) if found.now.regions else None,
-        "kept": [_kept(block, found.now.timeline, shapes) for block in found.now.timeline.waiting()],
-        "held": [
-            [r.bytes, r.why, str(r).split(" ")[0], r.path or ""]
-            for r in found.kept
-            if r.op is None and r.why in ("argument", "captured")
-        ],
-        "peaks": {"now": found.now.peak, "plain": found.plain.peak},
+        "name": name,
+        "start": order.index(choices[0]),
+        "choices": [_summary(*each) | {"data": _choice(each[1], words)} for each in order],
+        "plain": None
+        if plain is None
+        else _summary("without remat", plain) | {"columns": columns(plain.timeline, words)},
+        "step_ms": _milliseconds((plain or choices[0][1]).timeline, PASSES),
         "passes": PASSES,
         "categories": CATEGORIES,
         "devices": {key: asdict(device) for key, device in DEVICES.items()},
         "words": list(words.numbers),
+    }
+
+
+def _summary(label: str, measured: Measured) -> dict[str, Any]:
+    return {
+        "label": label,
+        "peak": measured.peak,
+        "arguments": measured.timeline.arguments,
+        "kept_bytes": measured.kept_bytes,
+        "host_bytes": measured.kept.host_bytes,
+        "recomputed_ms": _milliseconds(measured.timeline, ("recompute",)),
+    }
+
+
+def _milliseconds(timeline: Timeline, passes: Sequence[str]) -> dict[str, float]:
+    """For each device the time of the ops of these passes, by its roofline."""
+    ops = [(ran.half, ran.flops, ran.bytes) for ran in timeline.ops if ran.when in passes]
+
+    def total(device: Device) -> float:
+        speeds = device.single, device.half
+        return 1e3 * sum(max(flops / speeds[half], moved / device.bandwidth) for half, flops, moved in ops)
+
+    return {key: total(device) for key, device in DEVICES.items()}
+
+
+def _choice(measured: Measured, words: Words) -> dict[str, Any]:
+    timeline, kept = measured.timeline, measured.kept
+    shapes = {(str(r.op), r.location, r.bytes): str(r).split(" ")[0] for r in kept if r.op}
+    return {
+        "columns": columns(timeline, words),
+        "kept": [_kept(block, timeline, shapes) for block in timeline.waiting()],
+        "held": [
+            [r.bytes, r.why, str(r).split(" ")[0], r.path or ""]
+            for r in kept
+            if r.op is None and r.why in ("argument", "captured")
+        ],
     }
 
 

@@ -6,8 +6,10 @@ from remat.plan.graph.costs import (
     Flops,  # prices in floating point operations
     Roofline,  # prices in seconds, from speeds of a device
     cost_model,  # a cost model from its name
-    is_view,  # whether an op only hands out another look at storages that its arguments have
 )
 from remat.plan.graph.graph import (
     Graph,  # the region's joint graph as a planning problem
+)
+from remat.plan.graph.traffic import (
+    is_view,  # whether an op only hands out another look at storages that its arguments have
 )

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from remat.plan.graph.costs import CostModel, flops_of, is_heavy, is_view
+from remat.plan.graph.costs import CostModel, flops_of, is_heavy
+from remat.plan.graph.traffic import is_view
 from remat.plan.solve import INF, Problem
 from remat.transforms import BoundedCache, draws, traits
 from remat.transforms.joint import Joint, Op
@@ -24,7 +25,7 @@ class Graph:
     - Views cannot be saved: their base is, and they are taken again at no cost.
     - What an op writes in place cannot be saved either: the value before the first write can, and the writes
       are repeated on a copy of it.
-    - A decision must not run again (see `transforms/tape/values.py`).
+    - A decision must not run again (see `transforms/ops.py`).
     - A cast that autocast may have in its cache is nobody's to keep either.
     - A draw that runs again needs all draws before it, so that the generator is where it was. The draws are
       chained by a value of their own that cannot be saved.

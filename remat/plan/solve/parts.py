@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from remat.plan.solve.choices import Choice, States
-from remat.plan.solve.contract import contract
 from remat.plan.solve.hull import bound
 from remat.plan.solve.knapsack import pack
 from remat.plan.solve.milp import Exact, better
 from remat.plan.solve.problem import INF, Problem, Solution, complete
+from remat.plan.solve.reduce import contract
 from remat.plan.solve.split import Part, split
 
 # Prices are counted in units so small that rounding all of them takes up to this share of the gap.

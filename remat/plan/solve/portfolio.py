@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from remat.plan.solve import milp
-from remat.plan.solve.contract import contract
 from remat.plan.solve.hull import bound, hull
 from remat.plan.solve.parts import solve_parts
 from remat.plan.solve.problem import INF, Problem, Solution, complete, keep_all
+from remat.plan.solve.reduce import contract
 from remat.transforms import RematError
 
 # Partial solutions that the search part by part looks at in a second.
@@ -156,13 +156,13 @@ def check_feasible(corners: list[Solution], budget: float) -> None:
     """Raise what a user can act on where the budget is out of reach."""
     if not corners:
         raise RematError(
-            "The backward reads a value that can be neither kept nor made again: an op that must not run "
+            "The backward reads a value that can be neither kept nor recomputed. An op that must not run "
             "twice made it inside an in-place chain. Keep that op out of the region, or write out of place."
         )
     if budget < corners[0].bytes:
         raise RematError(
-            f"A budget of {int(budget):,} bytes cannot be met: the least that must be kept is "
-            f"{corners[0].bytes:,} bytes (the region's own inputs, and what must not run twice). "
+            f"A budget of {int(budget):,} bytes cannot be met. At least {corners[0].bytes:,} bytes must be "
+            "kept: the region's own inputs, and results of ops that must not run twice. "
             f"Write budget={corners[0].bytes} or more."
         )
 

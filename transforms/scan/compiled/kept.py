@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from remat.transforms.ops import traits
+from remat.transforms.ops import tensors_in, traits
 from remat.transforms.scan.spec import Leaves, Step, Tensors
-from remat.transforms.tape import OFFLOAD, SAVE, Recorder, Tape, tensors_in
+from remat.transforms.tape import OFFLOAD, SAVE, Recorder, Tape
 
 
 class Kept(list[torch.Tensor]):

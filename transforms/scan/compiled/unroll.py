@@ -1,9 +1,9 @@
 """Blocks of a scan's steps, compiled: one graph that runs a block, one that pulls back through it.
 
-Both are traced from a flat step, unrolled `size` times, with plain tensors for all it reads; nothing of
-Dynamo's or of autograd's is left between one block and the next, whatever the scan's length. What the
-pull-back needs of the forward is its *tape*: the carries between the steps, and what a selector keeps. In
-the graph that pulls back they stand in the place of the ops that made them.
+Both are traced from a flat step, unrolled `size` times, with plain tensors for all it reads. Neither Dynamo
+nor autograd runs between one block and the next. What the pull-back needs of the forward is its *tape*: the
+carries between the steps, and what a selector keeps. In the graph that pulls back they stand in the place of
+the ops that made them.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from remat.transforms.offload import pinned_for, to_host
 from remat.transforms.scan.backward import pull_back
 from remat.transforms.scan.body import version, wrote
 from remat.transforms.scan.compiled import UnrolledStep, dense
-from remat.transforms.scan.forward import run_forward
+from remat.transforms.scan.function import run_forward
 from remat.transforms.scan.spec import Record, Scan, State, Tensors
 from remat.transforms.state import Ambient, RandomState
 

@@ -31,16 +31,16 @@ from remat.transforms.compat import (
 from remat.transforms.compat import compiler as aot_compiler
 from remat.transforms.context import active, scoped
 from remat.transforms.entry import Graph, run_transparently
-from remat.transforms.errors import RematError
+from remat.transforms.errors import RematError, user_line
 from remat.transforms.ops import draws as ops_draws
-from remat.transforms.ops import traits, user_line
+from remat.transforms.ops import traits
 from remat.transforms.pytree import merge
 from remat.transforms.scan.compiled import UnrolledStep
 from remat.transforms.scan.function import run as function_run
 from remat.transforms.scan.instructions import Schedule
 from remat.transforms.scan.spec import Leaves, ScanSpec, Tensors, make
 from remat.transforms.scan.traced.custom_op import Opaque, unwritten
-from remat.transforms.state import Ambient, can_seed, device_kinds, draw, refuse_generator, seeding
+from remat.transforms.state import Ambient, can_seed, device_kinds, draw, refuse_generator
 
 # Steps whose graph and operands are small are compiled several at a time: a call takes longer than they do.
 # They are as many in a short scan as in a long one, and so compiling takes as long.
@@ -274,7 +274,7 @@ class _Seeding(DispatchMode):
             return func(*args, **kwargs)
         self.count += 1
         seed = (self.seed + self.count * _STRIDE) % _LARGEST
-        if seeding():  # a region in the body wants a seed of its own
+        if active.seeding:  # a region in the body wants a seed of its own
             return seed
         refuse_generator(self.name, func, args, kwargs)
         if not can_seed(func, args, kwargs):

@@ -1,0 +1,102 @@
+"""`python -m remat env`: what this machine can do."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Extra -> the packages that it brings.
+EXTRAS = {
+    "cli": ("rich", "tyro", "matplotlib", "einops"),
+    "plan": ("scipy",),
+    "hf": ("transformers",),
+    "bench": ("torch_remat",),
+}
+
+
+@dataclass
+class Env:
+    """Say what this machine can do: versions, devices, extras, whether torch.compile has a compiler."""
+
+    json: bool = False
+    """Print one JSON object."""
+
+    def __call__(self) -> int:
+        facts = machine() | {"compile": compiler(), "extras": {name: extra(name) for name in EXTRAS}}
+        print(json.dumps(facts, indent=2) if self.json else "\n".join(lines(facts)))
+        return 0
+
+
+def machine(device: str | None = None) -> dict[str, Any]:
+    """What a figure must be read with: versions, processor or accelerator, cores, threads."""
+    kind = torch.device(device).type if device else accelerator()
+    return {
+        # Of the code that runs: an editable install may be recorded under an older version.
+        "remat": sys.modules["remat"].__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "hardware": torch.cuda.get_device_name() if kind == "cuda" else processor(),
+        "accelerator": kind,
+        "cpu_count": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def accelerator() -> str:
+    """What torch would compute on here: "cuda", or "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def processor() -> str:
+    """The processor's name where the system tells it, otherwise its architecture."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.exists() else ""
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def version(package: str) -> str | None:
+    """The installed version of a package, None where it is missing."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def extra(name: str) -> dict[str, str | None]:
+    """Package -> version, None where it is missing."""
+    return {package: version(package) for package in EXTRAS[name]}
+
+
+def compiler() -> str | None:
+    """The C++ compiler that torch.compile would use on a CPU, or None."""
+    names = (os.environ.get("CXX"), "g++", "clang++")
+    return next((found for name in names if name and (found := shutil.which(name))), None)
+
+
+def lines(facts: dict[str, Any]) -> list[str]:
+    """The facts as text, a line each."""
+    plain = [f"{key:<12} {value}" for key, value in facts.items() if key not in ("extras", "compile")]
+    compiles = facts["compile"] or "no C++ compiler found: torch.compile runs with backend='aot_eager' only"
+    return [*plain, f"{'compile':<12} {compiles}", *extras(facts["extras"])]
+
+
+def extras(found: dict[str, dict[str, str | None]]) -> list[str]:
+    """A line for each extra: what of it is there, and how to install what is not."""
+
+    def tell(name: str, packages: dict[str, str | None]) -> str:
+        have = ", ".join(f"{package} {number}" for package, number in packages.items() if number)
+        missing = [package for package, number in packages.items() if not number]
+        hint = f"missing {', '.join(missing)}: pip install 'remat[{name}]'" if missing else ""
+        return f"{'[' + name + ']':<12} {'; '.join(filter(None, [have, hint]))}"
+
+    return [tell(name, packages) for name, packages in found.items()]

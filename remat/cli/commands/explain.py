@@ -1,0 +1,48 @@
+"""`python -m remat explain MODULE:FN`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from remat._inspect.report import compare, explain
+from remat.cli.checked import writable
+from remat.cli.errors import UsageError
+from remat.cli.options import StepOptions
+from remat.cli.rows import parse
+from remat.cli.shown import show
+
+
+@dataclass(kw_only=True)
+class Explain(StepOptions):
+    """Say what a function keeps for its backward, what it recomputes, and what that costs.
+
+    The function is run forward and backward, on random inputs where sizes are given.
+    """
+
+    policy: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Under this policy: 'save_matmuls | save_attention', budget=0.4, plan=FILE, names=q,k, MODULE:RULE."""
+    html: Path | None = None
+    """Also write the report there: one page, with pictures, that needs no network."""
+    frontier: bool = True
+    """With --html: run the built-in policies and a few budgets too, for the page's slider."""
+    json: bool = False
+    """Print one JSON object instead of the report."""
+
+    def __call__(self) -> int:
+        writable("--html", self.html)
+        if len(self.policy) > 1:
+            raise UsageError(f"explain is of one policy: write remat compare {self.target} for several.")
+        policies = [parse(text) for text in self.policy]
+        fn, args = self.step()
+        if not policies:
+            found = explain(fn, *args, frontier=self.frontier and self.html is not None, kwargs={})
+            return show(found, self.json, self.html)
+        comparison = compare(fn, *args, policies=policies, kwargs={})
+        show(comparison.rows[0][1], self.json)
+        if self.html:
+            comparison.save(self.html)
+        return 0

@@ -1,0 +1,283 @@
+"""The rules of a scan: the scan of a vmapped step; derivatives of a scan written as scans, its tangents
+and its pull-back as a differentiable function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from remat.transforms.compat import dual_level_known_if_any
+from remat.transforms.ops import overlaps
+from remat.transforms.pytree import merge
+from remat.transforms.pytree import smooth as pytree_smooth
+from remat.transforms.scan.spec import Leaves, Scan, ScanSpec, Tensors, as_in_forward, make
+from remat.transforms.scan.vjp import pull
+from remat.transforms.state import RandomState
+
+
+def expand(tensor: torch.Tensor, dim: int | None, size: int, to: int = 0) -> torch.Tensor:
+    if dim is not None:
+        return tensor.movedim(dim, to)
+    shape = list(tensor.shape)
+    shape.insert(to, size)
+    return with_memory(tensor.unsqueeze(to).expand(shape))
+
+
+def with_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Forward-mode AD refuses tensors whose elements share memory, such as a sum's cotangent."""
+    return tensor.contiguous() if overlaps(tensor) else tensor
+
+
+def batch(
+    scan: Scan, info: Any, dims: Sequence[int | None], flat: Tensors, every: Sequence[bool]
+) -> tuple[Scan, list[torch.Tensor]]:
+    """The scan of the vmapped step, and its operands; `every` marks those that must be batched.
+
+    The carry is always batched: whether a step batches it is known only after the step.
+    """
+    a, b, _ = scan.sizes
+    moved: list[torch.Tensor] = []
+    inner: list[int | None] = []
+    for i, (tensor, dim) in enumerate(zip(flat, dims, strict=True)):
+        to = 1 if i >= a + b else 0
+        if dim is None and not every[i] and not a <= i < a + b:
+            moved.append(tensor)
+            inner.append(None)
+        else:
+            moved.append(expand(tensor, dim, info.batch_size, to))
+            inner.append(0)
+    const_dims, x_dims = inner[:a], inner[a + b :]
+
+    def step(consts: Tensors, carry: Leaves, x: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
+        static: Leaves = []
+
+        def one(
+            consts: Tensors, tensors: Tensors, x: Tensors
+        ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+            before = scan.whole(tensors, carry)
+            full, ys = scan.step(consts, before, x)
+            if scan.proceed is not None:  # an example that is done keeps its carry
+                more = torch.as_tensor(scan.proceed(consts, before))
+                full = [
+                    torch.where(more, b, a) if i in scan.tensors else b
+                    for i, (a, b) in enumerate(zip(before, full, strict=True))
+                ]
+            static[:] = [None if i in scan.tensors else leaf for i, leaf in enumerate(full)]
+            return [full[i] for i in scan.tensors], ys
+
+        over = (list(const_dims), [0] * b, list(x_dims))
+        tensors, ys = torch.vmap(one, in_dims=over, randomness=info.randomness)(
+            list(consts), [carry[i] for i in scan.tensors], list(x)
+        )
+        return scan.whole(tensors, static), ys
+
+    proceed = None if scan.proceed is None else _batch_condition(scan, const_dims)
+    return replace(scan, step=step, proceed=proceed, blocks=None), moved
+
+
+def _batch_condition(scan: Scan, const_dims: list[int | None]) -> Callable[[Tensors, Leaves], Any]:
+    """Go on while any example does."""
+
+    def proceed(consts: Tensors, carry: Leaves) -> Any:
+        def one(consts: Tensors, tensors: Tensors) -> torch.Tensor:
+            assert scan.proceed is not None
+            return torch.as_tensor(scan.proceed(consts, scan.whole(tensors, carry)))
+
+        over = (list(const_dims), [0] * len(scan.tensors))
+        return torch.vmap(one, in_dims=over)(list(consts), [carry[i] for i in scan.tensors]).any()
+
+    return proceed
+
+
+def kept_batched(scan: Scan, kept: Tensors, size: int) -> tuple[list[torch.Tensor], list[int]]:
+    """What a batched forward keeps, as results of the rule, and where the batch dimension of each is."""
+    carries = len(scan.tensors) if scan.taped else len(kept)
+    # What a selector keeps of a batched step has its batch dimension anywhere or nowhere: one that says
+    # nothing is put before it, so that a pull-back can tell whether its forward was batched.
+    others = [t.unsqueeze(0).expand(size, *t.shape) for t in kept[carries:]]
+    return [*kept[:carries], *others], [_carries_dim(scan)] * carries + [0] * len(others)
+
+
+def kept_for_batch(scan: Scan, kept: Tensors, dims: Sequence[int | None], size: int) -> list[torch.Tensor]:
+    """What the forward kept, as the batched pull-back takes it: carries alone if that was not batched."""
+    carries, to = len(scan.tensors) if scan.taped else len(kept), _carries_dim(scan)
+    pairs = list(zip(kept, dims, strict=True))
+    found = [expand(t, d, size, to) for t, d in pairs[:carries]]
+    if any(d is None for _, d in pairs[carries:]):
+        return found
+    return found + [t.select(d, 0) for t, d in pairs[carries:] if d is not None]
+
+
+def _carries_dim(scan: Scan) -> int:
+    """Where kept carries have their batch dimension: an opaque scan's are stacks, of blocks if taped."""
+    return 0 if scan.opaque is None else 2 if scan.taped else 1
+
+
+Cotangents = Sequence[torch.Tensor | None]
+
+
+# `function.run`, which itself needs this file.
+Run = Callable[..., Any]
+
+
+def tangents_of(run: Run, scan: Scan, flat: Tensors, tangents: Cotangents) -> list[torch.Tensor | None]:
+    """Tangents of the carry's tensors and the ys: one scan over (value, tangent) pairs."""
+    consts, carry, xs = scan.split(flat)
+    full = [
+        (torch.zeros_like(t) if d is None else d) if pytree_smooth(t) else None
+        for t, d in zip(flat, tangents, strict=True)
+    ]
+    a, b, _ = scan.sizes
+    dual_carry = [*carry, *(t for t in full[a : a + b] if t is not None)]
+    at = [i for i in scan.tensors if pytree_smooth(carry[i])]
+    marks = [pytree_smooth(t) for t in consts], [pytree_smooth(t) for t in xs]
+    shape: list[list[bool]] = []
+
+    def step(consts2: Tensors, carry2: Leaves, x2: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
+        k, dk = consts2[:a], iter(consts2[a:])
+        c, dc = carry2[: len(carry)], list(carry2[len(carry) :])
+        x, dx = x2[: len(xs)], iter(x2[len(xs) :])
+        values = [
+            [t for t, m in zip(k, marks[0], strict=True) if m],
+            [c[i] for i in at],
+            [t for t, m in zip(x, marks[1], strict=True) if m],
+        ]
+
+        def floats(values: list[list[torch.Tensor]]) -> tuple[Any, Any]:
+            fk, fc, fx = map(iter, values)
+            new, ys = scan.step(
+                [next(fk) if m else t for t, m in zip(k, marks[0], strict=True)],
+                merge(c, at, fc),
+                [next(fx) if m else t for t, m in zip(x, marks[1], strict=True)],
+            )
+            shape[:] = [[pytree_smooth(y) for y in ys]]
+            out[:] = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in new]
+            # Tensors must leave the level as results: those without derivative go as auxiliary ones.
+            others = [new[i] for i in scan.tensors if i not in at], [y for y in ys if not pytree_smooth(y)]
+            return ([new[i] for i in at], [y for y in ys if pytree_smooth(y)]), others
+
+        out: Leaves = []
+        with dual_level_known_if_any():
+            results: Any = torch.func.jvp(floats, (values,), ([list(dk), dc, list(dx)],), has_aux=True)
+        (new, ys), (dnew, dys), (fixed, fixed_ys) = results
+        out = merge(out, [*at, *(i for i in scan.tensors if i not in at)], [*new, *fixed])
+        smooth, rest = iter(ys), iter(fixed_ys)
+        return [*out, *dnew], [*(next(smooth) if f else next(rest) for f in shape[0]), *dys]
+
+    dual, operands = make(
+        step,
+        _spec(scan),
+        [*consts, *(t for t in full[:a] if t is not None)],
+        dual_carry,
+        [*xs, *(t for t in full[a + b :] if t is not None)],
+        around=scan.around,
+        opaque=scan.opaque,
+    )
+    with as_in_forward(scan, seeded=True):
+        end, ys = run(dual, operands)
+    carries = dict(zip(at, end[len(carry) :], strict=True))
+    dys = iter(ys[len(shape[0]) :])
+    return [*(carries.get(i) for i in scan.tensors), *(next(dys) if f else None for f in shape[0])]
+
+
+def pull_back_of(
+    run: Run, scan: Scan, needs: Sequence[bool], flat: Tensors, cts: Cotangents
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of the needed operands as a function of operands and cotangents that autograd can
+    differentiate.
+
+    All n states are listed (n carries, no tape): what the second order costs.
+    """
+    consts, carry, xs = scan.split(flat)
+    a, b, _ = scan.sizes
+    states, statics, randoms = _states_of(run, scan, consts, carry, xs)
+    numbers = [0] if scan.opaque is None else []
+    float_at = [i for i, j in enumerate(scan.tensors) if pytree_smooth(carry[j])]
+    count = len(scan.tensors)
+    start = [cts[i] if cts[i] is not None else torch.zeros_like(carry[scan.tensors[i]]) for i in float_at]
+    const_at = [i for i in range(a) if needs[i]]
+    x_at = [i for i in range(len(xs)) if needs[a + b + i]]
+    ct_at = [i for i, ct in enumerate(cts[count:]) if ct is not None]
+
+    def back(consts: Tensors, carry2: Leaves, x2: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
+        ks, rest = carry2[: len(numbers)], carry2[len(numbers) :]
+        given, totals = rest[: len(start)], rest[len(start) :]
+        state, x, ys = x2[:count], x2[count : count + len(xs)], x2[count + len(xs) :]
+        full = scan.whole(state, statics[ks[0]] if ks else None)
+        if ks and ks[0] in randoms:
+            randoms[ks[0]].restore()
+        carry_cts = merge([None] * count, float_at, given)
+        y_cts = merge([None] * (len(cts) - count), ct_at, ys)
+
+        def one(consts: Tensors, carry: Leaves, rows: list[Any]) -> tuple[Leaves, list[Any]]:
+            new, out = scan.step(consts, carry, rows[0])
+            return new, [out]
+
+        wanted = list(needs[:a]), list(needs[a + b :])
+        by_const, by_carry, by_x = pull(one, consts, full, [list(x)], carry_cts, [y_cts], wanted)
+        new = [_or_zero(by_carry[i], state[i]) for i in float_at]
+        sums = [t if by_const[i] is None else t + by_const[i] for i, t in zip(const_at, totals, strict=True)]
+        return [*(k - 1 for k in ks), *new, *sums], [_or_zero(by_x[0][i], x[i]) for i in x_at]
+
+    end, x_grads = run(
+        *make(
+            back,
+            replace(_spec(scan), reverse=not scan.reverse),
+            consts,
+            [*(scan.length - 1 for _ in numbers), *start, *(torch.zeros_like(consts[i]) for i in const_at)],
+            [*states, *xs, *(cts[count + i] for i in ct_at)],  # type: ignore[list-item]
+            around=scan.around,
+            opaque=scan.opaque,
+        )
+    )
+    grads = end[len(numbers) :]
+    by_carry = dict(zip(float_at, grads[: len(start)], strict=True))
+    const_grads = grads[len(start) :]
+    return (*const_grads, *(by_carry[i] for i in range(b) if needs[a + i]), *x_grads)
+
+
+def _states_of(
+    run: Run, scan: Scan, consts: Tensors, carry: Leaves, xs: Tensors
+) -> tuple[list[torch.Tensor], dict[int, Leaves], dict[int, RandomState]]:
+    """The tensors of all carries, stacked; by step the rest of each carry, and the generators before it."""
+    statics: dict[int, Leaves] = {}
+    randoms: dict[int, RandomState] = {}
+    # What changes from step to step beside tensors is found by the step's number. In a traced graph nothing
+    # does, and a number that changes would be a constant of it.
+    numbers = [0] if scan.opaque is None else []
+
+    def emit(consts: Tensors, carry: Leaves, x: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
+        if not numbers:
+            new, _ = scan.step(consts, carry, x)
+            return new, list(carry)
+        *carry, k = carry
+        statics[k] = [None if i in scan.tensors else leaf for i, leaf in enumerate(carry)]
+        if scan.record.random and scan.record.start is not None:
+            randoms[k] = scan.record.start.again()
+        new, _ = scan.step(consts, carry, x)
+        return [*new, k + 1], [carry[i] for i in scan.tensors]
+
+    states: list[torch.Tensor] = run(
+        *make(
+            emit,
+            _spec(scan),
+            consts,
+            [*carry, *numbers],
+            xs,
+            around=scan.around,
+            opaque=scan.opaque,
+        )
+    )[1]
+    return states, statics, randoms
+
+
+def _or_zero(grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(like) if grad is None else grad
+
+
+def _spec(scan: Scan) -> ScanSpec:
+    """What a scan over as many steps is that serves a derivative: nobody is told of its evaluations."""
+    return replace(scan.spec, length=scan.length, on_step=None)
