@@ -28,6 +28,7 @@ from remat.transforms.compat.aot import (
     dual_level_known_if_any,  # `dual_level_known` where a forward-mode level is active
     dynamo_errors,  # what Dynamo raises where it cannot trace a function
     example_of,  # a size as a number
+    in_forward_mode,  # whether a forward-mode level is active, torch.func's or a plain one
     level_argument,  # which argument of a function in Dynamo's graph is a level's number
     live_with_graph,  # keep `thing` for as long as the code that Dynamo is making now
     partitioner_choice,  # what torch's min-cut partitioner would save

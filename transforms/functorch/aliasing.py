@@ -18,6 +18,7 @@ from remat.transforms.compat import (
     functions_as_they_are,
     graph_storage,
     has_tangent,
+    in_forward_mode,
     is_wrapped,
     unwrap_once,
     unwrapped,
@@ -166,7 +167,7 @@ def _spec(part: torch.Tensor, base: torch.Tensor, number: int, order: tuple[int,
 def _follows(part: torch.Tensor, whole: torch.Tensor) -> bool:
     """Whether autograd, at every level, has the one for a view of the other, derivatives and all: not so for
     what was detached, or looked at without gradients. (A dual number is a view of its primal.)"""
-    if quiet(has_tangent, part) != quiet(has_tangent, whole):
+    if in_forward_mode() and quiet(has_tangent, part) != quiet(has_tangent, whole):
         return False
     while part.requires_grad == whole.requires_grad:
         # `whole` may be a leaf.
