@@ -241,7 +241,8 @@ class GraphRecord(Verdicts):
             read = [source for t in tensors_in((*args, *kwargs.values())) for source in self._sources(t)]
             if self.decisions.meets(at, node, facts, read, at in self.kept):
                 self.judge(at, SAVE, out)
-        self.offer_around({at: self.kept[at]} if at in self.kept else {})
+        if at in self.kept:
+            self.offer_around({at: self.kept[at]})
         for tensor in targets(facts, args, kwargs):
             self.writers[graph_storage(tensor)] = at
 

@@ -146,9 +146,7 @@ def _backward(ctx: Any, cotangents: tuple[Any, ...], level: int | None) -> list[
     # A pull-back of a pull-back recomputes the same forward, so the same residuals serve.
     source = ctx.residuals or ctx.prim.source
     recorded = ctx.prim.recorded if _compares(replace(ctx.prim, source=source)) else None
-    body = PullBack(
-        recorded or ctx.prim.body, len(saved), mask, present, ctx.prim.family.region.cache.by_levels
-    )
+    body = PullBack(recorded or ctx.prim.body, len(saved), mask, present, ctx.prim.family.by_levels)
     # A second derivative still pulls back from the same results of the region.
     ends = ctx.prim.present if ctx.prim.pulls else tuple(present)
     own = None if dead else level
