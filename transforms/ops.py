@@ -106,10 +106,14 @@ def _basename(op: Any) -> str:
     return getattr(getattr(op, "_schema", None), "name", "").rpartition("::")[2]
 
 
-def is_shape_arithmetic(args: tuple[Any, ...]) -> bool:
+def is_shape_arithmetic(args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> bool:
     """Whether a call computes sizes only, on the meta device: torch does so for tangents known to be zero,
     or not."""
-    return bool(args) and isinstance(args[0], torch.Tensor) and args[0].is_meta
+    if not args or not isinstance(args[0], torch.Tensor) or not args[0].is_meta:
+        return False
+    # A factory may take no more than the shape of it: our programs say `device` then.
+    device = kwargs.get("device") if kwargs else None
+    return device is None or torch.device(device).type == "meta"
 
 
 def is_cast_of_leaf(func: Any, args: Any) -> bool:

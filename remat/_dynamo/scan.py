@@ -154,6 +154,8 @@ def _run(facts: Any, n: int | None, plan: Any, graph: Any, *operands: Any) -> An
         options = {"length": n, "reverse": reverse, "offload": offload, "policy": policy}
         return _in_eager(graph, operands, len(where), checkpoints=schedule, **options)
     body = TracedBody(Graph(graph), where, rows)
+    if is_tracing():
+        body.graph.fix(operands)
     _, carry, xs = body.split(operands)
     n = int(xs[0].shape[0]) if n is None else n
     options = (as_schedule(schedule), reverse, policy, offload)

@@ -77,10 +77,12 @@ def resolve(budget: float | int | str, graph: Graph, problem: Problem) -> int:
     if budget == 1.0:
         everything = keep_all(problem)
         return max(graph.kept_by_default, everything.bytes if everything else 0)
-    wanted, floor = int(budget * graph.kept_by_default), least(problem).bytes
+    # Of symbolic sizes these are symbols: the plan is one for the sizes at hand.
+    default, floor = int(graph.kept_by_default), int(least(problem).bytes)
+    wanted = int(budget * default)
     if wanted < floor:
         if budget > 0:
-            share = floor / max(graph.kept_by_default, 1)
+            share = floor / max(default, 1)
             warn_user(
                 f"A budget of {budget:.3g} is below the least this region can keep, {floor:,} bytes "
                 f"({share:.3g} of what it keeps without remat): planning for that."

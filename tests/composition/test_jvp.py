@@ -127,3 +127,39 @@ def test_forward_mode_evaluates_the_region_once():
     with OpCounter() as ops:
         jvp(remat(lambda x: x.exp().sinh()), (rand(3),), (rand(3),))
     assert ops["exp"] == 1 and ops["sinh"] == 1
+
+
+HALVES = {
+    "inner region": lambda wrap: lambda a: halves(wrap(torch.sin)(a)),
+    "dual number": lambda _: lambda a: (a.sin(), forward_ad.unpack_dual(a.sin()).primal),
+    "its primal": lambda _: lambda a: (lambda v: (v, forward_ad.unpack_dual(v).primal))(a.sin()),
+}
+
+
+def halves(v):
+    return v[:, :2], v[:, 2:]
+
+
+@pytest.mark.parametrize("case", HALVES)
+@pytest.mark.parametrize("way", ["jvp", "jacfwd", "plain", "jvp_grad"])
+def test_results_that_look_into_one_dual_number(case, way):
+    """A dual number is a view of its primal: that has no tangent to make results of."""
+
+    def total(wrap):
+        region = wrap(HALVES[case](wrap))
+        return lambda x: sum((k + 2) * part.sin().sum() for k, part in enumerate(region(x * 2)))
+
+    def plain(fn, x):
+        with forward_ad.dual_level():
+            out = forward_ad.unpack_dual(fn(forward_ad.make_dual(x, x.cos()))).tangent
+            assert out is not None
+            return out.clone()
+
+    ways = {
+        "jvp": lambda fn, x: torch.func.jvp(fn, (x,), (x.cos(),))[1],
+        "jacfwd": lambda fn, x: jacfwd(fn)(x),
+        "plain": plain,
+        "jvp_grad": lambda fn, x: torch.func.jvp(grad(fn), (x,), (x.cos(),))[1],
+    }
+    x = rand(3, 4)
+    same(ways[way](total(remat), x), ways[way](total(lambda fn: fn), x))

@@ -7,6 +7,7 @@ from torch.func import grad, vmap
 
 from remat import remat, scan_remat
 from remat.policies import save_everything, save_matmuls, save_nothing, save_ops
+from tests.compiled import Graphs, dots
 from tests.helpers import POLICIES, OpCounter, crossed, rand, same
 
 aten = torch.ops.aten
@@ -169,3 +170,45 @@ def test_scan_in_a_region_in_a_region_by_capturing():
     expected = vmap(lambda w: grad(lambda x: torch.tanh(x @ w).sum())(x))(ws)
     for _ in range(5):  # memory that nobody has written may hold the right numbers
         same(vmap(lambda w: grad(region, 1)(w, x))(ws), expected)
+
+
+WAYS = {
+    "backward": lambda fn, *args: torch.autograd.grad(fn(*args).sum(), args),
+    "grad": lambda fn, *args: grad(lambda *args: fn(*args).sum(), (0, 1, 2))(*[a.detach() for a in args]),
+    "vmap_grad": lambda fn, x, *ws: vmap(
+        grad(lambda x, *ws: fn(x, *ws).sum(), (0, 1, 2)), (0, None, None)
+    )(x.detach()[None], *[w.detach() for w in ws]),
+}  # fmt: skip
+
+
+def blocks(policies, inner):
+    """Two calls of a block of two products, in regions with these policies, from the innermost."""
+    fn = remat(lambda x, v, w: torch.tanh(torch.sin(x @ v) @ w), policy=inner)
+    both = lambda x, v, w: fn(fn(x.cos(), v, w).exp(), w, v).sin()  # noqa: E731
+    for policy in policies:
+        both = remat(both, policy=policy)
+    return both
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_policy_inside_keeps_does_not_run_again_for_any_region_around(way, depth):
+    args = [rand(64, 8).requires_grad_(), rand(8, 8).requires_grad_(), rand(8, 8).requires_grad_()]
+    region = blocks([save_nothing] * depth, save_matmuls)
+    for _ in range(2):
+        with OpCounter() as ops:
+            WAYS[way](region, *args)
+        assert ops.dots == 12
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("inner", [save_matmuls, save_everything], ids=["matmuls", "everything"])
+@pytest.mark.parametrize("way", ["backward", "grad"])
+def test_what_a_policy_inside_keeps_does_not_run_again_in_graphs(way, inner, depth):
+    args = [rand(64, 8).requires_grad_(), rand(8, 8).requires_grad_(), rand(8, 8).requires_grad_()]
+    region = blocks([save_nothing] * depth, inner)
+    graphs = Graphs(lambda *args: WAYS[way](region, *args) if way == "grad" else region(*args))
+    out = graphs(*args)
+    got = out if way == "grad" else torch.autograd.grad(out.sum(), args)
+    assert dots(graphs.both) == 12 if way == "backward" else dots(graphs.forward) == 12
+    same(got, WAYS["backward"](blocks([], save_nothing), *args))

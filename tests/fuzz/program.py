@@ -159,8 +159,6 @@ WORDS = {
     name: getattr(words, name).strip("\n").split("\n\n")
     for name in ("PURE", "WRITES", "BUFFERS", "RANDOM", "EAGER", "PYTHON", "OPEN", "REFUSED")
 }
-# Captured tensors that only an autograd.Function reads have no gradient under torch.func (docs/limits.md).
-SILENT = {"func": ".apply("}
 # Kinds of words, and how often each is drawn.
 CHANCES = {
     "eager": {
@@ -235,8 +233,7 @@ class Drawing:
         kind = dice.choices(self.kinds, self.weights)[0]
         if functional:
             kind = dice.choice(["PURE", "PURE", "WRITES"])
-        chosen = [word for word in WORDS[kind] if SILENT.get(self.flavour, "\n\n") not in word]
-        return Statement(self.name(), self.ins(names), word=dice.choice(chosen))
+        return Statement(self.name(), self.ins(names), word=dice.choice(WORDS[kind]))
 
     def region(self, names: list[str], depth: int, functional: bool = False) -> Statement:
         dice = self.dice

@@ -23,7 +23,9 @@ from tests.helpers import forget, rand
 
 TOKENS, WIDTH, EXPERTS = 64, 6, 8
 RUNS = [0]
-LIMIT = 2e-3  # a thousandth of noise, and what it comes to in smooth functions
+# A thousandth of noise, and what it comes to where nothing flips: less than that, but 1.6 times as much for
+# `threshold` under vmap. A tenth of the noise makes a tenth of it in all of them.
+LIMIT = 2e-3
 
 
 @torch.library.custom_op("remat_tests::jitter", mutates_args=())

@@ -290,3 +290,20 @@ def test_a_raw_write_to_a_captured_buffer_happens_once(write, policy):
             seen.append(buffer.clone())
         found.append(seen)
     same(found[0], found[1], 1e-12)
+
+
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=["nothing", "matmuls"])
+def test_factories_that_take_shapes_of_the_meta_device(policy):
+    like = torch.empty(3, device="meta", dtype=D)
+    factories = [
+        lambda: torch.ones_like(like, device="cpu"),
+        lambda: like.new_full((3,), 2.0, device="cpu"),
+        lambda: torch.zeros_like(like, device=torch.device("cpu")) + 3,
+    ]
+    for make in factories:
+        fn = lambda x, make=make: (x.sin() * make().exp()).sin()  # noqa: E731
+        region, x = remat(fn, policy=policy), torch.linspace(-1, 1, 3, dtype=D).requires_grad_()
+        expected = torch.autograd.grad(fn(x).sum(), x)[0]
+        for _ in range(2):
+            same(torch.autograd.grad(region(x).sum(), x)[0], expected)
+        same(torch.func.grad(lambda x, region=region: region(x).sum())(x.detach()), expected)

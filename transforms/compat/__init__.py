@@ -28,6 +28,7 @@ from remat.transforms.compat.aot import (
     dual_level_known_if_any,  # `dual_level_known` where a forward-mode level is active
     dynamo_errors,  # what Dynamo raises where it cannot trace a function
     example_of,  # a size as a number
+    in_forward_mode,  # whether a forward-mode level is active, torch.func's or a plain one
     level_argument,  # which argument of a function in Dynamo's graph is a level's number
     live_with_graph,  # keep `thing` for as long as the code that Dynamo is making now
     partitioner_choice,  # what torch's min-cut partitioner would save
@@ -57,6 +58,7 @@ from remat.transforms.compat.autograd import (
     graph_kept,  # whether the running backward keeps its graph
     graph_storage,  # what aliases of one memory have in common in a trace
     graph_task,  # the number of the running backward, -1 outside
+    has_tangent,  # whether the innermost level pushes a tangent forward
     hooks_allowed,  # lift the refusal that `torch.func` puts on saved-tensor hooks
     hooks_as_they_are,  # afterwards saved-tensor hooks are refused as before, or not
     hooks_aside,  # take all saved-tensor hooks off for a while

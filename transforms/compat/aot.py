@@ -53,8 +53,12 @@ def level_argument(function: Any) -> int | None:
 
 def dual_level_known_if_any() -> contextlib.AbstractContextManager[None]:
     """`dual_level_known` where a forward-mode level is active, torch.func's or a plain `dual_level`."""
-    dual = dual_level_open() or any(kind == JVP for _, kind, _ in levels())
-    return dual_level_known() if dual else contextlib.nullcontext()
+    return dual_level_known() if in_forward_mode() else contextlib.nullcontext()
+
+
+def in_forward_mode() -> bool:
+    """Whether a forward-mode level is active, torch.func's or a plain `dual_level`."""
+    return dual_level_open() or any(kind == JVP for _, kind, _ in levels())
 
 
 @contextlib.contextmanager

@@ -187,7 +187,12 @@ def forward_ad_active(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether a plain `forward_ad.dual_level` is open and one of `tensors` has a tangent."""
     if not dual_level_open():
         return False
-    return any(_unpack_dual(t, level=0)[1] is not None for t in tensors)
+    return any(map(has_tangent, tensors))
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether the innermost level pushes a tangent of `tensor` forward."""
+    return _unpack_dual(tensor, level=0)[1] is not None
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:

@@ -177,9 +177,8 @@ class GraphRecord(Verdicts):
 
     def values(self) -> list[torch.Tensor] | None:
         """What is held beside the operands; None where it is more than tensors of the graph."""
-        held: list[Any] = []
-        for value in self.kept.values():
-            map_tensors(held.append, value)
+        held = list[Any]()
+        map_tensors(held.append, list(self.kept.values()))
         if self.rewritten or any(isinstance(value, Elsewhere) for value in held):
             return None
         return [*held, *self.seeds.values()]
@@ -196,7 +195,7 @@ class GraphRecord(Verdicts):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         facts = traits(func)
-        if active.quiet or facts.ignored or is_shape_arithmetic(args):
+        if active.quiet or facts.ignored or is_shape_arithmetic(args, kwargs):
             return func(*args, **kwargs)
         for tensor in targets(facts, args, kwargs):
             self._before_writing(func, graph_storage(tensor))
@@ -220,13 +219,8 @@ class GraphRecord(Verdicts):
     def _note(self, at: int, func: Any, facts: Traits, args: Any, kwargs: Any, out: Any) -> None:
         tape, node = self.tape, Node()
         node.op, node.name, node.verdict, node.root = func, None, RECOMPUTE, at
-        node.outs, node.deps, node.first, node.written, node.optional = (
-            metadata(out),
-            [],
-            len(tape.makers),
-            (),
-            False,
-        )
+        node.outs, node.deps, node.first = metadata(out), [], len(tape.makers)
+        node.written, node.optional = (), False
         first = next(iter(tensors_in(args)), None) if facts.view else None
         number = None if first is None else self._numbers.of(first)
         if number is not None:
@@ -239,7 +233,7 @@ class GraphRecord(Verdicts):
         if at in self.draws and at not in self.seeds:
             # A draw that cannot be repeated from a seed is kept: right, if not small.
             self.judge(at, SAVE, out)
-        elif (shared := self._kept_around(func)) is not None:
+        elif (shared := self._kept_around(at, func, out)) is not None:
             self.kept[at], self.keeps = shared, True
         elif self.selector is not None and (not facts.writes or facts.conditional is not None):
             self.judge(at, self.selector.decide(at, node, args, kwargs, out), out)
@@ -247,27 +241,35 @@ class GraphRecord(Verdicts):
             read = [source for t in tensors_in((*args, *kwargs.values())) for source in self._sources(t)]
             if self.decisions.meets(at, node, facts, read, at in self.kept):
                 self.judge(at, SAVE, out)
+        if at in self.kept:
+            self.offer_around({at: self.kept[at]})
         for tensor in targets(facts, args, kwargs):
             self.writers[graph_storage(tensor)] = at
 
     def _sources(self, tensor: torch.Tensor) -> Iterator[int]:
         """The ops that an operand comes from, as `Decisions.meets` has them."""
-        number = self._numbers.of(tensor)
-        if number is not None:
+        if (number := self._numbers.of(tensor)) is not None:
             yield self.tape.makers[number]
         elif tensor.is_floating_point() or tensor.is_complex():
             yield -1
         if (writer := self.writers.get(graph_storage(tensor))) is not None:
             yield writer
 
-    def _kept_around(self, func: Any) -> Any:
+    def _kept_around(self, at: int, func: Any, out: Any) -> Any:
         """What the region around this one has kept of the op that just ran, None for nothing."""
         around = self.parent
         if around is None or not 0 < around.position <= len(around.tape.nodes):
             return None
-        at = around.position - 1
-        kept = getattr(around, "kept", {}).get(at)
-        return kept if around.tape.nodes[at].op is func and not isinstance(kept, Sent) else None
+        self.outer[at] = place = around.position - 1
+        kept = getattr(around, "kept", {}).get(place) if around.tape.nodes[place].op is func else None
+        if isinstance(kept, Sent):
+            # It has just come back, if that region is recomputed; else this one may say otherwise.
+            return None if around.records else quiet(as_it_is, out)
+        return kept
+
+    def offer(self, at: int, value: Any, op: Any) -> None:
+        super().offer(at, value, op)
+        self.keeps = self.keeps or at in self.kept
 
     def _hold(self, at: int, node: Node, verdict: int, out: Any) -> Any:
         self.keeps = True
@@ -343,7 +345,7 @@ class GraphReplay(Mode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         facts = traits(func)
-        if self.done or active.quiet or facts.ignored or is_shape_arithmetic(args):
+        if self.done or active.quiet or facts.ignored or is_shape_arithmetic(args, kwargs):
             return func(*args, **kwargs)
         at, self.at = self.at, self.at + 1
         if facts.random and draws(func, args, kwargs):
@@ -371,8 +373,7 @@ class GraphReplay(Mode):
             raise RematError(self._differs(f"it draws more often, with {func}"))
         at = self.record.draws[turn]
         self._check(at, func)
-        seed = self.record.seeds.get(at)
-        if seed is None or at in self.record.kept:
+        if (seed := self.record.seeds.get(at)) is None or at in self.record.kept:
             return self._write(func, args, kwargs, self._hand_out(at))
         return draw(quiet(fence_below, seed, self.after), func, args, kwargs)
 

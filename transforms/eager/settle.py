@@ -110,12 +110,7 @@ def _tell_around(frame: Any, recorder: Recorder, kept: dict[int, Any]) -> None:
     if (tell := watcher(frame.inputs.hooks)) is not None:
         for at in frame.held:
             tell(recorder.outside[at])
-    around: Any = recorder.parent
-    if around is None or not around.records:
-        return
-    for at, value in kept.items():
-        if at in recorder.outer:
-            around.offer(recorder.outer[at], value, frame.tape.nodes[at].op)
+    recorder.offer_around(kept)
 
 
 # -- reports, and early backwards ----------------------------------------------------------------------

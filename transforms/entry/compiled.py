@@ -60,6 +60,8 @@ def _run(region: Region, graph: Graph, operands: tuple[Any, ...]) -> tuple[Any, 
         # A backend that executes Dynamo's graph as it is, such as "eager".
         return run(region, operands, {})
     _local.depth = getattr(_local, "depth", 0) + 1
+    # Of its first fake tensor alone torch knows the number.
+    operands = tuple([_number(t) if i in graph.numbers else t for i, t in enumerate(operands)])
     try:
         with levels_left():
             if "torch._inductor.compile_fx" in sys.modules:
@@ -125,6 +127,7 @@ class Graph:
 
     Attributes:
         held: positions of operands that somebody else holds, as `joint.graph` asks for them.
+        numbers: positions of operands that are numbers to the function: Dynamo makes tensors of floats.
     """
 
     def __init__(self, module: torch.fx.GraphModule, given: Given | None = None) -> None:
@@ -137,6 +140,8 @@ class Graph:
         traced = getattr(_local, "traced_depth", None)
         self.depth: int = depth() if traced is None else traced
         inputs = {node: i for i, node in enumerate(placeholders)}
+        self.constants: dict[int, float] = {}
+        self.numbers = {i for node, i in inputs.items() if _is_number(module, node)}
         results: Any = module.graph.output_node().args[0]
         self.returned: list[int | None] = [inputs.get(node) for node in results]
         # Names, and examples, of the values among its results that a capture around it wants.
@@ -157,8 +162,35 @@ class Graph:
             copy.erase_node(node)
         return Graph(torch.fx.GraphModule(self.module, copy), self.given)
 
+    def fix(self, operands: Sequence[Any]) -> None:
+        """Take the numbers that it is given for constants, which guards then hold."""
+        numbers = {i: _number(x) if i in self.numbers else x for i, x in enumerate(operands)}
+        self.constants = {i: float(x) for i, x in numbers.items() if isinstance(x, (float, torch.SymFloat))}
+
     def __call__(self, *operands: Any) -> Any:
-        return _Interpreter(self.module, self.depth).run(*operands)
+        given = [self.constants.get(i, x) for i, x in enumerate(operands)] if self.constants else operands
+        return _Interpreter(self.module, self.depth).run(*given)
+
+
+def _number(operand: Any) -> Any:
+    return operand.item() if isinstance(operand, torch.Tensor) else operand
+
+
+def _is_number(module: torch.fx.GraphModule, node: torch.fx.Node) -> bool:
+    """Whether nothing but the number in a tensor is read, by regions inside neither."""
+    if node.op != "placeholder" or not isinstance(node.meta.get("example_value"), torch.Tensor):
+        return False
+
+    def reads(user: torch.fx.Node) -> bool:
+        inner = (
+            getattr(module, str(getattr(user.args[1], "target", "")), None) if len(user.args) > 1 else None
+        )
+        if not isinstance(inner, torch.fx.GraphModule):
+            return user.op == "call_method" and user.target == "item"
+        places = zip(user.args[2:], inner.graph.find_nodes(op="placeholder"), strict=False)
+        return all(_is_number(inner, place) for given, place in places if given is node)
+
+    return bool(node.users) and all(map(reads, node.users))
 
 
 class _Interpreter(torch.fx.Interpreter):
@@ -170,6 +202,8 @@ class _Interpreter(torch.fx.Interpreter):
         self.tags = tags()
 
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target == "item" and not isinstance(args[0], torch.Tensor):
+            return args[0]  # see `Graph.numbers`
         with tagged(self.tags):
             return super().call_method(target, args, kwargs)
 

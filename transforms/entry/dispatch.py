@@ -159,7 +159,9 @@ def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]
         except WatchingRefused:
             pass
         except Exception as error:
-            if not not_compiled(error):
+            if "is not differentiable with respect to" in str(error) and not region.cache.by_levels:
+                region.cache.by_levels = True
+            elif not not_compiled(error):
                 raise
         # What the broken-off run drew is drawn again.
         random.restore()

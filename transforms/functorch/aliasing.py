@@ -14,7 +14,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from remat.transforms.compat import functions_as_they_are, graph_storage, is_wrapped, unwrap_once, unwrapped
+from remat.transforms.compat import (
+    functions_as_they_are,
+    graph_storage,
+    has_tangent,
+    in_forward_mode,
+    is_wrapped,
+    unwrap_once,
+    unwrapped,
+)
+from remat.transforms.context import quiet
 from remat.transforms.functorch.primitive import cut_off
 
 Tensors = Sequence[torch.Tensor]
@@ -157,7 +166,9 @@ def _spec(part: torch.Tensor, base: torch.Tensor, number: int, order: tuple[int,
 
 def _follows(part: torch.Tensor, whole: torch.Tensor) -> bool:
     """Whether autograd, at every level, has the one for a view of the other, derivatives and all: not so for
-    what was detached, or looked at without gradients."""
+    what was detached, or looked at without gradients. (A dual number is a view of its primal.)"""
+    if in_forward_mode() and quiet(has_tangent, part) != quiet(has_tangent, whole):
+        return False
     while part.requires_grad == whole.requires_grad:
         # `whole` may be a leaf.
         if part.requires_grad and (part.grad_fn is None or cut_off(whole)):

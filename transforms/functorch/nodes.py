@@ -118,7 +118,8 @@ def _is_read(residuals: Residuals, tensor: torch.Tensor) -> bool:
     while is_wrapped(tensor):
         tensor = unwrap_once(tensor)
         tracked_below = tracked_below or tensor.requires_grad
-    return tracked_below or tensor.requires_grad or residuals.needs(tensor)
+    bare = tensor.layout is torch.strided  # for another nothing can stand
+    return tracked_below or tensor.requires_grad or not bare or residuals.needs(tensor)
 
 
 def _recorded(prim: Prim, mask: list[int]) -> tuple[Prim, Residuals | None]:
@@ -145,7 +146,7 @@ def _backward(ctx: Any, cotangents: tuple[Any, ...], level: int | None) -> list[
     # A pull-back of a pull-back recomputes the same forward, so the same residuals serve.
     source = ctx.residuals or ctx.prim.source
     recorded = ctx.prim.recorded if _compares(replace(ctx.prim, source=source)) else None
-    body = PullBack(recorded or ctx.prim.body, len(saved), mask, present)
+    body = PullBack(recorded or ctx.prim.body, len(saved), mask, present, ctx.prim.family.by_levels)
     # A second derivative still pulls back from the same results of the region.
     ends = ctx.prim.present if ctx.prim.pulls else tuple(present)
     own = None if dead else level
@@ -318,6 +319,7 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
     if active.listeners:
         _report(recorded, prim.sinks[-1], operands)
     if recorded.kept:
+        recorder.offer_around(recorded.kept)
         recorded.kept.update(held_values(recorded.kept, region.name, bottoms))
     return outs
 

@@ -82,6 +82,11 @@ class Family:
     watch: Callable[[torch.Tensor], Any] | None = None
     made: Callable[[Tensors], None] | None = None
 
+    @property
+    def by_levels(self) -> bool:
+        """Whether plain autograd refuses the function."""
+        return self.world is None and self.region.cache.by_levels
+
 
 @dataclass(frozen=True)
 class Prim:
@@ -159,7 +164,7 @@ def as_differentiated(body: Body, mask: list[int], family: Family) -> Body:
 
     def run(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         split: list[list[int]] = [[]]
-        if not in_transform():
+        if not in_transform() and not family.by_levels:
             # A pull-back that runs this again differentiates some operands already, for good.
             around = torch.is_grad_enabled() and any(t.requires_grad for t in operands)
             with torch.enable_grad():
@@ -194,12 +199,13 @@ class PullBack:
     count: int
     mask: list[int]
     present: list[int]
+    by_levels: bool = False
     over: tuple[tuple[tuple[int | None, ...], int, str], ...] = ()
     unused: set[int] = field(default_factory=set)  # places of `mask` that turned out not to matter
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         operands, cotangents = tensors[: self.count], tensors[self.count :]
-        if not in_transform():
+        if not in_transform() and not self.by_levels:
             return self._plainly(operands, cotangents)
         split: list[list[int]] = [[]]
 

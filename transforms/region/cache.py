@@ -51,13 +51,15 @@ class TraceCache:
     Attributes:
         uses_func: whether it was seen to use torch.func inside; then it cannot run under saved-tensor hooks.
         differentiates: whether it was seen to call `torch.autograd.grad` or `backward` on values of its own.
+        by_levels: whether plain autograd was seen to refuse it, so that torch.func differentiates it, whose
+            decompositions know more derivatives.
     """
 
-    __slots__ = ("__weakref__", "by_policy", "differentiates", "uses_func")
+    __slots__ = ("__weakref__", "by_levels", "by_policy", "differentiates", "uses_func")
 
     def __init__(self) -> None:
         self.by_policy: BoundedCache[Hashable, Traces] = BoundedCache(_MOST)
-        self.uses_func = self.differentiates = False
+        self.uses_func = self.differentiates = self.by_levels = False
 
     def under(self, policy: Hashable) -> Traces:
         """Traces by the signatures of calls, under the policies with this key."""

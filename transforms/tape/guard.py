@@ -109,7 +109,7 @@ class GuardMode(Recorder):
                 ):
                     return self._follow(at, node, check, args, kwargs)
         facts = traits(func)
-        if facts.ignored or (not expected.meta and is_shape_arithmetic(args)):
+        if facts.ignored or (not expected.meta and is_shape_arithmetic(args, kwargs)):
             return self._pass(func, facts, args, kwargs or {})
         self.leave()
         return self._record(func, facts, args, kwargs or {})
@@ -177,7 +177,7 @@ class GuardMode(Recorder):
         if at != len(self.outside) or at >= len(self.expected.outside):
             return False
         known = self.expected.outside[at]
-        if known.meta[0] != tensor.shape or known.meta[2] != tensor.dtype:
+        if known.meta[0] != tensor.shape or known.meta[2:] != (tensor.dtype, tensor.device):
             return False
         if self.expected.last_write:
             # What is written to must share its memory with what it shared it with.

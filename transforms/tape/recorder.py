@@ -124,7 +124,7 @@ class Recorder(WriteWatch):
         if active.quiet:
             return func(*args, **kwargs)
         facts = traits(func)
-        if facts.ignored or (not self.tape.meta and is_shape_arithmetic(args)):
+        if facts.ignored or (not self.tape.meta and is_shape_arithmetic(args, kwargs)):
             return self._pass(func, facts, args, kwargs)
         return self._record(func, facts, args, kwargs)
 

@@ -85,7 +85,7 @@ class Replay(Mode):
         facts = traits(func)
         if active.quiet or facts.ignored or self.done:
             return func(*args, **kwargs)
-        if not self.tape.meta and is_shape_arithmetic(args):
+        if not self.tape.meta and is_shape_arithmetic(args, kwargs):
             return func(*args, **kwargs)
         if self.casts and is_cast_of_leaf(func, args):
             return func(*args, **kwargs)
@@ -316,8 +316,9 @@ def _let_go(recorder: Recorder) -> list[_Given]:
 def _must_run(tape: Tape) -> set[int]:
     """Ops that run although nobody reads them.
 
-    There are three kinds. Ops of regions inside, which run a forward of their own. Ops that showed data to
-    user code, which may depend on it. And ops that fill what autograd has saved before.
+    There are four kinds. Ops of regions inside, which run a forward of their own. Ops that showed data to
+    user code, which may depend on it. Ops that fill what autograd has saved before. And ops of sparse
+    results, whose sizes depend on data, so that nothing can stand for them.
     """
     inner = {i for start, stop in tape.inner for i in range(start, stop)}
     return inner | {
@@ -325,6 +326,7 @@ def _must_run(tape: Tape) -> set[int]:
         for i, node in enumerate(tape.nodes)
         if (node.outs is not None and not metas(node.outs) and not node.written)
         or traits(node.op).saves_unwritten
+        or any(stride is None for _, stride, *_ in metas(node.outs))
     }
 
 

@@ -4,7 +4,7 @@ overwrite, held as it was."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -115,6 +115,15 @@ class Verdicts(Mode):
             if at not in self.kept and outer in kept and not self.tape.nodes[at].written:
                 self.kept[at] = kept[outer]
                 self.tape.cacheable = False
+
+    def offer_around(self, kept: Mapping[int, Any]) -> None:
+        """What this region keeps is not computed again by any region around it."""
+        for at, value in kept.items():
+            mode: Any = self
+            op = self.tape.nodes[at].op
+            while at in mode.outer and mode.parent.records:
+                at, mode = mode.outer[at], mode.parent
+                mode.offer(at, value, op)
 
     def offer(self, at: int, value: Any, op: Any) -> None:
         """A region inside keeps the result of op `at` of this one: then it is kept for this one too."""

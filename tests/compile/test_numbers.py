@@ -1,0 +1,49 @@
+"""Python numbers in graphs of dynamic shapes: Dynamo makes tensors of floats, which regions must not lose."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import grad
+
+from remat import checkpoint_policy, remat, save_matmuls, save_nothing, scan_remat
+from tests.compiled import Graphs
+from tests.helpers import rand, same
+
+LAYER = nn.LayerNorm(4, eps=0.1).double()
+REGIONS = {
+    "layer": lambda wrap: wrap(lambda x, e: LAYER(x) * e),
+    "eps": lambda wrap: wrap(lambda x, e: F.layer_norm(x @ x.mT, (x.shape[0],), eps=e)),
+    "nested": lambda wrap: wrap(lambda x, e: wrap(LAYER)(x.sin()) + wrap(lambda x, e: x * e)(x, e)),
+    "scan": lambda _: lambda x, e: scan_remat(lambda h, _: (LAYER(h) * e, None), x, length=3)[0],
+    "scan_inside": lambda wrap: wrap(
+        lambda x, e: scan_remat(lambda h, _: (LAYER(h) * e, None), x, length=3)[0]
+    ),
+    "dropout": lambda wrap: lambda x, e: wrap(nn.Dropout(0.0))(x) * e,
+    "no_gradient": lambda wrap: wrap(lambda x, e: F.batch_norm(x, None, None, training=True, eps=e)),
+}
+WAYS = {
+    "backward": lambda fn, x, e: torch.autograd.grad(fn(x, e).sin().sum(), x),
+    "grad": lambda fn, x, e: grad(lambda x: fn(x, e).sin().sum())(x.detach()),
+}
+
+
+@pytest.mark.parametrize("region", REGIONS)
+def test_floats_of_the_caller_and_of_modules(region):
+    fn = REGIONS[region](lambda fn: remat(fn, policy=save_matmuls))
+    expected = REGIONS[region](lambda fn: fn)
+    graphs = Graphs(fn, dynamic=True)
+    for rows, e in ((3, 0.5), (5, 0.25)):
+        x = rand(rows, 4).requires_grad_()
+        same(WAYS["backward"](graphs, x, e), WAYS["backward"](expected, x, e))
+
+
+@pytest.mark.parametrize("policy", [save_nothing, checkpoint_policy(budget=0.5)], ids=["nothing", "budget"])
+def test_under_a_transform_and_a_budget(policy):
+    plain = REGIONS["eps"](lambda fn: fn)
+    region = remat(plain, policy=policy)
+    graphs = Graphs(lambda x, e: WAYS["grad"](region, x, e), dynamic=True)
+    for rows, e in ((3, 0.5), (5, 0.25)):
+        same(graphs(rand(rows, 4), e), WAYS["grad"](plain, rand(rows, 4), e))
