@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
-from torch._inductor.compile_fx import select_decomp_table
+from torch._inductor.decomposition import select_decomp_table
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 

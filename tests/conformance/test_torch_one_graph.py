@@ -3,6 +3,8 @@
 Of test/dynamo/test_activation_checkpointing.py: steps that take their gradients when compiled, and make_fx.
 """
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -48,7 +50,7 @@ def gradients(out, args):
     ids=["simple_forward_backward", "with_selective_checkpoint_policy"],
 )
 def test_ac_rematerialize(kept, counts):
-    options = {"context_fn": selective(kept)} if kept else {}
+    options: dict[str, Any] = {"context_fn": selective(kept)} if kept else {}
 
     def step(x, y):
         return gradients(checkpoint(lambda a, b: torch.sigmoid(torch.matmul(a, b)), x, y, **options), (x, y))

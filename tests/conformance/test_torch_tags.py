@@ -42,7 +42,7 @@ def counts_of_graphs(fn, *args, check=True, **options):
 def gradients_of(fn, leaves):
     torch.manual_seed(0)
     out = fn(*leaves)
-    return out, torch.autograd.grad(sum(t.sum() for t in pytree.tree_leaves(out)), leaves)
+    return out, torch.autograd.grad(torch.stack([t.sum() for t in pytree.tree_leaves(out)]).sum(), leaves)
 
 
 def dots_of_graphs(fn, *args):

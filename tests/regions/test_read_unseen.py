@@ -3,6 +3,8 @@
 `autograd.Function.apply` is no torch function below functorch levels, TorchScript and extensions never are.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from torch.func import functional_call, grad, hessian, jvp, vmap
@@ -59,7 +61,7 @@ class Old(torch.autograd.Function):
         ctx.save_for_backward(x, w)
         return x * w * w
 
-    backward = New.backward
+    backward: Any = New.backward
 
 
 class Once(Old):
