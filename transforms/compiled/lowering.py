@@ -22,16 +22,7 @@ from remat.transforms.context import Mode, active, quiet
 from remat.transforms.errors import RematError
 from remat.transforms.functorch import Aliasing, Prim, PullBack, replaying
 from remat.transforms.offload import Elsewhere, to_host
-from remat.transforms.ops import (
-    Decisions,
-    Traits,
-    draws,
-    is_shape_arithmetic,
-    metadata,
-    targets,
-    tensors_in,
-    traits,
-)
+from remat.transforms.ops import Decisions, draws, is_shape_arithmetic, metadata, targets, tensors_in, traits
 from remat.transforms.region import Region
 from remat.transforms.state import can_seed, draw, new_seed, refuse_generator
 from remat.transforms.tape import OFFLOAD, RECOMPUTE, SAVE, Node, Tape, ValueNumbering, Verdicts, map_tensors
@@ -154,7 +145,7 @@ class GraphRecord(Verdicts):
         self.make_selector = region.selector
         self.selector = None if region.selector is None else region.selector()
         self.kept, self.kept_bytes, self._kept_in, self.outer = {}, 0, {}, {}
-        self._numbers = ValueNumbering()
+        self._numbers, self._passed = ValueNumbering(), ValueNumbering()
         self.seeds: dict[int, torch.Tensor] = {}
         self.draws: list[int] = []
         self.before: dict[int, torch.Tensor] = {}
@@ -196,7 +187,7 @@ class GraphRecord(Verdicts):
         kwargs = kwargs or {}
         facts = traits(func)
         if active.quiet or facts.ignored or is_shape_arithmetic(args, kwargs):
-            return func(*args, **kwargs)
+            return self._pass(func, args, kwargs)
         for tensor in targets(facts, args, kwargs):
             self._before_writing(func, graph_storage(tensor))
         at = len(self.tape.nodes)
@@ -209,6 +200,13 @@ class GraphRecord(Verdicts):
         self._note(at, func, facts, args, kwargs, out)
         return out
 
+    def _pass(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out, given = func(*args, **kwargs), next(iter(tensors_in(args)), None)
+        # A detached value comes from the op that made it: decisions are made of those, too.
+        if self.decisions is not None and given is not None and isinstance(out, torch.Tensor):
+            self._passed.add(out, self._number_of(given))
+        return out
+
     def _draw(self, at: int, func: Any, args: Any, kwargs: Any) -> Any:
         refuse_generator(self.region.name, func, args, kwargs)
         if active.seeding or not can_seed(func, args, kwargs):
@@ -216,7 +214,7 @@ class GraphRecord(Verdicts):
         self.seeds[at] = seed = new_seed(func, args, kwargs)
         return draw(seed, func, args, kwargs)
 
-    def _note(self, at: int, func: Any, facts: Traits, args: Any, kwargs: Any, out: Any) -> None:
+    def _note(self, at: int, func: Any, facts: Any, args: Any, kwargs: Any, out: Any) -> None:
         tape, node = self.tape, Node()
         node.op, node.name, node.verdict, node.root = func, None, RECOMPUTE, at
         node.outs, node.deps, node.first = metadata(out), [], len(tape.makers)
@@ -246,9 +244,15 @@ class GraphRecord(Verdicts):
         for tensor in targets(facts, args, kwargs):
             self.writers[graph_storage(tensor)] = at
 
+    def _number_of(self, tensor: torch.Tensor) -> int:
+        for known in (self._numbers, self._passed):
+            if (number := known.of(tensor)) is not None:
+                return number
+        return -1
+
     def _sources(self, tensor: torch.Tensor) -> Iterator[int]:
         """The ops that an operand comes from, as `Decisions.meets` has them."""
-        if (number := self._numbers.of(tensor)) is not None:
+        if (number := self._number_of(tensor)) >= 0:
             yield self.tape.makers[number]
         elif tensor.is_floating_point() or tensor.is_complex():
             yield -1
