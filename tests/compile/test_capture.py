@@ -53,7 +53,7 @@ TURNS = [
 ]
 
 
-@pytest.mark.parametrize(("transform", "run", "wrap"), sparse(TURNS, 5))
+@pytest.mark.parametrize(("transform", "run", "wrap"), sparse(TURNS, 10))
 def test_every_transform(transform, run, wrap):
     def of(wrap):
         return RUNS[run](transform(model(WRAPS[wrap]), NAMES))

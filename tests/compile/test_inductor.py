@@ -211,6 +211,7 @@ def test_memory_that_only_the_backward_was_given_is_its_own(monkeypatch):
     assert told and not any(told.values())
 
 
+@pytest.mark.slow
 def test_what_the_backward_reads_beside_the_fence_is_not_written_to():
     x, w = rand(64, 8, dtype=torch.float32) / 4, rand(8, 8, dtype=torch.float32) / 4
 
@@ -224,6 +225,7 @@ def test_what_the_backward_reads_beside_the_fence_is_not_written_to():
     same(list(got), [want] * 2, 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=repr)
 def test_dropout(policy):
     region = remat(lambda x, w: torch.sin(F.dropout(x @ w, 0.5)), policy=policy)

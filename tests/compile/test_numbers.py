@@ -10,7 +10,7 @@ from torch.func import grad
 
 from remat import checkpoint_policy, remat, save_matmuls, save_nothing, scan_remat
 from tests.compiled import Graphs
-from tests.helpers import rand, same
+from tests.helpers import rand, same, sparse
 
 LAYER = nn.LayerNorm(4, eps=0.1).double()
 REGIONS = {
@@ -30,7 +30,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("region", REGIONS)
+@pytest.mark.parametrize("region", sparse(REGIONS))
 def test_floats_of_the_caller_and_of_modules(region):
     fn = REGIONS[region](lambda fn: remat(fn, policy=save_matmuls))
     expected = REGIONS[region](lambda fn: fn)

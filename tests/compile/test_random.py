@@ -9,7 +9,7 @@ from torch.func import grad, vmap
 
 from remat import RematError, remat, save_matmuls, save_nothing, save_ops
 from tests.compiled import Graphs, compiled
-from tests.helpers import same
+from tests.helpers import crossed, same
 
 aten = torch.ops.aten
 # sin(x * r) for drawn numbers r: its derivative follows from its value, if the recomputation draws the same
@@ -52,8 +52,7 @@ def value_and_gradient(region):
     return grad(value, has_aux=True)
 
 
-@pytest.mark.parametrize("policy", [save_nothing, save_ops(aten.sin)], ids=["nothing", "sin"])
-@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize(("policy", "name"), crossed([save_nothing, save_ops(aten.sin)], DRAWS))
 def test_backward_sees_the_draws_of_the_forward(name, policy):
     x = SMALL.clone().requires_grad_()
     y = compiled(remat(sine_of(DRAWS[name]), policy=policy))(x)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from remat import remat, save_everything, save_matmuls
 from tests.compiled import compiled
+from tests.helpers import crossed
 
 X = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 W = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
@@ -109,8 +110,7 @@ def check(case: Any, policy: Any, backend: str) -> None:
     torch.testing.assert_close(made, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("policy", [None, save_matmuls], ids=["nothing", "matmuls"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("policy", "case"), crossed([None, save_matmuls], CASES, every=2))
 def test_a_write_happens_once_and_the_recomputation_starts_before_it(case: Any, policy: Any) -> None:
     check(case, policy, "aot_eager")
 

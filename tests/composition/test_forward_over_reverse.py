@@ -6,7 +6,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch.func import grad, hessian, jvp, linearize
 
 from remat import remat, scan_remat
-from tests.helpers import POLICIES, rand, same
+from tests.helpers import POLICIES, crossed, rand, same
 
 W, XS, X, T = rand(3, 3), rand(4, 3, seed=1), rand(3, seed=2), rand(3, seed=3)
 C = rand(3, seed=4)
@@ -86,8 +86,7 @@ RUNS = {
 
 # torch.func.linearize itself warns.
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("run", "case"), crossed(RUNS, CASES))
 def test_forward_mode(case, run):
     fn, plain = CASES[case]
     same(RUNS[run](fn), RUNS[run](plain))

@@ -201,9 +201,9 @@ def test_what_a_policy_inside_keeps_does_not_run_again_for_any_region_around(way
         assert ops.dots == 12
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("inner", [save_matmuls, save_everything], ids=["matmuls", "everything"])
-@pytest.mark.parametrize("way", ["backward", "grad"])
+@pytest.mark.parametrize(
+    ("way", "inner", "depth"), crossed(["backward", "grad"], [save_matmuls, save_everything], [1, 2])
+)
 def test_what_a_policy_inside_keeps_does_not_run_again_in_graphs(way, inner, depth):
     args = [rand(64, 8).requires_grad_(), rand(8, 8).requires_grad_(), rand(8, 8).requires_grad_()]
     region = blocks([save_nothing] * depth, inner)

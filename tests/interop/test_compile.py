@@ -11,6 +11,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from remat import debug, nn, save_nothing
 from remat.interop import checkpoint, checkpoint_sequential
+from tests.helpers import crossed
 from tests.interop.test_checkpoint import (
     W,
     X,
@@ -31,9 +32,9 @@ CONTEXTS = {
 }
 
 
-@pytest.mark.parametrize("context_fn", CONTEXTS.values(), ids=CONTEXTS)
-@pytest.mark.parametrize("mode", ["backward", "grad", "vmap grad"])
-def test_selective_contexts_in_compiled_code(context_fn, mode):
+@pytest.mark.parametrize(("context", "mode"), crossed(CONTEXTS, ["backward", "grad", "vmap grad"]))
+def test_selective_contexts_in_compiled_code(context, mode):
+    context_fn = CONTEXTS[context]
     """As torch's own, but also under torch.func, and with the graph of the eager policy."""
     torch._dynamo.reset()
     region = functools.partial(checkpoint, block, use_reentrant=False, context_fn=context_fn)

@@ -91,7 +91,9 @@ def test_transformers_under_torch_func():
 def test_transformers_models_that_cannot():
     from remat.interop import huggingface
 
-    with pytest.raises(TypeError, match=r"no transformers model that can checkpoint; use remat\.nn\.apply"):
+    with pytest.raises(
+        TypeError, match=r"not a transformers model that can checkpoint; use remat\.nn\.apply"
+    ):
         huggingface.enable(torch.nn.Linear(2, 2))
 
 

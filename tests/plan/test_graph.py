@@ -195,9 +195,9 @@ def test_plan_for_another_function_names_the_first_difference():
         (1.5, "share from 0.0 to 1.0"),
         (-1, "cannot be negative"),
         (True, "share, bytes or a text"),
-        ("3 parsecs", "no budget"),
-        (1, "least that must be kept is 2,048 bytes"),
-        ("1KiB", "least that must be kept is 2,048 bytes"),
+        ("3 parsecs", "is not a budget"),
+        (1, "At least 2,048 bytes must be kept"),
+        ("1KiB", "At least 2,048 bytes must be kept"),
     ],
 )
 def test_bad_budgets(budget, message):

@@ -12,6 +12,7 @@ from remat import checkpoint_policy, remat
 from remat.plan import BudgetPolicy, pareto, plan_chain, plan_model
 from remat.transforms import RematError
 from remat.transforms.compat import is_fake
+from tests.helpers import crossed
 from tests.stateful import MODULES, X, same
 
 POLICY = BudgetPolicy(0.5)
@@ -33,8 +34,7 @@ LOOKS = {
 }
 
 
-@pytest.mark.parametrize("look", LOOKS)
-@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize(("look", "kind"), crossed(LOOKS, MODULES))
 def test_a_look_leaves_everything_as_it_was(kind, look):
     module = kind()
     before = module.seen()

@@ -111,7 +111,7 @@ def test_plan_command_draws_the_frontier(tmp_path, capsys):
         (["remat"], "write MODULE:FN"),
         ([f"{__name__}:block"], "takes arguments"),
         ([f"{__name__}:block", "--input", "8xx"], "is no tensor"),
-        ([f"{__name__}:case", "--budget", "7 parsecs"], "no budget"),
+        ([f"{__name__}:case", "--budget", "7 parsecs"], "is not a budget"),
     ],
 )
 def test_plan_command_errors(args, message, capsys):

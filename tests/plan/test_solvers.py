@@ -82,7 +82,7 @@ def test_never_worse_than_a_plan_handed_in():
 
 def test_least_bytes_are_named_when_the_budget_is_below():
     problem = Problem((INF, 1.0), ((), (0,)), (0, 1), (8.0, 4.0), need=frozenset({0, 1}))
-    with pytest.raises(RematError, match="least that must be kept is 8 bytes"):
+    with pytest.raises(RematError, match="At least 8 bytes must be kept"):
         solve(problem, 7)
     assert solve(problem, 8).solution.replayed == {1}
     everything = keep_all(problem)

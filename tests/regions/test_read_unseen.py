@@ -10,7 +10,7 @@ import torch
 from torch.func import functional_call, grad, hessian, jvp, vmap
 
 from remat import RematError, remat, scan_remat
-from tests.helpers import POLICIES, rand, same
+from tests.helpers import POLICIES, crossed, rand, same
 
 
 def pulled(g, x, w):
@@ -211,8 +211,7 @@ SCANS = {
 }
 
 
-@pytest.mark.parametrize("scan", SCANS)
-@pytest.mark.parametrize("op", NEW)
+@pytest.mark.parametrize(("scan", "op"), crossed(SCANS, NEW))
 def test_in_a_scan(op, scan):
     for run in (*TRANSFORMS.values(), backward, twice):
         same(run(loss(SCANS[scan], by_derived, NEW[op])), run(loss(loop, by_derived, square)))

@@ -124,6 +124,10 @@ def test_planner_and_reports_are_loaded_when_they_are_used() -> None:
     step = "import torch, remat; remat.remat(torch.sin)(torch.ones(2, requires_grad=True)).sum().backward()"
     assert loaded(step) <= loaded("import torch")
     assert "remat.plan" in loaded("import remat; remat.checkpoint_policy(budget=0.5)")
+
+
+@pytest.mark.slow
+def test_each_of_them_when_it_is_named() -> None:
     assert "remat.plan" in loaded("from remat import plan_model")
     assert "remat.plan" in loaded("import remat; remat.plan")
     assert "remat._inspect.report" in loaded("import remat; remat.explain")

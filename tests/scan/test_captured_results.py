@@ -38,8 +38,7 @@ def test_a_captured_tensor_that_the_body_returns(loop, body, way):
     same(WAYS[way](fn, rand(3, 4)), WAYS[way](lambda x: x, rand(3, 4)))
 
 
-@pytest.mark.parametrize("body", BODIES)
-@pytest.mark.parametrize("loop", ["scan", "ys"])
+@pytest.mark.parametrize(("body", "loop"), crossed(BODIES, ["scan", "ys"]))
 def test_compiled(loop, body):
     h = rand(3, 4)
     fn = lambda x: LOOPS[loop](BODIES[body](x), h)  # noqa: E731

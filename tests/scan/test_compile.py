@@ -224,7 +224,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", sparse(POLICIES))
 def test_policies_inside_compiled_steps(name, args, graphs):
     w, h, xs = args
     policy, expected = POLICIES[name]

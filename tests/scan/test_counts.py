@@ -19,6 +19,7 @@ from remat.schedules import Multilevel, Online, Revolve, Sqrt, advances
 from remat.transforms.offload import to_host
 from remat.transforms.scan import spec
 from remat.transforms.scan.instructions import Store
+from tests.helpers import crossed, sparse
 
 STEPS = 4
 
@@ -120,7 +121,7 @@ def live(run: Any) -> int:
     return most
 
 
-@pytest.mark.parametrize("slots", [2, 8])
+@pytest.mark.parametrize("slots", sparse([2, 8], 2))
 def test_tensors_alive_do_not_depend_on_the_length(slots):
     def run(n):
         h = torch.ones(4, requires_grad=True)
@@ -130,8 +131,7 @@ def test_tensors_alive_do_not_depend_on_the_length(slots):
     assert run(2000) == run(200) <= slots + 3
 
 
-@pytest.mark.parametrize("slots", [1, 2, 5, 8])
-@pytest.mark.parametrize("kind", ["scan", "loop"])
+@pytest.mark.parametrize(("slots", "kind"), crossed([1, 2, 5, 8], ["scan", "loop"]))
 def test_exactly_so_many_carries_are_kept_and_steps_run_again(kind, slots):
     n, steps = 19, Counter()
     made: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -60,6 +60,7 @@ def test_what_is_passed_on_doubled_or_called_outside_kernels(args):
     check(body, {"a": h, "b": h, "k": torch.tensor(0)}, xs, args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sparse(["vectors of doubles", "a gated module", "wide", "autocast"], 4))
 def test_bodies(kind, args):
     w, h, xs = args

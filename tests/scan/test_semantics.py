@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import gc
 import weakref
+from itertools import starmap
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from remat.policies import save_matmuls
 from remat.schedules import Online, Revolve, Segmented, Sqrt, advances
 from remat.transforms.errors import RematError
 from remat.transforms.scan.instructions import Advance
-from tests.helpers import loop
+from tests.helpers import loop, sparse
 
 
 class Counted:
@@ -104,7 +105,10 @@ def kept_bytes(n: int, checkpoints: Any) -> int:
     return sum(h.nbytes for h in (r() for r in made) if h is not None and h is not last)
 
 
-@pytest.mark.parametrize("checkpoints, carries", [(1, 1), (4, 4), (8, 8), ("all", 39), ("sqrt", 11)])
+@pytest.mark.parametrize(
+    ("checkpoints", "carries"),
+    sparse(starmap(pytest.param, [(4, 4), (1, 1), (8, 8), ("all", 39), ("sqrt", 11)])),
+)
 def test_between_passes_no_more_carries_live_than_slots(checkpoints, carries):
     # One slot holds the initial carry, which the body did not make; one more carry is in hand.
     assert kept_bytes(40, checkpoints) <= carries * 1024

@@ -40,7 +40,7 @@ def swept(capsys: pytest.CaptureFixture[str], out: Path, *args: str) -> tuple[in
     return code, {row["policy"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
 
 
-@pytest.mark.parametrize(("mode", "model"), crossed(["func", "backward", "vmap"], ["gpt", "llama"]))
+@pytest.mark.parametrize(("mode", "model"), crossed(["func", "backward", "vmap"], ["gpt", "llama"], every=6))
 def test_sweep_measures_every_default_policy(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str, mode: str
 ) -> None:

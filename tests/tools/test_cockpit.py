@@ -209,6 +209,7 @@ def test_no_text_of_the_users_ends_the_script(tmp_path):
     assert not re.search(r"https?:|src=|href=|@import|url\(", text)
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_events(tmp_path):
     n = 100_000
     op = torch.ops.aten.mm.default

@@ -191,7 +191,9 @@ def forward_ad_active(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:
-    """Whether the innermost level pushes a tangent of `tensor` forward."""
+    """Whether the innermost level pushes a tangent of `tensor` forward, or of what it is a batch of."""
+    while is_batched(tensor):  # of which torch tells none
+        tensor = unwrap_once(tensor)
     return _unpack_dual(tensor, level=0)[1] is not None
 
 
