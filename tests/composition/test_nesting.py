@@ -212,3 +212,17 @@ def test_what_a_policy_inside_keeps_does_not_run_again_in_graphs(way, inner, dep
     got = out if way == "grad" else torch.autograd.grad(out.sum(), args)
     assert dots(graphs.both) == 12 if way == "backward" else dots(graphs.forward) == 12
     same(got, WAYS["backward"](blocks([], save_nothing), *args))
+
+
+@pytest.mark.parametrize("outermost", [lambda f: f, remat], ids=["two", "three"])
+@pytest.mark.parametrize("innermost", ["nothing", "everything"])
+def test_every_call_runs_as_many_ops_as_the_first(innermost, outermost):
+    """What a region keeps for one inside is kept in later calls, too: its own backward may read none of it."""
+    inner = remat(torch.exp, policy=POLICIES[innermost])
+    region = outermost(remat(lambda t: inner(t.sin()) + 1, policy=POLICIES["everything"]))
+    x, counts = rand(4, 8).requires_grad_(), []
+    for _ in range(4):
+        with OpCounter() as counter:
+            region(x * 1).sum().backward()
+        counts.append((counter["sin"], counter["exp"]))
+    assert counts == [(1, 1)] * 4

@@ -172,7 +172,7 @@ class Frame(Packer):
         tape, program = self.tape, self.program
         if program is None or not tape.cacheable or tape.meta or self.region.digest is not None:
             return None
-        held, kept = frozenset(self.held), frozenset(self.kept)
+        held, kept = frozenset(self.held), frozenset(self.kept) | tape.lent
         ends = None if self.reach is None else self.reach.behind
         return CachedTrace(tape, program, kept, held, self.residuals is not None, ends, self.nodes)
 
@@ -182,7 +182,7 @@ class Frame(Packer):
         if self.residuals is not None:
             self.hold_residuals(self.residuals)
         else:
-            self.kept = {at: recorder.kept[at] for at in known.kept}
+            self.kept = {at: recorder.kept[at] for at in known.kept if at in known.program.kept}
             self.take(recorder, known.held)
         if known.ends is not None and self.nodes == known.nodes:
             self.reach = Reachability(differentiated(out), self.start, known.ends)

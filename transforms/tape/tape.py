@@ -84,6 +84,7 @@ class Tape:
         sharded: parameters are gathered inside, without gradients, and not in both passes (FSDP2's hooks see
             to it that they are there). Where user code runs again, what runs without gradients is left out.
         decided: ops that are kept as decisions, whatever the policy says.
+        lent: ops whose kept results regions inside rely on.
         sized_by_data: whether another call may have values of other shapes, its arguments being alike.
         meta: whether the region itself computes on the meta device.
     """
@@ -101,6 +102,7 @@ class Tape:
         self.last_write: dict[int, int] = {}
         self.exposed: set[int] = set()
         self.decided: set[int] = set()
+        self.lent: set[int] = set()
         self.open: str | None = None
         self.loose = self.sharded = self.meta = self.sized_by_data = False
         self.cacheable = True  # whether another forward may be held against it
@@ -146,7 +148,7 @@ class Tape:
         made = copy.copy(self)
         made.nodes = [copy.copy(node) for node in self.nodes[:count]]
         last = self.nodes[count].first if count < len(self.nodes) else len(self.makers)
-        made.makers = self.makers[:last]
+        made.makers, made.lent = self.makers[:last], set(self.lent)
         made.outside = []
         made.packed, made.owners = self.packed[:packed], self.owners[:packed]
         made.names, made.inner = self.names[:names], [pair for pair in self.inner if pair[1] <= count]

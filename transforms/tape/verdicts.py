@@ -114,6 +114,7 @@ class Verdicts(Mode):
         for at, outer in self.outer.items():
             if at not in self.kept and outer in kept and not self.tape.nodes[at].written:
                 self.kept[at] = kept[outer]
+                self.parent.tape.lent.add(outer)
                 self.tape.cacheable = False
 
     def offer_around(self, kept: Mapping[int, Any]) -> None:
