@@ -217,7 +217,7 @@ def test_what_a_policy_inside_keeps_does_not_run_again_in_graphs(way, inner, dep
 @pytest.mark.parametrize("outermost", [lambda f: f, remat], ids=["two", "three"])
 @pytest.mark.parametrize("innermost", ["nothing", "everything"])
 def test_every_call_runs_as_many_ops_as_the_first(innermost, outermost):
-    """What a region keeps for one inside is kept in later calls, too: its own backward may read none of it."""
+    """What a region keeps for one inside is kept in later calls. Its own backward may read none of it."""
     inner = remat(torch.exp, policy=POLICIES[innermost])
     region = outermost(remat(lambda t: inner(t.sin()) + 1, policy=POLICIES["everything"]))
     x, counts = rand(4, 8).requires_grad_(), []
