@@ -31,7 +31,10 @@ Seen = dict[str, Any]
 
 @dataclass
 class Verdict:
-    """How a program went. `kind`: same, invalid (torch cannot run it), refused, or failed."""
+    """How a program went.
+
+    `kind`: same, invalid (torch cannot run it), refused, standing (a loud fault that is known), or failed.
+    """
 
     kind: str
     what: str = ""
@@ -150,6 +153,11 @@ TORCHS = re.compile(
 )
 # Of programs that call a transform inside alone: else an error of this kind is a region's.
 OF_TRANSFORMS = re.compile("modified by an inplace operation")
+# Loud faults that stand, of transforms in regions and of scans under transforms (docs/limits.md).
+STANDING = re.compile(
+    "setStorage: sizes|doesn't match the broadcast shape"
+    "|Mismatch in shape: grad_output|forward AD with _scaled_dot_product"
+)
 
 
 def seeded(seed: int) -> None:
@@ -427,10 +435,17 @@ def _checked(
             if isinstance(error, KeyboardInterrupt):
                 raise
             own = TORCHS.search(str(error)) or "torch.func" in source and OF_TRANSFORMS.search(str(error))
-            if own:
+            # What Dynamo or AOTAutograd refuse is loud; the comparison is after wrong numbers.
+            if own or backend is not None:
                 return Verdict("refused", f"{type(error).__name__}: {error}")
+            if STANDING.search(str(error)):
+                return Verdict("standing", f"{type(error).__name__}: {error}")
             return Verdict("failed", f"step {at} raises {type(error).__name__}: {error}")
         if (what := difference(found, expected, tolerance)) is not None:
+            if backend is not None and (
+                own := _compiled_alone(source, steps[: at + 1], dtype, backend, seed)
+            ):
+                return Verdict("invalid", f"torch.compile without regions: {own}")
             return Verdict("failed", f"step {at}, {what}")
         if ours.ours and at == len(steps) - 1 and backend is None:
             # The next ordinary call: nothing is left of regions in the model.
@@ -473,3 +488,20 @@ def _equal(found: Any, expected: Any, tolerance: float, where: str) -> bool:
         other = expected if found is None else found
         return other is None or (isinstance(other, Tensor) and not other.any())
     return bool(found == expected)
+
+
+def _compiled_alone(
+    source: str, steps: list[dict[str, Any]], dtype: torch.dtype, backend: str, seed: int
+) -> str | None:
+    """What torch.compile itself makes of a program otherwise than eager; None where it is right."""
+    torch._dynamo.reset()
+    eager, alone = (Pass(source, dtype, False, how) for how in (None, backend))
+    for at, step in enumerate(steps):
+        expected = eager.run(step, seed + at)
+        try:
+            what = difference(alone.run(step, seed + at), expected, 1e-6)
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+        if what is not None:
+            return what
+    return None

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.func import grad, hessian, vmap
 
-from remat import remat
+from remat import RematError, remat
 from tests.helpers import POLICIES, crossed, jvp, rand, same
 
 GLOBAL: dict[str, torch.Tensor] = {}
@@ -190,3 +190,20 @@ def test_region_made_once_captures_what_it_finds_at_each_call():
     for seed in range(3):
         w = rand(3, seed=seed)
         same(grad(f)(w), grad(lambda w: torch.tanh(w).sum())(w))
+
+
+def test_a_captured_tensor_that_a_transform_inside_is_given():
+    """torch.func wraps it at a level below its own, which torch fails to do with an internal error."""
+
+    def forces(x, w):
+        return x @ grad(lambda w: w.sin().square().sum())(w)
+
+    def by_capturing(x, w):
+        return remat(lambda x: forces(x, w))(x).sum()
+
+    x, w = rand(2, 3), rand(3, 3)
+    with pytest.raises(RematError, match="straight to a transform"):
+        grad(by_capturing, (0, 1))(x, w)
+    same(grad(lambda x: by_capturing(x, w))(x), grad(lambda x: forces(x, w).sum())(x))
+    by_argument = grad(lambda x, w: remat(forces)(x, w).sum(), (0, 1))(x, w)
+    same(by_argument, grad(lambda x, w: forces(x, w).sum(), (0, 1))(x, w))

@@ -19,6 +19,7 @@ from remat.transforms.closure.convert import (
     as_operand,  # what the enclosing region, if any, has put in the place of `tensor`
     as_operands,  # `tree` with what the enclosing region has put in the place of its tensors
     changing,  # what to raise when every start over meets another captured tensor
+    handed_on,  # what to raise when a transform inside is given a captured tensor of a level around
     in_backward,  # that substitution again, for the backward
     innermost,  # the substitution in force on this thread
     made_inside,  # tell every substitution in force that these were made inside its region

@@ -259,6 +259,14 @@ def changing(name: str) -> RematError:
     )
 
 
+def handed_on(name: str) -> RematError:
+    """What to raise when a transform inside is given a captured tensor of a level around the region."""
+    return RematError(
+        f"region {name!r} hands a captured tensor that carries derivatives straight to a transform of "
+        "torch.func. The tensor belongs to a level around the region. Pass it to the region as an argument."
+    )
+
+
 def read_again(name: str, missed: Missed) -> RematError:
     """What to raise when a recomputation meets a captured tensor that the forward did not."""
     return RematError(
