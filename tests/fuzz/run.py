@@ -33,7 +33,8 @@ Seen = dict[str, Any]
 class Verdict:
     """How a program went.
 
-    `kind`: same, invalid (torch cannot run it), refused, standing (a loud fault that is known), or failed.
+    `kind`: same, invalid (torch cannot run it), refused, standing (a loud fault that is known), failed, or
+    memory (right, with more bytes than without regions).
     """
 
     kind: str
@@ -75,7 +76,9 @@ class Pass:
         self._prepare(step)
         with regions(self.ours), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            cast = torch.autocast("cpu", torch.bfloat16) if step["autocast"] else contextlib.nullcontext()
+            # A sparse product under autocast is another one under any dispatch mode: torch's own.
+            casts = step["autocast"] and "to_sparse" not in self.source
+            cast = torch.autocast("cpu", torch.bfloat16) if casts else contextlib.nullcontext()
             with cast:
                 seen = WAYS[step["how"]](self, step)
         return seen | self.state()
@@ -149,7 +152,7 @@ POLICED = re.compile(r'"(?!nothing)(' + "|".join(library.POLICIES) + r')"\)|torc
 # forward mode finds rules for torch.func's levels alone (docs/limits.md).
 TORCHS = re.compile(
     "must implement the jvp function|vmap: inplace arithmetic|Batching rule not implemented"
-    "|Nested forward mode AD|derivative for .* is not implemented"
+    "|Nested forward mode AD|derivative for .* is not implemented|A carry must have the same shape"
 )
 # Of programs that call a transform inside alone: else an error of this kind is a region's.
 OF_TRANSFORMS = re.compile("modified by an inplace operation")

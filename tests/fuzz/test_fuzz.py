@@ -44,6 +44,7 @@ def passes(mode: str, seeds: range) -> Counter[str]:
 def test_programs_are_as_without_remat(mode: str, first: int, last: int) -> None:
     kinds = passes(mode, range(first, last))
     assert kinds["same"] >= 0.6 * (last - first)
+    assert mode == "func" or not kinds["memory"]
 
 
 @pytest.mark.slow

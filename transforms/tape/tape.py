@@ -326,7 +326,10 @@ def constants_alike(want: Any, value: Any) -> bool:
         return len(want) == len(value) and all(map(constants_alike, want, value))
     if kind is dict:
         return want.keys() == value.keys() and all(constants_alike(want[k], value[k]) for k in want)
-    return bool(want == value)
+    try:
+        return bool(want == value)
+    except NotImplementedError:  # a TorchScript object
+        return want is value
 
 
 def refs_in(template: Any) -> list[int]:
