@@ -85,6 +85,7 @@ def value_and_grad(
 
 
 def named_like(fun: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    """`wrapper` with the name and docstring of `fun`, where nothing is being compiled."""
     # Dynamo cannot trace functools.wraps over everything that is callable, and needs no names.
     return wrapper if torch.compiler.is_compiling() else functools.wraps(fun, updated=())(wrapper)
 
@@ -127,6 +128,7 @@ def _outermost(
 
 
 def argument_positions(argnums: Any, count: int) -> int | tuple[int, ...]:
+    """`argnums` counted from the first of `count` arguments. Raises RuntimeError for none, or one twice."""
     if isinstance(argnums, tuple):
         positions = tuple(_position(i, count) for i in argnums)
         if not positions or len(set(positions)) < len(positions):
@@ -147,6 +149,7 @@ def _position(argnum: Any, count: int) -> int:
 
 
 def replace_arguments(args: tuple[Any, ...], positions: int | tuple[int, ...], new: Any) -> list[Any]:
+    """The arguments with `new` at the position, or its parts at the positions."""
     replaced = list(args)
     chosen = [(positions, new)] if isinstance(positions, int) else zip(positions, new, strict=True)
     for i, value in chosen:
@@ -155,10 +158,12 @@ def replace_arguments(args: tuple[Any, ...], positions: int | tuple[int, ...], n
 
 
 def fresh_leaf(x: Any) -> Tensor:
+    """A leaf with the values of a tensor."""
     return checked_tensor(x).detach().requires_grad_()
 
 
 def checked_tensor(x: Any) -> Tensor:
+    """`x` itself. Raises ValueError where it is not a tensor."""
     if not isinstance(x, Tensor):
         raise ValueError(
             f"An argument to differentiate must be a pytree of tensors, got {x!r} of type {type(x)} in it. "
@@ -174,6 +179,7 @@ def _split(output: Any) -> tuple[Any, Any]:
 
 
 def check_scalar(value: Any) -> None:
+    """Raises RuntimeError where `value` is not a tensor of no dimensions."""
     if not isinstance(value, Tensor):
         raise RuntimeError(
             f"Expected the function to return a scalar tensor, got {value!r}, a {type(value)}."
@@ -186,6 +192,7 @@ def check_scalar(value: Any) -> None:
 
 
 def gradients_of(value: Tensor, leaves: list[Tensor], create_graph: bool) -> list[Tensor]:
+    """Gradients of a scalar by the leaves, zeros by those that it does not depend on."""
     found: tuple[Tensor | None, ...] = (None,) * len(leaves)
     if value.requires_grad:
         found = torch.autograd.grad(value, leaves, create_graph=create_graph, allow_unused=True)

@@ -76,7 +76,7 @@ class StepOptions(ModelOptions):
         if self.input:
             raise UsageError(f"{self.target} makes its own tokens: write --batch and --seq, not --input.")
         if self.dtype not in DTYPES:
-            raise UsageError(f"--dtype {self.dtype} is no dtype of a model. Write {', '.join(DTYPES)}.")
+            raise UsageError(f"--dtype {self.dtype} is not a dtype of a model. Write {', '.join(DTYPES)}.")
         model = self.build(self.target, DTYPES[self.dtype], device)
         params = model.leaves(model.params)
 

@@ -28,7 +28,7 @@ from remat.policies import (
     where,
 )
 from tests.conformance.counting import COMPILES
-from tests.conformance.test_jax_remat import Rebuilt
+from tests.conformance.test_jax_remat import Dot, Rebuilt
 from tests.helpers import OpCounter, crossed, rand
 
 pytestmark = [
@@ -126,22 +126,6 @@ def test_remat_checkpoint_dots_jit():
     f(leaf).sum().backward()
     assert (graphs.count("sin"), graphs.count("cos"), graphs.count("mm")) == (2, 3, 6)
     torch.testing.assert_close(leaf.grad, grad(lambda x: three_dots(x).sum())(W))
-
-
-class Dot(torch.autograd.Function):
-    """A product whose gradient is its cotangent."""
-
-    @staticmethod
-    def forward(x):
-        return x @ x
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, g):  # type: ignore[override]
-        return g
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])

@@ -277,21 +277,29 @@ class Rebuilt(torch.autograd.Function):
         return ctx.saved_tensors[0].float() * 1.0
 
 
+class Dot(torch.autograd.Function):
+    """A product whose gradient is its cotangent."""
+
+    @staticmethod
+    def forward(x):
+        return x @ x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[override]
+        return g
+
+
 @pytest.mark.parametrize("policy", [save_nothing, save_matmuls])
 @pytest.mark.parametrize("mode", ["backward", "vjp"])
 def test_excess_precision_hell(policy, mode):
     """In bfloat16 the value that the backward rebuilds is the forward's, bit for bit."""
     rebuilt = []
 
-    class Probe(torch.autograd.Function):
-        @staticmethod
-        def forward(x):
-            return x @ x
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            pass
-
+    class Probe(Dot):
         @staticmethod
         def backward(ctx, g):  # type: ignore[override]
             rebuilt.append(g)

@@ -109,6 +109,7 @@ def _loose_tensors(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
 
 
 def cells(function: types.FunctionType) -> Iterator[Any]:
+    """What a function closes over; cells that hold nothing yet are left out."""
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):
             yield cell.cell_contents

@@ -61,6 +61,7 @@ from remat.transforms.tape import (
 
 @rule(None)
 def at_bottom(_: None, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+    """The rule below all levels: a node of plain autograd where an operand requires gradients."""
     if forward_ad_active(operands):
         return plain_duals(prim, operands)
     if torch.is_grad_enabled() and any(t.requires_grad for t in operands):
@@ -70,6 +71,7 @@ def at_bottom(_: None, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...
 
 @rule(GRAD)
 def grad_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+    """The rule of a level of `grad`: a node of its own where the level differentiates an operand."""
     number = level.level()
     if not (torch.is_grad_enabled() and any(tracked(t, number) for t in operands)):
         with level.lower():
@@ -189,6 +191,7 @@ def _freed(*_: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def tracked(tensor: torch.Tensor, level: int) -> bool:
+    """Whether this level of `grad` differentiates a tensor."""
     return level_of(tensor) == level and tensor.requires_grad
 
 

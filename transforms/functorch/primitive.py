@@ -312,6 +312,7 @@ def _leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def merged(operands: Tensors, at: list[int], replaced: Tensors) -> list[torch.Tensor]:
+    """The operands with others at these positions."""
     merged = list(operands)
     for i, tensor in zip(at, replaced, strict=True):
         merged[i] = tensor
@@ -330,6 +331,7 @@ def smooth_first(
 
 
 def reassemble(smooth: Tensors, rest: Tensors, at: list[int]) -> list[torch.Tensor]:
+    """The results in their own order: what `smooth_first` split; `at` says where the smooth ones go."""
     outs = list(rest)
     for i, tensor in zip(at, smooth, strict=True):
         outs.insert(i, tensor)

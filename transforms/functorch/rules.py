@@ -47,6 +47,7 @@ from remat.transforms.placeholders import hollow
 
 @rule(VMAP)
 def vmap_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+    """The rule of a level of `vmap`: the primitive of the vmapped function."""
     number = level.level()
     pairs = [unwrap_batched(t, number) for t in operands]
     in_dims = tuple([dim for _, dim in pairs])
@@ -146,6 +147,7 @@ def _mapped(prim: Prim, transform: Callable[[Body], Body]) -> Prim:
 
 @rule(JVP)
 def jvp_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+    """The rule of a level of `jvp`: the function runs on dual numbers."""
     with dual_level_known():
         return _dual_rule(level, prim, operands)
 

@@ -19,6 +19,7 @@ from remat.transforms.state import RandomState
 
 
 def expand(tensor: torch.Tensor, dim: int | None, size: int, to: int = 0) -> torch.Tensor:
+    """A batch of a tensor at dimension `to`: its own at `dim`, or `size` copies where that is None."""
     if dim is not None:
         return tensor.movedim(dim, to)
     shape = list(tensor.shape)

@@ -108,13 +108,14 @@ class Verdicts(Mode):
 
     def share_around(self) -> None:
         """What a region around this one keeps is not computed again by this one."""
-        kept = getattr(self.parent, "kept", None)
+        parent: Any = self.parent
+        kept = getattr(parent, "kept", None)
         if not kept:
             return
         for at, outer in self.outer.items():
             if at not in self.kept and outer in kept and not self.tape.nodes[at].written:
                 self.kept[at] = kept[outer]
-                self.parent.tape.lent.add(outer)
+                parent.tape.lent.add(outer)
                 self.tape.cacheable = False
 
     def offer_around(self, kept: Mapping[int, Any]) -> None:
