@@ -62,7 +62,7 @@ def wrong(x):
         (["compare", f"{ME}:block", *TWO, "--policy", f"plan={__file__}"], "is not a plan"),
         (["compare", "gtp"], "did you mean gpt, or MODULE:FN?"),
         (["compare", "gpt", "--input", "4x8"], "write --batch and --seq, not --input"),
-        (["compare", "gpt", "--dtype", "int8"], "is no dtype of a model. Write float64"),
+        (["compare", "gpt", "--dtype", "int8"], "is not a dtype of a model. Write float64"),
         (["explain", "gpt", "--device", "cuda"], "no CUDA device. Write --device cpu."),
         (["sweep", "--batch", "0"], "--batch 0 must be positive. Write --batch 8."),
         (["init", "nowhere/config.json"], "there is no file nowhere/config.json. Write a config type"),
