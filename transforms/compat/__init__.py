@@ -102,6 +102,9 @@ from remat.transforms.compat.cpu import (
     options_of,  # the options of a compiler that is Inductor
     transposes_given,  # which inputs a block wants transposed
 )
+from remat.transforms.compat.distributed import (
+    sharding_aside,  # how DTensor is to run what it propagates shardings by
+)
 from remat.transforms.compat.dynamo import (
     BROKEN,  # the message where a graph breaks amid a capture
     is_near,  # whether what `push` set was set in the graph at hand
