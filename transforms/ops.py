@@ -54,7 +54,8 @@ class Traits:
     `shape_only`: it makes a new tensor like its operand, whose numbers it does not read. `may_draw`: it draws
     random numbers, or could without saying so. `sized_by_data`: numbers
     decide the shape of its result, or could. `collective`: other processes take part in it, in ways that no
-    op tells; `functional`: they do, and it is an op like any other; `outside`: it acts on them, or on the user's screen or program. `asks_grad`: on operands without gradients it computes
+    op tells; `functional`: they do, and it is an op like any other; `outside`: it acts on them, or on the
+    user's screen or program. `asks_grad`: on operands without gradients it computes
     less. `saves_unwritten`: autograd saves an operand that it then writes into.
     """
 

@@ -89,7 +89,11 @@ class Wrapper:
 
     def _around(self, parts: Iterator[torch.Tensor]) -> torch.Tensor:
         inner = {
-            name: next(parts) if nested is None else nested[0] if isinstance(nested, tuple) else nested._around(parts)
+            name: next(parts)
+            if nested is None
+            else nested[0]
+            if isinstance(nested, tuple)
+            else nested._around(parts)
             for name, nested in zip(self._names, self._nested, strict=True)
         }
         build: Any = self._build

@@ -102,9 +102,6 @@ from remat.transforms.compat.cpu import (
     options_of,  # the options of a compiler that is Inductor
     transposes_given,  # which inputs a block wants transposed
 )
-from remat.transforms.compat.distributed import (
-    sharding_aside,  # how DTensor is to run what it propagates shardings by
-)
 from remat.transforms.compat.dynamo import (
     BROKEN,  # the message where a graph breaks amid a capture
     is_near,  # whether what `push` set was set in the graph at hand
@@ -146,4 +143,7 @@ from remat.transforms.compat.modes import (
     uncompiled_branches,  # keeps Dynamo from the branches of torch.cond
     unseen,  # within, ops on `tensor` reach no dispatch mode
     watched,  # whether hooks or a dispatch mode follow what runs here
+)
+from remat.transforms.compat.sharding import (
+    sharding_aside,  # how DTensor is to run what it propagates shardings by
 )

@@ -166,6 +166,8 @@ def kind(op: Any) -> str:
     costly = kind_of(op)
     if costly is not None:
         return "matmul" if costly == "bmm" else costly
+    if traits(op).functional:
+        return "collective"
     if getattr(op, "namespace", "aten") not in ("aten", "prims"):
         return "custom"
     if any(part in _name(op) for part in _NORMALIZATION):

@@ -145,6 +145,9 @@ class Graph:
         return tuple(sorted({place for v in numbers if (place := self._place(v)) is not None}))
 
     def _price(self, model: CostModel, op: Op, keep_heavy: bool) -> float:
-        if traits(op.target).outside or (keep_heavy and is_heavy(self.joint, op)):
+        facts = traits(op.target)
+        if facts.outside and not facts.functional:
             return INF
-        return 0.0 if is_view(self.joint, op) else model.price(self.joint, op)
+        if is_view(self.joint, op):
+            return 0.0
+        return INF if keep_heavy and is_heavy(self.joint, op) else model.price(self.joint, op)
