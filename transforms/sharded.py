@@ -1,5 +1,6 @@
-"""Tensors of torch.distributed that wrap what lies on this process: a `DTensor`, a collective's result that is
-still on its way. A region sees the local program: the ops on local tensors, collectives among them.
+"""Tensors of torch.distributed that wrap this process's: a `DTensor`, a collective's result on its way.
+
+A region sees the local program: the ops on local tensors, collectives among them.
 """
 
 from __future__ import annotations
@@ -88,14 +89,12 @@ class Wrapper:
         return self._around(iter(parts))
 
     def _around(self, parts: Iterator[torch.Tensor]) -> torch.Tensor:
-        inner = {
-            name: next(parts)
-            if nested is None
-            else nested[0]
-            if isinstance(nested, tuple)
-            else nested._around(parts)
-            for name, nested in zip(self._names, self._nested, strict=True)
-        }
+        inner = {}
+        for name, nested in zip(self._names, self._nested, strict=True):
+            if nested is None:
+                inner[name] = next(parts)
+            else:
+                inner[name] = nested._around(parts) if isinstance(nested, Wrapper) else nested[0]
         build: Any = self._build
         made = build.__tensor_unflatten__(inner, self._context, self._shape, self._stride)
         if self._completed is not None:

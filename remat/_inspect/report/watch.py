@@ -20,7 +20,8 @@ from remat.transforms.region import recomputed_region
 from remat.transforms.tape import Kept
 
 PASSES = ("forward", "recompute", "backward")
-KINDS = ("matmul", "convolution", "attention", "normalization", "pointwise", "reduction", "custom", "other")
+KINDS = ("matmul", "convolution", "attention", "collective", "normalization", "pointwise", "reduction")
+KINDS += ("custom", "other")
 TRANSFER = "transfer"  # of an offloaded value, to the host or back
 # They move no number: counting them would call bookkeeping a recomputation.
 _BOOKKEEPING = ("empty", "new_empty", "detach", "alias", "_unsafe_view", "set_", "resize_")

@@ -62,7 +62,7 @@ def _warn_unknown(name: str) -> None:
 
 
 def is_heavy(joint: Joint, op: Op) -> bool:
-    """What `budget="free"` never runs again: matmul, convolution, attention, collective, custom op with FLOPs."""
+    """What `budget="free"` never runs again: matmul, convolution, attention, collectives, custom FLOPs."""
     return kind_of(op.target) is not None or traits(op.target).functional or flops_of(joint, op) > 0
 
 
