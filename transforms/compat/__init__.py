@@ -145,5 +145,6 @@ from remat.transforms.compat.modes import (
     watched,  # whether hooks or a dispatch mode follow what runs here
 )
 from remat.transforms.compat.sharding import (
+    bookkeeping_aside,  # how wrappers of modules are to run what is for ends of their own
     sharding_aside,  # how DTensor is to run what it propagates shardings by
 )

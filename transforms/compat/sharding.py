@@ -1,4 +1,4 @@
-"""DTensor: what it runs to find out how results lie, which is no part of a program.
+"""What torch.distributed runs for its own ends, which is no part of a program.
 
 Private names of torch, each with its reason. Tried on 2.13.0 (CPU).
 """
@@ -30,3 +30,48 @@ def sharding_aside(run: Callable[..., Any]) -> None:
         plain = getattr(holder, name, None)
         if plain is not None:
             setattr(holder, name, functools.partial(run, plain))
+
+
+# Where parameters are gathered and freed: (module, class or None for the module itself, functions).
+_GATHERING: tuple[tuple[str, str | None, tuple[str, ...]], ...] = (
+    (
+        "torch.distributed.fsdp._flat_param",
+        "FlatParamHandle",
+        ("pre_unshard", "unshard", "post_unshard", "reshard", "post_reshard"),
+    ),
+    ("torch.distributed.fsdp._runtime_utils", None, ("_register_post_backward_hook",)),
+)
+# What is arranged once, amid a forward, with ops and collectives: the buckets of DistributedDataParallel.
+_ARRANGING: tuple[tuple[str, str | None, tuple[str, ...]], ...] = (
+    ("torch._C._distributed_c10d", "Reducer", ("_rebuild_buckets",)),
+    ("torch.distributed._composable.replicate", "_ReplicateState", ("lazy_init",)),
+)
+
+
+def bookkeeping_aside(gathering: Callable[..., Any], arranging: Callable[..., Any]) -> None:
+    """Let these call, from now on, what wrappers of modules do amid a forward for ends of their own.
+
+    `gathering(function, *args)` calls what gathers parameters and frees them, `arranging(function, *args)`
+    what happens once.
+    """
+    for run, places in ((gathering, _GATHERING), (arranging, _ARRANGING)):
+        for module, name, methods in places:
+            there: Any = sys.modules.get(module)
+            kind: Any = there if name is None else getattr(there, name, None)
+            if kind is None or (module, name) in _aside:
+                continue
+            _aside.add((module, name))
+            for method in methods:
+                if (plain := getattr(kind, method, None)) is not None:
+                    setattr(kind, method, _called_by(run, plain))
+
+
+_aside: set[tuple[str, str | None]] = set()
+
+
+def _called_by(run: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return run(functools.partial(plain, *args, **kwargs))
+
+    return called
