@@ -5,9 +5,11 @@ Private names of torch, each with its reason. Tried on 2.13.0 (CPU).
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -75,3 +77,49 @@ def _called_by(run: Callable[..., Any], plain: Callable[..., Any]) -> Callable[.
         return run(functools.partial(plain, *args, **kwargs))
 
     return called
+
+
+class Meeting:
+    """A group of ranks, and the store by which it has met.
+
+    Attributes:
+        name: of the group, the same on all of its ranks.
+        rank, ranks: this rank in the world, and those of the group.
+    """
+
+    def __init__(self, store: Any, rank: int, ranks: list[int]) -> None:
+        self._store, self.rank, self.ranks = store, rank, ranks
+        self.name = ",".join(map(str, ranks))
+
+    def all_say(self, key: str, what: str, seconds: int) -> bool:
+        """Whether all ranks say the same; waits until all have spoken, so many seconds at most."""
+        store, count = self._store, len(self.ranks)
+        store.add(f"{key}/{what}", 1)
+        if store.add(f"{key}/count", 1) == count:
+            store.set(f"{key}/done", "1")
+        with contextlib.suppress(RuntimeError):  # it took too long
+            store.wait([f"{key}/done"], datetime.timedelta(seconds=seconds))
+        return store.add(f"{key}/{what}", 0) == count
+
+    def told(self, key: str, text: str, seconds: int) -> Iterator[tuple[int, str]]:
+        """What every rank has to say, where they do not say the same."""
+        self._store.set(f"{key}/text/{self.rank}", text)
+        for rank in self.ranks:
+            place = f"{key}/text/{rank}"
+            with contextlib.suppress(RuntimeError):
+                self._store.wait([place], datetime.timedelta(seconds=seconds))
+                yield rank, self._store.get(place).decode()
+
+
+def meeting_of(group: str) -> Meeting | None:
+    """The ranks of the group of this name, None where there is nobody to meet."""
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is None or not c10d.is_initialized():
+        return None
+    try:
+        found = c10d._resolve_process_group(group)
+    except (RuntimeError, ValueError):
+        return None
+    if found.size() < 2 or c10d.get_backend(found) == "fake":
+        return None
+    return Meeting(c10d._get_default_store(), c10d.get_rank(), c10d.get_process_group_ranks(found))

@@ -29,6 +29,7 @@ from remat.transforms.compat import (
     set_grad_enabled,
 )
 from remat.transforms.context import gathering, memory_watch, quiet, run_innermost
+from remat.transforms.eager.agreement import agree
 from remat.transforms.eager.inputs import Inputs
 from remat.transforms.eager.rerun import Rerun
 from remat.transforms.eager.saved import (
@@ -138,6 +139,7 @@ class Frame(Packer):
                 recorder.leave()
                 self.tape = recorder.tape
                 settle(self, recorder, out)
+                agree(self.region, recorder)
             hold_kept(self, recorder, out)
         finally:
             self.recorder = None
