@@ -179,14 +179,13 @@ def test_wrappers_as_arguments(mesh):
         local(made).data_ptr()
         return made.exp()
 
+    whole = [Replicate()]
     weight = DTensor.from_local(torch.randn(4, 8), mesh, [Shard(0)]).requires_grad_()
     for fn in (square, looking):
         region = remat.remat(fn)
         for start in (
             lambda x: DTensor.from_local(x, mesh, [Shard(0)]),
-            lambda x: DTensor.from_local(torch.cat([x, x]), mesh, [Replicate()]).redistribute(
-                mesh, [Shard(0)]
-            ),
+            lambda x: DTensor.from_local(torch.cat([x, x]), mesh, whole).redistribute(mesh, [Shard(0)]),
             lambda x: DTensor.from_local(all_reduce(x, "sum", mesh), mesh, [Shard(0)]),
         ):
             found = []
