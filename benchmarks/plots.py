@@ -86,7 +86,7 @@ def pareto(figure: Any, results: Results) -> bool:
 
 
 def keep_apart(axes: Any, texts: list[Any]) -> None:
-    """Moves each label to the first place around its point where it meets no other label or marker, inside."""
+    """Moves each label to the first place around its point where it meets no other label and no marker."""
     from matplotlib.transforms import Bbox
 
     spots = [axes.transData.transform(spot) for line in axes.lines for spot in line.get_xydata()]
