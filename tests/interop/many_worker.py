@@ -74,7 +74,7 @@ def stacked(layout: str, policy: Any) -> nn.Module:
 
 
 def train(layout: str, policy: Any) -> tuple[list[torch.Tensor], list[int]]:
-    """The gradients of three steps, and what further ones keep: what gloo's threads free is seen by chance."""
+    """The gradients of three steps, and what further ones keep (what threads of gloo free is missed)."""
     stack, found = stacked(layout, policy), []
 
     def step(mark: Callable[[], None]) -> None:
