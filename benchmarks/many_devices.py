@@ -115,7 +115,9 @@ def fsdp2(model: Stack, policy: Any, around: bool, mesh: Any = None) -> nn.Modul
 
 
 def hsdp(model: Stack, policy: Any) -> nn.Module:
-    return fsdp2(model, policy, False, init_device_mesh("cpu", (2, dist.get_world_size() // 2)))
+    names = ("replicate", "shard")
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=names)
+    return fsdp2(model, policy, False, mesh)
 
 
 def tensor_parallel(model: Stack, policy: Any, sequence: bool, mesh: Any = None) -> nn.Module:

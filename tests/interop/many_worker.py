@@ -86,9 +86,8 @@ def train(layout: str, policy: Any) -> tuple[list[torch.Tensor], list[int]]:
         x = torch.randn(64, 32, generator=torch.Generator().manual_seed(at + 7 * dist.get_rank()))
         stack.zero_grad()
         step(lambda: None)
-        found += [
-            p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad.clone() for p in stack.parameters()
-        ]  # type: ignore
+        grads: list[Any] = [p.grad for p in stack.parameters()]
+        found += [g.to_local() if hasattr(g, "to_local") else g.clone() for g in grads if g is not None]
     kept = []
     for _ in range(3):
         stack.zero_grad()
