@@ -53,7 +53,7 @@ def fsdp1(module: nn.Module, flat: bool) -> nn.Module:
     return FullyShardedDataParallel(module, **options)
 
 
-SHARDED: dict[str, Callable[[nn.Module], nn.Module]] = {
+SHARDED: dict[str, Any] = {
     "fsdp2": fully_shard,
     "fsdp1": functools.partial(fsdp1, flat=False),
     "fsdp1, flat": functools.partial(fsdp1, flat=True),

@@ -5,6 +5,7 @@ On two processes: `test_many.py`.
 
 import collections
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -115,6 +116,7 @@ def train(mesh, policy, sequence, x, **options):
     for _ in range(3):
         stack.zero_grad()
         stack(leaf).square().sum().backward()
+        assert leaf.grad is not None
         found += [leaf.grad.clone(), *[local(p.grad).clone() for p in stack.parameters()]]
     sent = Sent()
 
@@ -204,7 +206,7 @@ def test_a_write_to_a_sharded_weight_is_noticed(mesh):
     weight = nn.Parameter(DTensor.from_local(torch.randn(4, 8), mesh, [Shard(0)]))
     x = DTensor.from_local(torch.ones(4, 8), mesh, [Shard(0)])
     for _ in range(2):
-        out = remat.remat(lambda x, w: torch.tanh(x * w).exp())(x, weight)
+        out: Any = remat.remat(lambda x, w: torch.tanh(x * w).exp())(x, weight)
         with torch.no_grad():
             weight.mul_(2)
         with pytest.raises(RematError, match="written in place"):
