@@ -14,6 +14,7 @@ from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import remat
@@ -73,8 +74,19 @@ def stacked(layout: str, policy: Any) -> nn.Module:
     return SHARDED[layout](stack) if layout.startswith("fsdp") else stack
 
 
-def train(layout: str, policy: Any) -> tuple[list[torch.Tensor], list[int]]:
-    """The gradients of three steps, and what further ones keep (what threads of gloo free is missed)."""
+class Gathers(TorchDispatchMode):
+    """Counts all-gathers."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.namespace == "c10d" and "allgather" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def train(layout: str, policy: Any) -> tuple[list[torch.Tensor], list[int], int]:
+    """The gradients of three steps; what further ones keep (what threads of gloo free is missed); and the
+    all-gathers of a last one."""
     stack, found = stacked(layout, policy), []
 
     def step(mark: Callable[[], None]) -> None:
@@ -92,16 +104,20 @@ def train(layout: str, policy: Any) -> tuple[list[torch.Tensor], list[int]]:
     for _ in range(3):
         stack.zero_grad()
         kept.append(trace_memory(step).kept)
-    return found, kept
+    with Gathers() as gathers:
+        step(lambda: None)
+    return found, kept, gathers.count
 
 
 def around() -> None:
     for layout in SHARDED:
-        expected, _ = train(layout, None)
-        _, torchs = train(layout, SAC)
+        expected, *_ = train(layout, None)
+        _, torchs, gathers = train(layout, SAC)
+        assert not layout.startswith("fsdp") or gathers
         for policy in (save_nothing, save_matmuls):
-            found, kept = train(layout, policy)
+            found, kept, again = train(layout, policy)
             assert all(map(torch.equal, found, expected)), (layout, policy)
+            assert again <= gathers, (layout, policy, again, gathers)
             assert min(kept) <= max(torchs), (layout, policy, kept, torchs)
 
 

@@ -28,6 +28,7 @@ from remat import (
     RematError,
     checkpoint_name,
     checkpoint_policy,
+    offload_matmuls,
     save_collectives,
     save_everything,
     save_matmuls,
@@ -233,3 +234,44 @@ def test_reports_are_of_the_local_program(mesh):
     assert gather.bytes == 2 * gather.args[0].bytes
     said = remat.explain(stack, torch.randn(2, 16, 32))
     assert "_c10d_functional.reduce_scatter_tensor" in str(said) and "collective" in str(said)
+
+
+@pytest.mark.parametrize("policy", [save_nothing, offload_matmuls], ids=repr)
+def test_ways_of_differentiating(mesh, policy):
+    """A region in a region, a second backward, one result at a time, a backward inside, saved-tensor hooks."""
+    stack = model(mesh, None, True)
+
+    def nested(wrap, x):
+        inner = wrap(stack[0])
+        wrap(lambda x: stack[1](inner(x)))(x).square().sum().backward()
+
+    def twice(wrap, x):
+        loss = wrap(stack[0])(x).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    def one_by_one(wrap, x):
+        a, b = wrap(lambda x: (h := torch.tanh(stack[0].up(stack[0].norm(x))), stack[0].down(h.sin())))(x)
+        a.sum().backward(retain_graph=True)
+        b.sum().backward()
+
+    def inside(wrap, x):
+        def force(x):
+            y = stack[0](x)
+            return y * torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
+
+        wrap(force)(x).sum().backward()
+
+    def hooked(wrap, x):
+        with torch.autograd.graph.save_on_cpu():
+            loss = wrap(stack[0])(x).square().sum()
+        loss.backward()
+
+    for way in (nested, twice, one_by_one, inside, hooked):
+        found = []
+        for wrap in (lambda f: f, lambda f: remat.remat(f, policy=policy)):
+            x = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(3)).requires_grad_()
+            stack.zero_grad()
+            way(wrap, x)
+            found.append([local(t.grad) for t in (x, *stack.parameters()) if t.grad is not None])
+        assert len(found[0]) == len(found[1]) and all(map(torch.equal, *found)), way
