@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+# Tensors of these classes are no wrappers: a call is saved where that is asked of every tensor.
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 # Classes that were met, and whether they are such wrappers.
 _wrappers: dict[type, bool] = {}
 
@@ -28,7 +29,7 @@ def is_wrapper(kind: type) -> bool:
 
 def wraps(tensor: Any) -> bool:
     """Whether a tensor is such a wrapper."""
-    return type(tensor) not in _PLAIN and is_wrapper(type(tensor))
+    return type(tensor) not in PLAIN and is_wrapper(type(tensor))
 
 
 def local_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -117,7 +117,8 @@ def train(mesh, policy, sequence, x, **options):
     for _ in range(3):
         stack.zero_grad()
         stack(leaf).square().sum().backward()
-        found += [local(t.grad).clone() for t in (leaf, *stack.parameters())]
+        tensors: Any = (leaf, *stack.parameters())
+        found += [local(t.grad).clone() for t in tensors]
     sent = Sent()
 
     def step(mark):
@@ -239,7 +240,7 @@ def test_reports_are_of_the_local_program(mesh):
 @pytest.mark.parametrize("policy", [save_nothing, offload_matmuls], ids=repr)
 def test_ways_of_differentiating(mesh, policy):
     """A region in a region, a second backward, one result at a time, a backward inside, hooks around."""
-    stack = model(mesh, None, True)
+    stack: Any = model(mesh, None, True)
 
     def nested(wrap, x):
         inner = wrap(stack[0])

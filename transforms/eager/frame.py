@@ -50,7 +50,7 @@ from remat.transforms.errors import RematError
 from remat.transforms.offload import Store
 from remat.transforms.ops import storage
 from remat.transforms.region import CachedTrace, recomputing
-from remat.transforms.sharded import Wrapper, wraps
+from remat.transforms.sharded import PLAIN, Wrapper, wraps
 from remat.transforms.state import generators_put_back
 from remat.transforms.tape import GuardMode, Held, Needs, Program, Reachability, Recorder, Tape
 
@@ -150,7 +150,7 @@ class Frame(Packer):
     def pack(self, tensor: torch.Tensor) -> Any:
         recorder = self.recorder
         assert recorder is not None
-        if wraps(tensor):
+        if type(tensor) not in PLAIN and wraps(tensor):
             recorder.meet(tensor)
             return Wrapper(tensor, self.pack)
         # What a region inside this one keeps is no node's of this one.
@@ -171,7 +171,7 @@ class Frame(Packer):
     def pack_expected(self, tensor: torch.Tensor) -> Any:
         """As `pack`, where the forward is the known one and nobody asks what becomes of the handles."""
         recorder: Any = self.recorder
-        if wraps(tensor):
+        if type(tensor) not in PLAIN and wraps(tensor):
             recorder.meet(tensor)
             return Wrapper(tensor, self.pack_expected)
         at = recorder.packs
@@ -213,12 +213,16 @@ class Frame(Packer):
             elif raw:
                 written = storage(recorder.outside[at]) in raw
             tensor = recorder.outside[at]
-            self.held[at] = SavedInput(tensor, inputs.hooks, written, recorder.around(tensor))
+            self.held[at] = SavedInput(
+                tensor, inputs.hooks, written, recorder.around(tensor) if recorder.local else tensor
+            )
         self.random = recorder.random if self.program is None or self.program.draws else {}
         if self.kept:
             # After what is kept was let go of, all may be asked for once more.
             self.dropped = {
-                at: DroppedInput(tensor, at < tape.arguments, recorder.around(tensor))
+                at: DroppedInput(
+                    tensor, at < tape.arguments, recorder.around(tensor) if recorder.local else tensor
+                )
                 for at, tensor in enumerate(recorder.outside)
                 if at not in self.held
             }

@@ -14,7 +14,7 @@ from remat.transforms.context import active
 from remat.transforms.intermediates import again, current, marks
 from remat.transforms.pytree import flatten, split, unflatten
 from remat.transforms.region import Region
-from remat.transforms.sharded import Wrapper, local_tensors, wraps
+from remat.transforms.sharded import PLAIN, Wrapper, local_tensors, wraps
 from remat.transforms.state import Ambient, RandomState, device_kinds
 
 
@@ -41,7 +41,11 @@ class Inputs:
             leaves, self.spec = flatten((args, kwargs))
             self.tensors, self.arguments = split(leaves)
             self.leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self.wrappers = {i: Wrapper(t, lambda _: None) for i, t in enumerate(self.tensors) if wraps(t)}
+        self.wrappers = {
+            i: Wrapper(t, lambda _: None)
+            for i, t in enumerate(self.tensors)
+            if type(t) not in PLAIN and wraps(t)
+        }
         self.local, self.local_at = self.tensors, range(len(self.tensors))
         if self.wrappers:
             self.local_at = [at for at, t in enumerate(self.tensors) for _ in local_tensors([t])]

@@ -62,7 +62,7 @@ class SavedInput:
         if hooks is None or (around.is_leaf and around.requires_grad):
             self.packed = tensor.detach()
             self.watched: Any = self.packed if around is tensor else around.detach()
-            self.version = version_of(self.watched)
+            self.version = 0 if self.watched.is_inference() else self.watched._version
         elif isinstance(frame := getattr(hooks[0], "__self__", None), Packer):
             # An enclosing region that runs again must not stop here, in the middle of ours.
             frame.inner += 1
@@ -80,7 +80,8 @@ class SavedInput:
                 self._fetched = self.unpack(self.packed).detach()
             return self._fetched
         packed = self.packed
-        if self.watched is not None and version_of(self.watched) != self.version:
+        watched = self.watched
+        if watched is not None and (0 if watched.is_inference() else watched._version) != self.version:
             raise RematError(written(region, self.packed, path(self.packed)))
         return packed
 
