@@ -18,7 +18,9 @@ from remat.transforms.compat import (
     autocasting,
     fake_mode,
     is_fake,
+    local_tensor,
     outside_all_modes,
+    sharded_kinds,
     storage_key,
     without_module_trackers,
 )
@@ -76,7 +78,17 @@ class JointRecorder(TorchDispatchMode):
         return len(self.values) - 1
 
     def number(self, tensor: torch.Tensor) -> int:
-        """The number of a tensor; an unknown one is a capture, or another handle on a known storage."""
+        """The number of a tensor; an unknown one is a capture, or another handle on a known storage.
+
+        A sharded tensor goes by the number of this rank's part.
+        """
+        if isinstance(tensor, sharded_kinds()):
+            number = self.number(local_tensor(tensor))
+            if tensor.requires_grad and tensor.is_leaf:
+                # The part is no leaf: what the backward ends in is the gradient of the whole.
+                self.captured[id(tensor)] = tensor
+                self._alive.append(tensor)
+            return number
         known = self._number.get(id(tensor))
         if known is not None:
             return known
@@ -98,6 +110,12 @@ class JointRecorder(TorchDispatchMode):
         self.captured[id(tensor)] = tensor
         return self.add(tensor, "parameter")
 
+    def _meet(self, *trees: Any) -> None:
+        """Number the sharded parameters among the arguments of an op."""
+        for leaf in tree_leaves(trees):
+            if isinstance(leaf, torch.Tensor) and leaf.is_leaf and leaf.requires_grad:
+                self.number(leaf)
+
     def same(self, tensor: torch.Tensor, number: int) -> int:
         """Let a tensor go by a number that exists."""
         self._number[id(tensor)] = number
@@ -117,6 +135,9 @@ class JointRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if (sharded := sharded_kinds()) and any([issubclass(kind, sharded) for kind in types]):
+            self._meet(args, kwargs)
+            return NotImplemented  # asks the sharded tensor, whose ops on this rank's part come back here
         facts = traits(func)
         if facts.ignored:
             out = func(*args, **kwargs)

@@ -19,7 +19,7 @@ import torch
 from remat._core import DEVICES, known_flops, op_name, warn_user
 from remat.plan.graph.traffic import is_view, traffic
 from remat.policies import kind_of
-from remat.transforms import BoundedCache, RematError, map_only
+from remat.transforms import BoundedCache, RematError, map_only, traits
 from remat.transforms.joint import Joint, Op, Ref, Value
 
 # A custom op of unknown cost counts as a matmul with this contraction: dear enough not to be rerun blindly.
@@ -39,6 +39,8 @@ def flops_of(joint: Joint, op: Op) -> float:
     if known is not None:
         return float(known)
     name = op_name(op.target)
+    if traits(op.target).collective:
+        return 0.0
     if name.split("::")[0] not in ("aten", "prims", "prim", "higher_order") and op.outputs and op.forward:
         _warn_unknown(name)
         return float(UNKNOWN_FLOPS_PER_BYTE * sum(joint.values[o].bytes for o in op.outputs))

@@ -145,6 +145,9 @@ class Graph:
         return tuple(sorted({place for v in numbers if (place := self._place(v)) is not None}))
 
     def _price(self, model: CostModel, op: Op, keep_heavy: bool) -> float:
-        if traits(op.target).outside or (keep_heavy and is_heavy(self.joint, op)):
+        facts = traits(op.target)
+        # Other processes must take part in a collective: only who plans for all of them has a price for it.
+        barred = facts.outside and not (facts.collective and getattr(model, "collectives", False))
+        if barred or (keep_heavy and is_heavy(self.joint, op)):
             return INF
         return 0.0 if is_view(self.joint, op) else model.price(self.joint, op)
