@@ -7,22 +7,26 @@ from typing import Any
 
 import torch
 
-from remat.transforms import flatten
 from remat.transforms.compat import local_tensor
 
 _USUAL = frozenset(torch.nn.Module().__dict__)
 _PLAIN = (bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
-def likeness(module: torch.nn.Module, call: Any, *, numbers: bool) -> Hashable:
+def likeness(module: torch.nn.Module, *, numbers: bool) -> Hashable:
     """What blocks have in common that run the same ops: classes, flags, shapes, plain attributes.
 
     Without `numbers` two blocks count as alike that differ in those alone: layers are often numbered.
     """
-    return tuple(_described(module, call, numbers))
+    return tuple(_described(module, numbers))
 
 
-def _described(module: torch.nn.Module, call: Any, numbers: bool) -> Iterator[Hashable]:
+def likeness_of_call(leaves: list[Any], spec: Any, *, numbers: bool) -> Hashable:
+    """The same of the arguments that they are called with."""
+    return str(spec), tuple([_value(leaf, numbers) for leaf in leaves])
+
+
+def _described(module: torch.nn.Module, numbers: bool) -> Iterator[Hashable]:
     for name, part in module.named_modules():
         yield name, type(part), part.training, len(part._forward_hooks), len(part._forward_pre_hooks)
         for key, tensor in (*part._parameters.items(), *part._buffers.items()):
@@ -30,8 +34,6 @@ def _described(module: torch.nn.Module, call: Any, numbers: bool) -> Iterator[Ha
         for key, value in vars(part).items():
             if key not in _USUAL:
                 yield key, _value(value, numbers)
-    leaves, spec = flatten(call)
-    yield str(spec), tuple([_value(leaf, numbers) for leaf in leaves])
 
 
 def _value(value: Any, numbers: bool) -> Hashable:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from remat.plan.graph import Graph
-from remat.plan.layout.alike import likeness
+from remat.plan.layout.alike import likeness, likeness_of_call
 from remat.plan.layout.around import Around, stand_in
 from remat.plan.layout.local import Local
 from remat.transforms import RematError, flatten, unflatten
@@ -58,13 +58,14 @@ def traced(local: Local, chosen: Sequence[str], args: tuple[Any, ...], kwargs: d
     first = {kind: graphs[met.kind] for kind, met in reversed(list(zip(kinds, walk.met, strict=True)))}
     with walk.standing_in():
         around = _recorded(local, local.model, args, kwargs, ())
+    there = {id(tensor) for tensor in (*local.model.parameters(), *local.model.buffers())}
     return Traced(
         names=tuple([met.name for met in walk.met]),
         kinds=tuple(kinds),
         graphs=tuple([first[k] for k in range(len(first))]),
         around=Around(around, len(walk.met)),
         outer=walk.outer,
-        shared=sum(t.numel() * t.dtype.itemsize for t in walk.shared()),
+        shared=sum(t.numel() * t.dtype.itemsize for t in walk.shared() if id(t) not in there),
     )
 
 
@@ -94,7 +95,7 @@ def block_names(model: torch.nn.Module, layers: str | Sequence[str]) -> list[str
 
 
 def _recorded(
-    local: Local, fn: Callable[..., Any], args: Any, kwargs: Any, held: Sequence[int], times: int = 1
+    local: Local, fn: Callable[..., Any], args: Any, kwargs: Any, held: Sequence[int]
 ) -> Any:
     # The first time DTensor works out shapes by ops of its own, and remembers them.
     for _ in range(1 if local.groups else 0):
@@ -124,6 +125,11 @@ class _Walk:
     def __init__(self, local: Local, chosen: Sequence[str], enough: int | None) -> None:
         self.local, self.enough = local, enough
         self.blocks = {name: local.model.get_submodule(name) for name in chosen}
+        self.about = {
+            (name, numbers): likeness(block, numbers=numbers)
+            for name, block in self.blocks.items()
+            for numbers in (True, False)
+        }
         self.met: list[_Met] = []
         self.outer: dict[str, int] = {}
         self.first: list[_Met] = []  # for each kind
@@ -171,7 +177,10 @@ class _Walk:
                 f"plan_model(mesh=...): block {name} is called with a DTensor. Between blocks plans know plain "
                 "tensors of one rank: write use_local_output=True in the styles of Layout(parallelize=...)."
             )
-        exact, rough = (likeness(self.blocks[name], (args, kwargs), numbers=n) for n in (True, False))
+        exact, rough = (
+            (self.about[name, numbers], likeness_of_call(leaves, spec, numbers=numbers))
+            for numbers in (True, False)
+        )
         group = self.rough.setdefault(rough, [])
         kind = self.exact.get(exact)
         if kind is None and len(group) == self.enough:
