@@ -25,6 +25,7 @@ from remat.policies import offload_matmuls as offload_matmuls
 from remat.policies import offload_names as offload_names
 from remat.policies import save_all_but_names as save_all_but_names
 from remat.policies import save_attention as save_attention
+from remat.policies import save_collectives as save_collectives
 from remat.policies import save_everything as save_everything
 from remat.policies import save_matmuls as save_matmuls
 from remat.policies import save_names as save_names
@@ -69,6 +70,7 @@ __all__ = [
     "remat",
     "save_all_but_names",
     "save_attention",
+    "save_collectives",
     "save_everything",
     "save_matmuls",
     "save_names",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,8 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.overrides import TorchFunctionMode
 
-from remat.transforms.compat import DispatchMode, profiling
+from remat.transforms.compat import DispatchMode, profiling, sharding_aside
+from remat.transforms.sharded import is_wrapper, local_tensors, wraps
 
 if TYPE_CHECKING:
     from remat.transforms.tape import Tape
@@ -62,6 +64,30 @@ class Mode(DispatchMode):
     records = False  # whether it watches a forward
     reruns = False  # whether it watches one of which the function runs again
     parent: Mode | None = None  # what records or replays around it
+    # Whether it sees ops on local tensors in the place of those on wrappers around them; then wrappers that
+    # were met, by the ids of their local tensors: they have versions of their own.
+    local: dict[int, weakref.ref[torch.Tensor]] | None = None
+
+    def takes_apart(self, types: Any, args: Any) -> bool:
+        """Whether an op is one on wrappers, which is to run as ops on their local tensors."""
+        if self.local is None or not any([is_wrapper(kind) for kind in types]):
+            return False
+        sharding_aside(quiet)
+        for arg in args:
+            for tensor in arg if isinstance(arg, (list, tuple)) else (arg,):
+                self.meet(tensor)
+        return True
+
+    def meet(self, tensor: Any) -> None:
+        """Note that a tensor is around local ones, if it is."""
+        if self.local is not None and isinstance(tensor, torch.Tensor) and wraps(tensor):
+            known = weakref.ref(tensor)
+            self.local.update([(id(part), known) for part in local_tensors([tensor])])
+
+    def around(self, part: torch.Tensor) -> torch.Tensor:
+        """The wrapper around a local tensor, if one is known; the tensor itself otherwise."""
+        wrapper = known() if self.local and (known := self.local.get(id(part))) is not None else None
+        return part if wrapper is None or all(t is not part for t in local_tensors([wrapper])) else wrapper
 
     def __enter__(self) -> Any:
         stack = active.__dict__.setdefault("stack", [])

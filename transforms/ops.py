@@ -28,11 +28,13 @@ _IGNORED = {
     _aten.to.dtype,
     torch.ops.prim.device.default,
 }
-# Ops that other processes take part in; they run in both passes, always.
-_OUTSIDE = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor", "fsdp", "symm_mem", "inductor_debug")
+# Ops that other processes take part in. Functional ones are ops as others are, which a policy may keep; of
+# the rest, which write and hand out what is to be waited for, a tape does not tell all.
+FUNCTIONAL = ("_c10d_functional", "c10d_functional", "_dtensor")
+_OUTSIDE = ("c10d", "fsdp", "symm_mem", "inductor_debug")
 _CHECKS = ("_assert", "sym_constrain", "_print", "_functional_assert")
 # Where an op that draws has the tag that says so.
-_TOLD = ("aten", "prims", "prim", "profiler", *_OUTSIDE)
+_TOLD = ("aten", "prims", "prim", "profiler", *FUNCTIONAL, *_OUTSIDE)
 
 # Batch norm writes its running statistics without saying so in its schema: (where, where the flag is).
 _HIDDEN_WRITES = {
@@ -51,8 +53,9 @@ class Traits:
 
     `shape_only`: it makes a new tensor like its operand, whose numbers it does not read. `may_draw`: it draws
     random numbers, or could without saying so. `sized_by_data`: numbers
-    decide the shape of its result, or could. `collective`: other processes take part in it; `outside`: it
-    acts on them, or on the user's screen or program. `asks_grad`: on operands without gradients it computes
+    decide the shape of its result, or could. `collective`: other processes take part in it, in ways that no
+    op tells; `functional`: they do, and it is an op like any other; `outside`: it acts on them, or on the
+    user's screen or program. `asks_grad`: on operands without gradients it computes
     less. `saves_unwritten`: autograd saves an operand that it then writes into.
     """
 
@@ -61,6 +64,9 @@ class Traits:
         self.higher_order = schema is None  # an operator on functions: torch.cond, flex attention
         self.asks_grad, self.saves_unwritten = op in _ASKS_GRAD, op in _SAVES_UNWRITTEN
         self.ignored = op in _IGNORED or getattr(op, "namespace", "") == "profiler"
+        self.functional = getattr(op, "namespace", "") in FUNCTIONAL
+        # What wraps a collective's result, to be waited for later.
+        self.ignored = self.ignored or self.functional and _basename(op) == "_wrap_tensor_autograd"
         self.random = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
         self.writes: tuple[str | int, ...] = ()
         self.conditional: int | None = None  # position of the flag on which the writes depend
@@ -75,7 +81,7 @@ class Traits:
         tags = getattr(op, "tags", ())
         self.sized_by_data = torch.Tag.dynamic_output_shape in tags or self.may_draw and not self.random
         self.collective = getattr(op, "namespace", "") in _OUTSIDE
-        self.outside = self.collective or (ours and name.startswith(_CHECKS))
+        self.outside = self.collective or self.functional or (ours and name.startswith(_CHECKS))
         if schema is None:
             return
         self.writes = tuple(

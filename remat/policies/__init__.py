@@ -15,6 +15,7 @@ from remat.policies._ready import offload_matmuls as offload_matmuls
 from remat.policies._ready import offload_names as offload_names
 from remat.policies._ready import save_all_but_names as save_all_but_names
 from remat.policies._ready import save_attention as save_attention
+from remat.policies._ready import save_collectives as save_collectives
 from remat.policies._ready import save_everything as save_everything
 from remat.policies._ready import save_matmuls as save_matmuls
 from remat.policies._ready import save_names as save_names
@@ -43,6 +44,7 @@ __all__ = [
     "save_all_but_names",
     "save_attention",
     "save_cheaper_than",
+    "save_collectives",
     "save_every",
     "save_everything",
     "save_larger_than",

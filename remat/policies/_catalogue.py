@@ -1,4 +1,4 @@
-"""Which ops are matrix products, convolutions or attention, by qualified name.
+"""Which ops are matrix products, convolutions, attention or collectives, by qualified name.
 
 Ops are matched by the name of their schema. So an op that this torch lacks, that only a CUDA build has, or
 that a library registers later needs no import.
@@ -17,8 +17,8 @@ from remat.transforms.region import forget_all
 # What `torch.library.custom_op` returns; public in torch.library's namespace though not in its __all__.
 CustomOp: Any = torch.library.CustomOpDef  # type: ignore[reportPrivateImportUsage]
 
-Kind = Literal["matmul", "bmm", "convolution", "attention"]
-KINDS: tuple[Kind, ...] = ("matmul", "bmm", "convolution", "attention")
+Kind = Literal["matmul", "bmm", "convolution", "attention", "collective"]
+KINDS: tuple[Kind, ...] = ("matmul", "bmm", "convolution", "attention", "collective")
 
 # Products of matrices and vectors in which no dimension is shared by both operands and the result, and
 # recurrent layers, whose kernels are made of such products.
@@ -82,6 +82,14 @@ _ATTENTION = """
     xformers_flash::flash_fwd xformers_flash::flash_bwd xformers::efficient_attention_forward_cutlass
 """
 
+# Collectives whose results are no larger than their operands. All-gathers are not among them: what they make
+# is larger than the shard that it can be made of again.
+_COLLECTIVE = """
+    _c10d_functional::reduce_scatter_tensor _c10d_functional::reduce_scatter_tensor_coalesced
+    _c10d_functional::all_to_all_single _c10d_functional::all_reduce _c10d_functional::all_reduce_coalesced
+    _dtensor::shard_dim_alltoall
+"""
+
 
 def _qualified(names: str, kind: Kind) -> dict[str, Kind]:
     return {name if "::" in name else f"aten::{name}": kind for name in names.split()}
@@ -92,6 +100,7 @@ _COSTLY: dict[str, Kind] = {
     **_qualified(_BMM, "bmm"),
     **_qualified(_CONVOLUTION, "convolution"),
     **_qualified(_ATTENTION, "attention"),
+    **_qualified(_COLLECTIVE, "collective"),
 }
 # Looking an op up is on the path of every op of every region: one dict probe, keyed by the op itself.
 _KIND_OF: BoundedCache[Any, Kind | None] = BoundedCache(8192)
@@ -127,10 +136,10 @@ def register_costly_op(op: Any, kind: Kind = "matmul") -> None:
         op: a `torch.ops` overload, a packet (all its overloads), a higher-order operator, a
             `torch.library.custom_op`, or a qualified name such as `"mylib::gemm"`, registered or not.
         kind: `"matmul"` (`save_matmuls` and `save_unbatched_matmuls` save it), `"bmm"` or `"convolution"`
-            (`save_matmuls` alone), `"attention"` (`save_attention`).
+            (`save_matmuls` alone), `"attention"` (`save_attention`), `"collective"` (`save_collectives`).
 
     Raises:
-        RematError: `op` is not an op, or `kind` is not one of the four.
+        RematError: `op` is not an op, or `kind` is not one of the five.
 
     Example:
         >>> from remat.policies import register_costly_op

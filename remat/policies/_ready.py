@@ -243,6 +243,19 @@ Example:
     [<OpOverloadPacket(op='aten._scaled_dot_product_flash_attention_for_cpu')>]
 """
 
+save_collectives = OfKind("save_collectives", ("collective",))
+"""Keep the results of reduce-scatters, all-to-alls and all-reduces, so that the backward does not send them
+again. All-gathers run again, from the shard that they are made of: `save_ops` keeps those.
+
+Example:
+    >>> import torch
+    >>> from remat import OpInfo, save_collectives
+    >>> save_collectives(OpInfo(torch.ops._c10d_functional.reduce_scatter_tensor.default, (), {}, ()))
+    <Decision.SAVE: 2>
+    >>> save_collectives(OpInfo(torch.ops._c10d_functional.all_gather_into_tensor.default, (), {}, ()))
+    <Decision.RECOMPUTE: 0>
+"""
+
 offload_matmuls = OfKind("offload_matmuls", ("matmul", "bmm", "convolution"), Decision.OFFLOAD)
 """Keep the results of matrix products and convolutions in host memory until the backward.
 

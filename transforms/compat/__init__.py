@@ -149,3 +149,6 @@ from remat.transforms.compat.modes import (
     unseen,  # within, ops on `tensor` reach no dispatch mode
     watched,  # whether hooks or a dispatch mode follow what runs here
 )
+from remat.transforms.compat.sharding import (
+    sharding_aside,  # how DTensor is to run what it propagates shardings by
+)

@@ -6,6 +6,7 @@ import torch
 
 from remat.transforms.compat import unwrapped
 from remat.transforms.context import recordings
+from remat.transforms.sharded import local_tensors
 
 # Composite: below autograd and functorch only the alias is left, which has all their rules.
 _library = torch.library.Library("remat", "FRAGMENT")
@@ -21,7 +22,8 @@ def give_name(tensor: torch.Tensor, name: str) -> torch.Tensor:
     # An op of its own: the value that is named may be one of several results of the op that made it.
     alias = tensor.view_as(tensor)
     for mode in recordings():
-        mode.name(unwrapped(alias), name)
+        for part in local_tensors([unwrapped(alias)]):
+            mode.name(part, name)
     return alias
 
 

@@ -48,6 +48,7 @@ from remat.transforms.errors import RematError
 from remat.transforms.offload import Store
 from remat.transforms.ops import storage
 from remat.transforms.region import CachedTrace, recomputing
+from remat.transforms.sharded import Wrapper, wraps
 from remat.transforms.state import generators_put_back
 from remat.transforms.tape import GuardMode, Held, Needs, Program, Reachability, Recorder, Tape
 
@@ -101,17 +102,19 @@ class Frame(Packer):
         if known is None:
             tape = Tape(region.name)
             recorder = Recorder(
-                tape, select, inputs.tensors, digest=region.digest, casts=casts, decisions=region.decisions
+                tape, select, inputs.local, digest=region.digest, casts=casts, decisions=region.decisions
             )
-            self.residuals = Residuals(inputs.tensors, recorder)
+            self.residuals = Residuals(inputs.local, recorder)
             inputs.note_random()
         else:
-            recorder = GuardMode(known.tape, known.kept, select, inputs.tensors, casts, region.decisions)
+            recorder = GuardMode(known.tape, known.kept, select, inputs.local, casts, region.decisions)
             self.residuals = Residuals((), None) if known.residual else None
             simple = self.residuals is None and known.ends is None and not known.tape.sized_by_data
             if simple and not region.cache.differentiates:
                 pack = self.pack_expected
-        self.recorder = recorder
+        self.recorder, recorder.local = recorder, {}
+        for at in inputs.wrappers:
+            recorder.meet(inputs.tensors[at])
         watching = recorder.selector.watching() if recorder.selector else _NOTHING
         hook((pack, self.unpack))
         try:
@@ -140,9 +143,12 @@ class Frame(Packer):
             recorder.selector.finished(self.tape)
         return out
 
-    def pack(self, tensor: torch.Tensor) -> Handle:
+    def pack(self, tensor: torch.Tensor) -> Any:
         recorder = self.recorder
         assert recorder is not None
+        if wraps(tensor):
+            recorder.meet(tensor)
+            return Wrapper(tensor, self.pack)
         # What a region inside this one keeps is no node's of this one.
         owner = None if self.inner else next_node() - 1 - self.start
         handle = Handle(len(self.handles))
@@ -161,6 +167,9 @@ class Frame(Packer):
     def pack_expected(self, tensor: torch.Tensor) -> Any:
         """As `pack`, where the forward is the known one and nobody asks what becomes of the handles."""
         recorder: Any = self.recorder
+        if wraps(tensor):
+            recorder.meet(tensor)
+            return Wrapper(tensor, self.pack_expected)
         at = recorder.packs
         if self.inputs.hooks is None and recorder.expects(tensor):
             return at
@@ -197,12 +206,13 @@ class Frame(Packer):
                 self.snapshots[root] = snapshots[root]
             elif raw:
                 written = storage(recorder.outside[at]) in raw
-            self.held[at] = SavedInput(recorder.outside[at], inputs.hooks, written)
+            tensor = recorder.outside[at]
+            self.held[at] = SavedInput(tensor, inputs.hooks, written, recorder.around(tensor))
         self.random = recorder.random if self.program is None or self.program.draws else {}
         if self.kept:
             # After what is kept was let go of, all may be asked for once more.
             self.dropped = {
-                at: DroppedInput(tensor, at < tape.arguments)
+                at: DroppedInput(tensor, at < tape.arguments, recorder.around(tensor))
                 for at, tensor in enumerate(recorder.outside)
                 if at not in self.held
             }
@@ -217,6 +227,8 @@ class Frame(Packer):
     # -- backward --------------------------------------------------------------------------------------
 
     def unpack(self, handle: Any) -> torch.Tensor:
+        if type(handle) is Wrapper:
+            return handle.around(map(self.unpack, handle.parts))
         at = handle if type(handle) is int else handle.at
         if self.recorder is not None:
             return early_value(self, at, self.recorder)
@@ -341,10 +353,10 @@ class Frame(Packer):
         for held in self.held.values():
             held.forget()
 
-    def repack(self, tensor: torch.Tensor) -> torch.Tensor:
+    def repack(self, tensor: torch.Tensor) -> Any:
         """Take the next value that a run of the function saves."""
         assert self.rerun is not None
-        return self.rerun.pack(tensor)
+        return Wrapper(tensor, self.rerun.pack) if wraps(tensor) else self.rerun.pack(tensor)
 
     @property
     def complete(self) -> bool:

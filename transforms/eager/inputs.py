@@ -14,6 +14,7 @@ from remat.transforms.context import active
 from remat.transforms.intermediates import again, current, marks
 from remat.transforms.pytree import flatten, split, unflatten
 from remat.transforms.region import Region
+from remat.transforms.sharded import Wrapper, local_tensors, wraps
 from remat.transforms.state import Ambient, RandomState, device_kinds
 
 
@@ -22,6 +23,8 @@ class Inputs:
 
     Attributes:
         tensors: the tensors among the arguments, while the forward runs.
+        local, local_at: the local tensors behind those, and the argument that each belongs to.
+        wrappers: how arguments that are wrappers are put together from local tensors.
         leaves, arguments, spec: the other leaves, the places of the tensors among them, and the structure.
         hooks: the saved-tensor hooks around the region.
         random, bindings, swap: generators, modules and captured tensors as the function found them; only
@@ -38,6 +41,11 @@ class Inputs:
             leaves, self.spec = flatten((args, kwargs))
             self.tensors, self.arguments = split(leaves)
             self.leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self.wrappers = {i: Wrapper(t, lambda _: None) for i, t in enumerate(self.tensors) if wraps(t)}
+        self.local, self.local_at = self.tensors, range(len(self.tensors))
+        if self.wrappers:
+            self.local_at = [at for at, t in enumerate(self.tensors) for _ in local_tensors([t])]
+            self.local = list(local_tensors(self.tensors))
         self.hooks = top_hooks()
         self.kinds = device_kinds(self.tensors)
         self.ambient = Ambient(self.kinds)
@@ -62,7 +70,8 @@ class Inputs:
         shapes = tuple([(t.shape, t.dtype, t.requires_grad) for t in self.tensors])
         training = getattr(self.region.function, "training", None)
         steering = tuple(self._steering()) if len(self.leaves) > len(self.tensors) else ()
-        return shapes, training, self.ambient.autocast, self.spec, steering
+        wrappers = tuple([(i, w.signature()) for i, w in self.wrappers.items()])
+        return shapes, training, self.ambient.autocast, self.spec, steering, wrappers
 
     def _steering(self) -> Iterator[Any]:
         for leaf in self.leaves:
@@ -70,6 +79,10 @@ class Inputs:
 
     def rebuild(self, tensors: list[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments again, as leaves of a graph of their own; one that was passed twice is one again."""
+        if self.wrappers:
+            parts = iter(tensors)
+            count = range(len(self.arguments))
+            tensors = [w.around(parts) if (w := self.wrappers.get(i)) else next(parts) for i in count]
         leaves: list[Any] = list(self.leaves) if self.spec is not None else [None] * len(tensors)
         again: dict[int, Any] = {}
         for i, (tensor, (key, leaf, graded)) in zip(
@@ -93,7 +106,7 @@ class Inputs:
         self.leaf = [
             (first.setdefault(id(t), i), t.is_leaf, t.requires_grad) for i, t in enumerate(self.tensors)
         ]
-        self.tensors = []
+        self.tensors = self.local = []
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
         """What has to be put back for the function to see what it saw."""
@@ -116,7 +129,7 @@ class Inputs:
 
     def path(self, at: int | None, tensor: torch.Tensor) -> str | None:
         """What the user calls the argument number `at`, or a captured tensor."""
-        if at is None or at >= len(self.arguments):
+        if at is None or at >= len(self.local_at):
             return of_captured(self.region.function, tensor)
         spec = self.spec or flatten((tuple([None] * len(self.arguments)), {}))[1]
-        return of_arguments(self.region.function, spec).get(self.arguments[at])
+        return of_arguments(self.region.function, spec).get(self.arguments[self.local_at[at]])

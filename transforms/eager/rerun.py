@@ -82,7 +82,7 @@ class Rerun:
 
     def _replay(self) -> Replay:
         frame, region = self.frame, self.frame.region
-        return Replay(
+        replay = Replay(
             frame.tape,
             self.needs,
             frame.kept,
@@ -96,6 +96,8 @@ class Rerun:
             digest=region.digest,
             casts=frame.inputs.ambient.casts,
         )
+        replay.local = {}
+        return replay
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         graded = torch.is_grad_enabled()

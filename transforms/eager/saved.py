@@ -40,21 +40,29 @@ class Packer:
 class SavedInput:
     """A tensor from outside a region, kept across through the hooks of whoever encloses the region."""
 
-    __slots__ = ("_fetched", "packed", "requires_grad", "unpack", "version")
+    __slots__ = ("_fetched", "packed", "requires_grad", "unpack", "version", "watched")
 
-    def __init__(self, tensor: torch.Tensor, hooks: Hooks | None, written: bool = False) -> None:
-        """`written`: the region itself writes to it, so that a snapshot stands for what is in it."""
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        hooks: Hooks | None,
+        written: bool = False,
+        around: torch.Tensor | None = None,
+    ) -> None:
+        """`written`: the region itself writes to it, so that a snapshot stands for what is in it. `around`:
+        the wrapper whose local tensor it is, and whose version tells of writes."""
+        around = tensor if around is None else around
         self._fetched: torch.Tensor | None = None
         self.requires_grad = tensor.requires_grad
-        self.unpack, self.version = None, 0
+        self.unpack, self.version, self.watched = None, -1, None
         if written:
             self.packed: Any = tensor.detach()
-            self.version = -1
             return
         # The graph itself holds on to leaves, to add up their gradients.
-        if hooks is None or (tensor.is_leaf and tensor.requires_grad):
+        if hooks is None or (around.is_leaf and around.requires_grad):
             self.packed = tensor.detach()
-            self.version = 0 if self.packed.is_inference() else self.packed._version
+            self.watched: Any = self.packed if around is tensor else around.detach()
+            self.version = version_of(self.watched)
         elif isinstance(frame := getattr(hooks[0], "__self__", None), Packer):
             # An enclosing region that runs again must not stop here, in the middle of ours.
             frame.inner += 1
@@ -72,7 +80,7 @@ class SavedInput:
                 self._fetched = self.unpack(self.packed).detach()
             return self._fetched
         packed = self.packed
-        if self.version >= 0 and (0 if packed.is_inference() else packed._version) != self.version:
+        if self.watched is not None and version_of(self.watched) != self.version:
             raise RematError(written(region, self.packed, path(self.packed)))
         return packed
 
@@ -100,19 +108,23 @@ def check_shapes(tape: Tape, shapes: dict[int, torch.Size], values: dict[int, to
 class DroppedInput:
     """Stands for a tensor from outside that the backward does not read; it may be there after all."""
 
-    __slots__ = ("ref", "spare", "version")
+    __slots__ = ("around", "ref", "spare", "version")
 
-    def __init__(self, tensor: torch.Tensor, argument: bool) -> None:
-        leaf = tensor.is_leaf and tensor.requires_grad
+    def __init__(self, tensor: torch.Tensor, argument: bool, around: torch.Tensor) -> None:
+        """`around`: the wrapper whose local tensor it is, or itself."""
+        leaf = around.is_leaf and around.requires_grad
+        self.around = None if around is tensor else weakref.ref(around)
         self.spare = tensor.detach() if leaf else None
         # Of an argument nobody knows who else holds it, and for how long.
         self.ref = None if leaf or argument else weakref.ref(tensor)
-        self.version = version_of(tensor)
+        self.version = version_of(around)
 
     def tensor(self) -> torch.Tensor | None:
         """The tensor, if it is there and as it was."""
         tensor = self.spare if self.ref is None else self.ref()
-        return tensor if tensor is not None and version_of(tensor) == self.version else None
+        around = tensor if self.around is None else self.around()
+        same = tensor is not None and around is not None and version_of(around) == self.version
+        return tensor if same else None
 
 
 def belongs_to_region(hook: Any) -> bool:

@@ -14,6 +14,7 @@ from remat.transforms.eager.saved import bytes_of, users, watcher
 from remat.transforms.errors import RematError
 from remat.transforms.ops import tensors_in
 from remat.transforms.pytree import flatten, split
+from remat.transforms.sharded import local_tensors
 from remat.transforms.tape import (
     Kept,
     Needs,
@@ -92,10 +93,13 @@ def hold_kept(frame: Any, recorder: Recorder, out: Any) -> None:
     """Hold what is kept until the backward, by the user's hooks where there are some."""
     kept, hooks = frame.kept, users(frame.inputs.hooks)
     if kept:
-        results = list(tensors_in(flatten(out)[0]))
+        for tensor in tensors_in(flatten(out)[0]):
+            recorder.meet(tensor)
+        results = list(local_tensors(tensors_in(flatten(out)[0])))
         # And what the function has left elsewhere.
         results.extend(recorder.shared(kept))
-        frame.kept = held_values(kept, frame.region.name, results, hooks)
+        around = [recorder.around(tensor) for tensor in results]
+        frame.kept = held_values(kept, frame.region.name, zip(results, around, strict=True), hooks)
         numbers = [recorder.bound(t) for t in results]
         frame.store = sent_away(
             frame.kept, frame.tape, lambda: {None if n is None else frame.tape.root_of(n) for n in numbers}

@@ -323,7 +323,7 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
         _report(recorded, prim.sinks[-1], operands)
     if recorded.kept:
         recorder.offer_around(recorded.kept)
-        recorded.kept.update(held_values(recorded.kept, region.name, bottoms))
+        recorded.kept.update(held_values(recorded.kept, region.name, [(t, t) for t in bottoms]))
     return outs
 
 

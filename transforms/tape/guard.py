@@ -94,6 +94,8 @@ class GuardMode(Recorder):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if active.quiet:
             return func(*args, **kwargs) if kwargs else func(*args)
+        if types and self.takes_apart(types, args):
+            return NotImplemented
         expected = self.expected
         if expected is None:
             return super().__torch_dispatch__(func, types, args, kwargs)

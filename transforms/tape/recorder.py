@@ -30,6 +30,7 @@ from remat.transforms.ops import (
     tensors_in,
     traits,
 )
+from remat.transforms.sharded import wraps
 from remat.transforms.state import GeneratorState
 from remat.transforms.tape.snapshots import Snapshot
 from remat.transforms.tape.tape import (
@@ -123,6 +124,8 @@ class Recorder(WriteWatch):
         kwargs = kwargs or {}
         if active.quiet:
             return func(*args, **kwargs)
+        if types and self.takes_apart(types, args):
+            return NotImplemented
         facts = traits(func)
         if facts.ignored or (not self.tape.meta and is_shape_arithmetic(args, kwargs)):
             return self._pass(func, facts, args, kwargs)
@@ -146,6 +149,8 @@ class Recorder(WriteWatch):
         first = next(iter(tensors_in(args)), None)
         number = self.bound(first) if first is not None else None
         out = func(*args, **kwargs)
+        if wraps(out):
+            return out  # around `first`
         if not isinstance(out, torch.Tensor) or first is None or out is first:
             if func is torch.ops.aten._has_same_storage_numel.default:
                 self.leave()

@@ -82,6 +82,8 @@ class Replay(Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if types and not active.quiet and self.takes_apart(types, args):
+            return NotImplemented
         facts = traits(func)
         if active.quiet or facts.ignored or self.done:
             return func(*args, **kwargs)

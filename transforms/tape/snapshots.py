@@ -49,10 +49,14 @@ class Held(Elsewhere):
 
 
 def held_values(
-    kept: dict[int, Any], region: str, results: Iterable[torch.Tensor], hooks: Any = None
+    kept: dict[int, Any],
+    region: str,
+    results: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    hooks: Any = None,
 ) -> dict[int, Any]:
-    """What is kept of ops, to be held until the backward; `results`: what the caller gets."""
-    seen = {storage(tensor): tensor for tensor in results}
+    """What is kept of ops, to be held until the backward; `results`: what the caller gets, and for each the
+    wrapper around it, which is itself where there is none."""
+    seen = {storage(tensor): around for tensor, around in results}
 
     def hold(value: Any) -> Any:
         if isinstance(value, Elsewhere):

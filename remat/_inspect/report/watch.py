@@ -20,7 +20,8 @@ from remat.transforms.region import recomputed_region
 from remat.transforms.tape import Kept
 
 PASSES = ("forward", "recompute", "backward")
-KINDS = ("matmul", "convolution", "attention", "normalization", "pointwise", "reduction", "custom", "other")
+KINDS = ("matmul", "convolution", "attention", "collective", "normalization", "pointwise", "reduction")
+KINDS += ("custom", "other")
 TRANSFER = "transfer"  # of an offloaded value, to the host or back
 # They move no number: counting them would call bookkeeping a recomputation.
 _BOOKKEEPING = ("empty", "new_empty", "detach", "alias", "_unsafe_view", "set_", "resize_")
@@ -166,6 +167,8 @@ def kind(op: Any) -> str:
     costly = kind_of(op)
     if costly is not None:
         return "matmul" if costly == "bmm" else costly
+    if traits(op).functional:
+        return "collective"
     if getattr(op, "namespace", "aten") not in ("aten", "prims"):
         return "custom"
     if any(part in _name(op) for part in _NORMALIZATION):

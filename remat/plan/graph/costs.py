@@ -6,7 +6,8 @@
 | `Roofline` | seconds | the larger of FLOPs over peak and bytes moved over bandwidth |
 | `Measured` | seconds | the median of timed runs on this device, cached on disk (`measured`) |
 
-Views and in-place metadata cost nothing in any of them.
+Views and in-place metadata cost nothing in any of them. A collective costs 1024 FLOPs for each byte that it
+moves, or that byte's time on a link.
 """
 
 from __future__ import annotations
@@ -19,13 +20,17 @@ import torch
 from remat._core import DEVICES, known_flops, op_name, warn_user
 from remat.plan.graph.traffic import is_view, traffic
 from remat.policies import kind_of
-from remat.transforms import BoundedCache, RematError, map_only, traits
+from remat.transforms import BoundedCache, RematError, map_only
 from remat.transforms.joint import Joint, Op, Ref, Value
+from remat.transforms.ops import traits
 
 # A custom op of unknown cost counts as a matmul with this contraction: dear enough not to be rerun blindly.
 UNKNOWN_FLOPS_PER_BYTE = 1024
 # Below any matmul's price, above nothing: among plans of equal FLOPs the one that moves fewer bytes.
 _FLOPS_PER_BYTE_MOVED = 1e-3
+
+# What it takes until a collective begins to send.
+LATENCY = 10e-6
 
 # Ops that were warned of.
 _UNKNOWN: BoundedCache[str, None] = BoundedCache(4096)
@@ -39,7 +44,7 @@ def flops_of(joint: Joint, op: Op) -> float:
     if known is not None:
         return float(known)
     name = op_name(op.target)
-    if traits(op.target).collective:
+    if traits(op.target).functional:
         return 0.0
     if name.split("::")[0] not in ("aten", "prims", "prim", "higher_order") and op.outputs and op.forward:
         _warn_unknown(name)
@@ -57,8 +62,15 @@ def _warn_unknown(name: str) -> None:
 
 
 def is_heavy(joint: Joint, op: Op) -> bool:
-    """Matmul, convolution, attention, or a custom op with FLOPs: what `budget="free"` never runs again."""
-    return kind_of(op.target) is not None or flops_of(joint, op) > 0
+    """What `budget="free"` never runs again: matmul, convolution, attention, collectives, custom FLOPs."""
+    return kind_of(op.target) is not None or traits(op.target).functional or flops_of(joint, op) > 0
+
+
+def bytes_sent(joint: Joint, op: Op) -> int:
+    """Bytes that a collective moves between devices, those of the larger of operands and results; else 0."""
+    if not traits(op.target).functional or is_view(joint, op):
+        return 0
+    return max(sum(joint.values[v].bytes for v in side) for side in (op.reads, op.outputs))
 
 
 class CostModel(Protocol):
@@ -100,7 +112,8 @@ class Flops:
     unit: str = field(default="FLOP", init=False, repr=False)
 
     def price(self, joint: Joint, op: Op) -> float:
-        return flops_of(joint, op) + _FLOPS_PER_BYTE_MOVED * traffic(joint, op)
+        sent = UNKNOWN_FLOPS_PER_BYTE * bytes_sent(joint, op)
+        return flops_of(joint, op) + sent + _FLOPS_PER_BYTE_MOVED * traffic(joint, op)
 
 
 @dataclass(frozen=True)
@@ -135,7 +148,8 @@ class Roofline:
         moved = (
             self._fused_traffic(joint, op) if self.fused and not is_heavy(joint, op) else traffic(joint, op)
         )
-        return max(compute, moved / speed.bandwidth)
+        sent = bytes_sent(joint, op)
+        return max(compute, moved / speed.bandwidth) + (LATENCY + sent / speed.link if sent else 0.0)
 
     def _fused_traffic(self, joint: Joint, op: Op) -> int:
         """Only what comes from or goes to an op that does not fuse touches memory."""

@@ -146,8 +146,8 @@ class Graph:
 
     def _price(self, model: CostModel, op: Op, keep_heavy: bool) -> float:
         facts = traits(op.target)
-        # Other processes must take part in a collective: only who plans for all of them has a price for it.
-        barred = facts.outside and not (facts.collective and getattr(model, "collectives", False))
-        if barred or (keep_heavy and is_heavy(self.joint, op)):
+        if facts.outside and not facts.functional:
             return INF
-        return 0.0 if is_view(self.joint, op) else model.price(self.joint, op)
+        if is_view(self.joint, op):
+            return 0.0
+        return INF if keep_heavy and is_heavy(self.joint, op) else model.price(self.joint, op)
