@@ -48,3 +48,7 @@ from remat.transforms.pytree import (
     tree_leaves,  # the leaves of `tree`
     unflatten,  # the tree of structure `spec` with these leaves
 )
+from remat.transforms.sharded import (
+    local_tensors,  # the tensors of this process behind some that may be wrappers of them
+    wraps,  # whether a tensor is such a wrapper: a DTensor, a collective's result on its way
+)

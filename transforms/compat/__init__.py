@@ -104,8 +104,6 @@ from remat.transforms.compat.cpu import (
 )
 from remat.transforms.compat.distributed import (
     fake_mesh,  # a device mesh on torch's fake process group
-    local_tensor,  # this rank's part of a sharded tensor
-    sharded_kinds,  # `DTensor` and the like, once loaded
 )
 from remat.transforms.compat.dynamo import (
     BROKEN,  # the message where a graph breaks amid a capture

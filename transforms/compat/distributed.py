@@ -1,29 +1,12 @@
-"""Sharded tensors, and process groups that stand in for a job's."""
+"""Process groups that stand in for a job's."""
 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-
-
-def sharded_kinds() -> tuple[type, ...]:
-    """`DTensor`, and the results of collectives under way, once their modules are loaded: wrappers of a
-    tensor of this rank's."""
-    tensor = sys.modules.get("torch.distributed.tensor")
-    functional = sys.modules.get("torch.distributed._functional_collectives")
-    found = getattr(tensor, "DTensor", None), getattr(functional, "AsyncCollectiveTensor", None)
-    return tuple([kind for kind in found if kind is not None])
-
-
-def local_tensor(tensor: Any) -> Any:
-    """This rank's part of a sharded tensor (with `to_local` it would be a view with a history)."""
-    while isinstance(tensor, sharded_kinds()):
-        tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
-    return tensor
 
 
 @contextlib.contextmanager

@@ -18,12 +18,12 @@ from remat.transforms.compat import (
     autocasting,
     fake_mode,
     is_fake,
-    local_tensor,
     outside_all_modes,
-    sharded_kinds,
+    sharding_aside,
     storage_key,
     without_module_trackers,
 )
+from remat.transforms.context import active, quiet
 from remat.transforms.errors import user_line
 from remat.transforms.intermediates import only
 from remat.transforms.joint.ops import Joint, Op, Ref, Value, noted
@@ -31,6 +31,7 @@ from remat.transforms.joint.stand_ins import StandIns, refused, stood_in
 from remat.transforms.ops import is_cast_of_leaf, traits
 from remat.transforms.pytree import flatten, map_leaves, tree_leaves, unflatten
 from remat.transforms.region import planning
+from remat.transforms.sharded import is_wrapper, local_tensors, wraps
 
 
 class JointRecorder(TorchDispatchMode):
@@ -82,8 +83,8 @@ class JointRecorder(TorchDispatchMode):
 
         A sharded tensor goes by the number of this rank's part.
         """
-        if isinstance(tensor, sharded_kinds()):
-            number = self.number(local_tensor(tensor))
+        if wraps(tensor):
+            number = self.number(next(local_tensors([tensor])))
             if tensor.requires_grad and tensor.is_leaf:
                 # The part is no leaf: what the backward ends in is the gradient of the whole.
                 self.captured[id(tensor)] = tensor
@@ -135,7 +136,10 @@ class JointRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if (sharded := sharded_kinds()) and any([issubclass(kind, sharded) for kind in types]):
+        if active.quiet:
+            return func(*args, **kwargs)
+        if any([is_wrapper(kind) for kind in types]):
+            sharding_aside(quiet)
             self._meet(args, kwargs)
             return NotImplemented  # asks the sharded tensor, whose ops on this rank's part come back here
         facts = traits(func)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat import local_tensor
+from remat.transforms import local_tensors
 
 _USUAL = frozenset(torch.nn.Module().__dict__)
 _PLAIN = (bool, str, bytes, type(None), torch.dtype, torch.device)
@@ -52,5 +52,5 @@ def _value(value: Any, numbers: bool) -> Hashable:
 
 
 def _meta(tensor: torch.Tensor) -> Hashable:
-    part = local_tensor(tensor)
+    part = next(local_tensors([tensor]))
     return type(tensor), part.shape, part.stride(), part.dtype, tensor.requires_grad

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from remat.plan.layout.layout import Layout
-from remat.transforms import RematError, flatten, unflatten
-from remat.transforms.compat import fake_mesh, fake_mode, local_tensor, sharded_kinds
+from remat.transforms import RematError, flatten, local_tensors, unflatten, wraps
+from remat.transforms.compat import fake_mesh, fake_mode
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _copied(model: torch.nn.Module) -> torch.nn.Module:
     """A copy on the meta device; regions in it are ordinary modules."""
     memo: dict[int, Any] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if isinstance(tensor, sharded_kinds()):
+        if wraps(tensor):
             raise RematError(
                 f"plan_model(mesh=...): {name} is a DTensor. Give the model before it is spread; "
                 "Layout(parallelize=...) says how it will be."
@@ -166,7 +166,7 @@ def _weights(model: torch.nn.Module) -> dict[str, Weight]:
     numbers: dict[int, int] = {}
     for owner, module in model.named_modules():
         for name, tensor in module.named_parameters(recurse=False):
-            part = local_tensor(tensor)
+            part = next(local_tensors([tensor]))
             names = getattr(getattr(tensor, "device_mesh", None), "mesh_dim_names", None) or ()
             spread = zip(names, getattr(tensor, "placements", ()), strict=False)
             found[f"{owner}.{name}" if owner else name] = Weight(
@@ -206,7 +206,7 @@ def _on_fakes(model: torch.nn.Module, mode: Any, dtype: torch.dtype | None) -> N
 
 def _fake(tensor: torch.Tensor, mode: Any, dtype: torch.dtype | None) -> torch.Tensor:
     """A fake of a rank's part, on the CPU, whose kernels are there; the dtype is for floats only."""
-    part = local_tensor(tensor)
+    part = next(local_tensors([tensor]))
     wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     with torch.no_grad():
         with mode:

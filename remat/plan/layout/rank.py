@@ -16,8 +16,7 @@ from remat.plan.followed import carried_out
 from remat.plan.layout.trace import block_names
 from remat.plan.plan import Plan
 from remat.policies import Policy
-from remat.transforms import RematError
-from remat.transforms.compat import local_tensor
+from remat.transforms import RematError, local_tensors
 
 if TYPE_CHECKING:
     from remat.plan.layout.mesh_plan import MeshPlan
@@ -122,7 +121,7 @@ def first_difference(plan: MeshPlan, model: torch.nn.Module) -> str | None:
         sharded = getattr(tensor, "device_mesh", None) is not None
         for what, met, planned in (
             ("the shape", tuple(tensor.shape), shape),
-            ("on a rank the shape", tuple(local_tensor(tensor).shape) if sharded else part, part),
+            ("on a rank the shape", tuple(next(local_tensors([tensor])).shape) if sharded else part, part),
             ("the dtype", str(tensor.dtype).removeprefix("torch."), dtype),
         ):
             if met != planned:

@@ -16,8 +16,7 @@ from remat.plan.graph import Graph
 from remat.plan.layout.alike import likeness, likeness_of_call
 from remat.plan.layout.around import Around, stand_in
 from remat.plan.layout.local import Local
-from remat.transforms import RematError, flatten, unflatten
-from remat.transforms.compat import sharded_kinds
+from remat.transforms import RematError, flatten, unflatten, wraps
 from remat.transforms.joint import record
 
 # Blocks that differ in numbers alone: so many are traced, and where their ops are the same so are all.
@@ -57,7 +56,7 @@ def traced(local: Local, chosen: Sequence[str], args: tuple[Any, ...], kwargs: d
     kinds = [numbers.setdefault(graphs[met.kind].signature, len(numbers)) for met in walk.met]
     first = {kind: graphs[met.kind] for kind, met in reversed(list(zip(kinds, walk.met, strict=True)))}
     with walk.standing_in():
-        around = _recorded(local, local.model, args, kwargs, ())
+        around = record(local.model, args, kwargs)
     there = {id(tensor) for tensor in (*local.model.parameters(), *local.model.buffers())}
     return Traced(
         names=tuple([met.name for met in walk.met]),
@@ -92,15 +91,6 @@ def block_names(model: torch.nn.Module, layers: str | Sequence[str]) -> list[str
             f"{', '.join(f'{n}.*' for n in lists[:8]) or 'none'}. Write Layout(layers=...), or use remat.nn.apply."
         )
     return outermost
-
-
-def _recorded(
-    local: Local, fn: Callable[..., Any], args: Any, kwargs: Any, held: Sequence[int]
-) -> Any:
-    # The first time DTensor works out shapes by ops of its own, and remembers them.
-    for _ in range(1 if local.groups else 0):
-        record(fn, args, kwargs, held=held)
-    return record(fn, args, kwargs, held=held)
 
 
 @dataclass
@@ -147,7 +137,7 @@ class _Walk:
         for one in self.first:
             held = [k for k, leaf in enumerate(one.leaves) if id(leaf) in shared]
             args, kwargs = unflatten(one.leaves, one.spec)
-            graphs.append(Graph(_recorded(self.local, one.forward, args, kwargs, held)))
+            graphs.append(Graph(record(one.forward, args, kwargs, held=held)))
         groups = [group for group in self.rough.values() if len(group) == self.enough]
         alike = all(len({graphs[kind].signature for kind in group}) == 1 for group in groups)
         return graphs if alike else None
@@ -172,7 +162,7 @@ class _Walk:
         if any(met.name == name for met in self.met):
             raise RematError(f"plan_model(mesh=...): block {name} is called twice; plans are by call of a block.")
         leaves, spec = flatten((args, kwargs))
-        if any(isinstance(leaf, sharded_kinds()) for leaf in leaves):
+        if any(isinstance(leaf, torch.Tensor) and wraps(leaf) for leaf in leaves):
             raise RematError(
                 f"plan_model(mesh=...): block {name} is called with a DTensor. Between blocks plans know plain "
                 "tensors of one rank: write use_local_output=True in the styles of Layout(parallelize=...)."
