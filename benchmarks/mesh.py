@@ -1,6 +1,6 @@
 """Plans for jobs that no machine here could run: made in one process, on shapes alone.
 
-    python -m benchmarks.mesh            # Llama-3-70B on 64 and 512 devices, Mixtral-8x7B with expert parallelism
+    python -m benchmarks.mesh     # Llama-3-70B on 64 and 512 devices, Mixtral-8x7B with experts apart
 
 Each line has the job, the seconds that the plan took, this process's memory at the peak, and the plan.
 """
@@ -58,7 +58,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, length, _ = x.shape
-        q, k, v = (f(x).view(batch, length, -1, self.head).transpose(1, 2) for f in (self.wq, self.wk, self.wv))
+        q, k, v = (
+            f(x).view(batch, length, -1, self.head).transpose(1, 2) for f in (self.wq, self.wk, self.wv)
+        )
         out = F.scaled_dot_product_attention(
             _rotated(q, cos, sin), _rotated(k, cos, sin), v, is_causal=True, enable_gqa=True
         )
@@ -100,7 +102,9 @@ class Experts(nn.Module):
         place = (picked.cumsum(0) * picked).sum(-1) - 1
         # What finds no room goes to a row that nobody reads.
         rows = torch.where(place < room, chosen.flatten() * room + place, self.count * room)
-        sent = flat.new_zeros(self.count * room + 1, x.shape[-1]).index_add(0, rows, flat.repeat_interleave(2, 0))
+        sent = flat.new_zeros(self.count * room + 1, x.shape[-1]).index_add(
+            0, rows, flat.repeat_interleave(2, 0)
+        )
         made = self._computed(sent[:-1].view(self.count, room, -1)).reshape(self.count * room, -1)
         back = torch.cat((made, made.new_zeros(1, x.shape[-1])))[rows].view(-1, 2, x.shape[-1])
         return (back * weights.unsqueeze(-1)).sum(1).view_as(x)
@@ -194,34 +198,40 @@ def tensor_parallel(model: nn.Module, mesh: Any) -> None:
     }
     names = ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3")
     plan |= {f"layers.*.{name}": ColwiseParallel() for name in names}
-    there = {name: style for name, style in plan.items() if getattr(model, name.split(".")[0], None) is not None}
+    there = {
+        name: style for name, style in plan.items() if getattr(model, name.split(".")[0], None) is not None
+    }
     parallelize_module(model, mesh["tp"], there)
 
 
-def jobs() -> Iterator[tuple[str, Sizes, int, Layout]]:
-    """Name, model, tokens in a row, layout."""
+def jobs() -> Iterator[tuple[str, Sizes, tuple[int, int], Layout]]:
+    """Name, model, rows and tokens in a row of a microbatch, layout."""
     options: dict[str, Any] = {"parallelize": tensor_parallel, "param_dtype": torch.bfloat16}
     options["reduce_dtype"] = torch.float32
-    yield "Llama-3-70B, 64 H100", LLAMA_70B, 8192, Layout(dp_shard=8, tp=8, **options)
+    yield "Llama-3-70B, 64 H100", LLAMA_70B, (2, 8192), Layout(dp_shard=8, tp=8, **options)
     layout = Layout(dp_shard=2, tp=8, pp=4, microbatches=16, **options)
-    yield "Llama-3-70B, 64 H100, pipeline", LLAMA_70B, 8192, layout
+    yield "Llama-3-70B, 64 H100, pipeline", LLAMA_70B, (1, 8192), layout
     layout = Layout(dp_shard=16, tp=8, pp=4, microbatches=16, **options)
-    yield "Llama-3-70B, 512 H100", LLAMA_70B, 8192, layout
-    yield "Mixtral-8x7B, 32 H100, 8 ranks of experts", MIXTRAL_8X7B, 8192, Layout(dp_shard=32, ep=8, **options)
+    yield "Llama-3-70B, 512 H100", LLAMA_70B, (1, 8192), layout
+    yield (
+        "Mixtral-8x7B, 32 H100, 8 ranks of experts",
+        MIXTRAL_8X7B,
+        (1, 8192),
+        Layout(dp_shard=32, ep=8, **options),
+    )
 
 
-def planned(sizes: Sizes, length: int, layout: Layout, memory: str = "79GiB", rows: int = 1) -> MeshPlan:
+def planned(sizes: Sizes, tokens: tuple[int, int], layout: Layout, memory: str = "79GiB") -> MeshPlan:
     """The plan of a job, made on the meta device."""
     with torch.device("meta"):
-        model = Decoder(sizes, length)
-        tokens = torch.empty(rows, length, dtype=torch.long)
-    return plan_model(model, tokens, mesh=layout, memory=memory, device="h100")
+        model, microbatch = Decoder(sizes, tokens[1]), torch.empty(tokens, dtype=torch.long)
+    return plan_model(model, microbatch, mesh=layout, memory=memory, device="h100")
 
 
 if __name__ == "__main__":
-    for name, sizes, length, layout in jobs():
-        start = time.perf_counter()
-        plan = planned(sizes, length, layout)
-        seconds = time.perf_counter() - start
+    for name, sizes, tokens, layout in jobs():
+        start = time.process_time()
+        plan = planned(sizes, tokens, layout)
+        seconds = time.process_time() - start
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        print(f"{name}: planned in {seconds:.1f} s, {most:.2f} GiB in this process\n{plan}\n")
+        print(f"{name}: planned in {seconds:.1f} s of CPU time, {most:.2f} GiB in this process\n{plan}\n")

@@ -76,7 +76,8 @@ def apply(
         `model`.
 
     Raises:
-        RematError: the plan does not fit (on every rank, if it does not fit one), or no submodule fits (also a ValueError); the message lists those there are.
+        RematError: no submodule fits (also a ValueError); the message lists those there are. Or the plan does
+            not fit, on every rank if it does not fit one; the message names the rank.
 
     Example:
         >>> import torch
@@ -109,7 +110,9 @@ def _planned(plan: Any, *others: Any) -> Any:
     from remat.plan import MeshPlan
 
     if others != (save_nothing, "*.layers.*", 1):
-        raise RematError("remat.nn.apply(plan=...): the plan says which layers keep what; leave the others out.")
+        raise RematError(
+            "remat.nn.apply(plan=...): the plan says which layers keep what; leave the others out."
+        )
     if isinstance(plan, (str, os.PathLike)):
         return MeshPlan.load(plan)  # type: ignore[arg-type]
     if not isinstance(plan, MeshPlan):

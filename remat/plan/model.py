@@ -220,7 +220,9 @@ def _only_mesh(mesh: Any, budget: Any, peak: Any) -> None:
     if mesh is None:
         raise RematError("plan_model(memory=...) is for mesh=Layout(...); for one device write peak=...")
     if budget is not None or peak is not None:
-        raise RematError("plan_model(mesh=...) takes memory=..., the bytes of one device, not budget or peak.")
+        raise RematError(
+            "plan_model(mesh=...) takes memory=..., the bytes of one device, not budget or peak."
+        )
 
 
 class _Task:

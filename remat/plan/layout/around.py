@@ -31,7 +31,9 @@ class _StandIn(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         torch.empty((0, _MARK, ctx.number))
         wanted = zip(ctx.shapes, ctx.needs_input_grad[2:], strict=True)
-        made = [torch.empty_strided(s, t, dtype=d, device=v) if need else None for (s, t, d, v), need in wanted]
+        made = [
+            torch.empty_strided(s, t, dtype=d, device=v) if need else None for (s, t, d, v), need in wanted
+        ]
         return None, None, *made
 
 
@@ -71,7 +73,10 @@ class Around:
     def parts(self) -> tuple[list[list[Op]], list[list[Op]]]:
         """The ops after so many blocks: of the forward, and of the backward."""
         parts: tuple[list[list[Op]], list[list[Op]]] = ([], [])
-        for part, ops, start in ((parts[0], self.joint.forward, 0), (parts[1], self.joint.backward, self.count)):
+        for part, ops, start in (
+            (parts[0], self.joint.forward, 0),
+            (parts[1], self.joint.backward, self.count),
+        ):
             part += [[] for _ in range(self.count + 1)]
             at = start
             for op in ops:
@@ -93,7 +98,9 @@ class Around:
         # Whoever called the model holds its results until the backward.
         saved |= {joint.values[v].storage for v in joint.results}
         kept = {s for s in made & saved if joint.owner[s] >= 0}
-        tangents = {v.storage for v in joint.values if v.origin == "tangent"} if stop == self.count else set[int]()
+        tangents = (
+            {v.storage for v in joint.values if v.origin == "tangent"} if stop == self.count else set[int]()
+        )
         size = sum(joint.storages[s] for s in kept)
         most = live_bytes(joint, forward, start=set(), forever=kept)
         # Gradients of parameters have lines of their own, so here they go at once.

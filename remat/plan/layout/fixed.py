@@ -16,7 +16,7 @@ class Flow:
 
     Attributes:
         stage: its number.
-        input, output: bytes that it receives from the stage before and sends to the next one, of a microbatch.
+        input, output: bytes of a microbatch that it receives, and that it sends to the next stage.
     """
 
     stage: int
@@ -46,10 +46,10 @@ def fixed_lines(layout: Layout, flow: Flow, units: Sequence[Sequence[Weight]]) -
     return {name: size for name, size in lines.items() if size}
 
 
-def _gathered(layout: Layout, units: list[tuple[int, int]]) -> dict[str, int]:
-    """What FSDP2 holds beside the shards; of each unit the bytes gathered, and those of its gradients."""
+def _gathered(layout: Layout, units: list[tuple[int, int, int]]) -> dict[str, int]:
+    """What FSDP2 holds beside the shards; of each unit what `_whole` says."""
     root, blocks = units[0], units[1:]
-    largest, gradients = (max([unit[k] for unit in blocks], default=0) for k in (0, 1))
+    largest, gradients, reduced = (max([unit[k] for unit in blocks], default=0) for k in range(3))
     # A pipeline's backward leaves parameters gathered and gradients whole until its last microbatch.
     whole = layout.pp > 1
     if whole or not layout.reshard:
@@ -58,28 +58,35 @@ def _gathered(layout: Layout, units: list[tuple[int, int]]) -> dict[str, int]:
         lines = {"gathered outside of layers": root[0], "the gathered layer": largest}
     lines["the prefetched layer"] = largest if len(blocks) > 1 else 0
     if whole:
-        lines["whole gradients"] = sum(unit[1] for unit in units)
+        lines["whole gradients"] = sum(unit[2] for unit in units)
     else:
         lines["whole gradients of a layer"] = max(gradients, root[1])
     # The buffer of a reduce-scatter lives until the next one has begun.
-    lines["reduce-scatter buffers"] = gradients + max(gradients, root[1]) if len(blocks) else root[1]
+    lines["reduce-scatter buffers"] = reduced + max(reduced, root[2])
     return lines
 
 
-def _whole(unit: Sequence[Weight], layout: Layout) -> tuple[int, int]:
-    """Bytes of a unit that is gathered, and of its gradients as they are reduced."""
+def _whole(unit: Sequence[Weight], layout: Layout) -> tuple[int, int, int]:
+    """Bytes of a unit that is gathered, of its gradients as they are made, and as they are added up."""
     distinct = {weight.number: weight for weight in unit}.values()
-    count = [(math.prod(w.local), w) for w in distinct]
-    gathered = sum(n * (layout.param_dtype or w.dtype).itemsize for n, w in count)
-    reduced = sum(n * (layout.reduce_dtype or layout.param_dtype or w.dtype).itemsize for n, w in count if w.trained)
-    return gathered, reduced
+    gathered = made = reduced = 0
+    for weight in distinct:
+        count, dtype = math.prod(weight.local), layout.param_dtype or weight.dtype
+        gathered += count * dtype.itemsize
+        made += count * dtype.itemsize * weight.trained
+        reduced += count * (layout.reduce_dtype or dtype).itemsize * weight.trained
+    return gathered, made, reduced
 
 
 def _shard(weight: Weight, layout: Layout) -> int:
-    """Numbers of the first rank's shard: FSDP2 splits the first dimension, the last ranks may have less."""
+    """Numbers of the first rank's shard: FSDP2 splits the first dimension, the last ranks may have less.
+
+    Of experts that are fewer than ranks it is the second one, as torchtitan has it.
+    """
     ranks = layout.dp_shard // (layout.ep if weight.expert else 1)
-    first, *others = weight.local or (1,)
-    return math.ceil(first / ranks) * math.prod(others)
+    shape = weight.local or (1,)
+    split = 1 if weight.expert and len(shape) > 1 and shape[0] < ranks else 0
+    return math.ceil(shape[split] / ranks) * math.prod(shape) // shape[split] if shape[split] else 0
 
 
 def _buffers(layout: Layout, flow: Flow) -> int:

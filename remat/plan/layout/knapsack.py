@@ -50,7 +50,9 @@ def _pareto(size: torch.Tensor, cost: torch.Tensor, left: torch.Tensor, right: t
     order = torch.argsort(cost, stable=True)
     order = order[torch.argsort(size[order], stable=True)]
     size, cost, left, right = size[order], cost[order], left[order], right[order]
-    before = torch.cat((torch.full((1,), torch.inf, dtype=cost.dtype, device="cpu"), cost.cummin(0).values[:-1]))
+    before = torch.cat(
+        (torch.full((1,), torch.inf, dtype=cost.dtype, device="cpu"), cost.cummin(0).values[:-1])
+    )
     # Sums of the same costs in another order differ in the last bits.
     keep = (cost < before - 1e-12 * cost.abs()).nonzero().flatten()
     if len(keep) > _MOST:

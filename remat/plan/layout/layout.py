@@ -32,8 +32,8 @@ class Layout:
         schedule: of the pipeline: "1f1b", "gpipe" or "zerobubble".
         microbatches: that a rank runs in one step of the pipeline.
         reshard: whether FSDP2 frees a block's parameters after its forward.
-        optimizer: "adamw", "adam", "lion", "momentum", "muon", "sgd", or numbers held for each parameter. They
-            have the parameter's dtype.
+        optimizer: "adamw", "adam", "lion", "momentum", "muon", "sgd", or how many numbers of its dtype are held
+            for each parameter.
         param_dtype, reduce_dtype: those of FSDP2's mixed precision; None means the parameter's own.
         parallelize: how tensor and expert parallelism spread the model: a plan as `parallelize_module` takes
             it, or a function of the model and the device mesh (dimensions "ep" and "tp", those above 1) that
@@ -79,22 +79,23 @@ class Layout:
         if not known and (isinstance(self.optimizer, (bool, str)) or self.optimizer < 0):
             names = ", ".join(OPTIMIZERS)
             raise RematError(
-                f"Layout(optimizer={self.optimizer!r}): write one of {names}, or how many numbers it holds for "
-                "each parameter."
+                f"Layout(optimizer={self.optimizer!r}): write one of {names}, or how many numbers it holds "
+                "for each parameter."
             )
         if self.dp_shard % self.ep:
             raise RematError(
-                f"Layout(ep={self.ep}, dp_shard={self.dp_shard}): experts are spread over ranks of dp_shard, so "
-                "ep must divide it."
+                f"Layout(ep={self.ep}, dp_shard={self.dp_shard}): experts are spread over ranks of dp_shard, "
+                "so ep must divide it."
             )
         if self.pp == 1 and self.microbatches > 1:
             raise RematError(
-                f"Layout(microbatches={self.microbatches}) without a pipeline: gradients of microbatches that "
-                "run one after another need no plan of their own. Leave it out, or write pp=..."
+                f"Layout(microbatches={self.microbatches}) without a pipeline: gradients of microbatches "
+                "that run one after another need no plan of their own. Leave it out, or write pp=..."
             )
         if self.split is not None and (len(self.split) != self.pp or min(self.split) < 1):
             raise RematError(
-                f"Layout(split={self.split!r}, pp={self.pp}): write one number of blocks, 1 or more, for each stage."
+                f"Layout(split={self.split!r}, pp={self.pp}): write the number of blocks, 1 or more, "
+                "for each stage."
             )
 
     @property

@@ -1,4 +1,4 @@
-"""What one rank of tensor and expert parallelism runs: a copy of the model on fake tensors of local shapes."""
+"""What one rank of tensor and expert parallelism runs: a copy of the model, on fakes of local shapes."""
 
 from __future__ import annotations
 
@@ -114,8 +114,8 @@ def _mesh(sizes: Mapping[str, int]) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
     if torch.distributed.is_initialized():
         raise RematError(
-            "plan_model(mesh=...) with tp or ep plans with a process group of its own, and this process is in "
-            'one: plan in a process alone, plan.save("plan.json"), and load that in every rank.'
+            "plan_model(mesh=...) with tp or ep plans with a process group of its own, and this process is "
+            'in one: plan in a process alone, plan.save("plan.json"), and load that in every rank.'
         )
     return fake_mesh(sizes)
 
@@ -150,8 +150,9 @@ def _plan_of(model: torch.nn.Module) -> dict[str, Any]:
     found = getattr(model, "_tp_plan", None) or getattr(model, "tp_plan", None)
     if not found:
         raise RematError(
-            f"Layout(tp=...): nothing says how {type(model).__name__} is spread. Write Layout(parallelize={{...}}) "
-            "as for torch.distributed.tensor.parallel.parallelize_module, or a function of model and mesh."
+            f"Layout(tp=...): nothing says how {type(model).__name__} is spread. Write "
+            "Layout(parallelize={...}) as for torch.distributed.tensor.parallel.parallelize_module, or a "
+            "function of model and mesh."
         )
     if unknown := sorted({str(style) for style in found.values()} - styles.keys()):
         raise RematError(

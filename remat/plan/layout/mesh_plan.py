@@ -106,7 +106,7 @@ class MeshPlan:
 
     @property
     def step_seconds(self) -> float:
-        """Modelled time of a step: all microbatches pass the slowest stage, and the pipeline fills and drains.
+        """Modelled time of a step: microbatches at the pace of the slowest stage, filling and draining.
 
         Gradients' reduction and the optimizer are left out.
         """
@@ -128,8 +128,8 @@ class MeshPlan:
             together: whether to compare with the other ranks.
 
         Raises:
-            RematError: on every rank, if any has another plan, another model or another mesh; the message names
-                the first difference and the rank.
+            RematError: on every rank, if any has another plan, model or mesh; the message names the first
+                difference and the rank.
         """
         wrong = first_difference(self, model)
         if together:
@@ -199,21 +199,26 @@ class MeshPlan:
             if record.pop("remat_mesh_plan") != _FORMAT:
                 raise ValueError("written by another version")
             table, told = record.pop("ops"), record.pop("hash")
-            record["programs"] = {k: tuple(table[n] for n in names) for k, names in record["programs"].items()}
+            record["programs"] = {
+                k: tuple(table[n] for n in names) for k, names in record["programs"].items()
+            }
             record["weights"] = {k: (tuple(a), tuple(b), c) for k, (a, b, c) in record["weights"].items()}
             record["stages"] = tuple(_stage(stage) for stage in record["stages"])
             plan = cls(**record | {"layout": Layout.from_dict(record["layout"])})
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise RematError(f"This text is not a plan written by MeshPlan.to_json: {error!r}.") from error
         if plan.hash != told:
-            raise RematError("This plan was changed after it was written: its hash is another one. Plan anew.")
+            raise RematError(
+                "This plan was changed after it was written: its hash is another one. Plan anew."
+            )
         return plan
 
     def __str__(self) -> str:
         layout = self.layout
         names = ("dp_replicate", "dp_shard", "tp", "pp", "ep")
         mesh = " x ".join(f"{n} {getattr(layout, n)}" for n in names if getattr(layout, n) > 1)
-        head = f"Plan for {self.model} on {layout.ranks} ranks ({mesh or 'one device'}), {format_bytes(self.memory)} each"
+        many = f"{layout.ranks} ranks ({mesh or 'one device'})"
+        head = f"Plan for {self.model} on {many}, {format_bytes(self.memory)} each"
         return "\n".join([head, *(_told(number, stage) for number, stage in enumerate(self.stages))])
 
 
@@ -226,11 +231,12 @@ def _stage(record: dict[str, Any]) -> StagePlan:
 
 def _told(number: int, stage: StagePlan) -> str:
     names = list(stage.blocks)
+    flying = f"{stage.in_flight} microbatch{'es' if stage.in_flight > 1 else ''}"
+    rows = {f"kept for {flying}": stage.kept_bytes, "at work": stage.working_bytes, **stage.fixed}
     lines = [
-        f"stage {number}: {len(names)} blocks, {names[0]} to {names[-1]}; {format_bytes(stage.peak_bytes)} at the peak, "
-        f"{stage.seconds:.3g} s a microbatch, {stage.recompute_seconds / stage.seconds:.1%} of that recomputation",
-        f"  {format_bytes(stage.kept_bytes):>10}  kept for {stage.in_flight} microbatch{'es' if stage.in_flight > 1 else ''}",
-        f"  {format_bytes(stage.working_bytes):>10}  at work",
-        *(f"  {format_bytes(size):>10}  {name}" for name, size in stage.fixed.items()),
+        f"stage {number}: {len(names)} blocks, {names[0]} to {names[-1]}",
+        f"  {format_bytes(stage.peak_bytes):>10}  at the peak; a microbatch takes {stage.seconds:.3g} s, "
+        f"{stage.recompute_seconds / stage.seconds:.1%} of that recomputation",
+        *(f"  {format_bytes(size):>10}  {name}" for name, size in rows.items()),
     ]
     return "\n".join(lines)

@@ -60,23 +60,36 @@ class BlockPolicy(Policy):
         names = graph_of(fn, args, kwargs).names
         met = tuple(map(canonical, names))
         if met != self.ops:
-            at = next((k for k, (a, b) in enumerate(zip(met, self.ops, strict=False)) if a != b), min(len(met), len(self.ops)))
+            at = next(
+                (k for k, (a, b) in enumerate(zip(met, self.ops, strict=False)) if a != b),
+                min(len(met), len(self.ops)),
+            )
             here, planned = (ops[at] if at < len(ops) else "the end" for ops in (met, self.ops))
             raise RematError(
-                f"The plan does not fit {_who()}: op {at} of block {self.name} (stage {self.stage}) is {here}, "
-                f"planned was {planned}. A plan holds for one model at one configuration (training mode, "
-                "autocast, dtype, parallelize=): plan anew with what this rank runs."
+                f"The plan does not fit {_who()}: op {at} of block {self.name} (stage {self.stage}) is "
+                f"{here}, planned was {planned}. A plan holds for one model at one configuration (training "
+                "mode, autocast, dtype, parallelize=): plan anew with what this rank runs."
             )
         return carried_out([self._plan(names)])
 
     def _plan(self, names: tuple[str, ...]) -> Plan:
-        return Plan(
-            region=self.name, ops=names, saved=self.saved, kept=(), budget=self.kept_bytes, kept_bytes=self.kept_bytes,
-            default_bytes=0, recomputed_flops=0.0, step_flops=0.0, cost=0.0, unit="s", lower_bound=0.0, solver="layout",
-        )  # fmt: skip
+        size, nothing = (
+            self.kept_bytes,
+            dict.fromkeys(("recomputed_flops", "step_flops", "cost", "lower_bound"), 0.0),
+        )
+        options: dict[str, Any] = {
+            "kept": (),
+            "budget": size,
+            "kept_bytes": size,
+            "default_bytes": 0,
+            **nothing,
+        }
+        return Plan(region=self.name, ops=names, saved=self.saved, unit="s", solver="layout", **options)
 
     def __call__(self, info: OpInfo) -> Decision:
-        raise RematError(f"The plan of block {self.name} decides for the block as a whole: pass it to remat as a policy.")
+        raise RematError(
+            f"The plan of block {self.name} decides for the block as a whole: pass it to remat as a policy."
+        )
 
 
 def _who() -> str:
@@ -95,8 +108,8 @@ def place(plan: MeshPlan, model: torch.nn.Module) -> tuple[str | None, list[str]
     if len(mine) > 1 and not whole:
         first, other = known[0], next(name for name in known if stages[name] != stages[known[0]])
         return (
-            f"it has {first} of stage {stages[first]} and {other} of stage {stages[other]}; split the model as "
-            "the plan's stages say"
+            f"it has {first} of stage {stages[first]} and {other} of stage {stages[other]}; split the model "
+            "as the plan's stages say"
         ), known
     missing = [n for n, number in stages.items() if number in mine and n not in known]
     return (f"it lacks the block {missing[0]} of stage {stages[missing[0]]}" if missing else None), known
@@ -151,9 +164,10 @@ def agree(key: str, wrong: str | None) -> None:
             raise RematError(_refusal(f"rank {rank}", fault))
         if other != told[0][0]:
             raise RematError(
-                f"Rank {rank} has another plan than rank 0 ({other[:12]}, {told[0][0][:12]}): let all ranks load one file."
+                f"Rank {rank} has another plan than rank 0 ({other[:12]}, {told[0][0][:12]}): let all ranks "
+                "load one file."
             )
 
 
 def _refusal(who: str, wrong: str) -> str:
-    return f"The plan does not fit {who}: {wrong}. Plan anew for this model and mesh, or load the plan made for them."
+    return f"The plan does not fit {who}: {wrong}. Plan anew for this model and mesh, or load their plan."

@@ -10,7 +10,7 @@ import torch
 from remat._core import DEVICES, format_bytes, parse_bytes
 from remat.plan.graph import CostModel, cost_model
 from remat.plan.layout.layout import Layout
-from remat.plan.layout.links import LINKS, Linked
+from remat.plan.layout.links import Linked
 from remat.plan.layout.local import local_program
 from remat.plan.layout.mesh_plan import Keeps, MeshPlan, StagePlan
 from remat.plan.layout.rank import canonical, digest
@@ -52,7 +52,7 @@ def plan_mesh(
         args, kwargs = local.arguments((args, kwargs), layout.param_dtype)
         seen = traced(local, chosen, args, kwargs)
         weights, groups = local.weights, local.groups
-    linked = Linked(prices, LINKS.get(named, LINKS["h100"]), groups)
+    linked = Linked(prices, named, groups)
     pipe = Pipe(seen, layout, weights, linked)
     split = pipe.split(limit)
     if split is None:
@@ -64,7 +64,9 @@ def plan_mesh(
         memory=limit,
         stages=tuple([_stage(part, chosen) for part, chosen in split]),
         programs={digest(g.names): tuple(map(canonical, g.names)) for g in seen.graphs},
-        weights={name: (w.shape, w.local, str(w.dtype).removeprefix("torch.")) for name, w in weights.items()},
+        weights={
+            name: (w.shape, w.local, str(w.dtype).removeprefix("torch.")) for name, w in weights.items()
+        },
         seconds=time.perf_counter() - start,
     )
 
@@ -109,7 +111,7 @@ def _too_little(pipe: Pipe, limit: int) -> str:
     worst = max(parts, key=Part.least)
     rows = "\n".join(f"  {name}: {format_bytes(size)}" for name, size in worst.lines.items())
     return (
-        f"No plan fits into {format_bytes(limit)}: stage {worst.stage} takes {format_bytes(worst.least())} even "
-        f"if its {len(worst.names)} blocks keep as little as they can. Of that is fixed:\n{rows}\n"
+        f"No plan fits into {format_bytes(limit)}: stage {worst.stage} takes {format_bytes(worst.least())} "
+        f"even if its {len(worst.names)} blocks keep as little as they can. Of that is fixed:\n{rows}\n"
         "Spread the model further (dp_shard, tp, pp), make the batch smaller, or write more memory=..."
     )

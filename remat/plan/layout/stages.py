@@ -133,7 +133,13 @@ class Part:
     def least(self) -> int:
         """The least bytes that the stage can do with."""
         flying = self.pipe.layout.in_flight(self.stage)
-        each = [min(range(len(kind.choices)), key=lambda k, kind=kind: flying * kind.choices[k].kept + kind.over(k)) for kind in self.kinds]
+        each = [
+            min(
+                range(len(kind.choices)),
+                key=lambda k, kind=kind: flying * kind.choices[k].kept + kind.over(k),
+            )
+            for kind in self.kinds
+        ]
         return self.peak(self.chosen(tuple(each)))
 
     def chosen(self, picks: Sequence[int]) -> Chosen:

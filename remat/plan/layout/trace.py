@@ -85,10 +85,13 @@ def block_names(model: torch.nn.Module, layers: str | Sequence[str]) -> list[str
         if not any(".".join(parts[:k]) in found for k in range(1, len(parts))):
             outermost.append(name)
     if not outermost:
-        lists = [n for n, module in named.items() if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict))]
+        lists = [
+            n for n, module in named.items() if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict))
+        ]
+        there = ", ".join(f"{n}.*" for n in lists[:8]) or "none"
         raise RematError(
-            f"plan_model(mesh=...): no block of {type(model).__name__} fits {layers!r}; lists of modules in it: "
-            f"{', '.join(f'{n}.*' for n in lists[:8]) or 'none'}. Write Layout(layers=...), or use remat.nn.apply."
+            f"plan_model(mesh=...): no block of {type(model).__name__} fits {layers!r}; lists of modules in "
+            f"it: {there}. Write Layout(layers=...), or use remat.nn.apply."
         )
     return outermost
 
@@ -160,12 +163,14 @@ class _Walk:
 
     def _call(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if any(met.name == name for met in self.met):
-            raise RematError(f"plan_model(mesh=...): block {name} is called twice; plans are by call of a block.")
+            raise RematError(
+                f"plan_model(mesh=...): block {name} is called twice; plans are by call of a block."
+            )
         leaves, spec = flatten((args, kwargs))
         if any(isinstance(leaf, torch.Tensor) and wraps(leaf) for leaf in leaves):
             raise RematError(
-                f"plan_model(mesh=...): block {name} is called with a DTensor. Between blocks plans know plain "
-                "tensors of one rank: write use_local_output=True in the styles of Layout(parallelize=...)."
+                f"plan_model(mesh=...): block {name} is called with a DTensor. Between blocks plans know "
+                "plain tensors of one rank: write use_local_output=True in Layout(parallelize=...)."
             )
         exact, rough = (
             (self.about[name, numbers], likeness_of_call(leaves, spec, numbers=numbers))
@@ -225,4 +230,8 @@ class _Walk:
 
 
 def _like(value: Any) -> Any:
-    return torch.empty_like(value).requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
+    return (
+        torch.empty_like(value).requires_grad_(value.requires_grad)
+        if isinstance(value, torch.Tensor)
+        else value
+    )
