@@ -13,6 +13,7 @@ from remat.transforms.caches import (
 )
 from remat.transforms.context import (
     active,  # what is going on in this thread
+    on_wrappers,  # whether an op is one on wrappers of torch.distributed
     recordings,  # the recordings in progress on this thread, outermost first
 )
 from remat.transforms.errors import (
@@ -49,6 +50,7 @@ from remat.transforms.pytree import (
     unflatten,  # the tree of structure `spec` with these leaves
 )
 from remat.transforms.sharded import (
-    local_tensors,  # the tensors of this process behind some that may be wrappers of them
-    wraps,  # whether a tensor is such a wrapper: a DTensor, a collective's result on its way
+    local_tensors,  # the tensors of this process behind some, wrappers taken apart
+    placements_of,  # how a tensor lies on its mesh
+    wraps,  # whether a tensor is a wrapper of torch.distributed
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,7 @@ class _Active(threading.local):
     listeners: tuple[Any, ...] = ()  # who wants to know what regions keep
     place: str | None = None  # the user's line of the op that runs again, for those
     quiet = False
+    aside = False  # whether what runs only says how the results of an op on wrappers lie
     unasked = False
     seeding = False  # whether the op that runs draws a seed
     travelling: str | None = None  # where what runs brings a value, "host" or "device"
@@ -70,9 +72,8 @@ class Mode(DispatchMode):
 
     def takes_apart(self, types: Any, args: Any) -> bool:
         """Whether an op is one on wrappers, which is to run as ops on their local tensors."""
-        if self.local is None or not any([is_wrapper(kind) for kind in types]):
+        if self.local is None or not on_wrappers(types):
             return False
-        sharding_aside(quiet)
         for arg in args:
             for tensor in arg if isinstance(arg, (list, tuple)) else (arg,):
                 self.meet(tensor)
@@ -148,6 +149,25 @@ def run_again_whole(reason: str) -> None:
         mode.tape.open = mode.tape.open or reason
 
 
+def on_wrappers(types: Any) -> bool:
+    """Whether an op is one on wrappers; what runs to find out how its results lie is `aside` from now on."""
+    if not any([is_wrapper(kind) for kind in types]):
+        return False
+    sharding_aside(_aside)
+    return True
+
+
+def _aside(function: Callable[..., Any], *args: Any) -> Any:
+    with scoped(aside=True, quiet=True):
+        return function(*args)
+
+
+def gathering(function: Callable[..., Any]) -> Any:
+    """Run what gathers parameters or frees them: no op of the region around, which does so again."""
+    run_again_whole("parameters are gathered in it")
+    return quiet(function)
+
+
 # A raw kernel (Triton, ctypes, NumPy on shared memory) writes without an op and without a new version. Every
 # door to raw memory that Python code has is a torch function. What lies in memory that was shown is unknown
 # from then on. (An extension that asks for the pointer in C++ is not seen.) Nor is it an op to set
@@ -161,13 +181,29 @@ _DATA = torch.Tensor.data
 def notice(func: Any, args: Any) -> None:
     """Tell the recording around of a torch function that goes past torch's dispatcher."""
     name = getattr(func, "__name__", "")
-    if name == "__set__":
-        if func.__self__ is _DATA:
-            run_again_whole("it replaces the data of a tensor")
-    elif name in DOORS:
-        if args and isinstance(args[0], torch.Tensor):
+    if name == "__set__" and func.__self__ is _DATA:
+        run_again_whole("it replaces the data of a tensor")
+        if _by_sharding():
             for mode in recordings():
-                mode.expose(args[0])
+                mode.expose(args[0], moved=True)
+    elif name != "__set__" and name in DOORS and args and isinstance(args[0], torch.Tensor):
+        moved = _by_sharding()
+        for mode in recordings():
+            mode.expose(args[0], moved)
+
+
+def _by_sharding() -> bool:
+    """Whether it is torch.distributed that looks at memory: FSDP frees and fills that of parameters.
+
+    What it brings there are the parameters that the layer reads, and it brings them again for a backward.
+    """
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__", "").startswith("torch.distributed.")
+
+
+_BETWEEN = ("remat.transforms.", "torch._tensor", "torch.overrides", "torch.storage")
 
 
 class MemoryWatch(TorchFunctionMode):

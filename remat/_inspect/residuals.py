@@ -16,7 +16,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat._core import format_bytes
 from remat._inspect.looking import looked_at
-from remat.transforms import flatten, merge, smooth, unflatten, user_place
+from remat.transforms import (
+    flatten,
+    local_tensors,
+    merge,
+    on_wrappers,
+    placements_of,
+    smooth,
+    unflatten,
+    user_place,
+    wraps,
+)
 from remat.transforms.closure import by_storage
 from remat.transforms.compat import (
     TorchDispatchMode,
@@ -50,6 +60,8 @@ class Residual:
         location: `file:line (function)` of the user's code that made it, or None.
         path: where it is found among the arguments, such as `params['layers'][0]['w']`, or None.
         host: whether a policy sent it to host memory.
+        placements: of the `DTensor` whose local part it is, such as "(Shard(dim=0),)", else None.
+            Shape and bytes are those of the part.
 
     Example:
         >>> import torch
@@ -69,6 +81,7 @@ class Residual:
     location: str | None = None
     path: str | None = None
     host: bool = False
+    placements: str | None = None
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
@@ -76,7 +89,8 @@ class Residual:
         size = ",".join(map(str, self.shape))
         where = "" if self.device.type == "cpu" else f" on {self.device}"
         short = _SHORT.get(letters, letters) + kind[len(letters) :]
-        return f"{short}[{size}] {format_bytes(self.bytes)}{where} {self._source()}"
+        lies = "" if self.placements is None else f" of {self.placements}"
+        return f"{short}[{size}]{lies} {format_bytes(self.bytes)}{where} {self._source()}"
 
     def _source(self) -> str:
         if self.op is None:
@@ -252,6 +266,8 @@ class _Makers(TorchDispatchMode):
         self.named: dict[int, str] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and on_wrappers(types):
+            return NotImplemented
         out = func(*args, **(kwargs or {}))
         read = {storage_key(t) for t in flatten((args, kwargs))[0] if is_strided(t)}
         line = user_place()
@@ -282,8 +298,13 @@ class _Table:
         self.makers, self.paths = makers, paths
         self.found: dict[int, tuple[tuple[int, int], Residual]] = {}
 
-    def add(self, tensor: Tensor, kept: Kept | None = None) -> None:
+    def add(self, tensor: Tensor, kept: Kept | None = None, lies: str | None = None) -> None:
+        if wraps(tensor):
+            for part in local_tensors([tensor]):
+                self.add(part, kept, placements_of(tensor))
+            return
         tensor = unwrapped(tensor)
+        lies = lies if kept is None else kept.placements or lies
         key = storage_key(tensor) if is_strided(tensor) else id(tensor)
         size = tensor.untyped_storage().nbytes() if is_strided(tensor) else _sparse_bytes(tensor)
         # A region puts tensors without memory in the place of operands that its backward does not read.
@@ -301,7 +322,7 @@ class _Table:
             why = kept.why
         away = kept is not None and kept.away
         shape = tuple(tensor.shape)
-        residual = Residual(shape, tensor.dtype, tensor.device, size, why, op, name, line, path, away)
+        residual = Residual(shape, tensor.dtype, tensor.device, size, why, op, name, line, path, away, lies)
         rank = {"argument": 0, "captured": 1, "random": 2}.get(why, 3)
         self.found[key] = (rank, order if rank == 3 else place), residual
 

@@ -10,6 +10,7 @@ import torch
 
 from remat.transforms.compat import is_wrapped, storage_key, unwrapped
 from remat.transforms.pytree import Spec, flatten, paths, unflatten
+from remat.transforms.sharded import local_tensors
 
 
 def by_storage(fn: Callable[..., Any], args: Any, kwargs: Any) -> dict[int, tuple[str, str, int]]:
@@ -52,8 +53,9 @@ def _note(found: dict[int, tuple[str, str, int]], why: str, path: str, value: An
     else:
         pairs = [(path + key, leaf) for key, leaf in zip(paths(value), flatten(value)[0], strict=True)]
     for at, leaf in pairs:
-        if isinstance(leaf, torch.Tensor) and _has_storage(bottom := unwrapped(leaf)):
-            found[storage_key(bottom)] = why, at, len(found)
+        for part in local_tensors([unwrapped(leaf)] if isinstance(leaf, torch.Tensor) else ()):
+            if _has_storage(part):
+                found[storage_key(part)] = why, at, len(found)
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:

@@ -149,5 +149,8 @@ from remat.transforms.compat.modes import (
     watched,  # whether hooks or a dispatch mode follow what runs here
 )
 from remat.transforms.compat.sharding import (
+    Meeting,  # a group of ranks, and the store by which it has met
+    bookkeeping_aside,  # how wrappers of modules are to run what is for ends of their own
+    meeting_of,  # the ranks of the group of this name
     sharding_aside,  # how DTensor is to run what it propagates shardings by
 )

@@ -1,13 +1,15 @@
-"""DTensor: what it runs to find out how results lie, which is no part of a program.
+"""What torch.distributed runs for its own ends, which is no part of a program.
 
 Private names of torch, each with its reason. Tried on 2.13.0 (CPU).
 """
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -30,3 +32,94 @@ def sharding_aside(run: Callable[..., Any]) -> None:
         plain = getattr(holder, name, None)
         if plain is not None:
             setattr(holder, name, functools.partial(run, plain))
+
+
+# Where parameters are gathered and freed: (module, class or None for the module itself, functions).
+_GATHERING: tuple[tuple[str, str | None, tuple[str, ...]], ...] = (
+    (
+        "torch.distributed.fsdp._flat_param",
+        "FlatParamHandle",
+        ("pre_unshard", "unshard", "post_unshard", "reshard", "post_reshard"),
+    ),
+    ("torch.distributed.fsdp._runtime_utils", None, ("_register_post_backward_hook",)),
+)
+# What is arranged once, amid a forward, with ops and collectives: the buckets of DistributedDataParallel.
+_ARRANGING: tuple[tuple[str, str | None, tuple[str, ...]], ...] = (
+    ("torch._C._distributed_c10d", "Reducer", ("_rebuild_buckets",)),
+    ("torch.distributed._composable.replicate", "_ReplicateState", ("lazy_init",)),
+)
+
+
+def bookkeeping_aside(gathering: Callable[..., Any], arranging: Callable[..., Any]) -> None:
+    """Let these call, from now on, what wrappers of modules do amid a forward for ends of their own.
+
+    `gathering(function, *args)` calls what gathers parameters and frees them, `arranging(function, *args)`
+    what happens once.
+    """
+    for run, places in ((gathering, _GATHERING), (arranging, _ARRANGING)):
+        for module, name, methods in places:
+            there: Any = sys.modules.get(module)
+            kind: Any = there if name is None else getattr(there, name, None)
+            if kind is None or (module, name) in _aside:
+                continue
+            _aside.add((module, name))
+            for method in methods:
+                if (plain := getattr(kind, method, None)) is not None:
+                    setattr(kind, method, _called_by(run, plain))
+
+
+_aside: set[tuple[str, str | None]] = set()
+
+
+def _called_by(run: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return run(functools.partial(plain, *args, **kwargs))
+
+    return called
+
+
+class Meeting:
+    """A group of ranks, and the store by which it has met.
+
+    Attributes:
+        name: of the group, the same on all of its ranks.
+        rank, ranks: this rank in the world, and those of the group.
+    """
+
+    def __init__(self, store: Any, rank: int, ranks: list[int]) -> None:
+        self._store, self.rank, self.ranks = store, rank, ranks
+        self.name = ",".join(map(str, ranks))
+
+    def all_say(self, key: str, what: str, seconds: int) -> bool:
+        """Whether all ranks say the same; waits until all have spoken, so many seconds at most."""
+        store, count = self._store, len(self.ranks)
+        store.add(f"{key}/{what}", 1)
+        if store.add(f"{key}/count", 1) == count:
+            store.set(f"{key}/done", "1")
+        with contextlib.suppress(RuntimeError):  # it took too long
+            store.wait([f"{key}/done"], datetime.timedelta(seconds=seconds))
+        return store.add(f"{key}/{what}", 0) == count
+
+    def told(self, key: str, text: str, seconds: int) -> Iterator[tuple[int, str]]:
+        """What every rank has to say, where they do not say the same."""
+        self._store.set(f"{key}/text/{self.rank}", text)
+        for rank in self.ranks:
+            place = f"{key}/text/{rank}"
+            with contextlib.suppress(RuntimeError):
+                self._store.wait([place], datetime.timedelta(seconds=seconds))
+                yield rank, self._store.get(place).decode()
+
+
+def meeting_of(group: str) -> Meeting | None:
+    """The ranks of the group of this name, None where there is nobody to meet."""
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is None or not c10d.is_initialized():
+        return None
+    try:
+        found = c10d._resolve_process_group(group)
+    except (RuntimeError, ValueError):
+        return None
+    if found.size() < 2 or c10d.get_backend(found) == "fake":
+        return None
+    return Meeting(c10d._get_default_store(), c10d.get_rank(), c10d.get_process_group_ranks(found))

@@ -21,13 +21,15 @@ import torch
 from remat.transforms.compat import (
     below_autograd,
     below_levels,
+    bookkeeping_aside,
     graph_kept,
     graph_task,
     in_transform,
     next_node,
     set_grad_enabled,
 )
-from remat.transforms.context import memory_watch, quiet, run_innermost
+from remat.transforms.context import gathering, memory_watch, quiet, run_innermost
+from remat.transforms.eager.agreement import agree
 from remat.transforms.eager.inputs import Inputs
 from remat.transforms.eager.rerun import Rerun
 from remat.transforms.eager.saved import (
@@ -100,6 +102,7 @@ class Frame(Packer):
         region, inputs, pack = self.region, self.inputs, self.pack
         casts, select = inputs.ambient.casts, region.selector
         if known is None:
+            bookkeeping_aside(gathering, quiet)
             tape = Tape(region.name)
             recorder = Recorder(
                 tape, select, inputs.local, digest=region.digest, casts=casts, decisions=region.decisions
@@ -136,6 +139,7 @@ class Frame(Packer):
                 recorder.leave()
                 self.tape = recorder.tape
                 settle(self, recorder, out)
+                agree(self.region, recorder)
             hold_kept(self, recorder, out)
         finally:
             self.recorder = None
@@ -204,6 +208,8 @@ class Frame(Packer):
             root = tape.outside[at].root
             if written := root in snapshots:
                 self.snapshots[root] = snapshots[root]
+            elif root in recorder.moved:
+                written = True
             elif raw:
                 written = storage(recorder.outside[at]) in raw
             tensor = recorder.outside[at]
@@ -263,6 +269,10 @@ class Frame(Packer):
     def _run(self, at: int) -> None:
         if self.rerun is not None:
             self.values = self.rerun.run()
+            if self.kept and graph_task() != -1 and not graph_kept():
+                # They go as autograd's own do. Should one be asked for again after all, all ops run.
+                self.kept = {}
+                self.rerun = Rerun(self, Needs(self.tape, range(len(self.tape.nodes)), {}))
             return
         program = self.program
         assert program is not None

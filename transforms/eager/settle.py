@@ -14,7 +14,7 @@ from remat.transforms.eager.saved import bytes_of, users, watcher
 from remat.transforms.errors import RematError
 from remat.transforms.ops import tensors_in
 from remat.transforms.pytree import flatten, split
-from remat.transforms.sharded import local_tensors
+from remat.transforms.sharded import local_tensors, placements_of
 from remat.transforms.tape import (
     Kept,
     Needs,
@@ -127,7 +127,8 @@ def report_frame(frame: Any, recorder: Recorder) -> None:
         # What an enclosing region is to recompute stays alive no longer than that takes.
         if not held.enclosed:
             why = "argument" if at < tape.arguments else "captured"
-            report(Kept(why, recorder.outside[at], name, at))
+            lies = placements_of(recorder.around(recorder.outside[at]))
+            report(Kept(why, recorder.outside[at], name, at, placements=lies))
     for at, value in frame.kept.items():
         # A view is the memory of the op that made it.
         node, root = nodes[at], nodes[at].root

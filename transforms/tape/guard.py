@@ -30,6 +30,7 @@ from remat.transforms.tape.tape import (
     ValueNumbering,
     constants_alike,
     map_tensors,
+    refs_in,
 )
 
 _weak = weakref.ref
@@ -69,7 +70,7 @@ class GuardMode(Recorder):
         self.selector = None
         self.outside, self.kept, self.random, self.snapshots = list(inputs), {}, {}, {}
         self.shown, self.outer, self.alive, self._memory, self._kept_in = {}, {}, {}, {}, {}
-        self.digest, self.kept_bytes = None, 0
+        self.digest, self.kept_bytes, self.moved = None, 0, set()
         self._numbers = ValueNumbering()
         numbers = self._numbers
         for at, tensor in enumerate(inputs):
@@ -287,9 +288,9 @@ class GuardMode(Recorder):
             self.leave()
         super().offer(at, value, op)
 
-    def expose(self, tensor: torch.Tensor) -> None:
+    def expose(self, tensor: torch.Tensor, moved: bool = False) -> None:
         self.leave()
-        super().expose(tensor)
+        super().expose(tensor, moved)
 
     def bind(self, tensor: torch.Tensor, number: int) -> None:
         self.leave()
@@ -385,7 +386,7 @@ class Check(NamedTuple):
 def _prepared(node: Node) -> Check:
     refs = tuple([(i, int(arg)) for i, arg in enumerate(node.args) if type(arg) is Ref])
     others = tuple([(i, arg, _is_plain(arg)) for i, arg in enumerate(node.args) if type(arg) is not Ref])
-    flat = not node.kwargs and not any(_holds_refs(arg) for _, arg, _ in others)
+    flat = not node.kwargs and not any(refs_in(arg) for _, arg, _ in others)
     watched = bool(node.written) or node.draws
     node.check = Check(flat, len(node.args), refs, others, watched, direct_call(node.op))
     return node.check
@@ -396,7 +397,3 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     return not isinstance(value, (float, complex))
-
-
-def _holds_refs(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and any(type(v) is Ref or _holds_refs(v) for v in value)

@@ -28,6 +28,7 @@ class Kept:
         op: the op that made it, None for arguments.
         name: its `checkpoint_name`, or None.
         away: whether it lies in host memory, sent there.
+        placements: of the `DTensor` whose local part it is, where that is known.
     """
 
     why: str
@@ -37,6 +38,7 @@ class Kept:
     op: Any = None
     name: str | None = None
     away: bool = False
+    placements: str | None = None
 
 
 def made_by(args: Any, kwargs: Any, out: Any) -> Iterator[tuple[int, torch.UntypedStorage]]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from remat.transforms.compat import memory_is_real, unwrapped
+from remat.transforms.compat import memory_is_real
 from remat.transforms.context import active, quiet
 from remat.transforms.errors import RematError, user_place
 from remat.transforms.ops import (
@@ -29,6 +29,7 @@ from remat.transforms.ops import (
     targets,
     tensors_in,
     traits,
+    without_objects,
 )
 from remat.transforms.sharded import wraps
 from remat.transforms.state import GeneratorState
@@ -72,6 +73,7 @@ class Recorder(WriteWatch):
         random: for every op that draws, the state of its generator before.
         snapshots: memories from outside as they were before the region wrote to them.
         shown: memories from outside that user code has looked at itself, as they were then.
+        moved: memories from outside that torch.distributed frees and fills: it brings what belongs there.
         outer: for every op its number on the tape of the region around, if there is one.
         alive: saved values that are held while the function runs.
     """
@@ -100,6 +102,7 @@ class Recorder(WriteWatch):
         self.snapshots: dict[int, Snapshot] = {}
         self.shown: dict[int, Snapshot] = {}
         self.outer: dict[int, int] = {}
+        self.moved: set[int] = set()
         self.kept_bytes = 0  # of what is kept on its device
         self.alive: dict[int, torch.Tensor] = {}
         self._numbers = ValueNumbering()
@@ -203,6 +206,8 @@ class Recorder(WriteWatch):
         node.args, node.kwargs = template
         node.first, node.outs, node.optional = len(tape.makers), metadata(out), optional
         node.draws, node.overwrites = draws_from is not None, ()
+        if facts.collective:
+            node.args, node.outs = without_objects(node.args), without_objects(node.outs)
         tape.sized_by_data = tape.sized_by_data or facts.sized_by_data
         node.place = user_place() if active.listeners or tape.sized_by_data else None
         if draws_from is not None:
@@ -369,16 +374,6 @@ class Recorder(WriteWatch):
         memory = memory_of(tensor)
         if memory is not None:
             self._remember(memory, self.tape.root_of(number), number, tensor)
-
-    def expose(self, tensor: torch.Tensor) -> None:
-        """User code looks at the memory of `tensor` itself."""
-        bottom = unwrapped(tensor)
-        if (root := self.root(bottom)) >= 0:
-            self.tape.exposed.add(root)
-            self.tape.cacheable = False
-        elif bottom.is_cpu and root not in self.shown:
-            # A look may be a write, which no op tells of: its end is compared with its begin (`raw_writes`).
-            self.shown[root] = self.snapshots.get(root) or quiet(Snapshot, self.outside[-1 - root])
 
     def living_values(self) -> list[tuple[torch.Tensor, int]]:
         """The tensors that ops have made and that somebody holds."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat import below_levels
+from remat.transforms.compat import below_levels, unwrapped
 from remat.transforms.context import Mode, quiet
 from remat.transforms.errors import RematError, user_line
 from remat.transforms.offload import Elsewhere, away_in, send
@@ -148,6 +148,7 @@ class WriteWatch(Verdicts):
     outside: list[torch.Tensor]
     snapshots: dict[int, Snapshot]
     shown: dict[int, Snapshot]
+    moved: set[int]
 
     def root(self, tensor: torch.Tensor) -> int:
         """The memory that a tensor lies in."""
@@ -192,6 +193,18 @@ class WriteWatch(Verdicts):
                 self.kept[i] = quiet(map_tensors, _copied, value)
                 for away in away_in(value):
                     away.parcel.wait()
+
+    def expose(self, tensor: torch.Tensor, moved: bool = False) -> None:
+        """User code looks at the memory of `tensor` itself, or torch.distributed does, which may move it."""
+        bottom = unwrapped(tensor)
+        if moved:
+            self.moved.add(self.root(bottom))
+        elif (root := self.root(bottom)) >= 0:
+            self.tape.exposed.add(root)
+            self.tape.cacheable = False
+        elif bottom.is_cpu and root not in self.shown:
+            # A look may be a write, which no op tells of: its end is compared with its begin (`raw_writes`).
+            self.shown[root] = self.snapshots.get(root) or quiet(Snapshot, self.outside[-1 - root])
 
     def _refusal(self, func: Any, tensor: torch.Tensor) -> str:
         return (

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from remat._core import OpInfo, describe
 from remat._inspect.report.timeline import Blocks, Timeline
 from remat.policies import kind_of
-from remat.transforms import active, flatten, traits, user_line
+from remat.transforms import active, flatten, on_wrappers, traits, user_line
 from remat.transforms import recordings as context_recordings
 from remat.transforms.compat import TorchDispatchMode, graph_task, is_strided, storage_key, unwrapped
 from remat.transforms.region import recomputed_region
@@ -73,6 +73,10 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if active.aside:
+            return func(*args, **kwargs)
+        if types and on_wrappers(types):
+            return NotImplemented
         out = func(*args, **kwargs)
         self._follow(args, kwargs, out)
         if not _is_bookkeeping(func):

@@ -20,9 +20,8 @@ import torch
 from remat._core import DEVICES, known_flops, op_name, warn_user
 from remat.plan.graph.traffic import is_view, traffic
 from remat.policies import kind_of
-from remat.transforms import BoundedCache, RematError, map_only
+from remat.transforms import BoundedCache, RematError, map_only, traits
 from remat.transforms.joint import Joint, Op, Ref, Value
-from remat.transforms.ops import traits
 
 # A custom op of unknown cost counts as a matmul with this contraction: dear enough not to be rerun blindly.
 UNKNOWN_FLOPS_PER_BYTE = 1024

@@ -32,8 +32,8 @@ class Layout:
         schedule: of the pipeline: "1f1b", "gpipe" or "zerobubble".
         microbatches: that a rank runs in one step of the pipeline.
         reshard: whether FSDP2 frees a block's parameters after its forward.
-        optimizer: "adamw", "adam", "lion", "momentum", "muon", "sgd", or how many numbers of its dtype are held
-            for each parameter.
+        optimizer: "adamw", "adam", "lion", "momentum", "muon", "sgd", or how many numbers of its dtype are
+            held for each parameter.
         param_dtype, reduce_dtype: those of FSDP2's mixed precision; None means the parameter's own.
         parallelize: how tensor and expert parallelism spread the model: a plan as `parallelize_module` takes
             it, or a function of the model and the device mesh (dimensions "ep" and "tp", those above 1) that
