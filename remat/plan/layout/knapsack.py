@@ -16,7 +16,7 @@ _MOST = 1 << 14
 
 
 @dataclass(frozen=True)
-class Sums:
+class Totals:
     """Pareto sums, by bytes: what they take, what they cost, and what they are made of."""
 
     bytes: torch.Tensor
@@ -29,7 +29,7 @@ class Sums:
         return int((self.bytes <= size).sum()) - 1
 
 
-def single(bytes: Sequence[int], cost: Sequence[float]) -> Sums:
+def single(bytes: Sequence[int], cost: Sequence[float]) -> Totals:
     """The sums of one block: its plans; `right` tells which."""
     number = torch.arange(len(bytes), device="cpu")
     sizes = torch.tensor(list(bytes), dtype=torch.int64, device="cpu")
@@ -37,7 +37,7 @@ def single(bytes: Sequence[int], cost: Sequence[float]) -> Sums:
     return _pareto(sizes, costs, number, number)
 
 
-def added(one: Sums, other: Sums) -> Sums:
+def added(one: Totals, other: Totals) -> Totals:
     """All sums of two, the best of them; `left` and `right` are places in these."""
     size = (one.bytes[:, None] + other.bytes[None]).flatten()
     cost = (one.cost[:, None] + other.cost[None]).flatten()
@@ -46,28 +46,28 @@ def added(one: Sums, other: Sums) -> Sums:
     return _pareto(size, cost, left, right)
 
 
-def _pareto(size: torch.Tensor, cost: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> Sums:
+def _pareto(size: torch.Tensor, cost: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> Totals:
     order = torch.argsort(cost, stable=True)
     order = order[torch.argsort(size[order], stable=True)]
     size, cost, left, right = size[order], cost[order], left[order], right[order]
     before = torch.cat(
         (torch.full((1,), torch.inf, dtype=cost.dtype, device="cpu"), cost.cummin(0).values[:-1])
     )
-    # Sums of the same costs in another order differ in the last bits.
+    # Totals of the same costs in another order differ in the last bits.
     keep = (cost < before - 1e-12 * cost.abs()).nonzero().flatten()
     if len(keep) > _MOST:
         keep = keep[torch.linspace(0, len(keep) - 1, _MOST, device="cpu").long()]
-    return Sums(size[keep], cost[keep], left[keep], right[keep])
+    return Totals(size[keep], cost[keep], left[keep], right[keep])
 
 
 @dataclass
 class Repeated:
-    """Sums of any number of one block."""
+    """Totals of any number of one block."""
 
-    one: Sums
-    rows: list[Sums] = field(default_factory=list)
+    one: Totals
+    rows: list[Totals] = field(default_factory=list)
 
-    def of(self, count: int) -> Sums:
+    def of(self, count: int) -> Totals:
         """The sums of so many blocks, one or more."""
         if not self.rows:
             self.rows.append(self.one)

@@ -11,7 +11,7 @@ from remat.plan.chain import Choice, Measure
 from remat.plan.graph import CostModel, Graph, is_view
 from remat.plan.layout.around import Share
 from remat.plan.layout.fixed import Flow, fixed_lines
-from remat.plan.layout.knapsack import Repeated, Sums, added, single
+from remat.plan.layout.knapsack import Repeated, Totals, added, single
 from remat.plan.layout.layout import Layout
 from remat.plan.layout.local import Weight
 from remat.plan.layout.trace import Traced
@@ -119,7 +119,7 @@ class Part:
         """The fastest choice that fits; None where none does."""
         flying = self.pipe.layout.in_flight(self.stage)
         room = memory - self.fixed - flying * self.share.kept
-        found: tuple[float, int, Sums] | None = None
+        found: tuple[float, int, Totals] | None = None
         for most in sorted({kind.over(k) for kind in set(self.kinds) for k in range(len(kind.choices))}):
             sums = self._sums(most)
             if sums is None:
@@ -154,9 +154,9 @@ class Part:
         """The most bytes on a rank of the stage."""
         return self.fixed + self.pipe.layout.in_flight(self.stage) * chosen.kept + chosen.over
 
-    def _sums(self, most: int) -> list[Sums] | None:
+    def _sums(self, most: int) -> list[Totals] | None:
         """The sums of all blocks under a limit, kind by kind; None where one has no plan under it."""
-        found: list[Sums] = []
+        found: list[Totals] = []
         for kind, count in Counter(self.kinds).items():
             capped = kind.capped(most)
             if capped is None:
@@ -165,7 +165,7 @@ class Part:
             found.append(added(found[-1], one) if found else one)
         return found
 
-    def _picks(self, most: int, sums: list[Sums], place: int) -> tuple[int, ...]:
+    def _picks(self, most: int, sums: list[Totals], place: int) -> tuple[int, ...]:
         """The plans behind a sum: of a kind's blocks those that keep least come first."""
         made: dict[Kind, list[int]] = {}
         counts = list(Counter(self.kinds).items())
