@@ -378,7 +378,10 @@ def test_ranks_keep_what_was_planned(tmp_path, kind):
 def test_stages_keep_what_was_planned(tmp_path):
     """Two stages under 1F1B, where their first backward begins."""
     layout = Layout(pp=2, microbatches=4, split=(2, 2))
-    plan = planned(mesh_worker.SIZES, (mesh_worker.ROWS, mesh_worker.LENGTH), layout, memory="17MiB")
+    tokens = mesh_worker.ROWS, mesh_worker.LENGTH
+    whole = planned(mesh_worker.SIZES, tokens, layout, memory="1GiB").stages[0]
+    memory = int(whole.peak_bytes - 0.3 * whole.kept_bytes)
+    plan = planned(mesh_worker.SIZES, tokens, layout, memory=memory)
     plan.save(tmp_path / "plan.json")
     assert plan.stages[0].recompute_seconds > 0
     for stage, (size,) in zip(plan.stages, _spawned(mesh_worker.piped, tmp_path, 4), strict=True):

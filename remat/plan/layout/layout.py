@@ -35,9 +35,10 @@ class Layout:
         optimizer: "adamw", "adam", "lion", "momentum", "muon", "sgd", or how many numbers of its dtype are
             held for each parameter.
         param_dtype, reduce_dtype: those of FSDP2's mixed precision; None means the parameter's own.
-        parallelize: how tensor and expert parallelism spread the model: a plan as `parallelize_module` takes
-            it, or a function of the model and the device mesh (dimensions "ep" and "tp", those above 1) that
-            does it in place. None means the plan that a Hugging Face model brings along.
+        parallelize: how tensor and expert parallelism spread the model. A plan as `parallelize_module` takes
+            it, or a function of the model and the device mesh that does it in place. The mesh has those of
+            the dimensions "ep" and "tp" that are above 1. None means the plan that a Hugging Face model
+            brings along.
         layers: patterns for the names of the blocks that become regions. Where `remat.nn.apply` has made
             regions already, those are the blocks.
         split: blocks for each stage of the pipeline; None means that the plan chooses.

@@ -114,8 +114,8 @@ def _mesh(sizes: Mapping[str, int]) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
     if torch.distributed.is_initialized():
         raise RematError(
-            "plan_model(mesh=...) with tp or ep plans with a process group of its own, and this process is "
-            'in one: plan in a process alone, plan.save("plan.json"), and load that in every rank.'
+            "plan_model(mesh=...) with tp or ep needs a process group of its own, and this process is in "
+            'one. Plan in a process alone, plan.save("plan.json"), and load that in every rank.'
         )
     return fake_mesh(sizes)
 
