@@ -111,7 +111,8 @@ class Experts(nn.Module):
 
     def _computed(self, x: Tensor) -> Tensor:
         """What the experts make of `[experts, room, width]`, tokens of all ranks exchanged."""
-        w1, w2, w3 = (w.to_local() if hasattr(w, "to_local") else w for w in (self.w1, self.w2, self.w3))
+        weights: tuple[Any, ...] = self.w1, self.w2, self.w3
+        w1, w2, w3 = (w.to_local() if hasattr(w, "to_local") else w for w in weights)
         here, room = w1.shape[0], x.shape[1]
         if self.group is not None:
             x = _exchanged(x, self.group).view(-1, here, room, x.shape[2]).transpose(0, 1).flatten(1, 2)
@@ -221,7 +222,7 @@ def jobs() -> Iterator[tuple[str, Sizes, tuple[int, int], Layout]]:
     )
 
 
-def planned(sizes: Sizes, tokens: tuple[int, int], layout: Layout, memory: str = "79GiB") -> MeshPlan:
+def planned(sizes: Sizes, tokens: tuple[int, int], layout: Layout, memory: int | str = "79GiB") -> MeshPlan:
     """The plan of a job, made on the meta device."""
     with torch.device("meta"):
         model, microbatch = Decoder(sizes, tokens[1]), torch.empty(tokens, dtype=torch.long)

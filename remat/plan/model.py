@@ -120,6 +120,18 @@ class ModelPlan:
 
 @overload
 def plan_model(
+    fn: torch.nn.Module,
+    /,
+    *args: Any,
+    mesh: Layout,
+    memory: int | str | None = None,
+    cost: str | CostModel = "roofline",
+    device: Any = None,
+    kwargs: Mapping[str, Any] | None = None,
+    **keywords: Any,
+) -> MeshPlan: ...
+@overload
+def plan_model(
     fn: Callable[..., Any],
     /,
     *args: Any,
@@ -131,18 +143,6 @@ def plan_model(
     kwargs: Mapping[str, Any] | None = None,
     **keywords: Any,
 ) -> ModelPlan: ...
-@overload
-def plan_model(
-    fn: torch.nn.Module,
-    /,
-    *args: Any,
-    mesh: Layout,
-    memory: int | str | None = None,
-    cost: str | CostModel = "roofline",
-    device: Any = None,
-    kwargs: Mapping[str, Any] | None = None,
-    **keywords: Any,
-) -> MeshPlan: ...
 @keywords_apart
 def plan_model(
     fn: Callable[..., Any],
@@ -198,7 +198,8 @@ def plan_model(
     given = joined_keywords(keywords, kwargs)
     if mesh is not None or memory is not None:
         _only_mesh(mesh, budget, peak)
-        return plan_mesh(fn, args, given, mesh, memory, cost, device)
+        spread: Any = mesh
+        return plan_mesh(fn, args, given, spread, memory, cost, device)
     graphs = _regions(fn, args, given)
     if not graphs:
         raise RematError(

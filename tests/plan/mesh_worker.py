@@ -105,7 +105,8 @@ def piped(rank: int, path: str, microbatches: int) -> None:
 
         handle = ours.register_forward_hook(ended)
         schedule = Schedule1F1B(stage, microbatches, loss_fn=lambda out, target: out.square().mean())
-        schedule.step(*([tokens] if rank == 0 else []), **({} if rank == 0 else {"target": tokens}))
+        given: Any = {"target": tokens} if rank else {}
+        schedule.step(*([] if rank else [tokens]), **given)
         handle.remove()
 
     write(path, rank, (kept(step),))

@@ -6,6 +6,7 @@ import itertools
 import json
 import sys
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -102,7 +103,7 @@ def test_fixed_bytes_line_by_line():
 def test_equal_blocks_are_traced_once_and_numbered_ones_are_alike():
     plan = tiny(dp_shard=2)
     assert list(plan.stages[0].blocks) == ["layers.0", "layers.1", "layers.2"] and len(plan.programs) == 1
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(5)])
+    model: Any = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(5)])
     for number, layer in enumerate(model):
         layer.number = number
     model[3].append(nn.Tanh())
@@ -129,14 +130,14 @@ def test_microbatches_in_flight(schedule, flying):
     layout = Layout(pp=3, microbatches=8, schedule=schedule)
     assert [layout.in_flight(stage) for stage in range(3)] == flying
     assert [layout.waiting(stage) for stage in range(3)] == (
-        [0, 1, 2] if schedule == "zerobubble" else [0, 0, 0]
+        [1, 2, 3] if schedule == "zerobubble" else [0, 0, 0]
     )
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zerobubble"])
 def test_the_slowest_stage_is_as_fast_as_can_be(schedule):
     made = pipe(pp=2, microbatches=4, schedule=schedule)
-    least = max(part.least() for part, _ in made.split(1e12))
+    least = max(part.least() for part, _ in made.split(1e12) or ())
     for memory in (1e12, 1.1 * least, 1.01 * least):
         found = made.split(memory)
         slowest = []
@@ -152,11 +153,11 @@ def test_the_slowest_stage_is_as_fast_as_can_be(schedule):
 
 def test_weight_gradients_that_wait_hold_what_they_read():
     lines = [
-        {s: p.lines for s, (p, _) in enumerate(pipe(pp=2, microbatches=4, schedule=k).split(1e12))}
+        {s: p.lines for s, (p, _) in enumerate(pipe(pp=2, microbatches=4, schedule=k).split(1e12) or ())}
         for k in ("1f1b", "zerobubble")
     ]
-    assert lines[0][0] == lines[1][0]
-    assert lines[1][1]["inputs of gradients that wait"] > 0
+    waits = "inputs of gradients that wait"
+    assert waits not in lines[0][0] and lines[1][0][waits] > 0 < lines[1][1][waits]
 
 
 def test_less_memory_recomputes_more():
@@ -200,7 +201,7 @@ def test_a_rank_keeps_what_was_planned(tmp_path):
     plan = tiny(memory=int(whole.peak_bytes - 0.5 * whole.kept_bytes))
     plan.save(tmp_path / "plan.json")
     model(tokens).sum().backward()
-    expected = [p.grad.clone() for p in model.parameters()]
+    expected = [p.grad for p in model.parameters()]
     remat_nn.apply(model, plan=tmp_path / "plan.json")
     assert remat_nn.regions(model) == ["layers.0", "layers.1", "layers.2"]
 
@@ -212,7 +213,7 @@ def test_a_rank_keeps_what_was_planned(tmp_path):
 
     step(lambda: None)
     kept = trace_memory(step).kept
-    assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))
+    torch.testing.assert_close([p.grad for p in model.parameters()], expected, rtol=0, atol=0)
     planned_bytes = plan.stages[0].kept_bytes
     assert 0 < planned_bytes < whole.kept_bytes
     assert abs(kept / planned_bytes - 1) < 0.02
@@ -251,7 +252,7 @@ def test_another_computation(monkeypatch):
 
 def test_ranks_compare(monkeypatch):
     plan, model = tiny(dp_shard=2), Decoder(TINY, TOKENS[1])
-    told = [("a", None), ("a", None)]
+    told: list[Any] = [("a", None), ("a", None)]
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "all_gather_object", lambda into, mine: into.__setitem__(slice(None), told))

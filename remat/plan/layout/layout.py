@@ -117,7 +117,7 @@ class Layout:
 
     def waiting(self, stage: int) -> int:
         """Microbatches whose gradients of parameters wait under ZeroBubble, at most."""
-        return min(self.microbatches, stage) if self.schedule == "zerobubble" else 0
+        return min(self.microbatches, stage + 1) if self.schedule == "zerobubble" else 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, without `parallelize`: what a plan remembers."""

@@ -223,7 +223,7 @@ class MeshPlan:
 
 
 def _stage(record: dict[str, Any]) -> StagePlan:
-    blocks = {
+    blocks: Any = {
         name: Keeps(**keeps | {"saved": tuple(keeps["saved"])}) for name, keeps in record["blocks"].items()
     }
     return StagePlan(**record | {"blocks": blocks})

@@ -20,7 +20,7 @@ from remat.transforms import RematError
 
 
 def plan_mesh(
-    model: torch.nn.Module,
+    model: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     layout: Layout,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -207,24 +207,24 @@ class Pipe:
         tried = self._tried(memory)
         # By the blocks of the stages so far: the slowest of them, their squares (among equals the most even
         # split), and the starts of the stages.
-        best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+        ways: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
         for stage in range(layout.pp):
             later: dict[int, tuple[float, float, tuple[int, ...]]] = {}
             last = stage == layout.pp - 1
-            for start, (slowest, squares, starts) in best.items():
+            for start, (slowest, squares, starts) in ways.items():
                 for stop in [count] if last else range(start + 1, count - (layout.pp - stage - 1) + 1):
                     seconds = tried(stage, start, stop)
                     if seconds < INF:
                         way = max(slowest, seconds), squares + seconds**2, (*starts, start)
                         later[stop] = min(later.get(stop, way), way)
-            best = later
-        if count not in best:
+            ways = later
+        if count not in ways:
             return None
-        ends = [*best[count][2], count]
+        ends = [*ways[count][2], count]
         made = [Part(self, k, ends[k], ends[k + 1]) for k in range(layout.pp)]
         return [(part, chosen) for part in made if (chosen := part.best(memory)) is not None]
 
-    def _tried(self, memory: float):  # noqa: ANN202
+    def _tried(self, memory: float) -> Callable[[int, int, int], float]:
         """The seconds of any stage: of equal ones once."""
         known: dict[object, float] = {}
         kinds, count = self.traced.kinds, len(self.traced.names)

@@ -201,7 +201,8 @@ class _Walk:
 
         own = {name: vars(block).get("forward") for name, block in self.blocks.items()}
         for name, block in self.blocks.items():
-            block.forward = functools.wraps(block.forward)(functools.partial(forward, name, block.forward))
+            answer: Any = functools.wraps(block.forward)(functools.partial(forward, name, block.forward))
+            block.forward = answer
         try:
             yield
         finally:
