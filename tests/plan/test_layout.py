@@ -390,6 +390,7 @@ def test_stages_keep_what_was_planned(tmp_path):
 
 
 @NEEDS_GLOO
+@pytest.mark.slow
 def test_ranks_with_different_plans_all_raise(tmp_path):
     for rank, options in enumerate(({"dp_shard": 2}, {"dp_shard": 2, "optimizer": "sgd"})):
         tiny(**options).save(tmp_path / f"{rank}.json")

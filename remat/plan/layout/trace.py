@@ -202,14 +202,14 @@ class _Walk:
         own = {name: vars(block).get("forward") for name, block in self.blocks.items()}
         for name, block in self.blocks.items():
             answer: Any = functools.wraps(block.forward)(functools.partial(forward, name, block.forward))
-            block.forward = answer
+            vars(block)["forward"] = answer
         try:
             yield
         finally:
             for name, block in self.blocks.items():
-                del block.forward
+                del vars(block)["forward"]
                 if own[name] is not None:
-                    block.forward = own[name]
+                    vars(block)["forward"] = own[name]
 
     @contextlib.contextmanager
     def _outer_watched(self) -> Iterator[None]:
