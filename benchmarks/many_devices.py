@@ -63,17 +63,18 @@ class Checkpointed(nn.Module):
     def __init__(self, inner: nn.Module, policy: Any) -> None:
         super().__init__()
         self.inner = inner
+        self.options: dict[str, Any] | None = None
         if isinstance(policy, (str, list)):
             contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-            options: dict[str, Any] = {"context_fn": contexts} if isinstance(policy, list) else {}
-            self.call: Callable[..., Any] = functools.partial(
-                checkpoint, inner, use_reentrant=False, **options
-            )
+            self.options = {"context_fn": contexts} if isinstance(policy, list) else {}
         else:
-            self.call = remat.remat(inner.__call__, policy=policy)
+            self.region = remat.remat(inner.__call__, policy=policy)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.call(x)
+        if self.options is None:
+            return self.region(x)
+        # (By now FSDP may have put another module there.)
+        return checkpoint(self.inner, x, use_reentrant=False, **self.options)
 
 
 def with_policy(model: Stack, policy: Any, around: bool = False) -> None:
@@ -114,7 +115,9 @@ def fsdp2(model: Stack, policy: Any, around: bool, mesh: Any = None) -> nn.Modul
 
 
 def hsdp(model: Stack, policy: Any) -> nn.Module:
-    return fsdp2(model, policy, False, init_device_mesh("cpu", (2, dist.get_world_size() // 2)))
+    names = ("replicate", "shard")
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=names)
+    return fsdp2(model, policy, False, mesh)
 
 
 def tensor_parallel(model: Stack, policy: Any, sequence: bool, mesh: Any = None) -> nn.Module:

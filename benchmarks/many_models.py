@@ -75,7 +75,7 @@ class Stack(nn.Module):
     def __init__(self, depth: int = 2, width: int = 64) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(width, width), nn.Linear(width, width)
-        self.layers = nn.ModuleList([Block(width) for _ in range(depth)])
+        self.layers: Any = nn.ModuleList([Block(width) for _ in range(depth)])
         self.sharded: Any = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

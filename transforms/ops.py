@@ -163,18 +163,18 @@ def metadata(out: Any) -> Any:
     return out
 
 
-class Opaque:
+class LeftOut:
     """Stands for what is neither a tensor nor a constant: a group of processes, a collective under way."""
 
 
-OPAQUE = Opaque()
+LEFT_OUT = LeftOut()
 
 
 def without_objects(value: Any) -> Any:
     """Arguments or results of a collective as a tape may hold them: its handle holds on to its tensors."""
     if isinstance(value, (tuple, list)) and not isinstance(value, Meta):
         return type(value)([without_objects(v) for v in value])
-    return OPAQUE if isinstance(value, torch.ScriptObject) else value
+    return LEFT_OUT if isinstance(value, torch.ScriptObject) else value
 
 
 def alike(new: Any, old: Any) -> bool:

@@ -120,6 +120,7 @@ def meeting_of(group: str) -> Meeting | None:
         found = c10d._resolve_process_group(group)
     except (RuntimeError, ValueError):
         return None
-    if found.size() < 2 or c10d.get_backend(found) == "fake":
+    store = c10d._get_default_store()
+    if store is None or found.size() < 2 or c10d.get_backend(found) == "fake":
         return None
-    return Meeting(c10d._get_default_store(), c10d.get_rank(), c10d.get_process_group_ranks(found))
+    return Meeting(store, c10d.get_rank(), c10d.get_process_group_ranks(found))

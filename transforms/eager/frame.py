@@ -272,7 +272,8 @@ class Frame(Packer):
             if self.kept and graph_task() != -1 and not graph_kept():
                 # They go as autograd's own do. Should one be asked for again after all, all ops run.
                 self.kept = {}
-                self.rerun = Rerun(self, Needs(self.tape, range(len(self.tape.nodes)), {}))
+                frame: Any = self
+                self.rerun = Rerun(frame, Needs(self.tape, range(len(self.tape.nodes)), {}))
             return
         program = self.program
         assert program is not None

@@ -152,7 +152,7 @@ class Recorder(WriteWatch):
         first = next(iter(tensors_in(args)), None)
         number = self.bound(first) if first is not None else None
         out = func(*args, **kwargs)
-        if wraps(out):
+        if self.local is not None and wraps(out):
             return out  # around `first`
         if not isinstance(out, torch.Tensor) or first is None or out is first:
             if func is torch.ops.aten._has_same_storage_numel.default:

@@ -1,0 +1,155 @@
+"""One process of test_many: regions around and inside of what shards modules, and ranks that do not agree."""
+
+import functools
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import remat
+from remat import RematError, checkpoint_policy, save_matmuls, save_nothing
+from remat.cli.measure import trace_memory
+
+aten = torch.ops.aten
+SAC = functools.partial(create_selective_checkpoint_contexts, [aten.mm.default, aten.addmm.default])
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Around(nn.Module):
+    """A region, or torch's checkpoint, around a module's call, hooks included."""
+
+    def __init__(self, inner: nn.Module, policy: Any) -> None:
+        super().__init__()
+        self.inner = inner
+        if isinstance(policy, functools.partial):
+            self.call: Any = functools.partial(checkpoint, inner, use_reentrant=False, context_fn=policy)
+        else:
+            self.call = remat.remat(inner.__call__, policy=policy)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.call(x)
+
+
+def fsdp1(module: nn.Module, flat: bool) -> nn.Module:
+    options: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": not flat}
+    return FullyShardedDataParallel(module, **options)
+
+
+SHARDED: dict[str, Any] = {
+    "fsdp2": fully_shard,
+    "fsdp1": functools.partial(fsdp1, flat=False),
+    "fsdp1, flat": functools.partial(fsdp1, flat=True),
+    "replicate": replicate,
+    "ddp": nn.parallel.DistributedDataParallel,
+}
+
+
+def stacked(layout: str, policy: Any) -> nn.Module:
+    """Blocks that are sharded one by one, each in a region."""
+    torch.manual_seed(0)
+    stack = nn.Sequential(*[Block() for _ in range(3)])
+    for i, block in enumerate(stack):
+        made = SHARDED[layout](block)
+        stack[i] = made if policy is None else Around(made, policy)
+    # The outermost one is what FSDP's hooks ask.
+    return SHARDED[layout](stack) if layout.startswith("fsdp") else stack
+
+
+class Gathers(TorchDispatchMode):
+    """Counts all-gathers."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.namespace == "c10d" and "allgather" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def train(layout: str, policy: Any) -> tuple[list[torch.Tensor], list[int], int]:
+    """The gradients of three steps; what further ones keep (what threads of gloo free is missed); and the
+    all-gathers of a last one."""
+    stack, found = stacked(layout, policy), []
+
+    def step(mark: Callable[[], None]) -> None:
+        loss = stack(x).square().mean()
+        mark()
+        loss.backward()
+
+    for at in range(3):
+        x = torch.randn(64, 32, generator=torch.Generator().manual_seed(at + 7 * dist.get_rank()))
+        stack.zero_grad()
+        step(lambda: None)
+        grads: list[Any] = [p.grad for p in stack.parameters()]
+        found += [g.to_local() if hasattr(g, "to_local") else g.clone() for g in grads if g is not None]
+    kept = []
+    for _ in range(3):
+        stack.zero_grad()
+        kept.append(trace_memory(step).kept)
+    with Gathers() as gathers:
+        step(lambda: None)
+    return found, kept, gathers.count
+
+
+def around() -> None:
+    for layout in SHARDED:
+        expected, *_ = train(layout, None)
+        _, torchs, gathers = train(layout, SAC)
+        assert not layout.startswith("fsdp") or gathers
+        for policy in (save_nothing, save_matmuls):
+            found, kept, again = train(layout, policy)
+            assert all(map(torch.equal, found, expected)), (layout, policy)
+            assert again <= gathers, (layout, policy, again, gathers)
+            assert min(kept) <= max(torchs), (layout, policy, kept, torchs)
+
+
+def disagreeing() -> None:
+    """Policies that differ between ranks raise on all of them, in the first forward."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+
+    @checkpoint_policy
+    def sly(info: Any) -> bool:
+        return "all_reduce" in str(info.op) and rank == 0
+
+    def parallel(policy: Any) -> nn.Module:
+        torch.manual_seed(0)
+        block = Block()
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        return remat.nn.apply_to(block, policy=policy)
+
+    x = torch.ones(4, 32, requires_grad=True)
+    for policy in (save_matmuls if rank == 0 else save_nothing, sly):
+        with pytest.raises(RematError, match=rf"rank {rank} has .*rank {1 - rank} has"):
+            parallel(policy)(x)
+    for _ in range(2):
+        parallel(save_matmuls)(x).sum().backward()
+
+
+def work(rank: int, path: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    hangs = threading.Timer(900, os._exit, (1,))
+    hangs.daemon = True
+    hangs.start()
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    disagreeing()
+    around()
+    dist.destroy_process_group()
