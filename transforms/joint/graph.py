@@ -114,7 +114,7 @@ class JointRecorder(TorchDispatchMode):
     def _meet(self, *trees: Any) -> None:
         """Number the sharded parameters among the arguments of an op."""
         for leaf in tree_leaves(trees):
-            if isinstance(leaf, torch.Tensor) and leaf.is_leaf and leaf.requires_grad:
+            if isinstance(leaf, torch.Tensor) and wraps(leaf) and leaf.is_leaf and leaf.requires_grad:
                 self.number(leaf)
 
     def same(self, tensor: torch.Tensor, number: int) -> int:
