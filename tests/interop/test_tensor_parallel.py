@@ -238,7 +238,7 @@ def test_reports_are_of_the_local_program(mesh):
 
 @pytest.mark.parametrize("policy", [save_nothing, offload_matmuls], ids=repr)
 def test_ways_of_differentiating(mesh, policy):
-    """A region in a region, a second backward, one result at a time, a backward inside, saved-tensor hooks."""
+    """A region in a region, a second backward, one result at a time, a backward inside, hooks around."""
     stack = model(mesh, None, True)
 
     def nested(wrap, x):
