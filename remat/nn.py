@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, cast
 
@@ -51,6 +52,7 @@ def apply(
     policy: PolicyLike | None = save_nothing,
     layers: Layers = "*.layers.*",
     every: int = 1,
+    plan: Any = None,
     **options: Any,
 ) -> M:
     """Make every layer's `forward` a region, in place.
@@ -66,13 +68,16 @@ def apply(
             anything. If a module and its parent both fit, the parent is taken. Or a class or classes of
             modules. Or a function of the qualified name and the module.
         every: take the first of every so many of them.
+        plan: a `remat.plan.MeshPlan`, or the path of one, in place of `policy`, `layers` and `every`: the
+            blocks that it names become regions. In a process group all ranks must call this together.
         options: other arguments of `remat.remat`, such as `determinism_check`.
 
     Returns:
         `model`.
 
     Raises:
-        RematError: no submodule fits (also a ValueError); the message lists those there are.
+        RematError: no submodule fits (also a ValueError); the message lists those there are. Or the plan does
+            not fit, on every rank if it does not fit one; the message names the rank.
 
     Example:
         >>> import torch
@@ -83,6 +88,10 @@ def apply(
         >>> regions(apply(model, policy=save_matmuls))
         ['layers.0', 'layers.1', 'layers.2']
     """
+    if plan is not None:
+        for name, found in _planned(plan, policy, layers, every).policies(model).items():
+            apply_to(model.get_submodule(name), policy=found, **options)
+        return model
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise LayerError(
             f"remat.nn.apply(every={every!r}): every is 1 or more; write every=2 for every second."
@@ -95,6 +104,20 @@ def apply(
     for module in list(chosen.values())[::every]:
         apply_to(module, policy=policy, **options)
     return model
+
+
+def _planned(plan: Any, *others: Any) -> Any:
+    from remat.plan import MeshPlan
+
+    if others != (save_nothing, "*.layers.*", 1):
+        raise RematError(
+            "remat.nn.apply(plan=...): the plan says which layers keep what; leave the others out."
+        )
+    if isinstance(plan, (str, os.PathLike)):
+        return MeshPlan.load(plan)  # type: ignore[arg-type]
+    if not isinstance(plan, MeshPlan):
+        raise RematError(f"remat.nn.apply(plan={plan!r}): write a remat.plan.MeshPlan or the path of one.")
+    return plan
 
 
 def apply_to(module: M, *, policy: PolicyLike | None = save_nothing, **options: Any) -> M:

@@ -6,6 +6,7 @@ In a config function: `activation_checkpoint=PolicyAC.Config(policy="save_unbatc
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torchtitan.distributed.activation_checkpoint import (  # type: ignore[reportMissingImports]
@@ -40,6 +41,20 @@ class PolicyAC(ActivationCheckpointing):
         budget: float | None = None
         """Instead of a policy: the share of the activation bytes that a block may keep, from 0 to 1."""
 
+        plan: str | None = None
+        """Instead of both: the path of a plan for every rank, written by `remat.plan.MeshPlan.save`."""
+
+    def apply(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Make regions of the blocks. With a plan all ranks compare theirs first.
+
+        Raises:
+            RematError: the plan does not fit this model or mesh; on every rank; the message names one.
+        """
+        if self.config.plan is None:
+            super().apply(model, *args, **kwargs)
+        else:
+            nn.apply(model, plan=self.config.plan, **self._options())
+
     def policy(self) -> Policy:
         """What blocks keep. Override it for policies that no config can spell."""
         if self.config.budget is not None:
@@ -50,14 +65,15 @@ class PolicyAC(ActivationCheckpointing):
         return first
 
     def _wrap_block(self, module: torch.nn.Module, *, base_fqn: str | None = None) -> torch.nn.Module:
-        check = self.config.determinism_check
         # In place, so that parameters keep their names for FSDP and checkpoints on disk.
-        return nn.apply_to(
-            module,
-            policy=self.policy(),
-            preserve_rng_state=self.config.preserve_rng_state,
-            determinism_check=_CHECKS.get(check, check),
-        )
+        return nn.apply_to(module, policy=self.policy(), **self._options())
+
+    def _options(self) -> dict[str, Any]:
+        check = self.config.determinism_check
+        return {
+            "preserve_rng_state": self.config.preserve_rng_state,
+            "determinism_check": _CHECKS.get(check, check),
+        }
 
 
 def _ready(name: str) -> Policy:

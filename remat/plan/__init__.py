@@ -6,6 +6,8 @@ from remat.plan.chain_plan import plan_chain as plan_chain
 from remat.plan.graph import CostModel as CostModel
 from remat.plan.graph import Flops as Flops
 from remat.plan.graph import Roofline as Roofline
+from remat.plan.layout import Layout as Layout
+from remat.plan.layout import MeshPlan as MeshPlan
 from remat.plan.model import ModelPlan as ModelPlan
 from remat.plan.model import plan_model as plan_model
 from remat.plan.pareto import Frontier as Frontier
@@ -20,6 +22,8 @@ __all__ = [
     "CostModel",
     "Flops",
     "Frontier",
+    "Layout",
+    "MeshPlan",
     "ModelPlan",
     "Plan",
     "Roofline",

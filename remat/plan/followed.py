@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from remat.plan.plan import Plan
 
 
+# Waits for a collective where its result is first read, on fake tensors at once.
+_WAIT = "_c10d_functional.wait_tensor.default"
+
+
 class Walk:
     """How far one forward has come: on which plan, at which of its positions, with what kept."""
 
@@ -92,7 +96,8 @@ class Following(Policy):
         # An op is asked about once more when its value has got a name.
         said = self.walk.saved
         if info.index not in said:
-            said[info.index] = not traits(info.op).view and self._saves(str(info.op), info)
+            name = str(info.op)
+            said[info.index] = not traits(info.op).view and name != _WAIT and self._saves(name, info)
         return Decision.SAVE if said[info.index] else Decision.RECOMPUTE
 
     def _saves(self, name: str, info: OpInfo) -> bool:
@@ -141,7 +146,7 @@ def _passed_over(name: str) -> bool:
 
     Or it may not run at all.
     """
-    if name.endswith(OPTIONAL):
+    if name.endswith(OPTIONAL) or name == _WAIT:
         return True
     namespace, _, rest = name.partition(".")
     kind, _, overload = rest.partition(".")

@@ -8,13 +8,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, overload
+
+import torch
 
 from remat._core import format_bytes, joined_keywords, keywords_apart
 from remat.plan.budget import check_budget, check_peak
 from remat.plan.cache import graph_of
 from remat.plan.chain import Chain, Measure, Stage, best_parts
 from remat.plan.graph import CostModel, Graph, cost_model
+from remat.plan.layout import Layout, MeshPlan, plan_mesh
 from remat.plan.looking import looking
 from remat.plan.peak import OutOfReach, highest_within, profile, step_peak
 from remat.plan.plan import Plan
@@ -115,7 +118,19 @@ class ModelPlan:
         return "\n".join([head, *rows])
 
 
-@keywords_apart
+@overload
+def plan_model(
+    fn: torch.nn.Module,
+    /,
+    *args: Any,
+    mesh: Layout,
+    memory: int | str | None = None,
+    cost: str | CostModel = "roofline",
+    device: Any = None,
+    kwargs: Mapping[str, Any] | None = None,
+    **keywords: Any,
+) -> MeshPlan: ...
+@overload
 def plan_model(
     fn: Callable[..., Any],
     /,
@@ -127,7 +142,22 @@ def plan_model(
     time_limit: float = 2.0,
     kwargs: Mapping[str, Any] | None = None,
     **keywords: Any,
-) -> ModelPlan:
+) -> ModelPlan: ...
+@keywords_apart
+def plan_model(
+    fn: Callable[..., Any],
+    /,
+    *args: Any,
+    budget: float | int | str | None = None,
+    peak: int | str | None = None,
+    cost: str | CostModel = "roofline",
+    device: Any = None,
+    time_limit: float = 2.0,
+    mesh: Layout | None = None,
+    memory: int | str | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    **keywords: Any,
+) -> Any:
     """Split one budget over all regions that `fn(*args, **keywords)` calls.
 
     The regions are the calls inside `fn` of functions wrapped as `remat(f,
@@ -142,11 +172,16 @@ def plan_model(
         peak: instead of `budget`, the most bytes that may be live at once in forward and backward, over what
             lives before the step, by simulation.
         cost, device, time_limit: as for `BudgetPolicy`.
+        mesh: how a job spreads the model over devices. `fn` is then the whole model, a module that may be on
+            the meta device, and `args` are one microbatch of one rank. Nothing is computed, no process
+            group is needed, and the blocks need not be regions. The plan has a budget for each stage of the
+            pipeline: what the fixed bytes leave of `memory`.
+        memory: with `mesh`, bytes of one device; None means those of `device`.
         kwargs: keywords of `fn` that are named like options here: `kwargs={"device": "cpu"}`. An option
             that `fn` also takes is refused where there is no `kwargs`, as it may be meant for either.
 
     Returns:
-        A function like `fn` that carries the plan out.
+        A function like `fn` that carries the plan out; with `mesh` a `MeshPlan`, a plan for every rank.
 
     Raises:
         RematError: no region is met, or the budget is out of reach (the message gives the least).
@@ -160,7 +195,12 @@ def plan_model(
         >>> planned = plan_model(lambda x: block(block(x)).sum(), x, budget=0.6)
         >>> planned(x).backward()
     """
-    graphs = _regions(fn, args, joined_keywords(keywords, kwargs))
+    given = joined_keywords(keywords, kwargs)
+    if mesh is not None or memory is not None:
+        _only_mesh(mesh, budget, peak)
+        spread: Any = mesh
+        return plan_mesh(fn, args, given, spread, memory, cost, device)
+    graphs = _regions(fn, args, given)
     if not graphs:
         raise RematError(
             "plan_model found no region to plan: wrap the blocks of the model as "
@@ -175,6 +215,15 @@ def plan_model(
     if peak is not None:
         return task.within_peak(check_peak(peak))
     return task.plan(_bytes(check_budget(budget), task.whole, task.default))
+
+
+def _only_mesh(mesh: Any, budget: Any, peak: Any) -> None:
+    if mesh is None:
+        raise RematError("plan_model(memory=...) is for mesh=Layout(...); for one device write peak=...")
+    if budget is not None or peak is not None:
+        raise RematError(
+            "plan_model(mesh=...) takes memory=..., the bytes of one device, not budget or peak."
+        )
 
 
 class _Task:

@@ -103,6 +103,9 @@ from remat.transforms.compat.cpu import (
     options_of,  # the options of a compiler that is Inductor
     transposes_given,  # which inputs a block wants transposed
 )
+from remat.transforms.compat.distributed import (
+    fake_mesh,  # a device mesh on torch's fake process group
+)
 from remat.transforms.compat.dynamo import (
     BROKEN,  # the message where a graph breaks amid a capture
     is_near,  # whether what `push` set was set in the graph at hand

@@ -19,9 +19,11 @@ from remat.transforms.compat import (
     fake_mode,
     is_fake,
     outside_all_modes,
+    sharding_aside,
     storage_key,
     without_module_trackers,
 )
+from remat.transforms.context import active, quiet
 from remat.transforms.errors import user_line
 from remat.transforms.intermediates import only
 from remat.transforms.joint.ops import Joint, Op, Ref, Value, noted
@@ -29,6 +31,7 @@ from remat.transforms.joint.stand_ins import StandIns, refused, stood_in
 from remat.transforms.ops import is_cast_of_leaf, traits
 from remat.transforms.pytree import flatten, map_leaves, tree_leaves, unflatten
 from remat.transforms.region import planning
+from remat.transforms.sharded import is_wrapper, local_tensors, wraps
 
 
 class JointRecorder(TorchDispatchMode):
@@ -76,7 +79,17 @@ class JointRecorder(TorchDispatchMode):
         return len(self.values) - 1
 
     def number(self, tensor: torch.Tensor) -> int:
-        """The number of a tensor; an unknown one is a capture, or another handle on a known storage."""
+        """The number of a tensor; an unknown one is a capture, or another handle on a known storage.
+
+        A sharded tensor goes by the number of this rank's part.
+        """
+        if wraps(tensor):
+            number = self.number(next(local_tensors([tensor])))
+            if tensor.requires_grad and tensor.is_leaf:
+                # The part is no leaf: what the backward ends in is the gradient of the whole.
+                self.captured[id(tensor)] = tensor
+                self._alive.append(tensor)
+            return number
         known = self._number.get(id(tensor))
         if known is not None:
             return known
@@ -98,6 +111,12 @@ class JointRecorder(TorchDispatchMode):
         self.captured[id(tensor)] = tensor
         return self.add(tensor, "parameter")
 
+    def _meet(self, *trees: Any) -> None:
+        """Number the sharded parameters among the arguments of an op."""
+        for leaf in tree_leaves(trees):
+            if isinstance(leaf, torch.Tensor) and wraps(leaf) and leaf.is_leaf and leaf.requires_grad:
+                self.number(leaf)
+
     def same(self, tensor: torch.Tensor, number: int) -> int:
         """Let a tensor go by a number that exists."""
         self._number[id(tensor)] = number
@@ -117,6 +136,12 @@ class JointRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if active.quiet:
+            return func(*args, **kwargs)
+        if any([is_wrapper(kind) for kind in types]):
+            sharding_aside(quiet)
+            self._meet(args, kwargs)
+            return NotImplemented  # asks the sharded tensor, whose ops on this rank's part come back here
         facts = traits(func)
         if facts.ignored:
             out = func(*args, **kwargs)

@@ -1,0 +1,173 @@
+"""A rank with a plan: whether it fits what is there, whether all ranks have the same, and its policies."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from remat._core import Decision, OpInfo
+from remat.plan.cache import graph_of
+from remat.plan.followed import carried_out
+from remat.plan.layout.trace import block_names
+from remat.plan.plan import Plan
+from remat.policies import Policy
+from remat.transforms import RematError, local_tensors
+
+if TYPE_CHECKING:
+    from remat.plan.layout.mesh_plan import MeshPlan
+
+
+def canonical(name: str) -> str:
+    """The name of an op, whatever kernel of attention a device has for it."""
+    attention = name.startswith("aten._scaled_dot_product") and "backward" not in name
+    return "aten.scaled_dot_product_attention" if attention else name
+
+
+def digest(names: Iterable[str]) -> str:
+    """A hash of the op sequence of a block."""
+    return hashlib.sha256("\n".join(map(canonical, names)).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class BlockPolicy(Policy):
+    """What one block keeps, by the positions of its ops.
+
+    Attributes:
+        name: of the block.
+        stage: of the pipeline.
+        ops: canonical names of its ops.
+        saved: positions of those that are saved.
+        kept_bytes: as planned.
+    """
+
+    name: str
+    stage: int
+    ops: tuple[str, ...]
+    saved: tuple[int, ...]
+    kept_bytes: int
+
+    def bind(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
+        """The plan for this call, after a look (once for all calls alike) at the block's ops.
+
+        Raises:
+            RematError: they are not those planned for; names the first difference and the rank.
+        """
+        names = graph_of(fn, args, kwargs).names
+        met = tuple(map(canonical, names))
+        if met != self.ops:
+            at = next(
+                (k for k, (a, b) in enumerate(zip(met, self.ops, strict=False)) if a != b),
+                min(len(met), len(self.ops)),
+            )
+            here, planned = (ops[at] if at < len(ops) else "the end" for ops in (met, self.ops))
+            raise RematError(
+                f"The plan does not fit {_who()}: op {at} of block {self.name} (stage {self.stage}) is "
+                f"{here}, planned was {planned}. A plan holds for one model at one configuration (training "
+                "mode, autocast, dtype, parallelize=): plan anew with what this rank runs."
+            )
+        return carried_out([self._plan(names)])
+
+    def _plan(self, names: tuple[str, ...]) -> Plan:
+        size, nothing = (
+            self.kept_bytes,
+            dict.fromkeys(("recomputed_flops", "step_flops", "cost", "lower_bound"), 0.0),
+        )
+        options: dict[str, Any] = {
+            "kept": (),
+            "budget": size,
+            "kept_bytes": size,
+            "default_bytes": 0,
+            **nothing,
+        }
+        return Plan(region=self.name, ops=names, saved=self.saved, unit="s", solver="layout", **options)
+
+    def __call__(self, info: OpInfo) -> Decision:
+        raise RematError(
+            f"The plan of block {self.name} decides for the block as a whole: pass it to remat as a policy."
+        )
+
+
+def _who() -> str:
+    return f"rank {dist.get_rank()}" if dist.is_available() and dist.is_initialized() else "this process"
+
+
+def place(plan: MeshPlan, model: torch.nn.Module) -> tuple[str | None, list[str]]:
+    """What is wrong with the blocks that a rank has, and the planned ones among them."""
+    here = block_names(model, plan.layout.layers)
+    stages = {name: number for number, stage in enumerate(plan.stages) for name in stage.blocks}
+    known = [name for name in here if name in stages]
+    if unknown := [name for name in here if name not in stages]:
+        return f"it has the block {unknown[0]}, which was not planned ({len(stages)} blocks were)", known
+    mine = {stages[name] for name in known}
+    whole = len(known) == len(stages)
+    if len(mine) > 1 and not whole:
+        first, other = known[0], next(name for name in known if stages[name] != stages[known[0]])
+        return (
+            f"it has {first} of stage {stages[first]} and {other} of stage {stages[other]}; split the model "
+            "as the plan's stages say"
+        ), known
+    missing = [n for n, number in stages.items() if number in mine and n not in known]
+    return (f"it lacks the block {missing[0]} of stage {stages[missing[0]]}" if missing else None), known
+
+
+def first_difference(plan: MeshPlan, model: torch.nn.Module) -> str | None:
+    """What a rank has that was not planned for; None where all is as planned."""
+    layout = plan.layout
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() != layout.ranks:
+        return f"there are {dist.get_world_size()} ranks, planned were {layout.ranks}"
+    wrong, known = place(plan, model)
+    if wrong is not None:
+        return wrong
+    inside = tuple([f"{name}." for name in known])
+    found = dict(model.named_parameters(remove_duplicate=False))
+    for name, (shape, part, dtype) in plan.weights.items():
+        if not name.startswith(inside):
+            continue
+        if name not in found:
+            return f"it lacks the parameter {name}"
+        tensor = found.pop(name)
+        sharded = getattr(tensor, "device_mesh", None) is not None
+        for what, met, planned in (
+            ("the shape", tuple(tensor.shape), shape),
+            ("on a rank the shape", tuple(next(local_tensors([tensor])).shape) if sharded else part, part),
+            ("the dtype", str(tensor.dtype).removeprefix("torch."), dtype),
+        ):
+            if met != planned:
+                return f"{name} has {what} {_shown(met)}, planned was {_shown(planned)}"
+    more = next((name for name in found if name.startswith(inside)), None)
+    return None if more is None else f"it has the parameter {more}, which was not planned"
+
+
+def _shown(value: Any) -> str:
+    return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+def agree(key: str, wrong: str | None) -> None:
+    """Raise on every rank where any has another plan, or something wrong.
+
+    Raises:
+        RematError: names the first such rank, and what is wrong there.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        if wrong is not None:
+            raise RematError(_refusal("this process", wrong))
+        return
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (key, wrong))
+    for rank, (other, fault) in enumerate(told):
+        if fault is not None:
+            raise RematError(_refusal(f"rank {rank}", fault))
+        if other != told[0][0]:
+            raise RematError(
+                f"Rank {rank} has another plan than rank 0 ({other[:12]}, {told[0][0][:12]}): let all ranks "
+                "load one file."
+            )
+
+
+def _refusal(who: str, wrong: str) -> str:
+    return f"The plan does not fit {who}: {wrong}. Plan anew for this model and mesh, or load their plan."

@@ -1,0 +1,125 @@
+"""One process of test_layout: what a rank keeps of a step whose plan was made beforehand."""
+
+import json
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from benchmarks.mesh import Decoder, Sizes, tensor_parallel
+from remat import RematError
+from remat import nn as remat_nn
+from remat.cli.measure import trace_memory
+
+SIZES = Sizes(layers=4, width=128, heads=8, groups=4, hidden=256, vocab=512)
+ROWS, LENGTH = 2, 128
+
+
+def start(rank: int, path: str, world: int = 2) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=world)
+
+
+def model() -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(SIZES, LENGTH)
+
+
+def kept(step: Any) -> int:
+    """Bytes alive where `step(mark)` marks, in the second of two steps."""
+    step(lambda: None)
+    return trace_memory(step).kept
+
+
+def write(path: str, rank: int, text: object) -> None:
+    with open(f"{path}/{rank}.txt", "w") as file:
+        json.dump(text, file)
+
+
+def sharded(rank: int, path: str, tp: bool) -> None:
+    """FSDP2, or tensor parallelism: writes down what the rank keeps, and its gradients' difference."""
+    from torch.distributed.fsdp import fully_shard
+
+    start(rank, path)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp" if tp else "dp",))
+    torch.manual_seed(rank if not tp else 0)
+    tokens = torch.randint(0, SIZES.vocab, (ROWS, LENGTH))
+
+    def run(plan: str | None) -> tuple[int, list[torch.Tensor]]:
+        ours = model()
+        if tp:
+            tensor_parallel(ours, mesh)
+        if plan is not None:
+            remat_nn.apply(ours, plan=plan)
+        if not tp:
+            for layer in ours.layers.values():
+                fully_shard(layer, mesh=mesh)
+            fully_shard(ours, mesh=mesh)
+
+        def step(mark: Any) -> None:
+            ours.zero_grad()
+            out = ours(tokens)
+            mark()
+            out.square().mean().backward()
+
+        size = kept(step)
+        return size, [p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in ours.parameters()]  # type: ignore
+
+    size, got = run(f"{path}/plan.json")
+    plain, expected = run(None)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    write(path, rank, (size, plain))
+    dist.destroy_process_group()
+
+
+def piped(rank: int, path: str, microbatches: int) -> None:
+    """Two stages under 1F1B: writes down what a rank keeps where its first backward begins."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    start(rank, path)
+    ours = model()
+    names = list(ours.layers)
+    for name in names[2:] if rank == 0 else names[:2]:
+        del ours.layers[name]
+    if rank == 0:
+        ours.norm = ours.output = None
+    else:
+        ours.tok_embeddings = None
+    remat_nn.apply(ours, plan=f"{path}/plan.json")
+    tokens = torch.randint(0, SIZES.vocab, (ROWS * microbatches, LENGTH))
+
+    def step(mark: Any) -> None:
+        # A stage allocates what it receives into in its first step.
+        stage = PipelineStage(ours, rank, 2, torch.device("cpu"))
+        seen = 0
+
+        def ended(*_: Any) -> None:
+            nonlocal seen
+            seen += 1
+            # Each stage runs once before, to learn the shapes; then the first has two microbatches in flight.
+            if seen == (3 if rank == 0 else 2):
+                mark()
+
+        handle = ours.register_forward_hook(ended)
+        schedule = Schedule1F1B(stage, microbatches, loss_fn=lambda out, target: out.square().mean())
+        given: Any = {"target": tokens} if rank else {}
+        schedule.step(*([] if rank else [tokens]), **given)
+        handle.remove()
+
+    write(path, rank, (kept(step),))
+    dist.destroy_process_group()
+
+
+def disagreeing(rank: int, path: str, sizes: Sizes) -> None:
+    """Each rank has a plan of its own: writes down what it is told."""
+    start(rank, path)
+    try:
+        remat_nn.apply(Decoder(sizes, 16), plan=f"{path}/{rank}.json")
+        said = "nothing"
+    except RematError as error:
+        said = str(error).split(" (")[0]
+    write(path, rank, said)
+    dist.destroy_process_group()
