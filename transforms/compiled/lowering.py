@@ -16,6 +16,7 @@ import torch
 
 from remat.transforms.compat import as_it_is, graph_storage, tagged
 from remat.transforms.compiled.barrier import GraphDedup, fence, snapshot
+from remat.transforms.compiled.order import done, in_turn
 from remat.transforms.compiled.record import GraphRecord, GraphReplay
 from remat.transforms.context import quiet
 from remat.transforms.errors import RematError
@@ -77,14 +78,18 @@ class GraphLowering:
 
     def pull(self, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
         """Recompute a region behind a fence, and pull its cotangents back."""
+        operands = in_turn(operands, *prim.cotangents)
         run = functools.partial(self._pull, prim, operands)
         body = prim.body
         assert prim.source is not None
         record: GraphRecord = prim.source.written
         # The pull-back of a pull-back has more operands than the forward.
         if prim.mapped or not isinstance(body, PullBack) or body.count != len(record.operands):
-            return run()
-        return tuple(self.alike.pull(operands, record, body, self.tags, run))
+            made = run()
+        else:
+            made = tuple(self.alike.pull(operands, record, body, self.tags, run))
+        done(made)
+        return made
 
     def _pull(self, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
         first, last = prim.cotangents
