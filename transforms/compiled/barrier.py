@@ -14,6 +14,7 @@ that the nodes depend on is known to be the same; all else is traced.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
@@ -180,6 +181,12 @@ class Origins:
         made = {graph_storage(t) for t in tensors_in(out)}
         # Addresses come again once a result is gone, so the others are taken out.
         self.behind = self.behind | made if any(map(self._behind, read)) else self.behind - made
+
+    def renamed(self, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> None:
+        """Take note that values have got other memories, as results of regions inside do."""
+        behind = [self._behind(graph_storage(t)) for t in old]
+        made = [graph_storage(t) for t in new]
+        self.behind = self.behind - set(made) | set(itertools.compress(made, behind))
 
     def _behind(self, storage: int) -> bool:
         return storage in self.behind or any(i in self.fenced for i in self.given.get(storage, ()))

@@ -39,18 +39,19 @@ class Constants:
     """Finds the constants among a region's ops, in its forward or in its recomputation.
 
     Args:
+        shares: whether the region may take what others have, too.
         operands: the region's; None where what was found in the forward is only looked up.
     """
 
-    def __init__(self, operands: Sequence[torch.Tensor] | None) -> None:
+    def __init__(self, shares: bool, operands: Sequence[torch.Tensor] | None = None) -> None:
         sizes = [_bytes(t) for t in operands or ()]
         self.left = int(_SHARE * max(sizes, default=0))
-        self.adds = operands is not None
+        self.on, self.adds = shares, operands is not None
         self.lent: set[int] = set()  # memories of values that others have, too
 
     def met(self, facts: Traits, args: Any, out: Any) -> Any:
         """What stands for `out`, the result of an op that just ran."""
-        if facts.view or facts.writes or facts.random or not isinstance(out, torch.Tensor):
+        if not self.on or facts.view or facts.writes or facts.random or not isinstance(out, torch.Tensor):
             return out
         if not (facts.name in _DEAR or (self.lent and any(map(self.shares, tensors_in(args))))):
             return out

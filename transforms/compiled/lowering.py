@@ -18,7 +18,7 @@ from remat.transforms.compat import as_it_is, graph_storage, tagged
 from remat.transforms.compiled.barrier import GraphDedup, fence, snapshot
 from remat.transforms.compiled.order import done, in_turn
 from remat.transforms.compiled.record import GraphRecord, GraphReplay
-from remat.transforms.context import quiet
+from remat.transforms.context import quiet, recordings
 from remat.transforms.errors import RematError
 from remat.transforms.functorch import Prim, PullBack, replaying
 from remat.transforms.region import Region
@@ -53,7 +53,11 @@ class GraphLowering:
         # and detached values, and make them so once more, without the node.
         memory = [graph_storage(t) for t in outs]
         alone = [memory.count(m) == 1 and m not in record.given for m in memory]
-        return tuple([as_it_is(t) if own else t for t, own in zip(outs, alone, strict=True)])
+        made = tuple([as_it_is(t) if own else t for t, own in zip(outs, alone, strict=True)])
+        for around in recordings():
+            if isinstance(around, GraphRecord):
+                around.origins.renamed(outs, made)
+        return made
 
     @staticmethod
     def _forward(prim: Prim, operands: Tensors) -> tuple[GraphRecord, Tensors]:

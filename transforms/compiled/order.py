@@ -22,8 +22,8 @@ _latest: weakref.WeakKeyDictionary[Any, tuple[int, dict[Node, torch.Tensor]]] = 
 
 
 def in_turn(operands: Sequence[torch.Tensor], first: int, last: int) -> Sequence[torch.Tensor]:
-    """The operands of a pull-back, with cotangents from `first` to `last`. One of these waits until the pull-back
-    that was traced before it in the same pass is over."""
+    """The operands of a pull-back, with cotangents from `first` to `last`: one of these waits for the
+    pull-back that was traced before it in the same pass."""
     found = [traced(t) for t in operands[first:last]]
     if not found or found[0] is None:
         return operands

@@ -76,7 +76,7 @@ class GraphRecord(Verdicts):
         self.decisions = Decisions() if region.decisions else None
         self.writers: dict[int, int] = {}  # storage -> the last op that wrote to it
         self.keeps = False  # whether anything was kept but seeds
-        self.constants = Constants(operands)
+        self.constants = Constants(region.shares, operands)
 
     @property
     def position(self) -> int:
@@ -252,7 +252,7 @@ class GraphReplay(Mode):
         self.after, self.loose, self.finish = after, loose, finish
         self.at = self.drawn = 0
         self.done = False
-        self.constants = Constants(None)
+        self.constants = Constants(record.region.shares)
 
     @property
     def position(self) -> int:
