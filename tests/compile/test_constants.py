@@ -79,6 +79,16 @@ def test_tables_are_kept_once_and_counted():
     assert saved[1] - barred.saved_bytes == 2 * 8 * 6 * 2
 
 
+def test_sizes_that_are_not_known_yet():
+    w, x = inputs()
+    graphs = Graphs(chain(remat(block), 2))
+    for rows in (6, 7):
+        x = rand(8, rows, 4)
+        torch._dynamo.mark_dynamic(x, 1)
+        same(gradients(graphs(w, x), (w,)), gradients(chain(block, 2)(w, x), (w,)))
+    assert graphs.frames == 1 and not graphs.backward["cos"]
+
+
 @pytest.mark.parametrize("policy", [Alone(), Alone() | save_matmuls], ids=repr)
 def test_a_policy_may_bar_it(policy):
     w, x = inputs()
@@ -91,17 +101,17 @@ def test_one_graph_has_one_table():
     w, x = inputs()
     graphs = Graphs(grad(chain(remat(block))))
     same(graphs(w, x), grad(chain(block))(w, x))
-    users = graphs.forward
-    assert users["once"] == 3 and users["fence"]  # rates, cosines, sines
+    assert graphs.forward["once"] == 4  # rates, angles, cosines, sines
 
 
+@pytest.mark.slow
 def test_per_sample_and_second_order_gradients():
     w, x = inputs()
     region = remat(block)
-    per_sample = vmap(grad(chain(region)), (None, 0))
-    same(compiled(per_sample)(w, x), vmap(grad(chain(block)), (None, 0))(w, x))
-    twice = grad(lambda w, x: grad(chain(region, 2))(w, x).square().sum())
-    same(compiled(twice)(w, x), grad(lambda w, x: grad(chain(block, 2))(w, x).square().sum())(w, x))
+    per_sample = vmap(grad(chain(region, 2)), (None, 0))
+    same(compiled(per_sample)(w, x), vmap(grad(chain(block, 2)), (None, 0))(w, x))
+    twice = grad(lambda w, x: grad(chain(region, 1))(w, x).square().sum())
+    same(compiled(twice)(w, x), grad(lambda w, x: grad(chain(block, 1))(w, x).square().sum())(w, x))
 
 
 def test_tables_of_other_numbers_are_others():
@@ -122,11 +132,11 @@ def test_tables_of_other_numbers_are_others():
 
 def test_writes_to_a_table_stay_where_they_are():
     def written(w: Tensor, x: Tensor) -> Tensor:
-        table = angles(x).cos()
-        y = (x @ w)[..., :2] * table
+        table, other = angles(x).cos(), angles(x).cos()
         table[0] = 3.0
         table.mul_(2.0)
-        return torch.cat([y, (x @ w)[..., 2:] * table], -1).tanh()
+        y = x @ w
+        return torch.cat([y[..., :2] * table, y[..., 2:] * other], -1).tanh()
 
     def loss(wrap):
         return lambda w, x: wrap(block)(w, wrap(written)(w, wrap(written)(w, x))).square().sum()
@@ -135,6 +145,7 @@ def test_writes_to_a_table_stay_where_they_are():
     same(gradients(compiled(loss(remat))(w, x), (w,)), gradients(loss(lambda f: f)(w, x), (w,)))
 
 
+@pytest.mark.slow
 def test_results_that_are_tables_are_the_callers_own():
     region = remat(lambda w, x: (rotate(x @ w), angles(x).cos()))
 
@@ -150,18 +161,20 @@ def test_results_that_are_tables_are_the_callers_own():
     same(gradients(out, (w,)), gradients(chain(lambda w, x: rotate(x @ w), 2)(w, x), (w,)))
 
 
+@pytest.mark.slow
 def test_what_is_large_or_drawn_is_no_table():
-    large = remat(lambda w, x: x @ w + torch.arange(4000, dtype=x.dtype).cos().sum() * (x @ w).sin())
+    large = remat(lambda w, x: x @ w + torch.arange(4000, dtype=x.dtype).cos()[:4] * (x @ w).sin())
     drawn = remat(lambda w, x: (x @ w) * torch.rand(6, 4, dtype=x.dtype).cos())
     w, x = inputs()
     for region in (large, drawn):
         graphs = Graphs(chain(region, 2))
         graphs(w, x).backward()
-        assert not graphs.forward["once"] or region is large
+        assert not graphs.forward["once"]
     loss = chain(large, 2)
     same(gradients(compiled(loss)(w, x), (w,)), gradients(loss(w, x), (w,)))
 
 
+@pytest.mark.slow
 def test_nested_regions_and_kept_tables():
     w, x = inputs()
     inner = remat(block)

@@ -25,7 +25,7 @@ from remat.transforms.ops import Traits, tensors_in, traits
 # are read.
 _DEAR = frozenset(
     "cos sin tan tanh polar exp exp2 expm1 log log2 log10 log1p pow sqrt rsqrt sigmoid erf cumsum cumprod "
-    "sort index gather embedding mm bmm addmm sum mean".split()
+    "sort index gather embedding".split()
 )
 # A constant of more ops than this is nothing that somebody writes down as a table.
 _MOST_OPS = 64
@@ -35,7 +35,7 @@ _SHARE = 0.25
 _tables: weakref.WeakKeyDictionary[Any, dict[Hashable, torch.Tensor]] = weakref.WeakKeyDictionary()
 
 
-class Constants:
+class GraphConstants:
     """Finds the constants among a region's ops, in its forward or in its recomputation.
 
     Args:
@@ -44,34 +44,44 @@ class Constants:
     """
 
     def __init__(self, shares: bool, operands: Sequence[torch.Tensor] | None = None) -> None:
-        sizes = [_bytes(t) for t in operands or ()]
-        self.left = int(_SHARE * max(sizes, default=0))
-        self.on, self.adds = shares, operands is not None
+        self.on, self.operands = shares, operands
+        self.held = 0  # bytes
         self.lent: set[int] = set()  # memories of values that others have, too
 
     def met(self, facts: Traits, args: Any, out: Any) -> Any:
         """What stands for `out`, the result of an op that just ran."""
         if not self.on or facts.view or facts.writes or facts.random or not isinstance(out, torch.Tensor):
             return out
-        if not (facts.name in _DEAR or (self.lent and any(map(self.shares, tensors_in(args))))):
+        dear = facts.name in _DEAR
+        if not dear and not any(map(self._may_share, tensors_in(args))):
             return out
         found = traced(out)
         key = None if found is None else _structure(found[1])
-        if found is None or key is None:
+        if found is None or key is None or not (dear or any(line[0] is ONCE for line in key)):
             return out
         table = _tables.setdefault(found[0], {})
         if key not in table:
-            if not self.adds or (size := _bytes(out)) > self.left:
+            most = _SHARE * max(map(_bytes, self.operands or ()), default=0)
+            if (held := self.held + _bytes(out)) > most:
                 return out
-            self.left -= size
+            self.held = held
             table[key] = quiet(ONCE, out)
         made = quiet(as_it_is, table[key])
         self.lent.add(graph_storage(made))
         return made
 
     def shares(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor may lie in memory that others have, too. (Numbers of memories come again.)"""
-        return graph_storage(tensor) in self.lent
+        """Whether a tensor is a view of what others have, too."""
+        found = traced(tensor) if self._may_share(tensor) else None
+        node = None if found is None else found[1]
+        while node is not None and node.target is not ONCE:
+            view = isinstance(node.target, OpOverload) and traits(node.target).view
+            node = node.all_input_nodes[0] if view else None
+        return node is not None
+
+    def _may_share(self, tensor: torch.Tensor) -> bool:
+        # Numbers of memories come again.
+        return bool(self.lent) and graph_storage(tensor) in self.lent
 
 
 def _bytes(tensor: torch.Tensor) -> int:
@@ -81,10 +91,10 @@ def _bytes(tensor: torch.Tensor) -> int:
     return count
 
 
-def _structure(last: Node) -> Hashable:
+def _structure(last: Node) -> tuple[Any, ...] | None:
     """What values that depend on nothing have in common if they are the same; None for other values."""
     numbers: dict[Node, int] = {}
-    lines: list[Hashable] = []
+    lines: list[Any] = []
     visits = iter(range(_MOST_OPS))
 
     def add(node: Node) -> bool:
@@ -92,11 +102,15 @@ def _structure(last: Node) -> Hashable:
             return True
         if next(visits, None) is None or (line := _leaf(node)) is UNKNOWN:
             return False
+        # Most values come from one nearby.
+        if line is None and any(map(_is_given, node.all_input_nodes)):
+            return False
         if line is None:
             if not all(map(add, node.all_input_nodes)):
                 return False
             args, val = plain((tuple(node.args), dict(node.kwargs)), numbers), node.meta["val"]
-            line = node.target, args, tuple(val.shape), val.stride(), val.dtype, val.device
+            # Sizes that are not known yet have no hash.
+            line = node.target, args, str((val.shape, val.stride())), val.dtype, val.device
             if args is UNKNOWN:
                 return False
         numbers[node] = len(numbers)
@@ -104,6 +118,10 @@ def _structure(last: Node) -> Hashable:
         return True
 
     return tuple(lines) if add(last) else None
+
+
+def _is_given(node: Node) -> bool:
+    return node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _leaf(node: Node) -> Any:

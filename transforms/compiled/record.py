@@ -14,7 +14,7 @@ import torch
 
 from remat.transforms.compat import as_it_is, graph_storage, must_save
 from remat.transforms.compiled.barrier import Origins, fence_below, snapshot
-from remat.transforms.compiled.constants import Constants
+from remat.transforms.compiled.constants import GraphConstants
 from remat.transforms.context import Mode, active, quiet
 from remat.transforms.errors import RematError
 from remat.transforms.functorch import Aliasing
@@ -76,7 +76,7 @@ class GraphRecord(Verdicts):
         self.decisions = Decisions() if region.decisions else None
         self.writers: dict[int, int] = {}  # storage -> the last op that wrote to it
         self.keeps = False  # whether anything was kept but seeds
-        self.constants = Constants(region.shares, operands)
+        self.constants = GraphConstants(region.shares, operands)
 
     @property
     def position(self) -> int:
@@ -252,7 +252,7 @@ class GraphReplay(Mode):
         self.after, self.loose, self.finish = after, loose, finish
         self.at = self.drawn = 0
         self.done = False
-        self.constants = Constants(record.region.shares)
+        self.constants = GraphConstants(record.region.shares)
 
     @property
     def position(self) -> int:

@@ -66,7 +66,7 @@ class Constants:
             return make()
         if task != _pass.task:
             _pass.task, _pass.made = task, {}
-            at_backward_end(_End(_pass.made))
+            at_backward_end(_Clearing(_pass.made))
         streams = [torch.accelerator.current_stream(d) for d in self.devices if d.type in _STREAMS]
         key = (self.key, tuple(Ambient(()).switches), tuple(streams))
         if key not in _pass.made:
@@ -77,15 +77,15 @@ class Constants:
 _STREAMS = ("cuda", "xpu", "mtia")
 
 
-class _Pass(threading.local):
+class _MadeInPass(threading.local):
     task = -1
     made: dict[Hashable, list[torch.Tensor]]
 
 
-_pass = _Pass()
+_pass = _MadeInPass()
 
 
-class _End:
+class _Clearing:
     """Lets go of what a pass has made, when it ends or when the engine, after an exception, forgets it."""
 
     __slots__ = ("made",)
