@@ -79,6 +79,7 @@ def test_tables_are_kept_once_and_counted():
     assert saved[1] - barred.saved_bytes == 2 * 8 * 6 * 2
 
 
+@pytest.mark.slow
 def test_sizes_that_are_not_known_yet():
     w, x = inputs()
     graphs = Graphs(chain(remat(block), 2))
@@ -89,7 +90,7 @@ def test_sizes_that_are_not_known_yet():
     assert graphs.frames == 1 and not graphs.backward["cos"]
 
 
-@pytest.mark.parametrize("policy", [Alone(), Alone() | save_matmuls], ids=repr)
+@pytest.mark.parametrize("policy", [Alone(), pytest.param(Alone() | save_matmuls, marks=pytest.mark.slow)])
 def test_a_policy_may_bar_it(policy):
     w, x = inputs()
     graphs = Graphs(chain(remat(block, policy=policy)))
@@ -114,6 +115,7 @@ def test_per_sample_and_second_order_gradients():
     same(compiled(twice)(w, x), grad(lambda w, x: grad(chain(block, 1))(w, x).square().sum())(w, x))
 
 
+@pytest.mark.slow
 def test_tables_of_other_numbers_are_others():
     w, x = inputs()
 
