@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from remat.transforms.compat import OpOverload, as_it_is, example_of, graph_storage, traced
+from remat.transforms.compat import OpOverload, as_it_is, example_of, graph_memory, graph_storage, traced
 from remat.transforms.compiled.barrier import ONCE, UNKNOWN, plain
 from remat.transforms.context import quiet
 from remat.transforms.ops import Traits, tensors_in, traits
@@ -46,18 +46,18 @@ class GraphConstants:
     def __init__(self, shares: bool, operands: Sequence[torch.Tensor] | None = None) -> None:
         self.on, self.operands = shares, operands
         self.held = 0  # bytes
-        self.lent: set[int] = set()  # memories of values that others have, too
+        # Memories of values that others have, too; a freed one's address comes again, so they are held.
+        self.lent: dict[int, torch.UntypedStorage] = {}
 
     def met(self, facts: Traits, args: Any, out: Any) -> Any:
         """What stands for `out`, the result of an op that just ran."""
         if not self.on or facts.view or facts.writes or facts.random or not isinstance(out, torch.Tensor):
             return out
-        dear = facts.name in _DEAR
-        if not dear and not any(map(self._may_share, tensors_in(args))):
+        if facts.name not in _DEAR and not any(map(self.shares, tensors_in(args))):
             return out
         found = traced(out)
         key = None if found is None else _structure(found[1])
-        if found is None or key is None or not (dear or any(line[0] is ONCE for line in key)):
+        if found is None or key is None:
             return out
         table = _tables.setdefault(found[0], {})
         if key not in table:
@@ -67,20 +67,11 @@ class GraphConstants:
             self.held = held
             table[key] = quiet(ONCE, out)
         made = quiet(as_it_is, table[key])
-        self.lent.add(graph_storage(made))
+        self.lent[graph_storage(made)] = graph_memory(made)
         return made
 
     def shares(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is a view of what others have, too."""
-        found = traced(tensor) if self._may_share(tensor) else None
-        node = None if found is None else found[1]
-        while node is not None and node.target is not ONCE:
-            view = isinstance(node.target, OpOverload) and traits(node.target).view
-            node = node.all_input_nodes[0] if view else None
-        return node is not None
-
-    def _may_share(self, tensor: torch.Tensor) -> bool:
-        # Numbers of memories come again.
+        """Whether a tensor lies in memory that others have, too."""
         return bool(self.lent) and graph_storage(tensor) in self.lent
 
 
@@ -91,10 +82,10 @@ def _bytes(tensor: torch.Tensor) -> int:
     return count
 
 
-def _structure(last: Node) -> tuple[Any, ...] | None:
+def _structure(last: Node) -> Hashable:
     """What values that depend on nothing have in common if they are the same; None for other values."""
     numbers: dict[Node, int] = {}
-    lines: list[Any] = []
+    lines: list[Hashable] = []
     visits = iter(range(_MOST_OPS))
 
     def add(node: Node) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat import as_it_is, graph_storage, must_save
+from remat.transforms.compat import as_it_is, graph_memory, graph_storage, must_save
 from remat.transforms.compiled.barrier import Origins, fence_below, snapshot
 from remat.transforms.compiled.constants import GraphConstants
 from remat.transforms.context import Mode, active, quiet
@@ -105,7 +105,7 @@ class GraphRecord(Verdicts):
         if active.quiet or facts.ignored or is_shape_arithmetic(args, kwargs):
             return self._pass(func, args, kwargs)
         for tensor in targets(facts, args, kwargs):
-            self._before_writing(func, graph_storage(tensor))
+            self._before_writing(func, graph_memory(tensor))
         at = len(self.tape.nodes)
         if facts.random and draws(func, args, kwargs):
             self.draws.append(at)
@@ -195,11 +195,12 @@ class GraphRecord(Verdicts):
         self.keeps = True
         return quiet(map_tensors, Sent if verdict == OFFLOAD else as_it_is, out)
 
-    def _before_writing(self, func: Any, storage: int) -> None:
+    def _before_writing(self, func: Any, memory: torch.UntypedStorage) -> None:
         """Copy what is about to be written to; copies nobody reads are dropped."""
-        if storage in self.rewritten:
+        if (storage := memory._cdata) in self.rewritten:
             return
         self.rewritten[storage] = func
+        self.origins.held.append(memory)
         group = self.given.get(storage, [])
         whole = max(group, key=lambda i: self.operands[i].numel(), default=0)
         for i in group:
@@ -274,9 +275,8 @@ class GraphReplay(Mode):
         if self.loose or not self.record.keeps:
             return self.constants.met(facts, args, func(*args, **kwargs))
         self._check(at, func)
-        if at not in self.record.kept or (
-            facts.view and self.record.storages.get(at) in self.record.rewritten
-        ):
+        written = facts.view and self.record.storages.get(at) in self.record.rewritten
+        if written or at not in self.record.kept:
             return self.constants.met(facts, args, func(*args, **kwargs))
         return self._hand_out(at)
 
