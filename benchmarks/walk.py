@@ -131,7 +131,7 @@ WALKS: dict[str, Callable[[], Walk]] = {
 LIMITS = {
     "eager, second call": 10,
     "torch.func.grad, second call": 14,
-    "torch.compile, tracing": 16,
+    "torch.compile, tracing": 18,
     "scan": 12,
 }
 

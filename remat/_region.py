@@ -76,7 +76,11 @@ class Options:
             # A policy may look at the region's name, and is to complain of names for each region.
             key = None if policy.asks_again else (policy.key, label, self.decisions)
         digest = checksum if self.check == "exact" else None
-        return Region(fn, label, selector, self.random, self.check, anchor(fn), key, self.decisions, digest)
+        shares = policy.shares_constants
+        decisions = self.decisions
+        return Region(
+            fn, label, selector, self.random, self.check, anchor(fn), key, decisions, digest, shares
+        )
 
     def __deepcopy__(self, memo: Any) -> Options:
         return self

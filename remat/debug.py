@@ -259,6 +259,7 @@ _FREE = {
     torch.ops.aten.detach.default,
     torch.ops.aten.clone.default,
     torch.ops.aten._unsafe_view.default,
+    torch.ops.remat.once.default,
 }
 
 

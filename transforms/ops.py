@@ -72,7 +72,8 @@ class Traits:
         self.conditional: int | None = None  # position of the flag on which the writes depend
         self.view = self.inplace = False
         self.reshapes = torch.Tag.inplace_view in getattr(op, "tags", ())
-        name, ours = _basename(op), getattr(op, "namespace", "") == "aten"
+        self.name, ours = _basename(op), getattr(op, "namespace", "") == "aten"
+        name = self.name
         # By their names, which mean something among torch's own ops only.
         self.shape_only = ours and (name.endswith("_like") or name.startswith("new_"))
         self.uninitialized = ours and name.startswith(("empty", "new_empty"))

@@ -39,6 +39,8 @@ class Policy:
         needs_calls: whether `__call__` reads `info.call`.
         counts: whether a verdict depends on how many values were judged before. Each forward counts anew.
         asks_again: whether verdicts change from call to call, so that every forward asks.
+        shares_constants: whether what depends on nothing that a region is given, such as a rotary table, may
+            be computed once for several regions.
 
     Example:
         >>> from dataclasses import dataclass
@@ -54,6 +56,7 @@ class Policy:
     needs_calls: bool = False
     counts: bool = False
     asks_again: bool = False
+    shares_constants: bool = True
 
     @functools.cached_property
     def key(self) -> Hashable:
@@ -221,6 +224,10 @@ class Combined(Policy):
     @property
     def asks_again(self) -> bool:  # type: ignore[override]
         return any(part.asks_again for part in self.parts().values())
+
+    @property
+    def shares_constants(self) -> bool:  # type: ignore[override]
+        return all(part.shares_constants for part in self.parts().values())
 
     def bind(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
         return self._with({name: part.bind(fn, args, kwargs) for name, part in self.parts().items()})

@@ -126,6 +126,7 @@ from remat.transforms.compat.fx import (
     must_save,  # keep the partitioner from computing a value of the graph again in the backward
     tagged,  # within, nodes also bear these in their `meta["custom"]`
     tags,  # what the nodes that a trace makes now bear in their `meta["custom"]`
+    traced,  # the tracer at work and the node of a tensor
     tracer_at_work,  # the tracer that writes down what runs now, functionalized and on fake tensors
 )
 from remat.transforms.compat.modes import (

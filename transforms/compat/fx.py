@@ -101,6 +101,16 @@ def _tracked(tracer: Any, tensor: Any) -> _Tracked | None:
     return None if slot is None else _Tracked(slot.proxy.node, fake)
 
 
+def traced(tensor: torch.Tensor) -> tuple[Any, Node] | None:
+    """The tracer at work and the node of a functionalized tensor; None outside of such a trace."""
+    from torch._subclasses.functional_tensor import FunctionalTensor
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    mode = get_proxy_mode() if type(tensor) is FunctionalTensor else None
+    tracked = None if mode is None else _tracked(mode.tracer, tensor)
+    return None if mode is None or tracked is None else (mode.tracer, tracked.node)
+
+
 class NodeSpan:
     """The nodes that a tracer adds from the making of this on."""
 
@@ -114,8 +124,11 @@ class NodeSpan:
             yield node
             node = node.next
 
-    def cut(self, inputs: Tensors, outputs: Tensors) -> Template | None:
-        """What leads from `inputs` to `outputs`, to be pasted; None where a copy would not do the same."""
+    def cut(self, inputs: Tensors, outputs: Tensors, shared: Any) -> Template | None:
+        """What leads from `inputs` to `outputs`, to be pasted; None where a copy would not do the same.
+
+        Copies read the results of the op `shared`, wherever they were made, as they are.
+        """
         given = [_tracked(self.tracer, t) for t in inputs]
         made = [_tracked(self.tracer, t) for t in outputs]
         new = dict.fromkeys(self.nodes())
@@ -127,19 +140,23 @@ class NodeSpan:
                 return None
             starts[tracked.node] = i
         wanted: set[Node] = set()
+        fixed: set[Node] = set()
         stack = [None if tracked is None else tracked.node for tracked in made]
         while stack:
             node = stack.pop()
             if node is None:
                 return None
-            if node in starts or node in wanted:
+            if node in starts or node in wanted or node in fixed:
+                continue
+            if node.target is shared:
+                fixed.add(node)
                 continue
             if node not in new:
                 return None
             wanted.add(node)
             stack.extend(node.all_input_nodes)
         ends = [tracked.node for tracked in made if tracked is not None]
-        if any(node in starts for node in ends) or len(set(ends)) < len(ends):
+        if any(node in starts or node in fixed for node in ends) or len(set(ends)) < len(ends):
             return None
         return Template(
             [node for node in new if node in wanted],
@@ -147,6 +164,7 @@ class NodeSpan:
             [_place(tracked.fake) for tracked in given if tracked is not None],
             ends,
             [tracked.fake for tracked in made if tracked is not None],
+            list(fixed),
         )
 
 
@@ -181,6 +199,7 @@ class Template:
         nodes: those that lead to `ends`, in their order.
         starts: the nodes it reads; `places` is where their values lie.
         ends: the nodes of its results; `results` are the fake tensors.
+        fixed: nodes from elsewhere that it reads, the same in every copy.
     """
 
     nodes: list[Node]
@@ -188,6 +207,7 @@ class Template:
     places: list[tuple[int, int]]
     ends: list[Node]
     results: list[Any]
+    fixed: list[Node]
 
     def paste(self, tracer: Any, inputs: Tensors, tags: dict[str, Any]) -> Tensors | None:
         """The results for other inputs, of the same description; `tags` replace those of the same names.
@@ -206,6 +226,9 @@ class Template:
             if tracked is None or not copies.same(place, tracked.fake):
                 return None
         node_of = {a: tracked.node for a, tracked in zip(self.starts, given, strict=True) if tracked}
+        for node in self.fixed:
+            node_of[node] = node
+            copies.same(_place(node.meta["val"]), node.meta["val"])
         results: list[Any] = []
         at = _get_seq_nr()
         with _disable_current_modes():

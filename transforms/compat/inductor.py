@@ -54,6 +54,11 @@ def _lower_fence(value: Any, after: Any) -> Any:
     return ir.TensorBox.create(out)
 
 
+def _lower_once(value: Any) -> Any:
+    value.realize()  # or each kernel that reads it would compute it
+    return value
+
+
 def _hands_over(fence: torch.fx.Node, source: Any) -> bool:
     """Whether the memory is the fenced value's own from then on: later kernels may write their results there.
 
@@ -125,5 +130,6 @@ def _lower_product(a: Any, b: Any) -> Any:
 
 register_lowering(_ops.product.default, type_promotion_kind=None)(_lower_product)
 register_lowering(_ops.fence.default, type_promotion_kind=None)(_lower_fence)
+register_lowering(_ops.once.default, type_promotion_kind=None)(_lower_once)
 register_lowering(_ops.uniform.default, type_promotion_kind=None)(_lower_draw("uniform", "rand"))
 register_lowering(_ops.normal.default, type_promotion_kind=None)(_lower_draw("normal", "randn"))

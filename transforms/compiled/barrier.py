@@ -40,6 +40,7 @@ from remat.transforms.state import Ambient
 _library = torch.library.Library("remat", "FRAGMENT")
 _library.define("fence(Tensor value, Tensor[] after) -> Tensor")
 _library.define("snapshot(Tensor value) -> Tensor")
+_library.define("once(Tensor value) -> Tensor")
 
 
 def _copy(value: torch.Tensor, after: Sequence[torch.Tensor] = ()) -> torch.Tensor:
@@ -62,6 +63,10 @@ _library.impl("fence", _copy, "CompositeExplicitAutograd")
 torch.library.register_fake("remat::fence", _like, lib=_library)
 _library.impl("snapshot", _copy, "CompositeExplicitAutograd")
 torch.library.register_fake("remat::snapshot", _copy, lib=_library)
+_library.impl("once", _copy, "CompositeExplicitAutograd")
+torch.library.register_fake("remat::once", lambda value: _like(value, ()), lib=_library)
+# A value that is computed once in a graph (`constants`).
+ONCE = torch.ops.remat.once.default
 
 
 def snapshot(value: torch.Tensor) -> torch.Tensor:
@@ -180,6 +185,13 @@ class Origins:
             self.behind.update(memory._cdata for memory in made)
             self.held += made
 
+    def renamed(self, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> None:
+        """Take note that values have got other memories, as results of regions inside do."""
+        for was, tensor in zip(old, new, strict=True):
+            if self._behind(graph_storage(was)):
+                self.behind.add(graph_storage(tensor))
+                self.held.append(graph_memory(tensor))
+
     def _behind(self, storage: int) -> bool:
         return storage in self.behind or any(i in self.fenced for i in self.given.get(storage, ()))
 
@@ -223,17 +235,17 @@ def dedup_key(region: Region, operands: Sequence[Any], ambient: Ambient) -> Hash
         return None
     graph: Any = region.function
     code = _code(graph.module)
-    rest = [None if isinstance(x, torch.Tensor) else _plain(x, {}) for x in operands]
-    if code is None or any(x is _UNKNOWN for x in rest):
+    rest = [None if isinstance(x, torch.Tensor) else plain(x, {}) for x in operands]
+    if code is None or any(x is UNKNOWN for x in rest):
         return None
-    tags = _plain(tags_now(), {})
+    tags = plain(tags_now(), {})
     around = (tuple(ambient.switches), ambient.autocast, ambient.device)
     levels = (graph.depth, depth())
     found = (region.name, region.key, region.preserve_rng_state, code, tuple(rest), tags, around, levels)
-    return None if tags is _UNKNOWN else found
+    return None if tags is UNKNOWN else found
 
 
-_UNKNOWN = object()
+UNKNOWN = object()
 
 
 def _code(module: torch.fx.GraphModule) -> Hashable:
@@ -243,30 +255,30 @@ def _code(module: torch.fx.GraphModule) -> Hashable:
         numbers[node] = len(numbers)
         if node.op == "placeholder":
             continue
-        custom = _plain(node.meta.get("custom"), {})
-        args = _plain((tuple(node.args), dict(node.kwargs)), numbers)
+        custom = plain(node.meta.get("custom"), {})
+        args = plain((tuple(node.args), dict(node.kwargs)), numbers)
         # Constants and graphs inside are not looked into.
-        if node.op in ("get_attr", "call_module") or args is _UNKNOWN or custom is _UNKNOWN:
+        if node.op in ("get_attr", "call_module") or args is UNKNOWN or custom is UNKNOWN:
             return None
         lines.append((node.op, node.target, args, custom, node.meta.get("stack_trace")))
     return len(numbers), tuple(lines)
 
 
-def _plain(value: Any, numbers: dict[Node, int]) -> Any:
-    """`value` as something that can be compared, `_UNKNOWN` if it is neither plain nor made of such."""
+def plain(value: Any, numbers: dict[Node, int]) -> Any:
+    """`value` as something that can be compared, `UNKNOWN` if it is neither plain nor made of such."""
     kind = type(value)
     if isinstance(value, Node):
         return Node, numbers[value]
     if isinstance(value, (tuple, list)):
-        parts = [_plain(v, numbers) for v in value]
+        parts = [plain(v, numbers) for v in value]
     elif isinstance(value, dict):
-        parts = [_plain(v, numbers) for pair in value.items() for v in pair]
+        parts = [plain(v, numbers) for pair in value.items() for v in pair]
     elif isinstance(value, slice):
-        parts = [_plain(v, numbers) for v in (value.start, value.stop, value.step)]
+        parts = [plain(v, numbers) for v in (value.start, value.stop, value.step)]
     else:
         # 0.0 and -0.0 are equal.
-        return (kind, repr(value) if kind is float else value) if kind in _PLAIN else _UNKNOWN
-    return _UNKNOWN if any(p is _UNKNOWN for p in parts) else (kind, *parts)
+        return (kind, repr(value) if kind is float else value) if kind in _PLAIN else UNKNOWN
+    return UNKNOWN if any(p is UNKNOWN for p in parts) else (kind, *parts)
 
 
 class _Book:
@@ -316,12 +328,12 @@ class GraphDedup:
         span = NodeSpan(tracer)
         record, results = run()
         values = record.values()
-        if values is None or any(x is not self.hole and _plain(x, {}) is _UNKNOWN for x in self.outs):
+        if values is None or any(x is not self.hole and plain(x, {}) is UNKNOWN for x in self.outs):
             return record, results
         memory = [graph_storage(t) for t in (*operands, *results)]
         # Copies of results have memory of their own each: what is written to one is not seen in another.
         alone = len(set(memory)) == len(memory) and self.outs.count(self.hole) == len(results)
-        template = span.cut(operands, [*results, *values]) if alone else None
+        template = span.cut(operands, [*results, *values], ONCE) if alone else None
         if template is not None:
             self.key = key
             book.forwards[key] = template, record, len(results), list(self.outs)
@@ -352,7 +364,7 @@ class GraphDedup:
                 return made
         span = NodeSpan(tracer)
         grads = run()
-        template = span.cut(inputs, grads)
+        template = span.cut(inputs, grads, ONCE)
         if template is not None:
             book.pulls[key] = template, frozenset(pulled.unused)
         return grads

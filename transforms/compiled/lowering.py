@@ -8,44 +8,27 @@ Everything that a recomputation starts from passes a fence (`compiled.barrier_pl
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.fx import Node
 
-from remat.transforms.compat import as_it_is, graph_memory, graph_storage, must_save, tagged
-from remat.transforms.compiled.barrier import GraphDedup, Origins, fence, fence_below, snapshot
-from remat.transforms.context import Mode, active, quiet
+from remat.transforms.compat import as_it_is, graph_storage, graph_task, tagged, traced
+from remat.transforms.compiled.barrier import GraphDedup, fence, snapshot
+from remat.transforms.compiled.record import GraphRecord, GraphReplay
+from remat.transforms.context import quiet, recordings
 from remat.transforms.errors import RematError
-from remat.transforms.functorch import Aliasing, Prim, PullBack, replaying
-from remat.transforms.offload import Elsewhere, to_host
-from remat.transforms.ops import Decisions, draws, is_shape_arithmetic, metadata, targets, tensors_in, traits
+from remat.transforms.functorch import Prim, PullBack, replaying
 from remat.transforms.region import Region
-from remat.transforms.state import can_seed, draw, new_seed, refuse_generator
-from remat.transforms.tape import OFFLOAD, RECOMPUTE, SAVE, Node, Tape, ValueNumbering, Verdicts, map_tensors
 
 Tensors = Sequence[torch.Tensor]
 # The key under which a graph's nodes say which call of a region they recompute.
 RECOMPUTED = "remat_recomputed"
 _serials = itertools.count()
-# matmul ends in the one or the other, by whether a level below differentiates its operands.
-_LOOKS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default})
-
-
-class Sent(Elsewhere):
-    """A kept value that the graph copies to the host, and back when its recomputation begins.
-
-    A graph has one stream: the copies take their turn among its ops, and none is made ahead of its time.
-    """
-
-    __slots__ = ("device", "host")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.device = tensor.device
-        self.host = to_host(tensor).tensor
 
 
 class GraphLowering:
@@ -72,7 +55,11 @@ class GraphLowering:
         # and detached values, and make them so once more, without the node.
         memory = [graph_storage(t) for t in outs]
         alone = [memory.count(m) == 1 and m not in record.given for m in memory]
-        return tuple([as_it_is(t) if own else t for t, own in zip(outs, alone, strict=True)])
+        made = tuple([as_it_is(t) if own else t for t, own in zip(outs, alone, strict=True)])
+        for around in recordings():
+            if isinstance(around, GraphRecord):
+                around.origins.renamed(outs, made)
+        return made
 
     @staticmethod
     def _forward(prim: Prim, operands: Tensors) -> tuple[GraphRecord, Tensors]:
@@ -91,18 +78,24 @@ class GraphLowering:
         if selector:
             selector.finished(record.tape)
         record.finished(graded)
-        return record, outs
+        # Of what others have, too, the caller gets a copy.
+        shares = record.constants.shares
+        return record, [quiet(snapshot, t) if shares(t) else t for t in outs]
 
     def pull(self, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
         """Recompute a region behind a fence, and pull its cotangents back."""
+        operands = _in_turn(operands, *prim.cotangents)
         run = functools.partial(self._pull, prim, operands)
         body = prim.body
         assert prim.source is not None
         record: GraphRecord = prim.source.written
         # The pull-back of a pull-back has more operands than the forward.
         if prim.mapped or not isinstance(body, PullBack) or body.count != len(record.operands):
-            return run()
-        return tuple(self.alike.pull(operands, record, body, self.tags, run))
+            made = run()
+        else:
+            made = tuple(self.alike.pull(operands, record, body, self.tags, run))
+        _done(made)
+        return made
 
     def _pull(self, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
         first, last = prim.cotangents
@@ -127,274 +120,45 @@ class GraphLowering:
             return tuple((prim.recorded or prim.body)(*fenced))
 
 
-class GraphRecord(Verdicts):
-    """Writes down a region's ops, and what of their results the recomputation takes from the forward.
+# -- recomputations in one order ----------------------------------------------------------------------
+# A fence stands behind its own cotangent. Two chains of regions whose losses are added have cotangents that
+# are there from the start, so a compiler might recompute blocks of both at a time, and hold the working sets
+# of all. Autograd's order, the reverse of the forward's, holds one.
 
-    Attributes:
-        seeds: the seed of every op that draws, by its position.
-        draws: positions of the ops that draw.
-        before: operands as they were before the region wrote to them, by their position.
-        origins: which operands the recomputation starts from.
-    """
-
-    records = True
-
-    def __init__(self, region: Region, operands: Tensors) -> None:
-        super().__init__()
-        self.region, self.tape = region, Tape(region.name)
-        self.make_selector = region.selector
-        self.selector = None if region.selector is None else region.selector()
-        self.kept, self.kept_bytes, self._kept_in, self.outer = {}, 0, {}, {}
-        self._numbers, self._passed = ValueNumbering(), ValueNumbering()
-        self.seeds: dict[int, torch.Tensor] = {}
-        self.draws: list[int] = []
-        self.before: dict[int, torch.Tensor] = {}
-        self.operands = list(operands)
-        self.given: dict[int, list[int]] = {}
-        for i, t in enumerate(operands):
-            self.given.setdefault(graph_storage(t), []).append(i)
-        # Operands that lie in another one, of which `before` has a copy.
-        self.together: dict[int, tuple[int, Aliasing]] = {}
-        self.origins = Origins(operands)
-        self.storages: dict[int, int] = {}  # node -> storage of its first result
-        self.rewritten: dict[int, Any] = {}  # storage -> the op that wrote first
-        self.decisions = Decisions() if region.decisions else None
-        self.writers: dict[int, int] = {}  # storage -> the last op that wrote to it
-        self.keeps = False  # whether anything was kept but seeds
-
-    @property
-    def position(self) -> int:
-        return len(self.tape.nodes)
-
-    def values(self) -> list[torch.Tensor] | None:
-        """What is held beside the operands; None where it is more than tensors of the graph."""
-        held = list[Any]()
-        map_tensors(held.append, list(self.kept.values()))
-        if self.rewritten or any(isinstance(value, Elsewhere) for value in held):
-            return None
-        return [*held, *self.seeds.values()]
-
-    def like(self, operands: Tensors, values: Tensors) -> GraphRecord:
-        """The same forward of other operands, which holds other values."""
-        left = iter(values)
-        made = copy.copy(self)
-        made.operands = list(operands)
-        made.kept = {at: map_tensors(lambda _: next(left), value) for at, value in self.kept.items()}
-        made.seeds = dict(zip(self.seeds, left, strict=True))
-        return made
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        facts = traits(func)
-        if active.quiet or facts.ignored or is_shape_arithmetic(args, kwargs):
-            return self._pass(func, args, kwargs)
-        for tensor in targets(facts, args, kwargs):
-            self._before_writing(func, graph_memory(tensor))
-        at = len(self.tape.nodes)
-        if facts.random and draws(func, args, kwargs):
-            self.draws.append(at)
-            out = self._draw(at, func, args, kwargs)
-        else:
-            out = func(*args, **kwargs)
-        self.origins.follow(func, facts, args, kwargs, out)
-        self._note(at, func, facts, args, kwargs, out)
-        return out
-
-    def _pass(self, func: Any, args: Any, kwargs: Any) -> Any:
-        out, given = func(*args, **kwargs), next(iter(tensors_in(args)), None)
-        # A detached value comes from the op that made it: decisions are made of those, too.
-        if self.decisions is not None and given is not None and isinstance(out, torch.Tensor):
-            self._passed.add(out, self._number_of(given))
-        return out
-
-    def _draw(self, at: int, func: Any, args: Any, kwargs: Any) -> Any:
-        refuse_generator(self.region.name, func, args, kwargs)
-        if active.seeding or not can_seed(func, args, kwargs):
-            return func(*args, **kwargs)
-        self.seeds[at] = seed = new_seed(func, args, kwargs)
-        return draw(seed, func, args, kwargs)
-
-    def _note(self, at: int, func: Any, facts: Any, args: Any, kwargs: Any, out: Any) -> None:
-        tape, node = self.tape, Node()
-        node.op, node.name, node.verdict, node.root = func, None, RECOMPUTE, at
-        node.outs, node.deps, node.first = metadata(out), [], len(tape.makers)
-        node.written, node.optional = (), False
-        first = next(iter(tensors_in(args)), None) if facts.view else None
-        number = None if first is None else self._numbers.of(first)
-        if number is not None:
-            node.root, node.deps = tape.root_of(number), [tape.makers[number]]
-        tape.nodes.append(node)
-        for tensor in tensors_in(out):
-            self._numbers.add(tensor, len(tape.makers))
-            tape.makers.append(at)
-            self.storages.setdefault(at, graph_storage(tensor))
-        if at in self.draws and at not in self.seeds:
-            # A draw that cannot be repeated from a seed is kept: right, if not small.
-            self.judge(at, SAVE, out)
-        elif (shared := self._kept_around(at, func, out)) is not None:
-            self.kept[at], self.keeps = shared, True
-        elif self.selector is not None and (not facts.writes or facts.conditional is not None):
-            self.judge(at, self.selector.decide(at, node, args, kwargs, out), out)
-        if self.decisions is not None:
-            read = [source for t in tensors_in((*args, *kwargs.values())) for source in self._sources(t)]
-            if self.decisions.meets(at, node, facts, read, at in self.kept):
-                self.judge(at, SAVE, out)
-        if at in self.kept:
-            self.offer_around({at: self.kept[at]})
-        for tensor in targets(facts, args, kwargs):
-            self.writers[graph_storage(tensor)] = at
-
-    def _number_of(self, tensor: torch.Tensor) -> int:
-        for known in (self._numbers, self._passed):
-            if (number := known.of(tensor)) is not None:
-                return number
-        return -1
-
-    def _sources(self, tensor: torch.Tensor) -> Iterator[int]:
-        """The ops that an operand comes from, as `Decisions.meets` has them."""
-        if (number := self._number_of(tensor)) >= 0:
-            yield self.tape.makers[number]
-        elif tensor.is_floating_point() or tensor.is_complex():
-            yield -1
-        if (writer := self.writers.get(graph_storage(tensor))) is not None:
-            yield writer
-
-    def _kept_around(self, at: int, func: Any, out: Any) -> Any:
-        """What the region around this one has kept of the op that just ran, None for nothing."""
-        around = self.parent
-        if around is None or not 0 < around.position <= len(around.tape.nodes):
-            return None
-        self.outer[at] = place = around.position - 1
-        kept = getattr(around, "kept", {}).get(place) if around.tape.nodes[place].op is func else None
-        if isinstance(kept, Sent):
-            # It has just come back, if that region is recomputed; else this one may say otherwise.
-            return None if around.records else quiet(as_it_is, out)
-        return kept
-
-    def offer(self, at: int, value: Any, op: Any) -> None:
-        super().offer(at, value, op)
-        self.keeps = self.keeps or at in self.kept
-
-    def _hold(self, at: int, node: Node, verdict: int, out: Any) -> Any:
-        self.keeps = True
-        return quiet(map_tensors, Sent if verdict == OFFLOAD else as_it_is, out)
-
-    def _before_writing(self, func: Any, memory: torch.UntypedStorage) -> None:
-        """Copy what is about to be written to; copies nobody reads are dropped."""
-        if (storage := memory._cdata) in self.rewritten:
-            return
-        self.rewritten[storage] = func
-        self.origins.held.append(memory)
-        group = self.given.get(storage, [])
-        whole = max(group, key=lambda i: self.operands[i].numel(), default=0)
-        for i in group:
-            if i == whole:
-                self.before[i] = quiet(snapshot, self.operands[i])
-                continue
-            aliasing = Aliasing()
-            quiet(aliasing.leaving, [self.operands[i]], [self.operands[whole]])
-            if aliasing.specs is None:
-                raise RematError(self.refusal(func, "which it reads through views that overlap"))
-            self.together[i] = whole, aliasing
-
-    @property
-    def replaced(self) -> dict[int, torch.Tensor]:
-        """By their positions, what the recomputation takes instead of operands that the region wrote to."""
-        return self.before | {i: self.before[whole] for i, (whole, _) in self.together.items()}
-
-    def finished(self, graded: Sequence[bool]) -> None:
-        """The forward is over; `graded`: which operands gradients flowed through before."""
-        for tensor, was in zip(self.operands, graded, strict=True):
-            if tensor.requires_grad and not was:
-                func = self.rewritten.get(graph_storage(tensor))
-                raise RematError(self.refusal(func, "numbers through which gradients flow"))
-        if self.rewritten:
-            for value in self.kept.values():
-                quiet(map_tensors, must_save, value)
-
-    def refusal(self, func: Any, what: str) -> str:
-        return (
-            f"region {self.region.name!r} writes with {func} into a tensor from outside the region, {what}. "
-            "The derivative of that would be lost. Write out of place, or into a `.clone()` made in the "
-            "region, and return the result."
-        )
+# Of the pull-back that was traced last in a graph: the backward pass, and its gradients with their nodes.
+_latest: weakref.WeakKeyDictionary[Any, tuple[int, dict[Node, torch.Tensor]]] = weakref.WeakKeyDictionary()
 
 
-class GraphReplay(Mode):
-    """Runs a region again: hands out kept values, draws from the same seeds, and checks that the ops are
-    the same.
+def _in_turn(operands: Sequence[torch.Tensor], first: int, last: int) -> Sequence[torch.Tensor]:
+    """The operands of a pull-back, with cotangents from `first` to `last`: one of these waits for the
+    pull-back that was traced before it in the same pass."""
+    found = [traced(t) for t in operands[first:last]]
+    if not found or found[0] is None:
+        return operands
+    task, made = _latest.get(found[0][0], (None, None))
+    # What an earlier pass has made would be held for this one.
+    if not made or task != graph_task() or _reads([at[1] for at in found if at is not None], made):
+        return operands
+    turn = made[max(made)]
+    return [*operands[:first], fence(operands[first], [turn]), *operands[first + 1 :]]
 
-    Args:
-        record: the forward.
-        after: the cotangents, which kept values and seeds are fenced with.
-        loose: op sequences cannot be compared (forward-mode derivatives are computed along).
-        finish: called when the recomputation is over and the backward begins.
-    """
 
-    def __init__(self, record: GraphRecord, after: Tensors, loose: bool, finish: Callable[[], None]) -> None:
-        super().__init__()
-        self.tape, self.record, self.kept = record.tape, record, record.kept
-        self.after, self.loose, self.finish = after, loose, finish
-        self.at = self.drawn = 0
-        self.done = False
+def _done(gradients: Sequence[torch.Tensor]) -> None:
+    """Note the results of a pull-back."""
+    found = [(t, at) for t in gradients if (at := traced(t)) is not None and at[1].op == "call_function"]
+    for _, (tracer, _) in found[:1]:
+        _latest[tracer] = graph_task(), {node: t for t, (_, node) in found}
 
-    @property
-    def position(self) -> int:
-        return self.at
 
-    def forward_done(self) -> None:
-        """What follows belongs to the backward."""
-        self.done = True
-        self.finish()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        facts = traits(func)
-        if self.done or active.quiet or facts.ignored or is_shape_arithmetic(args, kwargs):
-            return func(*args, **kwargs)
-        at, self.at = self.at, self.at + 1
-        if facts.random and draws(func, args, kwargs):
-            return self._draw(func, args, kwargs)
-        if self.loose or not self.record.keeps:
-            return func(*args, **kwargs)
-        self._check(at, func)
-        written = facts.view and self.record.storages.get(at) in self.record.rewritten
-        if written or at not in self.record.kept:
-            return func(*args, **kwargs)
-        return self._hand_out(at)
-
-    def _hand_out(self, at: int) -> Any:
-        return quiet(map_tensors, self._fenced, self.record.kept[at])
-
-    def _fenced(self, value: Any) -> torch.Tensor:
-        if isinstance(value, Sent):
-            return fence_below(value.host, self.after).to(value.device)
-        return fence_below(value, self.after)
-
-    def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
-        turn, self.drawn = self.drawn, self.drawn + 1
-        if turn >= len(self.record.draws):
-            raise RematError(self._differs(f"it draws more often, with {func}"))
-        at = self.record.draws[turn]
-        self._check(at, func)
-        if (seed := self.record.seeds.get(at)) is None or at in self.record.kept:
-            return self._write(func, args, kwargs, self._hand_out(at))
-        return draw(quiet(fence_below, seed, self.after), func, args, kwargs)
-
-    @staticmethod
-    def _write(func: Any, args: Any, kwargs: Any, value: Any) -> Any:
-        for target in targets(traits(func), args, kwargs):
-            return target.copy_(value)
-        return value
-
-    def _check(self, at: int, func: Any) -> None:
-        nodes = self.tape.nodes
-        if at >= len(nodes) or not (nodes[at].op is func or _LOOKS.issuperset((nodes[at].op, func))):
-            was = "ended" if at >= len(nodes) else f"ran {nodes[at].op}"
-            raise RematError(self._differs(f"at op {at} the forward {was}, the recomputation runs {func}"))
-
-    def _differs(self, what: str) -> str:
-        return (
-            f"the recomputation of region {self.tape.region!r} does not repeat its forward in the traced "
-            f"graph: {what}. Please report this as a bug in remat; policy=save_nothing compiles such regions."
-        )
+def _reads(nodes: list[Node], made: dict[Node, torch.Tensor]) -> bool:
+    """Whether any of these is computed from what was made."""
+    start = min(made)
+    seen: set[Node] = set()
+    while nodes:
+        node = nodes.pop()
+        if node in made:
+            return True
+        if node not in seen and start < node:
+            seen.add(node)
+            nodes.extend(node.all_input_nodes)
+    return False

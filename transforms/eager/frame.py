@@ -316,7 +316,7 @@ class Frame(Packer):
                 if self.store is not None:
                     stack.enter_context(self.store.fetched(program.kept))
                 stack.enter_context(below_autograd())
-                return program.run(read, take, random, self.region.digest)
+                return program.run(read, take, random, self.region.digest, self.region.shares)
         finally:
             end()
             set_grad_enabled(graded)

@@ -47,6 +47,7 @@ class Region:
             nothing of the next.
         decisions: whether decisions are kept, whatever the selector says.
         digest: a number for an op's results that any other bit changes, None where they are not compared so.
+        shares: whether what depends on nothing that the region is given may be computed once for several.
     """
 
     function: Callable[..., Any]
@@ -58,6 +59,7 @@ class Region:
     key: Hashable | None = None
     decisions: bool = True
     digest: Callable[[Any], Any] | None = None
+    shares: bool = True
 
     @functools.cached_property
     def cache(self) -> TraceCache:

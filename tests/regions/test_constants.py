@@ -1,0 +1,155 @@
+"""What depends on nothing that regions are given is computed once in a backward pass, and truly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from remat import Policy, remat, save_matmuls, save_nothing
+from tests.helpers import OpCounter, rand, same, scalar
+
+
+def rotate(x: Tensor, base: float = 100.0) -> Tensor:
+    rate = base ** (-torch.arange(2, dtype=x.dtype) / 2)
+    angle = torch.arange(x.shape[-2], dtype=x.dtype)[:, None] * rate
+    cos, sin = angle.cos(), angle.sin()
+    left, right = x.chunk(2, -1)
+    return torch.cat([left * cos - right * sin, left * sin + right * cos], -1)
+
+
+def block(w: Tensor, x: Tensor) -> Tensor:
+    return torch.tanh(rotate(x @ w) + rotate(x))
+
+
+def chain(region, depth: int = 3):
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        for _ in range(depth):
+            x = region(w, x)
+        return x.square().sum()
+
+    return loss
+
+
+def gradients(out: Tensor, leaves: tuple[Tensor, ...]) -> list[Tensor]:
+    return list(torch.autograd.grad(scalar(out), leaves))
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    return rand(4, 4).requires_grad_(), rand(8, 6, 4).requires_grad_()
+
+
+@dataclass(frozen=True)
+class Alone(Policy):
+    shares_constants = False  # type: ignore[assignment]
+
+    def __call__(self, info):
+        return False
+
+
+def sines(region, depth: int = 3) -> tuple[int, list[Tensor]]:
+    w, x = inputs()
+    out = chain(region, depth)(w, x)
+    with OpCounter() as ops:
+        got = gradients(out, (w, x))
+    return ops["sin"], got
+
+
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=repr)
+def test_equal_regions_evaluate_sines_once(policy):
+    _, expected = sines(block)
+    for _ in range(2):  # a first and a later call
+        count, got = sines(remat(block, policy=policy))
+        assert count == 1 and all(map(torch.equal, got, expected))
+
+
+def test_regions_of_other_code_share_equal_tables():
+    w, x = inputs()
+    first, second = remat(lambda w, x: rotate(x @ w)), remat(lambda w, x: rotate(x @ w).tanh())
+    other = remat(lambda w, x: rotate(x @ w, 50.0))
+    out = other(w, second(w, first(w, x))).sum()
+    with OpCounter() as ops:
+        got = gradients(out, (w, x))
+    assert ops["sin"] == 2
+    plain = rotate(rotate(rotate(x @ w) @ w).tanh() @ w, 50.0).sum()
+    assert all(map(torch.equal, got, gradients(plain, (w, x))))
+
+
+def test_a_policy_may_bar_it():
+    count, got = sines(remat(block, policy=Alone()))
+    assert count == 3
+    assert all(map(torch.equal, got, sines(block)[1]))
+
+
+def test_nothing_is_left_when_the_pass_is_over():
+    from remat.transforms.tape.constants import _pass
+
+    w, x = inputs()
+    out = chain(remat(block))(w, x)
+    found: list[int] = []
+    x.register_hook(lambda _: found.append(len(_pass.made)))
+    out.backward()
+    assert found == [1] and not _pass.made
+
+    def fail(_):
+        raise ValueError("on purpose")
+
+    x.register_hook(fail)
+    with pytest.raises(ValueError, match="on purpose"):
+        chain(remat(block))(w, x).backward()
+    assert not _pass.made
+
+
+def test_a_backward_that_writes_to_what_it_saved_writes_to_its_own():
+    class Writes(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, table):
+            ctx.save_for_backward(table)
+            return x * table
+
+        @staticmethod
+        def backward(ctx, cotangent):
+            (table,) = ctx.saved_tensors
+            made = cotangent * table
+            table.fill_(1e6)
+            return made, None
+
+    def written(w: Tensor, x: Tensor) -> Tensor:
+        return Writes.apply(x @ w, torch.arange(6, dtype=x.dtype)[:, None].expand(6, 4).contiguous().cos())
+
+    def loss(wrap):
+        return chain(lambda w, x: wrap(written)(w, x))
+
+    w, x = inputs()
+    expected = gradients(loss(lambda f: f)(w, x), (w, x))
+    assert all(map(torch.equal, gradients(loss(remat)(w, x), (w, x)), expected))
+
+
+def test_written_viewed_drawn_and_large_values_are_nobodys_constants():
+    def odd(w: Tensor, x: Tensor) -> Tensor:
+        table = torch.zeros(6, 4, dtype=x.dtype)
+        table[1] = 2.0
+        mask = torch.ones(6, 6, dtype=torch.bool).tril()[None].expand(8, 6, 6)
+        scores = (x @ x.transpose(-1, -2)).masked_fill(~mask, -1e9).softmax(-1)
+        noise = torch.rand(6, 4, dtype=x.dtype).cos()
+        large = torch.arange(4000, dtype=x.dtype).cos()
+        return (scores @ x @ w) * table.exp() * noise + large[:4] * x.sin()
+
+    def run(wrap) -> list[Tensor]:
+        torch.manual_seed(0)
+        w, x = inputs()
+        return gradients(chain(wrap(odd))(w, x), (w, x))
+
+    assert all(map(torch.equal, run(remat), run(lambda f: f)))
+
+
+def test_second_order():
+    w, x = inputs()
+
+    def twice(region):
+        (first,) = torch.autograd.grad(chain(region)(w, x), w, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), (w, x))
+
+    same(twice(remat(block)), twice(block))
