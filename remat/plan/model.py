@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from remat._core import format_bytes, joined_keywords, keywords_apart
+from remat.plan.alike import Regions
 from remat.plan.budget import check_budget, check_peak
 from remat.plan.cache import graph_of
 from remat.plan.chain import Chain, Measure, Stage, best_parts
@@ -19,8 +20,9 @@ from remat.plan.looking import looking
 from remat.plan.peak import OutOfReach, highest_within, profile, step_peak
 from remat.plan.plan import Plan
 from remat.plan.solve import INF, Problem, Solution, Solved, bound, complete, hull, keep_all, least, solve
+from remat.policies import Policy
 from remat.transforms import RematError
-from remat.transforms.joint import on_fakes
+from remat.transforms.joint import NotOnFakes, on_fakes, planned_for
 
 # What a budget policy does when it meets a region: None is to plan that region on its own.
 _meeting: ContextVar[Callable[..., Plan | None] | None] = ContextVar("remat_plan_meeting", default=None)
@@ -160,7 +162,8 @@ def plan_model(
         >>> planned = plan_model(lambda x: block(block(x)).sum(), x, budget=0.6)
         >>> planned(x).backward()
     """
-    graphs = _regions(fn, args, joined_keywords(keywords, kwargs))
+    with planned_for(device):
+        graphs = _regions(fn, args, joined_keywords(keywords, kwargs))
     if not graphs:
         raise RematError(
             "plan_model found no region to plan: wrap the blocks of the model as "
@@ -275,16 +278,28 @@ def _bytes(budget: float | int | str, problem: Problem, default: int) -> int:
 
 
 def _regions(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[tuple[str, Graph]]:
-    """The graphs of the regions met in one run on fake tensors."""
-    found: list[tuple[str, Graph]] = []
+    """The graphs of the regions met in one run on fake tensors.
+
+    The regions do not run in it. Where that is not to the liking of the code around them, they do.
+    """
+    regions = Regions(plans_by_budget)
 
     def note(region: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        name = getattr(region, "__name__", None) or type(region).__name__
-        found.append((name, graph_of(region, args, kwargs)))
+        regions.note(region, graph_of(region, args, kwargs))
 
     with looking(fn, args, kwargs), _handling(note):
-        on_fakes(fn, args, kwargs)
-    return found
+        try:
+            with regions.meeting():
+                on_fakes(fn, args, kwargs)
+        except NotOnFakes:
+            regions.found.clear()
+            on_fakes(fn, args, kwargs)
+    return [(met.name, met.graph) for met in regions.found]
+
+
+def plans_by_budget(policy: Policy) -> bool:
+    """Whether a policy asks for a plan of the model when it meets a region."""
+    return getattr(policy, "plans_by_budget", False)
 
 
 def union(parts: Sequence[Problem]) -> Problem:

@@ -24,6 +24,7 @@ from remat.transforms.compat import (
 )
 from remat.transforms.errors import user_line
 from remat.transforms.intermediates import only
+from remat.transforms.joint.holes import around, holes_of
 from remat.transforms.joint.ops import Joint, Op, Ref, Value, noted
 from remat.transforms.joint.stand_ins import StandIns, refused, stood_in
 from remat.transforms.ops import is_cast_of_leaf, traits
@@ -49,6 +50,7 @@ class JointRecorder(TorchDispatchMode):
         self.gradients: tuple[int, ...] = ()
         self.differentiated: tuple[int, ...] = ()
         self.in_forward = True
+        self.holes: list[Any] = []
         self.last = ("", "")
         self._number: dict[int, int] = {}
         self._storage: dict[int, int] = {}
@@ -157,6 +159,7 @@ def record(
     *,
     functional: bool = False,
     held: Iterable[int] = (),
+    backward: bool = True,
 ) -> Joint:
     """The joint graph of `fn(*args, **kwargs)`, from metadata alone: nothing is computed or allocated.
 
@@ -164,6 +167,7 @@ def record(
     grad state are those of the call; gradients are enabled. With `functional`, `fn` differentiates by itself:
     it is called with a switch before its arguments, and calls that between its forward and its backward.
     `held`: which leaves of the arguments somebody else holds; what Dynamo has traced says so itself.
+    Without `backward` the graph ends with the forward. What meanwhile calls `left_out` is a hole in it.
     Nobody collects named values meanwhile, and `is_recomputing()` is true: what counts or prints has its turn
     in the run proper.
 
@@ -180,11 +184,13 @@ def record(
         only(()),
         planning(getattr(fn, "__name__", type(fn).__name__)),
     ):
+        token = around.set(recorder)
         try:
-            run = _run_functional if functional else _run
+            run = _run_functional if functional else _run if backward else _run_forward
             held = getattr(fn, "held", held)
             results = _trace(fn, args, kwargs or {}, recorder, run, held)
         finally:
+            around.reset(token)
             recorder.forget()
     return Joint(
         ops=tuple(recorder.ops),
@@ -194,6 +200,7 @@ def record(
         results=results,
         gradients=recorder.gradients,
         differentiated=recorder.differentiated,
+        holes=holes_of(recorder),
     )
 
 
@@ -258,6 +265,15 @@ def _run(
         recorder.differentiated = tuple(number for number, _ in graded)
         recorder.gradients = tuple(recorder.number(g) for _, g in graded)
     return numbers
+
+
+def _run_forward(
+    fn: Callable[..., Any], args: Any, kwargs: Any, recorder: JointRecorder, inputs: list[torch.Tensor]
+) -> tuple[int, ...]:
+    """The forward alone."""
+    with torch.enable_grad():
+        out = fn(*args, **kwargs)
+    return tuple(recorder.number(t) for t in tree_leaves(out) if isinstance(t, torch.Tensor))
 
 
 def _run_functional(

@@ -1,0 +1,272 @@
+"""A whole step in bytes: the regions of a model by their plans, and what lives outside of them.
+
+The model is recorded with its regions left out, and each kind of region by itself. So the head, the loss, the
+embedding and what regions share count as they do in the engine, and a deep model is traced about as fast as a
+flat one. Bytes are those over what lives before the step, as in `peak`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from remat.plan.alike import Regions
+from remat.plan.chain import Chain, Choice, Measure, Stage, best_parts
+from remat.plan.graph import CostModel, Graph
+from remat.plan.looking import looking
+from remat.plan.peak import gradients_left
+from remat.policies import Policy
+from remat.transforms import RematError
+from remat.transforms.joint import Joint, planned_for, record
+
+
+@dataclass(frozen=True)
+class Place:
+    """The bytes outside of one region.
+
+    Attributes:
+        forward, backward: while the region's forward, and its backward, run.
+        after: the most between its forward and that of the next one.
+        before: the most between the backward of the next one and its own.
+    """
+
+    forward: int
+    backward: int
+    after: int
+    before: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of a model.
+
+    Attributes:
+        names: of the regions, in the order of their forwards.
+        graphs: of each region; what others hold costs nothing to keep there.
+        owners: the modules whose forwards they are, None for other functions.
+        outside: the graph of the model with its regions left out.
+        traced: how many regions were traced; the others are like one of them.
+        accumulating: whether gradients are added to buffers that live before.
+    """
+
+    names: tuple[str, ...]
+    graphs: tuple[Graph, ...]
+    owners: tuple[Any, ...]
+    outside: Joint
+    traced: int = 0
+    accumulating: bool = False
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """What lives outside of each region."""
+        live = _Outside(self.outside, self.accumulating)
+        return tuple(map(live.place, range(len(self.graphs))))
+
+    @cached_property
+    def ends(self) -> tuple[int, int]:
+        """The most outside before the first region's forward, and after its backward."""
+        live = _Outside(self.outside, self.accumulating)
+        return live.ends()
+
+    @cached_property
+    def gradients(self) -> int:
+        """Bytes of the gradients of parameters in regions."""
+        made = ((g.joint, s) for g in self.graphs for s in gradients_left(g.joint))
+        return 0 if self.accumulating else sum(joint.storages[s] for joint, s in made)
+
+    def stages(self, model: CostModel, more: Callable[[Measure], Sequence[Choice]]) -> list[Stage]:
+        """The regions in numbers, with what is outside of each; `more` gives further choices of a kind."""
+        made: dict[int, Stage] = {}
+        for graph in self.graphs:
+            if id(graph) not in made:
+                measure = Measure(graph, model, accumulating=self.accumulating)
+                stage = measure.stage()
+                made[id(graph)] = replace(stage, choices=(*stage.choices, *more(measure)))
+        return [_placed(made[id(g)], place) for g, place in zip(self.graphs, self.places, strict=True)]
+
+    def peak(self, chosen: Sequence[Choice]) -> int:
+        """The most bytes live at once in a step, where region `k` is as `chosen[k]`, outside included."""
+        held, most, made = 0, self.ends[0], 0
+        for choice in chosen:
+            most = max(most, held + choice.forward)
+            held += choice.kept
+        for graph, choice in zip(reversed(self.graphs), reversed(chosen), strict=True):
+            held -= choice.kept
+            most = max(most, held + made + choice.backward)
+            left = () if self.accumulating else gradients_left(graph.joint)
+            made += sum(graph.joint.storages[s] for s in left)
+        return max(most, made + self.ends[1])
+
+
+def _placed(stage: Stage, place: Place) -> Stage:
+    """A stage that takes the bytes outside along: the chain's sums are then those of the whole step."""
+
+    def moved(choice: Choice) -> Choice:
+        return replace(
+            choice,
+            forward=max(choice.forward + place.forward, choice.kept + place.after),
+            backward=max(choice.backward + place.backward, choice.kept + place.before),
+        )
+
+    return replace(stage, choices=tuple(map(moved, stage.choices)), plain=moved(stage.plain))
+
+
+def step_of(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    wanted: Callable[[Policy], bool],
+    device: Any = None,
+    accumulating: bool = False,
+) -> Step:
+    """Record a step without data: `wanted` says by a region's policy whether it is left out and planned."""
+    regions, keywords = Regions(wanted), dict(kwargs)
+    with planned_for(device), looking(fn, args, keywords), regions.meeting():
+        outside = record(fn, args, keywords)
+    if len(regions.found) != len(outside.holes):
+        raise RematError("The regions of this step are not all met outside of torch.func's transforms.")
+    shared = _shared(outside)
+    made: dict[Any, Graph] = {}
+
+    def graph(at: int) -> Graph:
+        met, hole = regions.found[at].graph, outside.holes[at]
+        free = tuple([outside.values[v].storage in shared for v in hole.operands])
+        if not any(free):
+            return met
+        key = id(met), free
+        if key not in made:
+            made[key] = _freed(met, free)
+        return made[key]
+
+    return Step(
+        names=tuple(met.name for met in regions.found),
+        graphs=tuple(map(graph, range(len(regions.found)))),
+        owners=tuple(met.owner for met in regions.found),
+        outside=outside,
+        traced=regions.traced,
+        accumulating=accumulating,
+    )
+
+
+def _shared(outside: Joint) -> set[int]:
+    """The storages that others than one region hold until the backward."""
+    readers: dict[int, set[int]] = {}
+    for k, hole in enumerate(outside.holes):
+        for v in hole.operands:
+            readers.setdefault(outside.values[v].storage, set()).add(k)
+    late = {outside.values[v].storage for op in outside.backward for v in op.reads}
+    return {s for s, who in readers.items() if len(who) > 1 or outside.owner[s] < 0 or s in late}
+
+
+def _freed(graph: Graph, free: Sequence[bool]) -> Graph:
+    """The same region, some of whose arguments others hold."""
+    values = list(graph.joint.values)
+    for k, elsewhere in enumerate(free):
+        if elsewhere and values[k].origin == "argument":
+            values[k] = replace(values[k], origin="elsewhere")
+    return Graph(replace(graph.joint, values=tuple(values)), graph.alone)
+
+
+class _Outside:
+    """When which storages outside of the regions are live: those that the step allocates."""
+
+    def __init__(self, joint: Joint, accumulating: bool) -> None:
+        self.joint, self.holes = joint, joint.holes
+        self.forward = len(joint.forward)
+        self.end = len(joint.ops)
+        self.spans = self._spans(accumulating)
+        self.owned = self._owned()
+        self.live = self._during()
+
+    def _spans(self, accumulating: bool) -> dict[int, tuple[int, int]]:
+        """The first and the last op of each storage."""
+        joint, values = self.joint, self.joint.values
+        last: dict[int, int] = {}
+        for at, op in enumerate(joint.ops):
+            for v in (*op.reads, *op.outputs):
+                last[values[v].storage] = at
+        shared = _shared(joint)
+        for hole in self.holes:
+            for v in hole.operands:
+                if (s := values[v].storage) in shared:
+                    last[s] = max(last.get(s, -1), hole.forward, hole.backward)
+            for v in hole.cotangents:
+                last[values[v].storage] = max(last.get(values[v].storage, -1), hole.backward - 1)
+        ended = {values[v].storage for v in joint.results}
+        left = {values[v].storage for v in joint.gradients} - (
+            gradients_left(joint) if accumulating else set()
+        )
+        last |= dict.fromkeys(ended | left, self.end)
+        return {s: (joint.owner[s], at) for s, at in last.items() if joint.owner[s] >= 0}
+
+    def _owned(self) -> dict[int, tuple[int, int]]:
+        """From when to when a region counts a storage as its own."""
+        shared, values = _shared(self.joint), self.joint.values
+        return {
+            values[v].storage: (hole.forward, max(hole.forward, hole.backward))
+            for hole in self.holes
+            for v in hole.operands
+            if values[v].storage not in shared
+        }
+
+    def _during(self) -> list[int]:
+        """Live bytes while each op runs."""
+        change = [0] * (self.end + 2)
+
+        def add(first: int, last: int, size: int) -> None:
+            if first <= last:
+                change[first] += size
+                change[last + 1] -= size
+
+        for s, (first, last) in self.spans.items():
+            size = self.joint.storages[s]
+            start, stop = self.owned.get(s, (self.end + 1, self.end + 1))
+            add(first, min(last, start - 1), size)
+            add(max(first, stop), last, size)
+        total, found = 0, []
+        for step in change[: self.end]:
+            total += step
+            found.append(total)
+        return found
+
+    def _at(self, boundary: int, without: tuple[int, ...]) -> int:
+        """Live bytes between two ops, without what the region there counts."""
+        joint, mine = self.joint, {self.joint.values[v].storage for v in without}
+        total = 0
+        for s, (first, last) in self.spans.items():
+            start, stop = self.owned.get(s, (self.end + 1, self.end + 1))
+            if first < boundary <= last and not start <= boundary <= stop and s not in mine:
+                total += joint.storages[s]
+        return total
+
+    def _most(self, first: int, last: int) -> int:
+        return max(self.live[first:last], default=0)
+
+    def place(self, at: int) -> Place:
+        """What lives outside of region number `at`."""
+        hole = self.holes[at]
+        following = self.holes[at + 1].forward if at + 1 < len(self.holes) else self.forward
+        earlier = max(
+            [h.backward for h in self.holes[at + 1 :] if h.backward <= hole.backward] or [self.forward]
+        )
+        return Place(
+            forward=self._at(hole.forward, ()),
+            backward=self._at(hole.backward, hole.cotangents) if hole.backward >= 0 else 0,
+            after=self._most(hole.forward, following),
+            before=self._most(max(earlier, self.forward), hole.backward),
+        )
+
+    def ends(self) -> tuple[int, int]:
+        """The most before the first region's forward, and after the last one's backward."""
+        first = self.holes[0].forward if self.holes else self.forward
+        last = max([h.backward for h in self.holes if h.backward >= 0] or [self.forward])
+        return self._most(0, first), self._most(last, self.end)
+
+
+def cheapest(stages: Sequence[Stage], limit: int) -> list[int] | None:
+    """The number of the choice of each stage at the least price within a peak; None where there is none."""
+    parts = best_parts(Chain(stages), limit, nested=False)
+    return None if parts is None else [part.choice for part in parts]
