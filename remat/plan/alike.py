@@ -18,7 +18,7 @@ from remat.transforms import BoundedCache
 from remat.transforms.compat import in_transform
 from remat.transforms.joint import Shell, left_out, record, shell_of
 
-# A number that counts layers is taken for that after so many of them; then every second power of two is looked at.
+# A number that counts layers is taken for that after so many of them; later ones are looked at ever less.
 _SURE = 8
 # What calls of a kind return, by the graph of the kind.
 _SHELLS: BoundedCache[int, tuple[Graph, Shell]] = BoundedCache(256)

@@ -24,7 +24,8 @@ _BY_VALUE = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _CONTAINERS = (tuple, list, dict, set, frozenset)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # What every module has; of these its mode, tensors, children and hooks are looked at by themselves.
-_USUAL = frozenset(torch.nn.Module().__dict__)
+# (What a region keeps is nothing that its ops depend on.)
+_USUAL = frozenset((*torch.nn.Module().__dict__, "_remat_settings"))
 # A longer container counts as itself: its contents are data.
 _LONG = 256
 

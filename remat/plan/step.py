@@ -7,13 +7,14 @@ flat one. Bytes are those over what lives before the step, as in `peak`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from remat._core import format_bytes
 from remat.plan.alike import Regions
-from remat.plan.chain import Chain, Choice, Measure, Stage, best_parts
+from remat.plan.chain import Choice, Measure, Stage
 from remat.plan.graph import CostModel, Graph
 from remat.plan.looking import looking
 from remat.plan.peak import gradients_left
@@ -49,6 +50,8 @@ class Step:
         outside: the graph of the model with its regions left out.
         traced: how many regions were traced; the others are like one of them.
         accumulating: whether gradients are added to buffers that live before.
+        shards: devices that share weights and gradients. A region's weights are whole while it runs, and
+            those of the next one; those outside of regions always are.
     """
 
     names: tuple[str, ...]
@@ -57,24 +60,29 @@ class Step:
     outside: Joint
     traced: int = 0
     accumulating: bool = False
+    shards: int = 1
 
     @cached_property
     def places(self) -> tuple[Place, ...]:
         """What lives outside of each region."""
-        live = _Outside(self.outside, self.accumulating)
-        return tuple(map(live.place, range(len(self.graphs))))
+        live, base = self._live, self._base
+        places = map(live.place, range(len(self.graphs)))
+        return tuple([Place(*[size + base for size in astuple(place)]) for place in places])
 
     @cached_property
     def ends(self) -> tuple[int, int]:
         """The most outside before the first region's forward, and after its backward."""
-        live = _Outside(self.outside, self.accumulating)
-        return live.ends()
+        before, after = self._live.ends()
+        return before + self._base, after + self._base
 
     @cached_property
-    def gradients(self) -> int:
-        """Bytes of the gradients of parameters in regions."""
-        made = ((g.joint, s) for g in self.graphs for s in gradients_left(g.joint))
-        return 0 if self.accumulating else sum(joint.storages[s] for joint, s in made)
+    def _live(self) -> _Outside:
+        return _Outside(self.outside, self.accumulating)
+
+    @property
+    def _base(self) -> int:
+        """Bytes of weights outside of regions that are gathered."""
+        return _weights(self.outside) if self.shards > 1 else 0
 
     def stages(self, model: CostModel, more: Callable[[Measure], Sequence[Choice]]) -> list[Stage]:
         """The regions in numbers, with what is outside of each; `more` gives further choices of a kind."""
@@ -83,31 +91,58 @@ class Step:
             if id(graph) not in made:
                 measure = Measure(graph, model, accumulating=self.accumulating)
                 stage = measure.stage()
-                made[id(graph)] = replace(stage, choices=(*stage.choices, *more(measure)))
-        return [_placed(made[id(g)], place) for g, place in zip(self.graphs, self.places, strict=True)]
+                choices = (*more(measure), *stage.choices)
+                made[id(graph)] = replace(stage, choices=choices, gradients=stage.gradients // self.shards)
+        pairs = zip(self.graphs, self.places, strict=True)
+        return [_placed(made[id(g)], place, self._gathered(g)) for g, place in pairs]
+
+    def _gathered(self, graph: Graph) -> int:
+        """Bytes of weights that are whole while a region runs."""
+        return 2 * _weights(graph.joint) if self.shards > 1 else 0
 
     def peak(self, chosen: Sequence[Choice]) -> int:
         """The most bytes live at once in a step, where region `k` is as `chosen[k]`, outside included."""
-        held, most, made = 0, self.ends[0], 0
-        for choice in chosen:
-            most = max(most, held + choice.forward)
+        return max(size for size, _ in self.course(chosen))
+
+    def binding(self, chosen: Sequence[Choice]) -> str:
+        """What lives at the peak, in words."""
+        return max(self.course(chosen))[1]
+
+    def course(self, chosen: Sequence[Choice]) -> Iterator[tuple[int, str]]:
+        """The most live in each part of the step, over what lives before it, and what that is."""
+        held, made = 0, 0
+        yield self.ends[0], "what is before the blocks"
+        for at, choice in enumerate(chosen):
+            size = held + choice.forward
+            yield size, f"the forward of block {at}, {format_bytes(held)} kept by those before"
             held += choice.kept
-        for graph, choice in zip(reversed(self.graphs), reversed(chosen), strict=True):
+        for at, choice in reversed(list(enumerate(chosen))):
             held -= choice.kept
-            most = max(most, held + made + choice.backward)
-            left = () if self.accumulating else gradients_left(graph.joint)
-            made += sum(graph.joint.storages[s] for s in left)
-        return max(most, made + self.ends[1])
+            size, joint = held + made + choice.backward, self.graphs[at].joint
+            kept = f"{format_bytes(held)} kept by those before, {format_bytes(made)} of gradients"
+            yield size, f"the backward of block {at} or what is right before it, {kept}"
+            left = () if self.accumulating else gradients_left(joint)
+            made += sum(joint.storages[s] for s in left) // self.shards
+        yield (
+            made + self.ends[1],
+            f"what is before the blocks in the backward, {format_bytes(made)} of gradients",
+        )
 
 
-def _placed(stage: Stage, place: Place) -> Stage:
+def _weights(joint: Joint) -> int:
+    """Bytes of the parameters that a graph reads."""
+    held = (v for v in joint.values if v.origin == "parameter")
+    return sum({v.storage: v.bytes for v in held}.values())
+
+
+def _placed(stage: Stage, place: Place, gathered: int) -> Stage:
     """A stage that takes the bytes outside along: the chain's sums are then those of the whole step."""
 
     def moved(choice: Choice) -> Choice:
         return replace(
             choice,
-            forward=max(choice.forward + place.forward, choice.kept + place.after),
-            backward=max(choice.backward + place.backward, choice.kept + place.before),
+            forward=max(choice.forward + place.forward + gathered, choice.kept + place.after),
+            backward=max(choice.backward + place.backward + gathered, choice.kept + place.before),
         )
 
     return replace(stage, choices=tuple(map(moved, stage.choices)), plain=moved(stage.plain))
@@ -121,6 +156,7 @@ def step_of(
     wanted: Callable[[Policy], bool],
     device: Any = None,
     accumulating: bool = False,
+    shards: int = 1,
 ) -> Step:
     """Record a step without data: `wanted` says by a region's policy whether it is left out and planned."""
     regions, keywords = Regions(wanted), dict(kwargs)
@@ -148,6 +184,7 @@ def step_of(
         outside=outside,
         traced=regions.traced,
         accumulating=accumulating,
+        shards=shards,
     )
 
 
@@ -264,9 +301,3 @@ class _Outside:
         first = self.holes[0].forward if self.holes else self.forward
         last = max([h.backward for h in self.holes if h.backward >= 0] or [self.forward])
         return self._most(0, first), self._most(last, self.end)
-
-
-def cheapest(stages: Sequence[Stage], limit: int) -> list[int] | None:
-    """The number of the choice of each stage at the least price within a peak; None where there is none."""
-    parts = best_parts(Chain(stages), limit, nested=False)
-    return None if parts is None else [part.choice for part in parts]

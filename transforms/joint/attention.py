@@ -1,8 +1,8 @@
 """Attention as the device that is planned for runs it.
 
-`F.scaled_dot_product_attention` picks a kernel by what this machine has. On tensors without data, or for a GPU
-that is not here, that is its mathematical form, which keeps a matrix of scores that no fused kernel makes. So
-a planner has the fused kernel called by its name, by torch's own rules of which one takes which arguments.
+`F.scaled_dot_product_attention` picks a kernel by what this machine has. On tensors without data, or for a
+GPU that is not here, that is its mathematical form, which keeps scores that no fused kernel makes.
+So a planner has the fused kernel called by its name, by torch's own rules of which one takes which arguments.
 """
 
 from __future__ import annotations

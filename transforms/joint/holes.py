@@ -1,7 +1,7 @@
 """Calls that a joint graph leaves out: what goes in and what comes out of them is there, their ops are not.
 
-A planner that knows the regions of a model by themselves records the model around them: so the layers of a deep
-model are traced once, and not once more as parts of the whole.
+A planner that knows the regions of a model by themselves records the model around them: so the layers of a
+deep model are traced once, and not once more as parts of the whole.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Shell:
 
     Attributes:
         spec: of the results as a tree.
-        leaves: for each the number of the tensor among the arguments that it is, or its metadata and whether it
-            has a gradient, or the thing itself in a tuple.
+        leaves: for each the number of the tensor among the arguments that it is, or its metadata and whether
+            it has a gradient, or the thing itself in a tuple.
     """
 
     spec: Any
