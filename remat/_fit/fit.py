@@ -71,7 +71,7 @@ def fit(
             where it has one, else all of the result.
         cost, device: as for `checkpoint_policy(budget=...)`.
         shards: devices over which weights, gradients and the optimizer's state are sharded, as FSDP does.
-            Each has its part of them, and as a whole the weights of two blocks and of what is outside of blocks.
+            Each has its part of them, and whole the weights of two blocks and of what is outside of blocks.
         kwargs: keywords of the model that are named like options here.
 
     Returns:
@@ -89,6 +89,7 @@ def fit(
         ((), True)
     """
     start, given = time.perf_counter(), joined_keywords(keywords, kwargs)
+    _check_module(model)
     limit = _limit(peak, headroom, (model, args, given), device)
     held = held_by(model, (args, given), optimizer, shards)
     _check_held(held, limit)
@@ -144,12 +145,15 @@ def _step(model: torch.nn.Module, loss: Callable[[Any], Any] | None) -> Callable
     return step
 
 
-def _blocks(model: Any, layers: nn.Layers | None) -> tuple[list[str], list[torch.nn.Module]]:
+def _check_module(model: Any) -> None:
     if not isinstance(model, torch.nn.Module):
         raise RematError(
             f"remat.fit takes a module, got {model!r} of type {type(model).__name__}. For a function of "
             "regions write remat.plan_model(fn, *args, peak=...)."
         )
+
+
+def _blocks(model: torch.nn.Module, layers: nn.Layers | None) -> tuple[list[str], list[torch.nn.Module]]:
     found = blocks_of(model) if layers is None else nn.fitting(model, layers)
     modules = dict(model.named_modules())
     return found, [modules[name] for name in found]

@@ -17,7 +17,7 @@ from remat.plan.alike import Regions
 from remat.plan.chain import Choice, Measure, Stage
 from remat.plan.graph import CostModel, Graph
 from remat.plan.looking import looking
-from remat.plan.peak import gradients_left
+from remat.plan.peak import gradients_left, node_ends
 from remat.policies import Policy
 from remat.transforms import RematError
 from remat.transforms.joint import Joint, planned_for, record
@@ -90,7 +90,7 @@ class Step:
         for graph in self.graphs:
             if id(graph) not in made:
                 measure = Measure(graph, model, accumulating=self.accumulating)
-                stage = measure.stage()
+                stage = graph.solved.made(("stage", model, self.accumulating), measure.stage)
                 choices = (*more(measure), *stage.choices)
                 made[id(graph)] = replace(stage, choices=choices, gradients=stage.gradients // self.shards)
         pairs = zip(self.graphs, self.places, strict=True)
@@ -174,7 +174,7 @@ def step_of(
             return met
         key = id(met), free
         if key not in made:
-            made[key] = _freed(met, free)
+            made[key] = met.solved.made(("freed", free), lambda: _freed(met, free))
         return made[key]
 
     return Step(
@@ -222,9 +222,11 @@ class _Outside:
         """The first and the last op of each storage."""
         joint, values = self.joint, self.joint.values
         last: dict[int, int] = {}
+        nodes = node_ends(joint.ops)
         for at, op in enumerate(joint.ops):
             for v in (*op.reads, *op.outputs):
-                last[values[v].storage] = at
+                s = values[v].storage
+                last[s] = max(last.get(s, -1), nodes.get(op.node, at))
         shared = _shared(joint)
         for hole in self.holes:
             for v in hole.operands:

@@ -19,6 +19,7 @@ from remat.transforms.compat import (
     fake_mode,
     is_fake,
     outside_all_modes,
+    running_node,
     storage_key,
     without_module_trackers,
 )
@@ -148,8 +149,15 @@ class JointRecorder(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor) and not any(leaf is t for t in overwritten):
                 outputs.append(self.add(leaf, "op", position))
         made = func, refs[0], refs[1], tuple(sorted(reads)), tuple(outputs), old, self.in_forward, location
-        self.ops.append(Op(*made, optional=self.casts and self.in_forward and is_cast_of_leaf(func, args)))
+        optional = self.casts and self.in_forward and is_cast_of_leaf(func, args)
+        self.ops.append(Op(*made, optional=optional, node=-1 if self.in_forward else _node()))
         return out
+
+
+def _node() -> int:
+    """The number of the autograd node whose backward runs."""
+    node = running_node()
+    return -1 if node is None else node._sequence_nr()
 
 
 def record(
@@ -270,8 +278,8 @@ def _run(
 def _run_forward(
     fn: Callable[..., Any], args: Any, kwargs: Any, recorder: JointRecorder, inputs: list[torch.Tensor]
 ) -> tuple[int, ...]:
-    """The forward alone."""
-    with torch.enable_grad():
+    """The forward alone; hooks of a recording around must not see what it saves."""
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda t: t):
         out = fn(*args, **kwargs)
     return tuple(recorder.number(t) for t in tree_leaves(out) if isinstance(t, torch.Tensor))
 

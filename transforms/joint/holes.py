@@ -47,7 +47,8 @@ class _Meta:
 def shell_of(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shell:
     """What `fn(*args, **kwargs)` returns, by a run on fake tensors that no mode around sees."""
     given = {id(t): k for k, t in enumerate(_tensors(args, kwargs))}
-    with outside_all_modes():
+    # What it saves is nothing to those who record around.
+    with outside_all_modes(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         leaves, spec = flatten(on_fakes(fn, args, kwargs))
 
     def noted(leaf: Any) -> Any:

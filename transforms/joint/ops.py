@@ -4,7 +4,7 @@ from the tape of a call that has run."""
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -81,6 +81,7 @@ class Op:
         forward: whether it ran before the backward started.
         location: the user's "file:line", empty in the backward.
         optional: whether it is a cast of a weight that autocast may have in its cache, when it does not run.
+        node: a number that the backward's ops of one autograd node share.
     """
 
     target: Any
@@ -92,6 +93,7 @@ class Op:
     forward: bool
     location: str
     optional: bool = False
+    node: int = field(default=-1, compare=False)
 
     @property
     def name(self) -> str:
