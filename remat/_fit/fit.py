@@ -185,16 +185,23 @@ def _policies(portfolio: Portfolio, chosen: Chosen) -> dict[Any, Policy | None]:
         if before is None or choice.kept < before[0].kept:
             found[owner] = choice, graph, name
     policies: dict[Any, Policy | None] = {}
+    made: dict[Any, Fitted] = {}
     for owner, (choice, graph, name) in found.items():
         if isinstance(choice, Ready):
             policies[owner] = portfolio.policies[choice.name]
         elif not choice.saved and choice.cost == 0:
             policies[owner] = None
         else:
-            plan = plan_of(graph, portfolio.model, choice, name)
-            share = min(1.0, plan.kept_bytes / max(plan.default_bytes, 1))
-            policies[owner] = Fitted(share, portfolio.model, plan_made=plan)
+            key = id(graph), choice.saved
+            if key not in made:
+                made[key] = _fitted(plan_of(graph, portfolio.model, choice, name), portfolio.model)
+            policies[owner] = made[key]
     return policies
+
+
+def _fitted(plan: Plan, model: CostModel) -> Fitted:
+    share = min(1.0, plan.kept_bytes / max(plan.default_bytes, 1))
+    return Fitted(share, model, plan_made=plan)
 
 
 def _ready(policies: Mapping[str, Policy] | Sequence[Policy]) -> dict[str, Policy]:

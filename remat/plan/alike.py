@@ -88,7 +88,9 @@ class Regions:
                     kind.met += 1
                     sure = kind.met > _SURE and kind.met & (kind.met - 1)
                     if sure or self._same(kind.graph, fn, args, kwargs):
-                        remember(fn, args, kwargs, kind.graph)
+                        if not _on_meta(args):
+                            # It will be asked for again, when the region runs.
+                            remember(fn, args, kwargs, kind.graph)
                         return kind.graph
         graph = graph_of(fn, args, kwargs)
         self.traced += 1
@@ -103,6 +105,10 @@ class Regions:
         made = [(op.name, op.args, op.kwargs, op.reads, op.outputs) for op in other.ops]
         seen = [(op.name, op.args, op.kwargs, op.reads, op.outputs) for op in joint.forward]
         return made == seen and other.values == joint.values[: len(other.values)]
+
+
+def _on_meta(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(arg, torch.Tensor) and arg.device.type == "meta" for arg in args)
 
 
 def _shell(graph: Graph, fn: Callable[..., Any], args: Any, kwargs: Any) -> Shell:
