@@ -2,8 +2,9 @@
 
     python -m benchmarks.fit_peaks [model ...]
 
-Each model's step is planned without data: without remat, and at two lower peaks. It then runs with those plans, and
-the bytes that it allocates are read from the profiler. `benchmarks/results/fit_peaks.csv` has a row for each.
+Each step is planned without data: without remat, and at two lower peaks. It then runs with those plans,
+and the bytes that it allocates are read from the profiler. There is a row for each in
+`benchmarks/results/fit_peaks.csv`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from benchmarks.models import SIZES, Around, named
 from remat import checkpoint_policy, remat
 from remat._region import standing_for
 from remat.cli.measure import trace_memory
-from remat.plan import Plan, Portfolio, carried_out, cost_model, plan_of, plans_by_budget, step_of
+from remat.plan import Plan, Portfolio, carried, cost_model, plan_of, plans_by_budget, step_of
 from remat.plan.chosen import READY, Ready
 from remat.transforms import RematError
 
@@ -69,7 +70,7 @@ def peak_of(run: Callable[[], torch.Tensor], own: Any, policies: list[Any]) -> i
             with standing_for(None):
                 if chosen is None:
                     return (fn(*args, **kwargs),)
-                chosen = carried_out([chosen]) if isinstance(chosen, Plan) else chosen
+                chosen = carried([chosen]) if isinstance(chosen, Plan) else chosen
                 return (remat(fn, policy=chosen)(*args, **kwargs),)
 
         with standing_for(stand):

@@ -21,6 +21,7 @@ from remat.plan import (
     BudgetPolicy,
     Chosen,
     CostModel,
+    Plan,
     Portfolio,
     Ready,
     Step,

@@ -10,7 +10,6 @@ from remat.plan.chosen import Chosen as Chosen
 from remat.plan.chosen import Portfolio as Portfolio
 from remat.plan.chosen import Ready as Ready
 from remat.plan.chosen import plan_of as plan_of
-from remat.plan.followed import carried_out as carried_out
 from remat.plan.graph import CostModel as CostModel
 from remat.plan.graph import Flops as Flops
 from remat.plan.graph import Roofline as Roofline
@@ -23,6 +22,8 @@ from remat.plan.pareto import pareto as pareto
 from remat.plan.plan import Plan as Plan
 from remat.plan.policy import BudgetPolicy as BudgetPolicy
 from remat.plan.policy import budget_policy as budget_policy
+from remat.plan.sent import LINKS as LINKS
+from remat.plan.sent import carried as carried
 from remat.plan.step import Step as Step
 from remat.plan.step import step_of as step_of
 

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,9 +16,11 @@ from remat.plan.budget import check_budget, check_peak
 from remat.plan.cache import graph_of
 from remat.plan.chain import Chain, Measure, Stage, best_parts
 from remat.plan.graph import CostModel, Graph, cost_model
+from remat.plan.joined import over_link
 from remat.plan.looking import looking
 from remat.plan.peak import OutOfReach, highest_within, profile, step_peak
 from remat.plan.plan import Plan
+from remat.plan.sent import speed_of
 from remat.plan.solve import INF, Problem, Solution, Solved, bound, complete, hull, keep_all, least, solve
 from remat.policies import Policy
 from remat.transforms import RematError
@@ -110,6 +112,8 @@ class ModelPlan:
             f"{format_bytes(self.peak_bytes)} (simulated), recompute {flops:.4g} FLOPs; cost {self.cost:.4g} "
             f"{self.unit}, gap {self.gap:.2%}"
         )
+        if sent := sum(plan.sent_bytes for plan in self.regions):
+            head += f", {format_bytes(sent)} on the host"
         rows = [
             f"  {k:>3} {p.region}: {format_bytes(p.kept_bytes)}, {p.recomputed_flops:.4g} FLOPs"
             for k, p in enumerate(self.regions)
@@ -127,6 +131,7 @@ def plan_model(
     cost: str | CostModel = "roofline",
     device: Any = None,
     time_limit: float = 2.0,
+    link: str | float | None = None,
     kwargs: Mapping[str, Any] | None = None,
     **keywords: Any,
 ) -> ModelPlan:
@@ -144,6 +149,9 @@ def plan_model(
         peak: instead of `budget`, the most bytes that may be live at once in forward and backward, over what
             lives before the step, by simulation.
         cost, device, time_limit: as for `BudgetPolicy`.
+        link: with a budget in bytes: values may go to the host, too, over a link of this speed: "pcie4",
+            "pcie5", "gh200", or bytes per second in one direction. Only what is copied behind the compute
+            goes, so `cost` must be in seconds.
         kwargs: keywords of `fn` that are named like options here: `kwargs={"device": "cpu"}`. An option
             that `fn` also takes is refused where there is no `kwargs`, as it may be meant for either.
 
@@ -176,7 +184,11 @@ def plan_model(
     model = cost_model(cost, device)
     task = _Task(fn, graphs, model, budget == "free", time_limit)
     if peak is not None:
+        if link is not None:
+            raise RematError("plan_model(link=...) goes with a budget: write budget=..., not peak=....")
         return task.within_peak(check_peak(peak))
+    if link is not None:
+        return task.over_link(_bytes(check_budget(budget), task.whole, task.default), speed_of(link))
     return task.plan(_bytes(check_budget(budget), task.whole, task.default))
 
 
@@ -200,6 +212,40 @@ class _Task:
     def plan(self, budget: int) -> ModelPlan:
         """The cheapest plan that keeps at most `budget` bytes."""
         return self._model_plan(solve(self.whole, budget, time_limit=self.time_limit), budget)
+
+    def over_link(self, budget: int, speed: float) -> ModelPlan:
+        """The same where values may also go to the host."""
+        if self.unit != "s":
+            raise RematError(f'A link needs prices in seconds, not in {self.unit}: write cost="roofline".')
+        graphs = [graph for _, graph in self.graphs]
+        found = over_link(graphs, self.parts, budget, speed)
+        if found is None:
+            return self.plan(budget)
+        joined, regions, profiles = found.joined, [], []
+        share = joined.lower_bound / joined.cost if joined.cost > 0 else 1.0
+        for (name, graph), part, placed in zip(self.graphs, self.parts, joined.regions, strict=True):
+            piece = complete(part, placed.kept | placed.sent)
+            assert piece is not None
+            solved = Solved(piece, piece.cost * share, "exact", 0.0)
+            plan = Plan.of(graph, part, solved, region=name, budget=placed.device, unit=self.unit)
+            sent = tuple(sorted(piece.saved & placed.sent))
+            away = sum(int(part.size[v]) for v in sent)
+            regions.append(replace(plan, kept_bytes=piece.bytes - away, sent=sent, sent_bytes=away))
+            live = profile(graph, piece)
+            most = live.forward + found.moving, live.backward + found.moving
+            profiles.append(replace(live, kept=piece.bytes - away, forward=most[0], backward=most[1]))
+        return ModelPlan(
+            fn=self.fn,
+            regions=tuple(regions),
+            budget=budget,
+            kept_bytes=sum(plan.kept_bytes for plan in regions) + found.moving,
+            default_bytes=self.default,
+            peak_bytes=step_peak(profiles),
+            cost=joined.cost,
+            unit=self.unit,
+            lower_bound=joined.lower_bound,
+            seconds=joined.seconds,
+        )
 
     def _model_plan(self, solved: Solved, budget: int) -> ModelPlan:
         pieces = split(self.parts, solved.solution)

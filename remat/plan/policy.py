@@ -10,11 +10,11 @@ from remat._core import Decision, OpInfo
 from remat.plan.budget import check_budget, check_peak, resolve
 from remat.plan.cache import graph_of, paths_of
 from remat.plan.chain import frontier
-from remat.plan.followed import carried_out
 from remat.plan.graph import CostModel, Graph, cost_model
 from remat.plan.model import meet
 from remat.plan.peak import OutOfReach, highest_within, profile, step_peak
 from remat.plan.plan import Plan
+from remat.plan.sent import carried
 from remat.plan.solve import INF, Problem, Solution, Solved, bound, complete, hull, least, solve
 from remat.plan.torch_plans import candidates
 from remat.policies import Numbered, Policy, save_everything
@@ -96,10 +96,10 @@ class BudgetPolicy(Numbered):
         args, kwargs = as_operands((args, kwargs))
         planned, plan = meet(fn, args, kwargs)
         if planned:
-            return save_everything if plan is None else carried_out([plan])
+            return save_everything if plan is None else carried([plan])
         with planned_for(self.device):
             paths = paths_of(fn, args, kwargs)
-        return carried_out([self._plan(graph, fn) for graph in paths.graphs], paths.learn)
+        return carried([self._plan(graph, fn) for graph in paths.graphs], paths.learn)
 
     def __call__(self, info: OpInfo) -> Decision:
         raise RematError(

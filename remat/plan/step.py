@@ -199,10 +199,10 @@ def _shared(outside: Joint) -> set[int]:
 
 
 def _freed(graph: Graph, free: Sequence[bool]) -> Graph:
-    """The same region, some of whose arguments others hold."""
+    """The same region, some of whose arguments, and their gradients, others hold."""
     values = list(graph.joint.values)
     for k, elsewhere in enumerate(free):
-        if elsewhere and values[k].origin == "argument":
+        if elsewhere:
             values[k] = replace(values[k], origin="elsewhere")
     return Graph(replace(graph.joint, values=tuple(values)), graph.alone)
 

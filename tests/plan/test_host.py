@@ -4,11 +4,18 @@ import itertools
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 
+from remat import checkpoint_policy, plan_model, remat
+from remat.plan import Plan
 from remat.plan.solve.host import front, place
 from remat.plan.solve.problem import INF, Problem, complete, keep_all
+from remat.transforms import RematError
+from remat.transforms.tape.observers import listen
+from tests.plan.models import GPTBlock
 from tests.plan.problems import frontier, layered, problems
+from tests.plan.test_eager import gradients
 
 
 def everything(problem: Problem, window: float) -> list[tuple[int, float]]:
@@ -53,3 +60,43 @@ def test_the_host_never_costs_and_the_gap_is_proved(problem):
         costs = [plan.cost for plan in plans]
         assert costs == sorted(costs, reverse=True) and costs[-1] == 0
     assert place(found[0], -1) is None
+
+
+def test_a_plan_over_a_link_is_carried_out():
+    """Values go to the host and come back: gradients are bitwise those without."""
+    torch.manual_seed(0)
+    blocks = torch.nn.ModuleList(GPTBlock(32, 4) for _ in range(4))
+    regions = [remat(block, policy=checkpoint_policy(budget=0.5)) for block in blocks]
+
+    def through(x):
+        for region in regions:
+            x = region(x)
+        return x
+
+    x = torch.randn(4, 16, 32, requires_grad=True)
+    expected = gradients(torch.nn.Sequential(*blocks), blocks, x)
+    without = plan_model(through, x, budget=0.5)
+    plan = plan_model(through, x, budget=0.5, link=1e12)
+    sent = sum(region.sent_bytes for region in plan.regions)
+    assert 0 < sent and plan.cost < without.cost and plan.kept_bytes <= plan.budget == without.budget
+    assert plan.gap <= 0.01 and "on the host" in str(plan) and not plan.regions[-1].sent
+    with listen() as heard:
+        torch.testing.assert_close(gradients(plan, blocks, x), expected, rtol=0, atol=0)
+    assert sum(k.tensor.untyped_storage().nbytes() for k in heard if k.away) == sent
+    assert Plan.from_json(plan.regions[0].to_json()) == plan.regions[0]
+    slow = plan_model(through, x, budget=0.5, link=1.0)
+    assert slow.cost <= without.cost * 1.01 and not any(region.sent for region in slow.regions)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"budget": 0.5, "link": "tin cans"}, "one of pcie4, pcie5, gh200"),
+        ({"peak": "1GiB", "link": "pcie5"}, "goes with a budget"),
+        ({"budget": 0.5, "link": "pcie5", "cost": "flops"}, "prices in seconds"),
+    ],
+)
+def test_what_a_link_needs(options, said):
+    block, x = GPTBlock(32, 4), torch.randn(4, 16, 32, requires_grad=True)
+    with pytest.raises(RematError, match=said):
+        plan_model(remat(block, policy=checkpoint_policy(budget=0.5)), x, **options)

@@ -29,7 +29,7 @@ from remat.plan.solve.split import split
 # Prices are whole numbers of about this total; more choices than that are thinned out.
 _UNITS, _MOST = 1 << 40, 4000
 # Labels that the packing looks at before it gives up, and what remains unproved.
-_LABELS, _GAP = 3e6, 1e-3
+_LABELS, _GAP = 3e6, 3e-3
 
 # Bytes on the device and on the host, price, and the values that are kept on each.
 Label = tuple[int, int, int, tuple[int, ...], tuple[int, ...]]
