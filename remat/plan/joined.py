@@ -9,7 +9,7 @@ from remat.plan.graph import Graph
 from remat.plan.solve import INF, Joined, Placed, Problem, front, place
 
 # Shares of the windows that are tried: what is on its way takes room on the device.
-_SHARES = (0.0, 0.25, 0.5, 1.0)
+_SHARES = (0.5, 1.0)
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,7 @@ def over_link(
 ) -> OverLink | None:
     """The cheapest choices within `budget` bytes on the device, those on their way to and fro included.
 
-    None where nothing fits, or a region is too tangled. With a share of 0 nothing is sent, so that the result
-    is never dearer than that without a host.
+    None where nothing fits, or a region is too tangled.
     """
     most = windows(problems, speed)
     fronts: dict[tuple[Problem, float], list[Placed]] = {}

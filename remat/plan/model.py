@@ -213,14 +213,19 @@ class _Task:
         """The cheapest plan that keeps at most `budget` bytes."""
         return self._model_plan(solve(self.whole, budget, time_limit=self.time_limit), budget)
 
+    def _solved_within(self, budget: int) -> ModelPlan | None:
+        """The plan without a host, None where there is none."""
+        return self.plan(budget) if least(self.whole).bytes <= budget else None
+
     def over_link(self, budget: int, speed: float) -> ModelPlan:
         """The same where values may also go to the host."""
         if self.unit != "s":
             raise RematError(f'A link needs prices in seconds, not in {self.unit}: write cost="roofline".')
         graphs = [graph for _, graph in self.graphs]
         found = over_link(graphs, self.parts, budget, speed)
-        if found is None:
-            return self.plan(budget)
+        without = self._solved_within(budget)
+        if found is None or (without is not None and without.cost <= found.joined.cost):
+            return without or self.plan(budget)
         joined, regions, profiles = found.joined, [], []
         share = joined.lower_bound / joined.cost if joined.cost > 0 else 1.0
         for (name, graph), part, placed in zip(self.graphs, self.parts, joined.regions, strict=True):

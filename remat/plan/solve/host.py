@@ -28,8 +28,8 @@ from remat.plan.solve.split import split
 
 # Prices are whole numbers of about this total; more choices than that are thinned out.
 _UNITS, _MOST = 1 << 40, 4000
-# Labels that the packing looks at before it gives up, and what remains unproved.
-_LABELS, _GAP = 3e6, 3e-3
+# Labels that the packing looks at before it gives up, what may remain unproved, choices of each region.
+_LABELS, _GAP, _FEW = 1e5, 5e-3, 24
 
 # Bytes on the device and on the host, price, and the values that are kept on each.
 Label = tuple[int, int, int, tuple[int, ...], tuple[int, ...]]
@@ -181,6 +181,9 @@ def place(fronts: Sequence[Sequence[Placed]], budget: float) -> Joined | None:
     start = time.perf_counter()
     if not fronts or sum(points[0].device for points in fronts) > budget:
         return None
+    floor = _lp(fronts, budget)
+    made = {id(points): _few(points) for points in fronts}
+    fronts = [made[id(points)] for points in fronts]
     total = sum(points[0].cost for points in fronts) or 1.0
     unit = total / (1 << 30)
     classes = [[(p.device, int(p.cost / unit)) for p in points] for points in fronts]
@@ -189,8 +192,51 @@ def place(fronts: Sequence[Sequence[Placed]], budget: float) -> Joined | None:
     taken = packed.taken if packed.taken is not None else _greedy(classes, budget)
     chosen = tuple(points[k] for points, k in zip(fronts, taken, strict=True))
     cost = sum(p.cost for p in chosen)
-    bound = min(cost, packed.lower_bound * unit)
-    return Joined(chosen, sum(p.device for p in chosen), cost, bound, time.perf_counter() - start)
+    return Joined(chosen, sum(p.device for p in chosen), cost, min(cost, floor), time.perf_counter() - start)
+
+
+def _hull(points: Sequence[Placed]) -> list[Placed]:
+    """The corners of the lower convex hull of a front."""
+    found: list[Placed] = []
+    for p in points:
+        while len(found) > 1 and _slope(found[-2], p) >= _slope(found[-2], found[-1]):
+            found.pop()
+        found.append(p)
+    return found
+
+
+def _slope(one: Placed, other: Placed) -> float:
+    """Price spared for each byte from one choice to a larger one."""
+    return (one.cost - other.cost) / (other.device - one.device)
+
+
+def _lp(fronts: Sequence[Sequence[Placed]], budget: float) -> float:
+    """The LP bound: the steps along all hulls, by price per byte, as far as the bytes last."""
+    left = budget - sum(points[0].device for points in fronts)
+    cost = sum(points[0].cost for points in fronts)
+    steps: list[tuple[float, int]] = []
+    corners = {id(points): _hull(points) for points in fronts}
+    for points in fronts:
+        hull = corners[id(points)]
+        steps += [(_slope(a, b), b.device - a.device) for a, b in zip(hull, hull[1:], strict=False)]
+    for slope, size in sorted(steps, reverse=True):
+        cost -= slope * min(size, left)
+        left -= min(size, left)
+    return max(cost, 0.0)
+
+
+def _few(points: Sequence[Placed]) -> list[Placed]:
+    """The corners of a front, and points between them at even prices: what packing looks at."""
+    if len(points) <= _FEW:
+        return list(points)
+    step = (points[0].cost - points[-1].cost) / _FEW
+    found, last = [], float("inf")
+    corners = set(map(id, _hull(points)))
+    for p in points:
+        if id(p) in corners or p.cost <= last - step:
+            found.append(p)
+            last = p.cost
+    return found
 
 
 def _greedy(classes: Sequence[Sequence[tuple[int, int]]], budget: float) -> list[int]:
