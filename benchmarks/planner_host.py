@@ -3,14 +3,14 @@
     python -m benchmarks.planner_host
 
 32 Llama-8B blocks, 8192 tokens, bfloat16, on an H100 by its roofline, with the link of PCIe 5 and of GH200.
-Every planner may keep the same bytes between forward and backward; what is on its way to and fro counts. A row
-says by how much a step is longer than one that keeps everything: recomputation, and waiting for the link.
+Every planner may keep the same bytes between forward and backward; what is on its way to and fro counts. A
+row says by how much a step is longer than one that keeps everything: recomputation, and waiting for the link.
 
 - `joint`: this library's exact plan. `recompute`: the same without a host.
 - `offload`: nothing is recomputed: as many values go as the bytes ask for, and wait where the link is full.
-- `greedy`: values one by one, by price per byte: those of the lowest price are recomputed, the others offloaded
-  while the window lasts, kept while there is room. All blocks alike. So does torchtitan's auto_perf_maxing, by
-  its description; its code is not run here.
+- `greedy`: values one by one, by price per byte: those of the lowest price are recomputed, the others
+  offloaded while the window lasts, kept while there is room. All blocks alike. So does torchtitan's
+  auto_perf_maxing, by its description; its code is not run here.
 - `torch`: the cheapest plan of `activation_memory_budget` (knapsack solver `dp`) that fits, in every block.
 """
 
@@ -92,10 +92,11 @@ class Rivals:
     def offload(self, budget: float) -> Row | None:
         """All but the block's input goes where it must; what is beyond the window waits, out and in."""
         room = budget - 2 * self.window
-        must = max(0.0, BLOCKS * self.everything.bytes - max(room, BLOCKS * self.low.bytes))
+        must = max(0.0, BLOCKS * self.everything.bytes - room)
         if room < BLOCKS * self.low.bytes:
             return None
-        return 2 * max(0.0, must - BLOCKS * self.window) / self.speed, must, 0.0, 0.0
+        # What the last block keeps is read at once.
+        return 2 * max(0.0, must - (BLOCKS - 1) * self.window) / self.speed, must, 0.0, 0.0
 
     def greedy(self, budget: float) -> Row | None:
         start = time.process_time()
@@ -107,8 +108,8 @@ class Rivals:
             solution = complete(self.problem, kept)
             assert solution is not None
             host = self._sent(solution.saved)
-            if solution.bytes - host <= room:
-                return BLOCKS * solution.cost, BLOCKS * host, 0.0, time.process_time() - start
+            if solution.bytes - host * (BLOCKS - 1) / BLOCKS <= room:
+                return BLOCKS * solution.cost, (BLOCKS - 1) * host, 0.0, time.process_time() - start
             tried = [
                 ((other.cost - solution.cost) / (solution.bytes - other.bytes), v)
                 for v in solution.saved

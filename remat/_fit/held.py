@@ -16,7 +16,7 @@ _BY_NAME = {"adam": 2, "adamw": 2, "sgd": 0, "momentum": 1, "none": 0}
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldBytes:
     """Bytes that live throughout a step, each storage once.
 
     Attributes:
@@ -47,7 +47,7 @@ def held_by(
     given: Any,
     optimizer: torch.optim.Optimizer | str | None = None,
     shards: int = 1,
-) -> Held:
+) -> HeldBytes:
     """What lives throughout a step of `model` with the arguments `given`.
 
     Args:
@@ -61,7 +61,7 @@ def held_by(
         raise RematError(f"remat.fit(shards={shards!r}): shards is 1 or more; write shards=8 for 8 devices.")
     seen: set[int] = set()
     parameters = [*model.parameters()]
-    return Held(
+    return HeldBytes(
         parameters=_bytes(parameters, seen) // shards,
         buffers=_bytes(model.buffers(), seen),
         gradients=_bytes([p.grad for p in parameters if p.grad is not None], seen) // shards,

@@ -9,7 +9,7 @@ import torch
 
 from remat import nn
 from remat._core import format_bytes
-from remat._fit.held import Held
+from remat._fit.held import HeldBytes
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Fit:
     limit: int
     peak_bytes: int
     plain_bytes: int
-    held: Held
+    held: HeldBytes
     cost: float
     unit: str
     binds: str

@@ -24,7 +24,7 @@ from remat.plan.policy import BudgetPolicy as BudgetPolicy
 from remat.plan.policy import budget_policy as budget_policy
 from remat.plan.sent import LINKS as LINKS
 from remat.plan.sent import carried as carried
-from remat.plan.step import Step as Step
+from remat.plan.step import WholeStep as WholeStep
 from remat.plan.step import step_of as step_of
 
 __all__ = [

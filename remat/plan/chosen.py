@@ -10,7 +10,7 @@ from remat.plan.graph import CostModel, Graph
 from remat.plan.pareto import PRESETS, saved_by
 from remat.plan.plan import Plan
 from remat.plan.solve import Solved, complete
-from remat.plan.step import Step
+from remat.plan.step import WholeStep
 from remat.policies import Policy, save_attention, save_matmuls, save_unbatched_matmuls
 from remat.transforms import RematError
 
@@ -46,7 +46,7 @@ class Chosen:
 class Portfolio:
     """The choices of all regions of a step."""
 
-    def __init__(self, step: Step, model: CostModel, policies: Mapping[str, Policy]) -> None:
+    def __init__(self, step: WholeStep, model: CostModel, policies: Mapping[str, Policy]) -> None:
         self.step, self.model, self.policies = step, model, policies
         self.stages = step.stages(model, self._ready)
 

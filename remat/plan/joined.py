@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from remat.plan.graph import Graph
 from remat.plan.solve import INF, Joined, Placed, Problem, front, place
 
-# Shares of the windows that are tried: what is on its way takes room on the device.
-_SHARES = (0.5, 1.0)
+# Shares of the windows, tried until one fits: what is on its way takes room on the device.
+_SHARES = (1.0, 0.5, 0.25)
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,6 @@ def over_link(
     """
     most = windows(problems, speed)
     fronts: dict[tuple[Problem, float], list[Placed]] = {}
-    found: list[OverLink] = []
     for share in _SHARES:
         rows = []
         for graph, problem, window in zip(graphs, problems, most, strict=True):
@@ -49,6 +48,5 @@ def over_link(
         # One region's values leave, or come, while the next one's do.
         moving = 2 * int(max((max(p.host for p in row) for row in rows if row), default=0))
         if all(rows) and (joined := place(rows, budget - moving)) is not None:
-            device = joined.device + moving
-            found.append(OverLink(replace(joined, device=device), moving))
-    return min(found, key=lambda one: one.joined.cost, default=None)
+            return OverLink(replace(joined, device=joined.device + moving), moving)
+    return None

@@ -24,7 +24,7 @@ from remat.transforms.joint import Joint, planned_for, record
 
 
 @dataclass(frozen=True)
-class Place:
+class Beside:
     """The bytes outside of one region.
 
     Attributes:
@@ -40,7 +40,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Step:
+class WholeStep:
     """A step of a model.
 
     Attributes:
@@ -63,11 +63,11 @@ class Step:
     shards: int = 1
 
     @cached_property
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[Beside, ...]:
         """What lives outside of each region."""
         live, base = self._live, self._base
         places = map(live.place, range(len(self.graphs)))
-        return tuple([Place(*[size + base for size in astuple(place)]) for place in places])
+        return tuple([Beside(*[size + base for size in astuple(place)]) for place in places])
 
     @cached_property
     def ends(self) -> tuple[int, int]:
@@ -135,7 +135,7 @@ def _weights(joint: Joint) -> int:
     return sum({v.storage: v.bytes for v in held}.values())
 
 
-def _placed(stage: Stage, place: Place, gathered: int) -> Stage:
+def _placed(stage: Stage, place: Beside, gathered: int) -> Stage:
     """A stage that takes the bytes outside along: the chain's sums are then those of the whole step."""
 
     def moved(choice: Choice) -> Choice:
@@ -157,7 +157,7 @@ def step_of(
     device: Any = None,
     accumulating: bool = False,
     shards: int = 1,
-) -> Step:
+) -> WholeStep:
     """Record a step without data: `wanted` says by a region's policy whether it is left out and planned."""
     regions, keywords = Regions(wanted), dict(kwargs)
     with planned_for(device), looking(fn, args, keywords), regions.meeting():
@@ -177,7 +177,7 @@ def step_of(
             made[key] = met.solved.made(("freed", free), lambda: _freed(met, free))
         return made[key]
 
-    return Step(
+    return WholeStep(
         names=tuple(met.name for met in regions.found),
         graphs=tuple(map(graph, range(len(regions.found)))),
         owners=tuple(met.owner for met in regions.found),
@@ -284,14 +284,14 @@ class _Outside:
     def _most(self, first: int, last: int) -> int:
         return max(self.live[first:last], default=0)
 
-    def place(self, at: int) -> Place:
+    def place(self, at: int) -> Beside:
         """What lives outside of region number `at`."""
         hole = self.holes[at]
         following = self.holes[at + 1].forward if at + 1 < len(self.holes) else self.forward
         earlier = max(
             [h.backward for h in self.holes[at + 1 :] if h.backward <= hole.backward] or [self.forward]
         )
-        return Place(
+        return Beside(
             forward=self._at(hole.forward, ()),
             backward=self._at(hole.backward, hole.cotangents) if hole.backward >= 0 else 0,
             after=self._most(hole.forward, following),

@@ -46,7 +46,7 @@ def as_on_target(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], 
     query = args[0] if args else kwargs.get("query")
     if not isinstance(query, torch.Tensor) or query.dim() != 4 or not _elsewhere(query.device.type):
         return None
-    call = _Call(*args, **kwargs)
+    call = _Attention(*args, **kwargs)
     if query.device.type == "meta" and _target.get() == "cpu":
         return call.on_cpu
     switches = torch.backends.cuda
@@ -60,7 +60,7 @@ def _elsewhere(kind: str) -> bool:
     return kind == "meta" or (kind == "cuda" and not torch.cuda.is_available())
 
 
-class _Call:
+class _Attention:
     """The arguments of a call, by name."""
 
     def __init__(

@@ -8,8 +8,8 @@ import time
 from dataclasses import asdict
 from json import dumps
 
-from remat import fit
 from remat._core import format_bytes
+from remat._fit import fit
 from remat.cli.errors import UsageError
 from remat.cli.models import published
 from remat.cli.options import DTYPES

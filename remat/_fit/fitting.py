@@ -13,7 +13,7 @@ import torch
 from remat import nn
 from remat._core import DEVICES, format_bytes, joined_keywords, keywords_apart
 from remat._fit.blocks import blocks_of
-from remat._fit.held import Held, held_by
+from remat._fit.held import HeldBytes, held_by
 from remat._fit.policy import Fitted
 from remat._fit.report import Fit, counted
 from remat.plan import (
@@ -24,7 +24,7 @@ from remat.plan import (
     Plan,
     Portfolio,
     Ready,
-    Step,
+    WholeStep,
     check_peak,
     cost_model,
     plan_of,
@@ -85,7 +85,7 @@ def fit(
     Example:
         >>> import torch, remat
         >>> model = torch.nn.Sequential(*[torch.nn.TransformerEncoderLayer(16, 2) for _ in range(3)])
-        >>> done = remat.fit(model, torch.randn(8, 4, 16), peak="1MiB", optimizer="adamw")
+        >>> done = remat.fit(model, torch.randn(8, 4, 16), peak="16MiB", optimizer="adamw")
         >>> done.applied, done.held.optimizer == 2 * done.held.parameters
         ((), True)
     """
@@ -242,7 +242,7 @@ def _memory(roots: Any, device: Any) -> int:
     raise RematError(f"The memory of a {kind} device is not known: write peak=... or device='h100'.")
 
 
-def _check_held(held: Held, limit: int) -> None:
+def _check_held(held: HeldBytes, limit: int) -> None:
     if held.bytes >= limit:
         raise RematError(
             f"A peak of {format_bytes(limit)} is below what lives throughout the step, "
@@ -251,7 +251,7 @@ def _check_held(held: Held, limit: int) -> None:
         )
 
 
-def _check_differentiated(model: torch.nn.Module, step: Step) -> None:
+def _check_differentiated(model: torch.nn.Module, step: WholeStep) -> None:
     if step.outside.differentiated or any(graph.joint.differentiated for graph in step.graphs):
         return
     raise RematError(
@@ -260,7 +260,7 @@ def _check_differentiated(model: torch.nn.Module, step: Step) -> None:
     )
 
 
-def _out_of_reach(limit: int, held: Held, leanest: Chosen, plain: Chosen) -> RematError:
+def _out_of_reach(limit: int, held: HeldBytes, leanest: Chosen, plain: Chosen) -> RematError:
     least = leanest.peak + held.bytes
     return RematError(
         f"A peak of {limit:,} bytes cannot be met: the lowest found is {least:,} bytes "
