@@ -11,7 +11,7 @@ row says by how much a step is longer than one that keeps everything: recomputat
 - `greedy`: values one by one, by price per byte: those of the lowest price are recomputed, the others
   offloaded while the window lasts, kept while there is room. All blocks alike. So does torchtitan's
   auto_perf_maxing, by its description; its code is not run here.
-- `torch`: the cheapest plan of `activation_memory_budget` (knapsack solver `dp`) that fits, in every block.
+Torch's own plans are compared in `benchmarks/planner.py`: they know no host.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from remat.plan.graph import Graph
 from remat.plan.joined import over_link, windows
 from remat.plan.model import union
 from remat.plan.solve import INF, Problem, complete, keep_all, least, solve
-from remat.plan.torch_plans import candidates
 
 CSV = Path(__file__).parent / "results" / "planner_host.csv"
 FIELDS = ("link", "kept_gib", "planner", "longer_ms", "share_of_step", "host_gib", "gap", "seconds")
@@ -64,12 +63,6 @@ class Rivals:
         everything, self.low = keep_all(problem), least(problem)
         assert everything is not None
         self.everything = everything
-        self.torch = [
-            found
-            for share in (0.05 * k for k in range(1, 20))
-            for _, saved in candidates(graph, int(share * graph.kept_by_default), shares=(1.0,))
-            if (found := complete(problem, saved)) is not None
-        ]
 
     def joint(self, budget: float) -> Row | None:
         start = time.process_time()
@@ -126,11 +119,6 @@ class Rivals:
             left -= size if size <= left else 0
         return self.window - left
 
-    def by_torch(self, budget: float) -> Row | None:
-        fitting = [s for s in self.torch if BLOCKS * s.bytes <= budget]
-        best = min(fitting, key=lambda s: s.cost, default=None)
-        return None if best is None else (BLOCKS * best.cost, 0, 0.0, 0.0)
-
 
 def rows() -> Iterator[dict[str, str]]:
     """One row for each link, budget and planner."""
@@ -141,7 +129,7 @@ def rows() -> Iterator[dict[str, str]]:
     for link in ("pcie5", "gh200"):
         rivals = Rivals(graph, problem, LINKS[link])
         planners = {"joint": rivals.joint, "recompute": rivals.recompute, "offload": rivals.offload}
-        planners |= {"greedy": rivals.greedy, "torch": rivals.by_torch}
+        planners["greedy"] = rivals.greedy
         for share in SHARES:
             budget = share * BLOCKS * graph.kept_by_default
             for name, planner in planners.items():

@@ -13,7 +13,7 @@ from remat.transforms import RematError
 class Model(torch.nn.Module):
     """Blocks with something before and behind them."""
 
-    def __init__(self, depth=4, width=64):
+    def __init__(self, depth=3, width=64):
         super().__init__()
         self.embed = torch.nn.Embedding(100, width)
         self.layers = torch.nn.ModuleList(
@@ -61,14 +61,12 @@ def test_a_step_fits_and_is_the_same_step():
     assert plain.applied == () and "fits as it is" in str(plain) and not nn.regions(model)
     assert measured(model, tokens) == pytest.approx(plain.peak_bytes - plain.held.bytes, rel=0.05)
     held = plain.held.bytes
-    for share in (0.8, 0.6):
-        model.zero_grad(set_to_none=True)
-        limit = int(held + share * (plain.plain_bytes - held))
-        done = remat.fit(model, tokens, peak=limit)
-        assert done.applied == tuple(nn.regions(model)) and done.peak_bytes <= limit < done.plain_bytes
-        assert measured(model, tokens) == pytest.approx(done.peak_bytes - held, rel=0.05)
-        torch.testing.assert_close(gradients(model, tokens), expected, rtol=0, atol=0)
-        assert done.per_gib > 0 and "per GiB" in str(done)
+    limit = int(held + 0.6 * (plain.plain_bytes - held))
+    done = remat.fit(model, tokens, peak=limit)
+    assert done.applied == tuple(nn.regions(model)) and done.peak_bytes <= limit < done.plain_bytes
+    assert measured(model, tokens) == pytest.approx(done.peak_bytes - held, rel=0.05)
+    torch.testing.assert_close(gradients(model, tokens), expected, rtol=0, atol=0)
+    assert done.per_gib > 0 and "per GiB" in str(done)
     assert not nn.regions(done.remove())
 
 

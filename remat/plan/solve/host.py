@@ -183,23 +183,26 @@ def place(fronts: Sequence[Sequence[Placed]], budget: float) -> Joined | None:
         return None
     floor = _lp(fronts, budget)
     made = {id(points): _few(points) for points in fronts}
-    chosen = _packed([made[id(points)] for points in fronts], budget)
+    chosen, _ = _packed([made[id(points)] for points in fronts], budget)
     if (cost := sum(p.cost for p in chosen)) * (1 - _GAP) > floor:
-        chosen = min(chosen, _packed(fronts, budget), key=lambda taken: sum(p.cost for p in taken))
+        # Few regions leave the LP bound far away: all choices, and the bound that packing proves.
+        other, proved = _packed(fronts, budget)
+        chosen, floor = min(chosen, other, key=lambda taken: sum(p.cost for p in taken)), max(floor, proved)
         cost = sum(p.cost for p in chosen)
     device = sum(p.device for p in chosen)
     return Joined(chosen, device, cost, min(cost, floor), time.perf_counter() - start)
 
 
-def _packed(fronts: Sequence[Sequence[Placed]], budget: float) -> tuple[Placed, ...]:
-    """One choice of each region."""
+def _packed(fronts: Sequence[Sequence[Placed]], budget: float) -> tuple[tuple[Placed, ...], float]:
+    """One choice of each region, and a bound on the price of any."""
     total = sum(points[0].cost for points in fronts) or 1.0
     unit = total / (1 << 30)
     classes = [[(p.device, int(p.cost / unit)) for p in points] for points in fronts]
     top = sum(points[0][1] for points in classes) + 1
     packed = pack(classes, budget, top, gap=_GAP, labels=_LABELS)
     taken = packed.taken if packed.taken is not None else _greedy(classes, budget)
-    return tuple([points[k] for points, k in zip(fronts, taken, strict=True)])
+    chosen = tuple([points[k] for points, k in zip(fronts, taken, strict=True)])
+    return chosen, packed.lower_bound * unit
 
 
 def _hull(points: Sequence[Placed]) -> list[Placed]:
