@@ -26,11 +26,12 @@ _SHELLS: BoundedCache[int, tuple[Graph, Shell]] = BoundedCache(256)
 
 @dataclass
 class _Kind:
-    """Calls that look alike."""
+    """Calls that look alike; `doubted` where one of them turned out to run other ops."""
 
     key: list[Any]
     graph: Graph
     met: int = 1
+    doubted: bool = False
 
 
 @dataclass
@@ -86,8 +87,11 @@ class Regions:
             for kind in self._kinds:
                 if alike(kind.key, key):
                     kind.met += 1
-                    sure = kind.met > _SURE and kind.met & (kind.met - 1)
-                    if sure or self._same(kind.graph, fn, args, kwargs):
+                    sure = kind.met > _SURE and kind.met & (kind.met - 1) and not kind.doubted
+                    if not sure and not self._same(kind.graph, fn, args, kwargs):
+                        # Some number makes a difference after all: every call is looked at.
+                        kind.doubted = True
+                    else:
                         if not _on_meta(args):
                             # It will be asked for again, when the region runs.
                             remember(fn, args, kwargs, kind.graph)

@@ -61,7 +61,8 @@ def test_a_step_fits_and_is_the_same_step():
     assert plain.applied == () and "fits as it is" in str(plain) and not nn.regions(model)
     assert measured(model, tokens) == pytest.approx(plain.peak_bytes - plain.held.bytes, rel=0.05)
     held = plain.held.bytes
-    limit = int(held + 0.6 * (plain.plain_bytes - held))
+    model.zero_grad(set_to_none=True)
+    limit = int(held + 0.75 * (plain.plain_bytes - held))
     done = remat.fit(model, tokens, peak=limit)
     assert done.applied == tuple(nn.regions(model)) and done.peak_bytes <= limit < done.plain_bytes
     assert measured(model, tokens) == pytest.approx(done.peak_bytes - held, rel=0.05)

@@ -1,4 +1,4 @@
-"""Steps of models on no device: attention as the target runs it, blocks traced once, what is outside of them."""
+"""Steps on no device: attention as the target runs it, blocks traced once, what is outside of them."""
 
 import json
 
@@ -68,7 +68,8 @@ def test_blocks_that_are_alike_are_traced_once(kind, traced):
 
     x = torch.randn(4, 16)
     step = step_of(through, (x,), {}, wanted=plans_by_budget)
-    assert len(step.graphs) == 12 and step.traced <= 2 * traced - 1 + (traced > 1)
+    # The first block's input needs no gradient.
+    assert len(step.graphs) == 12 and step.traced == 1 + traced
     assert [owner is block for owner, block in zip(step.owners, blocks, strict=True)] == [True] * 12
     lengths = {len(graph.ops) for graph in step.graphs}
     assert len(lengths) == traced
