@@ -54,9 +54,9 @@ def fit(
 ) -> Fit:
     """Make the blocks of a model regions, in place, so that its training step stays within a peak.
 
-    The whole step is planned on tensors without data: forward and backward of `model(*args, **keywords)`,
-    what is outside of the blocks (embeddings, head, loss), gradients as the backward makes them. What lives
-    throughout counts, too: weights, buffers, the optimizer's state, the arguments. Each block gets the plan,
+    The whole step is planned on tensors without data: forward and backward of `model(*args, **keywords)`.
+    What is outside of the blocks counts (embeddings, head, loss), and gradients as the backward makes them.
+    What lives throughout counts, too: weights, buffers, the optimizer's state, the arguments. Each block gets the plan,
     or the ready policy, that is cheapest for the whole within the peak. A block that needs none stays as it
     is. `remat.nn.remove` undoes it.
 
@@ -80,7 +80,7 @@ def fit(
 
     Raises:
         RematError: no blocks are found (also a ValueError), nothing has a gradient, or the peak is out of
-            reach; the message says what each part takes. The model is then as it was.
+            reach. The message says what each part takes. The model is then as it was.
 
     Example:
         >>> import torch, remat

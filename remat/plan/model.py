@@ -149,7 +149,7 @@ def plan_model(
         peak: instead of `budget`, the most bytes that may be live at once in forward and backward, over what
             lives before the step, by simulation.
         cost, device, time_limit: as for `BudgetPolicy`.
-        link: with a budget in bytes: values may go to the host, too, over a link of this speed: "pcie4",
+        link: with a budget, values may also go to the host, over a link of this speed. Write "pcie4",
             "pcie5", "gh200", or bytes per second in one direction. Only what is copied behind the compute
             goes, so `cost` must be in seconds.
         kwargs: keywords of `fn` that are named like options here: `kwargs={"device": "cpu"}`. An option

@@ -88,7 +88,7 @@ def _config(transformers: Any, name: str) -> tuple[Any, Any]:
     known = transformers.CONFIG_MAPPING
     if model_type not in known:
         raise UsageError(
-            f"hf:{name} is no published model known here, no file, and no type of config: write one of "
+            f"hf:{name} is no published model known here, no file, and no type of config. Write one of "
             f"{', '.join(PUBLISHED)}, a path to a config.json, or a type such as llama."
         )
     if hasattr(transformers, kind):
