@@ -20,6 +20,7 @@ import csv
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -41,15 +42,15 @@ Row = tuple[float, float, float, float]
 
 def block() -> Graph:
     """One block's graph, on tensors without data."""
-    model = named("llama3-8b", device="cuda", depth=1)
+    model: Any = named("llama3-8b", device="cuda", depth=1)
     with torch.device("meta"):
         params = [
             {key: torch.empty(shape, dtype=torch.bfloat16) for key, (shape, _) in model.shapes().items()}
-        ]  # type: ignore[attr-defined]
+        ]
         x = torch.empty(1, 8192, 4096, dtype=torch.bfloat16, requires_grad=True)
     for tensor in params[0].values():
         tensor.requires_grad_()
-    loss, _ = model.bind(Around(lambda fn: remat(fn, policy=checkpoint_policy(budget=1.0))))  # type: ignore[attr-defined]
+    loss, _ = model.bind(Around(lambda fn: remat(fn, policy=checkpoint_policy(budget=1.0))))
     step = step_of(lambda x: loss({"blocks": params}, x * 1), (x,), {}, wanted=plans_by_budget, device="h100")
     return step.graphs[0]
 

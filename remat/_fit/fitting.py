@@ -56,9 +56,9 @@ def fit(
 
     The whole step is planned on tensors without data: forward and backward of `model(*args, **keywords)`.
     What is outside of the blocks counts (embeddings, head, loss), and gradients as the backward makes them.
-    What lives throughout counts, too: weights, buffers, the optimizer's state, the arguments. Each block gets the plan,
-    or the ready policy, that is cheapest for the whole within the peak. A block that needs none stays as it
-    is. `remat.nn.remove` undoes it.
+    What lives throughout counts, too: weights, buffers, the optimizer's state, the arguments. Each block gets
+    the plan, or the ready policy, that is cheapest for the whole within the peak. A block that needs none
+    stays as it is. `remat.nn.remove` undoes it.
 
     Args:
         model: the model.
@@ -233,10 +233,11 @@ def _memory(roots: Any, device: Any) -> int:
     if isinstance(device, str) and device in DEVICES and DEVICES[device].memory:
         return DEVICES[device].memory
     model, *given = roots
-    first = next((t for t in (*model.parameters(), *tree_leaves(given)) if isinstance(t, torch.Tensor)), None)
-    kind = "cpu" if first is None else first.device.type
+    tensors = [t for t in (*model.parameters(), *tree_leaves(given)) if isinstance(t, torch.Tensor)]
+    where = tensors[0].device if tensors else torch.device("cpu")
+    kind = where.type
     if kind == "cuda":
-        return torch.cuda.get_device_properties(first.device).total_memory
+        return torch.cuda.get_device_properties(where).total_memory
     if kind == "cpu" and hasattr(os, "sysconf"):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     raise RematError(f"The memory of a {kind} device is not known: write peak=... or device='h100'.")

@@ -110,7 +110,8 @@ def _after_a_step(optimizer: torch.optim.Optimizer) -> int:
         options = {k: v for k, v in group.items() if k not in ("params", "fused", "foreach")}
         groups.append({**options, "params": like})
     try:
-        other = type(optimizer)([group for group in groups if group["params"]])
+        kind: Any = type(optimizer)
+        other = kind([group for group in groups if group["params"]])
         other.step()
     except Exception as error:
         raise RematError(
