@@ -24,8 +24,9 @@ _BY_VALUE = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _CONTAINERS = (tuple, list, dict, set, frozenset)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # What every module has; of these its mode, tensors, children and hooks are looked at by themselves.
-# (What a region keeps is nothing that its ops depend on.)
-_USUAL = frozenset((*torch.nn.Module().__dict__, "_remat_settings"))
+_USUAL = frozenset(torch.nn.Module().__dict__)
+# What a region keeps is nothing that its ops depend on.
+_SKIPPED = _USUAL | {"_remat_settings"}
 # A longer container counts as itself: its contents are data.
 _LONG = 256
 
@@ -190,7 +191,7 @@ class _Look:
                 found += (name, *held[name])
         if len(held) > len(_USUAL):
             for name, value in held.items():
-                if name not in _USUAL:
+                if name not in _SKIPPED:
                     found.append(name)
                     self._loosely(value)
         for table in (parameters, buffers, children):
