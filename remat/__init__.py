@@ -37,6 +37,7 @@ from remat.transforms.region import is_recomputing as is_recomputing
 
 if TYPE_CHECKING:
     from remat import debug, interop, nn, plan, policies, schedules, transforms
+    from remat._fit import fit
     from remat._inspect import Residual, print_saved_residuals, saved_residuals
     from remat._inspect.report import compare, explain
     from remat.plan import pareto, plan_model
@@ -56,6 +57,7 @@ __all__ = [
     "compare",
     "debug",
     "explain",
+    "fit",
     "interop",
     "is_recomputing",
     "nn",
@@ -90,6 +92,7 @@ _LATER = {
     **dict.fromkeys(("Residual", "print_saved_residuals", "saved_residuals"), "remat._inspect"),
     **dict.fromkeys(("compare", "explain"), "remat._inspect.report"),
     **dict.fromkeys(("pareto", "plan_model"), "remat.plan"),
+    "fit": "remat._fit",
 }
 _ROOMS = ("debug", "interop", "nn", "plan")
 

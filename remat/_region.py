@@ -98,8 +98,14 @@ class Options:
 Choose = Callable[[str, Policy, tuple[Any, ...], dict[str, Any]], Policy]
 
 
+# Given a region's function, its policy and the arguments of a call: what the call returns, in a tuple of one,
+# or None where the region is to run.
+Stand = Callable[[Callable[..., Any], Policy, tuple[Any, ...], dict[str, Any]], "tuple[Any] | None"]
+
+
 class _Forced(threading.local):
     choose: Choose | None = None
+    stand: Stand | None = None
 
 
 _forced = _Forced()
@@ -121,6 +127,17 @@ def policies_by(choose: Choose) -> Generator[None]:
         yield
     finally:
         _forced.choose = before
+
+
+@contextlib.contextmanager
+def standing_for(stand: Stand | None) -> Generator[None]:
+    """Let `stand` answer every call of a region by this thread meanwhile in eager code."""
+    before = _forced.stand
+    _forced.stand = stand
+    try:
+        yield
+    finally:
+        _forced.stand = before
 
 
 def with_policy(fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
@@ -152,7 +169,9 @@ def _wrap(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
     ordinary = not (keeps_everything or static or binds)
 
     def eager(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        choose = _forced.choose
+        choose, stand = _forced.choose, _forced.stand
+        if stand is not None and (given := stand(fn, options.policy, args, kwargs)) is not None:
+            return given[0]
         if ordinary and choose is None:
             return run(region, args, kwargs)
         if choose is not None:

@@ -96,14 +96,30 @@ def apply(
         raise LayerError(
             f"remat.nn.apply(every={every!r}): every is 1 or more; write every=2 for every second."
         )
+    modules = dict(_named(model))
+    for name in fitting(model, layers)[::every]:
+        apply_to(modules[name], policy=policy, **options)
+    return model
+
+
+def fitting(model: torch.nn.Module, layers: Layers) -> list[str]:
+    """Qualified names of the outermost submodules that `layers` means."""
     chosen = _outermost({name: module for name, module in _named(model) if _fits(layers, name, module)})
     if not chosen:
         raise LayerError(_no_layer(model, layers))
     if lists := [name for name, module in chosen.items() if isinstance(module, _LISTS)]:
         raise LayerError(_only_a_list(lists[0], chosen[lists[0]], layers))
-    for module in list(chosen.values())[::every]:
-        apply_to(module, policy=policy, **options)
-    return model
+    return list(chosen)
+
+
+def settings_of(module: torch.nn.Module) -> dict[str, Any] | None:
+    """How `module` was made a region, None where it is none."""
+    return dict(module._remat_settings) if isinstance(module, Region) else None
+
+
+def remove_from(module: torch.nn.Module) -> None:
+    """Make `module` itself an ordinary module again."""
+    _strip(module)
 
 
 def _planned(plan: Any, *others: Any) -> Any:

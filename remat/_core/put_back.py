@@ -35,14 +35,26 @@ def restore_cache(cache: Any, before: Any) -> None:
         del table[key]
 
 
+def held_in(held: Any) -> dict[Any, Any]:
+    """What a dict holds, in its order.
+
+    A subclass is not asked: transformers' tables of models import one for every key that is looked up.
+    """
+    return dict(_kind(held).items(held))
+
+
+def _kind(held: Any) -> Any:
+    return collections.OrderedDict if isinstance(held, collections.OrderedDict) else dict
+
+
 def restore_dict(held: Any, before: dict[Any, Any]) -> None:
     """Let a dict hold what it held, in its order."""
-    kind: Any = collections.OrderedDict if isinstance(held, collections.OrderedDict) else dict
-    if len(held) == len(before) and all(kind.get(held, k, MISSING) is v for k, v in before.items()):
+    kind, now = _kind(held), held_in(held)
+    if len(now) == len(before) and all(now.get(k, MISSING) is v for k, v in before.items()):
         return
-    for key in [key for key in held if key not in before]:
+    for key in [key for key in now if key not in before]:
         kind.__delitem__(held, key)
-    if [*map(id, held)] != [*map(id, before)]:
+    if [*map(id, held_in(held))] != [*map(id, before)]:
         kind.clear(held)
     for key, value in before.items():
         if kind.get(held, key, MISSING) is not value:

@@ -24,6 +24,7 @@ from torch.nn.parameter import is_lazy
 from remat._core.put_back import (
     MISSING,
     cached,
+    held_in,
     in_cell,
     in_slot,
     is_unset,
@@ -137,7 +138,7 @@ class Notes:
     def _container(self, value: Any) -> None:
         if len(value) <= 100 * _LONG:
             is_dict = issubclass(type(value), dict)
-            before: Any = dict(value) if is_dict else list(value)
+            before: Any = held_in(value) if is_dict else list(value)
             self._note(restore_dict if is_dict else restore_sequence, value, before)
             if len(value) <= _LONG:
                 self._stack += before.values() if is_dict else before

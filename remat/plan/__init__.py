@@ -1,20 +1,33 @@
 """Budget plans: the region's joint graph, prices, exact solvers, and plans as values."""
 
 from remat._core import register_cost as register_cost
+from remat.plan.budget import check_peak as check_peak
+from remat.plan.cache import graph_of as graph_of
 from remat.plan.chain_plan import ChainPlan as ChainPlan
 from remat.plan.chain_plan import plan_chain as plan_chain
+from remat.plan.chosen import READY as READY
+from remat.plan.chosen import Chosen as Chosen
+from remat.plan.chosen import Portfolio as Portfolio
+from remat.plan.chosen import Ready as Ready
+from remat.plan.chosen import plan_of as plan_of
 from remat.plan.graph import CostModel as CostModel
 from remat.plan.graph import Flops as Flops
 from remat.plan.graph import Roofline as Roofline
+from remat.plan.graph import cost_model as cost_model
 from remat.plan.layout import Layout as Layout
 from remat.plan.layout import MeshPlan as MeshPlan
 from remat.plan.model import ModelPlan as ModelPlan
 from remat.plan.model import plan_model as plan_model
+from remat.plan.model import plans_by_budget as plans_by_budget
 from remat.plan.pareto import Frontier as Frontier
 from remat.plan.pareto import pareto as pareto
 from remat.plan.plan import Plan as Plan
 from remat.plan.policy import BudgetPolicy as BudgetPolicy
 from remat.plan.policy import budget_policy as budget_policy
+from remat.plan.sent import LINKS as LINKS
+from remat.plan.sent import carried as carried
+from remat.plan.step import WholeStep as WholeStep
+from remat.plan.step import step_of as step_of
 
 __all__ = [
     "BudgetPolicy",

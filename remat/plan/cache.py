@@ -52,6 +52,12 @@ def graph_of(
     return _Call(fn, args, kwargs or {}).graph()
 
 
+def remember(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], graph: Graph) -> None:
+    """Let a call that was found to be like another one have the graph of that."""
+    if (key := _Call(fn, args, kwargs).key) is not None:
+        _GRAPHS[key] = graph
+
+
 class Paths:
     """The graphs that are known of a call, the likeliest first; none where it cannot be looked at.
 

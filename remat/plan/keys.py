@@ -16,6 +16,8 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from remat.transforms import Identity, Key, flatten
+from remat.transforms.compat import is_fake
+from remat.transforms.joint import target_kind
 
 _PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None), type(...)))
 _BY_VALUE = (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -23,6 +25,8 @@ _CONTAINERS = (tuple, list, dict, set, frozenset)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # What every module has; of these its mode, tensors, children and hooks are looked at by themselves.
 _USUAL = frozenset(torch.nn.Module().__dict__)
+# What a region keeps is nothing that its ops depend on.
+_SKIPPED = _USUAL | {"_remat_settings"}
 # A longer container counts as itself: its contents are data.
 _LONG = 256
 
@@ -48,6 +52,31 @@ def call_key(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         return None
 
 
+def alike_key(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+    """What a call looks like, whichever module of its class it is of; None where nothing can stand for it."""
+    leaves, spec = flatten((args, kwargs))
+    look = _Look(alike=True)
+    try:
+        for value in (fn, *leaves):
+            look.at(value)
+        return [*look.found, str(spec), *_modes()]
+    except (Unkeyable, TypeError, RecursionError):
+        return None
+
+
+def alike(one: list[Any], other: list[Any]) -> bool:
+    """Whether two calls look alike but for one number, as the layers of a model are counted."""
+    if len(one) != len(other):
+        return False
+    steps: set[int] = set()
+    for a, b in zip(one, other, strict=True):
+        if type(a) is int and type(b) is int:
+            steps.add(b - a)
+        elif type(a) is not type(b) or a != b:
+            return False
+    return len(steps - {0}) <= 1
+
+
 def _modes() -> tuple[Hashable, ...]:
     """Settings of the process that change which ops a function runs."""
     cast = [torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
@@ -55,13 +84,14 @@ def _modes() -> tuple[Hashable, ...]:
     attention = sdp.flash_sdp_enabled(), sdp.mem_efficient_sdp_enabled(), sdp.math_sdp_enabled()
     enabled = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
     strict = torch.are_deterministic_algorithms_enabled()
-    return enabled, tuple(cast), torch.get_default_dtype(), attention, strict
+    return enabled, tuple(cast), torch.get_default_dtype(), attention, strict, target_kind()
 
 
 class _Look:
     """One look at a function and its arguments, written down flat; what is met twice counts as met before."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, alike: bool = False) -> None:
+        self.alike = alike
         self.found: list[Hashable] = []
         self.seen: dict[int, int] = {}
         self.alive: list[Any] = []
@@ -102,7 +132,8 @@ class _Look:
             return
         held = kind is torch.nn.Parameter or isinstance(tensor, torch.nn.Parameter) or tensor.is_leaf
         stride = tensor.stride() if tensor.layout is torch.strided else None
-        self.found += (kind.__qualname__, tensor.shape, stride, tensor.dtype, tensor.device)
+        name = "Tensor" if is_fake(tensor) and kind is not torch.nn.Parameter else kind.__qualname__
+        self.found += (name, tensor.shape, stride, tensor.dtype, tensor.device)
         self.found += (tensor.requires_grad, held)
 
     def _container(self, value: Any) -> None:
@@ -149,7 +180,10 @@ class _Look:
         held, found = module.__dict__, self.found
         parameters, buffers, children = held["_parameters"], held["_buffers"], held["_modules"]
         # Of those inside another one their number will do: what may change of them is looked at.
-        found.append(Identity(module) if not found else id(module))
+        if self.alike:
+            found.append(Identity(type(module)))
+        else:
+            found.append(Identity(module) if not found else id(module))
         found += (type(module).__qualname__, held["training"], *parameters, *buffers, *children)
         for name in _HOOKS:
             if held[name]:
@@ -157,7 +191,7 @@ class _Look:
                 found += (name, *held[name])
         if len(held) > len(_USUAL):
             for name, value in held.items():
-                if name not in _USUAL:
+                if name not in _SKIPPED:
                     found.append(name)
                     self._loosely(value)
         for table in (parameters, buffers, children):

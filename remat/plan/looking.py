@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -26,7 +27,7 @@ def looking(*roots: Any) -> Iterator[Notes]:
     collecting = gc.isenabled()
     gc.disable()
     try:
-        with fakes_watched() as modes, untouched(*roots) as notes:
+        with fakes_watched() as modes, untouched(*roots) as notes, _one_sequence_a_row():
             yield notes
     finally:
         if collecting:
@@ -34,6 +35,25 @@ def looking(*roots: Any) -> Iterator[Notes]:
     if any(mode() is not None for mode in modes) and gc.collect(0) >= 0:
         if left := [mode for mode in modes if mode() is not None]:
             _refuse(left, roots[0])
+
+
+@contextlib.contextmanager
+def _one_sequence_a_row() -> Iterator[None]:
+    """Let transformers take rows for one sequence each, as they are unless somebody packs them.
+
+    It looks at the data to find that out. Of tensors without data it supposes that rows are packed, and has
+    attention read a mask that no run with data has: its plans would be of other ops.
+    """
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    find = getattr(masking, "find_packed_sequence_indices", None)
+    if find is None:
+        yield
+        return
+    masking.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking.find_packed_sequence_indices = find
 
 
 def _refuse(modes: list[Any], fn: Any) -> None:

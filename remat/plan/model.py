@@ -6,24 +6,28 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, overload
 
 import torch
 
 from remat._core import format_bytes, joined_keywords, keywords_apart
+from remat.plan.alike import Regions
 from remat.plan.budget import check_budget, check_peak
 from remat.plan.cache import graph_of
 from remat.plan.chain import Chain, Measure, Stage, best_parts
 from remat.plan.graph import CostModel, Graph, cost_model
+from remat.plan.joined import over_link
 from remat.plan.layout import Layout, MeshPlan, plan_mesh
 from remat.plan.looking import looking
 from remat.plan.peak import OutOfReach, highest_within, profile, step_peak
 from remat.plan.plan import Plan
+from remat.plan.sent import speed_of
 from remat.plan.solve import INF, Problem, Solution, Solved, bound, complete, hull, keep_all, least, solve
+from remat.policies import Policy
 from remat.transforms import RematError
-from remat.transforms.joint import on_fakes
+from remat.transforms.joint import NotOnFakes, on_fakes, planned_for
 
 # What a budget policy does when it meets a region: None is to plan that region on its own.
 _meeting: ContextVar[Callable[..., Plan | None] | None] = ContextVar("remat_plan_meeting", default=None)
@@ -111,6 +115,8 @@ class ModelPlan:
             f"{format_bytes(self.peak_bytes)} (simulated), recompute {flops:.4g} FLOPs; cost {self.cost:.4g} "
             f"{self.unit}, gap {self.gap:.2%}"
         )
+        if sent := sum(plan.sent_bytes for plan in self.regions):
+            head += f", {format_bytes(sent)} on the host"
         rows = [
             f"  {k:>3} {p.region}: {format_bytes(p.kept_bytes)}, {p.recomputed_flops:.4g} FLOPs"
             for k, p in enumerate(self.regions)
@@ -140,6 +146,7 @@ def plan_model(
     cost: str | CostModel = "roofline",
     device: Any = None,
     time_limit: float = 2.0,
+    link: str | float | None = None,
     kwargs: Mapping[str, Any] | None = None,
     **keywords: Any,
 ) -> ModelPlan: ...
@@ -153,6 +160,7 @@ def plan_model(
     cost: str | CostModel = "roofline",
     device: Any = None,
     time_limit: float = 2.0,
+    link: str | float | None = None,
     mesh: Layout | None = None,
     memory: int | str | None = None,
     kwargs: Mapping[str, Any] | None = None,
@@ -177,6 +185,9 @@ def plan_model(
             group is needed, and the blocks need not be regions. The plan has a budget for each stage of the
             pipeline: what the fixed bytes leave of `memory`.
         memory: with `mesh`, bytes of one device; None means those of `device`.
+        link: with a budget, values may also go to the host, over a link of this speed. Write "pcie4",
+            "pcie5", "gh200", or bytes per second in one direction. Only what is copied behind the compute
+            goes, so `cost` must be in seconds.
         kwargs: keywords of `fn` that are named like options here: `kwargs={"device": "cpu"}`. An option
             that `fn` also takes is refused where there is no `kwargs`, as it may be meant for either.
 
@@ -200,7 +211,8 @@ def plan_model(
         _only_mesh(mesh, budget, peak)
         spread: Any = mesh
         return plan_mesh(fn, args, given, spread, memory, cost, device)
-    graphs = _regions(fn, args, given)
+    with planned_for(device):
+        graphs = _regions(fn, args, given)
     if not graphs:
         raise RematError(
             "plan_model found no region to plan: wrap the blocks of the model as "
@@ -213,7 +225,11 @@ def plan_model(
     model = cost_model(cost, device)
     task = _Task(fn, graphs, model, budget == "free", time_limit)
     if peak is not None:
+        if link is not None:
+            raise RematError("plan_model(link=...) goes with a budget: write budget=..., not peak=....")
         return task.within_peak(check_peak(peak))
+    if link is not None:
+        return task.over_link(_bytes(check_budget(budget), task.whole, task.default), speed_of(link))
     return task.plan(_bytes(check_budget(budget), task.whole, task.default))
 
 
@@ -246,6 +262,45 @@ class _Task:
     def plan(self, budget: int) -> ModelPlan:
         """The cheapest plan that keeps at most `budget` bytes."""
         return self._model_plan(solve(self.whole, budget, time_limit=self.time_limit), budget)
+
+    def _solved_within(self, budget: int) -> ModelPlan | None:
+        """The plan without a host, None where there is none."""
+        return self.plan(budget) if least(self.whole).bytes <= budget else None
+
+    def over_link(self, budget: int, speed: float) -> ModelPlan:
+        """The same where values may also go to the host."""
+        if self.unit != "s":
+            raise RematError(f'A link needs prices in seconds, not in {self.unit}: write cost="roofline".')
+        graphs = [graph for _, graph in self.graphs]
+        found = over_link(graphs, self.parts, budget, speed)
+        without = self._solved_within(budget)
+        if found is None or (without is not None and without.cost <= found.joined.cost):
+            return without or self.plan(budget)
+        joined, regions, profiles = found.joined, [], []
+        share = joined.lower_bound / joined.cost if joined.cost > 0 else 1.0
+        for (name, graph), part, placed in zip(self.graphs, self.parts, joined.regions, strict=True):
+            piece = complete(part, placed.kept | placed.sent)
+            assert piece is not None
+            solved = Solved(piece, piece.cost * share, "exact", 0.0)
+            plan = Plan.of(graph, part, solved, region=name, budget=placed.device, unit=self.unit)
+            sent = tuple(sorted(piece.saved & placed.sent))
+            away = sum(int(part.size[v]) for v in sent)
+            regions.append(replace(plan, kept_bytes=piece.bytes - away, sent=sent, sent_bytes=away))
+            live = profile(graph, piece)
+            most = live.forward + found.moving, live.backward + found.moving
+            profiles.append(replace(live, kept=piece.bytes - away, forward=most[0], backward=most[1]))
+        return ModelPlan(
+            fn=self.fn,
+            regions=tuple(regions),
+            budget=budget,
+            kept_bytes=sum(plan.kept_bytes for plan in regions) + found.moving,
+            default_bytes=self.default,
+            peak_bytes=step_peak(profiles),
+            cost=joined.cost,
+            unit=self.unit,
+            lower_bound=joined.lower_bound,
+            seconds=joined.seconds,
+        )
 
     def _model_plan(self, solved: Solved, budget: int) -> ModelPlan:
         pieces = split(self.parts, solved.solution)
@@ -324,16 +379,28 @@ def _bytes(budget: float | int | str, problem: Problem, default: int) -> int:
 
 
 def _regions(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[tuple[str, Graph]]:
-    """The graphs of the regions met in one run on fake tensors."""
-    found: list[tuple[str, Graph]] = []
+    """The graphs of the regions met in one run on fake tensors.
+
+    The regions do not run in it. Where that is not to the liking of the code around them, they do.
+    """
+    regions = Regions(plans_by_budget)
 
     def note(region: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        name = getattr(region, "__name__", None) or type(region).__name__
-        found.append((name, graph_of(region, args, kwargs)))
+        regions.note(region, graph_of(region, args, kwargs))
 
     with looking(fn, args, kwargs), _handling(note):
-        on_fakes(fn, args, kwargs)
-    return found
+        try:
+            with regions.meeting():
+                on_fakes(fn, args, kwargs)
+        except NotOnFakes:
+            regions.found.clear()
+            on_fakes(fn, args, kwargs)
+    return [(met.name, met.graph) for met in regions.found]
+
+
+def plans_by_budget(policy: Policy) -> bool:
+    """Whether a policy asks for a plan of the model when it meets a region."""
+    return getattr(policy, "plans_by_budget", False)
 
 
 def union(parts: Sequence[Problem]) -> Problem:

@@ -75,7 +75,7 @@ def simulated(
     if accumulating:
         ended, left = ended - left, set()
     forward = live_bytes(joint, graph.ops, start=set(), forever=kept | results)
-    backward = live_bytes(joint, order, start=kept | tangents, forever=ended)
+    backward = live_bytes(joint, order, start=kept | tangents, forever=ended, nodes=not compiled)
     inputs = size - sum(joint.storages[s] for s in kept)
     return Profile(size, forward + inputs, backward + inputs, sum(joint.storages[s] for s in left))
 
@@ -102,12 +102,19 @@ def gradients_left(joint: Joint) -> set[int]:
     return {joint.values[g].storage for g, v in pairs if joint.values[v].origin == "parameter"}
 
 
-def live_bytes(joint: Joint, ops: Sequence[Op], start: set[int], forever: set[int]) -> int:
-    """The most bytes live at once while `ops` run, storages being freed after their last use."""
+def live_bytes(
+    joint: Joint, ops: Sequence[Op], start: set[int], forever: set[int], *, nodes: bool = False
+) -> int:
+    """The most bytes live at once while `ops` run, storages being freed after their last use.
+
+    With `nodes`, what an autograd node reads and makes is freed when the node ends, as autograd does.
+    """
     last: dict[int, int] = {}
+    ends = node_ends(ops) if nodes else {}
     for step, op in enumerate(ops):
         for value in (*op.reads, *op.outputs):
-            last[joint.values[value].storage] = step
+            storage = joint.values[value].storage
+            last[storage] = max(last.get(storage, -1), ends.get(op.node, step))
     ending: dict[int, list[int]] = {}
     for storage, step in last.items():
         if storage not in forever:
@@ -126,6 +133,11 @@ def live_bytes(joint: Joint, ops: Sequence[Op], start: set[int], forever: set[in
                 live.remove(storage)
                 total -= joint.storages[storage]
     return most
+
+
+def node_ends(ops: Sequence[Op]) -> dict[int, int]:
+    """The position of the last op of each autograd node."""
+    return {op.node: step for step, op in enumerate(ops) if op.node >= 0}
 
 
 def compiled_order(joint: Joint, there: Set[int], late: Iterable[int]) -> list[Op]:

@@ -12,8 +12,8 @@ from typing import Any
 
 from remat._core import Decision, OpInfo, format_bytes
 from remat.plan.cache import graph_of
-from remat.plan.followed import carried_out
 from remat.plan.graph import Graph
+from remat.plan.sent import carried
 from remat.plan.solve import Problem, Solved
 from remat.policies import Policy
 from remat.transforms import Key, RematError
@@ -61,6 +61,8 @@ class Plan(Policy):
         solver: what found it.
         seconds: time the search took (not part of the comparison of plans).
         peak_bytes: the most that is live at once in the region's forward and backward, simulated.
+        sent: those of `saved` that are kept on the host; `kept_bytes` are those on the device.
+        sent_bytes: bytes of those.
 
     Example:
         >>> import torch
@@ -85,6 +87,8 @@ class Plan(Policy):
     solver: str
     seconds: float = field(default=0.0, compare=False, repr=False)
     peak_bytes: int = field(default=0, compare=False)
+    sent: tuple[int, ...] = ()
+    sent_bytes: int = 0
 
     @classmethod
     def of(
@@ -134,12 +138,14 @@ class Plan(Policy):
         planned = self.ops[info.index] if info.index < len(self.ops) else None
         if planned != str(info.op):
             raise RematError(self.difference(info.index, planned, str(info.op)))
+        if info.index in self.sent:
+            return Decision.OFFLOAD
         return Decision.SAVE if info.index in self.chosen else Decision.RECOMPUTE
 
     @cached_property
     def key(self) -> Hashable:
         """The verdicts: which ops there are, and which of them are saved."""
-        return Key(type(self), self.ops, self.saved)
+        return Key(type(self), self.ops, self.saved, self.sent)
 
     def __hash__(self) -> int:
         return hash(self.key)
@@ -180,7 +186,7 @@ class Plan(Policy):
         names = graph_of(fn, args, kwargs).names
         if names != self.ops:
             self.check(names)
-        return carried_out([self])
+        return carried([self])
 
     def to_json(self) -> str:
         """The plan as JSON text; without the user's file names."""
@@ -203,6 +209,7 @@ class Plan(Policy):
             table = record.pop("op_names")
             record["ops"] = tuple(table[k] for k in record["ops"])
             record["saved"] = tuple(record["saved"])
+            record["sent"] = tuple(record.get("sent", ()))
             record["kept"] = tuple(
                 Kept(**{**entry, "shape": tuple(entry["shape"])}) for entry in record["kept"]
             )
@@ -231,6 +238,8 @@ class Plan(Policy):
             f"cost {self.cost:.4g} {self.unit}, proven lower bound {self.lower_bound:.4g} "
             f"(gap {self.gap:.2%}, {self.solver})\n"
         )
+        if self.sent:
+            head += f"  {format_bytes(self.sent_bytes)} of it on the host\n"
         rows = Counter((k.op, k.shape, k.dtype, k.bytes, k.location) for k in self.kept)
         body = [
             f"  {f'{n} x ' if n > 1 else ''}{format_bytes(size):>10}  "

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from remat._core import Decision, OpInfo
 from remat.plan.budget import check_budget, check_peak, resolve
 from remat.plan.cache import graph_of, paths_of
 from remat.plan.chain import frontier
-from remat.plan.followed import carried_out
 from remat.plan.graph import CostModel, Graph, cost_model
 from remat.plan.model import meet
 from remat.plan.peak import OutOfReach, highest_within, profile, step_peak
 from remat.plan.plan import Plan
+from remat.plan.sent import carried
 from remat.plan.solve import INF, Problem, Solution, Solved, bound, complete, hull, least, solve
 from remat.plan.torch_plans import candidates
 from remat.policies import Numbered, Policy, save_everything
 from remat.transforms import RematError
 from remat.transforms.closure import as_operands
 from remat.transforms.compat import is_tracing
+from remat.transforms.joint import planned_for
 
 # Torch's planner takes seconds to import and to run: not asked where it could not do better than this.
 _PROVEN = 1e-3
@@ -57,6 +58,7 @@ class BudgetPolicy(Numbered):
     device: Any = None
     time_limit: float = 1.0
     peak: int | None = None
+    plans_by_budget: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "budget", check_budget(self.budget))
@@ -79,7 +81,8 @@ class BudgetPolicy(Numbered):
         Raises:
             RematError: the function cannot be traced without data, or the budget is out of reach.
         """
-        return self._plan(graph_of(fn, args, kwargs), fn)
+        with planned_for(self.device):
+            return self._plan(graph_of(fn, args, kwargs), fn)
 
     def _plan(self, graph: Graph, fn: Callable[..., Any]) -> Plan:
         compiled = self.peak is not None and is_tracing()
@@ -93,9 +96,10 @@ class BudgetPolicy(Numbered):
         args, kwargs = as_operands((args, kwargs))
         planned, plan = meet(fn, args, kwargs)
         if planned:
-            return save_everything if plan is None else carried_out([plan])
-        paths = paths_of(fn, args, kwargs)
-        return carried_out([self._plan(graph, fn) for graph in paths.graphs], paths.learn)
+            return save_everything if plan is None else carried([plan])
+        with planned_for(self.device):
+            paths = paths_of(fn, args, kwargs)
+        return carried([self._plan(graph, fn) for graph in paths.graphs], paths.learn)
 
     def __call__(self, info: OpInfo) -> Decision:
         raise RematError(

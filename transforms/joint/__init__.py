@@ -1,7 +1,16 @@
 """The joint graph of a function, forward and backward, for those who plan."""
 
+from remat.transforms.joint.attention import (
+    planned_for,  # within, tensors without a device are planned for this one
+    target_kind,  # that kind
+)
 from remat.transforms.joint.graph import (
     record,  # the joint graph of `fn(*args, **kwargs)`, from metadata alone
+)
+from remat.transforms.joint.holes import (
+    Shell,  # what a call returns, without data
+    left_out,  # the results of a call that is left out of the graph around
+    shell_of,  # what a call returns, by a run on fake tensors
 )
 from remat.transforms.joint.levels import (
     Peeled,  # a call with its functorch wrappers taken off
@@ -11,6 +20,7 @@ from remat.transforms.joint.levels import (
 )
 from remat.transforms.joint.ops import (
     OPTIONAL,  # what the names of ops end in that may not run
+    Hole,  # a call that was left out of a joint graph
     Joint,  # forward and backward of one call
     Op,  # one dispatched op
     Ref,  # stands for value `id` in the arguments of a recorded op

@@ -19,19 +19,20 @@ from remat.transforms.compat import (
     fake_mode,
     is_fake,
     outside_all_modes,
-    sharding_aside,
+    running_node,
     storage_key,
     without_module_trackers,
 )
-from remat.transforms.context import active, quiet
+from remat.transforms.context import active, on_wrappers
 from remat.transforms.errors import user_line
 from remat.transforms.intermediates import only
+from remat.transforms.joint.holes import around, holes_of
 from remat.transforms.joint.ops import Joint, Op, Ref, Value, noted
 from remat.transforms.joint.stand_ins import StandIns, refused, stood_in
 from remat.transforms.ops import is_cast_of_leaf, traits
 from remat.transforms.pytree import flatten, map_leaves, tree_leaves, unflatten
 from remat.transforms.region import planning
-from remat.transforms.sharded import is_wrapper, local_tensors, wraps
+from remat.transforms.sharded import local_tensors, wraps
 
 
 class JointRecorder(TorchDispatchMode):
@@ -52,6 +53,7 @@ class JointRecorder(TorchDispatchMode):
         self.gradients: tuple[int, ...] = ()
         self.differentiated: tuple[int, ...] = ()
         self.in_forward = True
+        self.holes: list[Any] = []
         self.last = ("", "")
         self._number: dict[int, int] = {}
         self._storage: dict[int, int] = {}
@@ -138,8 +140,7 @@ class JointRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if active.quiet:
             return func(*args, **kwargs)
-        if any([is_wrapper(kind) for kind in types]):
-            sharding_aside(quiet)
+        if on_wrappers(types):
             self._meet(args, kwargs)
             return NotImplemented  # asks the sharded tensor, whose ops on this rank's part come back here
         facts = traits(func)
@@ -171,8 +172,15 @@ class JointRecorder(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor) and not any(leaf is t for t in overwritten):
                 outputs.append(self.add(leaf, "op", position))
         made = func, refs[0], refs[1], tuple(sorted(reads)), tuple(outputs), old, self.in_forward, location
-        self.ops.append(Op(*made, optional=self.casts and self.in_forward and is_cast_of_leaf(func, args)))
+        optional = self.casts and self.in_forward and is_cast_of_leaf(func, args)
+        self.ops.append(Op(*made, optional=optional, node=-1 if self.in_forward else _node()))
         return out
+
+
+def _node() -> int:
+    """The number of the autograd node whose backward runs."""
+    node = running_node()
+    return -1 if node is None else node._sequence_nr()
 
 
 def record(
@@ -182,6 +190,7 @@ def record(
     *,
     functional: bool = False,
     held: Iterable[int] = (),
+    backward: bool = True,
 ) -> Joint:
     """The joint graph of `fn(*args, **kwargs)`, from metadata alone: nothing is computed or allocated.
 
@@ -189,6 +198,7 @@ def record(
     grad state are those of the call; gradients are enabled. With `functional`, `fn` differentiates by itself:
     it is called with a switch before its arguments, and calls that between its forward and its backward.
     `held`: which leaves of the arguments somebody else holds; what Dynamo has traced says so itself.
+    Without `backward` the graph ends with the forward. What meanwhile calls `left_out` is a hole in it.
     Nobody collects named values meanwhile, and `is_recomputing()` is true: what counts or prints has its turn
     in the run proper.
 
@@ -205,11 +215,13 @@ def record(
         only(()),
         planning(getattr(fn, "__name__", type(fn).__name__)),
     ):
+        token = around.set(recorder)
         try:
-            run = _run_functional if functional else _run
+            run = _run_functional if functional else _run if backward else _run_forward
             held = getattr(fn, "held", held)
             results = _trace(fn, args, kwargs or {}, recorder, run, held)
         finally:
+            around.reset(token)
             recorder.forget()
     return Joint(
         ops=tuple(recorder.ops),
@@ -219,6 +231,7 @@ def record(
         results=results,
         gradients=recorder.gradients,
         differentiated=recorder.differentiated,
+        holes=holes_of(recorder),
     )
 
 
@@ -283,6 +296,15 @@ def _run(
         recorder.differentiated = tuple(number for number, _ in graded)
         recorder.gradients = tuple(recorder.number(g) for _, g in graded)
     return numbers
+
+
+def _run_forward(
+    fn: Callable[..., Any], args: Any, kwargs: Any, recorder: JointRecorder, inputs: list[torch.Tensor]
+) -> tuple[int, ...]:
+    """The forward alone; hooks of a recording around must not see what it saves."""
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda t: t):
+        out = fn(*args, **kwargs)
+    return tuple(recorder.number(t) for t in tree_leaves(out) if isinstance(t, torch.Tensor))
 
 
 def _run_functional(

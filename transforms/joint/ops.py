@@ -4,7 +4,7 @@ from the tape of a call that has run."""
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ class Value:
         storage: number of its storage; views and in-place results share their base's.
         producer: position of the op that made it, or -1 for inputs.
         origin: "op", "argument", "parameter" (held by somebody else: `nn.Parameter`, captured, or a leaf
-            inside a container argument) or "tangent".
+            inside a container argument), "elsewhere" (an argument that others hold) or "tangent".
     """
 
     shape: tuple[int, ...]
@@ -81,6 +81,7 @@ class Op:
         forward: whether it ran before the backward started.
         location: the user's "file:line", empty in the backward.
         optional: whether it is a cast of a weight that autocast may have in its cache, when it does not run.
+        node: a number that the backward's ops of one autograd node share.
     """
 
     target: Any
@@ -92,11 +93,29 @@ class Op:
     forward: bool
     location: str
     optional: bool = False
+    node: int = field(default=-1, compare=False)
 
     @property
     def name(self) -> str:
         """Such as "aten.mm.default"."""
         return f"{self.target}{OPTIONAL if self.optional else ''}"
+
+
+@dataclass(frozen=True)
+class Hole:
+    """A call that was left out of a joint graph.
+
+    Attributes:
+        forward: how many ops of the graph ran before it.
+        backward: how many ops ran before its backward, -1 where that did not run.
+        operands: the tensors that it was given, each once, in order.
+        cotangents: what its backward was given.
+    """
+
+    forward: int
+    backward: int
+    operands: tuple[int, ...]
+    cotangents: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -111,6 +130,7 @@ class Joint:
         results: the function's tensor outputs.
         gradients: the values that the backward ends in, of those inputs that have a gradient.
         differentiated: those inputs, in the same order.
+        holes: the calls that were left out, in order.
 
     Nothing in it holds a tensor, a module or a function of the user's: joint graphs are kept in caches.
     """
@@ -122,6 +142,7 @@ class Joint:
     results: tuple[int, ...]
     gradients: tuple[int, ...] = ()
     differentiated: tuple[int, ...] = ()
+    holes: tuple[Hole, ...] = ()
 
     @functools.cached_property
     def forward(self) -> tuple[Op, ...]:

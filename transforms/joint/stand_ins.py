@@ -29,6 +29,7 @@ from remat.transforms.compat import (
 from remat.transforms.context import planning
 from remat.transforms.errors import RematError
 from remat.transforms.intermediates import only
+from remat.transforms.joint.attention import ATTENTION, as_on_target
 from remat.transforms.pytree import flatten, unflatten
 
 
@@ -42,7 +43,10 @@ class StandIns(TorchFunctionMode):
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*self.swapped(args), **self.swapped(kwargs or {}))
+        args, kwargs = self.swapped(args), self.swapped(kwargs or {})
+        if func is ATTENTION and (kernel := as_on_target(args, kwargs)) is not None:
+            return kernel()
+        return func(*args, **kwargs)
 
     def swapped(self, value: Any) -> Any:
         """`value` with fakes in it, for all of one call: it may be any of tuple, list and dict."""

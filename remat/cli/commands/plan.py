@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from remat.cli.checked import writable
+from remat.cli.commands.whole import plan_published
 from remat.cli.errors import UsageError
 from remat.cli.options import Target
 from remat.cli.rows import amount
@@ -21,21 +22,35 @@ from remat.plan import BudgetPolicy, pareto
 class Plan:
     """Plan what a function keeps for its backward. Without --budget: the whole frontier.
 
-    Nothing is computed: any size can be planned on any machine.
+    Nothing is computed: any size can be planned on any machine. For hf:CONFIG the step of a whole model is
+    planned to stay within --peak.
     """
 
     target: Target
-    """A function or module of tensors, or a function of no arguments that returns (fn, *args)."""
+    """A function or module of tensors, a function of no arguments that returns (fn, *args), or hf:CONFIG: a
+    published model (llama-3-8b, ...), a config.json, or a type of config."""
     input: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """A tensor argument, as 4x128x256; once for each."""
-    dtype: str = "float32"
-    """Of the inputs."""
+    dtype: str = ""
+    """Of the inputs, float32; of a model, bfloat16."""
     budget: str = ""
     """0.4 (a share), 2GiB or 1000000 (bytes), or "free"."""
     cost: Literal["flops", "roofline", "measured"] = "roofline"
     """What recomputation is counted in."""
     device: str = ""
     """What the cost model is of, such as h100 or cpu; left out, this machine's accelerator."""
+    peak: str = ""
+    """Of a model: the most bytes live in a step, such as 80GB: weights, optimizer and gradients included."""
+    params: Literal["meta"] = "meta"
+    """Of a model: weights have no data."""
+    seq: int = 2048
+    """Of a model: tokens in a sequence."""
+    batch: int = 1
+    """Of a model: sequences, or images, in a batch."""
+    optimizer: str = ""
+    """Of a model: adamw, sgd or momentum, whose state is held."""
+    shards: int = 1
+    """Of a model: devices over which weights, gradients and state are sharded (FSDP)."""
     points: int = 10
     """Budgets on the frontier."""
     json: bool = False
@@ -54,12 +69,33 @@ class Plan:
             raise UsageError(
                 f"--out {self.out} is for one plan: write --budget too, or --csv for the frontier."
             )
-        fn, args = load(self.target, self.input, self.dtype)
+        if self.target.startswith("hf:"):
+            self._published()
+            return 0
+        if self.peak:
+            raise UsageError(f"--peak {self.peak} is for hf:CONFIG; of a function write --budget.")
+        fn, args = load(self.target, self.input, self.dtype or "float32")
         if self.budget:
             self._one(fn, args)
         if self.csv or self.png or not self.budget:
             self._frontier(fn, args)
         return 0
+
+    def _published(self) -> None:
+        given = {"--input": self.input, "--budget": self.budget, "--out": self.out, "--csv": self.csv}
+        if wrong := [option for option, value in {**given, "--png": self.png}.items() if value]:
+            raise UsageError(f"{wrong[0]} is not for {self.target}: write --peak, --seq and --batch.")
+        plan_published(
+            self.target.removeprefix("hf:"),
+            peak=self.peak,
+            dtype=self.dtype or "bfloat16",
+            batch=self.batch,
+            seq=self.seq,
+            device=self.device,
+            optimizer=self.optimizer,
+            shards=self.shards,
+            json=self.json,
+        )
 
     def _one(self, fn: Any, args: Any) -> None:
         plan = BudgetPolicy(amount(self.budget), self.cost, self.device or None).plan(fn, *args)

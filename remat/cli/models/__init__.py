@@ -8,6 +8,9 @@ from remat.cli.models.hf import (
     settings,  # sizes by the names that configs share
     transformers_for,  # the package, or a line that says how to install it
 )
+from remat.cli.models.published import (
+    published,  # a published model on the meta device, and the keywords of a step of it
+)
 from remat.cli.models.shapes import (
     VOCAB,  # bytes
     Model,  # parameters and their loss

@@ -104,7 +104,7 @@ class Graph:
 
     def _input_size(self, number: int) -> float:
         value = self.joint.values[number]
-        return 0.0 if value.origin == "parameter" else float(value.bytes)
+        return float(value.bytes) if value.origin == "argument" else 0.0
 
     @cached_property
     def kept_by_default(self) -> int:

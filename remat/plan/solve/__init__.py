@@ -1,5 +1,11 @@
 """Exact and approximate solvers of the planning problem; they know no torch."""
 
+from remat.plan.solve.host import (
+    Joined,  # a choice for each region, with its proof
+    Placed,  # what a region keeps on the device and on the host
+    front,  # all choices of a region that no other beats
+    place,  # the cheapest choice of each region within a budget
+)
 from remat.plan.solve.hull import (
     bound,  # the lower bound that the hull proves on the price at this many bytes
     hull,  # all corners of the lower convex hull, from the fewest bytes to the lowest price

@@ -1,0 +1,123 @@
+"""Published models by name, and any other by its config: built without weights, with the inputs of a step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from remat.cli.errors import UsageError
+from remat.cli.models.hf import transformers_for
+
+_MIXTRAL = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+_MIXTRAL |= {
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+_LLAMA = {
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+}
+_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+_70B = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+_WHISPER = {"vocab_size": 51866, "d_model": 1280, "num_mel_bins": 128, "max_target_positions": 448}
+_WHISPER |= {f"{half}_layers": 32 for half in ("encoder", "decoder")}
+_WHISPER |= {f"{half}_attention_heads": 20 for half in ("encoder", "decoder")}
+_WHISPER |= {f"{half}_ffn_dim": 5120 for half in ("encoder", "decoder")}
+_VIT = {"hidden_size": 1280, "num_hidden_layers": 32, "num_attention_heads": 16, "intermediate_size": 5120}
+_VIT |= {"image_size": 224, "patch_size": 14}
+# Name -> (class of transformers, type of config, fields of the published config.json).
+PUBLISHED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama-3-8b": ("LlamaForCausalLM", "llama", _LLAMA | _8B),
+    "llama-3-70b": ("LlamaForCausalLM", "llama", _LLAMA | _70B),
+    "mixtral-8x7b": ("MixtralForCausalLM", "mixtral", _MIXTRAL),
+    # The class's own defaults are those of the 671B model.
+    "deepseek-v3": ("DeepseekV3ForCausalLM", "deepseek_v3", {}),
+    "whisper-large-v3": ("WhisperForConditionalGeneration", "whisper", _WHISPER),
+    "vit-h-14": ("ViTForImageClassification", "vit", _VIT),
+}
+
+
+def published(
+    name: str, dtype: torch.dtype, batch: int, seq: int
+) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """A model on the meta device, and the keywords of a step of it.
+
+    Args:
+        name: one of `PUBLISHED`, a `config.json` or the folder of one, or a type of config with its defaults.
+        dtype: of the parameters.
+        batch, seq: sizes of the inputs; of images and sounds the config says the rest.
+
+    Raises:
+        UsageError: transformers is missing, or makes no such model.
+    """
+    given = f"hf:{name}"
+    transformers = transformers_for(given)
+    try:
+        kind, config = _config(transformers, name)
+        config.use_cache = False
+        with torch.device("meta"):
+            model = kind._from_config(config, attn_implementation="sdpa", dtype=dtype)
+    except UsageError:
+        raise
+    except Exception as error:
+        text = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise UsageError(
+            f"{given} cannot be built: {text}. Write a config.json of a transformers model, or one of "
+            f"{', '.join(PUBLISHED)}."
+        ) from error
+    return model.train(), _inputs(model, config, dtype, batch, seq)
+
+
+def _config(transformers: Any, name: str) -> tuple[Any, Any]:
+    """The class of a model, and its config."""
+    path = Path(name)
+    if name in PUBLISHED:
+        kind, model_type, fields = PUBLISHED[name]
+    elif path.exists():
+        fields = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+        model_type, kind = fields.pop("model_type", ""), (fields.get("architectures") or [""])[0]
+    else:
+        kind, model_type, fields = "", name, {}
+    known = transformers.CONFIG_MAPPING
+    if model_type not in known:
+        raise UsageError(
+            f"hf:{name} is no published model known here, no file, and no type of config. Write one of "
+            f"{', '.join(PUBLISHED)}, a path to a config.json, or a type such as llama."
+        )
+    if hasattr(transformers, kind):
+        return getattr(transformers, kind), known[model_type](**fields)
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
+
+    if model_type not in names:
+        raise UsageError(
+            f'hf:{name}: the config names no "architectures", and {model_type} is no language model.'
+        )
+    return getattr(transformers, names[model_type]), known[model_type](**fields)
+
+
+def _inputs(model: Any, config: Any, dtype: torch.dtype, batch: int, seq: int) -> dict[str, torch.Tensor]:
+    """The keywords of a step: what the model's forward takes first, and labels."""
+
+    def tokens(count: int) -> torch.Tensor:
+        return torch.zeros(batch, count, dtype=torch.long, device="meta")
+
+    first = model.main_input_name
+    if first == "pixel_values":
+        sides = (
+            config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size,) * 2
+        )
+        images = torch.empty(batch, config.num_channels, *sides, dtype=dtype, device="meta")
+        return {first: images, "labels": tokens(1)[:, 0]}
+    if first == "input_features":
+        sound = 2 * config.max_source_positions
+        features = torch.empty(batch, config.num_mel_bins, sound, dtype=dtype, device="meta")
+        length = min(seq, config.max_target_positions)
+        return {first: features, "decoder_input_ids": tokens(length), "labels": tokens(length)}
+    return {first: tokens(seq), "labels": tokens(seq)}

@@ -1,0 +1,124 @@
+"""The regions of a model met in one run without data, those that are alike traced once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from remat._region import standing_for
+from remat.plan.cache import graph_of, remember
+from remat.plan.graph import Graph
+from remat.plan.keys import alike, alike_key
+from remat.policies import Policy
+from remat.transforms import BoundedCache
+from remat.transforms.compat import in_transform
+from remat.transforms.joint import Shell, left_out, record, shell_of
+
+# A number that counts layers is taken for that after so many of them; later ones are looked at ever less.
+_SURE = 8
+# What calls of a kind return, by the graph of the kind.
+_SHELLS: BoundedCache[int, tuple[Graph, Shell]] = BoundedCache(256)
+
+
+@dataclass
+class _Kind:
+    """Calls that look alike; `doubted` where one of them turned out to run other ops."""
+
+    key: list[Any]
+    graph: Graph
+    met: int = 1
+    doubted: bool = False
+
+
+@dataclass
+class Met:
+    """A region that was met; `owner` is the module whose forward it is, if it is one."""
+
+    name: str
+    graph: Graph
+    owner: Any
+
+
+@dataclass
+class Regions:
+    """Meets the regions whose policy `wanted` says are to be planned, and stands for their calls.
+
+    Attributes:
+        found: in the order of the calls.
+        traced: how many were traced: the others are like one of those.
+    """
+
+    wanted: Callable[[Policy], bool]
+    found: list[Met] = field(default_factory=list)
+    traced: int = 0
+    _kinds: list[_Kind] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Within, calls of regions are noted, and return what they would without running."""
+        with standing_for(self._stand):
+            yield
+
+    def _stand(
+        self, fn: Callable[..., Any], policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any] | None:
+        if in_transform() or not self.wanted(policy) or not torch.is_grad_enabled():
+            return None
+        with standing_for(None):
+            graph = self.graph(fn, args, kwargs)
+            shell = _shell(graph, fn, args, kwargs)
+        self.note(fn, graph)
+        return (left_out(shell, args, kwargs),)
+
+    def note(self, fn: Callable[..., Any], graph: Graph) -> None:
+        """Add a region."""
+        owner = getattr(fn, "__self__", fn)
+        name = getattr(fn, "__name__", None) or type(fn).__name__
+        self.found.append(Met(name, graph, owner if isinstance(owner, torch.nn.Module) else None))
+
+    def graph(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
+        """The graph of a call, from one like it where there is one."""
+        key = alike_key(fn, args, kwargs)
+        if key is not None:
+            for kind in self._kinds:
+                if alike(kind.key, key):
+                    kind.met += 1
+                    sure = kind.met > _SURE and kind.met & (kind.met - 1) and not kind.doubted
+                    if not sure and not self._same(kind.graph, fn, args, kwargs):
+                        # Some number makes a difference after all: every call is looked at.
+                        kind.doubted = True
+                    else:
+                        if not _on_meta(args):
+                            # It will be asked for again, when the region runs.
+                            remember(fn, args, kwargs, kind.graph)
+                        return kind.graph
+        graph = graph_of(fn, args, kwargs)
+        self.traced += 1
+        if key is not None:
+            self._kinds.append(_Kind(key, graph))
+        return graph
+
+    def _same(self, graph: Graph, fn: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+        """Whether a call runs the forward of a graph; what is differentiated is part of their keys."""
+        joint = graph.joint
+        other = record(fn, args, kwargs, backward=False)
+        made = [(op.name, op.args, op.kwargs, op.reads, op.outputs) for op in other.ops]
+        seen = [(op.name, op.args, op.kwargs, op.reads, op.outputs) for op in joint.forward]
+        return made == seen and other.values == joint.values[: len(other.values)]
+
+
+def _on_meta(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(arg, torch.Tensor) and arg.device.type == "meta" for arg in args)
+
+
+def _shell(graph: Graph, fn: Callable[..., Any], args: Any, kwargs: Any) -> Shell:
+    """What a call of this graph returns."""
+    known = _SHELLS.recall(id(graph))
+    if known is None or known[0] is not graph:
+        known = graph, shell_of(fn, args, kwargs)
+        _SHELLS[id(graph)] = known
+    return known[1]

@@ -1,0 +1,267 @@
+"""Keep, recompute, or send to the host: every value's verdict in one exact plan.
+
+    min   sum cost[o] r[o]
+    s.t.  r[producer(v)] + s[v] + h[v] >= 1          v in need
+          r[o] <= r[producer(v)] + s[v] + h[v]       v read by o
+          sum size[v] s[v] <= budget                 of all regions
+          sum size[v] h[v] <= window(region)         of each region
+          r, s, h in {0, 1}
+
+A region's window is what its link copies out behind the forward of the next region, and in again behind that
+region's backward. What is within it takes no time. Given the windows regions share nothing but the budget. So
+each kind of region is solved once, for all bytes at a time: the choices that no other beats in bytes on the
+device and price. Then one choice of each region is packed, with a proven bound, as in `parts`.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from remat.plan.solve.choices import States, undominated
+from remat.plan.solve.knapsack import pack
+from remat.plan.solve.problem import INF, Problem
+from remat.plan.solve.reduce import contract
+from remat.plan.solve.split import split
+
+# Prices are whole numbers of about this total; more choices than that are thinned out.
+_UNITS, _MOST = 1 << 40, 4000
+# Labels that the packing looks at before it gives up, what may remain unproved, choices of each region.
+_LABELS, _GAP, _FEW = 1e5, 5e-3, 24
+
+# Bytes on the device and on the host, price, and the values that are kept on each.
+Label = tuple[int, int, int, tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A choice for one region.
+
+    Attributes:
+        device, host: bytes kept there.
+        cost: price of what runs again.
+        kept, sent: the values on the device and on the host.
+    """
+
+    device: int
+    host: int
+    cost: float
+    kept: frozenset[int]
+    sent: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A choice for each region, with its proof: no choices within the budget cost less than `lower_bound`."""
+
+    regions: tuple[Placed, ...]
+    device: int
+    cost: float
+    lower_bound: float
+    seconds: float
+
+    @property
+    def gap(self) -> float:
+        """How far from optimal it can be at most, as a share of its cost."""
+        return max(0.0, (self.cost - self.lower_bound) / self.cost) if self.cost > 0 else 0.0
+
+
+def front(
+    problem: Problem, window: float, movable: Callable[[int], bool] = lambda value: True
+) -> list[Placed]:
+    """All choices of a region that no other beats, from the fewest bytes on the device to the lowest price.
+
+    Args:
+        problem: the region.
+        window: bytes that may go to the host.
+        movable: whether a value may go there.
+
+    Empty where a part is too tangled for this way.
+    """
+    smaller = contract(problem)
+    total = sum(c for c in smaller.problem.cost if c < INF) or 1.0
+    unit = total / _UNITS
+    whole = replace(
+        smaller.problem, cost=tuple(c if c == INF else int(c / unit) for c in smaller.problem.cost)
+    )
+    labels: list[Label] = [(0, 0, 0, (), ())]
+    for part in split(whole):
+        states, known = States(part.problem), dict[tuple[bool, ...], list[Label]]()
+        if states.table is None:
+            return []
+        for place in part.places:
+            numbers = [smaller.values[v] for v in place]
+            moves = tuple(map(movable, numbers))
+            if moves not in known:
+                known[moves] = _labels(part.problem, states, window, moves)
+            labels = _merged(labels, known[moves], numbers, window)
+    points = undominated([(d, c, h, kept, sent) for d, h, c, kept, sent in labels])
+    return [Placed(d, h, c * unit, frozenset(kept), frozenset(sent)) for d, c, h, kept, sent in points]
+
+
+def _labels(problem: Problem, states: States, window: float, moves: Sequence[bool]) -> list[Label]:
+    """What a part can do, by dynamic programming over its ops."""
+    assert states.table is not None
+    ahead = states.least(1, 0)
+    if 0 not in ahead[0]:
+        return []
+    fronts: dict[int, list[Label]] = {0: [(0, 0, 0, (), ())]}
+    for here, after in zip(states.table, ahead[1:], strict=True):
+        following: dict[int, list[Label]] = {}
+        for state, found in fronts.items():
+            for further, _, price, values in here[state]:
+                if further not in after:
+                    continue
+                for size, moved, kept, sent in _ways(problem, values, moves):
+                    following.setdefault(further, []).extend(
+                        (d + size, h + moved, c + price, k + kept, s + sent)
+                        for d, h, c, k, s in found
+                        if h + moved <= window
+                    )
+        fronts = {state: _thin(found) for state, found in following.items()}
+    return fronts.get(0, [])
+
+
+def _ways(
+    problem: Problem, values: tuple[int, ...], moves: Sequence[bool]
+) -> Iterable[tuple[int, int, tuple[int, ...], tuple[int, ...]]]:
+    """The ways to keep values here or on the host."""
+    found: list[tuple[int, int, tuple[int, ...], tuple[int, ...]]] = [(0, 0, (), ())]
+    for value in values:
+        size = int(problem.size[value])
+        here = [(d + size, h, (*kept, value), sent) for d, h, kept, sent in found]
+        there = [(d, h + size, kept, (*sent, value)) for d, h, kept, sent in found]
+        found = here + (there if size and moves[value] else [])
+    return found
+
+
+def _merged(labels: list[Label], more: list[Label], numbers: Sequence[int], window: float) -> list[Label]:
+    """Every choice of one part with every choice of another."""
+    named = [
+        (d, h, c, tuple(numbers[v] for v in kept), tuple(numbers[v] for v in sent))
+        for d, h, c, kept, sent in more
+    ]
+    return _thin(
+        [
+            (d + e, h + i, c + p, kept + k, sent + s)
+            for d, h, c, kept, sent in labels
+            for e, i, p, k, s in named
+            if h + i <= window
+        ]
+    )
+
+
+def _thin(labels: list[Label]) -> list[Label]:
+    """The labels that no other beats in bytes here, bytes there and price."""
+    labels.sort(key=lambda label: label[:3])
+    # Of those seen so far, which all take no more bytes here: less and less on the host at a higher price.
+    prices: list[int] = []
+    hosts: list[int] = []
+    found: list[Label] = []
+    for label in labels:
+        _, host, cost, *_ = label
+        at = bisect_right(prices, cost)
+        if at and hosts[at - 1] <= host:
+            continue
+        found.append(label)
+        end = at
+        while end < len(hosts) and hosts[end] >= host:
+            end += 1
+        prices[at:end], hosts[at:end] = [cost], [host]
+    if len(found) > _MOST:
+        step = len(found) / _MOST
+        found = [found[int(k * step)] for k in range(_MOST - 1)] + [found[-1]]
+    return found
+
+
+def place(fronts: Sequence[Sequence[Placed]], budget: float) -> Joined | None:
+    """The cheapest choice of each region within `budget` bytes on the device, None where there is none."""
+    start = time.perf_counter()
+    if not fronts or sum(points[0].device for points in fronts) > budget:
+        return None
+    floor = _lp(fronts, budget)
+    made = {id(points): _few(points) for points in fronts}
+    chosen, _ = _packed([made[id(points)] for points in fronts], budget)
+    if (cost := sum(p.cost for p in chosen)) * (1 - _GAP) > floor:
+        # Few regions leave the LP bound far away: all choices, and the bound that packing proves.
+        other, proved = _packed(fronts, budget)
+        chosen, floor = min(chosen, other, key=lambda taken: sum(p.cost for p in taken)), max(floor, proved)
+        cost = sum(p.cost for p in chosen)
+    device = sum(p.device for p in chosen)
+    return Joined(chosen, device, cost, min(cost, floor), time.perf_counter() - start)
+
+
+def _packed(fronts: Sequence[Sequence[Placed]], budget: float) -> tuple[tuple[Placed, ...], float]:
+    """One choice of each region, and a bound on the price of any."""
+    total = sum(points[0].cost for points in fronts) or 1.0
+    unit = total / (1 << 30)
+    classes = [[(p.device, int(p.cost / unit)) for p in points] for points in fronts]
+    top = sum(points[0][1] for points in classes) + 1
+    packed = pack(classes, budget, top, gap=_GAP, labels=_LABELS)
+    taken = packed.taken if packed.taken is not None else _greedy(classes, budget)
+    chosen = tuple([points[k] for points, k in zip(fronts, taken, strict=True)])
+    return chosen, packed.lower_bound * unit
+
+
+def _hull(points: Sequence[Placed]) -> list[Placed]:
+    """The corners of the lower convex hull of a front."""
+    found: list[Placed] = []
+    for p in points:
+        while len(found) > 1 and _slope(found[-2], p) >= _slope(found[-2], found[-1]):
+            found.pop()
+        found.append(p)
+    return found
+
+
+def _slope(one: Placed, other: Placed) -> float:
+    """Price spared for each byte from one choice to a larger one."""
+    return (one.cost - other.cost) / (other.device - one.device)
+
+
+def _lp(fronts: Sequence[Sequence[Placed]], budget: float) -> float:
+    """The LP bound: the steps along all hulls, by price per byte, as far as the bytes last."""
+    left = budget - sum(points[0].device for points in fronts)
+    cost = sum(points[0].cost for points in fronts)
+    steps: list[tuple[float, int]] = []
+    corners = {id(points): _hull(points) for points in fronts}
+    for points in fronts:
+        hull = corners[id(points)]
+        steps += [(_slope(a, b), b.device - a.device) for a, b in zip(hull, hull[1:], strict=False)]
+    for slope, size in sorted(steps, reverse=True):
+        cost -= slope * min(size, left)
+        left -= min(size, left)
+    return max(cost, 0.0)
+
+
+def _few(points: Sequence[Placed]) -> list[Placed]:
+    """The corners of a front, and points between them at even prices: what packing looks at."""
+    if len(points) <= _FEW:
+        return list(points)
+    step = (points[0].cost - points[-1].cost) / _FEW
+    found, last = [], float("inf")
+    corners = set(map(id, _hull(points)))
+    for p in points:
+        if id(p) in corners or p.cost <= last - step:
+            found.append(p)
+            last = p.cost
+    return found
+
+
+def _greedy(classes: Sequence[Sequence[tuple[int, int]]], budget: float) -> list[int]:
+    """From the fewest bytes on, the step of best price per byte that fits."""
+    taken = [0] * len(classes)
+    left = budget - sum(points[0][0] for points in classes)
+    while True:
+        steps = [
+            ((points[k][1] - points[j][1]) / (points[j][0] - points[k][0]), row, j)
+            for row, (points, k) in enumerate(zip(classes, taken, strict=True))
+            for j in range(k + 1, len(points))
+            if points[j][0] - points[k][0] <= left
+        ]
+        if not steps:
+            return taken
+        _, row, j = max(steps)
+        left -= classes[row][j][0] - classes[row][taken[row]][0]
+        taken[row] = j

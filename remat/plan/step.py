@@ -1,0 +1,305 @@
+"""A whole step in bytes: the regions of a model by their plans, and what lives outside of them.
+
+The model is recorded with its regions left out, and each kind of region by itself. So the head, the loss, the
+embedding and what regions share count as they do in the engine, and a deep model is traced about as fast as a
+flat one. Bytes are those over what lives before the step, as in `peak`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from remat._core import format_bytes
+from remat.plan.alike import Regions
+from remat.plan.chain import Choice, Measure, Stage
+from remat.plan.graph import CostModel, Graph
+from remat.plan.looking import looking
+from remat.plan.peak import gradients_left, node_ends
+from remat.policies import Policy
+from remat.transforms import RematError
+from remat.transforms.joint import Joint, planned_for, record
+
+
+@dataclass(frozen=True)
+class Beside:
+    """The bytes outside of one region.
+
+    Attributes:
+        forward, backward: while the region's forward, and its backward, run.
+        after: the most between its forward and that of the next one.
+        before: the most between the backward of the next one and its own.
+    """
+
+    forward: int
+    backward: int
+    after: int
+    before: int
+
+
+@dataclass(frozen=True)
+class WholeStep:
+    """A step of a model.
+
+    Attributes:
+        names: of the regions, in the order of their forwards.
+        graphs: of each region; what others hold costs nothing to keep there.
+        owners: the modules whose forwards they are, None for other functions.
+        outside: the graph of the model with its regions left out.
+        traced: how many regions were traced; the others are like one of them.
+        accumulating: whether gradients are added to buffers that live before.
+        shards: devices that share weights and gradients. A region's weights are whole while it runs, and
+            those of the next one; those outside of regions always are.
+    """
+
+    names: tuple[str, ...]
+    graphs: tuple[Graph, ...]
+    owners: tuple[Any, ...]
+    outside: Joint
+    traced: int = 0
+    accumulating: bool = False
+    shards: int = 1
+
+    @cached_property
+    def places(self) -> tuple[Beside, ...]:
+        """What lives outside of each region."""
+        live, base = self._live, self._base
+        places = map(live.place, range(len(self.graphs)))
+        return tuple([Beside(*[size + base for size in astuple(place)]) for place in places])
+
+    @cached_property
+    def ends(self) -> tuple[int, int]:
+        """The most outside before the first region's forward, and after its backward."""
+        before, after = self._live.ends()
+        return before + self._base, after + self._base
+
+    @cached_property
+    def _live(self) -> _Outside:
+        return _Outside(self.outside, self.accumulating)
+
+    @property
+    def _base(self) -> int:
+        """Bytes of weights outside of regions that are gathered."""
+        return _weights(self.outside) if self.shards > 1 else 0
+
+    def stages(self, model: CostModel, more: Callable[[Measure], Sequence[Choice]]) -> list[Stage]:
+        """The regions in numbers, with what is outside of each; `more` gives further choices of a kind."""
+        made: dict[int, Stage] = {}
+        for graph in self.graphs:
+            if id(graph) not in made:
+                measure = Measure(graph, model, accumulating=self.accumulating)
+                stage = graph.solved.made(("stage", model, self.accumulating), measure.stage)
+                choices = (*more(measure), *stage.choices)
+                made[id(graph)] = replace(stage, choices=choices, gradients=stage.gradients // self.shards)
+        pairs = zip(self.graphs, self.places, strict=True)
+        return [_placed(made[id(g)], place, self._gathered(g)) for g, place in pairs]
+
+    def _gathered(self, graph: Graph) -> int:
+        """Bytes of weights that are whole while a region runs."""
+        return 2 * _weights(graph.joint) if self.shards > 1 else 0
+
+    def peak(self, chosen: Sequence[Choice]) -> int:
+        """The most bytes live at once in a step, where region `k` is as `chosen[k]`, outside included."""
+        return max(size for size, _ in self.course(chosen))
+
+    def binding(self, chosen: Sequence[Choice]) -> str:
+        """What lives at the peak, in words."""
+        return max(self.course(chosen))[1]
+
+    def course(self, chosen: Sequence[Choice]) -> Iterator[tuple[int, str]]:
+        """The most live in each part of the step, over what lives before it, and what that is."""
+        held, made = 0, 0
+        yield self.ends[0], "what is before the blocks"
+        for at, choice in enumerate(chosen):
+            size = held + choice.forward
+            yield size, f"the forward of block {at}, {format_bytes(held)} kept by those before"
+            held += choice.kept
+        for at, choice in reversed(list(enumerate(chosen))):
+            held -= choice.kept
+            size, joint = held + made + choice.backward, self.graphs[at].joint
+            kept = f"{format_bytes(held)} kept by those before, {format_bytes(made)} of gradients"
+            yield size, f"the backward of block {at} or what is right before it, {kept}"
+            left = () if self.accumulating else gradients_left(joint)
+            made += sum(joint.storages[s] for s in left) // self.shards
+        yield (
+            made + self.ends[1],
+            f"what is before the blocks in the backward, {format_bytes(made)} of gradients",
+        )
+
+
+def _weights(joint: Joint) -> int:
+    """Bytes of the parameters that a graph reads."""
+    held = (v for v in joint.values if v.origin == "parameter")
+    return sum({v.storage: v.bytes for v in held}.values())
+
+
+def _placed(stage: Stage, place: Beside, gathered: int) -> Stage:
+    """A stage that takes the bytes outside along: the chain's sums are then those of the whole step."""
+
+    def moved(choice: Choice) -> Choice:
+        return replace(
+            choice,
+            forward=max(choice.forward + place.forward + gathered, choice.kept + place.after),
+            backward=max(choice.backward + place.backward + gathered, choice.kept + place.before),
+        )
+
+    return replace(stage, choices=tuple(map(moved, stage.choices)), plain=moved(stage.plain))
+
+
+def step_of(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    wanted: Callable[[Policy], bool],
+    device: Any = None,
+    accumulating: bool = False,
+    shards: int = 1,
+) -> WholeStep:
+    """Record a step without data: `wanted` says by a region's policy whether it is left out and planned."""
+    regions, keywords = Regions(wanted), dict(kwargs)
+    with planned_for(device), looking(fn, args, keywords), regions.meeting():
+        outside = record(fn, args, keywords)
+    if len(regions.found) != len(outside.holes):
+        raise RematError("The regions of this step are not all met outside of torch.func's transforms.")
+    shared = _shared(outside)
+    made: dict[Any, Graph] = {}
+
+    def graph(at: int) -> Graph:
+        met, hole = regions.found[at].graph, outside.holes[at]
+        free = tuple([outside.values[v].storage in shared for v in hole.operands])
+        if not any(free):
+            return met
+        key = id(met), free
+        if key not in made:
+            made[key] = met.solved.made(("freed", free), lambda: _freed(met, free))
+        return made[key]
+
+    return WholeStep(
+        names=tuple(met.name for met in regions.found),
+        graphs=tuple(map(graph, range(len(regions.found)))),
+        owners=tuple(met.owner for met in regions.found),
+        outside=outside,
+        traced=regions.traced,
+        accumulating=accumulating,
+        shards=shards,
+    )
+
+
+def _shared(outside: Joint) -> set[int]:
+    """The storages that others than one region hold until the backward."""
+    readers: dict[int, set[int]] = {}
+    for k, hole in enumerate(outside.holes):
+        for v in hole.operands:
+            readers.setdefault(outside.values[v].storage, set()).add(k)
+    late = {outside.values[v].storage for op in outside.backward for v in op.reads}
+    return {s for s, who in readers.items() if len(who) > 1 or outside.owner[s] < 0 or s in late}
+
+
+def _freed(graph: Graph, free: Sequence[bool]) -> Graph:
+    """The same region, some of whose arguments, and their gradients, others hold."""
+    values = list(graph.joint.values)
+    for k, elsewhere in enumerate(free):
+        if elsewhere:
+            values[k] = replace(values[k], origin="elsewhere")
+    return Graph(replace(graph.joint, values=tuple(values)), graph.alone)
+
+
+class _Outside:
+    """When which storages outside of the regions are live: those that the step allocates."""
+
+    def __init__(self, joint: Joint, accumulating: bool) -> None:
+        self.joint, self.holes = joint, joint.holes
+        self.forward = len(joint.forward)
+        self.end = len(joint.ops)
+        self.spans = self._spans(accumulating)
+        self.owned = self._owned()
+        self.live = self._during()
+
+    def _spans(self, accumulating: bool) -> dict[int, tuple[int, int]]:
+        """The first and the last op of each storage."""
+        joint, values = self.joint, self.joint.values
+        last: dict[int, int] = {}
+        nodes = node_ends(joint.ops)
+        for at, op in enumerate(joint.ops):
+            for v in (*op.reads, *op.outputs):
+                s = values[v].storage
+                last[s] = max(last.get(s, -1), nodes.get(op.node, at))
+        shared = _shared(joint)
+        for hole in self.holes:
+            for v in hole.operands:
+                if (s := values[v].storage) in shared:
+                    last[s] = max(last.get(s, -1), hole.forward, hole.backward)
+            for v in hole.cotangents:
+                last[values[v].storage] = max(last.get(values[v].storage, -1), hole.backward - 1)
+        ended = {values[v].storage for v in joint.results}
+        left = {values[v].storage for v in joint.gradients} - (
+            gradients_left(joint) if accumulating else set()
+        )
+        last |= dict.fromkeys(ended | left, self.end)
+        return {s: (joint.owner[s], at) for s, at in last.items() if joint.owner[s] >= 0}
+
+    def _owned(self) -> dict[int, tuple[int, int]]:
+        """From when to when a region counts a storage as its own."""
+        shared, values = _shared(self.joint), self.joint.values
+        return {
+            values[v].storage: (hole.forward, max(hole.forward, hole.backward))
+            for hole in self.holes
+            for v in hole.operands
+            if values[v].storage not in shared
+        }
+
+    def _during(self) -> list[int]:
+        """Live bytes while each op runs."""
+        change = [0] * (self.end + 2)
+
+        def add(first: int, last: int, size: int) -> None:
+            if first <= last:
+                change[first] += size
+                change[last + 1] -= size
+
+        for s, (first, last) in self.spans.items():
+            size = self.joint.storages[s]
+            start, stop = self.owned.get(s, (self.end + 1, self.end + 1))
+            add(first, min(last, start - 1), size)
+            add(max(first, stop), last, size)
+        total, found = 0, []
+        for step in change[: self.end]:
+            total += step
+            found.append(total)
+        return found
+
+    def _at(self, boundary: int, without: tuple[int, ...]) -> int:
+        """Live bytes between two ops, without what the region there counts."""
+        joint, mine = self.joint, {self.joint.values[v].storage for v in without}
+        total = 0
+        for s, (first, last) in self.spans.items():
+            start, stop = self.owned.get(s, (self.end + 1, self.end + 1))
+            if first < boundary <= last and not start <= boundary <= stop and s not in mine:
+                total += joint.storages[s]
+        return total
+
+    def _most(self, first: int, last: int) -> int:
+        return max(self.live[first:last], default=0)
+
+    def place(self, at: int) -> Beside:
+        """What lives outside of region number `at`."""
+        hole = self.holes[at]
+        following = self.holes[at + 1].forward if at + 1 < len(self.holes) else self.forward
+        earlier = max(
+            [h.backward for h in self.holes[at + 1 :] if h.backward <= hole.backward] or [self.forward]
+        )
+        return Beside(
+            forward=self._at(hole.forward, ()),
+            backward=self._at(hole.backward, hole.cotangents) if hole.backward >= 0 else 0,
+            after=self._most(hole.forward, following),
+            before=self._most(max(earlier, self.forward), hole.backward),
+        )
+
+    def ends(self) -> tuple[int, int]:
+        """The most before the first region's forward, and after the last one's backward."""
+        first = self.holes[0].forward if self.holes else self.forward
+        last = max([h.backward for h in self.holes if h.backward >= 0] or [self.forward])
+        return self._most(0, first), self._most(last, self.end)

@@ -1,0 +1,151 @@
+"""`remat.fit`: the blocks are found, the step stays within the peak, gradients are those without."""
+
+import pytest
+import torch
+
+import remat
+from remat import nn
+from remat._fit import blocks_of, held_by
+from remat.cli.measure import trace_memory
+from remat.transforms import RematError
+
+
+class Model(torch.nn.Module):
+    """Blocks with something before and behind them."""
+
+    def __init__(self, depth=3, width=64):
+        super().__init__()
+        self.embed = torch.nn.Embedding(100, width)
+        self.layers = torch.nn.ModuleList(
+            torch.nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.0, batch_first=True)
+            for _ in range(depth)
+        )
+        self.head = torch.nn.Linear(width, 400)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).square().mean()
+
+
+def example():
+    torch.manual_seed(0)
+    return Model(), torch.randint(100, (8, 64))
+
+
+def gradients(model, *args):
+    model.zero_grad(set_to_none=True)
+    model(*args).backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def measured(model, *args):
+    """The most that a step allocates."""
+    gradients(model, *args)
+    model.zero_grad(set_to_none=True)
+
+    def step(mark):
+        loss = model(*args)
+        mark()
+        loss.backward()
+
+    return trace_memory(step).peak
+
+
+def test_a_step_fits_and_is_the_same_step():
+    model, tokens = example()
+    expected = gradients(model, tokens)
+    model.zero_grad(set_to_none=True)
+    plain = remat.fit(model, tokens, peak="1GiB")
+    assert plain.applied == () and "fits as it is" in str(plain) and not nn.regions(model)
+    assert measured(model, tokens) == pytest.approx(plain.peak_bytes - plain.held.bytes, rel=0.05)
+    held = plain.held.bytes
+    model.zero_grad(set_to_none=True)
+    limit = int(held + 0.75 * (plain.plain_bytes - held))
+    done = remat.fit(model, tokens, peak=limit)
+    assert done.applied == tuple(nn.regions(model)) and done.peak_bytes <= limit < done.plain_bytes
+    assert measured(model, tokens) == pytest.approx(done.peak_bytes - held, rel=0.05)
+    torch.testing.assert_close(gradients(model, tokens), expected, rtol=0, atol=0)
+    assert done.per_gib > 0 and "per GiB" in str(done)
+    assert not nn.regions(done.remove())
+
+
+def test_it_plans_for_other_calls_too():
+    """Another length, another mode, no gradients: the blocks do what they do without."""
+    model, tokens = example()
+    plain = remat.fit(model, tokens, peak="1GiB")
+    shorter = tokens[:2, :32]
+    expected = gradients(model, shorter)
+    model.zero_grad(set_to_none=True)
+    held = plain.held.bytes
+    remat.fit(model, tokens, peak=int(held + 0.6 * (plain.plain_bytes - held)))
+    torch.testing.assert_close(gradients(model, shorter), expected, rtol=0, atol=0)
+    model.eval()
+    torch.testing.assert_close(gradients(model, shorter), expected, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        assert model(tokens).isfinite()
+
+
+def test_what_is_held_and_what_is_said_of_a_peak_below():
+    model, tokens = example()
+    size = sum(p.nbytes for p in model.parameters())
+    held = held_by(model, (tokens,), torch.optim.AdamW(model.parameters()))
+    assert held.parameters == size and held.inputs == tokens.nbytes and held.gradients == 0
+    assert 2 * size <= held.optimizer <= 2 * size + 8 * len([*model.parameters()])
+    assert held_by(model, (), torch.optim.SGD(model.parameters())).optimizer == 0
+    assert held_by(model, (), torch.optim.SGD(model.parameters(), momentum=0.9)).optimizer == size
+    with pytest.raises(RematError, match=r"below what lives throughout.*parameters .*optimizer"):
+        remat.fit(model, tokens, peak=size, optimizer="adamw")
+    with pytest.raises(RematError, match=r"lowest found is [0-9,]+ bytes.*Held throughout: parameters"):
+        remat.fit(model, tokens, peak=size + 2**20)
+    assert not nn.regions(model)
+
+
+def test_regions_that_were_there_are_the_blocks_and_come_back():
+    model, tokens = example()
+    nn.apply(model, layers=["layers.1", "layers.2"], policy=remat.save_matmuls)
+    assert blocks_of(model) == ["layers.1", "layers.2"]
+    with pytest.raises(RematError, match="cannot be met"):
+        remat.fit(model, tokens, peak=sum(p.nbytes for p in model.parameters()) + 2**20)
+    assert nn.regions(model) == ["layers.1", "layers.2"]
+    settings = nn.settings_of(model.layers[1])
+    assert settings is not None and settings["policy"] is remat.save_matmuls
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            lambda m, x: remat.fit(torch.nn.Linear(4, 4), torch.ones(2, 4), peak="1GiB"),
+            "found no blocks in Linear",
+        ),
+        (lambda m, x: remat.fit(m.requires_grad_(False), x, peak="1GiB"), "has a gradient"),
+        (lambda m, x: remat.fit(m, x), "peak=... or headroom=..., one of them"),
+        (lambda m, x: remat.fit(m, x, peak="20 apples"), "not a peak"),
+        (lambda m, x: remat.fit(m, x, peak="1GiB", optimizer="lamb"), "knows no such optimizer"),
+        (lambda m, x: remat.fit(m, x, peak="1GiB", layers="*.nowhere.*"), "no submodule of Model fits"),
+        (
+            lambda m, x: remat.fit(torch.sin, x, peak="1GiB"),  # type: ignore[arg-type]
+            "takes a module",
+        ),
+        (lambda m, x: remat.fit(m, x, headroom="900TiB"), "leaves nothing"),
+    ],
+)
+def test_what_cannot_be_done_is_said(call, said):
+    model, tokens = example()
+    with pytest.raises(RematError, match=said):
+        call(model, tokens)
+    assert not nn.regions(model)
+
+
+def test_the_blocks_of_a_model_of_lists():
+    class Stage(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = torch.nn.Sequential(*[torch.nn.TransformerEncoderLayer(8, 2) for _ in range(2)])
+
+    model = torch.nn.Module()
+    model.stages = torch.nn.ModuleList([torch.nn.ModuleList([Stage()]), torch.nn.ModuleList([Stage()])])
+    model.head = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    assert blocks_of(model) == [f"stages.{k}.0.blocks.{j}" for k in range(2) for j in range(2)]
