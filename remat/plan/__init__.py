@@ -6,6 +6,7 @@ from remat.plan.chain_plan import plan_chain as plan_chain
 from remat.plan.graph import CostModel as CostModel
 from remat.plan.graph import Flops as Flops
 from remat.plan.graph import Roofline as Roofline
+from remat.plan.graph import speeds_of as speeds_of
 from remat.plan.model import ModelPlan as ModelPlan
 from remat.plan.model import plan_model as plan_model
 from remat.plan.pareto import Frontier as Frontier

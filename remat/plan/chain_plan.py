@@ -135,7 +135,7 @@ def plan_chain(
     start = time.perf_counter()
     if not stages:
         raise RematError("plan_chain got no stages: write plan_chain([block1, block2], x, peak='20GiB').")
-    limit, model = check_peak(peak), cost_model(cost, device)
+    limit, model = check_peak(peak), cost_model(cost, device, compiled=compiled)
     with looking(stages, x, args):
         graphs = trace(stages, x, args)
     task = Task(list(stages), graphs, model, compiled, accumulating)

@@ -36,7 +36,8 @@ class BudgetPolicy(Numbered):
     Attributes:
         budget: a share of what no remat would keep (float), bytes (int), or "free".
         cost: the cost model, or its name.
-        device: what `cost="roofline"` or "measured" is meant for; None means this machine's accelerator.
+        device: what `cost="roofline"` or "measured" is meant for; None means the device of the region's
+            tensors, and an h100 where these have no data.
         time_limit: seconds for the exact solver; the plan's gap says what was proven by then.
         peak: the most bytes that may be live at once in the region's forward and backward, by simulation. It
             is a limit beside the budget, and None means no limit. It helps in compiled code. In eager a
@@ -82,7 +83,7 @@ class BudgetPolicy(Numbered):
         return self._plan(graph_of(fn, args, kwargs), fn)
 
     def _plan(self, graph: Graph, fn: Callable[..., Any]) -> Plan:
-        compiled = self.peak is not None and is_tracing()
+        compiled = is_tracing()
         name = getattr(fn, "__name__", None) or type(fn).__name__
         return graph.solved.made(
             ("plan", self, compiled), lambda: plan_graph(graph, self, name, compiled=compiled)
@@ -105,8 +106,8 @@ class BudgetPolicy(Numbered):
 
 
 def plan_graph(graph: Graph, policy: BudgetPolicy, region: str, *, compiled: bool = False) -> Plan:
-    """Solve one graph under a policy's budget and prices; for a peak, that of a compiled backward or not."""
-    model = cost_model(policy.cost, policy.device)
+    """Solve one graph under a policy's budget, with the prices and the peak of a compiled step or not."""
+    model = cost_model(policy.cost, policy.device, compiled=compiled)
     problem = graph.problem(model, keep_heavy=policy.budget == "free")
     budget = resolve(policy.budget, graph, problem)
 

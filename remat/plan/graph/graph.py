@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from remat.plan.graph.costs import CostModel, flops_of, is_heavy
+from remat.plan.graph.costs import CostModel
+from remat.plan.graph.flops import flops_of, is_heavy
 from remat.plan.graph.traffic import is_view
 from remat.plan.solve import INF, Problem
 from remat.transforms import BoundedCache, draws, traits
