@@ -13,7 +13,7 @@ from remat._core import Decision, OpInfo, format_bytes
 from remat._region import with_policy
 from remat.plan.budget import check_peak
 from remat.plan.chain import Chain, Choice, Measure, Part, Stage, best_parts
-from remat.plan.followed import Following, carried_out
+from remat.plan.followed import Following
 from remat.plan.graph import CostModel, Graph, cost_model
 from remat.plan.looking import looking
 from remat.plan.plan import Plan
@@ -229,7 +229,7 @@ class _GivenPlan(Numbered):
     plan: Plan
 
     def bind(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
-        return Following((self.plan,)) if is_tracing() else carried_out([self.plan])
+        return Following((self.plan,)) if is_tracing() else self.plan.followed()
 
     def __call__(self, info: OpInfo) -> Decision:
         return self.plan(info)

@@ -11,7 +11,7 @@ import torch
 
 from remat._core import Decision, OpInfo
 from remat.policies import Policy
-from remat.transforms import RematError, traits
+from remat.transforms import Key, RematError, traits
 from remat.transforms.compat import in_transform
 from remat.transforms.joint import OPTIONAL
 from remat.transforms.tape import Tape
@@ -80,10 +80,10 @@ class Following(Policy):
         """Where the forward at hand is."""
         return Walk(self.plans[0] if self.plans else None)
 
-    @property
-    def key(self) -> Hashable:  # type: ignore[override]
-        # Made anew for every call; a plan is not.
-        return type(self), *[plan.key for plan in self.plans]
+    @functools.cached_property
+    def key(self) -> Hashable:
+        """What those of the same plans have in common, whatever each learns."""
+        return Key(type(self), *[plan.key for plan in self.plans])
 
     def fresh(self) -> Policy:
         return type(self)(self.plans, self.learn)

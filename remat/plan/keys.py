@@ -157,10 +157,22 @@ class _Look:
                 found += (name, *held[name])
         if len(held) > len(_USUAL):
             for name, value in held.items():
-                if name not in _USUAL:
+                if name in _USUAL:
+                    continue
+                if (kind := type(value)) in _PLAIN:
+                    found += (name, kind, value)
+                else:
                     found.append(name)
                     self._loosely(value)
-        for table in (parameters, buffers, children):
+        seen = self.seen
+        for value in parameters.values():
+            # Most are met here for the first time, and this is called at every call of a region.
+            if type(value) is torch.nn.Parameter and (number := id(value)) not in seen:
+                seen[number] = len(seen)
+                found += (value.shape, value.stride(), value.dtype, value.device, value.requires_grad)
+            else:
+                self.at(value)
+        for table in (buffers, children):
             for value in table.values():
                 self.at(value)
 

@@ -9,30 +9,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from remat._core import Decision, OpInfo, TensorMeta, format_bytes, joined_keywords, keywords_apart
+from remat._core import format_bytes, joined_keywords, keywords_apart
 from remat.plan.graph import CostModel, Graph, cost_model
 from remat.plan.looking import looking
-from remat.plan.solve import INF, Problem, Solution, bound, complete, hull, solve
+from remat.plan.ready import READY, saved_by
+from remat.plan.solve import Problem, Solution, bound, complete, hull, solve
 from remat.plan.torch_plans import SOLVERS, torch_plan
-from remat.policies import (
-    Policy,
-    check_verdict,
-    save_attention,
-    save_everything,
-    save_matmuls,
-    save_nothing,
-    save_unbatched_matmuls,
-)
-from remat.transforms import RematError, map_only
-from remat.transforms.joint import Joint, Op, record
-
-PRESETS: dict[str, Policy] = {
-    "save_nothing": save_nothing,
-    "save_attention": save_attention,
-    "save_matmuls": save_matmuls,
-    "save_unbatched_matmuls": save_unbatched_matmuls,
-    "save_everything": save_everything,
-}
+from remat.transforms import RematError
+from remat.transforms.joint import record
 
 
 @dataclass(frozen=True)
@@ -174,7 +158,7 @@ def pareto(
         chart.add("remat", solved.solution, budget / max(high, 1), solved.gap)
     for corner in corners:
         chart.add("bound", corner, None, 0.0)
-    for name, policy in PRESETS.items():
+    for name, policy in READY.items():
         chart.add(name, complete(problem, saved_by(policy, graph, problem)), None)
     for solver in torch_solvers if not any(op.mutates for op in graph.joint.ops) else ():
         for share in (k / max(points - 1, 1) for k in range(points)):
@@ -204,28 +188,3 @@ class _Chart:
         share = solution.bytes / max(self.graph.kept_by_default, 1)
         replay = flops / self.graph.step_flops if self.graph.step_flops else 0.0
         self.points.append(Point(planner, budget, solution.bytes, share, flops, replay, solution.cost, gap))
-
-
-def saved_by(policy: Policy, graph: Graph, problem: Problem) -> set[int]:
-    """The values of `graph.problem(...)` that a policy saves; inputs are always there to be kept."""
-    inputs = {v for v in range(len(graph.ops), len(problem.size)) if problem.size[v] < INF}
-    chosen = set()
-    for position, op in enumerate(graph.ops):
-        info = op_info(graph.joint, op, position)
-        verdict = policy.decide_by_op(op.target) or check_verdict(policy, info, policy(info))
-        if verdict is not Decision.RECOMPUTE and problem.size[position] < INF:
-            chosen.add(position)
-    return chosen | inputs
-
-
-def op_info(joint: Joint, op: Op, position: int) -> OpInfo:
-    """What the engine would show a policy of this op (the user's call is not known here)."""
-
-    from remat.transforms.joint import Ref
-
-    def meta(number: int) -> TensorMeta:
-        value = joint.values[number]
-        return TensorMeta(value.shape, value.dtype, value.device, value.stride)
-
-    args, kwargs = map_only(Ref, lambda r: meta(r.id), (op.args, op.kwargs))
-    return OpInfo(op.target, args, kwargs, tuple(meta(o) for o in op.outputs), index=position)

@@ -15,12 +15,13 @@ from remat.plan.graph import CostModel, Graph, cost_model
 from remat.plan.model import meet
 from remat.plan.peak import OutOfReach, highest_within, profile, step_peak
 from remat.plan.plan import Plan
+from remat.plan.ready import ready
 from remat.plan.solve import INF, Problem, Solution, Solved, bound, complete, hull, least, solve
 from remat.plan.torch_plans import candidates
 from remat.policies import Numbered, Policy, save_everything
 from remat.transforms import RematError
 from remat.transforms.closure import as_operands
-from remat.transforms.compat import is_tracing
+from remat.transforms.compat import in_transform, is_tracing
 
 # Torch's planner takes seconds to import and to run: not asked where it could not do better than this.
 _PROVEN = 1e-3
@@ -94,9 +95,14 @@ class BudgetPolicy(Numbered):
         args, kwargs = as_operands((args, kwargs))
         planned, plan = meet(fn, args, kwargs)
         if planned:
-            return save_everything if plan is None else carried_out([plan])
+            return save_everything if plan is None else plan.followed()
         paths = paths_of(fn, args, kwargs)
-        return carried_out([self._plan(graph, fn) for graph in paths.graphs], paths.learn)
+        how = self.key, is_tracing(), in_transform()
+        found = paths.followed.get(how)
+        if found is None:
+            plans = [self._plan(graph, fn) for graph in paths.graphs]
+            found = paths.followed[how] = carried_out(plans, paths.learn)
+        return found
 
     def __call__(self, info: OpInfo) -> Decision:
         raise RematError(
@@ -142,14 +148,17 @@ def plan_graph(graph: Graph, policy: BudgetPolicy, region: str, *, compiled: boo
 def _rivals(
     graph: Graph, policy: BudgetPolicy, problem: Problem, compiled: bool
 ) -> list[tuple[int, str, Solution]]:
-    """Plans that the search by bytes may miss, with their peaks: mixtures, and torch's own. Once a graph."""
+    """Plans that the search by bytes may miss, with their peaks: mixtures, ready policies', torch's own.
+
+    Once a graph.
+    """
 
     def found() -> list[tuple[int, str, Solution]]:
         tried = [("mixture", solution) for solution in frontier(problem)]
+        others = [*ready(graph, problem)]
         for share in _SHARES:
-            for name, saved in candidates(graph, int(share * graph.kept_by_default), shares=(1.0,)):
-                solution = complete(problem, saved)
-                tried += [(name, solution)] if solution is not None else []
+            others += candidates(graph, int(share * graph.kept_by_default), shares=(1.0,))
+        tried += [(name, s) for name, saved in others if (s := complete(problem, saved)) is not None]
         distinct = {solution.saved: (name, solution) for name, solution in reversed(tried)}
         return [
             (step_peak([profile(graph, solution, compiled=compiled)]), name, solution)
@@ -160,8 +169,8 @@ def _rivals(
 
 
 def _solved(graph: Graph, problem: Problem, budget: int, time_limit: float) -> Solved:
-    """Our best plan; where it is not proven to be within a thousandth, torch's plans compete too."""
-    solved = solve(problem, budget, time_limit=time_limit)
+    """Our best plan, none of a ready policy being better; where it is not proven, torch's compete too."""
+    solved = solve(problem, budget, time_limit=time_limit, candidates=ready(graph, problem))
     if solved.gap <= _PROVEN:
         return solved
     again = solve(problem, budget, exact=False, candidates=candidates(graph, budget))

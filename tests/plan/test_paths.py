@@ -26,7 +26,7 @@ BUDGET = checkpoint_policy(budget=0.5)
 
 @pytest.fixture(autouse=True)
 def clean():
-    for table in (cache._GRAPHS, cache._LEARNED, cache._ALIKE, cache._warned):
+    for table in (cache._GRAPHS, cache._LEARNED, cache._ALIKE, cache._KNOWN, cache._warned):
         table.clear()
 
 
