@@ -138,6 +138,8 @@ def plan_chain(
     limit, model = check_peak(peak), cost_model(cost, device, compiled=compiled)
     with looking(stages, x, args):
         graphs = trace(stages, x, args)
+    if not any(graph.joint.gradients for graph in graphs[0]):
+        graphs[0][0].check_differentiated("this chain")
     task = Task(list(stages), graphs, model, compiled, accumulating)
     parts = best_parts(task.chain, limit)
     if parts is None:

@@ -114,8 +114,9 @@ class Bound(Following):
         walk = self.walk
         if walk.plan is None:
             return False
-        # A plan that the user chose may have been made for other sizes.
-        walk.met.append((name, info.bytes if self.learn is not None else 0))
+        # A plan that the user chose may have been made for other sizes, and a compiler may leave sizes open.
+        known = self.learn is not None and isinstance(info.bytes, int)
+        walk.met.append((name, info.bytes if known else 0))
         if not walk.follow(*walk.met[-1]) and not any(map(walk.turn, self.plans)):
             if self.learn is None:
                 plan = self.plans[0]

@@ -36,13 +36,17 @@ def call_key(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     while isinstance(fn, functools.partial):
         # Model libraries make a new one at every call, of the same layer.
         fn, args, kwargs = fn.func, (*fn.args, *args), fn.keywords | kwargs
-    leaves, spec = flatten((args, kwargs))
+    if not kwargs and all([isinstance(a, torch.Tensor) for a in args]):
+        leaves, spec = args, len(args)
+    else:
+        leaves, tree = flatten((args, kwargs))
+        spec = str(tree)
     look = _Look()
     try:
         look.at(fn)
         for leaf in leaves:
             look.at(leaf)
-        return Key(*look.found, str(spec), *_modes())
+        return Key(*look.found, spec, *_modes())
     except (Unkeyable, TypeError, RecursionError):
         # TypeError: symbolic sizes and the like have no hash.
         return None
@@ -155,25 +159,28 @@ class _Look:
             if held[name]:
                 # Their numbers are never given twice.
                 found += (name, *held[name])
-        if len(held) > len(_USUAL):
-            for name, value in held.items():
-                if name in _USUAL:
-                    continue
-                if (kind := type(value)) in _PLAIN:
-                    found += (name, kind, value)
-                else:
-                    found.append(name)
-                    self._loosely(value)
+        # This runs at every call of a region: what most modules have is read without a further call.
+        for name in held.keys() - _USUAL if len(held) > len(_USUAL) else ():
+            if (kind := type(value := held[name])) in _PLAIN:
+                found += (name, kind, value)
+            else:
+                found.append(name)
+                self._loosely(value)
         seen = self.seen
         for value in parameters.values():
-            # Most are met here for the first time, and this is called at every call of a region.
             if type(value) is torch.nn.Parameter and (number := id(value)) not in seen:
                 seen[number] = len(seen)
                 found += (value.shape, value.stride(), value.dtype, value.device, value.requires_grad)
             else:
                 self.at(value)
-        for table in (buffers, children):
-            for value in table.values():
+        for value in buffers.values():
+            self.at(value)
+        for value in children.values():
+            fresh = value is not None and "_parameters" in value.__dict__
+            if fresh and (number := id(value)) not in seen:
+                seen[number] = len(seen)
+                self._module(value)
+            else:
                 self.at(value)
 
     def _object(self, value: Any) -> None:

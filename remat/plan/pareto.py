@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from remat._core import format_bytes, joined_keywords, keywords_apart
+from remat._region import name_of_region
 from remat.plan.graph import CostModel, Graph, cost_model
 from remat.plan.looking import looking
 from remat.plan.ready import READY, saved_by
@@ -132,7 +133,7 @@ def pareto(
             that `fn` also takes is refused where there is no `kwargs`, as it may be meant for either.
 
     Raises:
-        RematError: the function cannot be traced without data.
+        RematError: the function cannot be traced without data, or nothing in it is differentiated.
 
     Example:
         >>> import torch
@@ -144,6 +145,7 @@ def pareto(
     model, given = cost_model(cost, device), joined_keywords(keywords, kwargs)
     with looking(fn, args, given):
         graph = Graph(record(fn, args, given))
+    graph.check_differentiated(name_of_region(fn))
     problem = graph.problem(model)
     corners = hull(problem)
     if not corners:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from remat._core import Decision, OpInfo
+from remat._region import name_of_region
 from remat.plan.budget import check_budget, check_peak, resolve
 from remat.plan.cache import graph_of, paths_of
 from remat.plan.chain import frontier
@@ -79,9 +80,12 @@ class BudgetPolicy(Numbered):
         """The plan for the region `fn(*args, **kwargs)`.
 
         Raises:
-            RematError: the function cannot be traced without data, or the budget is out of reach.
+            RematError: the function cannot be traced without data, nothing in it is differentiated, or the
+                budget is out of reach.
         """
-        return self._plan(graph_of(fn, args, kwargs), fn)
+        graph = graph_of(fn, args, kwargs)
+        graph.check_differentiated(name_of_region(fn))
+        return self._plan(graph, fn)
 
     def _plan(self, graph: Graph, fn: Callable[..., Any]) -> Plan:
         compiled = is_tracing()
