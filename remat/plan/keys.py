@@ -101,10 +101,12 @@ class _Look:
             self._object(value)
 
     def _tensor(self, tensor: torch.Tensor, kind: type) -> None:
-        if is_lazy(tensor):
+        held = kind is torch.nn.Parameter or tensor.is_leaf
+        if kind is not torch.Tensor and not held:
+            held = isinstance(tensor, torch.nn.Parameter)
+        if kind is not torch.Tensor and is_lazy(tensor):
             self.found.append(kind)
             return
-        held = kind is torch.nn.Parameter or isinstance(tensor, torch.nn.Parameter) or tensor.is_leaf
         stride = tensor.stride() if tensor.layout is torch.strided else None
         self.found += (kind.__qualname__, tensor.shape, stride, tensor.dtype, tensor.device)
         self.found += (tensor.requires_grad, held)
@@ -155,8 +157,9 @@ class _Look:
         # Of those inside another one their number will do: what may change of them is looked at.
         found.append(Identity(module) if not found else id(module))
         found += (type(module).__qualname__, held["training"], *parameters, *buffers, *children)
-        for name in _HOOKS:
-            if held[name]:
+        hooked = held["_forward_hooks"] or held["_forward_pre_hooks"]
+        if hooked or held["_backward_hooks"] or held["_backward_pre_hooks"]:
+            for name in _HOOKS:
                 # Their numbers are never given twice.
                 found += (name, *held[name])
         # This runs at every call of a region: what most modules have is read without a further call.
@@ -173,9 +176,9 @@ class _Look:
                 found += (value.shape, value.stride(), value.dtype, value.device, value.requires_grad)
             else:
                 self.at(value)
-        for value in buffers.values():
+        for value in buffers.values() if buffers else ():
             self.at(value)
-        for value in children.values():
+        for value in children.values() if children else ():
             fresh = value is not None and "_parameters" in value.__dict__
             if fresh and (number := id(value)) not in seen:
                 seen[number] = len(seen)

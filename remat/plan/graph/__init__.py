@@ -15,6 +15,9 @@ from remat.plan.graph.speeds import (
     Speeds,  # what a device of this machine was probed to attain
     speeds_of,  # those of a device
 )
+from remat.plan.graph.stopwatch import (
+    synchronizer,  # what waits for a device
+)
 from remat.plan.graph.traffic import (
     is_view,  # whether an op only hands out another look at storages that its arguments have
 )
