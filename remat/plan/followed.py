@@ -115,7 +115,7 @@ class Bound(Following):
         if walk.plan is None:
             return False
         # A plan that the user chose may have been made for other sizes, and a compiler may leave sizes open.
-        known = self.learn is not None and isinstance(info.bytes, int)
+        known = self.learn is not None and type(info.bytes) is int
         walk.met.append((name, info.bytes if known else 0))
         if not walk.follow(*walk.met[-1]) and not any(map(walk.turn, self.plans)):
             if self.learn is None:

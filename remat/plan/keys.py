@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -44,8 +44,7 @@ def call_key(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     look = _Look()
     try:
         look.at(fn)
-        for leaf in leaves:
-            look.at(leaf)
+        look.each(leaves)
         return Key(*look.found, spec, *_modes())
     except (Unkeyable, TypeError, RecursionError):
         # TypeError: symbolic sizes and the like have no hash.
@@ -100,13 +99,27 @@ class _Look:
         else:
             self._object(value)
 
+    def each(self, values: Iterable[Any]) -> None:
+        """Write down several things: what most of them are without a further call, as this runs at every
+        call of a region."""
+        found, seen = self.found, self.seen
+        for value in values:
+            kind = type(value)
+            if kind in _PLAIN:
+                found += (kind, value)
+            elif (kind is torch.Tensor or kind is torch.nn.Parameter) and (number := id(value)) not in seen:
+                seen[number] = len(seen)
+                stride = value.stride() if value.layout is torch.strided else None
+                found += (kind, value.shape, stride, value.dtype, value.device, value.requires_grad)
+                found.append(value.is_leaf)
+            else:
+                self.at(value)
+
     def _tensor(self, tensor: torch.Tensor, kind: type) -> None:
-        held = kind is torch.nn.Parameter or tensor.is_leaf
-        if kind is not torch.Tensor and not held:
-            held = isinstance(tensor, torch.nn.Parameter)
-        if kind is not torch.Tensor and is_lazy(tensor):
+        if is_lazy(tensor):
             self.found.append(kind)
             return
+        held = isinstance(tensor, torch.nn.Parameter) or tensor.is_leaf
         stride = tensor.stride() if tensor.layout is torch.strided else None
         self.found += (kind.__qualname__, tensor.shape, stride, tensor.dtype, tensor.device)
         self.found += (tensor.requires_grad, held)
@@ -119,11 +132,9 @@ class _Look:
             # In no order that would be the same for an equal one.
             self.found.append(frozenset(map(_of, value)))
         else:
-            for part in value:
-                self.at(part)
+            self.each(value)
             if isinstance(value, dict):
-                for part in value.values():
-                    self.at(part)
+                self.each(value.values())
 
     def _function(self, fn: types.FunctionType) -> None:
         code = fn.__code__
@@ -169,19 +180,13 @@ class _Look:
             else:
                 found.append(name)
                 self._loosely(value)
+        self.each(parameters.values())
+        if buffers:
+            self.each(buffers.values())
         seen = self.seen
-        for value in parameters.values():
-            if type(value) is torch.nn.Parameter and (number := id(value)) not in seen:
-                seen[number] = len(seen)
-                found += (value.shape, value.stride(), value.dtype, value.device, value.requires_grad)
-            else:
-                self.at(value)
-        for value in buffers.values() if buffers else ():
-            self.at(value)
         for value in children.values() if children else ():
-            fresh = value is not None and "_parameters" in value.__dict__
-            if fresh and (number := id(value)) not in seen:
-                seen[number] = len(seen)
+            if value is not None and "_parameters" in value.__dict__ and id(value) not in seen:
+                seen[id(value)] = len(seen)
                 self._module(value)
             else:
                 self.at(value)
