@@ -80,6 +80,11 @@ class Following(Policy):
         """Where the forward at hand is."""
         return Walk(self.plans[0] if self.plans else None)
 
+    @property
+    def asks_again(self) -> bool:  # type: ignore[override]
+        # What nothing is known of is to be told of; another function's trace would tell nobody.
+        return self.learn is not None and not self.plans
+
     @functools.cached_property
     def key(self) -> Hashable:
         """What those of the same plans have in common, whatever each learns."""

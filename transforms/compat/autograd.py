@@ -297,8 +297,8 @@ def below_levels() -> Iterator[None]:
 def _snapshot_taken() -> contextlib.AbstractContextManager[Any]:
     """Within, what reaches Python from a dispatch has the state of the dispatch's begin to go back to.
 
-    A functorch level's rule runs below that point, where a tensor that dispatches to Python, as those of
-    AOTAutograd do, fails an internal assertion on 2.11. (2.13 and 2.15 do without.)
+    A functorch level's rule runs below that point. On 2.11 a tensor that dispatches to Python, as those of
+    AOTAutograd do, fails an internal assertion there. (2.13 and 2.15 do without.)
     """
     key = torch._C.DispatchKey.PythonTLSSnapshot
     excluded = torch._C._dispatch_tls_local_exclude_set()
@@ -346,7 +346,11 @@ def depth() -> int:
     return len(level_stack() or ())
 
 
+def graph_memory(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """The storage of a tensor in a functionalized trace, whose tensors wrap others."""
+    return getattr(tensor, "elem", tensor).untyped_storage()
+
+
 def graph_storage(tensor: torch.Tensor) -> int:
-    """What aliases of one memory have in common in a functionalized trace, whose tensors wrap others."""
-    inner = getattr(tensor, "elem", tensor)
-    return inner.untyped_storage()._cdata
+    """What aliases of one memory have in common in a functionalized trace while one of them lives."""
+    return graph_memory(tensor)._cdata

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from remat.transforms.closure import handed_on
 from remat.transforms.compat import functions_as_they_are, modes_active, unseen
 from remat.transforms.offload import Copy, to_device, to_host
 from remat.transforms.ops import memory_of
@@ -105,8 +106,8 @@ class Record:
 class Scan:
     """One run of a scan; its operands are `consts`, the tensors of the carry, `xs`, in this order.
 
-    A loop has a `proceed(consts, carry)` that says whether another step follows. The run of a rule (a
-    tangent, a pull-back, a batch) has the `spec` of the user's scan, with a step and a carry of its own.
+    A loop has a `proceed(consts, carry)` that says whether another step follows. Rules (tangent, pull-back,
+    batch) run a scan with the `spec` of the user's, and with a step and a carry of its own.
     """
 
     # Tensors without a derivative that the body captures are no operands: nobody is told of them.
@@ -239,6 +240,8 @@ def with_step_note(
     try:
         return scan.step(consts, carry, x)
     except Exception as error:
+        if (handed := handed_on(scan.spec.name, error)) is not None:
+            raise handed from error
         error.add_note(f"in step {k} of {scan.spec.name}")
         raise
 
