@@ -44,7 +44,7 @@ class ChainPlan:
     Example:
         >>> import torch
         >>> from remat.plan import plan_chain
-        >>> planned = plan_chain([torch.sin, torch.exp], torch.ones(64), peak="2KiB")
+        >>> planned = plan_chain([torch.sin, torch.exp], torch.ones(64, requires_grad=True), peak="2KiB")
         >>> planned(torch.zeros(64)).shape, planned.peak_bytes <= 2048
         (torch.Size([64]), True)
     """

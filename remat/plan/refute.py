@@ -38,8 +38,8 @@ def measured(
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if any(tensor.is_meta or is_fake(tensor) for tensor in tensors):
         raise RematError(
-            "measure=True runs the function, and its arguments have no data: leave it out, and name the "
-            'device that prices are to be of, as in pareto(fn, x, cost="roofline", device="h100").'
+            "measure=True runs the function, and its arguments have no data. Leave it out, and name the "
+            'device of the prices: pareto(fn, x, cost="roofline", device="h100").'
         )
     device = str(next((tensor.device for tensor in tensors), "cpu"))
     regions = [with_policy(fn, policy) for policy in policies]
