@@ -108,12 +108,13 @@ class Frontier:
 
     def __str__(self) -> str:
         head = f"{self.name}: {format_bytes(self.default_bytes)} kept without remat; cost in {self.unit}"
+        wide = max([24, *(len(p.planner) + 1 for p in self.points)])
         timed = any(p.seconds is not None for p in self.points)
-        rows = [f"{'planner':<24}{'kept':>12}{'share':>9}{'replay':>9}{'cost':>12}{'gap':>9}"]
+        rows = [f"{'planner':<{wide}}{'kept':>12}{'share':>9}{'replay':>9}{'cost':>12}{'gap':>9}"]
         rows[0] += f"{'ms':>10}  beaten by" if timed else ""
         for planner in dict.fromkeys(p.planner for p in self.points):
             rows += [
-                f"{p.planner:<24}{format_bytes(p.kept_bytes):>12}{p.share:>9.1%}{p.replay_share:>9.2%}"
+                f"{p.planner:<{wide}}{format_bytes(p.kept_bytes):>12}{p.share:>9.1%}{p.replay_share:>9.2%}"
                 f"{p.cost:>12.4g}{p.gap:>9.2%}" + (_measured(p) if timed else "")
                 for p in self.of(planner)
             ]
