@@ -25,6 +25,7 @@ import tyro
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.cases import NO_TIME, Case, Measured
+from benchmarks.plans import check
 from benchmarks.records import RESULTS, commit
 from benchmarks.suites import SUITES
 from remat.cli.commands.env import processor
@@ -43,8 +44,9 @@ PART = 9.3
 class Run:
     """Run a suite, or go on with one that was interrupted."""
 
-    suite: Literal["quick", "cpu", "h200", "rehearsal", "versions"] = "quick"
+    suite: Literal["quick", "cpu", "plans", "h200", "rehearsal", "versions"] = "quick"
     """quick: README's figures, ten minutes on 2 cores. cpu: everything a CPU can do, about an hour.
+    plans: budgets against ready policies; fails where a planned point is beaten.
     h200: published sizes on one GPU, in two parts of ten minutes. rehearsal: its cases in miniature on a CPU,
     for an --out of its own. versions: small cases for each --python."""
     out: Path = RESULTS
@@ -68,9 +70,9 @@ class Run:
 
             parts = [cases] if self.part or self.suite != "h200" else [halves(cases, part) for part in (1, 2)]
             return show(parts, limit if self.suite != "h200" else PART)
-        return execute(
-            cases, self.out / f"{self.suite}.csv", self.python or (sys.executable,), limit, self.fresh
-        )
+        path = self.out / f"{self.suite}.csv"
+        status = execute(cases, path, self.python or (sys.executable,), limit, self.fresh)
+        return check(path) or status if self.suite == "plans" else status
 
 
 def halves(cases: list[Case], part: int) -> list[Case]:

@@ -130,6 +130,25 @@ def cpu() -> list[Case]:
     return [replace(case, clock="process") for case in found]
 
 
+def plans() -> list[Case]:
+    """Budgets against policies that anyone can write, at two depths: what `benchmarks.plans` checks.
+
+    At a depth of 8 peaks are about kept values, at 2 often about one block.
+    """
+    peers = (*OURS, ALTERNATE, *PLANNED)
+    models = ("vit-l", "hf-llama", "llama3-8b", "moe", "gpt2-medium")
+    eager = [
+        panel(model, "backward", peers, 60.0 * depth, rounds=8, sizes=sizes(depth=depth))
+        for model in models
+        for depth in (2, 8)
+    ]
+    compiled = [
+        panel(model, "backward", peers, 300, rounds=8, sizes=sizes(depth=2), compiled=True)
+        for model in models[:3]
+    ]
+    return [replace(case, clock="process") for case in on_cpu(*eager, *compiled)]
+
+
 def h200() -> list[Case]:
     """Published sizes in bfloat16 on one GPU, what the targets are about first; two parts of ten minutes.
 
@@ -210,6 +229,7 @@ def versions() -> list[Case]:
 SUITES: dict[str, Callable[[], list[Case]]] = {
     "quick": quick,
     "cpu": cpu,
+    "plans": plans,
     "h200": h200,
     "rehearsal": rehearsal,
     "versions": versions,

@@ -167,6 +167,8 @@ def _wrap(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
     compile_call = call_planned if binds else call_region
 
     ordinary = not (keeps_everything or static or binds)
+    # Calls that look alike are bound to one and the same policy; what is made of it is made once.
+    latest = [(options.policy, region)]
 
     def eager(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         choose, stand = _forced.choose, _forced.stand
@@ -184,7 +186,11 @@ def _wrap(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
         if static:
             return _call_static(fn, options, args, kwargs)
         bound = bind(options.policy, fn, args, kwargs) if binds else options.policy
-        return run(region if bound is options.policy else options.region(fn, bound), args, kwargs)
+        of, made = latest[0]
+        if of is not bound:
+            made = options.region(fn, bound)
+            latest[0] = bound, made
+        return run(made, args, kwargs)
 
     # Dynamo looks into every cell, so this one closes over strings and functions alone.
     def rematerialized(*args: Any, **kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 from remat._core.devices import (
     DEVICES,  # name -> `Device`
     Device,  # what a device attains, and holds
+    processor,  # the processor's name
 )
 from remat._core.flops import (
     known_flops,  # FLOPs of `op(*args, **kwargs)`, or None for an op that nobody gave a formula for

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -37,3 +39,11 @@ DEVICES = {
     "mi300x": Device(700e12, 110e12, 4.2e12, 191 * _GIB, "MI300X-192", 300e9),
     "cpu": Device(100e9, 100e9, 20e9, 0, "CPU"),
 }
+
+
+def processor() -> str:
+    """The processor's name where the system tells it, otherwise its architecture."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.exists() else ""
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -68,7 +68,8 @@ class _State:
             if tensor.grad is not self.grad:
                 tensor.grad = self.grad
         self._restore_hooks()
-        if self.copy is not None and tensor._version != self.version:
+        # (Batch normalization writes its statistics and leaves the version as it was.)
+        if self.copy is not None and (tensor._version != self.version or _differ(self.data, self.copy)):
             _write_back(tensor, self.data, self.copy, self.version)
 
     def _restore_hooks(self) -> None:
@@ -115,6 +116,10 @@ class _Writes(TorchDispatchMode):
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
     return storage_key(tensor), tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    return is_strided(one) and not one.is_meta and not torch.equal(one, other)
 
 
 def _write_back(tensor: Tensor, alias: Tensor, before: Tensor, version: int) -> None:

@@ -30,6 +30,8 @@ from remat.transforms.tape import Tape
 _GRAPHS: BoundedCache[Hashable, Graph] = BoundedCache(256)
 # What calls turned out to run that were seen otherwise, or could not be looked at: the newest first.
 _LEARNED: BoundedCache[Hashable, tuple[Graph, ...]] = BoundedCache(256)
+# What is known of calls, and how it is followed: what a later call that looks alike needs not ask again.
+_KNOWN: BoundedCache[Hashable, Paths] = BoundedCache(256)
 # Calls that differ in numbers alone: how many in a row ran one graph, and which. A counter in a module must
 # not have every call looked at.
 _ALIKE: BoundedCache[Hashable, tuple[int, Graph]] = BoundedCache(256)
@@ -61,21 +63,23 @@ def remember(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 class Paths:
     """The graphs that are known of a call, the likeliest first; none where it cannot be looked at.
 
-    `held`: which of its tensors somebody else holds.
+    `held`: which of its tensors somebody else holds. `followed`: what policies have made of the graphs.
     """
 
-    __slots__ = ("graphs", "held", "key", "name")
+    __slots__ = ("followed", "graphs", "held", "key", "name")
 
     def __init__(
         self, name: str, key: Hashable | None, graphs: tuple[Graph, ...], held: tuple[bool, ...]
     ) -> None:
         self.name, self.key, self.graphs, self.held = name, key, graphs, held
+        self.followed: dict[Hashable, Any] = {}
 
     def learn(self, tape: Tape) -> None:
         """Remember what a call has run: it was none of these."""
         if self.key is None:
             return
         _ALIKE.pop(_rough(self.key), None)
+        _KNOWN.pop(self.key, None)
         if is_tracing():
             # Sizes may be symbols there. It is looked at anew in the next trace.
             _GRAPHS.pop(self.key, None)
@@ -101,27 +105,32 @@ def paths_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     """
     call = _Call(fn, args, kwargs)
     key, name = call.key, getattr(fn, "__name__", None) or type(fn).__name__
+    if key is not None and (known := _KNOWN.get(key)) is not None:
+        return known
     if key in _LEARNED and (known := _LEARNED.recall(key)) is not None:
         # Of calls that were looked at that is one path more.
         seen = _GRAPHS.recall(key)
         graphs = known if seen is None else (*known, seen)
     else:
         try:
-            found = call.graph_before()
+            seen = call.graph_before()
         except NotOnFakes as error:
             if in_transform() and is_hook_refusal(error):
                 # The engine tries again without its hooks.
                 raise
-            found = None
+            seen = None
             _warn_once(
                 name,
                 f"{error} For now the first call of each shape keeps nothing, and what it runs is planned "
                 "for the later ones.",
             )
-        graphs = () if found is None else (found,)
-        if found is None and key is not None:
+        graphs = () if seen is None else (seen,)
+        if seen is None and key is not None:
             _LEARNED[key] = ()
-    return Paths(name, key, graphs, call.held())
+    found = Paths(name, key, graphs, call.held())
+    if key is not None:
+        _KNOWN[key] = found
+    return found
 
 
 class _Call:

@@ -13,7 +13,7 @@ from remat._core import Decision, OpInfo, format_bytes
 from remat._region import with_policy
 from remat.plan.budget import check_peak
 from remat.plan.chain import Chain, Choice, Measure, Part, Stage, best_parts
-from remat.plan.followed import Following, carried_out
+from remat.plan.followed import Following
 from remat.plan.graph import CostModel, Graph, cost_model
 from remat.plan.looking import looking
 from remat.plan.plan import Plan
@@ -44,7 +44,7 @@ class ChainPlan:
     Example:
         >>> import torch
         >>> from remat.plan import plan_chain
-        >>> planned = plan_chain([torch.sin, torch.exp], torch.ones(64), peak="2KiB")
+        >>> planned = plan_chain([torch.sin, torch.exp], torch.ones(64, requires_grad=True), peak="2KiB")
         >>> planned(torch.zeros(64)).shape, planned.peak_bytes <= 2048
         (torch.Size([64]), True)
     """
@@ -135,9 +135,11 @@ def plan_chain(
     start = time.perf_counter()
     if not stages:
         raise RematError("plan_chain got no stages: write plan_chain([block1, block2], x, peak='20GiB').")
-    limit, model = check_peak(peak), cost_model(cost, device)
+    limit, model = check_peak(peak), cost_model(cost, device, compiled=compiled)
     with looking(stages, x, args):
         graphs = trace(stages, x, args)
+    if not any(graph.joint.gradients for graph in graphs[0]):
+        graphs[0][0].check_differentiated("this chain")
     task = Task(list(stages), graphs, model, compiled, accumulating)
     parts = best_parts(task.chain, limit)
     if parts is None:
@@ -229,7 +231,7 @@ class _GivenPlan(Numbered):
     plan: Plan
 
     def bind(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
-        return Following((self.plan,)) if is_tracing() else carried_out([self.plan])
+        return Following((self.plan,)) if is_tracing() else self.plan.followed()
 
     def __call__(self, info: OpInfo) -> Decision:
         return self.plan(info)

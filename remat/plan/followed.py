@@ -11,7 +11,7 @@ import torch
 
 from remat._core import Decision, OpInfo
 from remat.policies import Policy
-from remat.transforms import RematError, traits
+from remat.transforms import Key, RematError, traits
 from remat.transforms.compat import in_transform
 from remat.transforms.joint import OPTIONAL
 from remat.transforms.tape import Tape
@@ -85,9 +85,14 @@ class Following(Policy):
         return Walk(self.plans[0] if self.plans else None)
 
     @property
-    def key(self) -> Hashable:  # type: ignore[override]
-        # Made anew for every call; a plan is not.
-        return type(self), *[plan.key for plan in self.plans]
+    def asks_again(self) -> bool:  # type: ignore[override]
+        # What nothing is known of is to be told of; another function's trace would tell nobody.
+        return self.learn is not None and not self.plans
+
+    @functools.cached_property
+    def key(self) -> Hashable:
+        """What those of the same plans have in common, whatever each learns."""
+        return Key(type(self), *[plan.key for plan in self.plans])
 
     def fresh(self) -> Policy:
         return type(self)(self.plans, self.learn)
@@ -119,8 +124,9 @@ class Bound(Following):
         walk = self.walk
         if walk.plan is None:
             return False
-        # A plan that the user chose may have been made for other sizes.
-        walk.met.append((name, info.bytes if self.learn is not None else 0))
+        # A plan that the user chose may have been made for other sizes, and a compiler may leave sizes open.
+        known = self.learn is not None and type(info.bytes) is int
+        walk.met.append((name, info.bytes if known else 0))
         if not walk.follow(*walk.met[-1]) and not any(map(walk.turn, self.plans)):
             if self.learn is None:
                 plan = self.plans[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -40,13 +40,16 @@ def call_key(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     while isinstance(fn, functools.partial):
         # Model libraries make a new one at every call, of the same layer.
         fn, args, kwargs = fn.func, (*fn.args, *args), fn.keywords | kwargs
-    leaves, spec = flatten((args, kwargs))
+    if not kwargs and all([isinstance(a, torch.Tensor) for a in args]):
+        leaves, spec = args, len(args)
+    else:
+        leaves, tree = flatten((args, kwargs))
+        spec = str(tree)
     look = _Look()
     try:
         look.at(fn)
-        for leaf in leaves:
-            look.at(leaf)
-        return Key(*look.found, str(spec), *_modes())
+        look.each(leaves)
+        return Key(*look.found, spec, *_modes())
     except (Unkeyable, TypeError, RecursionError):
         # TypeError: symbolic sizes and the like have no hash.
         return None
@@ -126,15 +129,32 @@ class _Look:
         else:
             self._object(value)
 
+    def each(self, values: Iterable[Any]) -> None:
+        """Write down several things: what most of them are without a further call, as this runs at every
+        call of a region."""
+        found, seen = self.found, self.seen
+        for value in values:
+            kind = type(value)
+            if kind in _PLAIN:
+                found += (kind, value)
+            elif (kind is torch.Tensor or kind is torch.nn.Parameter) and (number := id(value)) not in seen:
+                seen[number] = len(seen)
+                stride = value.stride() if value.layout is torch.strided else None
+                found += (kind, value.shape, stride, value.dtype, value.device, value.requires_grad)
+                found.append(value.is_leaf)
+            else:
+                self.at(value)
+
     def _tensor(self, tensor: torch.Tensor, kind: type) -> None:
         if is_lazy(tensor):
             self.found.append(kind)
             return
-        held = kind is torch.nn.Parameter or isinstance(tensor, torch.nn.Parameter) or tensor.is_leaf
+        held = isinstance(tensor, torch.nn.Parameter) or tensor.is_leaf
         stride = tensor.stride() if tensor.layout is torch.strided else None
-        name = "Tensor" if is_fake(tensor) and kind is not torch.nn.Parameter else kind.__qualname__
-        self.found += (name, tensor.shape, stride, tensor.dtype, tensor.device)
-        self.found += (tensor.requires_grad, held)
+        # As `each` writes them.
+        kind = torch.Tensor if is_fake(tensor) and kind is not torch.nn.Parameter else kind
+        self.found += (kind, tensor.shape, stride, tensor.dtype, tensor.device, tensor.requires_grad)
+        self.found.append(held)
 
     def _container(self, value: Any) -> None:
         self.found += (type(value).__qualname__, len(value))
@@ -144,11 +164,9 @@ class _Look:
             # In no order that would be the same for an equal one.
             self.found.append(frozenset(map(_of, value)))
         else:
-            for part in value:
-                self.at(part)
+            self.each(value)
             if isinstance(value, dict):
-                for part in value.values():
-                    self.at(part)
+                self.each(value.values())
 
     def _function(self, fn: types.FunctionType) -> None:
         code = fn.__code__
@@ -185,17 +203,27 @@ class _Look:
         else:
             found.append(Identity(module) if not found else id(module))
         found += (type(module).__qualname__, held["training"], *parameters, *buffers, *children)
-        for name in _HOOKS:
-            if held[name]:
+        hooked = held["_forward_hooks"] or held["_forward_pre_hooks"]
+        if hooked or held["_backward_hooks"] or held["_backward_pre_hooks"]:
+            for name in _HOOKS:
                 # Their numbers are never given twice.
                 found += (name, *held[name])
-        if len(held) > len(_USUAL):
-            for name, value in held.items():
-                if name not in _SKIPPED:
-                    found.append(name)
-                    self._loosely(value)
-        for table in (parameters, buffers, children):
-            for value in table.values():
+        # This runs at every call of a region: what most modules have is read without a further call.
+        for name in held.keys() - _SKIPPED if len(held) > len(_USUAL) else ():
+            if (kind := type(value := held[name])) in _PLAIN:
+                found += (name, kind, value)
+            else:
+                found.append(name)
+                self._loosely(value)
+        self.each(parameters.values())
+        if buffers:
+            self.each(buffers.values())
+        seen = self.seen
+        for value in children.values() if children else ():
+            if value is not None and "_parameters" in value.__dict__ and id(value) not in seen:
+                seen[id(value)] = len(seen)
+                self._module(value)
+            else:
                 self.at(value)
 
     def _object(self, value: Any) -> None:

@@ -218,6 +218,8 @@ def plan_model(
             "plan_model found no region to plan: wrap the blocks of the model as "
             "remat(block, policy=checkpoint_policy(budget=0.5)); their budgets give way to the common one."
         )
+    if not any(graph.joint.gradients for _, graph in graphs):
+        graphs[0][1].check_differentiated(graphs[0][0])
     if (budget is None) == (peak is None):
         raise RematError(
             'plan_model takes budget=... or peak=..., one of them: write budget=0.4 or peak="20GiB".'

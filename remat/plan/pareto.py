@@ -4,35 +4,24 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from remat._core import Decision, OpInfo, TensorMeta, format_bytes, joined_keywords, keywords_apart
+from remat._core import format_bytes, joined_keywords, keywords_apart
+from remat._region import name_of_region
 from remat.plan.graph import CostModel, Graph, cost_model
 from remat.plan.looking import looking
-from remat.plan.solve import INF, Problem, Solution, bound, complete, hull, solve
+from remat.plan.plan import Plan
+from remat.plan.ready import READY, ready
+from remat.plan.refute import beaten_by, measured
+from remat.plan.solve import Problem, Solution, bound, complete, hull, solve
 from remat.plan.torch_plans import SOLVERS, torch_plan
-from remat.policies import (
-    Policy,
-    check_verdict,
-    save_attention,
-    save_everything,
-    save_matmuls,
-    save_nothing,
-    save_unbatched_matmuls,
-)
-from remat.transforms import RematError, map_only
-from remat.transforms.joint import Joint, Op, record
-
-PRESETS: dict[str, Policy] = {
-    "save_nothing": save_nothing,
-    "save_attention": save_attention,
-    "save_matmuls": save_matmuls,
-    "save_unbatched_matmuls": save_unbatched_matmuls,
-    "save_everything": save_everything,
-}
+from remat.policies import Policy
+from remat.transforms import RematError
+from remat.transforms.joint import record
 
 
 @dataclass(frozen=True)
@@ -48,6 +37,8 @@ class Point:
         replay_share: those as a share of forward and backward.
         cost: modelled price.
         gap: proven distance from the optimum at these bytes; for others than "remat", from the bound.
+        seconds: of a forward and backward under it, where `measure=True`; None where it was not run.
+        refuted: which planner took 2 % less time with no more bytes kept; empty where none did.
     """
 
     planner: str
@@ -58,6 +49,8 @@ class Point:
     replay_share: float
     cost: float
     gap: float
+    seconds: float | None = None
+    refuted: str = ""
 
 
 @dataclass(frozen=True)
@@ -115,13 +108,21 @@ class Frontier:
 
     def __str__(self) -> str:
         head = f"{self.name}: {format_bytes(self.default_bytes)} kept without remat; cost in {self.unit}"
-        rows = [f"{'planner':<24}{'kept':>12}{'share':>9}{'replay':>9}{'cost':>12}{'gap':>9}"]
+        wide = max([24, *(len(p.planner) + 1 for p in self.points)])
+        timed = any(p.seconds is not None for p in self.points)
+        rows = [f"{'planner':<{wide}}{'kept':>12}{'share':>9}{'replay':>9}{'cost':>12}{'gap':>9}"]
+        rows[0] += f"{'ms':>10}  beaten by" if timed else ""
         for planner in dict.fromkeys(p.planner for p in self.points):
             rows += [
-                f"{p.planner:<24}{format_bytes(p.kept_bytes):>12}{p.share:>9.1%}{p.replay_share:>9.2%}{p.cost:>12.4g}{p.gap:>9.2%}"
+                f"{p.planner:<{wide}}{format_bytes(p.kept_bytes):>12}{p.share:>9.1%}{p.replay_share:>9.2%}"
+                f"{p.cost:>12.4g}{p.gap:>9.2%}" + (_measured(p) if timed else "")
                 for p in self.of(planner)
             ]
         return "\n".join([head, *rows])
+
+
+def _measured(point: Point) -> str:
+    return "" if point.seconds is None else f"{1e3 * point.seconds:>10.2f}  {point.refuted}".rstrip()
 
 
 @keywords_apart
@@ -133,22 +134,27 @@ def pareto(
     device: Any = None,
     points: int = 10,
     torch_solvers: tuple[str, ...] = SOLVERS,
+    measure: bool | int = False,
     kwargs: Mapping[str, Any] | None = None,
     **keywords: Any,
 ) -> Frontier:
     """Plans of a region over all budgets, with the lower bound, the built-in policies, and torch's own plans.
 
     Args:
-        fn: the region; traced on fake tensors, nothing is computed.
+        fn: the region; traced on fake tensors, nothing is computed without `measure`.
         args, keywords: its arguments.
         cost, device: as for `BudgetPolicy`.
         points: number of budgets, evenly spaced from the least bytes to those kept without remat.
         torch_solvers: which of torch's solvers to ask; torch plans functional graphs only.
+        measure: run forward and backward under every plan and every built-in policy, in turns, and mark the
+            points that another one refutes. An int is the number of turns; True means 10. The function's
+            state and gradients are put back.
         kwargs: keywords of `fn` that are named like options here: `kwargs={"device": "cpu"}`. An option
             that `fn` also takes is refused where there is no `kwargs`, as it may be meant for either.
 
     Raises:
-        RematError: the function cannot be traced without data.
+        RematError: the function cannot be traced without data, or is to be measured without; nothing in it is
+            differentiated.
 
     Example:
         >>> import torch
@@ -160,6 +166,8 @@ def pareto(
     model, given = cost_model(cost, device), joined_keywords(keywords, kwargs)
     with looking(fn, args, given):
         graph = Graph(record(fn, args, given))
+    name = name_of_region(fn)
+    graph.check_differentiated(name)
     problem = graph.problem(model)
     corners = hull(problem)
     if not corners:
@@ -168,20 +176,19 @@ def pareto(
         )
     chart = _Chart(graph, problem, corners)
     low, high = corners[0].bytes, max(graph.kept_by_default, corners[0].bytes)
-    for k in range(points):
-        budget = low + (high - low) * k // max(points - 1, 1)
-        solved = solve(problem, budget)
-        chart.add("remat", solved.solution, budget / max(high, 1), solved.gap)
+    shares = [k / max(points - 1, 1) for k in range(points)]
+    for budget in (low + int((high - low) * share) for share in shares):
+        solved = solve(problem, budget, candidates=ready(graph, problem))
+        plan = Plan.of(graph, problem, solved, region=name, budget=budget, unit=model.unit)
+        chart.add("remat", solved.solution, budget / max(high, 1), solved.gap, plan)
     for corner in corners:
         chart.add("bound", corner, None, 0.0)
-    for name, policy in PRESETS.items():
-        chart.add(name, complete(problem, saved_by(policy, graph, problem)), None)
-    for solver in torch_solvers if not any(op.mutates for op in graph.joint.ops) else ():
-        for share in (k / max(points - 1, 1) for k in range(points)):
-            plan = torch_plan(graph.joint, share, solver)
-            bases = {graph.joint.family[graph.joint.values[v].storage][0] for v in plan.values}
-            chart.add(f"torch {solver}", complete(problem, graph.places(bases)), share)
-    name = getattr(fn, "__name__", None) or type(fn).__name__
+    for policy, saved in ready(graph, problem):
+        chart.add(policy, complete(problem, saved), None, policy=READY[policy])
+    if not any(op.mutates for op in graph.joint.ops):
+        chart.add_torch(torch_solvers, shares)
+    if measure:
+        chart.measure(fn, args, given, 10 if measure is True else int(measure))
     return Frontier(name, model.unit, graph.kept_by_default, tuple(chart.points))
 
 
@@ -191,9 +198,16 @@ class _Chart:
     def __init__(self, graph: Graph, problem: Problem, corners: list[Solution]) -> None:
         self.graph, self.problem, self.corners = graph, problem, corners
         self.points: list[Point] = []
+        # What carries a point out, by its place; the bound is nothing that runs, torch's plans run compiled.
+        self.policies: dict[int, Policy] = {}
 
     def add(
-        self, planner: str, solution: Solution | None, budget: float | None, gap: float | None = None
+        self,
+        planner: str,
+        solution: Solution | None,
+        budget: float | None,
+        gap: float | None = None,
+        policy: Policy | None = None,
     ) -> None:
         if solution is None:
             return
@@ -203,29 +217,25 @@ class _Chart:
             gap = max(0.0, (solution.cost - floor) / solution.cost) if solution.cost else 0.0
         share = solution.bytes / max(self.graph.kept_by_default, 1)
         replay = flops / self.graph.step_flops if self.graph.step_flops else 0.0
+        if policy is not None:
+            self.policies[len(self.points)] = policy
         self.points.append(Point(planner, budget, solution.bytes, share, flops, replay, solution.cost, gap))
 
+    def add_torch(self, solvers: Sequence[str], shares: Sequence[float]) -> None:
+        """The plans of torch's solvers."""
+        joint = self.graph.joint
+        for solver, share in itertools.product(solvers, shares):
+            plan = torch_plan(joint, share, solver)
+            bases = {joint.family[joint.values[v].storage][0] for v in plan.values}
+            self.add(f"torch {solver}", complete(self.problem, self.graph.places(bases)), share)
 
-def saved_by(policy: Policy, graph: Graph, problem: Problem) -> set[int]:
-    """The values of `graph.problem(...)` that a policy saves; inputs are always there to be kept."""
-    inputs = {v for v in range(len(graph.ops), len(problem.size)) if problem.size[v] < INF}
-    chosen = set()
-    for position, op in enumerate(graph.ops):
-        info = op_info(graph.joint, op, position)
-        verdict = policy.decide_by_op(op.target) or check_verdict(policy, info, policy(info))
-        if verdict is not Decision.RECOMPUTE and problem.size[position] < INF:
-            chosen.add(position)
-    return chosen | inputs
-
-
-def op_info(joint: Joint, op: Op, position: int) -> OpInfo:
-    """What the engine would show a policy of this op (the user's call is not known here)."""
-
-    from remat.transforms.joint import Ref
-
-    def meta(number: int) -> TensorMeta:
-        value = joint.values[number]
-        return TensorMeta(value.shape, value.dtype, value.device, value.stride)
-
-    args, kwargs = map_only(Ref, lambda r: meta(r.id), (op.args, op.kwargs))
-    return OpInfo(op.target, args, kwargs, tuple(meta(o) for o in op.outputs), index=position)
+    def measure(self, fn: Callable[..., Any], args: Any, kwargs: Any, rounds: int) -> None:
+        """Run what can be run, plans of the same verdicts once, and mark what others refute."""
+        distinct = {policy.key: policy for policy in self.policies.values()}
+        times = measured(fn, args, kwargs, [*distinct.values()], rounds)
+        of = dict(zip(distinct, times, strict=True))
+        found = {at: (self.points[at], of[policy.key]) for at, policy in self.policies.items()}
+        rivals = [(point.planner, point.kept_bytes, seconds) for point, seconds in found.values()]
+        for at, (point, seconds) in found.items():
+            beaten = beaten_by(point.kept_bytes, seconds, rivals)
+            self.points[at] = replace(point, seconds=seconds, refuted=beaten)

@@ -17,6 +17,7 @@ from remat.plan.sent import carried
 from remat.plan.solve import Problem, Solved
 from remat.policies import Policy
 from remat.transforms import Key, RematError
+from remat.transforms.compat import in_transform
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,18 @@ class Plan(Policy):
         names = graph_of(fn, args, kwargs).names
         if names != self.ops:
             self.check(names)
-        return carried([self])
+        return self.followed()
+
+    def followed(self) -> Policy:
+        """The policy that carries it out where this call is, the same for every call."""
+        inside = in_transform()
+        if inside not in self._followed:
+            self._followed[inside] = carried([self])
+        return self._followed[inside]
+
+    @cached_property
+    def _followed(self) -> dict[bool, Policy]:
+        return {}
 
     def to_json(self) -> str:
         """The plan as JSON text; without the user's file names."""

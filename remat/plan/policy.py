@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from remat._core import Decision, OpInfo
+from remat._region import name_of_region
 from remat.plan.budget import check_budget, check_peak, resolve
 from remat.plan.cache import graph_of, paths_of
 from remat.plan.chain import frontier
@@ -14,13 +15,14 @@ from remat.plan.graph import CostModel, Graph, cost_model
 from remat.plan.model import meet
 from remat.plan.peak import OutOfReach, highest_within, profile, step_peak
 from remat.plan.plan import Plan
+from remat.plan.ready import ready
 from remat.plan.sent import carried
 from remat.plan.solve import INF, Problem, Solution, Solved, bound, complete, hull, least, solve
 from remat.plan.torch_plans import candidates
 from remat.policies import Numbered, Policy, save_everything
 from remat.transforms import RematError
 from remat.transforms.closure import as_operands
-from remat.transforms.compat import is_tracing
+from remat.transforms.compat import in_transform, is_tracing
 from remat.transforms.joint import planned_for
 
 # Torch's planner takes seconds to import and to run: not asked where it could not do better than this.
@@ -37,7 +39,8 @@ class BudgetPolicy(Numbered):
     Attributes:
         budget: a share of what no remat would keep (float), bytes (int), or "free".
         cost: the cost model, or its name.
-        device: what `cost="roofline"` or "measured" is meant for; None means this machine's accelerator.
+        device: what `cost="roofline"` or "measured" is meant for; None means the device of the region's
+            tensors, and an h100 where these have no data.
         time_limit: seconds for the exact solver; the plan's gap says what was proven by then.
         peak: the most bytes that may be live at once in the region's forward and backward, by simulation. It
             is a limit beside the budget, and None means no limit. It helps in compiled code. In eager a
@@ -79,13 +82,16 @@ class BudgetPolicy(Numbered):
         """The plan for the region `fn(*args, **kwargs)`.
 
         Raises:
-            RematError: the function cannot be traced without data, or the budget is out of reach.
+            RematError: the function cannot be traced without data, nothing in it is differentiated, or the
+                budget is out of reach.
         """
         with planned_for(self.device):
-            return self._plan(graph_of(fn, args, kwargs), fn)
+            graph = graph_of(fn, args, kwargs)
+            graph.check_differentiated(name_of_region(fn))
+            return self._plan(graph, fn)
 
     def _plan(self, graph: Graph, fn: Callable[..., Any]) -> Plan:
-        compiled = self.peak is not None and is_tracing()
+        compiled = is_tracing()
         name = getattr(fn, "__name__", None) or type(fn).__name__
         return graph.solved.made(
             ("plan", self, compiled), lambda: plan_graph(graph, self, name, compiled=compiled)
@@ -96,10 +102,15 @@ class BudgetPolicy(Numbered):
         args, kwargs = as_operands((args, kwargs))
         planned, plan = meet(fn, args, kwargs)
         if planned:
-            return save_everything if plan is None else carried([plan])
+            return save_everything if plan is None else plan.followed()
         with planned_for(self.device):
             paths = paths_of(fn, args, kwargs)
-        return carried([self._plan(graph, fn) for graph in paths.graphs], paths.learn)
+            how = self.key, is_tracing(), in_transform()
+            found = paths.followed.get(how)
+            if found is None:
+                plans = [self._plan(graph, fn) for graph in paths.graphs]
+                found = paths.followed[how] = carried(plans, paths.learn)
+        return found
 
     def __call__(self, info: OpInfo) -> Decision:
         raise RematError(
@@ -109,8 +120,8 @@ class BudgetPolicy(Numbered):
 
 
 def plan_graph(graph: Graph, policy: BudgetPolicy, region: str, *, compiled: bool = False) -> Plan:
-    """Solve one graph under a policy's budget and prices; for a peak, that of a compiled backward or not."""
-    model = cost_model(policy.cost, policy.device)
+    """Solve one graph under a policy's budget, with the prices and the peak of a compiled step or not."""
+    model = cost_model(policy.cost, policy.device, compiled=compiled)
     problem = graph.problem(model, keep_heavy=policy.budget == "free")
     budget = resolve(policy.budget, graph, problem)
 
@@ -145,14 +156,17 @@ def plan_graph(graph: Graph, policy: BudgetPolicy, region: str, *, compiled: boo
 def _rivals(
     graph: Graph, policy: BudgetPolicy, problem: Problem, compiled: bool
 ) -> list[tuple[int, str, Solution]]:
-    """Plans that the search by bytes may miss, with their peaks: mixtures, and torch's own. Once a graph."""
+    """Plans that the search by bytes may miss, with their peaks: mixtures, ready policies', torch's own.
+
+    Once a graph.
+    """
 
     def found() -> list[tuple[int, str, Solution]]:
         tried = [("mixture", solution) for solution in frontier(problem)]
+        others = [*ready(graph, problem)]
         for share in _SHARES:
-            for name, saved in candidates(graph, int(share * graph.kept_by_default), shares=(1.0,)):
-                solution = complete(problem, saved)
-                tried += [(name, solution)] if solution is not None else []
+            others += candidates(graph, int(share * graph.kept_by_default), shares=(1.0,))
+        tried += [(name, s) for name, saved in others if (s := complete(problem, saved)) is not None]
         distinct = {solution.saved: (name, solution) for name, solution in reversed(tried)}
         return [
             (step_peak([profile(graph, solution, compiled=compiled)]), name, solution)
@@ -163,8 +177,8 @@ def _rivals(
 
 
 def _solved(graph: Graph, problem: Problem, budget: int, time_limit: float) -> Solved:
-    """Our best plan; where it is not proven to be within a thousandth, torch's plans compete too."""
-    solved = solve(problem, budget, time_limit=time_limit)
+    """Our best plan, none of a ready policy being better; where it is not proven, torch's compete too."""
+    solved = solve(problem, budget, time_limit=time_limit, candidates=ready(graph, problem))
     if solved.gap <= _PROVEN:
         return solved
     again = solve(problem, budget, exact=False, candidates=candidates(graph, budget))

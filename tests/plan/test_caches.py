@@ -35,7 +35,7 @@ def traced(monkeypatch):
     found = []
     record = cache.record
     monkeypatch.setattr(cache, "record", lambda fn, *rest: found.append(fn) or record(fn, *rest))
-    cache._GRAPHS.clear(), cache._LEARNED.clear(), cache._ALIKE.clear()
+    cache._GRAPHS.clear(), cache._LEARNED.clear(), cache._ALIKE.clear(), cache._KNOWN.clear()
     return found
 
 
@@ -300,7 +300,8 @@ def test_a_plan_is_hashed_once():
     assert isinstance(plan.key, Key) and hash(plan) == hash(plan.key)
     bound = plan.bind(model(), (X,), {})
     again = plan.bind(model(), (X,), {})
-    assert bound is not again and bound.key == again.key and bound.key != plan.key
+    assert bound is again and bound.fresh() is not bound
+    assert bound.fresh().key == bound.key and bound.key != plan.key
 
 
 def test_who_is_asked_again():

@@ -26,7 +26,7 @@ BUDGET = checkpoint_policy(budget=0.5)
 
 @pytest.fixture(autouse=True)
 def clean():
-    for table in (cache._GRAPHS, cache._LEARNED, cache._ALIKE, cache._warned):
+    for table in (cache._GRAPHS, cache._LEARNED, cache._ALIKE, cache._KNOWN, cache._warned):
         table.clear()
 
 
@@ -335,3 +335,18 @@ def test_under_torch_func_a_function_that_needs_data_recomputes(fn):
     for _ in range(2):
         found = torch.func.grad(lambda x: remat(fn, policy=BUDGET)(x).sum())(X)
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be planned")
+def test_layers_of_one_code_that_cannot_be_looked_at_each_learn_their_plan():
+    """The second layer's first call is no repetition of the first one's, though their ops are the same."""
+
+    def layer(linear):
+        return lambda x: torch.sin(torch.tanh(linear(x)) * x.mean().item()).exp()
+
+    layers = [layer(torch.nn.Linear(4, 4).double()) for _ in range(3)]
+    for fn in layers:
+        remat(fn, policy=BUDGET)(X).sum()
+    for fn in layers:
+        (plan,) = BUDGET.bind(fn, (X,), {}).plans  # pyright: ignore[reportAttributeAccessIssue]
+        assert plan.saved

@@ -200,7 +200,9 @@ def test_env_says_what_the_machine_can_do(capsys: pytest.CaptureFixture[str]) ->
     facts = json.loads(capsys.readouterr().out)
     assert facts["torch"] == torch.__version__ and set(facts["extras"]) == {"cli", "plan", "hf", "bench"}
     assert Env()() == 0
-    assert machine()["hardware"] in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert machine()["hardware"] in out and "matmul 3e+05" in out and "0 us a call" in out
+    assert facts["speeds"]["matmul"] == 300e12
 
 
 def test_rows_are_policies_as_one_writes_them() -> None:

@@ -19,6 +19,7 @@ from remat.transforms.compat.ambient import (
 )
 from remat.transforms.compat.aot import (
     above_all,  # let autograd and functorch work in the kernel of an op
+    at_hand,  # a number; of a symbol the one that it has in the example
     backend,  # the compiler that torch.compile knows as `name`
     bypassing_wrapper,  # the operator by which Dynamo leaves to us what is done with a traced function
     compiled_bare,  # `graph` compiled by a backend, without what keeps Dynamo from looking inside

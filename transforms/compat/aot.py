@@ -108,6 +108,14 @@ def example_of(size: Any) -> int:
     return size if isinstance(size, int) else int(size.node.hint)
 
 
+def at_hand(number: Any) -> Any:
+    """A number; of a symbol the one that it has in the example, if it has any. It guards nothing."""
+    if isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        hint = number.node.hint
+        return number if hint is None else hint
+    return number
+
+
 def compiled_for_graphs(
     fn: Callable[..., Any],
     joint: Callable[[torch.fx.GraphModule], None],

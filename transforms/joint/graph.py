@@ -15,6 +15,7 @@ import torch
 from remat.transforms.closure import trial
 from remat.transforms.compat import (
     TorchDispatchMode,
+    at_hand,
     autocasting,
     fake_mode,
     is_fake,
@@ -33,6 +34,11 @@ from remat.transforms.ops import is_cast_of_leaf, traits
 from remat.transforms.pytree import flatten, map_leaves, tree_leaves, unflatten
 from remat.transforms.region import planning
 from remat.transforms.sharded import local_tensors, wraps
+
+
+def sizes_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """A tensor's shape in numbers: of a size that a compiler leaves open, the one at hand."""
+    return tuple(map(at_hand, tensor.shape))
 
 
 class JointRecorder(TorchDispatchMode):
@@ -66,15 +72,13 @@ class JointRecorder(TorchDispatchMode):
         key = storage_key(tensor) if tensor.layout == torch.strided else -id(tensor)
         if key not in self._storage:
             self._storage[key] = len(self.storages)
-            dense = tensor.numel() * tensor.dtype.itemsize
+            dense = at_hand(tensor.numel()) * tensor.dtype.itemsize
             # An input that is a slice does not own its base; what an op allocates is kept whole.
             owned = origin == "op" and key >= 0
-            self.storages.append(tensor.untyped_storage().nbytes() if owned else dense)
-        stride = tuple(tensor.stride()) if tensor.layout == torch.strided else ()
+            self.storages.append(at_hand(tensor.untyped_storage().nbytes()) if owned else dense)
+        stride = tuple(map(at_hand, tensor.stride())) if tensor.layout == torch.strided else ()
         self.values.append(
-            Value(
-                tuple(tensor.shape), tensor.dtype, tensor.device, stride, self._storage[key], producer, origin
-            )
+            Value(sizes_of(tensor), tensor.dtype, tensor.device, stride, self._storage[key], producer, origin)
         )
         self._number[id(tensor)] = len(self.values) - 1
         self._alive.append(tensor)
@@ -106,7 +110,7 @@ class JointRecorder(TorchDispatchMode):
                 value = self.values[candidate]
                 if (
                     value.storage == storage
-                    and value.shape == tuple(tensor.shape)
+                    and value.shape == sizes_of(tensor)
                     and value.dtype == tensor.dtype
                 ):
                     return self.same(tensor, candidate)

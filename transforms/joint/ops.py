@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from remat.transforms.compat import at_hand
 from remat.transforms.ops import Decisions, metas, span, traits
 from remat.transforms.placeholders import Meta
 from remat.transforms.pytree import map_leaves
@@ -65,7 +66,8 @@ _CONSTANT += (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 def noted(leaf: Any) -> Any:
-    """What stands for an argument that is no tensor."""
+    """What stands for an argument that is no tensor: of a symbol the number at hand."""
+    leaf = at_hand(leaf)
     return leaf if isinstance(leaf, _CONSTANT) else Other(type(leaf).__qualname__)
 
 

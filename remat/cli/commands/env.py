@@ -1,4 +1,4 @@
-"""`python -m remat env`: what this machine can do."""
+"""`python -m remat env`: what this machine can do, and how fast."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ import platform
 import shutil
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from remat._core import processor
+from remat.plan import speeds_of
+
+# Speeds that are bytes a second; the others are FLOPs a second.
+BYTES = ("copy", "clone", "math", "norm", "random")
 # Extra -> the packages that it brings.
 EXTRAS = {
     "cli": ("rich", "tyro", "matplotlib", "einops"),
@@ -25,13 +29,17 @@ EXTRAS = {
 
 @dataclass
 class Env:
-    """Say what this machine can do: versions, devices, extras, whether torch.compile has a compiler."""
+    """Say what this machine can do: versions, devices, extras, whether torch.compile has a compiler.
+
+    The speeds that plans count with are probed if they are not known yet, which takes a second.
+    """
 
     json: bool = False
     """Print one JSON object."""
 
     def __call__(self) -> int:
-        facts = machine() | {"compile": compiler(), "extras": {name: extra(name) for name in EXTRAS}}
+        facts = machine() | {"compile": compiler(), "speeds": speeds()}
+        facts |= {"extras": {name: extra(name) for name in EXTRAS}}
         print(json.dumps(facts, indent=2) if self.json else "\n".join(lines(facts)))
         return 0
 
@@ -56,14 +64,6 @@ def accelerator() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def processor() -> str:
-    """The processor's name where the system tells it, otherwise its architecture."""
-    info = Path("/proc/cpuinfo")
-    text = info.read_text() if info.exists() else ""
-    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def version(package: str) -> str | None:
     """The installed version of a package, None where it is missing."""
     try:
@@ -83,11 +83,27 @@ def compiler() -> str | None:
     return next((found for name in names if name and (found := shutil.which(name))), None)
 
 
+def speeds() -> dict[str, float]:
+    """What plans count with on this machine's device: seconds of a call, FLOP/s and bytes/s in float32."""
+    found = speeds_of(accelerator())
+    return {"call": found.call()} | found.attained(torch.float32)
+
+
 def lines(facts: dict[str, Any]) -> list[str]:
     """The facts as text, a line each."""
-    plain = [f"{key:<12} {value}" for key, value in facts.items() if key not in ("extras", "compile")]
+    apart = ("extras", "compile", "speeds")
+    plain = [f"{key:<12} {value}" for key, value in facts.items() if key not in apart]
     compiles = facts["compile"] or "no C++ compiler found: torch.compile runs with backend='aot_eager' only"
-    return [*plain, f"{'compile':<12} {compiles}", *extras(facts["extras"])]
+    return [*plain, f"{'compile':<12} {compiles}", *spelled(facts["speeds"]), *extras(facts["extras"])]
+
+
+def spelled(speeds: dict[str, float]) -> list[str]:
+    """The speeds as two lines of text."""
+    rates = {kind: f"{kind} {rate / 1e9:,.3g}" for kind, rate in speeds.items() if kind != "call"}
+    heavy = ", ".join(text for kind, text in rates.items() if kind not in BYTES)
+    light = ", ".join(rates[kind] for kind in BYTES)
+    call = f"{speeds['call'] * 1e6:.2g} us a call"
+    return [f"{'speeds':<12} float32, {heavy} GFLOP/s", f"{'':<12} {light} GB/s; {call}"]
 
 
 def extras(found: dict[str, dict[str, str | None]]) -> list[str]:

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from remat.plan.graph.costs import CostModel, flops_of, is_heavy
+from remat.plan.graph.costs import CostModel
+from remat.plan.graph.flops import flops_of, is_heavy
 from remat.plan.graph.traffic import is_view
 from remat.plan.solve import INF, Problem
-from remat.transforms import BoundedCache, draws, traits
+from remat.transforms import BoundedCache, RematError, draws, traits
 from remat.transforms.joint import Joint, Op
 
 
@@ -60,6 +61,19 @@ class Graph:
             (op.name, repr((op.args, op.kwargs)), op.reads, op.outputs, op.forward) for op in joint.ops
         )
         return ops, joint.values, joint.storages, joint.saved, joint.gradients, joint.differentiated
+
+    def check_differentiated(self, name: str) -> None:
+        """Raise where there is no backward to keep anything for.
+
+        Raises:
+            RematError: says what to write.
+        """
+        if not self.joint.gradients:
+            raise RematError(
+                f"There is nothing to plan: no gradient flows through {name}. None of its arguments, "
+                "parameters and captured tensors requires grad, or no result depends on one that does. Write "
+                "x.requires_grad_() for what is differentiated, and plan outside of torch.inference_mode()."
+            )
 
     @cached_property
     def flops(self) -> tuple[float, ...]:

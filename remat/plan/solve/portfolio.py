@@ -69,20 +69,20 @@ def solve(
     everything = keep_all(problem)
     if everything is not None and everything.bytes <= budget:
         found.append(("no recomputation", everything))
-    found += [
+    rivals = [
         (name, s) for name, saved in candidates if (s := complete(problem, saved)) and s.bytes <= budget
     ]
     floor = 0.0
     if not found or found[0][1].cost > 0:
         smaller = contract(problem)
         search = _Search(smaller.problem, budget, start, time_limit, gap)
-        ceiling = min((s.cost for _, s in found), default=INF)
+        ceiling = min((s.cost for _, s in (*found, *rivals)), default=INF)
         for name, solution in search.run(exact, ceiling):
             whole = complete(problem, smaller.original(solution.saved))
             assert whole is not None
             found.append((name, whole))
         floor = search.floor
-    name, best = min(found, key=lambda pair: (pair[1].cost, pair[1].bytes))
+    name, best = min([*found, *rivals], key=lambda pair: (pair[1].cost, pair[1].bytes))
     return Solved(best, min(floor, best.cost), name, time.perf_counter() - start)
 
 

@@ -1,0 +1,52 @@
+"""FLOPs of one op of a joint graph."""
+
+from __future__ import annotations
+
+from remat._core import known_flops, op_name, warn_user
+from remat.plan.graph.traffic import is_view
+from remat.policies import kind_of
+from remat.transforms import BoundedCache, map_only, traits
+from remat.transforms.joint import Joint, Op, Ref, Value
+
+# A custom op of unknown cost counts as a matmul with this contraction: dear enough not to be rerun blindly.
+UNKNOWN_FLOPS_PER_BYTE = 1024
+
+# Ops that were warned of.
+_UNKNOWN: BoundedCache[str, None] = BoundedCache(4096)
+
+
+def flops_of(joint: Joint, op: Op) -> float:
+    """FLOPs of one op; 0 for pointwise ops, reductions and views. Unknown custom ops are priced by size."""
+    args, kwargs = map_only(Ref, lambda r: joint.values[r.id], (op.args, op.kwargs))
+    outputs = tuple([joint.values[o] for o in op.outputs])
+    known = known_flops(op.target, args, kwargs, outputs, lambda x: isinstance(x, Value))
+    if known is not None:
+        return float(known)
+    name = op_name(op.target)
+    if traits(op.target).functional:
+        return 0.0
+    if name.split("::")[0] not in ("aten", "prims", "prim", "higher_order") and op.outputs and op.forward:
+        _warn_unknown(name)
+        return float(UNKNOWN_FLOPS_PER_BYTE * sum(joint.values[o].bytes for o in op.outputs))
+    return 0.0
+
+
+def _warn_unknown(name: str) -> None:
+    if name not in _UNKNOWN:
+        _UNKNOWN[name] = None
+        warn_user(
+            f"The cost of {name} is not known; it is counted as {UNKNOWN_FLOPS_PER_BYTE} FLOPs per byte of "
+            f'output (a large matmul). Say what it costs with remat.plan.register_cost("{name}", flops).'
+        )
+
+
+def is_heavy(joint: Joint, op: Op) -> bool:
+    """What `budget="free"` never runs again: matmul, convolution, attention, collectives, custom FLOPs."""
+    return kind_of(op.target) is not None or traits(op.target).functional or flops_of(joint, op) > 0
+
+
+def bytes_sent(joint: Joint, op: Op) -> int:
+    """Bytes that a collective moves between devices, those of the larger of operands and results; else 0."""
+    if not traits(op.target).functional or is_view(joint, op):
+        return 0
+    return max(sum(joint.values[v].bytes for v in side) for side in (op.reads, op.outputs))

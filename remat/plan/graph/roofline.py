@@ -1,0 +1,125 @@
+"""Seconds by roofline: FLOPs over what a device attains, or bytes moved over its bandwidth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from remat._core import DEVICES, op_name
+from remat.plan.graph.flops import bytes_sent, flops_of, is_heavy
+from remat.plan.graph.speeds import Speeds, speeds_of
+from remat.plan.graph.traffic import is_view, traffic
+from remat.policies import kind_of
+from remat.transforms import RematError, traits
+from remat.transforms.joint import Joint, Op
+
+# What ops that have no FLOPs are as fast as, by their names; the others are copies.
+_LIGHT = {
+    "math": "gelu silu mish softplus tanh sigmoid exp expm1 log log1p erf erfinv sin cos tan atan2 pow elu "
+    "celu log_sigmoid_forward logaddexp logsumexp _softmax _log_softmax",
+    "norm": "native_layer_norm native_group_norm native_batch_norm var var_mean "
+    "std cumsum _native_batch_norm_legit _fused_rms_norm sort topk",
+    "clone": "clone copy_ contiguous _reshape_copy",
+}
+# What it takes until a collective begins to send.
+LATENCY = 10e-6
+_SPEED_OF = {name: kind for kind, names in _LIGHT.items() for name in names.split()}
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """An op costs seconds: the larger of FLOPs over peak and bytes over bandwidth of a device.
+
+    Attributes:
+        device: a key of `DEVICES`, for the speeds that its vendor gives. A device of this machine ("cpu",
+            "cuda", "cuda:1"), for speeds that are probed once and remembered on disk. None means that of the
+            op's tensors. The speeds of tensors without data are those of an h100.
+        fused: price as a compiler runs it: a pointwise chain costs the traffic of its ends only. An op whose
+            every reader is pointwise moves nothing.
+
+    Example:
+        >>> from remat.plan import Roofline
+        >>> Roofline("a100", fused=True)
+        Roofline(device='a100', fused=True)
+    """
+
+    device: str | None = None
+    fused: bool = False
+    unit: str = field(default="s", init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.device is None or self.device in DEVICES or _at_hand(self.device):
+            return
+        raise RematError(
+            f"No roofline for device {self.device!r}: write one of {', '.join(sorted(DEVICES))}, or a device "
+            "of this machine."
+        )
+
+    def price(self, joint: Joint, op: Op) -> float:
+        device = self.device or _device_of(joint, op)
+        if sent := bytes_sent(joint, op):
+            # The link between devices of this machine is not probed.
+            return LATENCY + sent / DEVICES[device if device in DEVICES else "h100"].link
+        flops, heavy = flops_of(joint, op), is_heavy(joint, op)
+        moved = self._fused_traffic(joint, op) if self.fused and not heavy else traffic(joint, op)
+        if _at_hand(device):
+            return self._probed(joint, op, speeds_of(device), flops if heavy else 0.0, moved)
+        speed = DEVICES[device]
+        half = any(joint.values[o].dtype.itemsize <= 2 for o in op.outputs)
+        return max(flops / (speed.half if half else speed.single), moved / speed.bandwidth)
+
+    def _probed(self, joint: Joint, op: Op, speeds: Speeds, flops: float, moved: int) -> float:
+        """The price on a device whose speeds were probed."""
+        dtype = joint.values[op.outputs[0]].dtype if op.outputs else torch.float32
+        if flops:
+            busy = max(
+                speeds.seconds(_heavy_kind(op), dtype, flops),
+                speeds.seconds("copy", torch.float32, traffic(joint, op)),
+            )
+            return speeds.call() + busy
+        whole, kind = traffic(joint, op), _light_kind(op)
+        busy = speeds.seconds(kind, dtype, whole)
+        if not self.fused:
+            return speeds.call() + busy if whole else 0.0
+        # Fused, an op moves nothing through memory but at the chain's ends; it computes what it computes.
+        copied = speeds.seconds("copy", dtype, whole)
+        return speeds.seconds("copy", dtype, moved) + max(busy - copied, 0.0)
+
+    def _fused_traffic(self, joint: Joint, op: Op) -> int:
+        """Only what comes from or goes to an op that does not fuse touches memory."""
+        makers, readers = joint.producers, joint.readers
+        read = (v for v in op.reads if v not in makers or is_heavy(joint, makers[v]))
+        made = (o for o in op.outputs if any(is_heavy(joint, r) for r in readers.get(o, ())))
+        return 0 if is_view(joint, op) else sum(joint.values[v].bytes for v in (*read, *made))
+
+
+def _at_hand(device: str) -> bool:
+    """Whether it is a device of this machine, whose speeds can be probed."""
+    kind = device.partition(":")[0]
+    return kind == "cpu" or (kind == "cuda" and torch.cuda.is_available())
+
+
+def _device_of(joint: Joint, op: Op) -> str:
+    """The device of an op's tensors; an h100 where they have no data or are not of this machine."""
+    for number in (*op.outputs, *op.reads):
+        device = str(joint.values[number].device)
+        return device if _at_hand(device) else "h100"
+    return "cpu"
+
+
+def _heavy_kind(op: Op) -> str:
+    kind = kind_of(op.target)
+    if kind == "attention":
+        schema = getattr(op.target, "_schema", None)
+        names = [argument.name for argument in schema.arguments] if schema is not None else []
+        given = dict(zip(names, op.args, strict=False)) | dict(op.kwargs)
+        return "causal attention" if given.get("is_causal") else "attention"
+    return "convolution" if kind == "convolution" else "matmul"
+
+
+def _light_kind(op: Op) -> str:
+    if traits(op.target).random:
+        return "random"
+    name = op_name(op.target).rpartition("::")[2]
+    return _SPEED_OF.get(name, _SPEED_OF.get(name.rstrip("_"), "copy"))

@@ -1,0 +1,53 @@
+"""Seconds of a call on a device, taken where no mode, level or autocast of the caller is in force."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from remat.transforms.compat import outside_all_modes
+
+# A call is repeated until this much time has passed, so that small ones are not all clock.
+_SECONDS = 4e-4
+_REPEATS = 5
+# No further run after so much time: the least of two long ones will do.
+_ENOUGH = 5e-2
+
+
+def best_seconds(call: Callable[[], Any], device: str) -> float:
+    """The least mean seconds of a few runs of `call`, after one warm-up.
+
+    The least: what else the machine does only ever adds.
+    """
+    wait = synchronizer(device)
+    call()
+    wait()
+    times: list[float] = []
+    begin = time.perf_counter()
+    while len(times) < _REPEATS and (len(times) < 2 or time.perf_counter() - begin < _ENOUGH):
+        count, start = 0, time.perf_counter()
+        while count == 0 or time.perf_counter() - start < _SECONDS:
+            call()
+            count += 1
+        wait()
+        times.append((time.perf_counter() - start) / count)
+    return min(times)
+
+
+def synchronizer(device: str) -> Callable[[], None]:
+    """What waits for a device."""
+    return (lambda: torch.cuda.synchronize(device)) if device.startswith("cuda") else lambda: None
+
+
+@contextlib.contextmanager
+def alone(device: str) -> Iterator[None]:
+    """Run what is timed as by itself, and leave the generators as they were."""
+    kind = torch.device(device).type
+    devices = [torch.device(device)] if kind == "cuda" else []
+    with outside_all_modes(), torch.no_grad(), torch.autocast(kind, enabled=False):
+        with torch.random.fork_rng(devices):
+            yield

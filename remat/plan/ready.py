@@ -1,0 +1,62 @@
+"""The ready policies as plans: what they would keep of a graph."""
+
+from __future__ import annotations
+
+from remat._core import Decision, OpInfo, TensorMeta
+from remat.plan.graph import Graph
+from remat.plan.solve import INF, Problem
+from remat.policies import (
+    Policy,
+    check_verdict,
+    save_attention,
+    save_every,
+    save_everything,
+    save_matmuls,
+    save_nothing,
+    save_unbatched_matmuls,
+)
+from remat.transforms import map_only
+from remat.transforms.joint import Joint, Op, Ref
+
+READY: dict[str, Policy] = {
+    "save_nothing": save_nothing,
+    "save_attention": save_attention,
+    "save_matmuls": save_matmuls,
+    "save_unbatched_matmuls": save_unbatched_matmuls,
+    "save_matmuls | save_attention": save_matmuls | save_attention,
+    "save_every(2, save_matmuls) | save_attention": save_every(2, save_matmuls) | save_attention,
+    "save_everything": save_everything,
+}
+
+
+def ready(graph: Graph, problem: Problem) -> list[tuple[str, set[int]]]:
+    """What each of them keeps, by name: for `solve(candidates=...)`. No price changes it."""
+
+    def found() -> list[tuple[str, set[int]]]:
+        return [(name, saved_by(policy, graph, problem)) for name, policy in READY.items()]
+
+    return graph.solved.made("ready", found)
+
+
+def saved_by(policy: Policy, graph: Graph, problem: Problem) -> set[int]:
+    """The values of `graph.problem(...)` that a policy saves; inputs are always there to be kept."""
+    policy = policy.fresh()
+    inputs = {v for v in range(len(graph.ops), len(problem.size)) if problem.size[v] < INF}
+    chosen = set()
+    for position, op in enumerate(graph.ops):
+        info = op_info(graph.joint, op, position)
+        verdict = policy.decide_by_op(op.target) or check_verdict(policy, info, policy(info))
+        if verdict is not Decision.RECOMPUTE and problem.size[position] < INF:
+            chosen.add(position)
+    return chosen | inputs
+
+
+def op_info(joint: Joint, op: Op, position: int) -> OpInfo:
+    """What the engine would show a policy of this op (the user's call is not known here)."""
+
+    def meta(number: int) -> TensorMeta:
+        value = joint.values[number]
+        return TensorMeta(value.shape, value.dtype, value.device, value.stride)
+
+    args, kwargs = map_only(Ref, lambda r: meta(r.id), (op.args, op.kwargs))
+    return OpInfo(op.target, args, kwargs, tuple(meta(o) for o in op.outputs), index=position)

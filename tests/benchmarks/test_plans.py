@@ -1,0 +1,61 @@
+"""The front check: which planned points a ready policy beats, and that the suite fails for them."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cases import Case, Measured
+from benchmarks.loaded import Results
+from benchmarks.plans import beaten, check, planned
+
+CASE = Case("panel", "vit-l", sizes=(("depth", 2),))
+CONTEXT = {"torch": "2.13.0", "python": "3.11", "commit": "abc"}
+
+
+def written(path: Path, points: dict[str, tuple[str, float, float]]) -> Path:
+    """A suite's CSV of one panel: peer -> family, peak bytes, milliseconds."""
+    rows = []
+    for name, (family, peak, step) in points.items():
+        row = replace(Measured.of(CASE), peer=name, family=family)
+        rows += [row.with_value("peak", "bytes", peak), row.with_spread("step", "ms", (step, step, step))]
+    with path.open("w", newline="") as file:
+        lines = csv.DictWriter(file, [*CONTEXT, *(field.name for field in fields(Measured))])
+        lines.writeheader()
+        lines.writerows(CONTEXT | asdict(row) for row in rows)
+    return path
+
+
+POINTS = {
+    "none": ("none", 100.0, 10.0),
+    "save_matmuls": ("remat", 50.0, 11.0),
+    "torch SAC": ("torch", 10.0, 1.0),
+    "budget 0.5": ("remat", 50.0, 11.2),
+    "budget 0.3": ("remat", 40.0, 20.0),
+}
+
+
+def test_a_point_within_two_percent_or_with_less_memory_is_not_beaten(tmp_path: Path) -> None:
+    path = written(tmp_path / "plans.csv", POINTS)
+    results = Results.load(path)
+    assert results is not None
+    (panel,) = results.panels()
+    assert [point.name for point in planned(panel)] == ["budget 0.5", "budget 0.3"]
+    assert beaten(panel) == [] and check(path) == 0
+
+
+def test_a_beaten_point_fails_the_check_and_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path / "plans.csv", POINTS | {"budget 0.7": ("remat", 70.0, 11.3)})
+    assert check(path) == 1
+    said = capsys.readouterr().out
+    assert "budget 0.7 (0.0 MiB, 11.3 ms) is beaten by save_matmuls" in said
+    assert "front: 1 of 3 planned points" in said
+
+
+def test_nothing_to_look_at_is_no_success(tmp_path: Path) -> None:
+    assert check(tmp_path / "plans.csv") == 1

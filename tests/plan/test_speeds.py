@@ -1,0 +1,150 @@
+"""Prices of the machine at hand: a probe that is made once, and whose speeds an op is priced by."""
+
+import json
+
+import pytest
+import torch
+
+from remat import checkpoint_policy, remat
+from remat._core import DEVICES
+from remat.plan import Roofline
+from remat.plan.graph import speeds, speeds_of
+from remat.plan.graph.measured import Measured, _table
+from remat.plan.graph.speeds import rate_at
+from remat.transforms.errors import RematError
+from remat.transforms.joint.graph import record
+
+F = torch.nn.functional
+# Seconds that the pretended probe takes for so much work: matmuls are slow, exponentials slower than copies.
+PRETENDED = {"matmul": 1e9, "attention": 5e8, "copy": 1e10, "clone": 1e10, "math": 1e9, "norm": 4e9}
+
+
+@pytest.fixture
+def probed(tmp_path, monkeypatch):
+    """A machine of these speeds, and what was probed of it in which order."""
+    asked = []
+
+    def probes(kind, dtype, device):
+        asked.append((kind, dtype, device))
+        return iter([(1e6, ("run", 1e6 / PRETENDED[kind]))])
+
+    taken = lambda run, device: run[1] if isinstance(run, tuple) else 1e-6  # noqa: E731
+    monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
+    monkeypatch.setattr(speeds, "probes", probes)
+    monkeypatch.setattr(speeds, "best_seconds", taken)
+    return asked
+
+
+def ops(fn, *args):
+    joint = record(fn, args)
+    return joint, {op.name: op for op in joint.forward}
+
+
+def attained(kind):
+    """What is left of a pretended speed once the call is taken off the time."""
+    return 1e6 / (1e6 / PRETENDED[kind] - 1e-6)
+
+
+def test_an_op_costs_a_call_and_its_work_at_the_speed_of_its_kind(probed):
+    joint, found = ops(lambda x: F.gelu(x @ x) + x, torch.empty(64, 64, requires_grad=True))
+    price = {name: Roofline().price(joint, op) for name, op in found.items()}
+    size = 64 * 64 * 4
+    assert price["aten.mm.default"] == pytest.approx(1e-6 + 2 * 64**3 / attained("matmul"))
+    assert price["aten.gelu.default"] == pytest.approx(1e-6 + 2 * size / attained("math"))
+    assert price["aten.add.Tensor"] == pytest.approx(1e-6 + 3 * size / attained("copy"))
+
+
+def test_compiled_chains_move_their_ends_and_compute_what_they_compute(probed):
+    joint, found = ops(lambda x: (F.gelu(x @ x) + 1) @ x, torch.empty(64, 64, requires_grad=True))
+    price = {name: Roofline(None, fused=True).price(joint, op) for name, op in found.items()}
+    size = 64 * 64 * 4
+    computed = 2 * size / attained("math") - 2 * size / attained("copy")
+    assert price["aten.gelu.default"] == pytest.approx(size / attained("copy") + computed)
+    assert price["aten.add.Tensor"] == pytest.approx(size / attained("copy"))
+
+
+def test_tensors_without_data_have_the_prices_of_an_h100(probed):
+    x = torch.empty(64, 64, device="meta", requires_grad=True)
+    joint, found = ops(lambda x: (x @ x).sin(), x)
+    moved = 2 * 64 * 64 * 4
+    assert Roofline().price(joint, found["aten.sin.default"]) == moved / DEVICES["h100"].bandwidth
+    assert Roofline("a100").price(joint, found["aten.sin.default"]) == moved / DEVICES["a100"].bandwidth
+    assert probed == []
+    assert Roofline("cpu").price(joint, found["aten.mm.default"]) > 1e-6 and len(probed) == 2
+
+
+def test_a_probe_is_made_once_and_kept_on_disk(probed, tmp_path):
+    joint, found = ops(lambda x: x @ x, torch.empty(8, 8, requires_grad=True))
+    first = Roofline().price(joint, found["aten.mm.default"])
+    (path,) = tmp_path.iterdir()
+    assert set(json.loads(path.read_text())) == {"call", "matmul float32", "copy float32"}
+    count = len(probed)
+    speeds._speeds.cache_clear()
+    assert Roofline().price(joint, found["aten.mm.default"]) == first and len(probed) == count
+
+
+def test_processes_that_probe_at_once_price_alike(probed):
+    """The first that wrote a speed is believed by those that come later."""
+    mine = speeds_of("cpu")
+    mine.curve("copy", torch.float32)
+    table = json.loads(mine.path.read_text()) | {"matmul float32": [[1.0, 7.0]]}
+    mine.path.write_text(json.dumps(table))
+    assert mine.curve("matmul", torch.float32) == ((1.0, 7.0),)
+
+
+def test_a_file_that_is_none_is_probed_anew(probed, tmp_path):
+    path = speeds_of("cpu").path
+    path.write_text("[half a fi")
+    speeds._speeds.cache_clear()
+    assert speeds_of("cpu").call() == 1e-6
+
+
+def test_speeds_between_and_beyond_the_points_of_a_curve():
+    curve = ((1e2, 10.0), (1e4, 1000.0))
+    assert [rate_at(curve, work) for work in (1.0, 1e2, 1e4, 1e9)] == [10.0, 10.0, 1000.0, 1000.0]
+    assert rate_at(curve, 1e3) == pytest.approx(100.0)
+
+
+def test_a_matmul_that_is_dear_here_is_kept(probed):
+    """An h100 rather runs the product again than the sine, a slow processor the other way round."""
+
+    def fn(x, w):
+        return ((x @ w).sin() * 2).cos()
+
+    x, w = torch.ones(32, 32, requires_grad=True), torch.nn.Parameter(torch.ones(32, 32))
+    again = {}
+    for device in (None, "h100"):
+        plan = checkpoint_policy(budget=2 * 4096, device=device).plan(fn, x, w)
+        again[device] = plan.recomputed_flops
+    assert again[None] == 0
+    remat(fn, policy=checkpoint_policy(budget=2 * 4096))(x, w).sum().backward()
+
+
+def test_probes_of_every_kind_run(monkeypatch, tmp_path):
+    """The probe itself, with no time to it, in and out of other people's modes."""
+    ran = []
+    monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
+    monkeypatch.setattr(speeds, "best_seconds", lambda run, device: ran.append(run()) or 1e-3)
+    before = torch.get_rng_state()
+    with torch.device("meta"), torch.autocast("cpu"):
+        found = torch.func.vmap(lambda x: x * speeds_of("cpu").call())(torch.ones(2, device="cpu"))
+        attained = speeds_of("cpu").attained(torch.float32)
+    assert found.shape == (2,) and all(rate > 0 for rate in attained.values())
+    assert {(t.device.type, t.dtype) for t in ran} == {("cpu", torch.float32)}
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_timing_an_op_draws_nothing_from_the_users_generator(monkeypatch, tmp_path):
+    monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
+    _table.cache_clear()
+    joint, found = ops(lambda x: F.dropout(x * 2), torch.ones(8, 8, requires_grad=True))
+    before = torch.get_rng_state()
+    assert all(Measured().price(joint, op) >= 0 for op in found.values())
+    assert torch.equal(before, torch.get_rng_state())
+    _table.cache_clear()
+
+
+def test_ops_on_no_device_cannot_be_timed():
+    x = torch.empty(4, 4, device="meta", requires_grad=True)
+    with pytest.raises(RematError, match='say on which device, as device="cpu"'):
+        checkpoint_policy(budget=0.5, cost="measured").plan(lambda x: (x @ x).sin(), x)
