@@ -35,7 +35,7 @@ from remat.transforms import RematError as RematError
 from remat.transforms.region import is_recomputing as is_recomputing
 
 if TYPE_CHECKING:
-    from remat import debug, interop, nn, plan, policies, schedules, transforms
+    from remat import debug, gpu, interop, nn, plan, policies, schedules, transforms
     from remat._inspect import Residual, print_saved_residuals, saved_residuals
     from remat._inspect.report import compare, explain
     from remat.plan import pareto, plan_model
@@ -55,6 +55,7 @@ __all__ = [
     "compare",
     "debug",
     "explain",
+    "gpu",
     "interop",
     "is_recomputing",
     "nn",
@@ -89,7 +90,7 @@ _LATER = {
     **dict.fromkeys(("compare", "explain"), "remat._inspect.report"),
     **dict.fromkeys(("pareto", "plan_model"), "remat.plan"),
 }
-_ROOMS = ("debug", "interop", "nn", "plan")
+_ROOMS = ("debug", "gpu", "interop", "nn", "plan")
 
 
 def __getattr__(name: str) -> Any:
