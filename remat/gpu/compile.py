@@ -46,12 +46,12 @@ def compile_for(
     Args:
         device: "a100", "h100", "h200" or "b200".
         step: a function or module that `torch.compile` can compile as one graph, or the result of
-            `torch.compile`; with `remat` regions inside, or torch's checkpoint. If a result requires grad, its
-            backward is compiled too.
-        args, kwargs: as for a call, on any device, "meta" and fake ones included. Nothing is read from them but shapes
-            and types.
-        machine_code: whether Triton kernels are compiled to machine code, for registers and spills; most of the
-            time goes there.
+            `torch.compile`; with `remat` regions inside, or torch's checkpoint. If a result requires grad,
+            its backward is compiled too.
+        args, kwargs: as for a call, on any device, "meta" and fake ones included. Only shapes and types are
+            read from them.
+        machine_code: whether Triton kernels are compiled to machine code, for registers and spills; most of
+            the time goes there.
 
     Returns:
         A `GpuReport`: forward and backward, or the one graph, of the step.
@@ -150,8 +150,9 @@ def _told() -> Iterator[None]:
         where = ":".join(places[-1]) if places else "an unknown line"
         said = " ".join(line.strip() for line in text.splitlines()[:2] if line.strip())
         raise RematError(
-            f"the step cannot be compiled as one graph, at {where}: {said} Code for a GPU is made from shapes alone: "
-            "let the step return tensors, and read numbers (`.item()`, `float(t)`) and print outside of it."
+            f"the step cannot be compiled as one graph, at {where}: {said} Code for a GPU is made "
+            "from shapes alone: let the step return tensors, and read numbers (`.item()`, `float(t)`) "
+            "and print outside of it."
         ) from error
 
 
@@ -188,9 +189,8 @@ class Simulation:
         self.execution = Execution(chip)
         self.kept = 0
         self._code = code
-        self._returned: list[Any] = self.execution.run(
-            code.source, [self.execution.given(v) for v in code.inputs]
-        )
+        args = [self.execution.given(value) for value in code.inputs]
+        self._returned = self.execution.run(code.source, args)
 
     def backward(self, code: Lowered) -> None:
         """Run the backward's wrapper on what the forward's returned."""

@@ -23,8 +23,9 @@ class Kernel:
         flops: of matrix products, convolutions and attention; 0 for kernels that Inductor wrote.
         seconds: what its bytes or its FLOPs take at least, at the speeds that the card attains.
         live: bytes alive while it runs, above what the caller holds.
-        registers, spills, shared, cubin: of a Triton kernel that was compiled to machine code, None elsewhere:
-            registers and spilled 4-byte words of a thread, bytes of shared memory of a block, bytes of code.
+        registers, spills, shared, cubin: of a Triton kernel that was compiled to machine code, None
+            elsewhere: registers and spilled 4-byte words of a thread, bytes of shared memory of a block,
+            bytes of code.
     """
 
     name: str
@@ -52,8 +53,8 @@ class GpuGraph:
     Attributes:
         source: the wrapper that Inductor writes, a Python module with its Triton kernels.
         kernels: in the order in which they are launched.
-        peak: the most bytes that are alive while it runs, above what the caller holds. A backward's has in it what
-            the forward kept, and the gradients.
+        peak: the most bytes that are alive while it runs, above what the caller holds. In a backward's are
+            what the forward kept, and the gradients.
         not_capturable: what keeps it out of a CUDA graph; empty if nothing does.
     """
 
@@ -140,8 +141,8 @@ class GpuReport:
         lost = [region.region for region in self.regions if not region.survived]
         spilled = sum(bool(kernel.spills) for kernel in self.kernels)
         lines = [
-            f"{self.device}, {MARK}: peak {format_bytes(self.peak)} above the {format_bytes(self.held)} that the "
-            f"caller holds, {format_bytes(self.kept)} kept; {len(self.kernels)} launches, "
+            f"{self.device}, {MARK}: peak {format_bytes(self.peak)} above the {format_bytes(self.held)} that "
+            f"the caller holds, {format_bytes(self.kept)} kept; {len(self.kernels)} launches, "
             f"{self.flops:.4g} FLOPs, {1e3 * self.seconds:.3g} ms by the roofline",
             *(f"region {name!r} lost its recomputation" for name in lost),
         ]

@@ -62,8 +62,8 @@ class Execution:
 
     Attributes:
         launches: of the wrapper that ran last.
-        live, peak: bytes alive now, and the most that were since the last `run` began, above what was handed in as the
-            caller's.
+        live, peak: bytes alive now, and the most that were since the last `run` began, above what was handed
+            in as the caller's.
     """
 
     def __init__(self, chip: Chip | None) -> None:
@@ -93,7 +93,7 @@ class Execution:
     def run(self, source: str, args: list[Any]) -> list[Any]:
         """What `call(args)` of a wrapper returns. `args` is emptied, as compiled code does."""
         self.launches, self.peak = [], self.live
-        seen = _Seen(self)
+        seen = _Watch(self)
         with self._at_work():
             call = self._loaded(source, seen)
             with self._mode, WithoutCopies(), seen, torch.no_grad():
@@ -108,7 +108,7 @@ class Execution:
             stack.enter_context(mock.patch.object(async_compile, "AsyncCompile", _Kernels))
             yield
 
-    def _loaded(self, source: str, seen: _Seen) -> Callable[[list[Any]], Any]:
+    def _loaded(self, source: str, seen: _Watch) -> Callable[[list[Any]], Any]:
         names: dict[str, Any] = {"__name__": "wrapper", "__file__": "wrapper"}
         exec(compile(source, "<wrapper>", "exec"), names)
         for value in list(names.values()):
@@ -139,7 +139,7 @@ class Execution:
             self.live -= self._sizes.pop(key)
 
 
-class _Seen(TorchDispatchMode):
+class _Watch(TorchDispatchMode):
     """Counts what ops make, and notes those that launch a kernel."""
 
     def __init__(self, execution: Execution) -> None:
@@ -192,7 +192,7 @@ class Hollow:
 class _Kernel:
     """A kernel that Inductor wrote; it does nothing but say that it was launched."""
 
-    seen: _Seen | None = None
+    seen: _Watch | None = None
 
     def __init__(self, name: str, text: str) -> None:
         self.name, self.text = name, text
@@ -226,9 +226,7 @@ class _Kernels:
     """In place of what compiles kernels in the background."""
 
     def __getattr__(self, kind: str) -> Callable[..., Any]:
-        return lambda name, text, *_, **__: (
-            _Kernel(name, text) if isinstance(text, str) else _Kernel("cpp", name)
-        )
+        return lambda name, text, *_, **__: _Kernel(name, text)
 
     def cpp_pybinding(self, types: Any, text: str, **_: Any) -> _Kernel:
         found = re.search(r"void (\w+)\(", text)
@@ -247,9 +245,7 @@ def _reinterpret(tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0) 
 
 
 def _refuse_pool(*_: Any) -> torch.Tensor:
-    raise NotImplementedError(
-        "Inductor's memory_planning puts buffers into pools: turn it off to count them."
-    )
+    raise NotImplementedError("Inductor's memory_planning puts buffers into pools: turn it off.")
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -126,8 +126,8 @@ def _refuse(node: Node) -> None:
     name = str(node.target)
     if "_for_cpu" in name or name.startswith(("mkldnn", "onednn")):
         raise RematError(
-            f"{name} runs on CPUs only, at {line_of(node)}: a GPU has no kernel for it. Call what torch.nn has "
-            "for it instead."
+            f"{name} runs on CPUs only, at {line_of(node)}: a GPU has no kernel for it. Call what torch.nn "
+            "has for it instead."
         )
 
 
@@ -136,12 +136,9 @@ def _told(module: GraphModule) -> Iterator[None]:
     """An op without a lowering, by its name and the user's line."""
     from torch._inductor import exc
 
-    kinds = [
-        getattr(exc, n, None) for n in ("LoweringException", "InductorError", "MissingOperatorWithDecomp")
-    ]
     try:
         yield
-    except tuple(kind for kind in kinds if kind is not None) as error:
+    except exc.OperatorIssue as error:
         text = str(error)
         target = re.search(r"target: (\S+)", text)
         op = target[1] if target else "an op"

@@ -87,7 +87,7 @@ def traced(step: Callable[..., Any], run: Callable[[Callable[..., Any]], None]) 
 
 
 def _own(step: Callable[..., Any]) -> Callable[..., Any]:
-    """The step behind a code object of its own, which takes all that Dynamo notes of it along when it goes."""
+    """The step behind a code object of its own, with which all that Dynamo notes of it goes."""
 
     def step_for_gpu(*args: Any, **kwargs: Any) -> Any:
         return step(*args, **kwargs)
