@@ -14,10 +14,12 @@ from unittest import mock
 
 import torch
 import torch.utils._pytree as pytree
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat.transforms.compat.gpu.machine import DEVICE, Chip, WithoutCopies, pretended
+from remat.transforms.compat.aot import example_of
+from remat.transforms.compat.gpu.machine import DEVICE, Chip, pretended
 
 aten = torch.ops.aten
 # Ops that launch nothing.
@@ -80,8 +82,10 @@ class Execution:
         """A tensor of the caller's: its memory does not count."""
         if not isinstance(like, torch.Tensor):
             return like
+        # The length of a random state is a symbol to torch.
+        size, stride = ([example_of(n) for n in numbers] for numbers in (like.shape, like.stride()))
         with self._mode:
-            made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+            made = torch.empty_strided(size, stride, dtype=like.dtype, device=like.device)
         self._callers[_key(made)] = made
         return made
 
@@ -96,7 +100,7 @@ class Execution:
         seen = _Watch(self)
         with self._at_work():
             call = self._loaded(source, seen)
-            with self._mode, WithoutCopies(), seen, torch.no_grad():
+            with self._mode, seen, torch.no_grad():
                 return list(call(args))
 
     @contextlib.contextmanager
@@ -142,6 +146,8 @@ class Execution:
 class _Watch(TorchDispatchMode):
     """Counts what ops make, and notes those that launch a kernel."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, execution: Execution) -> None:
         super().__init__()
         self.execution = execution
@@ -150,11 +156,17 @@ class _Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         # Results of such an op are there already.
         out = kwargs["out"] if "out" in kwargs else func(*args, **kwargs)
-        made = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
         given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        made = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
         for tensor in made:
             if not any(tensor is other for other in given):
                 self.execution.note(tensor)
+        if not isinstance(func, OpOverload):
+            # Torch's checkpoint runs what could draw with a random state kept or restored.
+            at = next((i for i, arg in enumerate(args) if isinstance(arg, OpOverload)), None)
+            if at is None:
+                return out
+            func, args = args[at], args[at + 1 :]
         if func not in _NO_KERNEL and not func.is_view and func.namespace not in ("prim", "inductor"):
             read = sum(_bytes(t) for t in given if not any(t is other for other in made))
             outs = tuple(out) if isinstance(out, (tuple, list)) else (out,)

@@ -12,7 +12,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch.fx import GraphModule, Node
 
-from remat.transforms.compat.gpu.machine import DEVICE, Chip, WithoutCopies, pretended
+from remat.transforms.compat.gpu.machine import DEVICE, Chip, pretended
 from remat.transforms.errors import RematError
 
 
@@ -62,7 +62,6 @@ def lowered(module: GraphModule, chip: Chip | None, is_backward: bool, is_infere
             stack.enter_context(context)
         # The sizes of what each kernel reads and writes stand in its text then.
         stack.enter_context(config.patch(profile_bandwidth=True, fx_graph_cache=False))
-        stack.enter_context(WithoutCopies())
         view_to_reshape(module)
         if chip:
             _retarget(module, mode)

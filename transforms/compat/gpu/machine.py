@@ -15,7 +15,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 
 @dataclass(frozen=True)
@@ -78,6 +77,7 @@ def pretended(chip: Chip) -> Iterator[None]:
         stack.enter_context(mock.patch.object(triton_helpers, "set_driver_to_gpu", lambda: None))
         raw = "_cuda_getCurrentRawStream"
         stack.enter_context(mock.patch.object(torch._C, raw, lambda device: 0, create=True))
+        stack.enter_context(mock.patch.object(torch.Tensor, "copy_", _copy))
         stack.enter_context(_triton_target(chip))
         _forget()
         stack.callback(_forget)
@@ -112,6 +112,9 @@ def _answers(chip: Chip) -> dict[str, Any]:
         "device_count": lambda: 1,
         "set_device": lambda device: None,
         "synchronize": lambda device=None: None,
+        # What torch's checkpoint keeps beside an op that could draw.
+        "get_rng_state": lambda device=None: torch.empty(16, dtype=torch.uint8),
+        "set_rng_state": lambda state, device=None: None,
         "_DeviceGuard": lambda device: contextlib.nullcontext(),
         "_lazy_init": lambda: None,
     }
@@ -151,13 +154,9 @@ def _forget() -> None:
             found.cache_clear()
 
 
-class WithoutCopies(TorchFunctionMode):
-    """Within, `copy_` does nothing: a build without CUDA refuses it on fake tensors of a GPU."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in ("copy_", "copy_.default"):
-            return args[0]
-        return func(*args, **(kwargs or {}))
+def _copy(self: torch.Tensor, source: Any, non_blocking: bool = False) -> torch.Tensor:
+    """`Tensor.copy_` by its op: a build without CUDA refuses the method on fake tensors of a GPU."""
+    return torch.ops.aten.copy_.default(self, source, non_blocking)
 
 
 # The Triton that a release of torch was built with, by the metadata of its wheels for GPUs.
