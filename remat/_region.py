@@ -89,6 +89,10 @@ class Options:
         """The same with another policy."""
         return replace(self, policy=policy)
 
+    def as_traced(self) -> Options:
+        """What holds in a trace: `traced_under` may have another policy for all regions."""
+        return self if _forced.traced is None else self.under(_forced.traced)
+
 
 # Given a region's name, its policy and the arguments of a call: the policy that the call is to have.
 Choose = Callable[[str, Policy, tuple[Any, ...], dict[str, Any]], Policy]
@@ -96,6 +100,7 @@ Choose = Callable[[str, Policy, tuple[Any, ...], dict[str, Any]], Policy]
 
 class _Forced(threading.local):
     choose: Choose | None = None
+    traced: Policy | None = None
 
 
 _forced = _Forced()
@@ -117,6 +122,17 @@ def policies_by(choose: Choose) -> Generator[None]:
         yield
     finally:
         _forced.choose = before
+
+
+@contextlib.contextmanager
+def traced_under(policy: Policy) -> Generator[None]:
+    """Let every region that this thread traces meanwhile have this policy. What is compiled then must be
+    compiled for that alone: `torch.compile` would find it again without the policy."""
+    before, _forced.traced = _forced.traced, policy
+    try:
+        yield
+    finally:
+        _forced.traced = before
 
 
 def with_policy(fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:

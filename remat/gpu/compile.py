@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import re
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,7 +85,7 @@ def compile_for(
 def trace(step: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Traced, int]:
     """The graphs of a step, and the bytes of its arguments and parameters."""
     step = uncompiled(step)
-    with untouched(step, args, kwargs), fakes() as like, _modules_faked(like, step, args, kwargs) as known:
+    with untouched(step, args, kwargs), fakes() as like, _reach_faked(like, step, args, kwargs) as known:
         args, kwargs = map_only(torch.Tensor, known, (args, kwargs))
 
         def run(compiled: Callable[..., Any]) -> None:
@@ -118,22 +120,37 @@ class _Known:
 
 
 @contextlib.contextmanager
-def _modules_faked(like: Any, *roots: Any) -> Iterator[_Known]:
-    """Let the modules in reach hold fake tensors of the CPU for a while."""
+def _reach_faked(like: Any, *roots: Any) -> Iterator[_Known]:
+    """Let modules, containers and closures in reach hold fake tensors of the CPU for a while."""
     known, before = _Known(like), []
     leaves, _ = flatten(roots)
     try:
-        for module in in_reach(*leaves):
-            if isinstance(module, torch.nn.Module):
-                for table, key in zip(*slots_of(module), strict=True):
-                    if isinstance(table.get(key), torch.Tensor):
-                        before.append((table, key, table[key]))
-        for table, key, tensor in before:
-            table[key] = known(tensor)
+        for read, write in _places(list(in_reach(*leaves))):
+            value = read()
+            if isinstance(value, torch.Tensor):
+                before.append((write, value))
+                write(known(value))
         yield known
     finally:
-        for table, key, tensor in before:
-            table[key] = tensor
+        for write, value in before:
+            write(value)
+
+
+Place = tuple[Callable[[], Any], Callable[[Any], Any]]
+
+
+def _places(objects: list[Any]) -> Iterator[Place]:
+    """Where objects hold tensors: how to read each place, and how to write to it."""
+    for value in objects:
+        if isinstance(value, torch.nn.Module):
+            for table, key in zip(*slots_of(value), strict=True):
+                yield partial(table.get, key), partial(table.__setitem__, key)
+        elif type(value) in (dict, list):
+            for key in list(value) if type(value) is dict else range(len(value)):
+                yield partial(value.__getitem__, key), partial(value.__setitem__, key)
+        elif isinstance(value, types.FunctionType):
+            for cell in value.__closure__ or ():
+                yield partial(getattr, cell, "cell_contents", None), partial(setattr, cell, "cell_contents")
 
 
 @contextlib.contextmanager
