@@ -26,6 +26,11 @@ class Kernel:
         registers, spills, shared, cubin: of a Triton kernel that was compiled to machine code, None
             elsewhere: registers and spilled 4-byte words of a thread, bytes of shared memory of a block,
             bytes of code.
+
+    Example:
+        >>> from remat.gpu import Kernel
+        >>> Kernel("aten.mm", "extern", read=4096, written=2048, flops=65536, seconds=1e-6, live=2048).bytes
+        6144
     """
 
     name: str
@@ -56,6 +61,13 @@ class GpuGraph:
         peak: the most bytes that are alive while it runs, above what the caller holds. In a backward's are
             what the forward kept, and the gradients.
         not_capturable: what keeps it out of a CUDA graph; empty if nothing does.
+
+    Example:
+        >>> from remat.gpu import GpuGraph, Kernel
+        >>> mm = Kernel("aten.mm", "extern", read=4096, written=2048, flops=65536, seconds=1e-6, live=2048)
+        >>> graph = GpuGraph("", (mm, mm), peak=2048)
+        >>> graph.seconds, graph.flops, graph.timeline
+        (2e-06, 131072, (2048, 2048))
     """
 
     source: str
@@ -91,6 +103,14 @@ class GpuReport:
         held: bytes that the caller holds: arguments and parameters.
         memory: bytes that the card has.
         regions: what each region recomputes in the code.
+
+    Example:
+        >>> from remat.gpu import GpuGraph, GpuReport, Kernel
+        >>> mm = Kernel("aten.mm", "extern", read=4096, written=2048, flops=65536, seconds=1e-6, live=2048)
+        >>> step = GpuGraph("", (mm,), peak=2048)
+        >>> report = GpuReport("h100", None, None, step, kept=0, held=4096, memory=79 << 30, regions=())
+        >>> report.peak, report.fits, report.survived
+        (2048, True, True)
     """
 
     device: str
