@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json as writer
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from remat._core import format_bytes
-from remat.gpu import MARK, GpuReport, compile_for
+from remat.gpu import MARK, GpuReport
 from remat.transforms import RematError
 
-# A name, the context that it is compiled in, and the step with its arguments.
-Row = tuple[str, Callable[[], AbstractContextManager[Any]], Callable[..., Any], tuple[Any, ...]]
+# A name, and what compiles the step.
+Row = tuple[str, Callable[[], GpuReport]]
 COLUMNS = ("policy", "kept", "peak", "fits", "launches", "TFLOP", "roofline ms", "spilling")
 
 
-def show(
-    title: str, device: str, rows: Iterable[Row], json: bool, png: Path | None = None, code: bool = True
-) -> int:
+def show(title: str, device: str, rows: Iterable[Row], json: bool, png: Path | None = None) -> int:
     """Compile each row for the card and print what comes of it; the exit code, 1 where one failed.
 
     Args:
@@ -28,13 +25,11 @@ def show(
         rows: what to compile.
         json: print one JSON object instead of the table.
         png: where to draw peaks against roofline times.
-        code: whether to compile the kernels to machine code.
     """
     found: dict[str, GpuReport | str] = {}
-    for name, around, fn, args in rows:
+    for name, compiled in rows:
         try:
-            with around():
-                found[name] = compile_for(device, fn, *args, machine_code=code)
+            found[name] = compiled()
         except RematError as error:
             found[name] = " ".join(str(error).split())
     heading = f"{title}, for {device}: {MARK}"
@@ -79,7 +74,7 @@ def _print(heading: str, found: dict[str, GpuReport | str]) -> None:
 
 
 def _cells(report: GpuReport) -> list[str]:
-    spilling = sum(bool(kernel.spills) for kernel in report.kernels)
+    spills = [kernel.spills for kernel in report.kernels if kernel.spills is not None]
     return [
         format_bytes(report.kept),
         format_bytes(report.peak),
@@ -87,7 +82,7 @@ def _cells(report: GpuReport) -> list[str]:
         str(len(report.kernels)),
         f"{report.flops / 1e12:.3g}",
         f"{1e3 * report.seconds:.4g}",
-        str(spilling),
+        str(sum(map(bool, spills))) if spills else "",
     ]
 
 

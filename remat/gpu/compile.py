@@ -223,9 +223,9 @@ class Simulation:
             for name, value in zip(code.names, code.inputs, strict=True)
         ]
         # Saved values go as the backward does with them; what is also a result stays with the caller.
-        names = zip(self._code.outputs, self._returned, strict=True)
-        results = [value for name, value in names if name not in own]
-        self._returned = results
+        self._returned = [
+            value for name, value in zip(self._code.outputs, self._returned, strict=True) if name not in own
+        ]
         del own
         self._returned += self.execution.run(code.source, args)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,16 +12,15 @@ import tyro
 
 from remat._api import remat
 from remat._region import traced_under
-from remat.cli.cards import Row, show
+from remat.cli.cards import show
 from remat.cli.checked import writable
 from remat.cli.models import FAMILIES
 from remat.cli.options import StepOptions
 from remat.cli.rows import NONE, parse
 from remat.cli.target import load
-from remat.gpu import trace
-from remat.policies import Policy, save_everything, save_nothing
+from remat.gpu import GpuReport, compile_for
+from remat.policies import Policy, save_everything
 from remat.transforms.compat.gpu import fakes
-from remat.transforms.compiled import RECOMPUTED
 
 
 @dataclass(kw_only=True)
@@ -44,15 +42,27 @@ class Gpu(StepOptions):
     """Draw peaks against times there."""
     json: bool = False
     """Print one JSON object instead of the table."""
-    no_code: bool = False
-    """Do not compile the kernels to machine code: no spills then, in less time."""
+    code: bool = False
+    """Also compile the kernels to machine code, and count those that spill registers."""
 
     def __call__(self) -> int:
         writable("--png", self.png)
         fn, args = self.shapes()
-        chosen = self.policy or ("none", "save_nothing", "save_matmuls")
-        rows = list(under_each(fn, args, chosen))
-        return show(self.target, self.device, rows, self.json, self.png, not self.no_code)
+        chosen = self.policy or (NONE.name, "save_nothing", "save_matmuls")
+        policies = [(text, save_everything if text == NONE.name else parse(text)) for text in chosen]
+        rows = [
+            (text if text == NONE.name else repr(policy), partial(self.under, policy, fn, args))
+            for text, policy in policies
+        ]
+        return show(self.target, self.device, rows, self.json, self.png)
+
+    def under(self, policy: Policy, fn: Callable[..., Any], args: tuple[Any, ...]) -> GpuReport:
+        """The report under one policy; a step without regions is made one."""
+        with traced_under(policy):
+            report = compile_for(self.device, fn, *args, machine_code=self.code)
+        if report.regions or policy == save_everything:
+            return report
+        return compile_for(self.device, remat(fn, policy=policy), *args, machine_code=self.code)
 
     def shapes(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """The step and its arguments; built-in models have no memory."""
@@ -61,16 +71,3 @@ class Gpu(StepOptions):
             with fakes():
                 return StepOptions(**options | {"device": "cpu"}).step()
         return load(self.target, self.input, self.dtype)
-
-
-def under_each(fn: Callable[..., Any], args: tuple[Any, ...], policies: tuple[str, ...]) -> Iterator[Row]:
-    """A row for each policy."""
-    with traced_under(save_nothing):
-        has_regions = any(RECOMPUTED in n.meta.get("custom", {}) for n in trace(fn, args, {})[0].joint)
-    for text in policies:
-        policy: Policy = save_everything if text == NONE.name else parse(text)
-        if has_regions:
-            yield (text if text == NONE.name else repr(policy)), partial(traced_under, policy), fn, args
-        else:
-            step = fn if text == NONE.name else remat(fn, policy=policy)
-            yield (text if text == NONE.name else repr(policy)), contextlib.nullcontext, step, args

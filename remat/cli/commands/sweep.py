@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -16,9 +16,9 @@ from remat.cli.checked import device_of, writable_folder
 from remat.cli.errors import UsageError
 from remat.cli.models import batches
 from remat.cli.options import DTYPES, ModelOptions
-from remat.cli.rows import rows
+from remat.cli.rows import Row, rows
 from remat.cli.steps import Mode, make_step
-from remat.gpu import CARDS
+from remat.gpu import CARDS, GpuReport, compile_for
 from remat.transforms.compat.gpu import fakes
 
 
@@ -73,13 +73,15 @@ class Sweep(ModelOptions):
         with fakes():
             model = self.build(self.model, DTYPES[self.dtype], torch.device("cpu"))
             tokens = next(batches(self.batch, self.seq, self.seed))
-        made = [
-            (row.name, nullcontext, lambda t, row=row: model.loss(model.leaves(model.params), t, row.wrap))
-            for row in rows(self.policy)
-        ]
+        params = model.leaves(model.params)
+
+        def compiled(row: Row) -> GpuReport:
+            step = lambda params, tokens: model.loss(params, tokens, row.wrap)  # noqa: E731
+            return compile_for(self.device, step, params, tokens, machine_code=False)
+
+        each = [(row.name, partial(compiled, row)) for row in rows(self.policy)]
         title = report.title(report.described(self))
-        each = [(name, around, fn, (tokens,)) for name, around, fn in made]
-        return show(title, self.device, each, self.json, self.out / "sweep.png", code=False)
+        return show(title, self.device, each, self.json, self.out / "sweep.png")
 
     def run(self, advance: Callable[[float], None] = lambda share: None) -> list[Result]:
         """Measures every row; `advance` is told the share of the work that was done."""
