@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The stamp is newer than the two files that decide what is installed, or the environment is brought up to date.
 STAMP := $(VENV)/.installed
 
-.PHONY: sweep test test-all fuzz lint format bench docs docs-version docs-serve screenshots build release clean
+.PHONY: sweep test test-all test-versions fuzz lint format bench docs docs-version docs-serve screenshots build release clean
 
 sweep: $(STAMP)
 	$(BIN)/python -m remat sweep $(ARGS)
@@ -22,6 +22,10 @@ test-all: $(STAMP)
 # Programs drawn at random, with regions and without; `ARGS='--seeds 0:1000 --modes eager,func,aot_eager'`.
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(ARGS)
+
+# The quick tests of the engine under torch 2.11 to 2.15; `ARGS='2.11.0 2.15.0'`. Downloads several GB for each.
+test-versions:
+	PYTHON=$(PYTHON) .ci/versions $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

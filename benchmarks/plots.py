@@ -86,10 +86,13 @@ def pareto(figure: Any, results: Results) -> bool:
 
 
 def keep_apart(axes: Any, texts: list[Any]) -> None:
-    """Moves each label to the first place around its point where it meets no other one, and stays inside."""
-    placed: list[Any] = []
+    """Moves each label to the first place around its point where it meets no other label and no marker."""
+    from matplotlib.transforms import Bbox
+
+    spots = [axes.transData.transform(spot) for line in axes.lines for spot in line.get_xydata()]
+    placed = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in spots]
     for text in texts:
-        for right, up in itertools.product((True, False), (4, -9, 13, -18, 22, -27, 31)):
+        for up, right in itertools.product((4, -9, 13, -18, 22, -27, 31), (True, False)):
             text.set(position=(4 if right else -4, up), horizontalalignment="left" if right else "right")
             box = text.get_window_extent()
             inside = axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1

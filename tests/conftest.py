@@ -1,5 +1,7 @@
 """Before every test nothing is learnt of any region; after it, whatever it did, torch is as it was."""
 
+import gc
+
 import pytest
 import torch
 
@@ -23,6 +25,13 @@ def ambient():
 
 
 CLEAN = ambient()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_objects_to_collect():
+    """What earlier modules left behind is not searched again by every collection that a test asks for."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

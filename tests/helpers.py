@@ -241,7 +241,8 @@ class LiveBytes(TorchDispatchMode):
         self.made: list[tuple[StorageWeakRef, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {ref.cdata for ref, _ in self.made if not ref.expired()}
+        self.made = [(ref, size) for ref, size in self.made if not ref.expired()]
+        known = {ref.cdata for ref, _ in self.made}
         known |= {
             t.untyped_storage()._cdata for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)
         }

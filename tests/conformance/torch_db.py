@@ -56,7 +56,7 @@ DTYPES = (torch.float64, torch.float32, torch.complex128, torch.bfloat16, torch.
 
 def _spread(samples: Iterator[Any], most: int) -> list[Any]:
     """The first sample, and others spread over the first two dozen: near ones are much alike."""
-    seen = list(itertools.islice(samples, 24))
+    seen = list(itertools.islice(samples, 24 if most > 1 else 1))
     return seen[:: max(1, len(seen) // most)][:most]
 
 

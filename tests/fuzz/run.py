@@ -424,6 +424,8 @@ def _checked(
     # Compiled code draws other numbers, and adds up in another order.
     tolerance = tolerance if backend is None else 1e-6
     for at, step in enumerate(steps):
+        # A weight that is cast once for all its uses has its gradients added up in bfloat16.
+        allowed = 2e-2 if step.get("autocast") else tolerance
         library.lookup.cache_clear()
         try:
             expected = plain.run(step, seed + at)
@@ -444,7 +446,7 @@ def _checked(
             if STANDING.search(str(error)):
                 return Verdict("standing", f"{type(error).__name__}: {error}")
             return Verdict("failed", f"step {at} raises {type(error).__name__}: {error}")
-        if (what := difference(found, expected, tolerance)) is not None:
+        if (what := difference(found, expected, allowed)) is not None:
             if backend is not None and (
                 own := _compiled_alone(source, steps[: at + 1], dtype, backend, seed)
             ):
@@ -454,8 +456,12 @@ def _checked(
             # The next ordinary call: nothing is left of regions in the model.
             ours.ours = False
             steps = [*steps, step]
-            expected, found = plain.run(step, seed - 1), ours.run(step, seed - 1)
-            if (what := difference(found, expected, tolerance)) is not None:
+            try:
+                expected = plain.run(step, seed - 1)
+            except Exception:
+                continue  # The program keeps a graph whose backward has run.
+            found = ours.run(step, seed - 1)
+            if (what := difference(found, expected, allowed)) is not None:
                 return Verdict("failed", f"the next ordinary call, {what}")
     return Verdict("same")
 

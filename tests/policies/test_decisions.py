@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import grad, vmap
 
+from benchmarks.models import SIZES
 from remat import (
     checkpoint_name,
     checkpoint_policy,
@@ -287,6 +288,20 @@ def test_a_mask_is_kept_by_its_own_size():
     fn = lambda x: torch.where(x.sin() > 0, x.cos(), x.exp()).sin()  # noqa: E731
     kept = [r.bytes for r in saved_residuals(remat(fn), x) if r.why == "decision"]
     assert kept == [64 * 64]
+
+
+def test_decisions_of_experts_at_their_published_width_cost_a_hundredth():
+    """The mixture of experts of the benchmarks, at the width of its GPU size, beside the block's input."""
+    kind, size, _ = SIZES["moe"]
+    model = kind(name="moe", **(size | {"depth": 1}))
+    with torch.device("meta"):
+        x = torch.empty(2, 256, size["width"], dtype=torch.bfloat16, requires_grad=True)
+        shapes = {name: shape for name, (shape, _) in model.shapes().items()}
+        params = {name: torch.empty(s, dtype=x.dtype, requires_grad=True) for name, s in shapes.items()}
+    residuals = saved_residuals(remat(lambda p, x: model.block(p, x, lambda name, fn: fn)), params, x)
+    kept = sum(r.bytes for r in residuals if r.why == "decision")
+    assert kept == residuals.kept_bytes == 20 * 2 * 256
+    assert kept <= 0.01 * x.nbytes
 
 
 def test_indices_of_indices_are_made_again():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.func import grad, hessian, vmap
 
-from remat import RematError, remat
+from remat import RematError, remat, scan_remat
 from tests.helpers import POLICIES, crossed, jvp, rand, same
 
 GLOBAL: dict[str, torch.Tensor] = {}
@@ -205,5 +205,7 @@ def test_a_captured_tensor_that_a_transform_inside_is_given():
     with pytest.raises(RematError, match="straight to a transform"):
         grad(by_capturing, (0, 1))(x, w)
     same(grad(lambda x: by_capturing(x, w))(x), grad(lambda x: forces(x, w).sum())(x))
+    with pytest.raises(RematError, match="in the carry or in xs"):
+        grad(lambda w: scan_remat(lambda c, _: (c + forces(c, w), None), x, length=2)[0].sum())(w)
     by_argument = grad(lambda x, w: remat(forces)(x, w).sum(), (0, 1))(x, w)
     same(by_argument, grad(lambda x, w: forces(x, w).sum(), (0, 1))(x, w))

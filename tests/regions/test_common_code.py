@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import torch.utils.dlpack
 from torch import nn
 
-from remat import remat, save_matmuls, save_nothing
+from remat import checkpoint_name, remat, save_matmuls, save_nothing, save_ops
 from tests.helpers import same
 
 D = torch.float64
@@ -307,3 +307,25 @@ def test_factories_that_take_shapes_of_the_meta_device(policy):
         for _ in range(2):
             same(torch.autograd.grad(region(x).sum(), x)[0], expected)
         same(torch.func.grad(lambda x, region=region: region(x).sum())(x.detach()), expected)
+
+
+def test_an_embedding_that_scales_its_weight_beside_a_region_under_vmap():
+    """The weight is an operand of what `vmap` runs as well, and is written to in that."""
+
+    def gradients(wrap):
+        torch.manual_seed(0)
+        model = nn.ModuleDict(
+            {"embedding": nn.Embedding(5, 4, max_norm=0.5), "lin": nn.Linear(4, 4)}
+        ).double()
+        x = torch.linspace(-1, 1, 12, dtype=D).view(3, 4).requires_grad_()
+        inner = wrap(lambda a, b: checkpoint_name(torch.tanh(b @ model["lin"].weight), "h"))
+
+        def run(a):
+            both = torch.func.vmap(inner)(torch.stack([a, x]), torch.stack([x, x])).sum(0)
+            return model["embedding"](torch.arange(len(both))) * both
+
+        region = wrap(run, policy=save_ops(torch.ops.aten.select, torch.ops.aten.view))
+        leaves = (x, model["lin"].weight, model["embedding"].weight)
+        return [torch.autograd.grad(region(x).sum(), leaves) for _ in range(2)]
+
+    same(gradients(remat), gradients(lambda fn, **_: fn), 1e-12)

@@ -259,11 +259,14 @@ def changing(name: str) -> RematError:
     )
 
 
-def handed_on(name: str) -> RematError:
-    """What to raise when a transform inside is given a captured tensor of a level around the region."""
+def handed_on(where: str, error: Exception) -> RematError | None:
+    """What to raise when a transform inside is given a captured tensor of a level around, else None."""
+    if "wrapped->level() < level" not in str(error):
+        return None
     return RematError(
-        f"region {name!r} hands a captured tensor that carries derivatives straight to a transform of "
-        "torch.func. The tensor belongs to a level around the region. Pass it to the region as an argument."
+        f"{where} hands a captured tensor that carries derivatives straight to a transform of torch.func. "
+        "The tensor belongs to a level around it. Pass the tensor as an argument. In a scan, put it in the "
+        "carry or in xs."
     )
 
 

@@ -56,6 +56,7 @@ from remat.transforms.compat.autograd import (
     forward_grad_enabled,  # forward mode on or off
     graded_under,  # `torch.autograd.grad` from inside a torch-function mode, with one on meanwhile
     graph_kept,  # whether the running backward keeps its graph
+    graph_memory,  # the storage of a tensor in a trace
     graph_storage,  # what aliases of one memory have in common in a trace
     graph_task,  # the number of the running backward, -1 outside
     has_tangent,  # whether the innermost level pushes a tangent forward

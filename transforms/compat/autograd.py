@@ -346,7 +346,11 @@ def depth() -> int:
     return len(level_stack() or ())
 
 
+def graph_memory(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """The storage of a tensor in a functionalized trace, whose tensors wrap others."""
+    return getattr(tensor, "elem", tensor).untyped_storage()
+
+
 def graph_storage(tensor: torch.Tensor) -> int:
-    """What aliases of one memory have in common in a functionalized trace, whose tensors wrap others."""
-    inner = getattr(tensor, "elem", tensor)
-    return inner.untyped_storage()._cdata
+    """What aliases of one memory have in common in a functionalized trace while one of them lives."""
+    return graph_memory(tensor)._cdata

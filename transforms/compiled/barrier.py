@@ -26,6 +26,7 @@ from remat.transforms.compat import (
     Template,
     depth,
     described,
+    graph_memory,
     graph_storage,
     in_transform,
     must_save,
@@ -155,6 +156,8 @@ class Origins:
         self.fenced: set[int] = set()
         # Storages of results that cannot be computed without a fenced operand.
         self.behind: set[int] = set()
+        # What is known by its address: a freed one comes again, for other memory.
+        self.held: list[torch.UntypedStorage] = []
 
     def bare(self, position: int) -> bool:
         """Whether nothing is computed from this operand but together with a fenced one."""
@@ -172,9 +175,10 @@ class Origins:
             if main in self.given or main in self.behind:
                 starts = [main]
         self.fenced.update(i for s in starts for i in self.given.get(s, ()))
-        made = {graph_storage(t) for t in tensors_in(out)}
-        # Addresses come again once a result is gone, so the others are taken out.
-        self.behind = self.behind | made if any(map(self._behind, read)) else self.behind - made
+        if any(map(self._behind, read)):
+            made = [graph_memory(t) for t in tensors_in(out)]
+            self.behind.update(memory._cdata for memory in made)
+            self.held += made
 
     def _behind(self, storage: int) -> bool:
         return storage in self.behind or any(i in self.fenced for i in self.given.get(storage, ()))

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat import as_it_is, graph_storage, must_save, tagged
+from remat.transforms.compat import as_it_is, graph_memory, graph_storage, must_save, tagged
 from remat.transforms.compiled.barrier import GraphDedup, Origins, fence, fence_below, snapshot
 from remat.transforms.context import Mode, active, quiet
 from remat.transforms.errors import RematError
@@ -189,7 +189,7 @@ class GraphRecord(Verdicts):
         if active.quiet or facts.ignored or is_shape_arithmetic(args, kwargs):
             return self._pass(func, args, kwargs)
         for tensor in targets(facts, args, kwargs):
-            self._before_writing(func, graph_storage(tensor))
+            self._before_writing(func, graph_memory(tensor))
         at = len(self.tape.nodes)
         if facts.random and draws(func, args, kwargs):
             self.draws.append(at)
@@ -279,11 +279,12 @@ class GraphRecord(Verdicts):
         self.keeps = True
         return quiet(map_tensors, Sent if verdict == OFFLOAD else as_it_is, out)
 
-    def _before_writing(self, func: Any, storage: int) -> None:
+    def _before_writing(self, func: Any, memory: torch.UntypedStorage) -> None:
         """Copy what is about to be written to; copies nobody reads are dropped."""
-        if storage in self.rewritten:
+        if (storage := memory._cdata) in self.rewritten:
             return
         self.rewritten[storage] = func
+        self.origins.held.append(memory)
         group = self.given.get(storage, [])
         whole = max(group, key=lambda i: self.operands[i].numel(), default=0)
         for i in group:
@@ -357,9 +358,8 @@ class GraphReplay(Mode):
         if self.loose or not self.record.keeps:
             return func(*args, **kwargs)
         self._check(at, func)
-        if at not in self.record.kept or (
-            facts.view and self.record.storages.get(at) in self.record.rewritten
-        ):
+        written = facts.view and self.record.storages.get(at) in self.record.rewritten
+        if written or at not in self.record.kept:
             return func(*args, **kwargs)
         return self._hand_out(at)
 

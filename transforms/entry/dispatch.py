@@ -162,8 +162,8 @@ def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]
         except Exception as error:
             if "is not differentiable with respect to" in str(error) and not region.cache.by_levels:
                 region.cache.by_levels = True
-            elif "wrapped->level() < level" in str(error):
-                raise handed_on(region.name) from error
+            elif (handed := handed_on(f"region {region.name!r}", error)) is not None:
+                raise handed from error
             elif not not_compiled(error):
                 raise
         # What the broken-off run drew is drawn again.

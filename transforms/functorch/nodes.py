@@ -333,7 +333,9 @@ def _apart(recorder: Recorder, operands: Tensors, at: set[int]) -> list[torch.Te
     given = list(operands)
     numbers = {i: recorder.number(operands[i]) for i in at}
     for i, number in numbers.items():
-        given[i] = quiet(operands[i].view_as, operands[i])
+        # A write to the tensor, as of `Embedding(max_norm)`, would spoil a view made without gradients.
+        with torch.enable_grad():
+            given[i] = quiet(operands[i].view_as, operands[i])
         recorder.forget(operands[i])
         recorder.bind(given[i], number)
     return given

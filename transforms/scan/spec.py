@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from remat.transforms.closure import handed_on
 from remat.transforms.compat import functions_as_they_are, modes_active, unseen
 from remat.transforms.offload import Copy, to_device, to_host
 from remat.transforms.ops import memory_of
@@ -239,6 +240,8 @@ def with_step_note(
     try:
         return scan.step(consts, carry, x)
     except Exception as error:
+        if (handed := handed_on(scan.spec.name, error)) is not None:
+            raise handed from error
         error.add_note(f"in step {k} of {scan.spec.name}")
         raise
 
