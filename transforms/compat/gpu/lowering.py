@@ -13,6 +13,7 @@ import torch.utils._pytree as pytree
 from torch.fx import GraphModule, Node
 
 from remat.transforms.compat.gpu.machine import DEVICE, Chip, pretended
+from remat.transforms.compat.gpu.trace import line_of
 from remat.transforms.errors import RematError
 
 
@@ -112,22 +113,12 @@ def _retarget(module: GraphModule, mode: Any) -> None:
                     if key in node.meta:
                         node.meta[key] = pytree.tree_map(moved, node.meta[key])
                 if node.op == "call_function":
-                    _refuse(node)
                     node.args, node.kwargs = torch.fx.node.map_aggregate((node.args, node.kwargs), _device)  # type: ignore[misc]
             part.recompile()
 
 
 def _device(value: Any) -> Any:
     return DEVICE if isinstance(value, torch.device) and value.type == "cpu" else value
-
-
-def _refuse(node: Node) -> None:
-    name = str(node.target)
-    if "_for_cpu" in name or name.startswith(("mkldnn", "onednn")):
-        raise RematError(
-            f"{name} runs on CPUs only, at {line_of(node)}: a GPU has no kernel for it. Call what torch.nn "
-            "has for it instead."
-        )
 
 
 @contextlib.contextmanager
@@ -146,12 +137,6 @@ def _told(module: GraphModule) -> Iterator[None]:
         raise RematError(
             f"Inductor cannot lower {op} for a GPU, at {where}: {text.splitlines()[0]}"
         ) from error
-
-
-def line_of(node: Node) -> str:
-    """`file:line` of the user's code that a node stems from."""
-    found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    return ":".join(found[-1]) if found else "an unknown line"
 
 
 def _computed(graph: Any, before: list[Node], module: GraphModule) -> list[Node]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -67,6 +68,8 @@ def traced(step: Callable[..., Any], run: Callable[[Callable[..., Any]], None]) 
     found = Traced()
 
     def inner(module: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        for node in module.graph.nodes:
+            _refuse(node)
         if options.get("is_backward"):
             found.backward = module
         elif found.forward is None:
@@ -137,3 +140,24 @@ def _stand_in(module: torch.fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
+
+
+def _refuse(node: torch.fx.Node) -> None:
+    """Raise for what no GPU can run, and for what needs numbers where there are shapes alone."""
+    name = str(node.target)
+    if "_local_scalar_dense" in name or name == "aten.item.default":
+        raise RematError(
+            f"the step reads a number from a tensor (`.item()`, `float(t)`), at {line_of(node)}, and is "
+            "compiled from shapes alone. Keep it a tensor, or read it outside of the step."
+        )
+    if "_for_cpu" in name or name.startswith(("mkldnn", "onednn")):
+        raise RematError(
+            f"{name} runs on CPUs only, at {line_of(node)}: a GPU has no kernel for it. Call what torch.nn "
+            "has for it instead."
+        )
+
+
+def line_of(node: torch.fx.Node) -> str:
+    """`file:line` of the user's code that a node stems from."""
+    found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    return ":".join(found[-1]) if found else "an unknown line"
