@@ -67,7 +67,7 @@ def test_regions_run_the_forward_once_more_and_cost_nothing_else(triton):
     # A fence is no kernel and no copy.
     launched = [Counter(k.kind for k in graph.kernels)["triton"] for graph in (plain.forward, plain.backward)]
     assert Counter(k.kind for k in ours.backward.kernels)["triton"] <= sum(launched)
-    assert "remat.fence" not in ours.backward.source and "copy" not in str(extern(ours.backward))
+    assert "= torch.ops.remat.fence" not in ours.backward.source and "copy" not in str(extern(ours.backward))
     # No kernel spills more than without remat.
     spills = [max(kernel.spills or 0 for kernel in report.kernels) for report in (plain, ours)]
     assert spills[1] <= spills[0]
@@ -135,6 +135,6 @@ def test_a_number_read_from_a_tensor_is_told_with_its_line():
     with pytest.raises(RematError, match=r"item.*test_gpu\.py:\d+"):
         trace(step, (x,), {})
     with pytest.raises(RematError, match=r"one graph, at .*test_gpu\.py:\d+"):
-        trace(lambda x: x if x.sum() > 0 else -x, (x,), {})
+        trace(lambda x: torch.compiler.disable(torch.sin)(x), (x,), {})
     # What the step can reach is as it was.
     assert type(x) is Tensor and x.grad is None

@@ -67,7 +67,7 @@ class Gpu(StepOptions):
     def shapes(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """The step and its arguments; built-in models have no memory."""
         if self.target in FAMILIES or self.target.startswith("hf:"):
-            options = {key: getattr(self, key) for key in StepOptions.__dataclass_fields__}
+            options: dict[str, Any] = {key: getattr(self, key) for key in StepOptions.__dataclass_fields__}
             with fakes():
                 return StepOptions(**options | {"device": "cpu"}).step()
         return load(self.target, self.input, self.dtype)

