@@ -33,7 +33,7 @@ def capture(fn: Callable[..., Any], names: str | Iterable[str]) -> Callable[...,
 
     Returns:
         A function of the same arguments that returns `(result, values)`. `values` maps each name to what was
-        named (a tensor or a pytree), or to a list of them, in order, where the name was given several times.
+        named: a tensor or a pytree, or a list of them, in order, if the name was given several times.
         They are results like any other: differentiable, with the batch in front where `fn` named them inside
         a `torch.func.vmap`. Nothing more is kept for the backward; what is recomputed is not collected again.
 

@@ -51,7 +51,7 @@ def name_of_region(fn: Any) -> str:
 class Options:
     """The arguments of `remat`, checked.
 
-    Code that Dynamo traces has them by a number, or by their class and fields, and asks them for `region` (to
+    Code that Dynamo traces has them by a number, or by their class and fields. It asks them for `region` (to
     write out) or `eager` (where the graph broke).
     """
 

@@ -31,8 +31,8 @@ def grad(
         has_aux: `fun` returns `(value, aux)`.
 
     Returns:
-        A function of the same arguments that returns the gradients, in the structure of the argument (a tuple
-        of such for a tuple `argnums`), or `(gradients, aux)` with `has_aux`.
+        A function of the same arguments that returns the gradients, or `(gradients, aux)` with `has_aux`.
+        They have the structure of the argument; for a tuple `argnums` they are a tuple.
 
     Raises:
         RuntimeError: `fun` returns no scalar tensor, or `argnums` is out of range.

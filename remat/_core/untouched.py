@@ -1,7 +1,7 @@
 """Looking leaves no trace: what a function can reach is noted before it is run for a look, and put back.
 
 A copy of a model would be safer and cannot be had: functions, locks and files have none. So the containers,
-attributes, globals and caches in reach are noted (one level each, nothing is copied deep), and what is
+attributes, globals and caches in reach are noted, one level each; nothing is copied deep. What is
 another thing afterwards is put back. Tensors' memory is the business of whoever runs the function.
 """
 

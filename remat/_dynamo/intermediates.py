@@ -1,7 +1,7 @@
 """`capture` and `capture_grads` in code that `torch.compile` traces.
 
-Dynamo lets no value out of a region but its results. So while a capture is open, a region that Dynamo traces
-has the values that the capture wants for further results (`through`), and they are handed on outside. With
+Dynamo lets no value out of a region but its results. So while a capture is open, the values that it wants
+are further results of each region that Dynamo traces (`through`). They are handed on outside. With
 `capture` that is all. `capture_grads` is one call of the operator that regions use. Dynamo learns which
 gradients there are from stand-ins of their shapes. At trace time the function's graph is differentiated as in
 eager, offsets included, since there its names are nodes.

@@ -92,7 +92,7 @@ def candidates(graph: Graph, budget: int, shares: Sequence[float] = (1.0, 0.9)) 
     """Torch's plans within `budget` bytes as saved sets of `graph.problem`, for `solve(candidates=...)`.
 
     None for in-place code, which torch's partitioner does not take, and under torch.func, where it would be
-    asked while others trace. Torch counts its budget as a share of what its own default keeps, and may keep
+    asked while others trace. Torch counts its budget as a share of what its own default keeps. It may keep
     more than asked, so `shares` of it are asked for.
     """
     joint = graph.joint

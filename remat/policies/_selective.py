@@ -180,8 +180,8 @@ class SaveCheaper(Numbered):
 def save_cheaper_than(flops_per_byte: float) -> SaveCheaper:
     """Save a result where keeping it is cheaper than computing it again, if a byte is worth so many FLOPs.
 
-    A matmul with contraction length `k` and float32 results costs `2 * k / 4` FLOPs for a byte of its result,
-    so `save_cheaper_than(256)` saves those with `k > 512`. FLOPs are torch's formulas (`OpInfo.flops`); ops
+    A matmul with contraction length `k` and float32 results costs `2 * k / 4` FLOPs for a byte of its result.
+    So `save_cheaper_than(256)` saves those with `k > 512`. FLOPs are torch's formulas (`OpInfo.flops`); ops
     that have none are recomputed. The ratio is the same for one example and for a batch under `vmap`.
 
     Args:

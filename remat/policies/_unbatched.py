@@ -15,7 +15,7 @@ from remat.policies._base import Named
 class SaveUnbatched(Named):
     """JAX's `dots_with_no_batch_dims_saveable`: products with a weight yes, query times key no.
 
-    Below functorch a product of batched operands is a `bmm` whatever the user wrote, so the verdict looks at
+    Below functorch a product of batched operands is a `bmm` whatever the user wrote. So the verdict looks at
     the call itself, whose sizes are per example. It is the same under every nesting of `vmap` and `grad`.
     """
 

@@ -54,8 +54,8 @@ def advances(n: int, c: int) -> int:
 def split(n: int, c: int) -> int:
     """How far to advance before the next store: an m that attains min m + t(n - m, c - 1) + t(m, c).
 
-    An m is optimal if it leaves the right part within beta(c - 1, r) and the left part within beta(c, r - 1),
-    and lets neither fall below what the next smaller r could do.
+    An m is optimal if it leaves the right part within beta(c - 1, r) and the left part within beta(c, r - 1).
+    Neither part may fall below what the next smaller r could do.
     """
     r = repetitions(n, c)
     return max(beta(c, r - 2), n - beta(c - 1, r), 1)

@@ -65,8 +65,8 @@ def in_forward_mode() -> bool:
 def dual_level_known() -> Iterator[None]:
     """Tell torch.func.jvp of a forward-mode level that it does not know of: it would open a second one.
 
-    Such are a plain `forward_ad.dual_level`, and one that a traced graph has opened below Python's own count
-    of them, where make_dual and unpack_dual find no level either.
+    One such level is a plain `forward_ad.dual_level`. Another is one that a traced graph has opened below
+    Python's own count: make_dual and unpack_dual do not find that either.
     """
     from torch._functorch import eager_transforms
 

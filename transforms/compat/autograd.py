@@ -297,8 +297,8 @@ def below_levels() -> Iterator[None]:
 def _snapshot_taken() -> contextlib.AbstractContextManager[Any]:
     """Within, what reaches Python from a dispatch has the state of the dispatch's begin to go back to.
 
-    A functorch level's rule runs below that point, where a tensor that dispatches to Python, as those of
-    AOTAutograd do, fails an internal assertion on 2.11. (2.13 and 2.15 do without.)
+    A functorch level's rule runs below that point. On 2.11 a tensor that dispatches to Python, as those of
+    AOTAutograd do, fails an internal assertion there. (2.13 and 2.15 do without.)
     """
     key = torch._C.DispatchKey.PythonTLSSnapshot
     excluded = torch._C._dispatch_tls_local_exclude_set()

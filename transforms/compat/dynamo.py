@@ -55,8 +55,9 @@ def top() -> Any:
 
 
 def is_near() -> bool:
-    """Whether the function at hand is traced into the graph in which `top()` was pushed, and into no inner
-    one, from which only results come out."""
+    """Whether the function at hand is traced into the graph in which `top()` was pushed.
+
+    From an inner graph only results come out."""
     return True
 
 

@@ -1,7 +1,7 @@
 """The joint graph of a function: every op of its forward and of its plain-autograd backward, on fake tensors.
 
-The record is made by a dispatch mode at the bottom of the stack, so the forward half lists exactly the
-ops that an eager run with gradients dispatches, in order. That is what lets a decision about "op 17" made
+A dispatch mode at the bottom of the stack makes the record. So the forward half lists exactly the ops
+that an eager run with gradients dispatches, in order. That is what lets a decision about "op 17" made
 here be carried out there. `detach`, which autograd inserts when it saves an output, is not an op here.
 """
 

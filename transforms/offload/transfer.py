@@ -57,7 +57,7 @@ class StreamLane(Lane):
 
     A copy in either direction begins when the computing stream is done with what it was given so far. A value
     that is sent has been made by then, and a fetched value goes into memory that is no longer in use. So what
-    is fetched is an ordinary tensor of the computing stream's memory, and is fetched no sooner than planned
+    is fetched is an ordinary tensor of the computing stream's memory. It is fetched no sooner than planned,
     however far the host runs ahead of the device.
     """
 

@@ -106,8 +106,8 @@ class Record:
 class Scan:
     """One run of a scan; its operands are `consts`, the tensors of the carry, `xs`, in this order.
 
-    A loop has a `proceed(consts, carry)` that says whether another step follows. The run of a rule (a
-    tangent, a pull-back, a batch) has the `spec` of the user's scan, with a step and a carry of its own.
+    A loop has a `proceed(consts, carry)` that says whether another step follows. Rules (tangent, pull-back,
+    batch) run a scan with the `spec` of the user's, and with a step and a carry of its own.
     """
 
     # Tensors without a derivative that the body captures are no operands: nobody is told of them.

@@ -74,8 +74,8 @@ class Explanation(Shown):
     def save(self, path: str | Path) -> None:
         """Write the cockpit as one HTML file that needs no network.
 
-        It shows live bytes through forward and backward with and without remat, what fits which device, kept
-        values with prices, and below that the report with all rows. With a `frontier`, a slider switches
+        It shows live bytes through forward and backward, with and without remat, and what fits which device.
+        Kept values with prices follow, and the report with all rows. With a `frontier`, a slider switches
         between the policies.
         """
         choices = [(repr(policy), measured) for policy, measured in self.frontier]

@@ -52,7 +52,7 @@ class _Cut:
     def _lay_out(self) -> None:
         """Node 0 is the source (kept), node 1 the sink (must be there); equal nodes are merged.
 
-        A needed value is the sink, an op that cannot run again is the source, and a value that cannot be kept
+        A needed value is the sink, and an op that cannot run again is the source. A value that cannot be kept
         is one node with its op. This halves the network of a graph full of views.
         """
         problem = self.problem

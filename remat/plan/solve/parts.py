@@ -107,8 +107,8 @@ class _Search:
     ) -> list[tuple[list[Choice], tuple[int, ...]]] | None:
         """For each part its choices and the numbers of its values, in the order of the problem.
 
-        A choice is left out where it ends above `top` even with the best ones of all other parts, at the
-        hull's exchange rate between price and bytes.
+        A choice is left out if it ends above `top` even with the best ones of all other parts. Prices and
+        bytes are compared at the hull's exchange rate.
         """
         price = self.ahead.bytes - self.inside.bytes
         byte = max(int((self.inside.cost - self.ahead.cost) / unit), 1)

@@ -4,8 +4,8 @@ A compiler sees two ops, however many steps there are. When they run, they execu
 on steps that the same compiler compiled: one graph that runs a block of steps, one that pulls back through
 it. Both are made at the first run, from the step as the levels around the scan have transformed it.
 
-The ops are functions of their operands: random numbers come from seeds in xs, and the kept carries are
-results of the forward, one tensor of shape [carries, ...] for every tensor of the carry.
+The ops are functions of their operands. Random numbers come from seeds in xs. The kept carries are
+results of the forward: one tensor of shape [carries, ...] for every tensor of the carry.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Scans in graphs that are being traced for a compiler.
 
-Dynamo traces the user's body once, on the first row of xs, into a graph module whose captured tensors are
+Dynamo traces the user's body once, on the first row of xs, into a graph module. Its captured tensors are
 operands (`torch`'s wrapper operator, as for regions). When AOTAutograd traces below autograd, `run` makes a
 scan of that graph and calls it under whatever functorch levels are active. The rules are those of eager.
 Below them forward and pull-back are one opaque op each (`custom_op`), whatever the number of steps.
