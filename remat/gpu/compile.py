@@ -40,9 +40,9 @@ def compile_for(
 ) -> GpuReport:
     """The code that `torch.compile` would run for a step on a GPU, and what it takes. No GPU is needed.
 
-    The step is traced on shapes, lowered by Inductor for the card, its Triton kernels are compiled to machine
-    code, and the wrapper that Inductor writes is executed with nothing but its allocations counted. Nothing
-    runs on a GPU: times are those of a roofline model, at the speeds that large kernels attain. A GPU would
+    The step is traced on shapes, and Inductor lowers it for the card. Its Triton kernels become machine code.
+    The wrapper that Inductor writes is executed with nothing but its allocations counted. Nothing runs on a
+    GPU: times are those of a roofline model, at the speeds that large kernels attain. A GPU would
     time several configurations of some kernels; here the first is taken.
 
     Args:
@@ -172,9 +172,8 @@ def _told() -> Iterator[None]:
         where = ":".join(places[-1]) if places else "an unknown line"
         said = " ".join(line.strip() for line in text.splitlines()[:2] if line.strip())
         raise RematError(
-            f"the step cannot be compiled as one graph, at {where}: {said} Code for a GPU is made "
-            "from shapes alone: let the step return tensors, and read numbers (`.item()`, `float(t)`) "
-            "and print outside of it."
+            f"the step cannot be compiled as one graph, at {where}: {said} Code is made from shapes alone. "
+            "Let the step return tensors. Read numbers (`.item()`, `float(t)`) and print outside of it."
         ) from error
 
 

@@ -23,9 +23,10 @@ class Kernel:
         flops: of matrix products, convolutions and attention; 0 for kernels that Inductor wrote.
         seconds: what its bytes or its FLOPs take at least, at the speeds that the card attains.
         live: bytes alive while it runs, above what the caller holds.
-        registers, spills, shared, cubin: of a Triton kernel that was compiled to machine code, None
-            elsewhere: registers and spilled 4-byte words of a thread, bytes of shared memory of a block,
-            bytes of code.
+        registers: of a thread, in a Triton kernel that was compiled to machine code. None elsewhere.
+        spills: 4-byte words of a thread that did not fit into registers, likewise.
+        shared: bytes of shared memory of a block, likewise.
+        cubin: bytes of machine code, likewise.
 
     Example:
         >>> from remat.gpu import Kernel
