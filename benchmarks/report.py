@@ -64,7 +64,6 @@ class Report:
         rewrite(self.root / "docs" / "benchmarks.md", {"instructions": instructions(counted(self.results))})
         graphs = compiled(self.results / "graphs.csv")
         if graphs:
-            rewrite(self.root / "README.md", {"graphs": next(iter(graphs.values()))})
             rewrite(self.root / "docs" / "gpu.md", {"graphs": "\n".join(graphs.values())})
         return 0
 
