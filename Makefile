@@ -13,8 +13,10 @@ sweep: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not slow' $(ARGS)
 
-# Everything; `make test-all ARGS='-m slow'` is what `make test` leaves out.
+# Everything; `make test-all ARGS='-m slow'` is what `make test` leaves out. Triton compiles for GPUs that are
+# not there; it is large, and nothing else needs it.
 test-all: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[gpu]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
 
 # Programs drawn at random, with regions and without; `ARGS='--seeds 0:1000 --modes eager,func,aot_eager'`.

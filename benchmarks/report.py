@@ -62,6 +62,9 @@ class Report:
         if quick is not None:
             rewrite(self.root / "README.md", {"headline": headline(quick, counted(self.results))})
         rewrite(self.root / "docs" / "benchmarks.md", {"instructions": instructions(counted(self.results))})
+        graphs = compiled(self.results / "graphs.csv")
+        if graphs:
+            rewrite(self.root / "docs" / "gpu.md", {"graphs": "\n".join(graphs.values())})
         return 0
 
 
@@ -112,6 +115,38 @@ def counted(folder: Path) -> dict[str, float]:
 def instructions(counts: dict[str, float]) -> str:
     rows = [(tables.code(name), f"{count:,.0f}") for name, count in counts.items() if name != "none"]
     return tables.table(("row", "thousand instructions a block, over no remat"), rows)
+
+
+GRAPHS = (("kept", "kept MiB", ".0f"), ("peak", "peak MiB", ".0f"), ("FLOPs", "TFLOP", ".2f"))
+GRAPHS += (("roofline", "roofline ms", ".1f"), ("launches", "launches", ".0f"))
+
+
+def compiled(path: Path) -> dict[str, str]:
+    """A table for each model that was compiled for a card; none where nothing was."""
+    if not path.exists():
+        return {}
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    found = {}
+    for mode in dict.fromkeys(row["mode"] for row in rows):
+        mine = [row for row in rows if row["mode"] == mode]
+        first = mine[0]
+        heading = (
+            f"{mode}, bfloat16, `.backward()`. **Compiled for, not run on**: simulated by `remat.gpu` with "
+            f"torch {first['torch']}, commit {first['commit']}. Peak is above parameters and batch.\n"
+        )
+        lines = [
+            (tables.code(peer), *(_figure(mine, peer, metric, form) for metric, _, form in GRAPHS))
+            for peer in dict.fromkeys(row["policy"] for row in mine)
+        ]
+        titles = ("peer", *(title for _, title, _ in GRAPHS))
+        found[mode] = f"{heading}\n{tables.table(titles, lines)}"
+    return found
+
+
+def _figure(rows: list[dict[str, str]], peer: str, metric: str, form: str) -> str:
+    value = next((row["value"] for row in rows if (row["policy"], row["metric"]) == (peer, metric)), "")
+    return format(float(value), form) if value else ""
 
 
 def section(suite: Suite, results: Results | None, root: Path) -> str:

@@ -36,7 +36,7 @@ from remat.transforms import RematError as RematError
 from remat.transforms.region import is_recomputing as is_recomputing
 
 if TYPE_CHECKING:
-    from remat import debug, interop, nn, plan, policies, schedules, transforms
+    from remat import debug, gpu, interop, nn, plan, policies, schedules, transforms
     from remat._fit import fit
     from remat._inspect import Residual, print_saved_residuals, saved_residuals
     from remat._inspect.report import compare, explain
@@ -58,6 +58,7 @@ __all__ = [
     "debug",
     "explain",
     "fit",
+    "gpu",
     "interop",
     "is_recomputing",
     "nn",
@@ -94,7 +95,7 @@ _LATER = {
     **dict.fromkeys(("pareto", "plan_model"), "remat.plan"),
     "fit": "remat._fit",
 }
-_ROOMS = ("debug", "interop", "nn", "plan")
+_ROOMS = ("debug", "gpu", "interop", "nn", "plan")
 
 
 def __getattr__(name: str) -> Any:

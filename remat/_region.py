@@ -93,6 +93,10 @@ class Options:
         """The same with another policy."""
         return replace(self, policy=policy)
 
+    def as_traced(self) -> Options:
+        """What holds in a trace: `traced_under` may have another policy for all regions."""
+        return self if _forced.traced is None else self.under(_forced.traced)
+
 
 # Given a region's name, its policy and the arguments of a call: the policy that the call is to have.
 Choose = Callable[[str, Policy, tuple[Any, ...], dict[str, Any]], Policy]
@@ -106,6 +110,7 @@ Stand = Callable[[Callable[..., Any], Policy, tuple[Any, ...], dict[str, Any]], 
 class _Forced(threading.local):
     choose: Choose | None = None
     stand: Stand | None = None
+    traced: Policy | None = None
 
 
 _forced = _Forced()
@@ -138,6 +143,17 @@ def standing_for(stand: Stand | None) -> Generator[None]:
         yield
     finally:
         _forced.stand = before
+
+
+@contextlib.contextmanager
+def traced_under(policy: Policy) -> Generator[None]:
+    """Let every region that this thread traces meanwhile have this policy. What is compiled then must be
+    compiled for that alone: `torch.compile` would find it again without the policy."""
+    before, _forced.traced = _forced.traced, policy
+    try:
+        yield
+    finally:
+        _forced.traced = before
 
 
 def with_policy(fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:

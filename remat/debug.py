@@ -119,13 +119,19 @@ def recomputed(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Rec
         >>> region.survived, dict(region.ops)
         (True, {'mm': 1, 'tanh': 1})
     """
-    wanted, found = _Graphs(), _Graphs()
+    wanted, found = RegionNodes(), RegionNodes()
     with looked_at(fn, args, kwargs, ops=False):
         _compile_and_run(fn, args, kwargs, wanted, found)
-    regions = [_read(key, wanted.nodes[key], found) for key in wanted.nodes]
+    regions = regions_in(wanted, found)
     for region in regions:
         if not region.survived:
             warn_user(_lost(region))
+    return regions
+
+
+def regions_in(wanted: RegionNodes, found: RegionNodes) -> list[Recomputed]:
+    """What became of the recomputations `wanted`, where `found` is what a compiler has in the end."""
+    regions = [_read(key, wanted.nodes[key], found) for key in wanted.nodes]
     return [region for region in regions if region.kept or region.lost]
 
 
@@ -175,7 +181,7 @@ def _lost(region: Recomputed) -> str:
     )
 
 
-class _Graphs:
+class RegionNodes:
     """Nodes of graphs by the call of a region that they recompute."""
 
     def __init__(self) -> None:
@@ -183,8 +189,9 @@ class _Graphs:
         # What computes the value of a name: a backward gets values under these names.
         self.makers: dict[str, str] = {}
 
-    def add(self, module: torch.fx.GraphModule) -> None:
-        for node in module.graph.nodes:
+    def add(self, nodes: Nodes) -> None:
+        """Take note of the nodes of a graph."""
+        for node in nodes:
             if node.op == "call_function":
                 self._note_maker(node)
             key = node.meta.get("custom", {}).get(RECOMPUTED)
@@ -205,14 +212,16 @@ def uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:
     return getattr(fn, "_torchdynamo_orig_callable", getattr(fn, "_orig_mod", fn))
 
 
-def _compile_and_run(fn: Any, args: Any, kwargs: Any, wanted: _Graphs, found: _Graphs) -> None:
-    out = compiled_for_graphs(uncompiled(fn), wanted.add, found.add)(*args, **kwargs)
+def _compile_and_run(fn: Any, args: Any, kwargs: Any, wanted: RegionNodes, found: RegionNodes) -> None:
+    out = compiled_for_graphs(
+        uncompiled(fn), lambda m: wanted.add(m.graph.nodes), lambda m: found.add(m.graph.nodes)
+    )(*args, **kwargs)
     ends = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad]
     if ends:
         torch.autograd.grad(ends, leaves_behind(ends), [torch.ones_like(t) for t in ends], allow_unused=True)
 
 
-def _read(key: str, wanted: Nodes, graphs: _Graphs) -> Recomputed:
+def _read(key: str, wanted: Nodes, graphs: RegionNodes) -> Recomputed:
     found = graphs.nodes.get(key, [])
     ops = _ops(found)
     return Recomputed(key.partition(" ")[2], _kept(found, graphs.makers), ops, _distinct(wanted) - ops)

@@ -25,6 +25,7 @@ COMMANDS = {
     "sweep": ("Sweep", "train a transformer under each policy: what it saves and costs"),
     "explain": ("Explain", "what a function keeps and recomputes, and what that costs"),
     "compare": ("Compare", "a step under several policies side by side"),
+    "gpu": ("Gpu", "compile a step for a GPU that need not be there: peak and roofline time"),
     "doctor": ("Doctor", "run one step with and without its regions, and say what defeats them"),
     "plan": ("Plan", "the best a function can keep within a budget, or at every budget"),
     "init": ("Init", "write a script that trains a Hugging Face model with recomputation"),

@@ -209,7 +209,7 @@ class _Look:
                 # Their numbers are never given twice.
                 found += (name, *held[name])
         # This runs at every call of a region: what most modules have is read without a further call.
-        for name in held.keys() - _SKIPPED if len(held) > len(_USUAL) else ():
+        for name in [n for n in held if n not in _SKIPPED] if len(held) > len(_USUAL) else ():
             if (kind := type(value := held[name])) in _PLAIN:
                 found += (name, kind, value)
             else:

@@ -14,7 +14,7 @@ MODULES = (
     "remat",
     *(
         f"remat.{name}"
-        for name in ("debug", "jax_names", "layers", "nn", "plan", "policies", "scan", "schedules")
+        for name in ("debug", "gpu", "jax_names", "layers", "nn", "plan", "policies", "scan", "schedules")
     ),
     *(f"remat.interop{name}" for name in ("", ".diffusers", ".huggingface", ".torchtitan")),
 )

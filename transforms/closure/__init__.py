@@ -4,6 +4,7 @@ from remat.transforms.closure.bindings import (
     Bindings,  # which tensors the modules in reach hold, so that a recomputation sees them again
     Slots,  # where the modules under a module hold tensors
     captured,  # the tensors reachable from `function` that could carry a derivative or a batch dimension
+    in_reach,  # everything that functions, modules and containers lead to
     slots_of,  # where `module` and those in it hold tensors
 )
 from remat.transforms.closure.cond import (

@@ -151,20 +151,22 @@ def captured(function: Callable[..., Any]) -> list[torch.Tensor]:
 
 
 def _captured(function: Callable[..., Any]) -> list[torch.Tensor]:
-    found: dict[int, torch.Tensor] = {}
-    seen: set[int] = set()
-    stack: list[Any] = [function]
+    return [t for t in in_reach(function) if isinstance(t, torch.Tensor) and differentiable(t)]
+
+
+def in_reach(*roots: Any) -> Iterator[Any]:
+    """Everything that functions, modules and containers lead to, once each; nothing inside tensors."""
+    seen: dict[int, Any] = {}
+    stack = list(roots)
     while stack and len(seen) < _MOST:
         value = stack.pop()
         if isinstance(value, _ATOMS) or id(value) in seen:
             continue
-        seen.add(id(value))
-        if isinstance(value, torch.Tensor):
-            if differentiable(value):
-                found[id(value)] = value
-        else:
+        # Identities are only good while the objects live.
+        seen[id(value)] = value
+        yield value
+        if not isinstance(value, torch.Tensor):
             stack.extend(_inside(value))
-    return list(found.values())
 
 
 def _inside(value: Any) -> Iterator[Any]:

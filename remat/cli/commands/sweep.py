@@ -5,16 +5,21 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
+
+import torch
 
 from remat.cli.bench import Bench, Result, Runner
 from remat.cli.checked import device_of, writable_folder
 from remat.cli.errors import UsageError
 from remat.cli.models import batches
 from remat.cli.options import DTYPES, ModelOptions
-from remat.cli.rows import rows
+from remat.cli.rows import Row, rows
 from remat.cli.steps import Mode, make_step
+from remat.gpu import CARDS, GpuReport, compile_for
+from remat.transforms.compat.gpu import fakes
 
 
 @dataclass(kw_only=True)
@@ -33,7 +38,7 @@ class Sweep(ModelOptions):
     """Rows: none, torch_checkpoint, torch_sac; policies as in Python ('save_matmuls | save_attention');
     budget=0.4, peak=2GiB, plan=FILE, names=q,k; or MODULE:RULE, a policy or rule of your own."""
     device: str = "cpu"
-    """Where to run: cpu, cuda, cuda:1, mps."""
+    """Where to run: cpu, cuda, cuda:1, mps. Or a100, h100, h200, b200: compiled for that card, not run."""
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
     """Type of parameters and activations."""
     steps: int = 5
@@ -49,12 +54,34 @@ class Sweep(ModelOptions):
         from remat.cli.commands import report
 
         writable_folder("--out", self.out)
+        if self.device in CARDS:
+            return self.compiled()
         with report.progress(quiet=self.json) as advance, warnings.catch_warnings():
             # vmap says so when it runs a kernel sample by sample; a sweep compares rows that all do.
             warnings.filterwarnings("ignore", message="There is a performance drop")
             results = self.run(advance)
         report.write(self, results)
         return int(any(result.failed for result in results))
+
+    def compiled(self) -> int:
+        """Every row compiled for a card that need not be there."""
+        from remat.cli.cards import show
+        from remat.cli.commands import report
+
+        if self.mode != "backward":
+            raise UsageError(f"--mode {self.mode} --device {self.device}: a card compiles --mode backward.")
+        with fakes():
+            model = self.build(self.model, DTYPES[self.dtype], torch.device("cpu"))
+            tokens = next(batches(self.batch, self.seq, self.seed))
+        params = model.leaves(model.params)
+
+        def compiled(row: Row) -> GpuReport:
+            step = lambda params, tokens: model.loss(params, tokens, row.wrap)  # noqa: E731
+            return compile_for(self.device, step, params, tokens, machine_code=False)
+
+        each = [(row.name, partial(compiled, row)) for row in rows(self.policy)]
+        title = report.title(report.described(self))
+        return show(title, self.device, each, self.json, self.out / "sweep.png")
 
     def run(self, advance: Callable[[float], None] = lambda share: None) -> list[Result]:
         """Measures every row; `advance` is told the share of the work that was done."""

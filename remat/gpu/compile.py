@@ -1,0 +1,253 @@
+"""A step, compiled for a GPU that need not be there."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from remat._core import Device, known_flops, untouched
+from remat.debug import RegionNodes, regions_in, uncompiled
+from remat.gpu.cards import card
+from remat.gpu.report import GpuGraph, GpuReport, Kernel
+from remat.transforms import RematError, flatten, leaves_behind, map_only, tree_leaves
+from remat.transforms.closure import in_reach, slots_of
+from remat.transforms.compat import dynamo_errors
+from remat.transforms.compat.gpu import (
+    Chip,
+    Execution,
+    Hollow,
+    Launch,
+    Lowered,
+    Traced,
+    cubin,
+    fakes,
+    lowered,
+    saved,
+    traced,
+    triton_wanted,
+)
+
+
+def compile_for(
+    device: str, step: Callable[..., Any], /, *args: Any, machine_code: bool = True, **kwargs: Any
+) -> GpuReport:
+    """The code that `torch.compile` would run for a step on a GPU, and what it takes. No GPU is needed.
+
+    The step is traced on shapes, and Inductor lowers it for the card. Its Triton kernels become machine code.
+    The wrapper that Inductor writes is executed with nothing but its allocations counted. Nothing runs on a
+    GPU: times are those of a roofline model, at the speeds that large kernels attain. A GPU would
+    time several configurations of some kernels; here the first is taken.
+
+    Args:
+        device: "a100", "h100", "h200" or "b200".
+        step: a function or module that `torch.compile` can compile as one graph, or the result of
+            `torch.compile`; with `remat` regions inside, or torch's checkpoint. If a result requires grad,
+            its backward is compiled too.
+        args, kwargs: as for a call, on any device, "meta" and fake ones included. Only shapes and types are
+            read from them.
+        machine_code: whether Triton kernels are compiled to machine code, for registers and spills; most of
+            the time goes there.
+
+    Returns:
+        A `GpuReport`: forward and backward, or the one graph, of the step.
+
+    Raises:
+        RematError: Triton is missing; the step breaks the graph or reads a number (`.item()`); an op has no
+            lowering. It names the op and the line.
+
+    Example:
+        >>> import torch
+        >>> from remat import remat
+        >>> from remat.gpu import compile_for
+        >>> w = torch.empty(1024, 1024, device="meta", dtype=torch.bfloat16, requires_grad=True)
+        >>> step = lambda w: remat(lambda w: (w @ w).relu())(w).sum()
+        >>> report = compile_for("h100", step, w)  # doctest: +SKIP
+        >>> report.survived, report.fits  # doctest: +SKIP
+        (True, True)
+        >>> try:
+        ...     compile_for("h900", step, w)
+        ... except RuntimeError as error:
+        ...     print(error)
+        code can be made for a100, h100, h200, b200, not for 'h900'. Write device='h100'.
+    """
+    chip, speeds = card(device)
+    if wanted := triton_wanted():
+        raise RematError(
+            f"code for {device} needs Triton, which compiles kernels on any machine and is not installed. "
+            f"Install the one of torch {torch.__version__}: pip install {wanted}, or 'remat[gpu]'."
+        )
+    traces, held = trace(step, args, kwargs)
+    return _report(device, chip, speeds, traces, held, machine_code)
+
+
+def trace(step: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Traced, int]:
+    """The graphs of a step, and the bytes of its arguments and parameters."""
+    step = uncompiled(step)
+    with untouched(step, args, kwargs), fakes() as like, _reach_faked(like, step, args, kwargs) as known:
+        args, kwargs = map_only(torch.Tensor, known, (args, kwargs))
+
+        def run(compiled: Callable[..., Any]) -> None:
+            out = compiled(*args, **kwargs)
+            ends = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad]
+            if ends:
+                ones = [torch.ones_like(t) for t in ends]
+                torch.autograd.grad(ends, leaves_behind(ends), ones, allow_unused=True)
+
+        with _told():
+            traces = traced(step, run)
+    if traces.forward is None:
+        raise RematError("the step computes nothing on tensors: there is no code to make.")
+    return traces, known.bytes
+
+
+class _Known:
+    """A fake tensor for each tensor, the same for the same one."""
+
+    def __init__(self, like: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.like = like
+        self.made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self.made:
+            self.made[id(tensor)] = tensor, self.like(tensor)
+        return self.made[id(tensor)][1]
+
+    @property
+    def bytes(self) -> int:
+        return sum(fake.numel() * fake.element_size() for _, fake in self.made.values())
+
+
+@contextlib.contextmanager
+def _reach_faked(like: Any, *roots: Any) -> Iterator[_Known]:
+    """Let modules, containers and closures in reach hold fake tensors of the CPU for a while."""
+    known, before = _Known(like), []
+    leaves, _ = flatten(roots)
+    try:
+        for read, write in _places(list(in_reach(*leaves))):
+            value = read()
+            if isinstance(value, torch.Tensor):
+                before.append((write, value))
+                write(known(value))
+        yield known
+    finally:
+        for write, value in before:
+            write(value)
+
+
+Place = tuple[Callable[[], Any], Callable[[Any], Any]]
+
+
+def _places(objects: list[Any]) -> Iterator[Place]:
+    """Where objects hold tensors: how to read each place, and how to write to it."""
+    for value in objects:
+        if isinstance(value, torch.nn.Module):
+            for table, key in zip(*slots_of(value), strict=True):
+                yield partial(table.get, key), partial(table.__setitem__, key)
+        elif type(value) in (dict, list):
+            for key in list(value) if type(value) is dict else range(len(value)):
+                yield partial(value.__getitem__, key), partial(value.__setitem__, key)
+        elif isinstance(value, types.FunctionType):
+            for cell in value.__closure__ or ():
+                yield partial(getattr, cell, "cell_contents", None), partial(setattr, cell, "cell_contents")
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """What Dynamo says of a step that it cannot trace, as one message with the user's line."""
+    try:
+        yield
+    except dynamo_errors() as error:
+        inner = getattr(error, "inner_exception", None)
+        if isinstance(inner, RematError):
+            raise inner from None
+        text = str(error)
+        places = re.findall(r'File "([^"]+)", line (\d+)', text.partition("from user code")[2])
+        where = ":".join(places[-1]) if places else "an unknown line"
+        said = " ".join(line.strip() for line in text.splitlines()[:2] if line.strip())
+        raise RematError(
+            f"the step cannot be compiled as one graph, at {where}: {said} Code is made from shapes alone. "
+            "Let the step return tensors. Read numbers (`.item()`, `float(t)`) and print outside of it."
+        ) from error
+
+
+def _report(
+    device: str, chip: Chip, speeds: Device, traces: Traced, held: int, machine_code: bool
+) -> GpuReport:
+    assert traces.forward is not None
+    one = traces.backward is None
+    first = lowered(traces.forward, chip, False, one)
+    run = Simulation(first, chip)
+    graphs = [_graph(first, run.execution, chip, speeds, machine_code)]
+    codes = [first]
+    if traces.backward is not None:
+        codes.append(lowered(traces.backward, chip, True, False))
+        run.backward(codes[1])
+        graphs.append(_graph(codes[1], run.execution, chip, speeds, machine_code))
+    wanted, found = RegionNodes(), RegionNodes()
+    wanted.add(traces.joint)
+    for code in codes:
+        found.add(code.nodes)
+    forward, backward, step = (None, None, graphs[0]) if one else (graphs[0], graphs[1], None)
+    regions = tuple(regions_in(wanted, found))
+    return GpuReport(device, forward, backward, step, run.kept, held, speeds.memory, regions)
+
+
+class Simulation:
+    """The wrappers of a step, executed on shapes: forward first, results kept as a caller keeps them.
+
+    Attributes:
+        kept: bytes that the forward hands to the backward and the caller does not hold.
+    """
+
+    def __init__(self, code: Lowered, chip: Chip | None) -> None:
+        self.execution = Execution(chip)
+        self.kept = 0
+        self._code = code
+        args = [self.execution.given(value) for value in code.inputs]
+        self._returned = self.execution.run(code.source, args)
+
+    def backward(self, code: Lowered) -> None:
+        """Run the backward's wrapper on what the forward's returned."""
+        own = saved(self._code.outputs, self._returned, code.names)
+        self.kept = self.execution.own_bytes(own.values())
+        args = [
+            own[name] if name in own else self.execution.given(value)
+            for name, value in zip(code.names, code.inputs, strict=True)
+        ]
+        # Saved values go as the backward does with them; what is also a result stays with the caller.
+        self._returned = [
+            value for name, value in zip(self._code.outputs, self._returned, strict=True) if name not in own
+        ]
+        del own
+        self._returned += self.execution.run(code.source, args)
+
+
+def _graph(code: Lowered, execution: Execution, chip: Chip, speeds: Device, machine_code: bool) -> GpuGraph:
+    kernels = tuple(_kernel(launch, chip, speeds, machine_code) for launch in execution.launches)
+    return GpuGraph(code.source, kernels, execution.peak, code.not_capturable)
+
+
+def _kernel(launch: Launch, chip: Chip, speeds: Device, machine_code: bool) -> Kernel:
+    moved = (launch.read + launch.written) / speeds.bandwidth
+    if launch.op is None:
+        made = Kernel(launch.name, "triton", launch.read, launch.written, 0, moved, launch.live)
+        if not machine_code or not launch.text:
+            return made
+        told = cubin(launch.name, launch.text, chip)
+        return replace(
+            made, registers=told.registers, spills=told.spills, shared=told.shared, cubin=told.bytes
+        )
+    is_hollow = lambda value: isinstance(value, Hollow)  # noqa: E731
+    flops = known_flops(launch.op, launch.args, launch.kwargs, launch.outputs, is_hollow) or 0
+    types = {leaf.dtype for leaf in tree_leaves((launch.args, launch.kwargs)) if isinstance(leaf, Hollow)}
+    half = bool(types & {torch.float16, torch.bfloat16})
+    seconds = max(moved, flops / (speeds.half if half else speeds.single))
+    name = launch.name.removesuffix(".default").removesuffix(".out")
+    return Kernel(name, "extern", launch.read, launch.written, flops, seconds, launch.live)

@@ -1,0 +1,139 @@
+"""Steps compiled for a GPU that is not there: kernels, spills, live bytes, errors."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from remat import RematError, remat
+from remat.cli.measure import trace_memory
+from remat.gpu import Simulation, compile_for, trace
+from remat.transforms.compat.gpu import lowered
+
+DEPTH = 3
+
+
+@pytest.fixture
+def triton():
+    pytest.importorskip("triton", reason="Triton compiles for GPUs: pip install 'remat[gpu]'")
+
+
+class Block(nn.Module):
+    """GPT's, 256 wide."""
+
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, 4, -1)).transpose(1, 3).unbind(2)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+def network(wrap):
+    with torch.device("meta"):
+        blocks = nn.ModuleList(Block() for _ in range(DEPTH)).bfloat16()
+
+    def step(x: Tensor) -> Tensor:
+        for block in blocks:
+            x = wrap(block)(x)
+        return x.float().square().mean()
+
+    return step, torch.empty(2, 512, 256, dtype=torch.bfloat16, device="meta")
+
+
+def extern(graph) -> Counter[str]:
+    return Counter(kernel.name for kernel in graph.kernels if kernel.kind == "extern")
+
+
+@pytest.mark.slow
+def test_regions_run_the_forward_once_more_and_cost_nothing_else(triton):
+    plain = compile_for("h100", *network(lambda block: block))
+    ours = compile_for("h100", *network(remat))
+    assert plain.forward and plain.backward and ours.forward and ours.backward
+    assert ours.survived and len(ours.regions) == DEPTH and not plain.regions
+    assert ours.kept < plain.kept / 5 and ours.peak < plain.peak and ours.fits
+    # Every product and attention once more, but the last product, which no gradient reads.
+    again = extern(ours.backward) - extern(plain.backward)
+    assert again == Counter({"aten.addmm": 3 * DEPTH, "aten._scaled_dot_product_flash_attention": DEPTH})
+    assert extern(ours.forward) == extern(plain.forward)
+    # A fence is no kernel and no copy.
+    launched = [Counter(k.kind for k in graph.kernels)["triton"] for graph in (plain.forward, plain.backward)]
+    assert Counter(k.kind for k in ours.backward.kernels)["triton"] <= sum(launched)
+    assert "= torch.ops.remat.fence" not in ours.backward.source and "copy" not in str(extern(ours.backward))
+    # No kernel spills more than without remat.
+    spills = [max(kernel.spills or 0 for kernel in report.kernels) for report in (plain, ours)]
+    assert spills[1] <= spills[0]
+    assert all(k.cubin and k.registers for k in ours.kernels if k.kind == "triton")
+
+
+def mlp(up: Tensor, down: Tensor, x: Tensor) -> Tensor:
+    return x + F.gelu(F.layer_norm(x, x.shape[-1:]) @ up) @ down
+
+
+def mlp_under(wrap):
+    region = wrap(mlp)
+
+    def loss(weights, x: Tensor) -> Tensor:
+        for up, down in weights:
+            x = region(up, down, x)
+        return x.square().sum()
+
+    return loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", [lambda f: f, remat], ids=["none", "save_nothing"])
+def test_live_bytes_of_the_cpu_wrapper_are_those_of_the_profiler(wrap):
+    weights = [(torch.randn(64, 256) / 8, torch.randn(256, 64) / 16) for _ in range(4)]
+    leaves = [w.requires_grad_() for pair in weights for w in pair]
+    x, loss = torch.randn(1024, 64), mlp_under(wrap)
+    traces, _ = trace(loss, (weights, x), {})
+    assert traces.forward is not None and traces.backward is not None
+    run = Simulation(lowered(traces.forward, None, False, False), None)
+    peak = run.execution.peak
+    run.backward(lowered(traces.backward, None, True, False))
+    peak = max(peak, run.execution.peak)
+    step = torch.compile(loss, fullgraph=True)
+    torch.autograd.grad(step(weights, x), leaves)
+    found = trace_memory(lambda mark: torch.autograd.grad(step(weights, x), leaves)).peak
+    assert abs(peak - found) <= 0.02 * found
+
+
+@pytest.mark.slow
+def test_a_functional_step_is_one_graph(triton):
+    step = torch.func.grad(lambda w, x: remat(lambda w, x: torch.tanh(x @ w).sin())(w, x).sum())
+    w, x = torch.empty(64, 64, device="meta"), torch.empty(32, 64, device="meta")
+    report = compile_for("a100", step, w, x, machine_code=False)
+    assert report.step is not None and report.forward is None and report.survived
+
+
+def test_a_machine_without_triton_is_told_which_to_install(monkeypatch):
+    monkeypatch.setattr("remat.gpu.compile.triton_wanted", lambda: "triton==3.7.0")
+    with pytest.raises(RematError, match=r"pip install triton==3\.7\.0"):
+        compile_for("h100", lambda x: x, torch.ones(2))
+
+
+def test_an_unknown_card_is_told():
+    with pytest.raises(RematError, match="a100, h100, h200, b200"):
+        compile_for("tpu", lambda x: x, torch.ones(2))
+
+
+@pytest.mark.slow
+def test_a_graph_break_is_told_with_its_line():
+    def step(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x.sin()
+
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(RematError, match=r"one graph, at .*test_gpu\.py:\d+"):
+        trace(step, (x,), {})
+    # What the step can reach is as it was.
+    assert type(x) is Tensor and x.grad is None

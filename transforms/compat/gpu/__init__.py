@@ -1,0 +1,25 @@
+"""Inductor's code for a GPU, made and read on a machine that may have none: nothing runs on a GPU here."""
+
+from remat.transforms.compat.gpu.cubins import (
+    Cubin,  # what Triton's compiler says of a kernel
+    cubin,  # the machine code of a kernel
+)
+from remat.transforms.compat.gpu.execution import (
+    Execution,  # wrappers of one step, run on shapes
+    Hollow,  # a tensor's shape and type
+    Launch,  # one kernel that a wrapper starts
+    saved,  # what a forward hands to its backward
+)
+from remat.transforms.compat.gpu.lowering import (
+    Lowered,  # the code of one graph
+    lowered,  # a graph as code for a GPU, or for the CPU
+)
+from remat.transforms.compat.gpu.machine import (
+    Chip,  # what compilers ask of a GPU
+    triton_wanted,  # the version of Triton to install, None where one is there
+)
+from remat.transforms.compat.gpu.trace import (
+    Traced,  # what a step comes down to
+    fakes,  # makes fake tensors of the CPU
+    traced,  # the graphs of a step
+)

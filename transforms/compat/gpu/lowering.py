@@ -1,0 +1,168 @@
+"""A traced graph as Inductor's code for a GPU, or for the CPU, without a compiler of kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.fx import GraphModule, Node
+
+from remat.transforms.compat.gpu.machine import DEVICE, Chip, pretended
+from remat.transforms.compat.gpu.trace import line_of
+from remat.transforms.errors import RematError
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """The code of one graph.
+
+    Attributes:
+        source: of the wrapper, a Python module with `call(args)`; kernels are texts in it.
+        inputs: fake tensors that stand for the arguments of `call`, None for what is no tensor.
+        names: of those arguments.
+        outputs: the nodes that `call` returns, by name; None for constants.
+        nodes: those of the graph whose values are computed in the code, views and fences included.
+        not_capturable: why the code cannot go into a CUDA graph; empty if it can.
+    """
+
+    source: str
+    inputs: list[Any]
+    names: list[str]
+    outputs: list[str | None]
+    nodes: list[Node]
+    not_capturable: str
+
+
+def lowered(module: GraphModule, chip: Chip | None, is_backward: bool, is_inference: bool) -> Lowered:
+    """The code that `torch.compile` would run on this GPU, or on the CPU. `module` is used up.
+
+    Raises:
+        RematError: an op has no lowering.
+    """
+    from torch._guards import detect_fake_mode
+    from torch._inductor import compile_fx, config
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+
+    names = [node.name for node in module.graph.find_nodes(op="placeholder")]
+    results: Any = module.graph.output_node().args[0]
+    outputs = [getattr(result, "name", None) for result in results]
+    before = list(module.graph.nodes)
+    with contextlib.ExitStack() as stack:
+        mode = detect_fake_mode(_values(module))
+        assert mode is not None
+        stack.enter_context(pretended(chip) if chip else contextlib.nullcontext())
+        for context in (V.set_fake_mode(mode), V.set_debug_handler(DebugContext()), torch.no_grad()):
+            stack.enter_context(context)
+        # The sizes of what each kernel reads and writes stand in its text then.
+        stack.enter_context(config.patch(profile_bandwidth=True, fx_graph_cache=False))
+        view_to_reshape(module)
+        if chip:
+            _retarget(module, mode)
+        compile_fx._recursive_record_original_output_strides(module)
+        with _told(module):
+            post_grad_passes(module, is_inference)
+            inputs = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
+            graph = GraphLowering(
+                module, example_inputs=inputs, is_backward=is_backward, is_inference=is_inference
+            )
+            stack.enter_context(V.set_graph_handler(graph))
+            stack.enter_context(V.set_extern_kernel_nodes([]))
+            stack.enter_context(compile_fx.maybe_disable_comprehensive_padding(inputs))
+            graph.run(*inputs)
+            source = graph.codegen()[0].value
+    computed = _computed(graph, before, module)
+    return Lowered(_plain(source), inputs, names, outputs, computed, _why_not(graph, module))
+
+
+def _values(module: GraphModule) -> list[Any]:
+    values = [node.meta.get("val") for node in module.graph.nodes]
+    return [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
+
+
+def _plain(source: str) -> str:
+    """The wrapper without the lines of the profiler."""
+    return re.sub(r"^ *(start|end)_graph\(.*\)\n", "", source, flags=re.MULTILINE)
+
+
+def _retarget(module: GraphModule, mode: Any) -> None:
+    """Let every value of the graph lie on the GPU."""
+    known: dict[int, torch.Tensor] = {}
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
+            return value
+        if id(value) not in known:
+            made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=DEVICE)
+            known[id(value)] = made
+        return known[id(value)]
+
+    with mode:
+        for part in module.modules():
+            if not isinstance(part, GraphModule):
+                continue
+            for node in part.graph.nodes:
+                for key in ("val", "example_value"):
+                    if key in node.meta:
+                        node.meta[key] = pytree.tree_map(moved, node.meta[key])
+                if node.op == "call_function":
+                    node.args, node.kwargs = torch.fx.node.map_aggregate((node.args, node.kwargs), _device)  # type: ignore[misc]
+            part.recompile()
+
+
+def _device(value: Any) -> Any:
+    return DEVICE if isinstance(value, torch.device) and value.type == "cpu" else value
+
+
+@contextlib.contextmanager
+def _told(module: GraphModule) -> Iterator[None]:
+    """An op without a lowering, by its name and the user's line."""
+    from torch._inductor import exc
+
+    try:
+        yield
+    except exc.OperatorIssue as error:
+        text = str(error)
+        target = re.search(r"target: (\S+)", text)
+        op = target[1] if target else "an op"
+        nodes = [n for n in module.graph.nodes if str(n.target) == op]
+        where = line_of(nodes[0]) if nodes else "an unknown line"
+        raise RematError(
+            f"Inductor cannot lower {op} for a GPU, at {where}: {text.splitlines()[0]}"
+        ) from error
+
+
+def _computed(graph: Any, before: list[Node], module: GraphModule) -> list[Node]:
+    """The nodes that a kernel of the code computes, or that a pass has written in other words."""
+    origins = {
+        origin
+        for group in graph.scheduler.nodes
+        for one in group.get_nodes()
+        if one.node is not None
+        for origin in one.node.get_origins()
+    }
+    there = set(module.graph.nodes)
+    return [node for node in before if node in origins or node not in there]
+
+
+def _why_not(graph: Any, module: GraphModule) -> str:
+    from torch._inductor import cudagraph_utils
+
+    reason = graph.disable_cudagraphs_reason
+    if not reason:
+        first = getattr(cudagraph_utils, "get_first_incompatible_cudagraph_node", None)
+        if first is None:
+            from torch._inductor.utils import get_first_incompatible_cudagraph_node as first
+        node = first(module)
+        reason = f"{node.target}, at {line_of(node)}" if node is not None else ""
+    devices = {device.type for device in graph.device_node_mapping} - {DEVICE.type}
+    if not reason and devices:
+        reason = f"operations on {', '.join(sorted(devices))}"
+    return reason or ""

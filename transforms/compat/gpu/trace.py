@@ -1,0 +1,164 @@
+"""The graphs that Inductor would make code of, from a step that runs on nothing but shapes."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from remat.transforms.compat.aot import teach_inductor
+from remat.transforms.compat.gpu.attention import attention_of_gpus
+from remat.transforms.errors import RematError
+
+Made = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass
+class Traced:
+    """What a step comes down to, on fake tensors of the CPU.
+
+    Attributes:
+        joint: forward and backward as they were traced, before a partitioner chose what to keep.
+        forward: the graph of the forward; of the whole step where that has no backward of its own.
+        backward: the graph of the backward, None without one.
+    """
+
+    joint: list[torch.fx.Node] = field(default_factory=list)
+    forward: torch.fx.GraphModule | None = None
+    backward: torch.fx.GraphModule | None = None
+
+
+@contextlib.contextmanager
+def fakes() -> Iterator[Made]:
+    """Gives a function that makes a fake tensor of the CPU like the one it gets; operations within on such
+    tensors compute shapes only."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def like(t: torch.Tensor) -> torch.Tensor:
+        if isinstance(t, FakeTensor) and t.fake_mode is mode and t.device.type == "cpu":
+            return t
+        made = torch.empty_strided(t.shape, _strides(t), dtype=t.dtype)
+        if isinstance(t, torch.nn.Parameter):
+            return torch.nn.Parameter(made, t.requires_grad)
+        return made.requires_grad_(t.requires_grad)
+
+    with mode:
+        yield like
+
+
+def _strides(t: torch.Tensor) -> tuple[int, ...]:
+    if t.layout != torch.strided:
+        raise RematError(f"a {t.layout} tensor cannot be compiled for a GPU here: pass a strided one.")
+    return t.stride()
+
+
+def traced(step: Callable[..., Any], run: Callable[[Callable[..., Any]], None]) -> Traced:
+    """The graphs of a step, inside of `fakes`. `run` calls what it is given, which is the step compiled, and
+    takes gradients."""
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+
+    teach_inductor()
+    found = Traced()
+
+    def inner(module: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        for node in module.graph.nodes:
+            _refuse(node)
+        if options.get("is_backward"):
+            found.backward = module
+        elif found.forward is None:
+            found.forward = module
+        else:
+            raise RematError("the step is compiled in several graphs; write it as one function of tensors.")
+        return _stand_in(module)
+
+    def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        _as_on_cpu(module)
+        return compile_fx(module, inputs, inner_compile=inner)
+
+    # What a region wants recomputed is to be seen before any pass of Inductor changes it.
+    watch = config.patch(joint_custom_pre_pass=_Seen(found), fx_graph_cache=False)
+    with watch, attention_of_gpus():
+        run(torch.compile(_own(step), backend=backend, fullgraph=True, dynamic=False))
+    return found
+
+
+def _own(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The step behind a code object of its own, with which all that Dynamo notes of it goes."""
+
+    def step_for_gpu(*args: Any, **kwargs: Any) -> Any:
+        return step(*args, **kwargs)
+
+    code = step_for_gpu.__code__.replace()
+    return types.FunctionType(code, globals(), "step", None, step_for_gpu.__closure__)
+
+
+class _Seen:
+    """A pass that only looks."""
+
+    def __init__(self, found: Traced) -> None:
+        self.found = found
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        graph.eliminate_dead_code()
+        copy = torch.fx.Graph()
+        copy.graph_copy(graph, {})
+        self.found.joint += list(copy.nodes)
+
+    def uuid(self) -> None:
+        return None
+
+
+def _as_on_cpu(module: torch.fx.GraphModule) -> None:
+    """Let a step that casts on GPUs cast: its tensors stand on the CPU while it is traced."""
+    enter: Any = getattr(torch.amp, "_enter_autocast")  # noqa: B009
+    for part in module.modules():
+        if isinstance(part, torch.fx.GraphModule):
+            for node in part.graph.find_nodes(op="call_function", target=enter):
+                node.args = ("cpu", *node.args[1:])
+            part.recompile()
+
+
+def _stand_in(module: torch.fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
+    """In place of compiled code: results of the right shapes."""
+    (results,) = module.graph.output_node().args
+    values = [getattr(r, "meta", {}).get("val", r) for r in results]  # type: ignore[union-attr]
+
+    def made(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+    def call(args: list[Any]) -> list[Any]:
+        args.clear()
+        return [made(value) for value in values]
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def _refuse(node: torch.fx.Node) -> None:
+    """Raise for what no GPU can run, and for what needs numbers where there are shapes alone."""
+    name = str(node.target)
+    if "_local_scalar_dense" in name or name == "aten.item.default":
+        raise RematError(
+            f"the step reads a number from a tensor (`.item()`, `float(t)`), at {line_of(node)}, and is "
+            "compiled from shapes alone. Keep it a tensor, or read it outside of the step."
+        )
+    if "_for_cpu" in name or name.startswith(("mkldnn", "onednn")):
+        raise RematError(
+            f"{name} runs on CPUs only, at {line_of(node)}: a GPU has no kernel for it. Call what torch.nn "
+            "has for it instead."
+        )
+
+
+def line_of(node: torch.fx.Node) -> str:
+    """`file:line` of the user's code that a node stems from."""
+    found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    return ":".join(found[-1]) if found else "an unknown line"
