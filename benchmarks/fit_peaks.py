@@ -24,8 +24,8 @@ from benchmarks.models import SIZES, Around, named
 from remat import checkpoint_policy, remat
 from remat._region import standing_for
 from remat.cli.measure import trace_memory
-from remat.plan import Plan, Portfolio, carried, cost_model, plan_of, plans_by_budget, step_of
-from remat.plan.chosen import READY, Ready
+from remat.plan import READY, Plan, Portfolio, carried, cost_model, plan_of, plans_by_budget, step_of
+from remat.plan.chosen import Ready
 from remat.transforms import RematError
 
 CSV = Path(__file__).parent / "results" / "fit_peaks.csv"

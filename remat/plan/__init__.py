@@ -5,7 +5,6 @@ from remat.plan.budget import check_peak as check_peak
 from remat.plan.cache import graph_of as graph_of
 from remat.plan.chain_plan import ChainPlan as ChainPlan
 from remat.plan.chain_plan import plan_chain as plan_chain
-from remat.plan.chosen import READY as READY
 from remat.plan.chosen import Chosen as Chosen
 from remat.plan.chosen import Portfolio as Portfolio
 from remat.plan.chosen import Ready as Ready
@@ -25,6 +24,7 @@ from remat.plan.pareto import pareto as pareto
 from remat.plan.plan import Plan as Plan
 from remat.plan.policy import BudgetPolicy as BudgetPolicy
 from remat.plan.policy import budget_policy as budget_policy
+from remat.plan.ready import READY as READY
 from remat.plan.sent import LINKS as LINKS
 from remat.plan.sent import carried as carried
 from remat.plan.step import WholeStep as WholeStep

@@ -7,18 +7,12 @@ from dataclasses import dataclass, replace
 
 from remat.plan.chain import Chain, Choice, Measure, Stage, best_parts
 from remat.plan.graph import CostModel, Graph
-from remat.plan.pareto import PRESETS, saved_by
 from remat.plan.plan import Plan
+from remat.plan.ready import saved_by
 from remat.plan.solve import Solved, complete
 from remat.plan.step import WholeStep
-from remat.policies import Policy, save_attention, save_matmuls, save_unbatched_matmuls
+from remat.policies import Policy
 from remat.transforms import RematError
-
-READY: dict[str, Policy] = {
-    **PRESETS,
-    "save_matmuls | save_attention": save_matmuls | save_attention,
-    "save_unbatched_matmuls | save_attention": save_unbatched_matmuls | save_attention,
-}
 
 
 @dataclass(frozen=True)
