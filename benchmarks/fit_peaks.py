@@ -22,7 +22,7 @@ import torch.utils._pytree as pytree
 
 from benchmarks.models import SIZES, Around, named
 from remat import checkpoint_policy, remat
-from remat._region import standing_for
+from remat._forced import standing_for
 from remat.cli.measure import trace_memory
 from remat.plan import READY, Plan, Portfolio, carried, cost_model, plan_of, plans_by_budget, step_of
 from remat.plan.chosen import Ready

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import os
-import threading
 import types
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
 from remat._dynamo import call_planned, call_region, needs_call, wrap
+from remat._forced import forced
 from remat._inspect import logger, told, wanted
 from remat.policies import Policy, PolicySelector, bind, save_everything, save_nothing
 from remat.transforms import RematError, register
@@ -95,65 +94,7 @@ class Options:
 
     def as_traced(self) -> Options:
         """What holds in a trace: `traced_under` may have another policy for all regions."""
-        return self if _forced.traced is None else self.under(_forced.traced)
-
-
-# Given a region's name, its policy and the arguments of a call: the policy that the call is to have.
-Choose = Callable[[str, Policy, tuple[Any, ...], dict[str, Any]], Policy]
-
-
-# Given a region's function, its policy and the arguments of a call: what the call returns, in a tuple of one,
-# or None where the region is to run.
-Stand = Callable[[Callable[..., Any], Policy, tuple[Any, ...], dict[str, Any]], "tuple[Any] | None"]
-
-
-class _Forced(threading.local):
-    choose: Choose | None = None
-    stand: Stand | None = None
-    traced: Policy | None = None
-
-
-_forced = _Forced()
-
-
-@contextlib.contextmanager
-def under_policy(policy: Policy) -> Generator[None]:
-    """Let every region that this thread calls meanwhile have this policy, to compare it with its own."""
-    with policies_by(lambda *_: policy):
-        yield
-
-
-@contextlib.contextmanager
-def policies_by(choose: Choose) -> Generator[None]:
-    """Ask `choose` for the policy of every region that this thread calls meanwhile in eager code."""
-    before = _forced.choose
-    _forced.choose = choose
-    try:
-        yield
-    finally:
-        _forced.choose = before
-
-
-@contextlib.contextmanager
-def standing_for(stand: Stand | None) -> Generator[None]:
-    """Let `stand` answer every call of a region by this thread meanwhile in eager code."""
-    before = _forced.stand
-    _forced.stand = stand
-    try:
-        yield
-    finally:
-        _forced.stand = before
-
-
-@contextlib.contextmanager
-def traced_under(policy: Policy) -> Generator[None]:
-    """Let every region that this thread traces meanwhile have this policy. What is compiled then must be
-    compiled for that alone: `torch.compile` would find it again without the policy."""
-    before, _forced.traced = _forced.traced, policy
-    try:
-        yield
-    finally:
-        _forced.traced = before
+        return self if forced.traced is None else self.under(forced.traced)
 
 
 def with_policy(fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
@@ -187,7 +128,7 @@ def _wrap(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
     latest = [(options.policy, region)]
 
     def eager(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        choose, stand = _forced.choose, _forced.stand
+        choose, stand = forced.choose, forced.stand
         if stand is not None and (given := stand(fn, options.policy, args, kwargs)) is not None:
             return given[0]
         if ordinary and choose is None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from remat._region import standing_for
+from remat._forced import standing_for
 from remat.plan.cache import graph_of, remember
 from remat.plan.graph import Graph
 from remat.plan.keys import alike, alike_key

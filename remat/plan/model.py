@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, overload
 
 import torch
 
-from remat._core import format_bytes, joined_keywords, keywords_apart
+from remat._core import joined_keywords, keywords_apart
 from remat.plan.alike import Regions
 from remat.plan.budget import check_budget, check_peak
 from remat.plan.cache import graph_of
@@ -21,6 +19,7 @@ from remat.plan.graph import CostModel, Graph, cost_model
 from remat.plan.joined import over_link
 from remat.plan.layout import Layout, MeshPlan, plan_mesh
 from remat.plan.looking import looking
+from remat.plan.model_plan import ModelPlan, handling
 from remat.plan.peak import OutOfReach, highest_within, profile, step_peak
 from remat.plan.plan import Plan
 from remat.plan.sent import speed_of
@@ -28,100 +27,6 @@ from remat.plan.solve import INF, Problem, Solution, Solved, bound, complete, hu
 from remat.policies import Policy
 from remat.transforms import RematError
 from remat.transforms.joint import NotOnFakes, on_fakes, planned_for
-
-# What a budget policy does when it meets a region: None is to plan that region on its own.
-_meeting: ContextVar[Callable[..., Plan | None] | None] = ContextVar("remat_plan_meeting", default=None)
-
-
-def meet(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Plan | None]:
-    """Whether a plan of the whole model is being made or carried out, and its plan for this region if so."""
-    handler = _meeting.get()
-    return (False, None) if handler is None else (True, handler(fn, args, kwargs))
-
-
-@contextlib.contextmanager
-def _handling(handler: Callable[..., Plan | None]) -> Iterator[None]:
-    token = _meeting.set(handler)
-    try:
-        yield
-    finally:
-        _meeting.reset(token)
-
-
-@dataclass(frozen=True)
-class ModelPlan:
-    """A function with a plan for each of its regions, in the order in which they are called.
-
-    Calling it calls the function with those plans in force.
-
-    Attributes:
-        fn: the function planned.
-        regions: the plans; equal regions may have different ones.
-        budget, kept_bytes, default_bytes: bytes of all regions together.
-        peak_bytes: the most live at once in a step through the regions, simulated.
-        cost, unit, lower_bound: as for a `Plan`, of all regions together.
-        seconds: time the search took.
-
-    Example:
-        >>> import torch
-        >>> from remat import checkpoint_policy, plan_model, remat
-        >>> block = remat(lambda x: torch.tanh(x @ x).exp(), policy=checkpoint_policy(budget=0.5))
-        >>> x = torch.eye(4, requires_grad=True)
-        >>> planned = plan_model(lambda x: block(block(x)).sum(), x, budget=0.6)
-        >>> len(planned.regions), planned.kept_bytes <= planned.budget
-        (2, True)
-    """
-
-    fn: Callable[..., Any] = field(repr=False, compare=False)
-    regions: tuple[Plan, ...]
-    budget: int
-    kept_bytes: int
-    default_bytes: int
-    peak_bytes: int
-    cost: float
-    unit: str
-    lower_bound: float
-    seconds: float = field(default=0.0, compare=False, repr=False)
-
-    @property
-    def gap(self) -> float:
-        """How far from optimal the plan can be at most, as a share of its cost."""
-        return max(0.0, (self.cost - self.lower_bound) / self.cost) if self.cost > 0 else 0.0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """`fn(*args, **kwargs)`, each region under its plan.
-
-        Raises:
-            RematError: where the regions met are not those planned for.
-        """
-        waiting = iter(self.regions)
-
-        def hand_out(fn: Callable[..., Any], args: Any, kwargs: Any) -> Plan:
-            plan = next(waiting, None)
-            if plan is None:
-                raise RematError(
-                    f"A region beyond the {len(self.regions)} planned ones is called: plan the model anew."
-                )
-            return plan
-
-        with _handling(hand_out):
-            return self.fn(*args, **kwargs)
-
-    def __str__(self) -> str:
-        flops = sum(plan.recomputed_flops for plan in self.regions)
-        head = (
-            f"{len(self.regions)} regions keep {format_bytes(self.kept_bytes)} of "
-            f"{format_bytes(self.default_bytes)} (budget {format_bytes(self.budget)}), peak at "
-            f"{format_bytes(self.peak_bytes)} (simulated), recompute {flops:.4g} FLOPs; cost {self.cost:.4g} "
-            f"{self.unit}, gap {self.gap:.2%}"
-        )
-        if sent := sum(plan.sent_bytes for plan in self.regions):
-            head += f", {format_bytes(sent)} on the host"
-        rows = [
-            f"  {k:>3} {p.region}: {format_bytes(p.kept_bytes)}, {p.recomputed_flops:.4g} FLOPs"
-            for k, p in enumerate(self.regions)
-        ]
-        return "\n".join([head, *rows])
 
 
 @overload
@@ -390,7 +295,7 @@ def _regions(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[tuple[str, 
     def note(region: Callable[..., Any], args: Any, kwargs: Any) -> None:
         regions.note(region, graph_of(region, args, kwargs))
 
-    with looking(fn, args, kwargs), _handling(note):
+    with looking(fn, args, kwargs), handling(note):
         try:
             with regions.meeting():
                 on_fakes(fn, args, kwargs)

@@ -12,7 +12,7 @@ from remat.plan.budget import check_budget, check_peak, resolve
 from remat.plan.cache import graph_of, paths_of
 from remat.plan.chain import frontier
 from remat.plan.graph import CostModel, Graph, cost_model
-from remat.plan.model import meet
+from remat.plan.model_plan import meet
 from remat.plan.peak import OutOfReach, highest_within, profile, step_peak
 from remat.plan.plan import Plan
 from remat.plan.ready import ready

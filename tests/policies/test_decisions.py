@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -293,7 +295,7 @@ def test_a_mask_is_kept_by_its_own_size():
 def test_decisions_of_experts_at_their_published_width_cost_a_hundredth():
     """The mixture of experts of the benchmarks, at the width of its GPU size, beside the block's input."""
     kind, size, _ = SIZES["moe"]
-    model = kind(name="moe", **(size | {"depth": 1}))
+    model: Any = kind(name="moe", **(size | {"depth": 1}))
     with torch.device("meta"):
         x = torch.empty(2, 256, size["width"], dtype=torch.bfloat16, requires_grad=True)
         shapes = {name: shape for name, (shape, _) in model.shapes().items()}

@@ -98,7 +98,7 @@ def test_import_brings_nothing_heavy_beyond_torch() -> None:
 def test_the_face_shows_what_is_meant_and_no_more() -> None:
     import remat
 
-    rooms = {"debug", "interop", "nn", "plan", "policies", "schedules", "transforms"}
+    rooms = {"debug", "gpu", "interop", "nn", "plan", "policies", "schedules", "transforms"}
     assert dir(remat) == sorted([*remat.__all__, "__version__"])
     assert len(set(remat.__all__)) == len(remat.__all__)
     assert all(getattr(remat, name) is not None for name in dir(remat))

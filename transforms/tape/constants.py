@@ -54,7 +54,8 @@ class Constants:
         self.roots = {tape.root_of(n) for n in (*self.stands, *self.numbers)}
         self.devices = {tape.meta_of(n)[3] for n in self.numbers}
         # What programs have in common whose constants are the same, whatever numbers they give them.
-        order = {n: i for i, n in enumerate(alike.values())}
+        place = {n: i for i, n in enumerate(alike.values())}
+        order = {n: place[first] for n, first in same.items()}
         words = [_told((tape.nodes[s.at].args, tape.nodes[s.at].kwargs), order) for s in self.steps]
         heads = [(str(n.op), tuple(n.outs), n.graded) for n in (tape.nodes[s.at] for s in self.steps)]
         self.key: Hashable = repr((heads, words, [order[n] for n in self.numbers]))

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from remat._api import remat
-from remat._region import traced_under
+from remat._forced import traced_under
 from remat.cli.cards import show
 from remat.cli.checked import writable
 from remat.cli.models import FAMILIES
@@ -69,5 +69,6 @@ class Gpu(StepOptions):
         if self.target in FAMILIES or self.target.startswith("hf:"):
             options: dict[str, Any] = {key: getattr(self, key) for key in StepOptions.__dataclass_fields__}
             with fakes():
-                return StepOptions(**options | {"device": "cpu"}).step()
+                options["device"] = "cpu"
+                return StepOptions(**options).step()
         return load(self.target, self.input, self.dtype)

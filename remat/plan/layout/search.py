@@ -14,7 +14,7 @@ from remat.plan.layout.links import Linked
 from remat.plan.layout.local import local_program
 from remat.plan.layout.mesh_plan import Keeps, MeshPlan, StagePlan
 from remat.plan.layout.rank import canonical, digest
-from remat.plan.layout.stages import Chosen, Part, Pipe
+from remat.plan.layout.stages import Part, Pipe, StageChoice
 from remat.plan.layout.trace import block_names, traced
 from remat.transforms import RematError
 
@@ -38,10 +38,11 @@ def plan_mesh(
         raise RematError(f"plan_model(mesh=...) plans a module, whose parameters are spread; got {model!r}.")
     if not isinstance(layout, Layout):
         raise RematError(f"plan_model(mesh=...) takes a remat.plan.Layout, got {layout!r}.")
-    prices = cost_model(cost, device)
+    # The model has no memory here, so it is not for this machine.
+    prices = cost_model(cost, device or "h100")
     if prices.unit != "s":
         raise RematError('plan_model(mesh=...) weighs collectives by seconds: write cost="roofline".')
-    named = getattr(prices, "device", "h100")
+    named = getattr(prices, "device", None) or "h100"
     limit = _memory(memory, named)
     chosen = block_names(model, layout.layers)
     if len(chosen) < layout.pp:
@@ -84,7 +85,7 @@ def _memory(memory: int | str | None, device: str) -> int:
     return size
 
 
-def _stage(part: Part, chosen: Chosen) -> StagePlan:
+def _stage(part: Part, chosen: StageChoice) -> StagePlan:
     blocks = {}
     for name, kind, pick in zip(part.names, part.kinds, chosen.picks, strict=True):
         plan, count = kind.choices[pick], len(kind.graph.ops)

@@ -14,7 +14,7 @@ from remat.plan.layout.fixed import Flow, fixed_lines
 from remat.plan.layout.knapsack import Repeated, Totals, added, single
 from remat.plan.layout.layout import Layout
 from remat.plan.layout.local import Weight
-from remat.plan.layout.trace import Traced
+from remat.plan.layout.trace import TracedModel
 from remat.plan.solve import INF
 from remat.transforms.joint import Joint
 
@@ -69,7 +69,7 @@ def _read_for_weights(joint: Joint) -> int:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class StageChoice:
     """The plans of a stage.
 
     Attributes:
@@ -115,7 +115,7 @@ class Part:
         """Bytes whatever blocks keep."""
         return sum(self.lines.values())
 
-    def best(self, memory: float) -> Chosen | None:
+    def best(self, memory: float) -> StageChoice | None:
         """The fastest choice that fits; None where none does."""
         flying = self.pipe.layout.in_flight(self.stage)
         room = memory - self.fixed - flying * self.share.kept
@@ -142,15 +142,15 @@ class Part:
         ]
         return self.peak(self.chosen(tuple(each)))
 
-    def chosen(self, picks: Sequence[int]) -> Chosen:
+    def chosen(self, picks: Sequence[int]) -> StageChoice:
         """What a choice of plans takes."""
         plans: list[Choice] = [kind.choices[k] for kind, k in zip(self.kinds, picks, strict=True)]
         again = sum(plan.cost for plan in plans)
         kept = sum(plan.kept for plan in plans) + self.share.kept
         over = max([self.share.over, *(kind.over(k) for kind, k in zip(self.kinds, picks, strict=True))])
-        return Chosen(tuple(picks), self.base + again, again, kept, over)
+        return StageChoice(tuple(picks), self.base + again, again, kept, over)
 
-    def peak(self, chosen: Chosen) -> int:
+    def peak(self, chosen: StageChoice) -> int:
         """The most bytes on a rank of the stage."""
         return self.fixed + self.pipe.layout.in_flight(self.stage) * chosen.kept + chosen.over
 
@@ -183,7 +183,9 @@ class Part:
 class Pipe:
     """All that stages are made of."""
 
-    def __init__(self, traced: Traced, layout: Layout, weights: dict[str, Weight], model: CostModel) -> None:
+    def __init__(
+        self, traced: TracedModel, layout: Layout, weights: dict[str, Weight], model: CostModel
+    ) -> None:
         self.traced, self.layout, self.model = traced, layout, model
         self.kinds = [Kind(graph, model) for graph in traced.graphs]
         self.inner: dict[str, list[Weight]] = {name: [] for name in traced.names}
@@ -196,7 +198,7 @@ class Pipe:
             else:
                 self.outer.append((weight, traced.outer.get(weight.owner, 0)))
 
-    def split(self, memory: float) -> list[tuple[Part, Chosen]] | None:
+    def split(self, memory: float) -> list[tuple[Part, StageChoice]] | None:
         """The stages, such that the slowest is as fast as can be; None where no split fits."""
         layout, count = self.layout, len(self.traced.names)
         if layout.split is not None:

@@ -24,7 +24,7 @@ _ENOUGH = 3
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedModel:
     """A model as a planner sees it.
 
     Attributes:
@@ -44,7 +44,7 @@ class Traced:
     shared: int
 
 
-def traced(local: Local, chosen: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+def traced(local: Local, chosen: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModel:
     """Trace a local program on fake arguments; `chosen` are the names of its blocks."""
     walk = _Walk(local, chosen, _ENOUGH)
     graphs = walk.run(args, kwargs)
@@ -58,7 +58,7 @@ def traced(local: Local, chosen: Sequence[str], args: tuple[Any, ...], kwargs: d
     with walk.standing_in():
         around = record(local.model, args, kwargs)
     there = {id(tensor) for tensor in (*local.model.parameters(), *local.model.buffers())}
-    return Traced(
+    return TracedModel(
         names=tuple([met.name for met in walk.met]),
         kinds=tuple(kinds),
         graphs=tuple([first[k] for k in range(len(first))]),

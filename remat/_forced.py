@@ -1,0 +1,67 @@
+"""What a thread has all its regions do meanwhile: another policy, or no run at all."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Generator
+from typing import Any
+
+from remat.policies import Policy
+
+# Given a region's name, its policy and the arguments of a call: the policy that the call is to have.
+Choose = Callable[[str, Policy, tuple[Any, ...], dict[str, Any]], Policy]
+
+
+# Given a region's function, its policy and the arguments of a call: what the call returns, in a tuple of one,
+# or None where the region is to run.
+Stand = Callable[[Callable[..., Any], Policy, tuple[Any, ...], dict[str, Any]], "tuple[Any] | None"]
+
+
+class Forced(threading.local):
+    choose: Choose | None = None
+    stand: Stand | None = None
+    traced: Policy | None = None
+
+
+forced = Forced()
+
+
+@contextlib.contextmanager
+def under_policy(policy: Policy) -> Generator[None]:
+    """Let every region that this thread calls meanwhile have this policy, to compare it with its own."""
+    with policies_by(lambda *_: policy):
+        yield
+
+
+@contextlib.contextmanager
+def policies_by(choose: Choose) -> Generator[None]:
+    """Ask `choose` for the policy of every region that this thread calls meanwhile in eager code."""
+    before = forced.choose
+    forced.choose = choose
+    try:
+        yield
+    finally:
+        forced.choose = before
+
+
+@contextlib.contextmanager
+def standing_for(stand: Stand | None) -> Generator[None]:
+    """Let `stand` answer every call of a region by this thread meanwhile in eager code."""
+    before = forced.stand
+    forced.stand = stand
+    try:
+        yield
+    finally:
+        forced.stand = before
+
+
+@contextlib.contextmanager
+def traced_under(policy: Policy) -> Generator[None]:
+    """Let every region that this thread traces meanwhile have this policy. What is compiled then must be
+    compiled for that alone: `torch.compile` would find it again without the policy."""
+    before, forced.traced = forced.traced, policy
+    try:
+        yield
+    finally:
+        forced.traced = before
