@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections import Counter
@@ -45,6 +46,8 @@ def trace_memory(step: Callable[[Mark], T], device: torch.device | str = "cpu") 
         >>> trace_memory(lambda mark: (torch.ones(1024) + 1, mark())[0]).peak >> 10
         8
     """
+    # What an earlier step left in cycles must not go, and be counted as freed, in the middle of this one.
+    gc.collect()
     return _trace_cuda(step) if torch.device(device).type == "cuda" else _trace_cpu(step)
 
 

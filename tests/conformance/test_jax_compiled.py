@@ -21,6 +21,7 @@ from remat.policies import (
     save_all_but_names,
     save_attention,
     save_cheaper_than,
+    save_collectives,
     save_every,
     save_everything,
     save_larger_than,
@@ -186,6 +187,7 @@ VERDICTS = {
     "rule": lambda info: info.index % 2 == 0,
     "everything": save_everything,
     "attention": save_attention,
+    "collectives": save_collectives,  # of which these functions have none
     "every second": save_every(2, save_matmuls),
     "where": where(lambda info: info.index < 6, save_matmuls),
     "larger": save_larger_than(12 * 8),

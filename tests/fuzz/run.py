@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import linecache
 import random
 import re
@@ -205,6 +206,8 @@ def backward(run: Pass, step: dict[str, Any], **options: Any) -> Seen:
         # A gradient may be a view of more.
         seen = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), seen)
         if live is not None and run.lean:
+            if options.get("create_graph"):
+                gc.collect()  # graphs of gradients may be in cycles
             seen["at most bytes left"] = live.bytes - sum(t.nbytes for t in tensors_in(seen))
     return seen
 

@@ -1,5 +1,7 @@
 """Code that is common in models and that checkpoints refuse, count twice or die of: as without remat."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -325,7 +327,7 @@ def test_an_embedding_that_scales_its_weight_beside_a_region_under_vmap():
             return model["embedding"](torch.arange(len(both))) * both
 
         region = wrap(run, policy=save_ops(torch.ops.aten.select, torch.ops.aten.view))
-        leaves = (x, model["lin"].weight, model["embedding"].weight)
+        leaves: Any = (x, model["lin"].weight, model["embedding"].weight)
         return [torch.autograd.grad(region(x).sum(), leaves) for _ in range(2)]
 
     same(gradients(remat), gradients(lambda fn, **_: fn), 1e-12)
