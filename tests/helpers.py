@@ -34,6 +34,9 @@ def forget() -> None:
     forget_all()
     # A graph that an earlier test left alive would have its values fetched ahead in the next one's backward.
     prefetch._order.last = None
+    # Calls that look alike share what was planned, and what was warned of.
+    plan_cache._KNOWN.clear()
+    plan_cache._warned.clear()
 
 
 def unseen(like: Tensor, value: float = 0.0) -> Tensor:

@@ -14,10 +14,8 @@ from torch.func import grad, vmap
 from remat import checkpoint_policy, remat
 from remat._dynamo.region import describe
 from remat.nn import apply as remat_apply
-from remat.plan import cache
 from remat.plan.policy import BudgetPolicy
 from remat.policies import save_cheaper_than
-from remat.transforms import BoundedCache
 from tests.compiled import compiled
 from tests.helpers import rand
 
@@ -80,8 +78,6 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 def plans(monkeypatch):
     """What was planned: bytes by default and under the plan, and the positions of the ops chosen."""
     torch._dynamo.reset()
-    # Calls that look alike share what was planned.
-    monkeypatch.setattr(cache, "_KNOWN", BoundedCache(256))
     made: list[tuple[Any, ...]] = []
     plan = BudgetPolicy._plan
 

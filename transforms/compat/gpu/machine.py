@@ -78,6 +78,7 @@ def pretended(chip: Chip) -> Iterator[None]:
         raw = "_cuda_getCurrentRawStream"
         stack.enter_context(mock.patch.object(torch._C, raw, lambda device: 0, create=True))
         stack.enter_context(mock.patch.object(torch.Tensor, "copy_", _copy))
+        stack.enter_context(mock.patch.object(torch.Tensor, "__getitem__", _item))
         stack.enter_context(_triton_target(chip))
         _forget()
         stack.callback(_forget)
@@ -157,6 +158,13 @@ def _forget() -> None:
 def _copy(self: torch.Tensor, source: Any, non_blocking: bool = False) -> torch.Tensor:
     """`Tensor.copy_` by its op: a build without CUDA refuses the method on fake tensors of a GPU."""
     return torch.ops.aten.copy_.default(self, source, non_blocking)
+
+
+def _item(self: torch.Tensor, index: Any) -> Any:
+    """Slices by their op, for the same reason: wrappers sum parts of a workspace."""
+    if self.device.type == "cuda" and isinstance(index, slice):
+        return torch.ops.aten.slice.Tensor(self, 0, index.start, index.stop, index.step or 1)
+    return torch._C.TensorBase.__getitem__(self, index)
 
 
 # The Triton that a release of torch was built with, by the metadata of its wheels for GPUs.
