@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import remat
+from remat.plan import cache as plan_cache
 from remat.transforms.offload import prefetch
 from remat.transforms.region import cache, forget_all
 from tests.composition.table import ASKED, CASES, POLICIES
