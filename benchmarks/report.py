@@ -65,6 +65,7 @@ class Report:
         graphs = compiled(self.results / "graphs.csv")
         if graphs:
             rewrite(self.root / "docs" / "gpu.md", {"graphs": "\n".join(graphs.values())})
+            rewrite(self.root / "README.md", {"graphs": next(iter(graphs.values()))})
         return 0
 
 

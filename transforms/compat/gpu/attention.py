@@ -29,9 +29,12 @@ def attention_of_gpus() -> Iterator[None]:
     try:
         for key in ("CPU", "AutogradCPU"):
             library.impl("scaled_dot_product_attention", _attention, key)
+        # Which kernel a key has is remembered by the op where Python dispatches, as it does in traces.
+        aten.scaled_dot_product_attention.default._dispatch_cache.clear()
         yield
     finally:
         library._destroy()
+        aten.scaled_dot_product_attention.default._dispatch_cache.clear()
 
 
 def _attention(
