@@ -361,7 +361,7 @@ def _spawned(work, path, *args):
 
 @NEEDS_GLOO
 @pytest.mark.slow
-# Under tensor parallelism gloo's threads free buffers that the profiler does not see go: no exact count there.
+# Under tensor parallelism gloo's threads free buffers unseen by the profiler: no exact count there.
 @pytest.mark.parametrize("kind", ["dp"])
 def test_ranks_keep_what_was_planned(tmp_path, kind):
     """Two processes under FSDP2: to the byte."""
