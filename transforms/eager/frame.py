@@ -31,6 +31,7 @@ from remat.transforms.compat import (
 from remat.transforms.context import gathering, memory_watch, quiet, run_innermost
 from remat.transforms.eager.agreement import agree
 from remat.transforms.eager.inputs import Inputs
+from remat.transforms.eager.passes import let_go, noted, resumed
 from remat.transforms.eager.rerun import Rerun
 from remat.transforms.eager.saved import (
     DroppedInput,
@@ -40,7 +41,6 @@ from remat.transforms.eager.saved import (
     SavedInput,
     check_shapes,
     hook,
-    passing,
     unhook,
     users,
     watcher,
@@ -69,6 +69,7 @@ class Frame(Packer):
         program: what runs again; None where the function does (`rerun`).
         raw: memories from outside that the function writes to past torch, as they were before.
         values: saved values that were made again and that the backward has not read yet.
+        taken: the ops whose kept results those may lie in.
     """
 
     def __init__(self, inputs: Inputs) -> None:
@@ -83,6 +84,7 @@ class Frame(Packer):
         self.dropped: dict[int, DroppedInput] = {}
         self.handles: list[weakref.ref[Handle] | None] = []  # None where nobody asked for one
         self.values: dict[int, torch.Tensor] = {}
+        self.taken: tuple[int, ...] = ()
         self.random: dict[int, Any] = {}
         self.snapshots, self.raw = {}, []
         self.program: Program | None = None
@@ -99,6 +101,7 @@ class Frame(Packer):
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], known: CachedTrace | None) -> Any:
         """Run the function and settle what is kept of it; `known` is what an earlier call did."""
+        let_go()
         region, inputs, pack = self.region, self.inputs, self.pack
         casts, select = inputs.ambient.casts, region.selector
         if known is None:
@@ -248,7 +251,7 @@ class Frame(Packer):
         if there is not None and there in self.held:
             return self.outside(there)
         task = graph_task()
-        if task != self.task or at not in self.values:
+        if at not in self.values or (task != self.task and not resumed(self, task)):
             self._fill(at, task)
         value = self.values.pop(at)
         if task == -1:
@@ -261,16 +264,18 @@ class Frame(Packer):
 
     def _fill(self, at: int, task: int) -> None:
         """Make saved value `at` again, and with it what else this backward reads."""
+        let_go(self)
         self.forget()
         self.task = task
-        passing.add(self, task)
         if in_transform():
             with below_levels():
                 self._run(at)
         else:
             self._run(at)
+        noted(self, task)
 
     def _run(self, at: int) -> None:
+        self.taken = tuple(self.kept)
         if self.rerun is not None:
             self.values = self.rerun.run()
             if self.kept and graph_task() != -1 and not graph_kept():

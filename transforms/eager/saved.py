@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from remat.transforms.compat import at_backward_end, hooks_aside, pop_hooks, push_hooks, top_hooks
+from remat.transforms.compat import hooks_aside, pop_hooks, push_hooks, top_hooks
 from remat.transforms.errors import RematError, not_repeated, written
 from remat.transforms.ops import memory_of, version_of
 from remat.transforms.tape import Held, Tape
@@ -79,11 +78,15 @@ class SavedInput:
             if self._fetched is None:
                 self._fetched = self.unpack(self.packed).detach()
             return self._fetched
-        packed = self.packed
-        watched = self.watched
-        if watched is not None and (0 if watched.is_inference() else watched._version) != self.version:
+        if not self.unwritten:
             raise RematError(written(region, self.packed, path(self.packed)))
-        return packed
+        return self.packed
+
+    @property
+    def unwritten(self) -> bool:
+        """Whether nobody has written to it since, as far as is known here."""
+        watched = self.watched
+        return watched is None or (0 if watched.is_inference() else watched._version) == self.version
 
     def forget(self) -> None:
         """Let go of what an enclosing region has made again."""
@@ -209,37 +212,6 @@ def _block(tensor: torch.Tensor) -> tuple[int, int]:
     if memory is None:
         return id(tensor), tensor.numel() * tensor.element_size()
     return id(memory), memory.nbytes()
-
-
-class _Passing(threading.local):
-    """The frames that the backward pass at hand has made values for, to be forgotten at its end.
-
-    What a partial backward leaves unread must not outlive it. By weak reference: what a region keeps goes
-    when its own nodes are through, not with the pass.
-    """
-
-    task = -1
-    frames: Any = ()
-
-    def add(self, frame: Any, task: int) -> None:
-        """Note that `frame` makes values for the backward pass `task`, -1 outside of any."""
-        if task == -1:
-            return
-        if task != self.task:
-            frames: list[weakref.ref[Any]] = []
-            self.task, self.frames = task, frames
-            at_backward_end(lambda: _forget(frames))
-        self.frames.append(weakref.ref(frame))
-
-
-passing = _Passing()
-
-
-def _forget(frames: list[weakref.ref[Any]]) -> None:
-    for frame in frames:
-        alive = frame()
-        if alive is not None:
-            alive.forget()
 
 
 # torch.func asks for this where a transform begins, to refuse saved-tensor hooks. It is replaced while a
