@@ -31,7 +31,6 @@ from remat.transforms.compat import (
 from remat.transforms.context import gathering, memory_watch, quiet, run_innermost
 from remat.transforms.eager.agreement import agree
 from remat.transforms.eager.inputs import Inputs
-from remat.transforms.eager.passes import let_go, noted, resumed
 from remat.transforms.eager.rerun import Rerun
 from remat.transforms.eager.saved import (
     DroppedInput,
@@ -41,6 +40,9 @@ from remat.transforms.eager.saved import (
     SavedInput,
     check_shapes,
     hook,
+    let_go,
+    noted,
+    resumed,
     unhook,
     users,
     watcher,
