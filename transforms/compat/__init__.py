@@ -46,6 +46,7 @@ from remat.transforms.compat.autograd import (
     allow_hooks,  # accept saved-tensor hooks
     at_backward_end,  # run `callback` when the running backward pass ends
     at_function_apply,  # say what `autograd.Function.apply` goes on with below functorch levels
+    autograd_again,  # undo `below_autograd` for hooks of the user's
     below_autograd,  # within, ops make no nodes, whatever grad mode says
     below_levels,  # leave all functorch levels for a while
     depth,  # how many functorch levels are active, the number of the innermost one

@@ -305,11 +305,13 @@ class Frame(Packer):
     def execute(self, program: Program, outside: Any, take: Any) -> dict[int, torch.Tensor]:
         """Run a program under the state in which the forward ran, and leave no trace of it."""
         inputs = self.inputs
+        # Hooks of the user's may run a forward, as those of torch's checkpoint do.
+        there = {at: outside(at) for at in program.outside}
         scratch = {root: quiet(snapshot.copy) for root, snapshot in self.snapshots.items()}
 
         def read(at: int) -> torch.Tensor:
             root = self.tape.outside[at].root
-            return scratch[root].view(outside(at)) if root in scratch else outside(at)
+            return scratch[root].view(there[at]) if root in scratch else there[at]
 
         graded = torch.is_grad_enabled()
         end = recomputing(self.region.name)
