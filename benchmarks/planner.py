@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from benchmarks.planner_compiled import compiled_problem
 from benchmarks.planner_models import MODELS, joint
-
 from remat.plan import Flops, Roofline, register_cost
 from remat.plan.graph import Graph
 from remat.plan.solve import Problem, Solved, complete, keep_all, least, solve

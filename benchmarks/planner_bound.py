@@ -13,7 +13,6 @@ import math
 from dataclasses import replace
 
 from benchmarks.planner_compiled import compiled_problem
-
 from remat.plan.graph.costs import CostModel, flops_of
 from remat.plan.solve import Problem, bound, hull
 from remat.transforms.joint import Joint, Op

@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from benchmarks.planner_bound import Bound
 from benchmarks.planner_compiled import compiled_problem
 from benchmarks.planner_models import MODELS, built, gpt, joint, llama
-
 from remat.plan import Flops
 from remat.plan.chain import best_parts
 from remat.plan.chain_plan import Task, trace
