@@ -225,3 +225,35 @@ def test_a_kept_value_that_the_function_left_elsewhere_is_overwritten(nested, vi
     (got,) = torch.autograd.grad(region(x).sum(), x)
     plain = f if not nested else lambda x: f(x.sin()).cos()
     torch.testing.assert_close(got, torch.autograd.grad(plain(x).sum(), x)[0])
+
+
+class WritesInItsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        ctx.saved_tensors[0].fill_(0.0)
+        return g * 2
+
+
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls, save_ops(torch.ops.aten.sin)], ids=repr)
+@pytest.mark.parametrize("last", [False, True])
+def test_a_backward_that_writes_to_what_another_one_reads(policy, last):
+    """As without remat: an error if the other one comes after it."""
+
+    def f(x):
+        h = x.sin()
+        parts = [WritesInItsBackward.apply, torch.square]
+        return sum(part(h) for part in (reversed(parts) if last else parts))
+
+    region = remat(f, policy=policy)
+    for _ in range(2):
+        x = torch.ones(3, requires_grad=True)
+        if last:
+            with pytest.raises(RematError, match="has written in place"):
+                region(x).sum().backward()
+        else:
+            same(torch.autograd.grad(region(x).sum(), x), torch.autograd.grad(f(x).sum(), x))

@@ -48,9 +48,9 @@ from remat.transforms.eager.saved import (
     watcher,
 )
 from remat.transforms.eager.settle import computed, differentiated, early_value, hold_kept, settle, sources
-from remat.transforms.errors import RematError
+from remat.transforms.errors import RematError, overwritten
 from remat.transforms.offload import Store
-from remat.transforms.ops import storage
+from remat.transforms.ops import storage, version_of
 from remat.transforms.region import CachedTrace, recomputing
 from remat.transforms.sharded import PLAIN, Wrapper, wraps
 from remat.transforms.state import generators_put_back
@@ -71,6 +71,7 @@ class Frame(Packer):
         program: what runs again; None where the function does (`rerun`).
         raw: memories from outside that the function writes to past torch, as they were before.
         values: saved values that were made again and that the backward has not read yet.
+        versions: of those that were written to while they were made.
         taken: the ops whose kept results those may lie in.
     """
 
@@ -86,6 +87,7 @@ class Frame(Packer):
         self.dropped: dict[int, DroppedInput] = {}
         self.handles: list[weakref.ref[Handle] | None] = []  # None where nobody asked for one
         self.values: dict[int, torch.Tensor] = {}
+        self.versions: dict[int, int] = {}
         self.taken: tuple[int, ...] = ()
         self.random: dict[int, Any] = {}
         self.snapshots, self.raw = {}, []
@@ -256,6 +258,8 @@ class Frame(Packer):
         if at not in self.values or (task != self.task and not resumed(self, task)):
             self._fill(at, task)
         value = self.values.pop(at)
+        if version_of(value) != self.versions.get(at, 0):
+            raise RematError(overwritten(self.region.name, value))
         if task == -1:
             self.forget()
         return value
@@ -274,6 +278,7 @@ class Frame(Packer):
                 self._run(at)
         else:
             self._run(at)
+        self.versions = {at: made for at, value in self.values.items() if (made := version_of(value))}
         noted(self, task)
 
     def _run(self, at: int) -> None:
