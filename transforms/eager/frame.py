@@ -272,12 +272,11 @@ class Frame(Packer):
 
     def _run(self, at: int) -> None:
         if self.rerun is not None:
-            self.values = self.rerun.run()
+            self.values = self.rerun.run(self)
             if self.kept and graph_task() != -1 and not graph_kept():
                 # They go as autograd's own do. Should one be asked for again after all, all ops run.
                 self.kept = {}
-                frame: Any = self
-                self.rerun = Rerun(frame, Needs(self.tape, range(len(self.tape.nodes)), {}))
+                self.rerun = Rerun(Needs(self.tape, range(len(self.tape.nodes)), {}))
             return
         program = self.program
         assert program is not None
@@ -302,7 +301,7 @@ class Frame(Packer):
 
         def read(at: int) -> torch.Tensor:
             root = self.tape.outside[at].root
-            return scratch[root].view(outside(at)) if root in scratch else outside(at)
+            return quiet(scratch[root].view, outside(at)) if root in scratch else outside(at)
 
         graded = torch.is_grad_enabled()
         end = recomputing(self.region.name)
