@@ -44,7 +44,7 @@ from remat.transforms.compat import (
     unwrap_once,
     unwrapped,
 )
-from remat.transforms.context import DOORS, notice
+from remat.transforms.context import PAST_DISPATCH, notice
 from remat.transforms.errors import RematError
 from remat.transforms.pytree import flatten, smooth, tree_leaves, unflatten
 
@@ -131,7 +131,7 @@ class ClosureConversion(TorchFunctionMode):
         kwargs = kwargs or {}
         if not (self.pulls and func is torch.autograd.grad):
             args, kwargs = self.swap(args), self.swap(kwargs)
-        if getattr(func, "__name__", "") in DOORS:
+        if getattr(func, "__name__", "") in PAST_DISPATCH:
             notice(func, args)
         if func is cond and len(args) == 4 and chosen_here():
             return self._chosen(*args)

@@ -325,11 +325,13 @@ def _must_run(tape: Tape) -> set[int]:
     results, whose sizes depend on data, so that nothing can stand for them.
     """
     inner = {i for start, stop in tape.inner for i in range(start, stop)}
+    inner.update(i for seen in tape.looked for i in tape.sources(*seen))
     return inner | {
         i
         for i, node in enumerate(tape.nodes)
         if (node.outs is not None and not metas(node.outs) and not node.written)
         or traits(node.op).saves_unwritten
+        or node.root in tape.exposed
         or any(stride is None for _, stride, *_ in metas(node.outs))
     }
 

@@ -206,6 +206,10 @@ class WriteWatch(Verdicts):
             # A look may be a write, which no op tells of: its end is compared with its begin (`raw_writes`).
             self.shown[root] = self.snapshots.get(root) or quiet(Snapshot, self.outside[-1 - root])
 
+    def look(self, tensor: torch.Tensor) -> None:
+        """User code makes numbers of `tensor`, as it is now."""
+        self.tape.looked.append((self.number(unwrapped(tensor)), len(self.tape.nodes)))
+
     def _refusal(self, func: Any, tensor: torch.Tensor) -> str:
         return (
             f"region {self.tape.region!r} writes with {func} at {user_line()} into a "
