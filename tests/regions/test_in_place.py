@@ -225,3 +225,46 @@ def test_a_kept_value_that_the_function_left_elsewhere_is_overwritten(nested, vi
     (got,) = torch.autograd.grad(region(x).sum(), x)
     plain = f if not nested else lambda x: f(x.sin()).cos()
     torch.testing.assert_close(got, torch.autograd.grad(plain(x).sum(), x)[0])
+
+
+def scaled(x, y):
+    h = x.sin()
+    return h.mul_(y) + h
+
+
+def turned(x, y):
+    """A write through a view: autograd makes that view again."""
+    h = torch.view_as_complex(x.sin().view(-1, 2, 2))
+    h.mul_(1j)
+    return torch.view_as_real(h).reshape(x.shape) * y
+
+
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=repr)
+@pytest.mark.parametrize("fn", [scaled, turned], ids=lambda fn: fn.__name__)
+def test_a_write_where_levels_differentiate_different_operands(fn, policy):
+    """Autograd copies what it will read of an operand; the run for one level may differentiate fewer."""
+    x, y = rand(3, 4), rand(3, 4, seed=1)
+
+    def inner(wrap):
+        region = wrap(fn)
+        return lambda x, y: grad(lambda y: region(x, y).sin().sum())(y).square().sum()
+
+    for of in (grad, torch.func.hessian, lambda f: vmap(grad(f), (0, None))):
+        many = torch.stack([x, x.cos()]) if of not in (grad, torch.func.hessian) else x
+        want = of(inner(lambda f: f))(many, y)
+        region = inner(lambda f: remat(f, policy=policy))
+        same(of(region)(many, y), want)
+        same(of(region)(many, y), want)
+
+
+def test_a_region_inside_that_returns_its_arguments():
+    """It has no results of its own, and leaves no op in the region around it."""
+
+    def outer(region):
+        def pair(a, b):
+            first, second = region(lambda a, b: (a, b))(b, a)
+            return first * 1.5 + second
+
+        return lambda x: region(pair)(x, x.sin()).sum()
+
+    same(grad(outer(remat))(rand(3)), grad(outer(lambda f: f))(rand(3)))

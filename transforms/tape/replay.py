@@ -55,6 +55,7 @@ class Replay(Mode):
         check: compare ops' constants, and shape, dtype and device of their results.
         digest: as for `Recorder`.
         casts: as for `Recorder`.
+        extras: ops that autograd runs or leaves out by itself (see `_of_autograd`).
     """
 
     def __init__(
@@ -68,8 +69,10 @@ class Replay(Mode):
         check: bool = True,
         digest: Callable[[Any], Any] | None = None,
         casts: bool = False,
+        extras: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__()
+        self.extras = extras
         self.tape, self.needs, self.kept, self.random = tape, needs, kept, random
         self.check, self.digest, self.casts = check, digest, casts
         self.at = 0
@@ -95,7 +98,7 @@ class Replay(Mode):
             return func(*args, **kwargs)
         if self.tape.sharded and not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        at = self._next()
+        at = self._next(func)
         if at >= len(self.tape.nodes):
             if self.tape.inner:
                 return func(*args, **kwargs)  # of a region inside, of whose names gradients are wanted
@@ -117,10 +120,14 @@ class Replay(Mode):
             return next(iter(targets(facts, args, kwargs))) if facts.inplace else quiet(stand_in, node.outs)
         return self._run(at, node, facts, func, args, kwargs)
 
-    def _next(self) -> int:
-        """The number of the op that is to come, past those that need not occur."""
+    def _next(self, func: Any = None) -> int:
+        """The number of the op that is to come, past those that need not occur; `func`: what runs."""
         at, nodes = self.at, self.tape.nodes
-        while at < len(nodes) and (nodes[at].optional or self.tape.passes(nodes[at])):
+        while at < len(nodes) and (
+            nodes[at].optional
+            or self.tape.passes(nodes[at])
+            or (at in self.extras and nodes[at].op is not func)
+        ):
             at += 1
         return at
 
@@ -221,6 +228,7 @@ class Recorded:
             tape.open = tape.open or "it reads a tensor that no op has made"
             needs = Needs(tape, everything, kept)
         self.needs = needs
+        self.extras = _of_autograd(tape, {recorder.number(t) for t in outs})
         self.kept = {at: value for at, value in kept.items() if needs.live.get(at) is False}
         self.storages: set[int] | None = None  # of the operands that are read again; None for all
         if packed is not None and not needs.whole:
@@ -291,6 +299,7 @@ class Recorded:
             ],
             check=self.region.determinism_check != "none",
             digest=self.region.digest,
+            extras=self.extras,
         )
 
 
@@ -315,6 +324,21 @@ def _let_go(recorder: Recorder) -> list[_Given]:
     ]
     recorder.outside = []
     return given
+
+
+def _of_autograd(tape: Tape, results: set[int]) -> frozenset[int]:
+    """Copies and views that no op reads and that are no results.
+
+    Autograd makes such for writes in place, where an operand is differentiated. The run for one of several
+    levels may differentiate less.
+    """
+    read, found = {tape.makers[n] for n in results if n >= 0}, set[int]()
+    for i, node in reversed(list(enumerate(tape.nodes))):
+        if i not in read and (node.op is torch.ops.aten.clone.default or traits(node.op).view):
+            found.add(i)
+        else:
+            read.update(node.deps)
+    return frozenset(found)
 
 
 def _must_run(tape: Tape) -> set[int]:
