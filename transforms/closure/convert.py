@@ -160,6 +160,8 @@ class ClosureConversion(TorchFunctionMode):
                 if self.reads:
                     self.met.add(id(value))
             elif modes_active() >= self.modes and not self.is_inside(value):
+                if not differentiable(bare := without_dead(value)):
+                    return bare
                 if self.trials and is_fake(value):
                     return value
                 raise Missed(value, self)
@@ -197,6 +199,13 @@ class ClosureConversion(TorchFunctionMode):
         elif isinstance(out, (tuple, list)):
             for value in out:
                 self._note(value)
+
+
+def without_dead(tensor: torch.Tensor) -> torch.Tensor:
+    """What a cache holds, without the wrappers of levels that are gone: torch takes one off, and no more."""
+    while is_wrapped(tensor) and is_dead(tensor):
+        tensor = unwrap_once(tensor)
+    return tensor
 
 
 def noting(function: Callable[..., Any], *args: Any) -> tuple[Any, ClosureConversion | None]:

@@ -276,7 +276,8 @@ class Frame(Packer):
             if self.kept and graph_task() != -1 and not graph_kept():
                 # They go as autograd's own do. Should one be asked for again after all, all ops run.
                 self.kept = {}
-                self.rerun = Rerun(Needs(self.tape, range(len(self.tape.nodes)), {}))
+                needs = Needs(self.tape, range(len(self.tape.nodes)), {})
+                self.rerun = Rerun(needs, self.rerun.absent)
             return
         program = self.program
         assert program is not None

@@ -17,7 +17,7 @@ from remat.transforms.errors import RematError, not_repeated
 from remat.transforms.ops import storage
 from remat.transforms.region import recomputing
 from remat.transforms.state import generators_put_back
-from remat.transforms.tape import Needs, Replay, Stop, lent
+from remat.transforms.tape import Absent, Needs, Replay, Stop, lent
 
 if TYPE_CHECKING:
     from remat.transforms.eager.frame import Frame
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 class Rerun:
     """Recomputes the saved values of one frame by its function."""
 
-    __slots__ = ("count", "frame", "needs", "replay", "values")
+    __slots__ = ("absent", "count", "frame", "needs", "replay", "values")
 
-    def __init__(self, needs: Needs) -> None:
-        self.needs = needs
+    def __init__(self, needs: Needs, absent: Absent) -> None:
+        self.needs, self.absent = needs, absent
         # Only while it runs: the frame holds this, and what it holds must go when autograd lets it go.
         self.frame: Any = None
         self.count = -1  # how many values the run under way has saved
@@ -105,6 +105,7 @@ class Rerun:
             check=region.determinism_check != "none",
             digest=region.digest,
             casts=frame.inputs.ambient.casts,
+            absent=self.absent,
         )
         replay.local = {}
         return replay

@@ -16,6 +16,7 @@ from remat.transforms.ops import tensors_in
 from remat.transforms.pytree import flatten, split
 from remat.transforms.sharded import local_tensors, placements_of
 from remat.transforms.tape import (
+    Absent,
     Kept,
     Needs,
     Program,
@@ -49,7 +50,7 @@ def settle(frame: Any, recorder: Recorder, out: Any) -> None:
         frame.take(recorder, held.union(needs.outside, range(tape.arguments)))
         frame.residuals = None
         frame.inputs.note_surroundings()
-        frame.rerun = Rerun(needs)
+        frame.rerun = Rerun(needs, Absent(tape, recorder.living_values(), set()))
     else:
         frame.program = program = Program(tape, needs, wanted)
         frame.kept = {at: value for at, value in recorder.kept.items() if at in program.kept}

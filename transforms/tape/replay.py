@@ -34,6 +34,7 @@ from remat.transforms.ops import (
 )
 from remat.transforms.placeholders import stand_in
 from remat.transforms.state import RandomState, generators_put_back
+from remat.transforms.tape.absent import Absent
 from remat.transforms.tape.reachability import Reachability
 from remat.transforms.tape.recorder import Recorder
 from remat.transforms.tape.snapshots import Snapshot, handed_out, lent, octets
@@ -55,7 +56,7 @@ class Replay(Mode):
         check: compare ops' constants, and shape, dtype and device of their results.
         digest: as for `Recorder`.
         casts: as for `Recorder`.
-        extras: ops that autograd runs or leaves out by itself (see `_of_autograd`).
+        absent: ops that may be left out.
     """
 
     def __init__(
@@ -69,10 +70,10 @@ class Replay(Mode):
         check: bool = True,
         digest: Callable[[Any], Any] | None = None,
         casts: bool = False,
-        extras: frozenset[int] = frozenset(),
+        absent: Absent,
     ) -> None:
         super().__init__()
-        self.extras = extras
+        self.absent, self._left = absent, set[int]()
         self.tape, self.needs, self.kept, self.random = tape, needs, kept, random
         self.check, self.digest, self.casts = check, digest, casts
         self.at = 0
@@ -98,17 +99,21 @@ class Replay(Mode):
             return func(*args, **kwargs)
         if self.tape.sharded and not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        at = self._next(func)
+        at = self._next((func, args, kwargs))
         if at >= len(self.tape.nodes):
             if self.tape.inner:
                 return func(*args, **kwargs)  # of a region inside, of whose names gradients are wanted
             raise self._differs(at, f"the forward was over, the recomputation runs {func}")
+        if at > self.at:
+            self._left.update(self.absent.filled.intersection(range(self.at, at)))
         self.at = at + 1
         node = self.tape.nodes[at]
         if node.op is not func:
             raise self._differs(at, f"the forward ran {node.op}, the recomputation runs {func}")
         if self.check and not (_same_constants(node.args, args) and _same_constants(node.kwargs, kwargs)):
             raise self._differs(at, f"{func} is called with other constants than in the forward")
+        if self._left and not self.absent.stands_in(node, args, kwargs, self._left):
+            raise self._differs(at, f"{func} reads another tensor than in the forward, from a cache")
         if self._scratch:
             args, kwargs = self._on_scratch((args, kwargs))
         action = self.needs.actions[at]
@@ -120,16 +125,21 @@ class Replay(Mode):
             return next(iter(targets(facts, args, kwargs))) if facts.inplace else quiet(stand_in, node.outs)
         return self._run(at, node, facts, func, args, kwargs)
 
-    def _next(self, func: Any = None) -> int:
-        """The number of the op that is to come, past those that need not occur; `func`: what runs."""
+    def _next(self, call: Any = None) -> int:
+        """The number of the op that is to come, past those that need not occur; `call`: what runs."""
         at, nodes = self.at, self.tape.nodes
         while at < len(nodes) and (
             nodes[at].optional
             or self.tape.passes(nodes[at])
-            or (at in self.extras and nodes[at].op is not func)
+            or (at in self.absent.ops and not (call is not None and self._is(nodes[at], *call)))
         ):
             at += 1
         return at
+
+    def _is(self, node: Node, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether an op that may be left out is the one that runs."""
+        same = node.op is func and _same_constants(node.args, args) and _same_constants(node.kwargs, kwargs)
+        return same and self.absent.stands_in(node, args, kwargs, self._left, shapes=True)
 
     def has_run(self, count: int) -> bool:
         """Whether so many ops of the forward have had their turn, those aside that need not occur."""
@@ -228,7 +238,7 @@ class Recorded:
             tape.open = tape.open or "it reads a tensor that no op has made"
             needs = Needs(tape, everything, kept)
         self.needs = needs
-        self.extras = _of_autograd(tape, {recorder.number(t) for t in outs})
+        self.absent = Absent(tape, recorder.living_values(), {recorder.number(t) for t in outs})
         self.kept = {at: value for at, value in kept.items() if needs.live.get(at) is False}
         self.storages: set[int] | None = None  # of the operands that are read again; None for all
         if packed is not None and not needs.whole:
@@ -299,7 +309,7 @@ class Recorded:
             ],
             check=self.region.determinism_check != "none",
             digest=self.region.digest,
-            extras=self.extras,
+            absent=self.absent,
         )
 
 
@@ -324,21 +334,6 @@ def _let_go(recorder: Recorder) -> list[_Given]:
     ]
     recorder.outside = []
     return given
-
-
-def _of_autograd(tape: Tape, results: set[int]) -> frozenset[int]:
-    """Copies and views that no op reads and that are no results.
-
-    Autograd makes such for writes in place, where an operand is differentiated. The run for one of several
-    levels may differentiate less.
-    """
-    read, found = {tape.makers[n] for n in results if n >= 0}, set[int]()
-    for i, node in reversed(list(enumerate(tape.nodes))):
-        if i not in read and (node.op is torch.ops.aten.clone.default or traits(node.op).view):
-            found.add(i)
-        else:
-            read.update(node.deps)
-    return frozenset(found)
 
 
 def _must_run(tape: Tape) -> set[int]:
