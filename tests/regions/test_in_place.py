@@ -268,3 +268,33 @@ def test_a_region_inside_that_returns_its_arguments():
         return lambda x: region(pair)(x, x.sin()).sum()
 
     same(grad(outer(remat))(rand(3)), grad(outer(lambda f: f))(rand(3)))
+
+
+@pytest.mark.parametrize("policy", [save_ops(aten.select), save_everything], ids=["views", "everything"])
+@pytest.mark.parametrize("inner", [save_nothing, save_everything], ids=repr)
+def test_a_view_of_a_buffer_that_a_later_call_overwrites(inner, policy):
+    """What a policy keeps of a view lies in the buffer: it is made again from the memory as it was."""
+
+    def make(wrap, around):
+        queue = torch.linspace(-1, 1, 32, dtype=torch.float64).view(8, 4)
+
+        def push(x):
+            with torch.no_grad():
+                queue.copy_(torch.cat([x.detach()[:1], queue[:-1]]))
+            h = x * queue[1].sin()
+            other = h.clone()
+            other[x > 0] = h[x > 0].sin()
+            return h + other
+
+        return around(lambda x, push=wrap(push): push(x))
+
+    found = []
+    for region in (
+        make(lambda f: f, lambda f: f),
+        make(lambda f: remat(f, policy=inner), lambda f: remat(f, policy=policy)),
+    ):
+        for _ in range(2):
+            inputs = [rand(3, 4, seed=seed).requires_grad_() for seed in range(2)]
+            outs = [region(x).sin().sum() for x in inputs]
+            found += [torch.autograd.grad(outs[i], inputs[i])[0] for i in (1, 0)]
+    same(found[4:], found[:4])

@@ -17,7 +17,7 @@ from remat.transforms.errors import RematError, not_repeated
 from remat.transforms.ops import storage
 from remat.transforms.region import recomputing
 from remat.transforms.state import generators_put_back
-from remat.transforms.tape import Absent, Needs, Replay, Stop, lent
+from remat.transforms.tape import Needs, Replay, Stop, lent
 
 if TYPE_CHECKING:
     from remat.transforms.eager.frame import Frame
@@ -29,7 +29,7 @@ class Rerun:
 
     __slots__ = ("absent", "count", "frame", "needs", "replay", "values")
 
-    def __init__(self, needs: Needs, absent: Absent) -> None:
+    def __init__(self, needs: Needs, absent: Any) -> None:
         self.needs, self.absent = needs, absent
         # Only while it runs: the frame holds this, and what it holds must go when autograd lets it go.
         self.frame: Any = None

@@ -16,7 +16,6 @@ from remat.transforms.ops import tensors_in
 from remat.transforms.pytree import flatten, split
 from remat.transforms.sharded import local_tensors, placements_of
 from remat.transforms.tape import (
-    Absent,
     Kept,
     Needs,
     Program,
@@ -24,6 +23,7 @@ from remat.transforms.tape import (
     Recorder,
     held_tensors,
     held_values,
+    may_be_absent,
     report,
     sent_away,
 )
@@ -50,7 +50,7 @@ def settle(frame: Any, recorder: Recorder, out: Any) -> None:
         frame.take(recorder, held.union(needs.outside, range(tape.arguments)))
         frame.residuals = None
         frame.inputs.note_surroundings()
-        frame.rerun = Rerun(needs, Absent(tape, recorder.living_values(), set()))
+        frame.rerun = Rerun(needs, may_be_absent(recorder, ()))
     else:
         frame.program = program = Program(tape, needs, wanted)
         frame.kept = {at: value for at, value in recorder.kept.items() if at in program.kept}

@@ -11,6 +11,8 @@ import torch
 from remat.transforms.ops import traits, version_of
 from remat.transforms.tape.tape import Node, Ref, Tape
 
+Living = tuple[int, "weakref.ref[torch.Tensor]", int]
+
 
 class Absent:
     """What may be left out, and what stands for it.
@@ -22,18 +24,15 @@ class Absent:
 
     Args:
         tape: of the forward.
-        living: the tensors that are still there at its end, with their numbers.
+        living: the values that were still there at its end: number, tensor and version.
         results: the numbers of the region's results.
     """
 
-    def __init__(self, tape: Tape, living: Iterable[tuple[torch.Tensor, int]], results: set[int]) -> None:
+    def __init__(self, tape: Tape, living: Iterable[Living], results: set[int]) -> None:
         self.tape = tape
         filled = _from_no_argument(tape)
-        self.held = {
-            number: (weakref.ref(tensor), version_of(tensor))
-            for tensor, number in living
-            if number >= 0 and tape.makers[number] in filled and not tensor.requires_grad
-        }
+        found = ((n, ref, version) for n, ref, version in living if tape.makers[n] in filled)
+        self.held = {n: (ref, version) for n, ref, version in found if ref() is not None}
         self.filled = filled if self.held else set[int]()
         self.ops = self.filled | _unread_copies(tape, results)
 

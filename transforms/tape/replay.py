@@ -7,6 +7,7 @@ its result was not stored anywhere, nor looked at. `Recorded` is what a primitiv
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -38,7 +39,7 @@ from remat.transforms.tape.absent import Absent
 from remat.transforms.tape.reachability import Reachability
 from remat.transforms.tape.recorder import Recorder
 from remat.transforms.tape.snapshots import Snapshot, handed_out, lent, octets
-from remat.transforms.tape.tape import KEPT, SKIP, Needs, Node, Ref, Tape, constants_alike
+from remat.transforms.tape.tape import KEPT, SKIP, Needs, Node, Tape, same_constants
 
 if TYPE_CHECKING:
     from remat.transforms.region import Region
@@ -70,10 +71,11 @@ class Replay(Mode):
         check: bool = True,
         digest: Callable[[Any], Any] | None = None,
         casts: bool = False,
-        absent: Absent,
+        absent: Callable[[], Absent],
     ) -> None:
         super().__init__()
         self.absent, self._left = absent, set[int]()
+        self._absent: Absent | None = None
         self.tape, self.needs, self.kept, self.random = tape, needs, kept, random
         self.check, self.digest, self.casts = check, digest, casts
         self.at = 0
@@ -104,15 +106,15 @@ class Replay(Mode):
             if self.tape.inner:
                 return func(*args, **kwargs)  # of a region inside, of whose names gradients are wanted
             raise self._differs(at, f"the forward was over, the recomputation runs {func}")
-        if at > self.at:
-            self._left.update(self.absent.filled.intersection(range(self.at, at)))
+        if at > self.at and self._absent is not None:
+            self._left.update(self._absent.filled.intersection(range(self.at, at)))
         self.at = at + 1
         node = self.tape.nodes[at]
         if node.op is not func:
             raise self._differs(at, f"the forward ran {node.op}, the recomputation runs {func}")
-        if self.check and not (_same_constants(node.args, args) and _same_constants(node.kwargs, kwargs)):
+        if self.check and not (same_constants(node.args, args) and same_constants(node.kwargs, kwargs)):
             raise self._differs(at, f"{func} is called with other constants than in the forward")
-        if self._left and not self.absent.stands_in(node, args, kwargs, self._left):
+        if self._left and self._absent and not self._absent.stands_in(node, args, kwargs, self._left):
             raise self._differs(at, f"{func} reads another tensor than in the forward, from a cache")
         if self._scratch:
             args, kwargs = self._on_scratch((args, kwargs))
@@ -128,21 +130,30 @@ class Replay(Mode):
     def _next(self, call: Any = None) -> int:
         """The number of the op that is to come, past those that need not occur; `call`: what runs."""
         at, nodes = self.at, self.tape.nodes
-        while at < len(nodes) and (
-            nodes[at].optional
-            or self.tape.passes(nodes[at])
-            or (at in self.absent.ops and not (call is not None and self._is(nodes[at], *call)))
-        ):
+        while at < len(nodes):
+            node = nodes[at]
+            if not (node.optional or self.tape.passes(node)):
+                if self._absent is None and call is not None and node.op is call[0]:
+                    break
+                self._absent = self._absent or self.absent()
+                if at not in self._absent.ops or (call is not None and self._is(node, *call)):
+                    break
             at += 1
         return at
 
     def _is(self, node: Node, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether an op that may be left out is the one that runs."""
-        same = node.op is func and _same_constants(node.args, args) and _same_constants(node.kwargs, kwargs)
-        return same and self.absent.stands_in(node, args, kwargs, self._left, shapes=True)
+        same = node.op is func and same_constants(node.args, args) and same_constants(node.kwargs, kwargs)
+        return (
+            same
+            and self._absent is not None
+            and self._absent.stands_in(node, args, kwargs, self._left, shapes=True)
+        )
 
     def has_run(self, count: int) -> bool:
         """Whether so many ops of the forward have had their turn, those aside that need not occur."""
+        if self.at == count:
+            return True
         here, self.at = self.at, count
         there = self._next()
         self.at = here
@@ -182,17 +193,6 @@ class Replay(Mode):
 
     def _differs(self, at: int, what: str) -> RematError:
         return RematError(not_repeated(self.tape.region, f"at op {at}, {what}"))
-
-
-def _same_constants(want: Any, value: Any) -> bool:
-    """Whether the arguments of a call are those of the forward, tensors aside."""
-    if type(want) is Ref or isinstance(value, torch.Tensor):
-        return type(want) is Ref and isinstance(value, torch.Tensor)
-    if isinstance(want, (list, tuple)) and isinstance(value, (list, tuple)):
-        return len(want) == len(value) and all(map(_same_constants, want, value))
-    if isinstance(want, dict):
-        return want.keys() == value.keys() and all(_same_constants(want[k], value[k]) for k in want)
-    return type(want) is not type(value) or constants_alike(want, value)
 
 
 class Recorded:
@@ -238,7 +238,7 @@ class Recorded:
             tape.open = tape.open or "it reads a tensor that no op has made"
             needs = Needs(tape, everything, kept)
         self.needs = needs
-        self.absent = Absent(tape, recorder.living_values(), {recorder.number(t) for t in outs})
+        self.absent = may_be_absent(recorder, outs)
         self.kept = {at: value for at, value in kept.items() if needs.live.get(at) is False}
         self.storages: set[int] | None = None  # of the operands that are read again; None for all
         if packed is not None and not needs.whole:
@@ -334,6 +334,14 @@ def _let_go(recorder: Recorder) -> list[_Given]:
     ]
     recorder.outside = []
     return given
+
+
+def may_be_absent(recorder: Recorder, outs: Sequence[torch.Tensor]) -> Callable[[], Absent]:
+    """What a second run of the function may leave out, found when a run differs."""
+    tape, results = recorder.tape, {recorder.number(t) for t in outs}
+    values = recorder.living_values()
+    living = [(n, weakref.ref(t), version_of(t)) for t, n in values if n >= 0 and not t.requires_grad]
+    return functools.cache(lambda: Absent(tape, living, results))
 
 
 def _must_run(tape: Tape) -> set[int]:

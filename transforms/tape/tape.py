@@ -213,9 +213,11 @@ class Needs:
 def _handed_out(tape: Tape, i: int, kept: Mapping[int, Any]) -> bool:
     """Whether the kept result of an op stands for the op."""
     node = tape.nodes[i]
-    # A view that is handed out would no longer alias what is written through others.
+    # A view that is handed out would no longer alias what is written through others. Nor would one of a
+    # tensor from outside be told of later writes to it.
     return (
         i in kept
+        and node.root >= 0
         and node.root not in tape.exposed
         and (node.root == i or tape.last_write.get(node.root, -1) <= i)
     )
@@ -333,6 +335,17 @@ def constants_alike(want: Any, value: Any) -> bool:
         return bool(want == value)
     except NotImplementedError:  # a TorchScript object
         return want is value
+
+
+def same_constants(want: Any, value: Any) -> bool:
+    """Whether the arguments of a call are those of the forward, tensors aside."""
+    if type(want) is Ref or isinstance(value, torch.Tensor):
+        return type(want) is Ref and isinstance(value, torch.Tensor)
+    if isinstance(want, (list, tuple)) and isinstance(value, (list, tuple)):
+        return len(want) == len(value) and all(map(same_constants, want, value))
+    if isinstance(want, dict):
+        return want.keys() == value.keys() and all(same_constants(want[k], value[k]) for k in want)
+    return type(want) is not type(value) or constants_alike(want, value)
 
 
 def refs_in(template: Any) -> list[int]:
