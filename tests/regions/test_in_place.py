@@ -286,7 +286,8 @@ def test_a_view_of_a_buffer_that_a_later_call_overwrites(inner, policy):
             other[x > 0] = h[x > 0].sin()
             return h + other
 
-        return around(lambda x, push=wrap(push): push(x))
+        inside = wrap(push)
+        return around(lambda x: inside(x))
 
     found = []
     for region in (

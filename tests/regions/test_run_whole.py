@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from remat import remat, save_matmuls, save_nothing
 from tests.helpers import LiveBytes, rand, unseen
 
 
-def nested(x, y, region):
+def nested(x: Any, y: Any, region: Callable[..., Any]) -> Any:
     """A region beside a number that no op wrote, in a region."""
 
     def inner(a, b):
@@ -29,10 +31,12 @@ def nested(x, y, region):
 def test_a_region_inside_that_holds_an_argument(leaves, policy):
     """Autograd holds leaves itself. Other arguments are handed to the region around, in both passes."""
     found = []
-    for region in (lambda fn: fn, lambda fn: remat(fn, policy=policy), lambda fn: remat(fn, policy=policy)):
+    regions: list[Any] = [lambda fn: fn, *[lambda fn: remat(fn, policy=policy)] * 2]
+    for region in regions:
         x, y = rand(3, 4).requires_grad_(), rand(3, 4, seed=1).requires_grad_()
         args = [t if leaf else t.exp() for t, leaf in zip((x, y), leaves, strict=True)]
-        found.append(torch.autograd.grad(nested(*args, region).sum(), (x, y)))
+        out = nested(args[0], args[1], region)
+        found.append(torch.autograd.grad(out.sum(), (x, y)))
     torch.testing.assert_close(found[1], found[0])
     torch.testing.assert_close(found[2], found[0])
 

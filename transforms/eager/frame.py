@@ -272,7 +272,8 @@ class Frame(Packer):
 
     def _run(self, at: int) -> None:
         if self.rerun is not None:
-            self.values = self.rerun.run(self)
+            frame: Any = self
+            self.values = self.rerun.run(frame)
             if self.kept and graph_task() != -1 and not graph_kept():
                 # They go as autograd's own do. Should one be asked for again after all, all ops run.
                 self.kept = {}

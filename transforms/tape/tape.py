@@ -213,11 +213,11 @@ class Needs:
 def _handed_out(tape: Tape, i: int, kept: Mapping[int, Any]) -> bool:
     """Whether the kept result of an op stands for the op."""
     node = tape.nodes[i]
-    # A view that is handed out would no longer alias what is written through others. Nor would one of a
-    # tensor from outside be told of later writes to it.
+    # A view that is handed out would no longer alias what is written through others. Nor is one of a tensor
+    # from outside told of later writes to it, if it is no copy on the host.
     return (
         i in kept
-        and node.root >= 0
+        and (node.root >= 0 or any(True for _ in away_in(kept[i])))
         and node.root not in tape.exposed
         and (node.root == i or tape.last_write.get(node.root, -1) <= i)
     )

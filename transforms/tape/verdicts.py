@@ -154,6 +154,10 @@ class WriteWatch(Verdicts):
         """The memory that a tensor lies in."""
         raise NotImplementedError
 
+    def number(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor that the forward meets."""
+        raise NotImplementedError
+
     def _before_write(self, func: Any, facts: Traits, args: Any, kwargs: Any) -> None:
         if facts.collective or (self.tape.sharded and not torch.is_grad_enabled()):
             return
