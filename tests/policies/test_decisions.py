@@ -27,7 +27,7 @@ from tests.helpers import forget, rand
 TOKENS, WIDTH, EXPERTS = 64, 6, 8
 RUNS = [0]
 # A thousandth of noise, and what it comes to where nothing flips: less than that, but 1.6 times as much for
-# `threshold` under vmap, which multiplies by the noisy score. A tenth of the noise makes a tenth of it in all.
+# `threshold` under vmap, which multiplies by the noisy score. A tenth of the noise makes a tenth of it.
 LIMIT = 1e-3
 
 
