@@ -284,12 +284,13 @@ class Frame(Packer):
     def _run(self, at: int) -> None:
         self.taken = tuple(self.kept)
         if self.rerun is not None:
-            self.values = self.rerun.run()
+            frame: Any = self
+            self.values = self.rerun.run(frame)
             if self.kept and graph_task() != -1 and not graph_kept():
                 # They go as autograd's own do. Should one be asked for again after all, all ops run.
                 self.kept = {}
-                frame: Any = self
-                self.rerun = Rerun(frame, Needs(self.tape, range(len(self.tape.nodes)), {}))
+                needs = Needs(self.tape, range(len(self.tape.nodes)), {})
+                self.rerun = Rerun(needs, self.rerun.absent)
             return
         program = self.program
         assert program is not None
@@ -316,7 +317,7 @@ class Frame(Packer):
 
         def read(at: int) -> torch.Tensor:
             root = self.tape.outside[at].root
-            return scratch[root].view(there[at]) if root in scratch else there[at]
+            return quiet(scratch[root].view, there[at]) if root in scratch else there[at]
 
         graded = torch.is_grad_enabled()
         end = recomputing(self.region.name)
