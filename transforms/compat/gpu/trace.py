@@ -8,6 +8,7 @@ import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._library.custom_ops import OPDEFS
@@ -87,9 +88,22 @@ def traced(step: Callable[..., Any], run: Callable[[Callable[..., Any]], None]) 
     # What a region wants recomputed is to be seen before any pass of Inductor changes it. Nothing is compiled
     # here, so Inductor need not start processes for that.
     watch = config.patch(joint_custom_pre_pass=_Seen(found), fx_graph_cache=False, compile_threads=1)
-    with watch, attention_of_gpus():
+    with watch, attention_of_gpus(), _as_on_gpus():
         run(torch.compile(_own(step), backend=backend, fullgraph=True, dynamic=False))
     return found
+
+
+@contextlib.contextmanager
+def _as_on_gpus() -> Iterator[None]:
+    """Let Dynamo trace on the CPU what torch has for GPUs: backwards of `flex_attention`, Triton kernels."""
+    from torch.nn.attention import flex_attention
+    from torch.utils import _triton
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(flex_attention, "_validate_device", lambda *_: None))
+        if _triton.has_triton_package():
+            stack.enter_context(mock.patch.object(_triton, "has_triton", lambda: True))
+        yield
 
 
 def _own(step: Callable[..., Any]) -> Callable[..., Any]:
