@@ -80,7 +80,7 @@ def pretended(chip: Chip) -> Iterator[None]:
         raw = "_cuda_getCurrentRawStream"
         stack.enter_context(mock.patch.object(torch._C, raw, lambda device: 0, create=True))
         stack.enter_context(methods_by_ops())
-        stack.enter_context(_triton_target(chip))
+        stack.enter_context(triton_target(chip.number))
         _forget()
         stack.callback(_forget)
         yield
@@ -127,11 +127,12 @@ def _interface(chip: Chip) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _triton_target(chip: Chip) -> Iterator[None]:
+def triton_target(capability: int) -> Iterator[None]:
+    """Within, Triton compiles for a GPU of this capability, 90 for (9, 0)."""
     import triton  # pyright: ignore[reportMissingImports]
     from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
 
-    target = GPUTarget("cuda", chip.number, 32)
+    target = GPUTarget("cuda", capability, 32)
     driver = types.SimpleNamespace(
         get_current_target=lambda: target,
         get_current_device=lambda: 0,

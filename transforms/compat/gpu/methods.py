@@ -1,7 +1,7 @@
 """Methods of tensors that a build without CUDA refuses on fake tensors of a GPU, by the ops that they are.
 
-Written by hand in torch, they ask for a device guard first, which such a build has for CPUs alone. What torch and
-this library run on fake tensors while code is made calls them.
+Written by hand in torch, they ask for a device guard first, which such a build has for CPUs alone. What torch
+and this library run on fake tensors while code is made calls them.
 """
 
 from __future__ import annotations

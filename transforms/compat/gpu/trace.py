@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from remat.transforms.compat.aot import teach_inductor
 from remat.transforms.compat.gpu.attention import attention_of_gpus
+from remat.transforms.compat.gpu.machine import triton_target
 from remat.transforms.errors import RematError
 
 Made = Callable[[torch.Tensor], torch.Tensor]
@@ -103,6 +104,8 @@ def _as_on_gpus() -> Iterator[None]:
         stack.enter_context(mock.patch.object(flex_attention, "_validate_device", lambda *_: None))
         if _triton.has_triton_package():
             stack.enter_context(mock.patch.object(_triton, "has_triton", lambda: True))
+            # Which arguments a kernel writes to is found in its intermediate code, the same for every GPU.
+            stack.enter_context(triton_target(90))
         yield
 
 
@@ -172,6 +175,11 @@ def _refuse(node: torch.fx.Node) -> None:
         raise RematError(
             f"how large a result of {name} is depends on numbers, at {line_of(node)}, and the step is "
             "compiled from shapes alone. Write it with a size that is known, as torch.where has."
+        )
+    if name.startswith("remat.scan_"):
+        raise RematError(
+            f"a scan runs its steps one by one, at {line_of(node)}: what they take is in no code of the "
+            "graph. Compile one step of it, or write scan_layers as a loop over regions."
         )
     if isinstance(op, OpOverload) and _on_cpus_alone(op):
         raise RematError(
