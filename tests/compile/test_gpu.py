@@ -151,7 +151,7 @@ def test_a_scan_is_refused(triton):
         return scan_remat(lambda c, w: (torch.tanh(c @ w), None), x, w)[0].sum()
 
     x, w = torch.empty(4, 4, device="meta"), torch.empty(3, 4, 4, device="meta", requires_grad=True)
-    with pytest.raises(RematError, match=r"a scan runs its steps one by one, at .*test_gpu\.py:\d+"):
+    with pytest.raises(RematError, match="a scan runs its steps one by one, at "):
         compile_for("h100", step, x, w)
 
 
