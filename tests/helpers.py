@@ -265,7 +265,8 @@ class LiveBytes(TorchDispatchMode):
 
 def seed_only_what_is_there() -> None:
     """Without a GPU `torch.manual_seed` writes down a stack trace for each kind of GPU (1.5 ms)."""
-    for kind in (torch.cuda, torch.xpu, torch.mtia):
+    kinds: tuple[Any, ...] = (torch.cuda, torch.xpu, torch.mtia)
+    for kind in kinds:
         if not kind.is_available():
             kind.manual_seed_all = lambda seed: None
 

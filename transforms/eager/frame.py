@@ -50,7 +50,7 @@ from remat.transforms.eager.saved import (
 from remat.transforms.eager.settle import computed, differentiated, early_value, hold_kept, settle, sources
 from remat.transforms.errors import RematError, overwritten
 from remat.transforms.offload import Store
-from remat.transforms.ops import storage, version_of
+from remat.transforms.ops import storage
 from remat.transforms.region import CachedTrace, recomputing
 from remat.transforms.sharded import PLAIN, Wrapper, wraps
 from remat.transforms.state import generators_put_back
@@ -258,7 +258,8 @@ class Frame(Packer):
         if at not in self.values or (task != self.task and not resumed(self, task)):
             self._fill(at, task)
         value = self.values.pop(at)
-        if version_of(value) != self.versions.get(at, 0):
+        # Autograd saves no inference tensors: every value has a version.
+        if value._version != self.versions.get(at, 0):
             raise RematError(overwritten(self.region.name, value))
         if task == -1:
             self.forget()
@@ -278,7 +279,7 @@ class Frame(Packer):
                 self._run(at)
         else:
             self._run(at)
-        self.versions = {at: made for at, value in self.values.items() if (made := version_of(value))}
+        self.versions = {at: made for at, value in self.values.items() if (made := value._version)}
         noted(self, task)
 
     def _run(self, at: int) -> None:

@@ -151,9 +151,9 @@ class Aliasing:
         group = [(t, spec) for t, spec in pairs if spec is not None and spec.base == hidden.number]
         with functions_as_they_are():
             base = results[hidden.at]._base
-            order = None if base is None or base.shape != hidden.shape else _order(base)
-            if order is not None and all(_spec(t, base, hidden.number, order) == spec for t, spec in group):
-                return base
+            if base is not None and base.shape == hidden.shape and (order := _order(base)) is not None:
+                if all(_spec(t, base, hidden.number, order) == spec for t, spec in group):
+                    return base
         return quiet(_gathered, group, hidden)
 
 

@@ -151,7 +151,9 @@ def _blamed(error: Exception) -> str:
     """The op that was being lowered, and the user's line."""
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         group = frame.f_locals.get("nodes")
-        found = [getattr(one, "node", None) for one in group] if isinstance(group, (list, tuple)) else []
+        found: list[Any] = (
+            [getattr(one, "node", None) for one in group] if isinstance(group, (list, tuple)) else []
+        )
         origins = [o for ir in found if hasattr(ir, "get_origins") for o in ir.get_origins()]
         if origins:
             return f"{origins[-1].target}, at {line_of(origins[-1])}"
