@@ -11,6 +11,7 @@ from remat.plan.chosen import Ready as Ready
 from remat.plan.chosen import plan_of as plan_of
 from remat.plan.graph import CostModel as CostModel
 from remat.plan.graph import Flops as Flops
+from remat.plan.graph import Graph as Graph
 from remat.plan.graph import Roofline as Roofline
 from remat.plan.graph import cost_model as cost_model
 from remat.plan.graph import speeds_of as speeds_of
