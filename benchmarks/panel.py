@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,9 +27,10 @@ from benchmarks.measures import (
     told,
 )
 from benchmarks.models import Problem
-from benchmarks.peers import Peer, peer
+from benchmarks.peers import Peer, is_planned, peer
+from benchmarks.predicted import Predicted
 from benchmarks.steps import Step, checking, eager, make_step, own_code
-from remat.cli.measure import Work, trace_memory
+from remat.cli.measure import Work, percentiles, trace_memory
 from remat.cli.measure import seconds as timed
 from remat.cli.steps import difference, tensors, tolerance, unmarked
 
@@ -85,9 +87,37 @@ class Panel:
         if runs and self.case.rounds:
             times, failed = interleaved(runs, self.case.rounds, self.clock(), self.deadline)
             yield from (
-                rows[name].with_spread("step", self.case.unit, spread) for name, spread in times.items()
+                rows[name].with_spread("step", self.case.unit, percentiles(taken))
+                for name, taken in times.items()
             )
+            yield from self.ratios(rows, times)
             yield from (rows[name].failed(error) for name, error in failed.items())
+
+    def ratios(self, rows: dict[str, Measured], times: dict[str, list[float]]) -> Iterator[Measured]:
+        """Planned steps over those of ready policies, of the same round: drift hits both alike."""
+        rivals = [name for name in times if rows[name].family in ("remat", "none") and not is_planned(name)]
+        for name in filter(is_planned, times):
+            for rival in rivals:
+                pairs = zip(times[name], times[rival], strict=False)
+                spread = percentiles([mine / theirs for mine, theirs in pairs])
+                yield rows[name].with_spread(f"step over {rival}", "ratio", spread)
+
+    @cached_property
+    def predicted(self) -> Predicted:
+        return Predicted(self.problem, self.case.compiled)
+
+    def promised(self, one: Peer, row: Measured) -> tuple[Peer, list[Measured]]:
+        """A planned peer with its regions, and what its plan promises."""
+        kind, share = one.name.split()
+        if kind == "fit":
+            chosen = self.predicted.fit(float(share))
+            one = replace(one, around=self.predicted.around(chosen))
+            choices, peak = chosen.choices, [row.with_value("predicted peak", "bytes", chosen.peak)]
+        else:
+            choices, peak = self.predicted.budget(float(share)), []
+        seconds = self.predicted.seconds + sum(choice.cost for choice in choices)
+        kept = row.with_value("predicted kept", "bytes", self.predicted.kept(choices))
+        return one, [kept, *peak, row.with_value("predicted step", "ms", 1e3 * seconds)]
 
     def clock(self) -> Clock:
         return clock_of(self.case.device, self.case.clock)
@@ -97,7 +127,11 @@ class Panel:
             raise ValueError(f"{one.name} exists {one.only} only")
         if one.family == "jax":
             return self.inspect_jax(one, row)
+        told = []
+        if is_planned(one.name) and self.case.mode == "backward" and self.case.device == "cpu":
+            one, told = self.promised(one, row)
         step, rows = self.compiled(one, row) if self.case.compiled else self.eager(one, row)
+        rows += told
         memory, seconds = timed(lambda: trace_memory(lambda mark: self.call(step, mark), self.case.device))
         self.turn += seconds
         rows += [row.with_value("peak", "bytes", memory.peak)]

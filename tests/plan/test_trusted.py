@@ -51,7 +51,7 @@ def test_a_call_is_not_looked_at_where_many_looked_alike(looks: list[Any]) -> No
     assert len(looks) == known + 1
 
 
-def test_a_change_that_cannot_be_seen_from_outside_is_right_at_once_and_planned_next(
+def test_a_change_unseen_from_outside_is_right_at_once_and_planned_next(
     looks: list[Any],
 ) -> None:
     layer = Layer()
