@@ -11,6 +11,7 @@ about them.
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from pathlib import Path
@@ -69,7 +70,7 @@ def check(path: Path) -> int:
             print(f"{panel.title}: {told(panel, point)} is {what} by {told(panel, rival)}, {share:.1%}")
     print(f"at their peaks {lost[0]} of {total} planned points are beaten by more than {MARGIN:.0%}")
     print(f"front: {lost[1]} of {total} planned points are beaten by more than {MARGIN:.0%}")
-    for metric in ("step", "kept", "peak"):
+    for metric in ("step", "step over none", "kept", "peak"):
         if errors := [error for panel in panels for error in missed(panel, metric)]:
             middle, most = statistics.median(errors), max(errors)
             print(f"predicted {metric}: median error {middle:.1%}, most {most:.1%}, of {len(errors)}")
@@ -77,16 +78,18 @@ def check(path: Path) -> int:
 
 
 def missed(panel: Panel, metric: str) -> list[float]:
-    """How far predictions are from what was measured, as shares of that."""
-    pairs = [
-        (panel.value(point.name, f"predicted {metric}"), panel.value(point.name, metric))
-        for point in planned(panel)
-    ]
-    return [
-        abs(told.value / found.value - 1)
-        for told, found in pairs
-        if told is not None and found is not None and told.value and found.value
-    ]
+    """How far predictions are from what was measured, as shares of that; "over none": both over no remat."""
+    plain, metric = metric.endswith("over none"), metric.removesuffix(" over none")
+    errors = []
+    for point in planned(panel):
+        rows = [panel.value(peer, f"predicted {metric}") for peer in (point.name, "none")]
+        rows += [panel.value(peer, metric) for peer in (point.name, "none")]
+        told, base, found, under = [row.value if row is not None and row.value else 0.0 for row in rows]
+        if plain:
+            told, found = told / (base or math.inf), found / (under or math.inf)
+        if told and found:
+            errors.append(abs(told / found - 1))
+    return errors
 
 
 def told(panel: Panel, point: Point) -> str:
