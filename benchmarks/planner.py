@@ -1,6 +1,6 @@
 """How good and how quick the planner is, and how it compares with torch's on the same graphs.
 
-    python benchmarks/planner.py --out benchmarks/results/planner.csv
+    python -m benchmarks.planner --out benchmarks/results/planner.csv
 
 Everything is computed from shapes: FLOPs and bytes are exact, "time" is a roofline model, and only the
 seconds of the solvers are measured. One row per model, cost model, budget and planner:
@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from planner_compiled import compiled_problem
-from planner_models import MODELS, joint
 
+from benchmarks.planner_compiled import compiled_problem
+from benchmarks.planner_models import MODELS, joint
 from remat.plan import Flops, Roofline, register_cost
 from remat.plan.graph import Graph
 from remat.plan.solve import Problem, Solved, complete, keep_all, least, solve

@@ -1,6 +1,6 @@
 """Recomputed FLOPs at equal simulated peak: our plans against torch's `activation_memory_budget`.
 
-    python benchmarks/planner_peak.py --out benchmarks/results/planner_peak.csv
+    python -m benchmarks.planner_peak --out benchmarks/results/planner_peak.csv
 
 The backward is a compiled one, laid out as torch does (`reordering_to_mimic_autograd_engine`): what runs
 again does so right before its first reader. Live bytes are counted storage by storage, no fusion; a saved
@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from planner_bound import Bound
-from planner_compiled import compiled_problem
-from planner_models import MODELS, built, gpt, joint, llama
 
+from benchmarks.planner_bound import Bound
+from benchmarks.planner_compiled import compiled_problem
+from benchmarks.planner_models import MODELS, built, gpt, joint, llama
 from remat.plan import Flops
 from remat.plan.chain import best_parts
 from remat.plan.chain_plan import Task, trace

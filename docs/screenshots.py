@@ -93,7 +93,7 @@ def main() -> int:
         subprocess.run(build, cwd=ROOT, check=True)
         with served(site) as address:
             shoot(f"{address}/index.html", "site_front.png", 1280, 800)
-            shoot(f"{address}/api/regions/index.html", "site_api.png", 1280, 800)
+            shoot(f"{address}/api/remat.scan_remat/index.html", "site_api.png", 1280, 800)
     return 0
 
 

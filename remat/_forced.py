@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from remat.policies import Policy
 
 # Given a region's name, its policy and the arguments of a call: the policy that the call is to have.
 Choose = Callable[[str, Policy, tuple[Any, ...], dict[str, Any]], Policy]
-
 
 # Given a region's function, its policy and the arguments of a call: what the call returns, in a tuple of one,
 # or None where the region is to run.
@@ -28,40 +28,31 @@ forced = Forced()
 
 
 @contextlib.contextmanager
-def under_policy(policy: Policy) -> Generator[None]:
+def _meanwhile(what: str, value: Any) -> Generator[None]:
+    before = getattr(forced, what)
+    setattr(forced, what, value)
+    try:
+        yield
+    finally:
+        setattr(forced, what, before)
+
+
+def under_policy(policy: Policy) -> AbstractContextManager[None]:
     """Let every region that this thread calls meanwhile have this policy, to compare it with its own."""
-    with policies_by(lambda *_: policy):
-        yield
+    return policies_by(lambda *_: policy)
 
 
-@contextlib.contextmanager
-def policies_by(choose: Choose) -> Generator[None]:
+def policies_by(choose: Choose) -> AbstractContextManager[None]:
     """Ask `choose` for the policy of every region that this thread calls meanwhile in eager code."""
-    before = forced.choose
-    forced.choose = choose
-    try:
-        yield
-    finally:
-        forced.choose = before
+    return _meanwhile("choose", choose)
 
 
-@contextlib.contextmanager
-def standing_for(stand: Stand | None) -> Generator[None]:
+def standing_for(stand: Stand | None) -> AbstractContextManager[None]:
     """Let `stand` answer every call of a region by this thread meanwhile in eager code."""
-    before = forced.stand
-    forced.stand = stand
-    try:
-        yield
-    finally:
-        forced.stand = before
+    return _meanwhile("stand", stand)
 
 
-@contextlib.contextmanager
-def traced_under(policy: Policy) -> Generator[None]:
+def traced_under(policy: Policy) -> AbstractContextManager[None]:
     """Let every region that this thread traces meanwhile have this policy. What is compiled then must be
     compiled for that alone: `torch.compile` would find it again without the policy."""
-    before, forced.traced = forced.traced, policy
-    try:
-        yield
-    finally:
-        forced.traced = before
+    return _meanwhile("traced", policy)

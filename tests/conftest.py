@@ -13,7 +13,7 @@ from remat._core import DEVICES
 from remat.plan.graph.disk import table_path, write_table
 from remat.plan.graph.speeds import HEAVY, LIGHT
 from remat.transforms.compat.autograd import hooks_disabled, in_transform, top_hooks
-from tests.helpers import forget
+from tests.helpers import forget, seed_only_what_is_there
 
 
 def pretend_speeds():
@@ -39,6 +39,7 @@ def pretend_speeds():
 
 
 pretend_speeds()
+seed_only_what_is_there()
 
 
 def ambient():

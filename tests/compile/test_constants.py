@@ -2,57 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
-from remat import Policy, remat, save_matmuls, save_nothing, save_ops
+from remat import remat, save_matmuls, save_nothing, save_ops
 from tests.compiled import Graphs, compiled
 from tests.helpers import gradients, rand, same
+from tests.rotary import Alone, angles, block, chain, inputs, rotate
 
 
 @pytest.fixture(autouse=True)
 def fresh():
     torch._dynamo.reset()
-
-
-def angles(x: Tensor, base: float = 100.0) -> Tensor:
-    rate = base ** (-torch.arange(2, dtype=x.dtype) / 2)
-    return torch.arange(x.shape[-2], dtype=x.dtype)[:, None] * rate
-
-
-def rotate(x: Tensor, base: float = 100.0) -> Tensor:
-    cos, sin = angles(x, base).cos(), angles(x, base).sin()
-    left, right = x.chunk(2, -1)
-    return torch.cat([left * cos - right * sin, left * sin + right * cos], -1)
-
-
-def block(w: Tensor, x: Tensor) -> Tensor:
-    return torch.tanh(rotate(x @ w))
-
-
-def chain(region, depth: int = 3):
-    def loss(w: Tensor, x: Tensor) -> Tensor:
-        for _ in range(depth):
-            x = region(w, x)
-        return x.square().sum()
-
-    return loss
-
-
-def inputs() -> tuple[Tensor, Tensor]:
-    return rand(4, 4).requires_grad_(), rand(8, 6, 4)
-
-
-@dataclass(frozen=True)
-class Alone(Policy):
-    shares_constants = False  # type: ignore[assignment]
-
-    def __call__(self, info):
-        return False
 
 
 @pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=repr)

@@ -17,6 +17,7 @@ import torch
 from tests.fuzz.program import draw
 from tests.fuzz.run import Verdict, check
 from tests.fuzz.shrink import save, shrink
+from tests.helpers import seed_only_what_is_there
 
 MODES = {
     "eager": ("eager", None),
@@ -52,6 +53,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     first, last = map(int, options.seeds.split(":"))
     torch.set_num_threads(1)
+    seed_only_what_is_there()
     failed = 0
     for mode in options.modes.split(","):
         flavour, backend = MODES[mode]

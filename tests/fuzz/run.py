@@ -140,7 +140,7 @@ class Pass:
             )
         seen["random stream"] = torch.default_generator.get_state()
         seen["own random stream"] = model.generator.get_state()
-        seen["Python's random stream"] = random.getstate()[1]
+        seen["Python's random stream"] = hash(random.getstate())
         seen["NumPy's random stream"] = int(np.random.get_state()[1].sum()), np.random.get_state()[2]  # type: ignore
         return seen
 

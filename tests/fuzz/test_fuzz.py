@@ -44,7 +44,8 @@ def passes(mode: str, seeds: range) -> Counter[str]:
 def test_programs_are_as_without_remat(mode: str, first: int, last: int) -> None:
     kinds = passes(mode, range(first, last))
     assert kinds["same"] >= 0.6 * (last - first)
-    assert mode == "func" or not kinds["memory"]
+    # What dead code saves is kept, too (docs/limits.md): a program in a hundred.
+    assert mode == "func" or kinds["memory"] <= 1
 
 
 @pytest.mark.slow

@@ -21,6 +21,11 @@ PURE = """
 
 {o} = {a} + 0.5 * {b}
 
+{o} = {a} * torch.full((1,), 0.3, dtype={a}.dtype).cos() + {b} * torch.full((1,), 0.3, dtype={a}.dtype).sin()
+
+{t} = torch.stack([torch.ones(1, dtype={a}.dtype), torch.ones(1, dtype={a}.dtype)])
+{o} = ({a} * {t}[0].exp()).tanh() * {t}[1]
+
 {o} = {a} / (1 + {b} ** 2)
 
 {o} = {a}.softmax(-1)

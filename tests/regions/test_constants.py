@@ -2,51 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from torch import Tensor
 
-from remat import Policy, remat, save_matmuls, save_nothing
-from tests.helpers import OpCounter, rand, same, scalar
-
-
-def rotate(x: Tensor, base: float = 100.0) -> Tensor:
-    rate = base ** (-torch.arange(2, dtype=x.dtype) / 2)
-    angle = torch.arange(x.shape[-2], dtype=x.dtype)[:, None] * rate
-    cos, sin = angle.cos(), angle.sin()
-    left, right = x.chunk(2, -1)
-    return torch.cat([left * cos - right * sin, left * sin + right * cos], -1)
-
-
-def block(w: Tensor, x: Tensor) -> Tensor:
-    return torch.tanh(rotate(x @ w) + rotate(x))
-
-
-def chain(region, depth: int = 3):
-    def loss(w: Tensor, x: Tensor) -> Tensor:
-        for _ in range(depth):
-            x = region(w, x)
-        return x.square().sum()
-
-    return loss
-
-
-def gradients(out: Tensor, leaves: tuple[Tensor, ...]) -> list[Tensor]:
-    return list(torch.autograd.grad(scalar(out), leaves))
-
-
-def inputs() -> tuple[Tensor, Tensor]:
-    return rand(4, 4).requires_grad_(), rand(8, 6, 4).requires_grad_()
-
-
-@dataclass(frozen=True)
-class Alone(Policy):
-    shares_constants = False  # type: ignore[assignment]
-
-    def __call__(self, info):
-        return False
+from remat import remat, save_matmuls, save_nothing
+from tests.helpers import OpCounter, gradients, same
+from tests.rotary import Alone, block, chain, inputs, rotate
 
 
 def sines(region, depth: int = 3) -> tuple[int, list[Tensor]]:

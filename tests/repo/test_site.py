@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -72,6 +73,20 @@ def test_the_site_has_search_dark_mode_and_its_version(site: Path) -> None:
     assert 'data-md-component="search"' in text and 'data-md-color-scheme="slate"' in text
     assert '"provider": "mike"' in text or '"provider":"mike"' in text
     assert "remat.remat" in (site / "search" / "search_index.json").read_text()
+
+
+@pytest.mark.slow
+def test_every_public_name_has_a_page_of_its_own(site: Path) -> None:
+    listed = [
+        path
+        for page in (ROOT / "docs" / "api").glob("*.md")
+        for path in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
+    ]
+    pages = [page.read_text() for page in (site / "api").glob("*/index.html")]
+    # The page's own heading is the name: a link from elsewhere leads to it.
+    headings = Counter(found for text in pages for found in re.findall(r'<h1 id="?([\w.]+)', text))
+    assert len(listed) > 80
+    assert {path: headings[path] for path in listed if headings[path] != 1} == {}
 
 
 @pytest.mark.slow

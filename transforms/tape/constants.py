@@ -47,7 +47,7 @@ class Constants:
             line = repr((str(node.op), call, tuple(node.outs), node.graded))
             if line not in alike:
                 alike[line] = node.first
-                self.steps.append(step)
+                self.steps.append(_reading(step, same))
             same[node.first] = alike[line]
         self.numbers = sorted({same[n] for n in read if n in same})
         self.stands = {n: self.numbers.index(same[n]) for n in read if n in same}
@@ -144,6 +144,21 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(map(_is_plain, value.values()))
     return type(value) is Ref or type(value) in _PLAIN
+
+
+def _reading(step: Any, names: Mapping[int, int]) -> Any:
+    """The step itself, now reading the values of these names: of those that are alike one is made."""
+    step.flat = [(at, names[n]) for at, n in step.flat]
+    step.args, step.kwargs = _renamed(step.args, names), _renamed(step.kwargs, names)
+    return step
+
+
+def _renamed(value: Any, names: Mapping[int, int]) -> Any:
+    if type(value) is Ref:
+        return Ref(names[value])
+    if isinstance(value, (tuple, list)):
+        return type(value)([_renamed(v, names) for v in value])
+    return {k: _renamed(v, names) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 def _told(value: Any, names: Mapping[int, int]) -> Any:
