@@ -121,7 +121,7 @@ class Panel:
 
     @cached_property
     def predicted(self) -> Predicted:
-        return Predicted(self.problem, self.case.compiled)
+        return Predicted(self.problem)
 
     def promised(self, one: Peer, row: Measured) -> tuple[Peer, list[Measured]]:
         """A planned peer with its regions, and what its plan promises."""
@@ -145,7 +145,7 @@ class Panel:
         if one.family == "jax":
             return self.inspect_jax(one, row)
         told = []
-        if self.case.mode == "backward" and self.case.device == "cpu":
+        if self.case.mode == "backward" and self.case.device == "cpu" and not self.case.compiled:
             if is_planned(one.name):
                 one, told = self.promised(one, row)
             elif one.family == "none" and any(map(is_planned, self.case.peers)):

@@ -1,4 +1,4 @@
-"""What plans promise of a step: its seconds, its kept bytes, and regions that make it fit a peak."""
+"""What plans promise of an eager step: its seconds, its kept bytes, and regions that make it fit a peak."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from remat.plan import (
 class Predicted:
     """The step of a problem, planned without data: each of its blocks is a region."""
 
-    def __init__(self, problem: Problem, compiled: bool = False) -> None:
+    def __init__(self, problem: Problem) -> None:
         loss, leaves = problem.bind(Around(lambda fn: remat(fn, policy=checkpoint_policy(budget=1.0))))
         own = leaves(problem.params)
         self.run: Callable[[], torch.Tensor] = partial(loss, own, problem.batch)
         step = step_of(loss, (own, problem.batch), {}, wanted=plans_by_budget)
-        self.portfolio = Portfolio(step, cost_model("roofline", "cpu", compiled=compiled), READY)
+        self.portfolio = Portfolio(step, cost_model("roofline", "cpu"), READY)
 
     @cached_property
     def seconds(self) -> float:
