@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.cases import Case, Measured
 from benchmarks.loaded import Results
+from benchmarks.panel import Panel as Run
 from benchmarks.plans import beaten, check, planned
 
 CASE = Case("panel", "vit-l", sizes=(("depth", 2),))
@@ -74,3 +75,21 @@ def test_a_budget_bounds_what_is_kept_and_rounds_are_compared_one_by_one(tmp_pat
 
 def test_nothing_to_look_at_is_no_success(tmp_path: Path) -> None:
     assert check(tmp_path / "plans.csv") == 1
+
+
+@pytest.mark.slow
+def test_planned_peers_stand_over_others_of_the_same_round_beside_their_promises() -> None:
+    sizes = (("depth", 2), ("width", 32), ("heads", 2), ("seq", 16), ("batch", 2))
+    peers = ("none", "save_matmuls", "budget 0.5", "fit 0.5")
+    case = Case("panel", "gpt2-medium", peers, sizes=sizes, clock="process", rounds=2)
+    rows = {(row.peer, row.metric): row for row in Run.of(case).run()}
+    assert not [row.error for row in rows.values() if row.error]
+    for peer in ("budget 0.5", "fit 0.5"):
+        assert rows[peer, "predicted kept"].value == rows[peer, "kept"].value
+        assert rows[peer, "step over save_matmuls"].unit == rows[peer, "step over none"].unit == "ratio"
+        assert (rows[peer, "predicted step"].value or 0) > (rows["none", "predicted step"].value or 0) > 0
+    told, peak, plain = (
+        rows[key].value or 0.0
+        for key in (("fit 0.5", "predicted peak"), ("fit 0.5", "peak"), ("none", "peak"))
+    )
+    assert abs(told - peak) <= 8 and peak < plain
