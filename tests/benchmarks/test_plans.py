@@ -88,8 +88,6 @@ def test_planned_peers_stand_over_others_of_the_same_round_beside_their_promises
         assert rows[peer, "predicted kept"].value == rows[peer, "kept"].value
         assert rows[peer, "step over save_matmuls"].unit == rows[peer, "step over none"].unit == "ratio"
         assert (rows[peer, "predicted step"].value or 0) > (rows["none", "predicted step"].value or 0) > 0
-    told, peak, plain = (
-        rows[key].value or 0.0
-        for key in (("fit 0.5", "predicted peak"), ("fit 0.5", "peak"), ("none", "peak"))
-    )
+    keys = ("fit 0.5", "predicted peak"), ("fit 0.5", "peak"), ("none", "peak")
+    told, peak, plain = (rows[key].value or 0.0 for key in keys)
     assert abs(told - peak) <= 8 and peak < plain
