@@ -226,3 +226,34 @@ def test_every_call_runs_as_many_ops_as_the_first(innermost, outermost):
             region(x * 1).sum().backward()
         counts.append((counter["sin"], counter["exp"]))
     assert counts == [(1, 1)] * 4
+
+
+# A region inside makes a view of what is seen nowhere else. The one around returns overlapping views of it.
+VIEWS = {
+    "expanded": lambda x: x.sum(0, keepdim=True).sin().expand_as(x),
+    "part": lambda x: x.sin()[:2],
+    "windows": lambda x: x.sin().reshape(-1).unfold(0, 4, 2),
+    "transposed": lambda x: x.sin().t(),
+    "complex": lambda x: torch.complex(x.sin(), x.cos())[:2],
+}
+OVERLAPS = {
+    "twice": lambda v: (v, v),
+    "alike": lambda v: (v, v.view_as(v)),
+    "rows": lambda v: (v[:2], v[1:3]),
+    "columns": lambda v: (v[..., 0], v[..., :2], v[..., 1:]),
+    "reals": lambda v: (v[..., :2], (torch.view_as_real(v) if v.is_complex() else v)[..., 1:], v[..., 1:]),
+}
+
+
+@pytest.mark.parametrize(("inner", "outer"), crossed(VIEWS, OVERLAPS))
+def test_overlapping_views_of_what_a_region_inside_made(inner, outer):
+    def loss(wrap):
+        made = wrap(VIEWS[inner])
+        seen = wrap(lambda x: OVERLAPS[outer](made(x)))
+        return lambda x: sum((k * t).abs().square().sum() for k, t in enumerate(seen(x), 1))
+
+    x = rand(3, 4)
+    for transform in (grad, lambda f: grad(lambda x: grad(f)(x).square().sum())):
+        same(transform(loss(remat))(x), transform(loss(lambda f: f))(x))
+    rows = torch.stack([x, 2 * x])
+    same(vmap(grad(loss(remat)))(rows), vmap(grad(loss(lambda f: f)))(rows))

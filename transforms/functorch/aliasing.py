@@ -47,6 +47,21 @@ class AliasSpec(NamedTuple):
     real: bool = False
 
 
+class HiddenBase(NamedTuple):
+    """A tensor that no result is, and that several are views of.
+
+    Attributes:
+        number: what their specs call it.
+        at: a result that is a view of it.
+        shape, order: its shape, and its dimensions as they lie in memory.
+    """
+
+    number: int
+    at: int
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+
+
 class Aliasing:
     """Which results of a region leave its node, and how the others are made of those.
 
@@ -57,8 +72,8 @@ class Aliasing:
         self.known = False
         # For every result how to see it in another tensor, None where it leaves; None: all of them do.
         self.specs: list[AliasSpec | None] | None = None
-        # Results whose base leaves the node too: it holds several of them, and is none itself.
-        self.hidden: list[int] = []
+        # Bases that leave the node too: each holds several results, and is none itself.
+        self.hidden: list[HiddenBase] = []
 
     def leaving(self, results: Tensors, operands: Tensors) -> tuple[torch.Tensor, ...]:
         """What leaves the node."""
@@ -70,7 +85,7 @@ class Aliasing:
         if self.specs is None:
             return tuple(results)
         own = [t for t, spec in zip(results, self.specs, strict=True) if spec is None]
-        bases: list[Any] = [results[i]._base for i in self.hidden]
+        bases = [self._hidden_base(hidden, results) for hidden in self.hidden]
         # torch.func differentiates no function without results.
         return (*own, *bases) or (torch.zeros(()),)
 
@@ -109,7 +124,11 @@ class Aliasing:
             self.specs = specs
 
     def _learn_among(self, specs: list[AliasSpec | None], results: Tensors, group: list[int]) -> None:
-        left = group
+        # One tensor twice is one tensor, whatever it looks like.
+        twins = {i: next(j for j in group if results[j] is results[i]) for i in group}
+        for i, first in twins.items():
+            specs[i] = None if i == first else AliasSpec(first)
+        left = group = [i for i in group if specs[i] is None]
         if whole := [i for i in group if _order(results[i]) is not None]:
             base = max(whole, key=lambda i: results[i].numel())
             rest = [i for i in group if i != base]
@@ -118,8 +137,24 @@ class Aliasing:
         at = next((i for i in left if results[i]._base is not None), None)
         if len(left) > 1 and at is not None:
             number = len(results) + len(self.hidden)
-            if len(_seen_in(specs, results, left, [(number, results[at]._base)])) < len(left):
-                self.hidden.append(at)
+            base: Any = results[at]._base
+            if len(_seen_in(specs, results, left, [(number, base)])) < len(left):
+                self.hidden.append(HiddenBase(number, at, tuple(base.shape), _order(base) or ()))
+
+    def _hidden_base(self, hidden: HiddenBase, results: Tensors) -> torch.Tensor:
+        """The base of results: the one that they are views of, if it is as where the function ran first.
+
+        A region inside may run as a node here, and by plain autograd there, where its result is a view.
+        """
+        assert self.specs is not None
+        pairs = zip(results, self.specs, strict=True)
+        group = [(t, spec) for t, spec in pairs if spec is not None and spec.base == hidden.number]
+        with functions_as_they_are():
+            base = results[hidden.at]._base
+            order = None if base is None or base.shape != hidden.shape else _order(base)
+            if order is not None and all(_spec(t, base, hidden.number, order) == spec for t, spec in group):
+                return base
+        return quiet(_gathered, group, hidden)
 
 
 def _memory(tensor: torch.Tensor) -> int | None:
@@ -192,6 +227,33 @@ def _made(base: torch.Tensor, spec: AliasSpec) -> torch.Tensor:
     if math.prod(spec.shape) == flat.shape[0] and spec.stride == _dense(spec.shape):
         return flat.view(spec.shape)
     return _strided(flat, spec)
+
+
+def _gathered(group: Sequence[tuple[torch.Tensor, AliasSpec]], hidden: HiddenBase) -> torch.Tensor:
+    """A base made of the results that are to be seen in it; where none is, it holds whatever."""
+    size, count = math.prod(hidden.shape), 0
+    if any(spec.real for _, spec in group):
+        group = [(t if spec.real else torch.view_as_real(t), _in_reals(spec)) for t, spec in group]
+        size *= 2
+    first = group[0][0]
+    index = torch.zeros(size, dtype=torch.int64, device=first.device)
+    for tensor, spec in group:
+        places = torch.arange(size, device=first.device).as_strided(spec.shape or (), spec.stride, spec.start)
+        index[places.reshape(-1)] = torch.arange(count, count + tensor.numel(), device=first.device)
+        count += tensor.numel()
+    flat = torch.cat([tensor.reshape(-1) for tensor, _ in group])[index]
+    if any(spec.real for _, spec in group):
+        flat = torch.view_as_complex(flat.view(-1, 2))
+    lying = flat.view([hidden.shape[d] for d in hidden.order])
+    return lying.permute([hidden.order.index(d) for d in range(len(hidden.shape))])
+
+
+def _in_reals(spec: AliasSpec) -> AliasSpec:
+    """A spec in the parts of its complex base, each number a pair."""
+    if spec.real:
+        return spec
+    stride = (*[2 * s for s in spec.stride], 1)
+    return spec._replace(shape=(*(spec.shape or ()), 2), stride=stride, start=2 * spec.start, real=True)
 
 
 def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
