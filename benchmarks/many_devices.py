@@ -1,6 +1,6 @@
 """Regions on several processes: what each keeps, sends and computes again, and whether gradients are alike.
 
-    python -m benchmarks.many_devices            # prints the tables of docs/distributed.md
+    python -m benchmarks.many_devices --write    # prints the tables, and puts them into docs/distributed.md
     python -m benchmarks.many_devices --layouts TP --policies none,save_matmuls
 
 Processes are on this machine's CPU and talk by gloo. Bytes and counts are those of one process.
@@ -37,6 +37,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import remat
 from benchmarks.many_models import Block, Experts, Stack
+from benchmarks.pipelines import SCHEDULES, Piped
 from remat import checkpoint_policy, save_collectives, save_matmuls, save_names, save_nothing
 from remat.cli.measure import Work, trace_memory
 
@@ -155,6 +156,10 @@ def experts(model: Stack, policy: Any) -> nn.Module:
     return model
 
 
+def piped(name: str) -> Callable[..., nn.Module]:
+    return lambda _, policy: Piped(name, policy, with_policy)
+
+
 LAYOUTS: dict[str, tuple[int, Callable[..., nn.Module]]] = {
     "DDP": (2, ddp),
     "FSDP1": (2, fsdp1),
@@ -165,6 +170,7 @@ LAYOUTS: dict[str, tuple[int, Callable[..., nn.Module]]] = {
     "TP + SP": (2, functools.partial(tensor_parallel, sequence=True)),
     "FSDP2 x TP": (4, fsdp2_tp),
     "Expert parallel": (2, experts),
+    **{f"Pipeline {name}": (2, piped(name)) for name in SCHEDULES},
 }
 
 
@@ -195,6 +201,7 @@ _KINDS = {
     "reduce-scatter": ("reduce_scatter", "_reduce_scatter"),
     "all-reduce": ("all_reduce", "allreduce"),
     "all-to-all": ("all_to_all", "alltoall"),
+    "send": ("send",),
 }
 
 
@@ -208,6 +215,8 @@ def measure(layout: str, policy: Any, steps: int = 2) -> dict[str, Any]:
     found: list[torch.Tensor] = []
 
     def step(mark: Callable[[], None] = lambda: None) -> None:
+        if isinstance(made, Piped):
+            return made.step(mark)
         loss = made(x).square().sum()
         mark()
         loss.backward()
@@ -249,17 +258,31 @@ def rows(layout: str, names: list[str]) -> list[dict[str, Any]]:
     return made
 
 
-def work(rank: int, meeting: str, world: int, layouts: list[str], names: list[str]) -> None:
+def work(rank: int, folder: str, world: int, layouts: list[str], names: list[str]) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
     for layout in layouts:
         table = rows(layout, names)
         if rank == 0:
-            print(f"\n### {layout}, {world} processes\n\n{HEAD}")
-            for row in table:
-                print(line(row), flush=True)
+            text = "\n".join([title(layout), "", HEAD, *map(line, table)])
+            print(f"\n{text}", flush=True)
+            (Path(folder) / f"{layout}.md").write_text(text + "\n")
     dist.destroy_process_group()
+
+
+def title(layout: str) -> str:
+    """The heading of a table."""
+    return f"### {layout}, {LAYOUTS[layout][0]} processes"
+
+
+def written(page: str, tables: dict[str, str]) -> str:
+    """The page with these tables in the place of those of the same layouts."""
+    text, *sections = page.split("\n### ")
+    by_title = {f"### {part}".splitlines()[0]: f"### {part}".rstrip() + "\n" for part in sections}
+    by_title |= {title(layout): table for layout, table in tables.items()}
+    order = [by_title[name] for name in map(title, LAYOUTS) if name in by_title]
+    return "\n".join([text.rstrip() + "\n", *order])
 
 
 HEAD = """\
@@ -280,12 +303,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
     parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/distributed.md")
     given = parser.parse_args()
     layouts = given.layouts.split(",")
+    tables: dict[str, str] = {}
     for world in sorted({LAYOUTS[name][0] for name in layouts}):
         mine = [name for name in layouts if LAYOUTS[name][0] == world]
         with tempfile.TemporaryDirectory() as folder:
-            spawn(work, (str(Path(folder) / "meeting"), world, mine, given.policies.split(",")), nprocs=world)
+            spawn(work, (folder, world, mine, given.policies.split(",")), nprocs=world)
+            tables |= {name: (Path(folder) / f"{name}.md").read_text() for name in mine}
+    if given.write:
+        page = Path("docs/distributed.md")
+        page.write_text(written(page.read_text(), tables))
 
 
 if __name__ == "__main__":

@@ -176,6 +176,9 @@ DOORS = frozenset(
     "__set__ data_ptr numpy __array__ untyped_storage storage __dlpack__ to_dlpack const_data_ptr".split()
 )
 _DATA = torch.Tensor.data
+# What Python makes numbers of, past the dispatcher. Where a function runs again they are to be there again.
+_LOOK = "tolist"
+PAST_DISPATCH = DOORS | {_LOOK}
 
 
 def notice(func: Any, args: Any) -> None:
@@ -186,6 +189,9 @@ def notice(func: Any, args: Any) -> None:
         if _by_sharding():
             for mode in recordings():
                 mode.expose(args[0], moved=True)
+    elif name == _LOOK:
+        for mode in recordings():
+            mode.look(args[0])
     elif name != "__set__" and name in DOORS and args and isinstance(args[0], torch.Tensor):
         moved = _by_sharding()
         for mode in recordings():

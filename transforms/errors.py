@@ -66,6 +66,14 @@ def written(region: str, tensor: Any, path: str | None = None) -> str:
     )
 
 
+def overwritten(region: str, tensor: Any) -> str:
+    """The message for a recomputed value that a backward has written to before another one reads it."""
+    return (
+        f"a backward inside region {region!r} has written in place to a {tuple(tensor.shape)} {tensor.dtype} "
+        "tensor from `ctx.saved_tensors`, which another backward reads too. Write to a `.clone()` of it."
+    )
+
+
 def not_repeated(region: str, what: str) -> str:
     """The message for a recomputation that runs otherwise than its forward did."""
     return (

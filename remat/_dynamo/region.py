@@ -16,7 +16,7 @@ import torch
 from remat._dynamo.intermediates import sessions, through
 from remat.policies import Policy, bind, save_everything
 from remat.transforms import RematError, registered
-from remat.transforms.compat import bypassing_wrapper
+from remat.transforms.compat import bypassing_wrapper, libraries_ready
 from remat.transforms.entry import Given, Graph, outermost_traced, run_graph, run_transparently
 
 # `bypass(enter, fn, *args)` calls `enter(graph of fn)(*operands)` at trace time. Dynamo takes for `enter` a
@@ -27,6 +27,7 @@ bypass = bypassing_wrapper()
 
 def call_region(label: str, at: str, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call the region with the options numbered `at` while Dynamo traces."""
+    libraries_ready()
     run = functools.partial(enter, label, at)
     if sessions():
         return through(run, fn, args, kwargs)
@@ -35,6 +36,7 @@ def call_region(label: str, at: str, fn: Callable[..., Any], args: Any, kwargs: 
 
 def call_planned(label: str, at: str, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """`call_region` for policies that look at a whole call: it matters to them what is an argument."""
+    libraries_ready()
     run = functools.partial(enter, label, at, given=given(args, kwargs))
     if sessions():
         return through(run, fn, args, kwargs)
@@ -61,6 +63,7 @@ def wrap(fn: Callable[..., Any], options: Any) -> Callable[..., Any]:
     binds = needs_call(options.policy)
 
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
+        libraries_ready()
         run = functools.partial(enter_described, label, spec, given=given(args, kwargs) if binds else None)
         if sessions():
             return through(run, fn, args, kwargs)

@@ -32,6 +32,9 @@ def show(title: str, device: str, rows: Iterable[Row], json: bool, png: Path | N
             found[name] = compiled()
         except RematError as error:
             found[name] = " ".join(str(error).split())
+    said = {text for text in found.values() if isinstance(text, str)}
+    if len(found) > 1 and len(said) == 1 and not any(isinstance(row, GpuReport) for row in found.values()):
+        raise RematError(said.pop())
     heading = f"{title}, for {device}: {MARK}"
     if json:
         print(writer.dumps({"device": device, "mark": MARK, "rows": [plain(*row) for row in found.items()]}))
@@ -68,9 +71,9 @@ def _print(heading: str, found: dict[str, GpuReport | str]) -> None:
     console.print(grid)
     for name, report in found.items():
         if isinstance(report, str):
-            console.print(f"{name}: {report}", markup=False)
+            console.print(f"{name}: {report}", markup=False, soft_wrap=True)
         elif not report.survived:
-            console.print(f"{name}: a region lost its recomputation", markup=False)
+            console.print(f"{name}: a region lost its recomputation", markup=False, soft_wrap=True)
 
 
 def _cells(report: GpuReport) -> list[str]:

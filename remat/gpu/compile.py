@@ -169,10 +169,13 @@ def _told() -> Iterator[None]:
             raise inner from None
         text = str(error)
         places = re.findall(r'File "([^"]+)", line (\d+)', text.partition("from user code")[2])
-        where = ":".join(places[-1]) if places else "an unknown line"
-        said = " ".join(line.strip() for line in text.splitlines()[:2] if line.strip())
+        where = f", at {':'.join(places[-1])}" if places else ""
+        why = re.search(r"Explanation: (.*)", text)
+        first = f"{type(inner).__name__}: {inner}" if inner else text
+        parts = (part.strip(" .") for part in (first.strip().splitlines()[0], why[1] if why else ""))
+        said = ". ".join(dict.fromkeys(part for part in parts if part))
         raise RematError(
-            f"the step cannot be compiled as one graph, at {where}: {said} Code is made from shapes alone. "
+            f"the step cannot be compiled as one graph{where}: {said}. Code is made from shapes alone. "
             "Let the step return tensors. Read numbers (`.item()`, `float(t)`) and print outside of it."
         ) from error
 

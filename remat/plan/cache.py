@@ -86,8 +86,8 @@ class Paths:
             return
         _ALIKE.pop(_rough(self.key), None)
         _KNOWN.pop(self.key, None)
-        if is_tracing():
-            # Sizes may be symbols there. It is looked at anew in the next trace.
+        if is_tracing() or any(isinstance(n, torch.SymInt) for o in tape.outside for n in o.meta[0]):
+            # Sizes may be symbols there, as those of jagged tensors are. It is looked at anew next time.
             _GRAPHS.pop(self.key, None)
             return
         before = _LEARNED.get(self.key, ())

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from remat import RematError, remat
+from remat import RematError, remat, scan_remat
 from remat.cli.measure import trace_memory
 from remat.gpu import Simulation, compile_for, trace
 from remat.transforms.compat.gpu import lowered
@@ -116,6 +116,43 @@ def test_a_functional_step_is_one_graph(triton):
     w, x = torch.empty(64, 64, device="meta"), torch.empty(32, 64, device="meta")
     report = compile_for("a100", step, w, x, machine_code=False)
     assert report.step is not None and report.forward is None and report.survived
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("card", ["a100", "b200"])
+def test_flex_attention_and_kernels_of_users_are_compiled(triton, card):
+    from torch.nn.attention.flex_attention import flex_attention
+
+    from tests.compile.triton_kernel import Added
+
+    def causal(score, b, h, i, j):
+        return torch.where(i >= j, score, -float("inf"))
+
+    def attended(x, w):
+        return Added.apply(flex_attention(x @ w, x, x, score_mod=causal), x).sin()
+
+    def step(x, w):
+        return remat(attended)(remat(attended)(x, w), w).float().sum()
+
+    x = torch.empty(1, 2, 128, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    w = torch.empty(64, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    report = compile_for(card, step, x, w)
+    assert report.forward and report.backward
+    for graph in (report.forward, report.backward):
+        names = [kernel.name for kernel in graph.kernels]
+        assert sum("add_kernel" in name for name in names) == 2
+        assert sum("flex_attention" in name for name in names) >= 2
+    assert any(kernel.cubin for kernel in report.kernels if "flex_attention" in kernel.name)
+
+
+@pytest.mark.slow
+def test_a_scan_is_refused(triton):
+    def step(x, w):
+        return scan_remat(lambda c, w: (torch.tanh(c @ w), None), x, w)[0].sum()
+
+    x, w = torch.empty(4, 4, device="meta"), torch.empty(3, 4, 4, device="meta", requires_grad=True)
+    with pytest.raises(RematError, match="a scan runs its steps one by one, at "):
+        compile_for("h100", step, x, w)
 
 
 def test_a_machine_without_triton_is_told_which_to_install(monkeypatch):

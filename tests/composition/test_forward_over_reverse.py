@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
+import torch.nn.functional as F
 from torch.func import grad, hessian, jvp, linearize
 
 from remat import remat, scan_remat
@@ -97,6 +98,14 @@ def test_gradcheck(case):
     h = X.clone().requires_grad_()
     torch.autograd.gradcheck(CASES[case][0], h, check_forward_ad=True)
     torch.autograd.gradgradcheck(CASES[case][0], h, check_fwd_over_rev=True)
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
+@pytest.mark.parametrize("fn", [F.silu, F.mish, F.gelu, F.hardswish], ids=lambda fn: fn.__name__)
+def test_ops_with_a_backward_for_more_derivatives(fn):
+    """Torch has two for silu and mish. The quick one has no forward-mode derivative."""
+    for run in ("linearize of a gradient", "jvp of a gradient"):
+        same(RUNS[run](remat(lambda x: fn(x @ W).sin())), RUNS[run](lambda x: fn(x @ W).sin()))
 
 
 # A derivative known to be zero, times a number, below a dispatch mode: torch alone ends the process.

@@ -62,6 +62,14 @@ def test_compiled_programs_are_as_without_remat(first: int) -> None:
     passes("aot_eager", range(first, first + 10))
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_programs_of_inductor_are_as_without_remat() -> None:
+    """Its compiler takes seconds for each: these are a handful, `make fuzz` takes any number."""
+    kinds = passes("inductor", range(30_000, 30_004))
+    assert kinds["same"]
+
+
 FOUND = {
     "what an inner region keeps and a view writes to, in a scan, second call": (
         """

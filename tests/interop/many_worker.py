@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import remat
 from remat import RematError, checkpoint_policy, save_matmuls, save_nothing
 from remat.cli.measure import trace_memory
+from remat.debug import assert_recomputed
 
 aten = torch.ops.aten
 SAC = functools.partial(create_selective_checkpoint_contexts, [aten.mm.default, aten.addmm.default])
@@ -121,6 +123,43 @@ def around() -> None:
             assert min(kept) <= max(torchs), (layout, policy, kept, torchs)
 
 
+def compiled() -> None:
+    """FSDP2 blocks compiled one by one, regions inside: one graph, no break, no recomputation lost."""
+    backend = "aot_eager_decomp_partition"  # as Inductor, which would take longer
+    found = {}
+    for policy in (None, save_nothing, save_matmuls):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        stack = nn.Sequential(*[Block() for _ in range(2)])
+        if policy is not None:
+            remat.nn.apply(stack, layers="*", policy=policy)
+            assert_recomputed(stack[0], torch.ones(64, 32, requires_grad=True), ops=["tanh"])
+        counters.clear()
+        for block in stack:
+            block.compile(backend=backend, fullgraph=True)
+            fully_shard(block)
+        fully_shard(stack)
+        # (Blocks whose input needs no gradient would have a graph of their own.)
+        x = torch.randn(64, 32, generator=torch.Generator().manual_seed(dist.get_rank())).requires_grad_()
+
+        def step(mark: Callable[[], None], stack: nn.Module = stack, x: torch.Tensor = x) -> None:
+            loss = stack(x).square().mean()
+            mark()
+            loss.backward()
+
+        kept = []
+        for _ in range(3):
+            stack.zero_grad()
+            kept.append(trace_memory(step).kept)
+        grads: list[Any] = [p.grad for p in stack.parameters()]
+        assert not counters["graph_break"] and counters["stats"]["unique_graphs"] == 1
+        found[policy] = [g.to_local() for g in grads], min(kept[1:])
+    expected, most = found.pop(None)
+    for policy, (grads, kept) in found.items():
+        torch.testing.assert_close(grads, expected, rtol=1e-6, atol=1e-7)
+        assert kept < most, (policy, kept, most)
+
+
 def disagreeing() -> None:
     """Policies that differ between ranks raise on all of them, in the first forward."""
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
@@ -152,4 +191,5 @@ def work(rank: int, path: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
     disagreeing()
     around()
+    compiled()
     dist.destroy_process_group()

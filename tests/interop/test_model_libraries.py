@@ -269,6 +269,18 @@ def test_einops_in_compiled_regions(policy):
     assert_recomputed(lambda x: grad(value(region))(x), x)
 
 
+def test_einops_is_first_called_in_a_compiled_region(monkeypatch):
+    einops = pytest.importorskip("einops")
+    from remat import remat
+
+    # What it knows of types of tensors it writes down when it meets the first one.
+    monkeypatch.setattr("einops._backends._type2backend", {})
+    monkeypatch.setattr("einops._backends._loaded_backends", {})
+    region = remat(lambda x: einops.rearrange(x.sin(), "a b -> b a"))
+    x = torch.rand(2, 3)
+    assert torch.equal(torch.compile(region, backend="eager", fullgraph=True)(x), x.sin().T)
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_functorch_namespace():
     """The names that torch still ships beside torch.func, on regions."""

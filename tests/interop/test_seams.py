@@ -5,9 +5,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import HashStore  # type: ignore[reportPrivateImportUsage]
+from torch.distributed._composable.checkpoint_activation import checkpoint as composable
 from torch.func import grad
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from remat import RematError, offload_matmuls, remat, save_matmuls, save_nothing
+from remat import nn as remat_nn
 from remat.interop import checkpoint
 from tests.helpers import leaves_of, rand
 
@@ -134,3 +137,70 @@ def test_batch_norm_statistics_are_counted_once(policy, momentum):
         region(x.clone().requires_grad_()).sum().backward()
         torch.relu(plain(x))
     torch.testing.assert_close(norm.state_dict(), plain.state_dict())
+
+
+# -- torch's checkpoint beside regions, as functions and as hooks of modules -----------------------------
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Around(nn.Module):
+    def __init__(self, inner, wrap):
+        super().__init__()
+        self.inner, self.run = inner, wrap(inner.__call__)
+
+    def forward(self, x):
+        return self.run(x)
+
+
+def region_of(module, policy):
+    return remat_nn.apply_to(module, policy=policy)
+
+
+def theirs(function):
+    return lambda x: torch_checkpoint(function, x, use_reentrant=False)
+
+
+# How a model of three blocks is wrapped.
+BESIDE = {
+    "one each": lambda m, p: (composable(m[0]), region_of(m[1], p)),
+    "region inside": lambda m, p: (region_of(m[1].up, p), composable(m[1])),
+    "region around": lambda m, p: (
+        composable(m[1]),
+        m.__setitem__(1, Around(m[1], lambda f: remat(f, policy=p))),
+    ),
+    "both, ours first": lambda m, p: (region_of(m[1], p), composable(m[1])),
+    "both, theirs first": lambda m, p: (composable(m[1]), region_of(m[1], p)),
+    "theirs around all": lambda m, p: ([region_of(b, p) for b in m], composable(m)),
+    # Of the first block only what a policy keeps goes through their hooks: leaves do not.
+    "of a leaf": lambda m, p: (region_of(m[0], p), m.__setitem__(0, Around(m[0], theirs))),
+    "as a function": lambda m, p: (region_of(m[2], p), m.__setitem__(2, Around(m[2], theirs))),
+}
+
+
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=repr)
+@pytest.mark.parametrize("how", BESIDE)
+def test_torchs_checkpoint_beside_regions(how, policy):
+    """A recomputation of torch's that a region asks for runs with autograd."""
+
+    def trained(wrap):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[Gated() for _ in range(3)])
+        found = []
+        wrap(model)
+        for at in range(2):
+            model.zero_grad()
+            x = rand(5, 8, seed=at, dtype=torch.float32).requires_grad_()
+            model(x).square().sum().backward()
+            found += [t.grad.clone() for t in (x, *model.parameters()) if t.grad is not None]
+        return found
+
+    expected = trained(lambda model: None)
+    torch.testing.assert_close(trained(lambda m: BESIDE[how](m, policy)), expected, rtol=0, atol=0)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.mesh import Decoder, Sizes, tensor_parallel
+from benchmarks.mesh import Decoder, Sizes
 from remat import RematError
 from remat import nn as remat_nn
 from remat.cli.measure import trace_memory
@@ -39,25 +39,22 @@ def write(path: str, rank: int, text: object) -> None:
         json.dump(text, file)
 
 
-def sharded(rank: int, path: str, tp: bool) -> None:
-    """FSDP2, or tensor parallelism: writes down what the rank keeps, and its gradients' difference."""
+def sharded(rank: int, path: str) -> None:
+    """FSDP2: writes down what the rank keeps, with a plan and without."""
     from torch.distributed.fsdp import fully_shard
 
     start(rank, path)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp" if tp else "dp",))
-    torch.manual_seed(rank if not tp else 0)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    torch.manual_seed(rank)
     tokens = torch.randint(0, SIZES.vocab, (ROWS, LENGTH))
 
     def run(plan: str | None) -> tuple[int, list[torch.Tensor]]:
         ours = model()
-        if tp:
-            tensor_parallel(ours, mesh)
         if plan is not None:
             remat_nn.apply(ours, plan=plan)
-        if not tp:
-            for layer in ours.layers.values():
-                fully_shard(layer, mesh=mesh)
-            fully_shard(ours, mesh=mesh)
+        for layer in ours.layers.values():
+            fully_shard(layer, mesh=mesh)
+        fully_shard(ours, mesh=mesh)
 
         def step(mark: Any) -> None:
             ours.zero_grad()
@@ -66,7 +63,7 @@ def sharded(rank: int, path: str, tp: bool) -> None:
             out.square().mean().backward()
 
         size = kept(step)
-        return size, [p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in ours.parameters()]  # type: ignore
+        return size, [p.grad.to_local() for p in ours.parameters()]  # type: ignore
 
     size, got = run(f"{path}/plan.json")
     plain, expected = run(None)

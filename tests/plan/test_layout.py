@@ -361,18 +361,19 @@ def _spawned(work, path, *args):
 
 @NEEDS_GLOO
 @pytest.mark.slow
-# Under tensor parallelism gloo's threads free buffers unseen by the profiler: no exact count there.
-@pytest.mark.parametrize("kind", ["dp"])
-def test_ranks_keep_what_was_planned(tmp_path, kind):
-    """Two processes under FSDP2: to the byte."""
-    layout = Layout(tp=2, parallelize=tensor_parallel) if kind == "tp" else Layout(dp_shard=2)
+def test_ranks_keep_what_was_planned(tmp_path):
+    """Two processes under FSDP2: to the byte.
+
+    Under tensor parallelism the profiler does not see what threads of gloo free: no exact count there.
+    """
+    layout = Layout(dp_shard=2)
     tokens = mesh_worker.ROWS, mesh_worker.LENGTH
     whole = planned(mesh_worker.SIZES, tokens, layout, memory="1GiB").stages[0]
     plan = planned(mesh_worker.SIZES, tokens, layout, memory=int(whole.peak_bytes - 0.5 * whole.kept_bytes))
     plan.save(tmp_path / "plan.json")
-    gathered = whole.fixed.get("gathered outside of layers", 0)
+    gathered = whole.fixed["gathered outside of layers"]
     planned_bytes = plan.stages[0].kept_bytes + gathered, whole.kept_bytes + gathered
-    for sizes in _spawned(mesh_worker.sharded, tmp_path, kind == "tp"):
+    for sizes in _spawned(mesh_worker.sharded, tmp_path):
         for size, expected in zip(sizes, planned_bytes, strict=True):
             assert abs(expected / size - 1) < 0.02
 

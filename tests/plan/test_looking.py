@@ -6,9 +6,14 @@ import types
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from remat import checkpoint_policy, remat
+from remat import nn as remat_nn
 from remat.plan import BudgetPolicy, pareto, plan_chain, plan_model
 from remat.transforms import RematError
 from remat.transforms.compat import is_fake
@@ -97,3 +102,44 @@ def test_a_hidden_cache_that_keeps_a_fake_is_named():
     with pytest.raises(RematError, match="left a tensor without data in .*'mask'"):
         POLICY.plan(fn, X)
     assert "mask" not in hidden
+
+
+@pytest.fixture
+def mesh():
+    """Two ranks in one process: torch's fake process group."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+def layered():
+    return nn.Sequential(*[nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2)])
+
+
+@pytest.mark.parametrize("what", ["a region around", "plan_model"])
+def test_what_fsdp_has_sharded(mesh, what):
+    model, x = layered(), torch.ones(4, 8)
+    if what == "plan_model":
+        remat_nn.apply(model, layers="*", policy=POLICY)
+    for part in (*model, model):
+        fully_shard(part, mesh=mesh)
+    with pytest.raises(RematError, match=r"sharded by FSDP.*then `fully_shard`"):
+        if what == "plan_model":
+            plan_model(model, x, budget=0.5)
+        else:
+            remat(model[0].__call__, policy=POLICY)(x)
+
+
+@pytest.mark.slow
+def test_tensor_parallelism_is_planned_in_local_bytes(mesh):
+    sizes = []
+    for parallel in (False, True):
+        model = layered()
+        if parallel:
+            for layer in model:
+                parallelize_module(layer, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        remat_nn.apply(model, layers="*", policy=BudgetPolicy(1.0))
+        sizes.append(plan_model(model, torch.ones(64, 8, requires_grad=True), budget=1.0).kept_bytes)
+    assert 0 < sizes[1] < sizes[0]

@@ -27,8 +27,8 @@ from tests.helpers import forget, rand
 TOKENS, WIDTH, EXPERTS = 64, 6, 8
 RUNS = [0]
 # A thousandth of noise, and what it comes to where nothing flips: less than that, but 1.6 times as much for
-# `threshold` under vmap. A tenth of the noise makes a tenth of it in all of them.
-LIMIT = 2e-3
+# `threshold` under vmap, which multiplies by the noisy score. A tenth of the noise makes a tenth of it.
+LIMIT = 1e-3
 
 
 @torch.library.custom_op("remat_tests::jitter", mutates_args=())
@@ -109,6 +109,10 @@ def hashed(x, router, w):
     return torch.einsum("td,tde->te", x, w[(score.detach() * 600).long() % len(w)]) * score.sigmoid()[:, None]
 
 
+def limit(fn):
+    return 2 * LIMIT if fn is threshold else LIMIT
+
+
 BATCHED = [dense, capacity, straight_through, threshold, rounded, bucketed, hashed]
 ALL = [*BATCHED, ragged, sorted_by_expert]
 
@@ -163,14 +167,14 @@ def off(run, fn, **options):
 @pytest.mark.parametrize("policy", [save_nothing, save_matmuls, offload_matmuls], ids=str)
 @pytest.mark.parametrize("fn", ALL, ids=lambda fn: fn.__name__)
 def test_decisions_do_not_flip_in_plain_autograd(fn, policy):
-    assert off(backward, fn, policy=policy) < LIMIT
+    assert off(backward, fn, policy=policy) < limit(fn)
 
 
 @pytest.mark.parametrize("run", [by_func, by_vmap])
 @pytest.mark.parametrize("fn", BATCHED, ids=lambda fn: fn.__name__)
 def test_decisions_do_not_flip_under_func(fn, run):
-    assert off(run, fn) < LIMIT
-    assert off(run, fn, policy=save_matmuls) < LIMIT
+    assert off(run, fn) < limit(fn)
+    assert off(run, fn, policy=save_matmuls) < limit(fn)
 
 
 def test_decisions_do_not_flip_under_func_where_sizes_depend_on_them():
@@ -180,7 +184,7 @@ def test_decisions_do_not_flip_under_func_where_sizes_depend_on_them():
 @pytest.mark.parametrize("fn", [capacity, bucketed], ids=lambda fn: fn.__name__)
 def test_decisions_do_not_flip_in_compiled_code(fn):
     """Those of a detached value, too, which the compiler's trace takes for another one."""
-    assert off(by_compile, fn) < LIMIT
+    assert off(by_compile, fn) < limit(fn)
 
 
 @pytest.mark.slow
@@ -189,7 +193,7 @@ def test_decisions_do_not_flip_in_compiled_code(fn):
 @pytest.mark.parametrize("policy", [save_nothing, save_matmuls, checkpoint_policy(budget=0.4)], ids=str)
 @pytest.mark.parametrize("fn", BATCHED, ids=lambda fn: fn.__name__)
 def test_every_decision_in_compiled_code(fn, policy, run):
-    assert off(run, fn, policy=policy) < LIMIT
+    assert off(run, fn, policy=policy) < limit(fn)
 
 
 @pytest.mark.slow

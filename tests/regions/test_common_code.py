@@ -1,5 +1,6 @@
 """Code that is common in models and that checkpoints refuse, count twice or die of: as without remat."""
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 import torch.utils.dlpack
 from torch import nn
 
-from remat import checkpoint_name, remat, save_matmuls, save_nothing, save_ops
+from remat import checkpoint_name, checkpoint_policy, remat, save_matmuls, save_nothing, save_ops
 from tests.helpers import same
 
 D = torch.float64
@@ -197,9 +198,11 @@ def test_a_sparse_argument_that_is_differentiated():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_jagged_tensors_in_and_out():
+@pytest.mark.parametrize("policy", [save_nothing, checkpoint_policy(budget=0.5)], ids=["nothing", "budget"])
+def test_jagged_tensors_in_and_out(policy):
     found = []
-    for wrap in (remat, remat, lambda fn: fn):
+    wrapped = functools.partial(remat, policy=policy)
+    for wrap in (wrapped, wrapped, lambda fn: fn):
         parts = [torch.linspace(-1, 1, 4 * n, dtype=D).view(n, 4) for n in (1, 3)]
         nested = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
         out = wrap(lambda n: (n.sin() * 2).exp())(nested)

@@ -1,5 +1,6 @@
 """What user code sees, stores or does behind torch's back comes out as without remat, call after call."""
 
+import functools
 import random
 from typing import Any
 
@@ -78,6 +79,58 @@ def test_numbers_that_python_reads(policy):
 
     for fn in (route, scale):
         check(lambda wrap, fn=fn: grads(wrap(fn)), policy)
+
+
+@POLICIES
+@pytest.mark.parametrize("times", [1, 2])
+def test_numbers_that_python_reads_under_torch_func(policy, times):
+    """They are there again in the recomputation, though nothing else there needs them."""
+
+    def sums(x):
+        return x.sin().exp() * torch.tensor((x @ W).detach().sum(0).tolist(), dtype=x.dtype)
+
+    def overwritten(x):
+        h = x.cos()
+        numbers = h.detach().add_(1).tolist()
+        return x.exp() * torch.tensor(numbers, dtype=x.dtype) * h.zero_().add_(2)
+
+    def chosen(x):
+        return torch.stack([x[i, j].exp() for i, j in enumerate((x @ W).sin().argmax(1).tolist())]).sin()
+
+    for fn in (sums, overwritten, chosen):
+
+        def make(wrap, fn=fn):
+            made = wrap(fn)
+
+            loss: Any = lambda x: made(x).sum()  # noqa: E731
+            for _ in range(times):
+                loss = functools.partial(lambda inner, x: torch.func.grad(inner)(x).sin().sum(), loss)
+            return [loss(X), loss(X)]
+
+        check(make, policy)
+
+
+def test_numpy_of_a_number_that_nothing_else_reads_under_torch_func():
+    def fn(x):
+        return (x.exp() * float((x @ W).detach().numpy().sum())).sin().sum()
+
+    want = grads(fn, 1)[0]
+    for _ in range(2):
+        assert_close(torch.func.grad(remat(fn))(X), want)
+
+
+@POLICIES
+def test_arguments_that_are_one_tensor(policy):
+    def attend(q, kv):
+        return q.sin() @ kv[0] if q is kv[0] and kv[1] is q else q.cos() * kv[0] + kv[1]
+
+    def loss(wrap, x, copies):
+        return wrap(attend)(x, (x, x + 0 if copies else x)).sum()
+
+    for of in (torch.func.grad, torch.func.hessian, lambda f: torch.func.vmap(torch.func.grad(f))):
+        for copies in (False, True):
+            x = torch.stack([X, X.cos()]) if "lambda" in of.__name__ else X
+            check(lambda wrap, c=copies, x=x, of=of: of(lambda x: loss(wrap, x, c))(x), policy)
 
 
 @POLICIES

@@ -44,7 +44,7 @@ from remat.transforms.compat import (
     unwrap_once,
     unwrapped,
 )
-from remat.transforms.context import DOORS, notice
+from remat.transforms.context import PAST_DISPATCH, notice
 from remat.transforms.errors import RematError
 from remat.transforms.pytree import flatten, smooth, tree_leaves, unflatten
 
@@ -131,7 +131,7 @@ class ClosureConversion(TorchFunctionMode):
         kwargs = kwargs or {}
         if not (self.pulls and func is torch.autograd.grad):
             args, kwargs = self.swap(args), self.swap(kwargs)
-        if getattr(func, "__name__", "") in DOORS:
+        if getattr(func, "__name__", "") in PAST_DISPATCH:
             notice(func, args)
         if func is cond and len(args) == 4 and chosen_here():
             return self._chosen(*args)
@@ -160,6 +160,8 @@ class ClosureConversion(TorchFunctionMode):
                 if self.reads:
                     self.met.add(id(value))
             elif modes_active() >= self.modes and not self.is_inside(value):
+                if not differentiable(bare := without_dead(value)):
+                    return bare
                 if self.trials and is_fake(value):
                     return value
                 raise Missed(value, self)
@@ -197,6 +199,13 @@ class ClosureConversion(TorchFunctionMode):
         elif isinstance(out, (tuple, list)):
             for value in out:
                 self._note(value)
+
+
+def without_dead(tensor: torch.Tensor) -> torch.Tensor:
+    """What a cache holds, without the wrappers of levels that are gone: torch takes one off, and no more."""
+    while is_wrapped(tensor) and is_dead(tensor):
+        tensor = unwrap_once(tensor)
+    return tensor
 
 
 def noting(function: Callable[..., Any], *args: Any) -> tuple[Any, ClosureConversion | None]:

@@ -46,6 +46,7 @@ from remat.transforms.compat.autograd import (
     allow_hooks,  # accept saved-tensor hooks
     at_backward_end,  # run `callback` when the running backward pass ends
     at_function_apply,  # say what `autograd.Function.apply` goes on with below functorch levels
+    autograd_again,  # undo `below_autograd` for hooks of the user's
     below_autograd,  # within, ops make no nodes, whatever grad mode says
     below_levels,  # leave all functorch levels for a while
     depth,  # how many functorch levels are active, the number of the innermost one
@@ -111,6 +112,7 @@ from remat.transforms.compat.dynamo import (
     BROKEN,  # the message where a graph breaks amid a capture
     is_near,  # whether what `push` set was set in the graph at hand
     levels_of,  # what to take off a tensor, in order, so that it has no functorch level deeper than `depth`
+    libraries_ready,  # lets libraries do what they do at their first call
     pop,  # undo the last `push`
     push,  # let `top()` be `value`, any object that traced code made, until `pop()`
     ready,  # call this before any other function here

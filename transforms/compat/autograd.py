@@ -294,6 +294,15 @@ def below_levels() -> Iterator[None]:
         yield
 
 
+def autograd_again() -> contextlib.AbstractContextManager[Any]:
+    """Undo `below_autograd` for hooks of the user's, which may run a forward: those of torch's checkpoint."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for name, key in torch._C.DispatchKey.__members__.items():
+        if name.startswith("Autograd") or name == "ADInplaceOrView":
+            excluded = excluded.remove(key)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+
+
 def _snapshot_taken() -> contextlib.AbstractContextManager[Any]:
     """Within, what reaches Python from a dispatch has the state of the dispatch's begin to go back to.
 

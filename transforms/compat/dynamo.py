@@ -10,6 +10,7 @@ Private names of Dynamo. Tried on 2.11.0, 2.13.0 and 2.15.0.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -45,8 +46,26 @@ def ready() -> bool:
     return True
 
 
+def libraries_ready() -> bool:
+    """Call this before a region is traced: Dynamo runs it.
+
+    einops notes at its first call which backend a type of tensors has. Code that Dynamo traces for an
+    operator may not write that down.
+    """
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    backends = sys.modules.get("einops._backends")
+    if backends is not None and torch.nn.Parameter not in getattr(backends, "_type2backend", {}):
+        with unset_fake_temporarily():
+            one = torch.zeros(1)
+            for tensor in (one, torch.nn.Parameter(one)):
+                backends.get_backend(tensor)
+    return True
+
+
 # Not by the decorator for it, which imports Dynamo: that takes longer than all else.
-ready._dynamo_marked_constant = True  # type: ignore[attr-defined]
+for _function in (ready, libraries_ready):
+    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def top() -> Any:

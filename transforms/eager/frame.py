@@ -40,15 +40,17 @@ from remat.transforms.eager.saved import (
     SavedInput,
     check_shapes,
     hook,
-    passing,
+    let_go,
+    noted,
+    resumed,
     unhook,
     users,
     watcher,
 )
 from remat.transforms.eager.settle import computed, differentiated, early_value, hold_kept, settle, sources
-from remat.transforms.errors import RematError
+from remat.transforms.errors import RematError, overwritten
 from remat.transforms.offload import Store
-from remat.transforms.ops import storage
+from remat.transforms.ops import storage, version_of
 from remat.transforms.region import CachedTrace, recomputing
 from remat.transforms.sharded import PLAIN, Wrapper, wraps
 from remat.transforms.state import generators_put_back
@@ -69,6 +71,8 @@ class Frame(Packer):
         program: what runs again; None where the function does (`rerun`).
         raw: memories from outside that the function writes to past torch, as they were before.
         values: saved values that were made again and that the backward has not read yet.
+        versions: of those that were written to while they were made.
+        taken: the ops whose kept results those may lie in.
     """
 
     def __init__(self, inputs: Inputs) -> None:
@@ -83,6 +87,8 @@ class Frame(Packer):
         self.dropped: dict[int, DroppedInput] = {}
         self.handles: list[weakref.ref[Handle] | None] = []  # None where nobody asked for one
         self.values: dict[int, torch.Tensor] = {}
+        self.versions: dict[int, int] = {}
+        self.taken: tuple[int, ...] = ()
         self.random: dict[int, Any] = {}
         self.snapshots, self.raw = {}, []
         self.program: Program | None = None
@@ -99,6 +105,7 @@ class Frame(Packer):
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], known: CachedTrace | None) -> Any:
         """Run the function and settle what is kept of it; `known` is what an earlier call did."""
+        let_go()
         region, inputs, pack = self.region, self.inputs, self.pack
         casts, select = inputs.ambient.casts, region.selector
         if known is None:
@@ -248,9 +255,11 @@ class Frame(Packer):
         if there is not None and there in self.held:
             return self.outside(there)
         task = graph_task()
-        if task != self.task or at not in self.values:
+        if at not in self.values or (task != self.task and not resumed(self, task)):
             self._fill(at, task)
         value = self.values.pop(at)
+        if version_of(value) != self.versions.get(at, 0):
+            raise RematError(overwritten(self.region.name, value))
         if task == -1:
             self.forget()
         return value
@@ -261,23 +270,27 @@ class Frame(Packer):
 
     def _fill(self, at: int, task: int) -> None:
         """Make saved value `at` again, and with it what else this backward reads."""
+        let_go(self)
         self.forget()
         self.task = task
-        passing.add(self, task)
         if in_transform():
             with below_levels():
                 self._run(at)
         else:
             self._run(at)
+        self.versions = {at: made for at, value in self.values.items() if (made := version_of(value))}
+        noted(self, task)
 
     def _run(self, at: int) -> None:
+        self.taken = tuple(self.kept)
         if self.rerun is not None:
-            self.values = self.rerun.run()
+            frame: Any = self
+            self.values = self.rerun.run(frame)
             if self.kept and graph_task() != -1 and not graph_kept():
                 # They go as autograd's own do. Should one be asked for again after all, all ops run.
                 self.kept = {}
-                frame: Any = self
-                self.rerun = Rerun(frame, Needs(self.tape, range(len(self.tape.nodes)), {}))
+                needs = Needs(self.tape, range(len(self.tape.nodes)), {})
+                self.rerun = Rerun(needs, self.rerun.absent)
             return
         program = self.program
         assert program is not None
@@ -298,11 +311,13 @@ class Frame(Packer):
     def execute(self, program: Program, outside: Any, take: Any) -> dict[int, torch.Tensor]:
         """Run a program under the state in which the forward ran, and leave no trace of it."""
         inputs = self.inputs
+        # Hooks of the user's may run a forward, as those of torch's checkpoint do.
+        there = {at: outside(at) for at in program.outside}
         scratch = {root: quiet(snapshot.copy) for root, snapshot in self.snapshots.items()}
 
         def read(at: int) -> torch.Tensor:
             root = self.tape.outside[at].root
-            return scratch[root].view(outside(at)) if root in scratch else outside(at)
+            return quiet(scratch[root].view, there[at]) if root in scratch else there[at]
 
         graded = torch.is_grad_enabled()
         end = recomputing(self.region.name)

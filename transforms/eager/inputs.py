@@ -82,7 +82,7 @@ class Inputs:
             yield leaf if isinstance(leaf, (int, float, str)) else type(leaf)
 
     def rebuild(self, tensors: list[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments again, as leaves of a graph of their own; one that was passed twice is one again."""
+        """The arguments again, in a graph of their own; one that was passed twice is one again."""
         if self.wrappers:
             parts = iter(tensors)
             count = range(len(self.arguments))
@@ -95,8 +95,8 @@ class Inputs:
             made = again.get(key)
             if made is None:
                 made = tensor.requires_grad_() if graded else tensor
-                if self.ambient.casts and not leaf and graded:
-                    # Autocast caches casts of leaves, and this one was none in the forward.
+                if graded and not leaf:
+                    # As in the forward: autocast and regions inside tell leaves apart.
                     with torch.enable_grad():
                         made = tensor.view_as(tensor)
                 again[key] = made

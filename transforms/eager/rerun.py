@@ -21,15 +21,18 @@ from remat.transforms.tape import Needs, Replay, Stop, lent
 
 if TYPE_CHECKING:
     from remat.transforms.eager.frame import Frame
+    from remat.transforms.eager.inputs import Inputs
 
 
 class Rerun:
     """Recomputes the saved values of one frame by its function."""
 
-    __slots__ = ("count", "frame", "needs", "replay", "values")
+    __slots__ = ("absent", "count", "frame", "needs", "replay", "values")
 
-    def __init__(self, frame: Frame, needs: Needs) -> None:
-        self.frame, self.needs = frame, needs
+    def __init__(self, needs: Needs, absent: Any) -> None:
+        self.needs, self.absent = needs, absent
+        # Only while it runs: the frame holds this, and what it holds must go when autograd lets it go.
+        self.frame: Any = None
         self.count = -1  # how many values the run under way has saved
         self.values: dict[int, torch.Tensor] = {}
         self.replay: Replay | None = None
@@ -37,11 +40,18 @@ class Rerun:
     @property
     def complete(self) -> bool:
         """Whether the run under way has saved all that the forward did."""
-        return self.count == len(self.frame.tape.packed) and not self.frame.inner
+        frame = self.frame
+        return frame is not None and self.count == len(frame.tape.packed) and not frame.inner
 
-    def run(self) -> dict[int, torch.Tensor]:
+    def run(self, frame: Frame) -> dict[int, torch.Tensor]:
         """All saved values, by their numbers."""
-        frame, inputs = self.frame, self.frame.inputs
+        self.frame = frame
+        try:
+            return self._run(frame, frame.inputs)
+        finally:
+            self.frame = None
+
+    def _run(self, frame: Frame, inputs: Inputs) -> dict[int, torch.Tensor]:
         args, kwargs = inputs.rebuild([frame.outside(at).detach() for at in range(frame.tape.arguments)])
         for at, held in frame.held.items():
             if at >= frame.tape.arguments and held.unpack is None:
@@ -95,6 +105,7 @@ class Rerun:
             check=region.determinism_check != "none",
             digest=region.digest,
             casts=frame.inputs.ambient.casts,
+            absent=self.absent,
         )
         replay.local = {}
         return replay

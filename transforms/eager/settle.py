@@ -23,6 +23,7 @@ from remat.transforms.tape import (
     Recorder,
     held_tensors,
     held_values,
+    may_be_absent,
     report,
     sent_away,
 )
@@ -49,7 +50,7 @@ def settle(frame: Any, recorder: Recorder, out: Any) -> None:
         frame.take(recorder, held.union(needs.outside, range(tape.arguments)))
         frame.residuals = None
         frame.inputs.note_surroundings()
-        frame.rerun = Rerun(frame, needs)
+        frame.rerun = Rerun(needs, may_be_absent(recorder, ()))
     else:
         frame.program = program = Program(tape, needs, wanted)
         frame.kept = {at: value for at, value in recorder.kept.items() if at in program.kept}

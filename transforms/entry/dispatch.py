@@ -209,9 +209,13 @@ class FlatCall:
         world: World | None,
     ) -> None:
         self.region, self.leaves, self.spec, self.at, self.taps = region, leaves, spec, at, taps
-        self.count = len(tensors)
+        # One that was passed twice is one for the function, too.
+        unique = list({id(t): t for t in tensors}.values())
+        places = {id(t): i for i, t in enumerate(unique)}
+        self.places = [places[id(t)] for t in tensors]
+        self.count = len(unique)
         self.captured = captured
-        self.operands = [as_operand(t) for t in (*tensors, *captured)]
+        self.operands = [as_operand(t) for t in (*unique, *captured)]
         self.bindings = Bindings(region.function)
         self.family = Family(region, Ambient(device_kinds(self.operands)), world)
         self.out_leaves: list[Any] = []
@@ -238,7 +242,8 @@ class FlatCall:
         if self.family.ambient.casts:
             # Autocast caches casts of leaves; below the levels every operand would be one, above them none.
             operands = tuple([t.view_as(t) for t in operands])
-        own, captured = operands[: self.count], operands[self.count :]
+        captured = operands[self.count :]
+        own = tuple([operands[i] for i in self.places])
         args: Any = own
         kwargs: Any = {}
         if self.spec is not None:

@@ -87,7 +87,7 @@ class Aliasing:
         own = [t for t, spec in zip(results, self.specs, strict=True) if spec is None]
         bases = [self._hidden_base(hidden, results) for hidden in self.hidden]
         # torch.func differentiates no function without results.
-        return (*own, *bases) or (torch.zeros(()),)
+        return (*own, *bases) or (quiet(torch.zeros, ()),)
 
     def rebuilt(self, made: Tensors, operands: Tensors) -> list[torch.Tensor]:
         """All results, given what left the node."""

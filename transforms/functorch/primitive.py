@@ -27,6 +27,7 @@ from remat.transforms.closure import in_backward, noting
 from remat.transforms.compat import (
     functions_as_they_are,
     hooks_aside,
+    in_forward_mode,
     in_transform,
     innermost_level,
     restore_vmap,
@@ -223,8 +224,10 @@ class PullBack:
             full = [
                 given[i] if i in given else torch.zeros_like(t) for i, t in zip(split[0], smooth, strict=True)
             ]
+            # Some ops (silu) have a backward for either; only the one for more derivatives has tangents.
+            again = torch.is_grad_enabled() or in_forward_mode()
             with in_backward(last):
-                return tuple(vjp(tuple(full)))
+                return tuple(vjp(tuple(full), create_graph=again))
 
         return self._staged(pull)(*cotangents)
 

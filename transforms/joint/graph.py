@@ -252,13 +252,14 @@ def _trace(
     mode = recorder.stand_ins.mode
     direct = {id(a) for a in (*args, *kwargs.values())}
     fakes: dict[int, torch.Tensor] = {}
-    with mode:
-        for at, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor) and id(leaf) not in fakes:
-                held = isinstance(leaf, torch.nn.Parameter) or at in known
-                held |= id(leaf) not in direct and leaf.requires_grad and leaf.is_leaf
+    for at, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and id(leaf) not in fakes:
+            held = isinstance(leaf, torch.nn.Parameter) or at in known
+            held |= id(leaf) not in direct and leaf.requires_grad and leaf.is_leaf
+            # Torch has no stand-ins for some: jagged ones whose sizes nobody has traced.
+            with refused(fn, lambda: recorder.last):
                 fakes[id(leaf)] = _stand_in(leaf, mode)
-                recorder.add(fakes[id(leaf)], "parameter" if held else "argument")
+            recorder.add(fakes[id(leaf)], "parameter" if held else "argument")
     args, kwargs = unflatten([fakes.get(id(x), x) if torch.is_tensor(x) else x for x in leaves], spec)
     with (
         refused(fn, lambda: recorder.last),
@@ -275,7 +276,8 @@ def _stand_in(tensor: torch.Tensor, mode: Any) -> torch.Tensor:
         return tensor.detach().requires_grad_(tensor.requires_grad)
     if tensor.layout != torch.strided:
         return mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    with mode:
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return made.requires_grad_(tensor.requires_grad)
 
 

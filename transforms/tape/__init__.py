@@ -21,6 +21,7 @@ from remat.transforms.tape.recorder import (
 from remat.transforms.tape.replay import (
     Recorded,  # one settled forward of a primitive
     Replay,  # hands out kept values where a region's function runs again
+    may_be_absent,  # the ops that a second run may leave out
     sent_away,  # what of the kept values is on its way to the host
 )
 from remat.transforms.tape.snapshots import (

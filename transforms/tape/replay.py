@@ -7,6 +7,7 @@ its result was not stored anywhere, nor looked at. `Recorded` is what a primitiv
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -34,10 +35,11 @@ from remat.transforms.ops import (
 )
 from remat.transforms.placeholders import stand_in
 from remat.transforms.state import RandomState, generators_put_back
+from remat.transforms.tape.absent import Absent
 from remat.transforms.tape.reachability import Reachability
 from remat.transforms.tape.recorder import Recorder
 from remat.transforms.tape.snapshots import Snapshot, handed_out, lent, octets
-from remat.transforms.tape.tape import KEPT, SKIP, Needs, Node, Ref, Tape, constants_alike
+from remat.transforms.tape.tape import KEPT, SKIP, Needs, Node, Tape, same_constants
 
 if TYPE_CHECKING:
     from remat.transforms.region import Region
@@ -55,6 +57,7 @@ class Replay(Mode):
         check: compare ops' constants, and shape, dtype and device of their results.
         digest: as for `Recorder`.
         casts: as for `Recorder`.
+        absent: ops that may be left out.
     """
 
     def __init__(
@@ -68,8 +71,11 @@ class Replay(Mode):
         check: bool = True,
         digest: Callable[[Any], Any] | None = None,
         casts: bool = False,
+        absent: Callable[[], Absent],
     ) -> None:
         super().__init__()
+        self.absent, self._left = absent, set[int]()
+        self._absent: Absent | None = None
         self.tape, self.needs, self.kept, self.random = tape, needs, kept, random
         self.check, self.digest, self.casts = check, digest, casts
         self.at = 0
@@ -95,17 +101,21 @@ class Replay(Mode):
             return func(*args, **kwargs)
         if self.tape.sharded and not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        at = self._next()
+        at = self._next((func, args, kwargs))
         if at >= len(self.tape.nodes):
             if self.tape.inner:
                 return func(*args, **kwargs)  # of a region inside, of whose names gradients are wanted
             raise self._differs(at, f"the forward was over, the recomputation runs {func}")
+        if at > self.at and self._absent is not None:
+            self._left.update(self._absent.filled.intersection(range(self.at, at)))
         self.at = at + 1
         node = self.tape.nodes[at]
         if node.op is not func:
             raise self._differs(at, f"the forward ran {node.op}, the recomputation runs {func}")
-        if self.check and not (_same_constants(node.args, args) and _same_constants(node.kwargs, kwargs)):
+        if self.check and not (same_constants(node.args, args) and same_constants(node.kwargs, kwargs)):
             raise self._differs(at, f"{func} is called with other constants than in the forward")
+        if self._left and self._absent and not self._absent.stands_in(node, args, kwargs, self._left):
+            raise self._differs(at, f"{func} reads another tensor than in the forward, from a cache")
         if self._scratch:
             args, kwargs = self._on_scratch((args, kwargs))
         action = self.needs.actions[at]
@@ -117,15 +127,33 @@ class Replay(Mode):
             return next(iter(targets(facts, args, kwargs))) if facts.inplace else quiet(stand_in, node.outs)
         return self._run(at, node, facts, func, args, kwargs)
 
-    def _next(self) -> int:
-        """The number of the op that is to come, past those that need not occur."""
+    def _next(self, call: Any = None) -> int:
+        """The number of the op that is to come, past those that need not occur; `call`: what runs."""
         at, nodes = self.at, self.tape.nodes
-        while at < len(nodes) and (nodes[at].optional or self.tape.passes(nodes[at])):
+        while at < len(nodes):
+            node = nodes[at]
+            if not (node.optional or self.tape.passes(node)):
+                if self._absent is None and call is not None and node.op is call[0]:
+                    break
+                self._absent = self._absent or self.absent()
+                if at not in self._absent.ops or (call is not None and self._is(node, *call)):
+                    break
             at += 1
         return at
 
+    def _is(self, node: Node, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether an op that may be left out is the one that runs."""
+        same = node.op is func and same_constants(node.args, args) and same_constants(node.kwargs, kwargs)
+        return (
+            same
+            and self._absent is not None
+            and self._absent.stands_in(node, args, kwargs, self._left, shapes=True)
+        )
+
     def has_run(self, count: int) -> bool:
         """Whether so many ops of the forward have had their turn, those aside that need not occur."""
+        if self.at == count:
+            return True
         here, self.at = self.at, count
         there = self._next()
         self.at = here
@@ -165,17 +193,6 @@ class Replay(Mode):
 
     def _differs(self, at: int, what: str) -> RematError:
         return RematError(not_repeated(self.tape.region, f"at op {at}, {what}"))
-
-
-def _same_constants(want: Any, value: Any) -> bool:
-    """Whether the arguments of a call are those of the forward, tensors aside."""
-    if type(want) is Ref or isinstance(value, torch.Tensor):
-        return type(want) is Ref and isinstance(value, torch.Tensor)
-    if isinstance(want, (list, tuple)) and isinstance(value, (list, tuple)):
-        return len(want) == len(value) and all(map(_same_constants, want, value))
-    if isinstance(want, dict):
-        return want.keys() == value.keys() and all(_same_constants(want[k], value[k]) for k in want)
-    return type(want) is not type(value) or constants_alike(want, value)
 
 
 class Recorded:
@@ -221,6 +238,7 @@ class Recorded:
             tape.open = tape.open or "it reads a tensor that no op has made"
             needs = Needs(tape, everything, kept)
         self.needs = needs
+        self.absent = may_be_absent(recorder, outs)
         self.kept = {at: value for at, value in kept.items() if needs.live.get(at) is False}
         self.storages: set[int] | None = None  # of the operands that are read again; None for all
         if packed is not None and not needs.whole:
@@ -291,6 +309,7 @@ class Recorded:
             ],
             check=self.region.determinism_check != "none",
             digest=self.region.digest,
+            absent=self.absent,
         )
 
 
@@ -317,6 +336,14 @@ def _let_go(recorder: Recorder) -> list[_Given]:
     return given
 
 
+def may_be_absent(recorder: Recorder, outs: Sequence[torch.Tensor]) -> Callable[[], Absent]:
+    """What a second run of the function may leave out, found when a run differs."""
+    tape, results = recorder.tape, {recorder.number(t) for t in outs}
+    values = recorder.living_values()
+    living = [(n, weakref.ref(t), version_of(t)) for t, n in values if n >= 0 and not t.requires_grad]
+    return functools.cache(lambda: Absent(tape, living, results))
+
+
 def _must_run(tape: Tape) -> set[int]:
     """Ops that run although nobody reads them.
 
@@ -325,11 +352,13 @@ def _must_run(tape: Tape) -> set[int]:
     results, whose sizes depend on data, so that nothing can stand for them.
     """
     inner = {i for start, stop in tape.inner for i in range(start, stop)}
+    inner.update(i for seen in tape.looked for i in tape.sources(*seen))
     return inner | {
         i
         for i, node in enumerate(tape.nodes)
         if (node.outs is not None and not metas(node.outs) and not node.written)
         or traits(node.op).saves_unwritten
+        or node.root in tape.exposed
         or any(stride is None for _, stride, *_ in metas(node.outs))
     }
 

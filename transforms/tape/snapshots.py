@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat import memory_is_real, version_kept
+from remat.transforms.compat import autograd_again, memory_is_real, version_kept
 from remat.transforms.context import quiet
 from remat.transforms.errors import RematError, written
 from remat.transforms.offload import Elsewhere
@@ -39,7 +39,8 @@ class Held(Elsewhere):
     def get(self, alone: bool = False) -> torch.Tensor:
         """The value again; if `alone`, in memory of its own."""
         if self.hooks is not None:
-            value = self.hooks[1](self.packed)
+            with autograd_again():
+                value = self.hooks[1](self.packed)
         elif version_of(self.watched) != self.version:
             raise RematError(written(self.region, self.packed))
         else:

@@ -78,6 +78,7 @@ class Tape:
         inner: the ops of regions inside this one.
         last_write: the last op that wrote to a memory.
         exposed: memories made inside that user code has looked at itself: what lies there is unknown.
+        looked: values that user code has made numbers of, each with how many ops had run by then.
         open: why the ops do not tell all that was computed, None where they do.
         loose: forward-mode derivatives inside: torch leaves out tangents known to be zero, by rules that
             differ between the passes. Where user code runs again, its ops cannot be compared.
@@ -101,6 +102,7 @@ class Tape:
         self.inner: list[tuple[int, int]] = []
         self.last_write: dict[int, int] = {}
         self.exposed: set[int] = set()
+        self.looked: list[tuple[int, int]] = []
         self.decided: set[int] = set()
         self.lent: set[int] = set()
         self.open: str | None = None
@@ -152,6 +154,7 @@ class Tape:
         made.outside = []
         made.packed, made.owners = self.packed[:packed], self.owners[:packed]
         made.names, made.inner = self.names[:names], [pair for pair in self.inner if pair[1] <= count]
+        made.looked = [(number, at) for number, at in self.looked if at <= count]
         made.exposed, made.decided = set(self.exposed), {i for i in self.decided if i < count}
         made.last_write = {root: i for i, node in enumerate(made.nodes) for root in node.written}
         return made
@@ -210,9 +213,11 @@ class Needs:
 def _handed_out(tape: Tape, i: int, kept: Mapping[int, Any]) -> bool:
     """Whether the kept result of an op stands for the op."""
     node = tape.nodes[i]
-    # A view that is handed out would no longer alias what is written through others.
+    # A view that is handed out would no longer alias what is written through others. Nor is one of a tensor
+    # from outside told of later writes to it, if it is no copy on the host.
     return (
         i in kept
+        and (node.root >= 0 or any(True for _ in away_in(kept[i])))
         and node.root not in tape.exposed
         and (node.root == i or tape.last_write.get(node.root, -1) <= i)
     )
@@ -330,6 +335,17 @@ def constants_alike(want: Any, value: Any) -> bool:
         return bool(want == value)
     except NotImplementedError:  # a TorchScript object
         return want is value
+
+
+def same_constants(want: Any, value: Any) -> bool:
+    """Whether the arguments of a call are those of the forward, tensors aside."""
+    if type(want) is Ref or isinstance(value, torch.Tensor):
+        return type(want) is Ref and isinstance(value, torch.Tensor)
+    if isinstance(want, (list, tuple)) and isinstance(value, (list, tuple)):
+        return len(want) == len(value) and all(map(same_constants, want, value))
+    if isinstance(want, dict):
+        return want.keys() == value.keys() and all(same_constants(want[k], value[k]) for k in want)
+    return type(want) is not type(value) or constants_alike(want, value)
 
 
 def refs_in(template: Any) -> list[int]:

@@ -154,6 +154,10 @@ class WriteWatch(Verdicts):
         """The memory that a tensor lies in."""
         raise NotImplementedError
 
+    def number(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor that the forward meets."""
+        raise NotImplementedError
+
     def _before_write(self, func: Any, facts: Traits, args: Any, kwargs: Any) -> None:
         if facts.collective or (self.tape.sharded and not torch.is_grad_enabled()):
             return
@@ -205,6 +209,10 @@ class WriteWatch(Verdicts):
         elif bottom.is_cpu and root not in self.shown:
             # A look may be a write, which no op tells of: its end is compared with its begin (`raw_writes`).
             self.shown[root] = self.snapshots.get(root) or quiet(Snapshot, self.outside[-1 - root])
+
+    def look(self, tensor: torch.Tensor) -> None:
+        """User code makes numbers of `tensor`, as it is now."""
+        self.tape.looked.append((self.number(unwrapped(tensor)), len(self.tape.nodes)))
 
     def _refusal(self, func: Any, tensor: torch.Tensor) -> str:
         return (

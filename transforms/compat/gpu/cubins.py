@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from remat.transforms.compat.gpu.machine import Chip, pretended
+from remat.transforms.errors import RematError
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,14 @@ def cubin(name: str, source: str, chip: Chip) -> Cubin:
     """The machine code of a kernel of `Lowered.source`; the same text is compiled once."""
     # Only the number at the end of its name tells a kernel from one that is the same.
     plain = re.sub(rf"\b{re.escape(name)}\b", "kernel", source)
-    return _compiled(plain, chip)
+    try:
+        return _compiled(plain, chip)
+    except Exception as error:
+        said = (str(error).strip().splitlines() or [""])[0]
+        raise RematError(
+            f"Triton makes no machine code of the kernel {name} for {chip.name}: {type(error).__name__}: "
+            f"{said} compile_for(..., machine_code=False) does without."
+        ) from error
 
 
 @lru_cache(maxsize=4096)

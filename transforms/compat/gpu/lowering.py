@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -137,6 +138,24 @@ def _told(module: GraphModule) -> Iterator[None]:
         raise RematError(
             f"Inductor cannot lower {op} for a GPU, at {where}: {text.splitlines()[0]}"
         ) from error
+    except RematError:
+        raise
+    except Exception as error:
+        said = (str(error).strip().splitlines() or [""])[0]
+        raise RematError(
+            f"Inductor makes no code for a GPU of {_blamed(error)}: {type(error).__name__}: {said}"
+        ) from error
+
+
+def _blamed(error: Exception) -> str:
+    """The op that was being lowered, and the user's line."""
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        group = frame.f_locals.get("nodes")
+        found = [getattr(one, "node", None) for one in group] if isinstance(group, (list, tuple)) else []
+        origins = [o for ir in found if hasattr(ir, "get_origins") for o in ir.get_origins()]
+        if origins:
+            return f"{origins[-1].target}, at {line_of(origins[-1])}"
+    return "the step"
 
 
 def _computed(graph: Any, before: list[Node], module: GraphModule) -> list[Node]:

@@ -16,6 +16,8 @@ from unittest import mock
 
 import torch
 
+from remat.transforms.compat.gpu.methods import methods_by_ops
+
 
 @dataclass(frozen=True)
 class Chip:
@@ -77,9 +79,8 @@ def pretended(chip: Chip) -> Iterator[None]:
         stack.enter_context(mock.patch.object(triton_helpers, "set_driver_to_gpu", lambda: None))
         raw = "_cuda_getCurrentRawStream"
         stack.enter_context(mock.patch.object(torch._C, raw, lambda device: 0, create=True))
-        stack.enter_context(mock.patch.object(torch.Tensor, "copy_", _copy))
-        stack.enter_context(mock.patch.object(torch.Tensor, "__getitem__", _item))
-        stack.enter_context(_triton_target(chip))
+        stack.enter_context(methods_by_ops())
+        stack.enter_context(triton_target(chip.number))
         _forget()
         stack.callback(_forget)
         yield
@@ -105,7 +106,7 @@ def _answers(chip: Chip) -> dict[str, Any]:
     return {
         "is_available": lambda: True,
         "is_initialized": lambda: False,
-        "is_bf16_supported": lambda *_: True,
+        "is_bf16_supported": lambda *_, **__: True,
         "get_device_properties": lambda device=None: properties,
         "get_device_capability": lambda device=None: chip.capability,
         "get_device_name": lambda device=None: chip.name,
@@ -126,11 +127,12 @@ def _interface(chip: Chip) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _triton_target(chip: Chip) -> Iterator[None]:
+def triton_target(capability: int) -> Iterator[None]:
+    """Within, Triton compiles for a GPU of this capability, 90 for (9, 0)."""
     import triton  # pyright: ignore[reportMissingImports]
     from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
 
-    target = GPUTarget("cuda", chip.number, 32)
+    target = GPUTarget("cuda", capability, 32)
     driver = types.SimpleNamespace(
         get_current_target=lambda: target,
         get_current_device=lambda: 0,
@@ -153,18 +155,6 @@ def _forget() -> None:
             found = getattr(found, part, None)
         if hasattr(found, "cache_clear"):
             found.cache_clear()
-
-
-def _copy(self: torch.Tensor, source: Any, non_blocking: bool = False) -> torch.Tensor:
-    """`Tensor.copy_` by its op: a build without CUDA refuses the method on fake tensors of a GPU."""
-    return torch.ops.aten.copy_.default(self, source, non_blocking)
-
-
-def _item(self: torch.Tensor, index: Any) -> Any:
-    """Slices by their op, for the same reason: wrappers sum parts of a workspace."""
-    if self.device.type == "cuda" and isinstance(index, slice):
-        return torch.ops.aten.slice.Tensor(self, 0, index.start, index.stop, index.step or 1)
-    return torch._C.TensorBase.__getitem__(self, index)
 
 
 # The Triton that a release of torch was built with, by the metadata of its wheels for GPUs.

@@ -8,12 +8,16 @@ import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
+from torch._library.custom_ops import OPDEFS
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from remat.transforms.compat.aot import teach_inductor
 from remat.transforms.compat.gpu.attention import attention_of_gpus
+from remat.transforms.compat.gpu.machine import triton_target
 from remat.transforms.errors import RematError
 
 Made = Callable[[torch.Tensor], torch.Tensor]
@@ -82,11 +86,27 @@ def traced(step: Callable[..., Any], run: Callable[[Callable[..., Any]], None]) 
         _as_on_cpu(module)
         return compile_fx(module, inputs, inner_compile=inner)
 
-    # What a region wants recomputed is to be seen before any pass of Inductor changes it.
-    watch = config.patch(joint_custom_pre_pass=_Seen(found), fx_graph_cache=False)
-    with watch, attention_of_gpus():
+    # What a region wants recomputed is to be seen before any pass of Inductor changes it. Nothing is compiled
+    # here, so Inductor need not start processes for that.
+    watch = config.patch(joint_custom_pre_pass=_Seen(found), fx_graph_cache=False, compile_threads=1)
+    with watch, attention_of_gpus(), _as_on_gpus():
         run(torch.compile(_own(step), backend=backend, fullgraph=True, dynamic=False))
     return found
+
+
+@contextlib.contextmanager
+def _as_on_gpus() -> Iterator[None]:
+    """Let Dynamo trace on the CPU what torch has for GPUs: backwards of `flex_attention`, Triton kernels."""
+    from torch.nn.attention import flex_attention
+    from torch.utils import _triton
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(flex_attention, "_validate_device", lambda *_: None))
+        if _triton.has_triton_package():
+            stack.enter_context(mock.patch.object(_triton, "has_triton", lambda: True))
+            # Which arguments a kernel writes to is found in its intermediate code, the same for every GPU.
+            stack.enter_context(triton_target(90))
+        yield
 
 
 def _own(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -145,11 +165,26 @@ def _stand_in(module: torch.fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
 
 def _refuse(node: torch.fx.Node) -> None:
     """Raise for what no GPU can run, and for what needs numbers where there are shapes alone."""
-    name = str(node.target)
+    name, op = str(node.target), node.target
     if "_local_scalar_dense" in name or name == "aten.item.default":
         raise RematError(
             f"the step reads a number from a tensor (`.item()`, `float(t)`), at {line_of(node)}, and is "
             "compiled from shapes alone. Keep it a tensor, or read it outside of the step."
+        )
+    if isinstance(op, OpOverload) and torch.Tag.dynamic_output_shape in op.tags:
+        raise RematError(
+            f"how large a result of {name} is depends on numbers, at {line_of(node)}, and the step is "
+            "compiled from shapes alone. Write it with a size that is known, as torch.where has."
+        )
+    if name.startswith("remat.scan_"):
+        raise RematError(
+            f"a scan runs its steps one by one, at {line_of(node)}: what they take is in no code of the "
+            "graph. Compile one step of it, or write scan_layers as a loop over regions."
+        )
+    if isinstance(op, OpOverload) and _on_cpus_alone(op):
+        raise RematError(
+            f"{name} was made for CPUs alone, at {line_of(node)}. Register a kernel for GPUs too: "
+            f"custom_op(..., device_types=...) without 'cpu', or register_kernel('cuda')."
         )
     if "_for_cpu" in name or name.startswith(("mkldnn", "onednn")):
         raise RematError(
@@ -158,7 +193,14 @@ def _refuse(node: torch.fx.Node) -> None:
         )
 
 
+def _on_cpus_alone(op: OpOverload) -> bool:
+    """Whether an op that Python made has kernels, and none that a GPU would take."""
+    made = OPDEFS.get(f"{op.namespace}::{op._opname}")
+    return made is not None and not {None, "cuda"} & set(made._backend_fns)
+
+
 def line_of(node: torch.fx.Node) -> str:
     """`file:line` of the user's code that a node stems from."""
     found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    found = [place for place in found if place[0] != __file__]
     return ":".join(found[-1]) if found else "an unknown line"

@@ -1,0 +1,131 @@
+"""Caches that a first call fills (masks, rotary tables), where the function runs a second time."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch.func import grad, hessian, vmap
+
+from remat import RematError, remat, save_matmuls, save_nothing
+from tests.helpers import rand, same, unseen
+
+D = torch.float64
+
+
+def table(rows: int) -> torch.Tensor:
+    return torch.outer(torch.arange(rows, dtype=D), 1 / 10 ** torch.arange(0, 2, dtype=D)).cos()
+
+
+def in_a_dict():
+    cache: dict[int, Any] = {}
+
+    def fn(x):
+        if len(x) not in cache:
+            cache[len(x)] = table(len(x))
+        return (x * cache[len(x)]).sin() * x
+
+    return fn
+
+
+def memoized():
+    cached = functools.lru_cache(table)
+    return lambda x: (x * cached(len(x))).sin() * x
+
+
+def a_part():
+    cache: list[Any] = []
+
+    def fn(x):
+        if not cache:
+            cache.append(torch.cat([table(8)] * 2, -1)[:, 1:3])
+        return (x * cache[0][: len(x)]).sin() * x
+
+    return fn
+
+
+def a_written_mask():
+    cache: list[Any] = []
+
+    def fn(x):
+        if not cache:
+            cache.append(
+                torch.full(x.shape, -1.0, dtype=D).triu_(1).masked_fill_(torch.ones(x.shape) > 2, 0.5)
+            )
+        return (x + cache[0]).exp() * x
+
+    return fn
+
+
+CACHES = [in_a_dict, memoized, a_part, a_written_mask]
+
+
+def total(fn):
+    return lambda x: fn(x).sum()
+
+
+def plainly(fn):
+    x = rand(3, 2).requires_grad_()
+    return torch.autograd.grad(total(fn)(x), x)[0]
+
+
+WAYS = {
+    "grad": lambda fn: grad(total(fn))(rand(3, 2)),
+    "vmap of grad": lambda fn: vmap(grad(total(fn)))(rand(2, 3, 2)),
+    "hessian": lambda fn: hessian(total(fn))(rand(3, 2)),
+    "a raw kernel beside it": lambda fn: plainly(fn),
+}
+
+
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=repr)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("make", CACHES, ids=lambda make: make.__name__)
+def test_a_cache_that_the_forward_fills(make, way, policy):
+    """Call after call: torch alone fails in the second hessian, as it takes off one wrapper of two."""
+
+    def beside(fn):
+        return (lambda x: fn(x) * (x + unseen(x, 0.5)).tanh()) if way.startswith("a raw") else fn
+
+    want, region = WAYS[way](beside(make())), remat(beside(make()), policy=policy)
+    for _ in range(2):
+        same(WAYS[way](region), want)
+
+
+def another_table():
+    cache: list[Any] = []
+
+    def fn(x):
+        if cache:
+            return (x * cache[0]).sin()
+        cache.append(torch.full_like(x, 2.0))
+        return (x * torch.full(x.shape, 3.0, dtype=D)).sin()
+
+    return fn
+
+
+def overwritten():
+    cache: list[Any] = []
+
+    def fn(x):
+        if not cache:
+            cache.append(torch.full(x.shape, 2.0, dtype=D))
+        return (x * cache[0]).sin()
+
+    fn.cache = cache  # pyright: ignore[reportFunctionMemberAccess]
+    return fn
+
+
+def test_a_table_that_is_another_one_in_the_second_run_is_told():
+    with pytest.raises(RematError, match="does not repeat its forward"):
+        grad(total(remat(another_table())))(rand(3, 2))
+
+
+def test_a_table_that_is_overwritten_before_the_backward_is_told():
+    fn = overwritten()
+    x = rand(3, 2).requires_grad_()
+    out = remat(lambda x: fn(x) * (x + unseen(x, 0.5)).tanh())(x).sum()
+    fn.cache[0].add_(1)
+    with pytest.raises(RematError):
+        torch.autograd.grad(out, x)

@@ -1,0 +1,85 @@
+"""Ops of a forward that a second run of the function may leave out."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from remat.transforms.ops import traits, version_of
+from remat.transforms.tape.tape import Node, Ref, Tape
+
+Living = tuple[int, "weakref.ref[torch.Tensor]", int]
+
+
+class Absent:
+    """What may be left out, and what stands for it.
+
+    There are two kinds. Copies and views that no op reads: autograd makes such for writes in place, where an
+    operand is differentiated, and the run for one of several levels may differentiate less. And ops that do
+    not depend on arguments, if somebody holds what came of them: a cache that the forward has filled (masks,
+    rotary tables). Who reads such a value in the second run must read the very tensor.
+
+    Args:
+        tape: of the forward.
+        living: the values that were still there at its end: number, tensor and version.
+        results: the numbers of the region's results.
+    """
+
+    def __init__(self, tape: Tape, living: Iterable[Living], results: set[int]) -> None:
+        self.tape = tape
+        filled = _from_no_argument(tape)
+        found = ((n, ref, version) for n, ref, version in living if tape.makers[n] in filled)
+        self.held = {n: (ref, version) for n, ref, version in found if ref() is not None}
+        self.filled = filled if self.held else set[int]()
+        self.ops = self.filled | _unread_copies(tape, results)
+
+    def stands_in(self, node: Node, args: Any, kwargs: Any, left: set[int], *, shapes: bool = False) -> bool:
+        """Whether what an op reads of the ops that were `left` out is what they had made.
+
+        `shapes`: and the rest has the shapes of the forward.
+        """
+        makers = self.tape.makers
+        for number, value in _pairs((node.args, node.kwargs), (args, kwargs)):
+            if number >= 0 and makers[number] in left:
+                ref, version = self.held.get(number, (None, 0))
+                if ref is None or ref() is not value or version_of(value) != version:
+                    return False
+            elif shapes and value.shape != self.tape.meta_of(number)[0]:
+                return False
+        return True
+
+
+def _from_no_argument(tape: Tape) -> set[int]:
+    found: set[int] = set()
+    for i, node in enumerate(tape.nodes):
+        facts = traits(node.op)
+        drawn = node.draws or facts.may_draw or facts.outside or facts.higher_order
+        given = any(at < tape.arguments for at in node.external)
+        if not drawn and not given and found.issuperset(node.deps) and found.issuperset(node.written):
+            found.add(i)
+    return found
+
+
+def _unread_copies(tape: Tape, results: set[int]) -> set[int]:
+    read, found = {tape.makers[n] for n in results if n >= 0}, set[int]()
+    for i, node in reversed(list(enumerate(tape.nodes))):
+        if i not in read and (node.op is torch.ops.aten.clone.default or traits(node.op).view):
+            found.add(i)
+        else:
+            read.update(node.deps)
+    return found
+
+
+def _pairs(want: Any, value: Any) -> Iterator[tuple[int, Any]]:
+    """The numbers in a template, each with the tensor in its place."""
+    if type(want) is Ref:
+        yield want, value
+    elif isinstance(want, (tuple, list)):
+        for one, other in zip(want, value, strict=True):
+            yield from _pairs(one, other)
+    elif isinstance(want, dict):
+        for key in want:
+            yield from _pairs(want[key], value[key])
