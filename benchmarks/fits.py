@@ -13,7 +13,7 @@ from benchmarks.measures import NEVER, Deadline, clock_of, interleaved, recover,
 from benchmarks.panel import compiled_step, problem_of
 from benchmarks.peers import Peer, peer
 from benchmarks.steps import eager, make_step
-from remat.cli.measure import trace_memory
+from remat.cli.measure import percentiles, trace_memory
 from remat.cli.steps import unmarked
 
 # A size that is tried: its peak in bytes, None where memory ran out.
@@ -110,7 +110,7 @@ def throughput(case: Case, one: Peer, row: Measured) -> Measured:
     taken, failed = interleaved({one.name: lambda: run(unmarked)}, case.rounds, clock)
     if failed:
         return row.failed(failed[one.name])
-    times = taken[one.name]
+    times = percentiles(taken[one.name])
     amount = dict(case.sizes)[case.vary]
     low, middle, high = (1e3 * amount / t for t in reversed(times))
     return row.with_spread(f"{case.vary} a second", "1/s", (low, middle, high))

@@ -17,7 +17,7 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from remat._core import known_flops
-from remat.cli.measure import percentiles, seconds
+from remat.cli.measure import seconds
 from remat.transforms.compat import unwind_levels
 from remat.transforms.compat.autograd import allow_hooks
 
@@ -114,8 +114,8 @@ def counted() -> Iterator[GraphFlops]:
 
 def interleaved(
     runs: Mapping[str, Run], rounds: int, clock: Clock, deadline: Deadline = NEVER
-) -> tuple[dict[str, Spread], dict[str, str]]:
-    """Milliseconds of each run, p20, p50, p80 over rounds, and what the others raised.
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Milliseconds of each run, round by round, and what the others raised.
 
     All take turns, another one first each time: drift of the machine meets all alike. Not
     `torch.utils.benchmark.Timer`: it warms up before every single measurement, which would be most of the
@@ -141,7 +141,7 @@ def interleaved(
                 del taken[name]
                 recover(error)
         took = time.perf_counter() - start
-    return {name: percentiles(times) for name, times in taken.items()}, failed
+    return taken, failed
 
 
 def clock_of(device: str, kind: str) -> Clock:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,11 +27,15 @@ from benchmarks.measures import (
     told,
 )
 from benchmarks.models import Problem
-from benchmarks.peers import Peer, peer
+from benchmarks.peers import Peer, is_planned, peer
+from benchmarks.predicted import Predicted
 from benchmarks.steps import Step, checking, eager, make_step, own_code
-from remat.cli.measure import Work, trace_memory
+from remat.cli.measure import Work, percentiles, trace_memory
 from remat.cli.measure import seconds as timed
 from remat.cli.steps import difference, tensors, tolerance, unmarked
+
+# A plan that seems to be beaten by so much takes so many times the rounds more, with its rival alone.
+DOUBT, FURTHER = 1.01, 2
 
 
 class WrongGradient(Exception):
@@ -49,6 +54,8 @@ class Panel:
     # What `allowed` may be raised to, where compiled kernels round elsewhere than eager ones.
     most: float = math.inf
     deadline: Deadline = NEVER
+    # What was found of each peer, by metric.
+    found: dict[str, dict[str, float]] = field(default_factory=dict)
     # Seconds of one step of every peer that is to be timed.
     turn: float = 0.0
 
@@ -76,6 +83,7 @@ class Panel:
             try:
                 run, found = self.inspect(peer(name), row)
                 yield from found
+                self.found[name] = {one.metric: one.value or 0.0 for one in found}
                 runs[name] = run
             except Exception as error:
                 yield row.failed(told(error))
@@ -85,9 +93,48 @@ class Panel:
         if runs and self.case.rounds:
             times, failed = interleaved(runs, self.case.rounds, self.clock(), self.deadline)
             yield from (
-                rows[name].with_spread("step", self.case.unit, spread) for name, spread in times.items()
+                rows[name].with_spread("step", self.case.unit, percentiles(taken))
+                for name, taken in times.items()
             )
+            yield from self.ratios(rows, runs, times)
             yield from (rows[name].failed(error) for name, error in failed.items())
+
+    def ratios(
+        self, rows: dict[str, Measured], runs: dict[str, Run], times: dict[str, list[float]]
+    ) -> Iterator[Measured]:
+        """Planned steps over those of ready policies, of the same round: drift hits both alike."""
+        rivals = [name for name in times if rows[name].family in ("remat", "none") and not is_planned(name)]
+        for name in filter(is_planned, times):
+            for rival in rivals:
+                taken = over(times[name], times[rival])
+                if percentiles(taken)[1] > DOUBT and self.keeps_no_more(rival, name):
+                    pair = {one: runs[one] for one in (name, rival)}
+                    again, _ = interleaved(pair, FURTHER * len(taken), self.clock(), self.deadline)
+                    taken += over(again.get(name, []), again.get(rival, []))
+                yield rows[name].with_spread(f"step over {rival}", "ratio", percentiles(taken))
+
+    def keeps_no_more(self, rival: str, name: str) -> bool:
+        """Whether a rival could beat a planned peer."""
+        bounds = ("peak",) if name.startswith("fit ") else ("kept", "peak")
+        mine, theirs = self.found[name], self.found[rival]
+        return any(theirs.get(bound, math.inf) <= mine.get(bound, 0.0) for bound in bounds)
+
+    @cached_property
+    def predicted(self) -> Predicted:
+        return Predicted(self.problem)
+
+    def promised(self, one: Peer, row: Measured) -> tuple[Peer, list[Measured]]:
+        """A planned peer with its regions, and what its plan promises."""
+        kind, share = one.name.split()
+        if kind == "fit":
+            chosen = self.predicted.fit(float(share))
+            one = replace(one, around=self.predicted.around(chosen))
+            choices, peak = chosen.choices, [row.with_value("predicted peak", "bytes", chosen.peak)]
+        else:
+            choices, peak = self.predicted.budget(float(share)), []
+        seconds = self.predicted.seconds + sum(choice.cost for choice in choices)
+        kept = row.with_value("predicted kept", "bytes", self.predicted.kept(choices))
+        return one, [kept, *peak, row.with_value("predicted step", "ms", 1e3 * seconds)]
 
     def clock(self) -> Clock:
         return clock_of(self.case.device, self.case.clock)
@@ -97,7 +144,14 @@ class Panel:
             raise ValueError(f"{one.name} exists {one.only} only")
         if one.family == "jax":
             return self.inspect_jax(one, row)
+        told = []
+        if self.case.mode == "backward" and self.case.device == "cpu" and not self.case.compiled:
+            if is_planned(one.name):
+                one, told = self.promised(one, row)
+            elif one.family == "none" and any(map(is_planned, self.case.peers)):
+                told = [row.with_value("predicted step", "ms", 1e3 * self.predicted.seconds)]
         step, rows = self.compiled(one, row) if self.case.compiled else self.eager(one, row)
+        rows += told
         memory, seconds = timed(lambda: trace_memory(lambda mark: self.call(step, mark), self.case.device))
         self.turn += seconds
         rows += [row.with_value("peak", "bytes", memory.peak)]
@@ -157,6 +211,10 @@ class Panel:
         where = torch.device(self.problem.batch.device)
         rows = [] if got is None else self.compared(pytree.tree_map(lambda t: t.to(where), got), row)
         return run, [*rows, row.with_value("peak", "bytes", run.peak)]
+
+
+def over(mine: list[float], theirs: list[float]) -> list[float]:
+    return [one / other for one, other in zip(mine, theirs, strict=False)]
 
 
 def problem_of(case: Case) -> Problem:

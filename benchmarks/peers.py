@@ -2,8 +2,8 @@
 
 A peer is named by a text, which is its row in every table: `none`, `torch checkpoint`, `torch SAC`,
 `torch SAC titan`, `torch budget dp 0.5` (compiled only), `torch_remat`, `torch_remat regions`,
-`jax save_matmuls`, `budget 0.5`, `names`, or one of our policies as one writes it in Python; compiled, each
-but JAX's also with ` without buffer reuse` behind it.
+`jax save_matmuls`, `budget 0.5`, `fit 0.5` (eager only), `names`, or one of our policies as one writes it in
+Python; compiled, each but JAX's also with ` without buffer reuse` behind it.
 """
 
 from __future__ import annotations
@@ -61,11 +61,19 @@ def peer(name: str) -> Peer:
         return Peer(name, "jax", Around(untouched))
     if name.startswith("budget "):
         return ours(name, checkpoint_policy(budget=float(name.split()[1])))
+    if name.startswith("fit "):
+        # A panel makes the regions, of its own step.
+        return Peer(name, "remat", Around(untouched), only="eager")
     if name == "names":
         return ours(name, save_names(*KEPT), part=checkpoint_named)
     if name in FIXED:
         return FIXED[name]
     return ours(name, parse(name), part=checkpoint_named if "names(" in name else plain)
+
+
+def is_planned(name: str) -> bool:
+    """Whether a peer follows plans: a budget's, or those that make a step fit."""
+    return name.startswith(("budget ", "fit "))
 
 
 def without_reuse(one: Peer) -> Peer:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import remat
 from remat.plan import cache as plan_cache
+from remat.plan import trusted
 from remat.transforms.offload import prefetch
 from remat.transforms.region import cache, forget_all
 from tests.composition.table import ASKED, CASES, POLICIES
@@ -37,6 +38,7 @@ def forget() -> None:
     prefetch._order.last = None
     # Calls that look alike share what was planned, and what was warned of.
     plan_cache._KNOWN.clear()
+    trusted._trusts.clear()
     plan_cache._warned.clear()
 
 

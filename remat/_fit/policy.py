@@ -6,9 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from remat.plan import BudgetPolicy, Plan, carried, graph_of
-from remat.policies import Policy
-from remat.transforms.joint import NotOnFakes
+from remat.plan import BudgetPolicy, Graph, Plan
 
 
 @dataclass(frozen=True, repr=False)
@@ -21,11 +19,8 @@ class Fitted(BudgetPolicy):
         made = self.plan_made
         return super().__repr__() if made is None else f"<plan that keeps {made.kept_bytes:,} bytes>"
 
-    def bind(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
+    def _plan(self, graph: Graph, fn: Callable[..., Any]) -> Plan:
         made = self.plan_made
-        try:
-            if made is not None and graph_of(fn, args, kwargs).names == made.ops:
-                return carried([made])
-        except NotOnFakes:
-            pass
-        return super().bind(fn, args, kwargs)
+        if made is not None and (graph.names, graph.kept_by_default) == (made.ops, made.default_bytes):
+            return made
+        return super()._plan(graph, fn)

@@ -3,6 +3,8 @@
 from remat._core import register_cost as register_cost
 from remat.plan.budget import check_peak as check_peak
 from remat.plan.cache import graph_of as graph_of
+from remat.plan.chain import Choice as Choice
+from remat.plan.chain import Measure as Measure
 from remat.plan.chain_plan import ChainPlan as ChainPlan
 from remat.plan.chain_plan import plan_chain as plan_chain
 from remat.plan.chosen import Chosen as Chosen
@@ -11,6 +13,7 @@ from remat.plan.chosen import Ready as Ready
 from remat.plan.chosen import plan_of as plan_of
 from remat.plan.graph import CostModel as CostModel
 from remat.plan.graph import Flops as Flops
+from remat.plan.graph import Graph as Graph
 from remat.plan.graph import Roofline as Roofline
 from remat.plan.graph import cost_model as cost_model
 from remat.plan.graph import speeds_of as speeds_of
@@ -27,6 +30,7 @@ from remat.plan.policy import budget_policy as budget_policy
 from remat.plan.ready import READY as READY
 from remat.plan.sent import LINKS as LINKS
 from remat.plan.sent import carried as carried
+from remat.plan.solve import complete as complete
 from remat.plan.step import WholeStep as WholeStep
 from remat.plan.step import step_of as step_of
 

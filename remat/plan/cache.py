@@ -11,6 +11,7 @@ from remat._core import warn_user
 from remat.plan.graph import Graph
 from remat.plan.keys import call_key
 from remat.plan.looking import looking
+from remat.plan.trusted import Trust
 from remat.transforms import BoundedCache, Key, flatten
 from remat.transforms.closure import swapping
 from remat.transforms.compat import in_transform, is_hook_refusal, is_tracing
@@ -66,17 +67,22 @@ class Paths:
     `held`: which of its tensors somebody else holds. `followed`: what policies have made of the graphs.
     """
 
-    __slots__ = ("followed", "graphs", "held", "key", "name")
+    __slots__ = ("followed", "graphs", "held", "key", "name", "trust")
 
     def __init__(
         self, name: str, key: Hashable | None, graphs: tuple[Graph, ...], held: tuple[bool, ...]
     ) -> None:
         self.name, self.key, self.graphs, self.held = name, key, graphs, held
         self.followed: dict[Hashable, Any] = {}
+        self.trust: Trust | None = None
 
-    def learn(self, tape: Tape) -> None:
-        """Remember what a call has run: it was none of these."""
-        if self.key is None:
+    def learn(self, tape: Tape, fitting: bool = False) -> None:
+        """Remember what a call has run that was recorded: none of these, unless a plan was `fitting`."""
+        if self.trust is not None:
+            # It may have been another call than it looked like: then it teaches nothing of these.
+            self.trust.surprise()
+            return
+        if self.key is None or fitting:
             return
         _ALIKE.pop(_rough(self.key), None)
         _KNOWN.pop(self.key, None)

@@ -75,8 +75,8 @@ class Following(Policy):
 
     # A function that takes several paths has a plan for each; the likeliest comes first.
     plans: tuple[Plan, ...]
-    # Told of a forward that no plan was made for; None where the user chose the plan.
-    learn: Callable[[Tape], None] | None = field(default=None, compare=False, repr=False)
+    # Told of a forward that was recorded, and whether a plan fitted it; None where the user chose the plan.
+    learn: Callable[[Tape, bool], None] | None = field(default=None, compare=False, repr=False)
     counts = True
 
     @functools.cached_property
@@ -137,11 +137,11 @@ class Bound(Following):
         return walk.wanted(info.bytes)
 
     def finished(self, tape: Tape) -> None:
-        if self.learn is not None and self.walk.plan is None:
-            self.learn(tape)
+        if self.learn is not None:
+            self.learn(tape, self.walk.plan is not None)
 
 
-def carried_out(plans: Sequence[Plan], learn: Callable[[Tape], None] | None = None) -> Following:
+def carried_out(plans: Sequence[Plan], learn: Callable[[Tape, bool], None] | None = None) -> Following:
     """The policy for the call that is about to run: where other ops may come in between, or where none do."""
     return (Following if in_transform() else Bound)(tuple(plans), learn)
 

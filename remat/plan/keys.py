@@ -49,7 +49,7 @@ def call_key(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     try:
         look.at(fn)
         look.each(leaves)
-        return Key(*look.found, spec, *_modes())
+        return Key(*look.found, spec, *modes())
     except (Unkeyable, TypeError, RecursionError):
         # TypeError: symbolic sizes and the like have no hash.
         return None
@@ -62,7 +62,7 @@ def alike_key(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     try:
         for value in (fn, *leaves):
             look.at(value)
-        return [*look.found, str(spec), *_modes()]
+        return [*look.found, str(spec), *modes()]
     except (Unkeyable, TypeError, RecursionError):
         return None
 
@@ -80,7 +80,7 @@ def alike(one: list[Any], other: list[Any]) -> bool:
     return len(steps - {0}) <= 1
 
 
-def _modes() -> tuple[Hashable, ...]:
+def modes() -> tuple[Hashable, ...]:
     """Settings of the process that change which ops a function runs."""
     cast = [torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     sdp = torch.backends.cuda

@@ -88,8 +88,10 @@ def _refuse(modes: list[Any], fn: Any) -> None:
     alive = [mode for ref in modes if (mode := ref()) is not None]
     tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
     fakes = [t for t in tensors if is_fake(t) and any(t.fake_mode is mode for mode in alive)]
+    # One search for all of them: it goes through all objects that there are.
+    dicts = [held for held in gc.get_referrers(*fakes) if isinstance(held, dict)] if fakes else []
     for fake in fakes:
-        if (holder := _holder(fake)) is not None:
+        if (holder := _holder(fake, dicts)) is not None:
             name = getattr(fn, "__name__", type(fn).__name__)
             if holder.endswith("FSDPParam"):
                 raise RematError(_sharded(f"A module that {name} calls"))
@@ -101,14 +103,15 @@ def _refuse(modes: list[Any], fn: Any) -> None:
             )
 
 
-def _holder(fake: Any) -> str | None:
+def _holder(fake: Any, dicts: list[dict[Any, Any]]) -> str | None:
     """Who holds a tensor, in words, once it has been taken from there; None where no container does."""
-    for held in gc.get_referrers(fake):
-        if isinstance(held, dict) and held is not getattr(fake, "__dict__", None):
-            key = next((k for k, v in held.items() if v is fake), None)
-            owner = next((o for o in gc.get_referrers(held) if getattr(o, "__dict__", None) is held), None)
-            if key is None or isinstance(owner, types.FrameType) or is_fake(owner):
-                continue
-            del held[key]
-            return f"a dict, under {key!r}" if owner is None else f"{key!r} of a {type(owner).__name__}"
+    for held in dicts:
+        key = next((k for k, v in held.items() if v is fake), None)
+        if key is None or held is getattr(fake, "__dict__", None):
+            continue
+        owner = next((o for o in gc.get_referrers(held) if getattr(o, "__dict__", None) is held), None)
+        if isinstance(owner, types.FrameType) or is_fake(owner):
+            continue
+        del held[key]
+        return f"a dict, under {key!r}" if owner is None else f"{key!r} of a {type(owner).__name__}"
     return None

@@ -66,7 +66,7 @@ class Sending(Policy):
         return Decision.OFFLOAD if self.where[info.index] else verdict
 
 
-def carried(plans: Sequence[Plan], learn: Callable[[Tape], None] | None = None) -> Policy:
+def carried(plans: Sequence[Plan], learn: Callable[[Tape, bool], None] | None = None) -> Policy:
     """The policy that carries plans out, those that send values to the host included."""
     following = carried_out(plans, learn)
     sent = {id(plan): frozenset(plan.sent) for plan in plans if plan.sent}

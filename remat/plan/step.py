@@ -104,6 +104,11 @@ class WholeStep:
         """The most bytes live at once in a step, where region `k` is as `chosen[k]`, outside included."""
         return max(size for size, _ in self.course(chosen))
 
+    def kept(self, chosen: Sequence[Choice]) -> int:
+        """Bytes between forward and backward, outside included."""
+        live = self._live
+        return sum(choice.kept for choice in chosen) + live.at(live.forward, ()) + self._base
+
     def binding(self, chosen: Sequence[Choice]) -> str:
         """What lives at the peak, in words."""
         return max(self.course(chosen))[1]
@@ -271,7 +276,7 @@ class _Outside:
             found.append(total)
         return found
 
-    def _at(self, boundary: int, without: tuple[int, ...]) -> int:
+    def at(self, boundary: int, without: tuple[int, ...]) -> int:
         """Live bytes between two ops, without what the region there counts."""
         joint, mine = self.joint, {self.joint.values[v].storage for v in without}
         total = 0
@@ -292,8 +297,8 @@ class _Outside:
             [h.backward for h in self.holes[at + 1 :] if h.backward <= hole.backward] or [self.forward]
         )
         return Beside(
-            forward=self._at(hole.forward, ()),
-            backward=self._at(hole.backward, hole.cotangents) if hole.backward >= 0 else 0,
+            forward=self.at(hole.forward, ()),
+            backward=self.at(hole.backward, hole.cotangents) if hole.backward >= 0 else 0,
             after=self._most(hole.forward, following),
             before=self._most(max(earlier, self.forward), hole.backward),
         )

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.cases import Case, Measured
 from benchmarks.loaded import Results
+from benchmarks.panel import Panel as Run
 from benchmarks.plans import beaten, check, planned
 
 CASE = Case("panel", "vit-l", sizes=(("depth", 2),))
@@ -53,9 +54,40 @@ def test_a_beaten_point_fails_the_check_and_is_named(
     path = written(tmp_path / "plans.csv", POINTS | {"budget 0.7": ("remat", 70.0, 11.3)})
     assert check(path) == 1
     said = capsys.readouterr().out
-    assert "budget 0.7 (0.0 MiB, 11.3 ms) is beaten by save_matmuls" in said
+    assert "budget 0.7 (keeps 0.0, peak 0.0 MiB, 11.3 ms) is beaten by save_matmuls" in said
     assert "front: 1 of 3 planned points" in said
+
+
+def test_a_budget_bounds_what_is_kept_and_rounds_are_compared_one_by_one(tmp_path: Path) -> None:
+    path = written(tmp_path / "plans.csv", POINTS | {"budget 0.7": ("remat", 70.0, 11.3)})
+    results = Results.load(path)
+    assert results is not None
+    (panel,) = results.panels()
+    row = replace(Measured.of(CASE), peer="budget 0.7", family="remat")
+    rival = replace(row, peer="save_matmuls")
+    kept = [row.with_value("kept", "bytes", 20.0), rival.with_value("kept", "bytes", 30.0)]
+    more = replace(panel, rows=[*panel.rows, *kept])
+    assert "budget 0.7" not in [point.name for point, _ in beaten(more)]
+    assert [point.name for point, _ in beaten(more, at_peak=True)] == ["budget 0.7"]
+    ratio = row.with_value("step over save_matmuls", "ratio", 1.01)
+    assert beaten(replace(panel, rows=[*panel.rows, ratio]), at_peak=True) == []
 
 
 def test_nothing_to_look_at_is_no_success(tmp_path: Path) -> None:
     assert check(tmp_path / "plans.csv") == 1
+
+
+@pytest.mark.slow
+def test_planned_peers_stand_over_others_of_the_same_round_beside_their_promises() -> None:
+    sizes = (("depth", 2), ("width", 32), ("heads", 2), ("seq", 16), ("batch", 2))
+    peers = ("none", "save_matmuls", "budget 0.5", "fit 0.5")
+    case = Case("panel", "gpt2-medium", peers, sizes=sizes, clock="process", rounds=2)
+    rows = {(row.peer, row.metric): row for row in Run.of(case).run()}
+    assert not [row.error for row in rows.values() if row.error]
+    for peer in ("budget 0.5", "fit 0.5"):
+        assert rows[peer, "predicted kept"].value == rows[peer, "kept"].value
+        assert rows[peer, "step over save_matmuls"].unit == rows[peer, "step over none"].unit == "ratio"
+        assert (rows[peer, "predicted step"].value or 0) > (rows["none", "predicted step"].value or 0) > 0
+    keys = ("fit 0.5", "predicted peak"), ("fit 0.5", "peak"), ("none", "peak")
+    told, peak, plain = (rows[key].value or 0.0 for key in keys)
+    assert abs(told - peak) <= 8 and peak < plain

@@ -22,6 +22,8 @@ _LIGHT = {
     "std cumsum _native_batch_norm_legit _fused_rms_norm sort topk",
     "clone": "clone copy_ contiguous _reshape_copy",
 }
+# Exponents for which torch multiplies, divides, or takes roots.
+_PLAIN_POWERS = (0.5, 1, 2, 3, -0.5, -1, -2)
 # What it takes until a collective begins to send.
 LATENCY = 10e-6
 _SPEED_OF = {name: kind for kind, names in _LIGHT.items() for name in names.split()}
@@ -122,4 +124,6 @@ def _light_kind(op: Op) -> str:
     if traits(op.target).random:
         return "random"
     name = op_name(op.target).rpartition("::")[2]
+    if name.rstrip("_") == "pow" and op.args[-1] in _PLAIN_POWERS:
+        return "copy"
     return _SPEED_OF.get(name, _SPEED_OF.get(name.rstrip("_"), "copy"))

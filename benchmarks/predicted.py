@@ -1,0 +1,95 @@
+"""What plans promise of an eager step: its seconds, its kept bytes, and regions that make it fit a peak."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+
+from benchmarks.models import Around, Problem
+from remat import checkpoint_policy, remat
+from remat._forced import standing_for
+from remat.plan import (
+    READY,
+    Choice,
+    Chosen,
+    Measure,
+    Plan,
+    Portfolio,
+    Ready,
+    carried,
+    complete,
+    cost_model,
+    plan_of,
+    plans_by_budget,
+    step_of,
+)
+
+
+class Predicted:
+    """The step of a problem, planned without data: each of its blocks is a region."""
+
+    def __init__(self, problem: Problem) -> None:
+        loss, leaves = problem.bind(Around(lambda fn: remat(fn, policy=checkpoint_policy(budget=1.0))))
+        own = leaves(problem.params)
+        self.run: Callable[[], torch.Tensor] = partial(loss, own, problem.batch)
+        step = step_of(loss, (own, problem.batch), {}, wanted=plans_by_budget)
+        self.portfolio = Portfolio(step, cost_model("roofline", "cpu"), READY)
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of forward and backward, without remat."""
+        step, model = self.portfolio.step, self.portfolio.model
+        joints = [step.outside, *(graph.joint for graph in step.graphs)]
+        taken = {id(j): sum(model.price(j, op) for op in j.ops) for j in joints}
+        return sum(taken[id(joint)] for joint in joints)
+
+    def kept(self, choices: list[Choice] | tuple[Choice, ...]) -> int:
+        """Bytes between forward and backward."""
+        return self.portfolio.step.kept(choices)
+
+    def budget(self, share: float) -> tuple[Choice, ...]:
+        """What each region does under a budget."""
+        policy, plans = checkpoint_policy(budget=share), list[Plan]()
+
+        def stand(fn: Any, _: Any, args: Any, kwargs: Any) -> None:
+            plans.append(policy.plan(fn, *args, **kwargs))  # type: ignore[attr-defined]
+
+        with standing_for(stand):
+            self.run()
+        return tuple(map(self._choice, self.portfolio.step.graphs, plans))
+
+    def _choice(self, graph: Any, plan: Plan) -> Choice:
+        measure = Measure(graph, self.portfolio.model)
+        inputs = range(len(graph.ops), len(measure.problem.size))
+        solution = complete(measure.problem, [*plan.saved, *inputs])
+        assert solution is not None
+        return measure.choice(solution)
+
+    def fit(self, share: float) -> Chosen:
+        """The choice within a peak: 0 is the lowest that is found, 1 that without remat."""
+        low, high = self.portfolio.leanest().peak, self.portfolio.plain().peak
+        chosen = self.portfolio.within(low + int(share * (high - low)))
+        assert chosen is not None
+        return chosen
+
+    def around(self, chosen: Chosen) -> Around:
+        """Regions that do so, in the order of their calls."""
+        step, policies = self.portfolio.step, list[Any]()
+        for label, graph, choice in zip(step.names, step.graphs, chosen.choices, strict=True):
+            if isinstance(choice, Ready):
+                policies.append(READY[choice.name])
+            elif not choice.saved and choice.cost == 0:
+                policies.append(None)
+            else:
+                policies.append(carried([plan_of(graph, self.portfolio.model, choice, label)]))
+        turns = itertools.cycle(range(len(policies)))
+
+        def wrap(fn: Callable[..., Any]) -> Callable[..., Any]:
+            regions = [fn if policy is None else remat(fn, policy=policy) for policy in policies]
+            return lambda *args, **kwargs: regions[next(turns)](*args, **kwargs)
+
+        return Around(wrap)

@@ -1,0 +1,94 @@
+"""Calls that look alike are not looked at for good, and what differs all the same is right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from remat import checkpoint_policy, remat, saved_residuals
+from remat.plan import cache, trusted
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.twice = nn.Linear(8, 8), nn.Linear(8, 8), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.one(x).tanh()
+        return self.two(x.sin() * x.cos() if self.twice else x.exp()).sigmoid()
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every look that is taken at a call."""
+    taken: list[Any] = []
+    before = cache.call_key
+    monkeypatch.setattr(cache, "call_key", lambda *given: taken.append(given) or before(*given))
+    return taken
+
+
+def step(region: Any, layer: Layer) -> None:
+    """Gradients are those without remat."""
+    x = torch.randn(4, 8, requires_grad=True)
+    wanted = torch.autograd.grad(layer(x).sum(), [x, *layer.parameters()])
+    got = torch.autograd.grad(region(x).sum(), [x, *layer.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+def test_a_call_is_not_looked_at_where_many_looked_alike(looks: list[Any]) -> None:
+    layer = Layer()
+    region = remat(layer, policy=checkpoint_policy(budget=0.5, cost="flops"))
+    for _ in range(trusted._ENOUGH + 1):
+        step(region, layer)
+    known = len(looks)
+    step(region, layer)
+    assert len(looks) == known
+    region(torch.randn(5, 8, requires_grad=True))
+    assert len(looks) == known + 1
+
+
+def test_a_change_unseen_from_outside_is_right_at_once_and_planned_next(
+    looks: list[Any],
+) -> None:
+    layer = Layer()
+    region = remat(layer, policy=checkpoint_policy(budget=0.5, cost="flops"))
+    fresh = remat(layer, policy=checkpoint_policy(budget=0.5, cost="flops"))
+    for _ in range(trusted._ENOUGH + 2):
+        step(region, layer)
+    layer.twice, known = True, len(looks)
+    step(region, layer)
+    assert len(looks) == known
+    step(region, layer)
+    assert len(looks) == known + 1
+    x = torch.randn(4, 8, requires_grad=True)
+    again = [kept.shape for kept in saved_residuals(region, x)]
+    assert again == [kept.shape for kept in saved_residuals(fresh, x)]
+
+
+def test_what_changes_again_and_again_is_always_looked_at(looks: list[Any]) -> None:
+    layer = Layer()
+    region = remat(layer, policy=checkpoint_policy(budget=0.5, cost="flops"))
+    for turn in range(4 * trusted._ENOUGH):
+        layer.twice = turn % (trusted._ENOUGH + 2) == 0
+        step(region, layer)
+    known = len(looks)
+    for _ in range(3):
+        step(region, layer)
+    assert len(looks) == known + 3
+
+
+def test_frozen_parameters_are_planned_anew() -> None:
+    layer = Layer()
+    policy = checkpoint_policy(budget=0.5, cost="flops")
+    region = remat(layer, policy=policy)
+    for _ in range(trusted._ENOUGH + 2):
+        step(region, layer)
+    layer.one.requires_grad_(False)
+    x = torch.randn(4, 8, requires_grad=True)
+    for _ in range(2):
+        region(x).sum().backward()
+    assert trusted._trusts[layer].surprises == 1
