@@ -162,7 +162,7 @@ def _wrap(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
     rematerialized.__code__ = rematerialized.__code__.replace(co_name=f"region {label!r}")
     if isinstance(fn, torch.nn.Module) and not isinstance(fn, torch.jit.ScriptModule):
         return _module_view(fn, options, rematerialized)
-    if isinstance(fn, types.MethodType) or not (isinstance(fn, _AS_THEY_ARE) or hasattr(type(fn), "__get__")):
+    if _holds_others(fn):
         return BoundRegion(fn, options, rematerialized)
     functools.update_wrapper(rematerialized, fn, updated=())
     rematerialized.__wrapped__ = fn  # type: ignore[attr-defined]
@@ -171,6 +171,14 @@ def _wrap(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
 
 # What `copy.deepcopy` does not copy.
 _AS_THEY_ARE = (types.FunctionType, types.BuiltinFunctionType, type)
+
+
+def _holds_others(fn: Any) -> bool:
+    """Whether `fn` is a bound method, a partial or an object that is called: a copy of it is another one."""
+    # Since Python 3.13 a partial has a `__get__`, too.
+    if isinstance(fn, (types.MethodType, functools.partial)):
+        return True
+    return not (isinstance(fn, _AS_THEY_ARE) or hasattr(type(fn), "__get__"))
 
 
 class BoundRegion:

@@ -206,14 +206,15 @@ def test_a_rank_keeps_what_was_planned(tmp_path):
     assert remat_nn.regions(model) == ["layers.0", "layers.1", "layers.2"]
 
     def step(mark):
-        model.zero_grad()
         out = model(tokens)
         mark()
         out.sum().backward()
 
+    # Not in the step: the profiler may take memory that it has not seen for some that it has.
+    model.zero_grad()
     step(lambda: None)
-    kept = trace_memory(step).kept
     torch.testing.assert_close([p.grad for p in model.parameters()], expected, rtol=0, atol=0)
+    kept = trace_memory(step).kept
     planned_bytes = plan.stages[0].kept_bytes
     assert 0 < planned_bytes < whole.kept_bytes
     assert abs(kept / planned_bytes - 1) < 0.02

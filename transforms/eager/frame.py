@@ -315,11 +315,9 @@ class Frame(Packer):
         # Hooks of the user's may run a forward, as those of torch's checkpoint do.
         there = {at: outside(at) for at in program.outside}
         scratch = {root: quiet(snapshot.copy) for root, snapshot in self.snapshots.items()}
-
-        def read(at: int) -> torch.Tensor:
-            root = self.tape.outside[at].root
-            return quiet(scratch[root].view, there[at]) if root in scratch else there[at]
-
+        for at in there if scratch else ():
+            if (root := self.tape.outside[at].root) in scratch:
+                there[at] = quiet(scratch[root].view, there[at])
         graded = torch.is_grad_enabled()
         end = recomputing(self.region.name)
         random = self.random if self.region.preserve_rng_state else {}
@@ -332,7 +330,7 @@ class Frame(Packer):
                 if self.store is not None:
                     stack.enter_context(self.store.fetched(program.kept))
                 stack.enter_context(below_autograd())
-                return program.run(read, take, random, self.region.digest, self.region.shares)
+                return program.run(there, take, random, self.region.digest, self.region.shares)
         finally:
             end()
             set_grad_enabled(graded)

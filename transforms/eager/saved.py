@@ -79,7 +79,9 @@ class SavedInput:
             if self._fetched is None:
                 self._fetched = self.unpack(self.packed).detach()
             return self._fetched
-        if not self.unwritten:
+        # As `unwritten`, which would be one call more for each.
+        watched = self.watched
+        if watched is not None and (0 if watched.is_inference() else watched._version) != self.version:
             raise RematError(written(region, self.packed, path(self.packed)))
         return self.packed
 

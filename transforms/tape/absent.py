@@ -30,7 +30,8 @@ class Absent:
 
     def __init__(self, tape: Tape, living: Iterable[Living], results: set[int]) -> None:
         self.tape = tape
-        filled = _from_no_argument(tape)
+        # Under FSDP what brings parameters runs without gradients, and is no part of the sequence.
+        filled = set[int]() if tape.sharded else _from_no_argument(tape)
         found = ((n, ref, version) for n, ref, version in living if tape.makers[n] in filled)
         self.held = {n: (ref, version) for n, ref, version in found if ref() is not None}
         self.filled = filled if self.held else set[int]()

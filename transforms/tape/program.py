@@ -137,7 +137,7 @@ class Program:
 
     def run(
         self,
-        outside: Callable[[int], torch.Tensor],
+        outside: Mapping[int, torch.Tensor],
         take: Callable[[int], Any],
         random: Mapping[int, Any],
         digest: Callable[[Any], Any] | None = None,
@@ -146,13 +146,13 @@ class Program:
         """The wanted values, by their positions in `tape.packed`. Runs below autograd, and turns grad mode.
 
         Args:
-            outside: gives a tensor from outside, by its position.
+            outside: the tensors from outside that are read, by their positions.
             take: gives what was kept of an op.
             random: the generator's state before each op that draws; an op without one draws anew.
             digest: checks the results bitwise.
             shares: whether other programs of this backward pass get its constants.
         """
-        values: Values = {-1 - at: outside(at) for at in self.outside}
+        values: Values = {-1 - at: tensor for at, tensor in outside.items()}
         roots: Collection[int] = ()
         if (constants := self.constants) is not None:
             roots = constants.roots

@@ -107,7 +107,8 @@ class Replay(Mode):
                 return func(*args, **kwargs)  # of a region inside, of whose names gradients are wanted
             raise self._differs(at, f"the forward was over, the recomputation runs {func}")
         if at > self.at and self._absent is not None:
-            self._left.update(self._absent.filled.intersection(range(self.at, at)))
+            skipped = self._absent.filled.intersection(range(self.at, at))
+            self._left.update(i for i in skipped if not self.tape.nodes[i].optional)
         self.at = at + 1
         node = self.tape.nodes[at]
         if node.op is not func:
