@@ -94,7 +94,8 @@ def test_the_allocator_of_a_gpu_tells_what_the_profiler_of_a_cpu_does(device: De
             got, expected = (found[name, metric].value or 0.0 for found in (on_gpu, on_cpu))
             # The state of a random generator for each block is seen by the profiler alone: no op makes it.
             assert expected - 2 * 5056 - 0.01 * expected <= got <= 1.01 * expected, (name, metric)
-    assert device.calls.count("record") == 2 * 2 * len(case.peers)
+    # Two events a round for each peer. Pairs in doubt take more rounds.
+    assert device.calls.count("record") >= 2 * 2 * len(case.peers)
 
 
 def test_a_gpu_is_timed_by_events_around_the_run_alone(device: Device) -> None:

@@ -23,7 +23,7 @@ class Added(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
         out = torch.empty_like(x)
-        add_kernel[(triton.cdiv(x.numel(), 256),)](x, y, out, x.numel(), BLOCK=256)  # pyright: ignore[reportIndexIssue]
+        add_kernel[(triton.cdiv(x.numel(), 256),)](x, y, out, x.numel(), BLOCK=256)  # pyright: ignore
         return out
 
     @staticmethod
