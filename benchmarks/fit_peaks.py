@@ -24,8 +24,7 @@ from benchmarks.models import SIZES, Around, named
 from remat import checkpoint_policy, remat
 from remat._forced import standing_for
 from remat.cli.measure import trace_memory
-from remat.plan import READY, Plan, Portfolio, carried, cost_model, plan_of, plans_by_budget, step_of
-from remat.plan.chosen import Ready
+from remat.plan import READY, Plan, Portfolio, carried, cost_model, plans_by_budget, step_of
 from remat.transforms import RematError
 
 CSV = Path(__file__).parent / "results" / "fit_peaks.csv"
@@ -45,14 +44,8 @@ def rows(name: str) -> Iterator[dict[str, Any]]:
         chosen = plain if share == 1.0 else portfolio.within(int(share * plain.peak))
         if chosen is None:
             continue
-        policies: list[Any] = []
-        for label, graph, choice in zip(step.names, step.graphs, chosen.choices, strict=True):
-            if isinstance(choice, Ready):
-                policies.append(READY[choice.name])
-            elif not choice.saved and choice.cost == 0:
-                policies.append(None)
-            else:
-                policies.append(plan_of(graph, portfolio.model, choice, label))
+        turns = zip(step.graphs, chosen.choices, step.names, strict=True)
+        policies = [portfolio.carrier(*turn) for turn in turns]
         measured = peak_of(partial(loss, own, problem.batch), own, policies)
         error = chosen.peak / measured - 1
         facts = (name, share, chosen.peak, measured, f"{error:.4f}", f"{chosen.cost:.6g}", len(policies))

@@ -19,11 +19,9 @@ from remat.plan import (
     Measure,
     Plan,
     Portfolio,
-    Ready,
     carried,
     complete,
     cost_model,
-    plan_of,
     plans_by_budget,
     step_of,
 )
@@ -78,14 +76,9 @@ class Predicted:
 
     def around(self, chosen: Chosen) -> Around:
         """Regions that do so, in the order of their calls."""
-        step, policies = self.portfolio.step, list[Any]()
-        for label, graph, choice in zip(step.names, step.graphs, chosen.choices, strict=True):
-            if isinstance(choice, Ready):
-                policies.append(READY[choice.name])
-            elif not choice.saved and choice.cost == 0:
-                policies.append(None)
-            else:
-                policies.append(carried([plan_of(graph, self.portfolio.model, choice, label)]))
+        step = self.portfolio.step
+        found = map(self.portfolio.carrier, step.graphs, chosen.choices, step.names)
+        policies = [carried([one]) if isinstance(one, Plan) else one for one in found]
         turns = itertools.cycle(range(len(policies)))
 
         def wrap(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,11 +23,9 @@ from remat.plan import (
     CostModel,
     Plan,
     Portfolio,
-    Ready,
     WholeStep,
     check_peak,
     cost_model,
-    plan_of,
     plans_by_budget,
     step_of,
 )
@@ -186,17 +184,13 @@ def _policies(portfolio: Portfolio, chosen: Chosen) -> dict[Any, Policy | None]:
         if before is None or choice.kept < before[0].kept:
             found[owner] = choice, graph, name
     policies: dict[Any, Policy | None] = {}
-    made: dict[Any, Fitted] = {}
+    made: dict[Any, Policy | None] = {}
     for owner, (choice, graph, name) in found.items():
-        if isinstance(choice, Ready):
-            policies[owner] = portfolio.policies[choice.name]
-        elif not choice.saved and choice.cost == 0:
-            policies[owner] = None
-        else:
-            key = id(graph), choice.saved
-            if key not in made:
-                made[key] = _fitted(plan_of(graph, portfolio.model, choice, name), portfolio.model)
-            policies[owner] = made[key]
+        key = id(graph), choice
+        if key not in made:
+            way = portfolio.carrier(graph, choice, name)
+            made[key] = _fitted(way, portfolio.model) if isinstance(way, Plan) else way
+        policies[owner] = made[key]
     return policies
 
 

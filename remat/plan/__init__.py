@@ -9,8 +9,6 @@ from remat.plan.chain_plan import ChainPlan as ChainPlan
 from remat.plan.chain_plan import plan_chain as plan_chain
 from remat.plan.chosen import Chosen as Chosen
 from remat.plan.chosen import Portfolio as Portfolio
-from remat.plan.chosen import Ready as Ready
-from remat.plan.chosen import plan_of as plan_of
 from remat.plan.graph import CostModel as CostModel
 from remat.plan.graph import Flops as Flops
 from remat.plan.graph import Graph as Graph

@@ -72,6 +72,14 @@ class Portfolio:
                 found[name] = self.of([row[0] for row in rows])
         return found
 
+    def carrier(self, graph: Graph, choice: Choice, region: str) -> Policy | Plan | None:
+        """What carries a choice out: a ready policy, a plan, or None where there is to be no region."""
+        if isinstance(choice, Ready):
+            return self.policies[choice.name]
+        if not choice.saved and choice.cost == 0:
+            return None
+        return plan_of(graph, self.model, choice, region)
+
     def leanest(self) -> Chosen:
         """The lowest peak found."""
         low = Chain(self.stages).lowest(nested=False)
