@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import checkpoint
 
-from remat import remat, save_matmuls, save_nothing
+from remat import RematError, remat, save_matmuls, save_nothing, save_ops
 from remat.cli.measure import Work, trace_memory
 from tests.helpers import rand
 
 POLICIES = {"save_nothing": save_nothing, "save_matmuls": save_matmuls}
+# (What weights read lies in memory that is kept.)
+KEPT = {**POLICIES, "gelu": save_ops(torch.ops.aten.gelu)}
 
 
 class Block(nn.Module):
@@ -56,20 +58,23 @@ class Stage:
         return [p.grad.clone() for p in self.blocks.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_region_is_recomputed_once_for_inputs_and_once_for_weights(policy: str) -> None:
-    plain, ours = Stage(lambda block: block), Stage(lambda block: remat(block, policy=POLICIES[policy]))
-    found = []
-    for stage in (plain, ours):
-        stage.step()
+@pytest.mark.parametrize("policy", KEPT)
+def test_a_region_is_recomputed_once_for_inputs_and_weights(policy: str) -> None:
+    """Twice the first time: then it is known what gradients of weights read."""
+    plain, ours = Stage(lambda block: block), Stage(lambda block: remat(block, policy=KEPT[policy]))
+    with Work() as least:
+        expected = plain.step()
+    seen = []
+    for _ in range(3):
         with Work() as work:
-            gradients = stage.step()
-        found.append((work, gradients))
-    torch.testing.assert_close(found[1][1], found[0][1], rtol=0, atol=0)
-    again = found[1][0].ops - found[0][0].ops
-    # Three microbatches of two blocks, each twice.
-    assert again["gelu"] == again["native_layer_norm"] == 12
-    assert again["addmm"] == (12 if policy == "save_nothing" else 0)
+            torch.testing.assert_close(ours.step(), expected, rtol=0, atol=0)
+        seen.append(work.ops - least.ops)
+    assert seen[0]["native_layer_norm"] > 6
+    for again in seen[1:]:
+        # Three microbatches of two blocks.
+        assert again["native_layer_norm"] == 6
+        assert again["addmm"] == {"save_nothing": 6, "save_matmuls": 0, "gelu": 6}[policy]
+        assert again["gelu"] == (0 if policy == "gelu" else 6)
 
 
 def test_it_peaks_below_torchs_checkpoint_and_no_remat() -> None:
@@ -82,7 +87,7 @@ def test_it_peaks_below_torchs_checkpoint_and_no_remat() -> None:
         stage.step()
         traces = [trace_memory(lambda _, stage=stage: stage.step()) for _ in range(2)]
         peaks.append(min(trace.peak for trace in traces))
-    assert peaks[0] < 0.75 * min(peaks[1:])
+    assert peaks[0] < 0.8 * min(peaks[1:])
 
 
 def weights_one_by_one(wrap: Any, between: Any) -> list[Tensor]:
@@ -130,8 +135,27 @@ def test_a_write_between_the_parts_is_noticed(policy: str, nested: bool) -> None
         inner = remat(fn, policy=POLICIES[policy])
         return remat(lambda *args: inner(*args)) if nested else inner
 
+    weights_one_by_one(wrap, lambda *_: None)
     with pytest.raises(RuntimeError, match="written in place|modified by an inplace"):
         weights_one_by_one(wrap, between)
+
+
+def test_a_write_to_what_is_kept_is_noticed_in_a_later_part() -> None:
+    """The region returns it, and a later part reads it again."""
+    region = remat(lambda x, w: (h := x.exp(), (h @ w).sin()), policy=save_ops(torch.ops.aten.exp))
+
+    def step(writes: bool) -> None:
+        x, w = rand(4, 4).requires_grad_(), rand(4, 4, seed=1).requires_grad_()
+        kept, out = region(x, w)
+        torch.autograd.grad(out.sum(), x, retain_graph=True)
+        if writes:
+            kept.detach().mul_(2)
+        torch.autograd.grad(out.sum(), w)
+
+    for _ in range(2):
+        step(False)
+    with pytest.raises(RematError, match="written in place"):
+        step(True)
 
 
 class Scales(torch.autograd.Function):
@@ -156,7 +180,8 @@ def test_a_backward_that_writes_to_what_it_saved_spoils_no_later_part() -> None:
         h = wrap(lambda x, w, v: (lambda h: Scales.apply(h, w) * 2 + h * v)(x.exp()))(x, w, v)
         return [torch.autograd.grad(h.sum(), leaf, retain_graph=True)[0] for leaf in (w, v)]
 
-    torch.testing.assert_close(found(remat), [rand(3).exp() * 2, rand(3).exp()])
+    for _ in range(3):
+        torch.testing.assert_close(found(remat), [rand(3).exp() * 2, rand(3).exp()])
 
 
 def test_values_of_one_region_outlive_a_pass_until_another_one_runs() -> None:
@@ -179,3 +204,19 @@ def test_values_of_one_region_outlive_a_pass_until_another_one_runs() -> None:
 
     alive(False)
     assert alive(False) - alive(True) == 1000 * 8
+
+
+def test_passes_that_read_the_same_leave_nothing_to_each_other() -> None:
+    """Rows of a Jacobian: a pass each, all through the same nodes."""
+    x, w = rand(1000).requires_grad_(), rand(1000, seed=1).requires_grad_()
+    regions = [remat(lambda x, w: (x.exp() * w).sin(), name=f"{i}") for i in range(2)]
+
+    def step(mark: Any) -> Any:
+        out = regions[1](regions[0](x, w), w)
+        for at in range(3):
+            torch.autograd.grad(out[at], x, retain_graph=True)
+        mark()
+        return out
+
+    kept = [trace_memory(step).kept for _ in range(3)]
+    assert max(kept) <= kept[0] and kept[0] < 6 * 8000

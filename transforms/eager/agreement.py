@@ -36,7 +36,7 @@ def agree(region: Any, recorder: Recorder) -> None:
         return
     region.cache.agreed.add(region.key)
     for name in groups:
-        meeting = meeting_of(name)
+        meeting = meeting_of(name, _SECONDS)
         if meeting is not None:
             _compare(meeting, region.name, _kept(recorder, tape, name))
 

@@ -32,11 +32,11 @@ from remat.transforms.context import gathering, memory_watch, quiet, run_innermo
 from remat.transforms.eager.agreement import agree
 from remat.transforms.eager.inputs import Inputs
 from remat.transforms.eager.rerun import Rerun
+from remat.transforms.eager.residuals import Residuals
 from remat.transforms.eager.saved import (
     DroppedInput,
     Handle,
     Packer,
-    Residuals,
     SavedInput,
     check_shapes,
     hook,
@@ -73,6 +73,7 @@ class Frame(Packer):
         values: saved values that were made again and that the backward has not read yet.
         versions: of those that were written to while they were made.
         taken: the ops whose kept results those may lie in.
+        read, later: what a pass that kept its graph has read, and what passes after such a one read again.
     """
 
     def __init__(self, inputs: Inputs) -> None:
@@ -89,6 +90,8 @@ class Frame(Packer):
         self.values: dict[int, torch.Tensor] = {}
         self.versions: dict[int, int] = {}
         self.taken: tuple[int, ...] = ()
+        self.read: frozenset[int] | None = None
+        self.later: set[int] = set()
         self.random: dict[int, Any] = {}
         self.snapshots, self.raw = {}, []
         self.program: Program | None = None
@@ -194,11 +197,12 @@ class Frame(Packer):
             return None
         held, kept = frozenset(self.held), frozenset(self.kept) | tape.lent
         ends = None if self.reach is None else self.reach.behind
-        return CachedTrace(tape, program, kept, held, self.residuals is not None, ends, self.nodes)
+        residual, nodes = self.residuals is not None, self.nodes
+        return CachedTrace(tape, program, kept, held, residual, ends, nodes, self.later)
 
     def _settle_as(self, known: CachedTrace, recorder: GuardMode, out: Any) -> None:
         """The forward was the known one: keep what that kept."""
-        self.program, self.direct = known.program, known.program.direct
+        self.program, self.direct, self.later = known.program, known.program.direct, known.later
         if self.residuals is not None:
             self.hold_residuals(self.residuals)
         else:

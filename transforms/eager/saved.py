@@ -5,15 +5,23 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
-from remat.transforms.compat import at_backward_end, graph_task, hooks_aside, pop_hooks, push_hooks, top_hooks
+from remat.transforms.compat import (
+    at_backward_end,
+    graph_kept,
+    graph_task,
+    hooks_aside,
+    pop_hooks,
+    push_hooks,
+    top_hooks,
+)
 from remat.transforms.errors import RematError, not_repeated, written
-from remat.transforms.ops import memory_of, version_of
-from remat.transforms.tape import Held, Tape
+from remat.transforms.ops import version_of
+from remat.transforms.tape import Held, Tape, map_tensors
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
@@ -174,55 +182,16 @@ def watcher(hooks: Hooks | None) -> Callable[[torch.Tensor], Any] | None:
     return None
 
 
-class Residuals:
-    """The values that autograd saves, held while they are smaller than what they would be recomputed from.
-
-    Args:
-        inputs: the region's arguments.
-        recorder: what counts the bytes that a policy keeps; None holds the values in any case.
-    """
-
-    __slots__ = ("_limit", "_recorder", "_sizes", "bytes", "tensors")
-
-    def __init__(self, inputs: Sequence[torch.Tensor], recorder: Any) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self._sizes: set[int] = set()
-        self._recorder, self._limit, self.bytes = recorder, bytes_of(inputs), 0
-
-    def add(self, tensor: torch.Tensor) -> bool:
-        """Hold one more value; whether they are still small enough."""
-        self.tensors.append(tensor)
-        if self._recorder is None:
-            return True
-        key, size = _block(tensor)
-        if key not in self._sizes:
-            self._sizes.add(key)
-            self.bytes += size
-        return self.bytes <= self._limit + self._recorder.kept_bytes
-
-    def finish(self) -> None:
-        """Somebody else holds the values now."""
-        self.tensors, self._recorder = [], None
-
-
-def bytes_of(tensors: Sequence[torch.Tensor]) -> int:
-    """Bytes of the distinct storages behind `tensors`."""
-    return sum(dict(map(_block, tensors)).values())
-
-
-def _block(tensor: torch.Tensor) -> tuple[int, int]:
-    memory = memory_of(tensor)
-    if memory is None:
-        return id(tensor), tensor.numel() * tensor.element_size()
-    return id(memory), memory.nbytes()
-
-
-# -- what recomputed values become when a backward pass ends ----------------------------------------------
+# -- what recomputed values become when a backward pass ends -------------------------------------------------
 #
-# Most are read in their pass. What a pass leaves unread goes when it ends, but for the last region that it
-# recomputed: a pipeline that splits its backward (ZeroBubble) computes gradients of weights in one pass for
-# each, and would recompute a region in all of them. So the values of one region, and of those around it,
-# outlive a pass. They go when another region is recomputed, or when one runs forward. No pass holds more.
+# Most are read in their pass, and go. Two kinds outlive it:
+#
+# - What a pass leaves unread of the last region that it recomputed, and of those around it. Gradients of
+#   weights may be taken in one pass for each, which would recompute the region in all of them. These values
+#   go when another region is recomputed, or when one runs forward. No pass holds more.
+# - What a later pass reads again. A pipeline that splits its backward (ZeroBubble) takes gradients of inputs
+#   in a pass that keeps its graph, and those of weights much later. The first time a region is recomputed for
+#   both, and what the later passes read is noted in its trace. From then on these values stay.
 
 # A `frame` here is a `frame.Frame`, whose file imports this one.
 
@@ -231,6 +200,15 @@ RESTING = -2  # the `task` of a frame whose values have outlived their pass
 # The frames whose values have, by weak reference: what a region keeps goes when its nodes are through. All
 # threads have one list, since a pass ends in another thread than it ran in.
 _resting: list[weakref.ref[Any]] = []
+
+
+class _Noted(NamedTuple):
+    """A frame whose values a pass reads; those that were there, None where nothing is learnt of that; those
+    that stay."""
+
+    frame: weakref.ref[Any]
+    there: frozenset[int] | None
+    stay: dict[int, torch.Tensor]
 
 
 class _Passing(threading.local):
@@ -248,14 +226,19 @@ def noted(frame: Any, task: int) -> None:
     if task == -1:
         return
     if task != _passing.task:
-        frames: list[weakref.ref[Any]] = []
+        frames: list[_Noted] = []
         _passing.task, _passing.frames = task, frames
         at_backward_end(lambda: _ended(frames))
-    _passing.frames.append(weakref.ref(frame))
+    there, stay = None, {}
+    if (kept := graph_kept()) or frame.read is not None:
+        there = frozenset(frame.values)
+        stay = {at: frame.values[at] for at in frame.later & there} if kept else {}
+        frame.read = frame.read or frozenset()
+    _passing.frames.append(_Noted(weakref.ref(frame), there, stay))
 
 
 def let_go(frame: Any = None) -> None:
-    """Let go of what has outlived its pass, but for values of regions around `frame`.
+    """Let go of what has outlived its pass, but for values of regions around `frame`, and what is read again.
 
     Values of that are about to be made. None: a region runs forward.
     """
@@ -265,7 +248,7 @@ def let_go(frame: Any = None) -> None:
     for ref in _resting:
         found = ref()
         if found is not None and found.task == RESTING and found not in around:
-            found.forget()
+            _thin(found)
     _resting[:] = [ref for ref in _resting if ref() in around]
 
 
@@ -273,8 +256,9 @@ def resumed(frame: Any, task: int) -> bool:
     """Whether values that have outlived their pass may be read in another: nobody wrote to their memory."""
     if frame.task != RESTING or task == -1:
         return False
-    if not all(held.unwritten for each in (frame, *_around(frame)) for held in each.held.values()):
-        return False
+    for each in (frame, *_around(frame)):
+        if not all(held.unwritten for held in (*each.held.values(), *_kept(each))):
+            return False
     frame.task = task
     let_go(frame)
     noted(frame, task)
@@ -289,12 +273,47 @@ def _around(frame: Any) -> Iterator[Any]:
         hooks = frame.inputs.hooks
 
 
-def _ended(frames: list[weakref.ref[Any]]) -> None:
-    """The end of a pass: what it has left unread goes, but for its last region."""
-    alive = [frame for ref in frames if (frame := ref()) is not None]
-    last = [alive[-1], *_around(alive[-1])] if alive else []
-    for frame in alive:
-        _rest(frame) if frame in last else frame.forget()
+def _kept(frame: Any) -> list[Held]:
+    """What a region keeps as it is."""
+    found: list[Any] = []
+    for value in frame.kept.values():
+        map_tensors(found.append, value)
+    return [held for held in found if isinstance(held, Held)]
+
+
+def _ended(passed: list[_Noted]) -> None:
+    """The end of a pass: what it has left unread goes, but for its last region, and what is read again."""
+    alive = [(frame, there, stay) for ref, there, stay in passed if (frame := ref()) is not None]
+    last = [alive[-1][0], *_around(alive[-1][0])] if alive else []
+    learnt: set[int] = set()
+    for frame, there, stay in alive:
+        if there is not None and id(frame) not in learnt:
+            learnt.add(id(frame))
+            _learn(frame, there - frozenset(frame.values))
+        frame.values = {**stay, **frame.values}
+        if frame in last or frame.read:
+            _rest(frame)
+        if frame not in last:
+            _thin(frame)
+
+
+def _learn(frame: Any, read: frozenset[int]) -> None:
+    """Note what a pass has read: of what an earlier one has read before, which kept its graph.
+
+    One that reads the same, or more, is no part of a backward: a loop over rows of a Jacobian is such.
+    """
+    if not frame.read:
+        frame.read = read
+    elif read < frame.read:
+        frame.later |= read
+
+
+def _thin(frame: Any) -> None:
+    """Let go of values that outlived their pass, but for those that a later one reads again."""
+    stay = frame.later if frame.read else ()
+    left = {at: value for at, value in frame.values.items() if at in stay and frame.is_held(at)}
+    frame.forget()
+    frame.values = left
 
 
 def _rest(frame: Any) -> None:
@@ -302,7 +321,9 @@ def _rest(frame: Any) -> None:
     for held in frame.held.values():
         held.forget()
     tape, outside = frame.tape, frame.tape.outside
-    apart = {tape.nodes[at].root for at in frame.taken}
+    # (What is kept plainly is asked for its version before it is read again.)
+    seen = frame.kept if frame.store is None and users(frame.inputs.hooks) is None else ()
+    apart = {tape.nodes[at].root for at in frame.taken if at not in seen}
     apart |= {outside[at].root for at, held in frame.held.items() if held.unpack is not None}
     opaque = frame.rerun is not None and (tape.loose or frame.raw)
 

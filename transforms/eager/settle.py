@@ -10,7 +10,8 @@ import torch
 from remat.transforms.compat import graph_task
 from remat.transforms.context import active, quiet
 from remat.transforms.eager.rerun import Rerun
-from remat.transforms.eager.saved import bytes_of, users, watcher
+from remat.transforms.eager.residuals import bytes_of
+from remat.transforms.eager.saved import users, watcher
 from remat.transforms.errors import RematError
 from remat.transforms.ops import tensors_in
 from remat.transforms.pytree import flatten, split

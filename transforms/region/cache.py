@@ -30,6 +30,7 @@ class CachedTrace:
         residual: whether all that autograd saves is held instead, as the smaller thing.
         ends: the autograd nodes behind each result, where they differ.
         nodes: how many autograd nodes the forward made.
+        later: the saved values that a backward in parts reads again, as far as one was seen.
     """
 
     tape: Tape
@@ -39,6 +40,7 @@ class CachedTrace:
     residual: bool
     ends: tuple[frozenset[int], ...] | None
     nodes: int
+    later: set[int]
 
 
 # By the signatures of calls.

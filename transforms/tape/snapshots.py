@@ -36,6 +36,11 @@ class Held(Elsewhere):
         self.version = version_of(self.watched)
         self.packed: Any = plain if hooks is None else hooks[0](plain)
 
+    @property
+    def unwritten(self) -> bool:
+        """Whether nobody has written to it since, as far as is known here."""
+        return self.hooks is not None or version_of(self.watched) == self.version
+
     def get(self, alone: bool = False) -> torch.Tensor:
         """The value again; if `alone`, in memory of its own."""
         if self.hooks is not None:

@@ -1,0 +1,53 @@
+"""What autograd saves in a region's forward, held as it is where that is the smaller thing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from remat.transforms.ops import memory_of
+
+
+class Residuals:
+    """The values that autograd saves, held while they are smaller than what they would be recomputed from.
+
+    Args:
+        inputs: the region's arguments.
+        recorder: what counts the bytes that a policy keeps; None holds the values in any case.
+    """
+
+    __slots__ = ("_limit", "_recorder", "_sizes", "bytes", "tensors")
+
+    def __init__(self, inputs: Sequence[torch.Tensor], recorder: Any) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._sizes: set[int] = set()
+        self._recorder, self._limit, self.bytes = recorder, bytes_of(inputs), 0
+
+    def add(self, tensor: torch.Tensor) -> bool:
+        """Hold one more value; whether they are still small enough."""
+        self.tensors.append(tensor)
+        if self._recorder is None:
+            return True
+        key, size = _block(tensor)
+        if key not in self._sizes:
+            self._sizes.add(key)
+            self.bytes += size
+        return self.bytes <= self._limit + self._recorder.kept_bytes
+
+    def finish(self) -> None:
+        """Somebody else holds the values now."""
+        self.tensors, self._recorder = [], None
+
+
+def bytes_of(tensors: Sequence[torch.Tensor]) -> int:
+    """Bytes of the distinct storages behind `tensors`."""
+    return sum(dict(map(_block, tensors)).values())
+
+
+def _block(tensor: torch.Tensor) -> tuple[int, int]:
+    memory = memory_of(tensor)
+    if memory is None:
+        return id(tensor), tensor.numel() * tensor.element_size()
+    return id(memory), memory.nbytes()
