@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -38,6 +38,7 @@ from remat import (
     saved_residuals,
 )
 from remat.cli.measure import trace_memory
+from remat.debug import assert_recomputed
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 SAC = functools.partial(create_selective_checkpoint_contexts, [aten.mm.default, aten.addmm.default])
@@ -220,6 +221,41 @@ def test_budgets_are_of_the_local_program(mesh):
     found, kept, _ = train(mesh, checkpoint_policy(budget=0.5), True, x)
     assert all(map(torch.equal, found, expected))
     assert kept <= 0.6 * plain
+
+
+def test_wrappers_as_arguments_are_planned(mesh, recwarn):
+    """Of a `DTensor` that a budget's region is given, the plan has this rank's part."""
+    w = distribute_tensor(torch.randn(32, 32), mesh, [Replicate()]).requires_grad_()
+    x = DTensor.from_local(torch.randn(8, 32), mesh, [Shard(0)])
+
+    def kept(policy):
+        region = remat.remat(lambda x: torch.tanh(torch.tanh(x @ w).exp()).sin(), policy=policy)
+
+        def step(mark):
+            loss = region(x).to_local().sum()
+            mark()
+            loss.backward()
+
+        step(lambda: None)
+        return trace_memory(step).kept
+
+    assert kept(checkpoint_policy(budget=0.5)) <= 0.5 * kept(save_everything)
+    assert not [w for w in recwarn if "cannot be planned" in str(w.message)]
+
+
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=repr)
+def test_compiled(mesh, policy):
+    """Modules that are sharded inside a region: the graph has the recomputation of this rank's part."""
+    x, found = torch.randn(2, 16, 32), []
+    for given in (None, policy):
+        torch._dynamo.reset()
+        block = model(mesh, given, True)[0]
+        if given is not None:
+            assert_recomputed(block, x, ops=["tanh"])
+        leaf = x.clone().requires_grad_()
+        torch.compile(block, backend="aot_eager", fullgraph=True)(leaf).square().sum().backward()
+        found.append([local(t.grad) for t in (leaf, *block.parameters())])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-7)
 
 
 def test_reports_are_of_the_local_program(mesh):

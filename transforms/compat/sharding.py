@@ -8,7 +8,11 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import hashlib
+import secrets
 import sys
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -83,13 +87,30 @@ class Meeting:
     """A group of ranks, and the store by which it has met.
 
     Attributes:
-        name: of the group, the same on all of its ranks.
+        name: of the group as it has met this time, the same on all of its ranks.
         rank, ranks: this rank in the world, and those of the group.
     """
 
     def __init__(self, store: Any, rank: int, ranks: list[int]) -> None:
         self._store, self.rank, self.ranks = store, rank, ranks
         self.name = ",".join(map(str, ranks))
+
+    def met(self, seconds: int) -> str:
+        """A name for this time. The store of a job that was started again holds what was said before: each
+        process says a number of its own, until all have the same numbers of all. Waits so many seconds at
+        most."""
+        store, name, end = self._store, f"remat/{self.name}", time.monotonic() + seconds
+        store.set(f"{name}/{self.rank}", secrets.token_hex(8))
+        token, places = "", [f"{name}/{rank}" for rank in self.ranks]
+        with contextlib.suppress(RuntimeError):  # it took too long
+            store.wait(places, datetime.timedelta(seconds=seconds))
+            while time.monotonic() < end:
+                said = hashlib.sha256(b"".join(map(store.get, places))).hexdigest()
+                if store.add(f"{name}/{said}", 0 if said == token else 1) == len(self.ranks):
+                    return said
+                token = said
+                time.sleep(0.01)
+        return token
 
     def all_say(self, key: str, what: str, seconds: int) -> bool:
         """Whether all ranks say the same; waits until all have spoken, so many seconds at most."""
@@ -111,8 +132,8 @@ class Meeting:
                 yield rank, self._store.get(place).decode()
 
 
-def meeting_of(group: str) -> Meeting | None:
-    """The ranks of the group of this name, None where there is nobody to meet."""
+def meeting_of(group: str, seconds: int) -> Meeting | None:
+    """The ranks of the group of this name, None where there is nobody to meet; may wait so many seconds."""
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is None or not c10d.is_initialized():
         return None
@@ -123,4 +144,14 @@ def meeting_of(group: str) -> Meeting | None:
     store = c10d._get_default_store()
     if store is None or found.size() < 2 or c10d.get_backend(found) == "fake":
         return None
-    return Meeting(store, c10d.get_rank(), c10d.get_process_group_ranks(found))
+    meeting = Meeting(store, c10d.get_rank(), c10d.get_process_group_ranks(found))
+    ref, token = _tokens.get(meeting.name, (None, ""))
+    if ref is None or ref() is not store:
+        token = meeting.met(seconds)
+        _tokens[meeting.name] = weakref.ref(store), token
+    meeting.name += f"/{token}"
+    return meeting
+
+
+# By the ranks of a group: the store by which they have met, and a name for that.
+_tokens: dict[str, tuple[weakref.ref[Any], str]] = {}

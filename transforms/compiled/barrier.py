@@ -35,6 +35,7 @@ from remat.transforms.compat import (
 from remat.transforms.compat import tags as tags_now
 from remat.transforms.ops import Traits, tensors_in
 from remat.transforms.region import Region
+from remat.transforms.sharded import Wrapper, local_tensors, wraps
 from remat.transforms.state import Ambient
 
 _library = torch.library.Library("remat", "FRAGMENT")
@@ -72,7 +73,7 @@ ONCE = torch.ops.remat.once.default
 def snapshot(value: torch.Tensor) -> torch.Tensor:
     """A copy of a tensor that is about to be written to. Of a plain one compilers find that it does nothing,
     and hand what is in the memory later to the backward."""
-    copy = torch.ops.remat.snapshot.default(value)
+    copy = _on_local(torch.ops.remat.snapshot.default, value)
     must_save(copy)
     return copy
 
@@ -93,7 +94,25 @@ def fence(value: torch.Tensor, after: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def fence_below(value: torch.Tensor, after: Sequence[torch.Tensor]) -> torch.Tensor:
     """`fence` in a dispatch mode, where autograd and functorch have been: it leaves no node of its own."""
-    return torch.ops.remat.fence.default(value, list(after)) if after else value
+    return _fenced(value, after) if after else value
+
+
+def _fenced(value: torch.Tensor, after: Sequence[torch.Tensor]) -> torch.Tensor:
+    if any(map(_sharded, after)):
+        after = list(local_tensors(after))
+    return _on_local(torch.ops.remat.fence.default, value, list(after))
+
+
+def _sharded(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "__tensor_flatten__") and wraps(tensor)
+
+
+def _on_local(op: Callable[..., torch.Tensor], value: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """What `op` makes of a value. A `DTensor` knows no sharding of these ops: they run on what it wraps."""
+    if not _sharded(value):
+        return op(value, *rest)
+    wrapper = Wrapper(value, lambda local: op(local, *rest))
+    return wrapper.around(wrapper.parts)
 
 
 class _Fence(torch.autograd.Function):
@@ -103,7 +122,7 @@ class _Fence(torch.autograd.Function):
 
     @staticmethod
     def forward(value: torch.Tensor, *after: torch.Tensor) -> torch.Tensor:
-        return torch.ops.remat.fence.default(value, list(after))
+        return _fenced(value, after)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:

@@ -33,7 +33,7 @@ from remat.transforms.joint.stand_ins import StandIns, refused, stood_in
 from remat.transforms.ops import is_cast_of_leaf, traits
 from remat.transforms.pytree import flatten, map_leaves, tree_leaves, unflatten
 from remat.transforms.region import planning
-from remat.transforms.sharded import local_tensors, wraps
+from remat.transforms.sharded import Wrapper, local_tensors, wraps
 
 
 def sizes_of(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -68,7 +68,9 @@ class JointRecorder(TorchDispatchMode):
         self._alive: list[torch.Tensor] = []
 
     def add(self, tensor: torch.Tensor, origin: str, producer: int = -1) -> int:
-        """A new number for a tensor."""
+        """A new number for a tensor; of a sharded one, for this rank's part."""
+        if wraps(tensor):
+            return [self.add(local, origin, producer) for local in local_tensors([tensor])][0]
         key = storage_key(tensor) if tensor.layout == torch.strided else -id(tensor)
         if key not in self._storage:
             self._storage[key] = len(self.storages)
@@ -271,7 +273,10 @@ def _trace(
 
 
 def _stand_in(tensor: torch.Tensor, mode: Any) -> torch.Tensor:
-    """A fake leaf with the metadata of `tensor`."""
+    """A fake leaf with the metadata of `tensor`; of a sharded one, such parts in the same wrapper."""
+    if wraps(tensor):
+        wrapper = Wrapper(tensor, lambda local: _stand_in(local.detach(), mode))
+        return wrapper.around(wrapper.parts).detach().requires_grad_(tensor.requires_grad)
     if is_fake(tensor) and tensor.is_leaf:
         return tensor.detach().requires_grad_(tensor.requires_grad)
     if tensor.layout != torch.strided:
@@ -290,7 +295,8 @@ def _run(
     results = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
     numbers = tuple(recorder.number(t) for t in results)
     active = [t for t in results if t.requires_grad]
-    wanted = [t for t in (*inputs, *recorder.captured.values()) if t.requires_grad and t.is_leaf]
+    leaves = {id(t): t for t in (*inputs, *recorder.captured.values())}
+    wanted = [t for t in leaves.values() if t.requires_grad and t.is_leaf]
     recorder.in_forward = False
     if active and wanted:
         tangents = [torch.empty_like(t) for t in active]
