@@ -123,14 +123,18 @@ def remove_from(module: torch.nn.Module) -> None:
 
 
 def _planned(plan: Any, *others: Any) -> Any:
-    from remat.plan import MeshPlan
+    from remat.plan import MeshPlan, agree
 
     if others != (save_nothing, "*.layers.*", 1):
         raise RematError(
             "remat.nn.apply(plan=...): the plan says which layers keep what; leave the others out."
         )
     if isinstance(plan, (str, os.PathLike)):
-        return MeshPlan.load(plan)  # type: ignore[arg-type]
+        try:
+            return MeshPlan.load(plan)  # type: ignore[arg-type]
+        except RematError as error:
+            # Other ranks may have read theirs, and wait for what this one says.
+            agree("", str(error))
     if not isinstance(plan, MeshPlan):
         raise RematError(f"remat.nn.apply(plan={plan!r}): write a remat.plan.MeshPlan or the path of one.")
     return plan

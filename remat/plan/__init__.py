@@ -17,6 +17,7 @@ from remat.plan.graph import cost_model as cost_model
 from remat.plan.graph import speeds_of as speeds_of
 from remat.plan.layout import Layout as Layout
 from remat.plan.layout import MeshPlan as MeshPlan
+from remat.plan.layout import agree as agree
 from remat.plan.model import plan_model as plan_model
 from remat.plan.model import plans_by_budget as plans_by_budget
 from remat.plan.model_plan import ModelPlan as ModelPlan

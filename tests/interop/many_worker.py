@@ -10,11 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.func import grad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -176,8 +178,15 @@ def disagreeing() -> None:
 
     x = torch.ones(4, 32, requires_grad=True)
     for policy in (save_matmuls if rank == 0 else save_nothing, sly):
-        with pytest.raises(RematError, match=rf"rank {rank} has .*rank {1 - rank} has"):
+        said = rf"rank {rank} has .*rank {1 - rank} has"
+        with pytest.raises(RematError, match=said):
             parallel(policy)(x)
+        with pytest.raises(RematError, match=said):
+            block = parallel(policy)
+            grad(lambda x, block=block: block(x).sum())(x.detach())
+        torch._dynamo.reset()
+        with pytest.raises(BackendCompilerFailed, match=said):
+            torch.compile(parallel(policy), backend="aot_eager")(x)
     for _ in range(2):
         parallel(save_matmuls)(x).sum().backward()
 

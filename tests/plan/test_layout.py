@@ -400,3 +400,6 @@ def test_ranks_with_different_plans_all_raise(tmp_path):
     for rank, options in enumerate(({"dp_shard": 2}, {"dp_shard": 2, "optimizer": "sgd"})):
         tiny(**options).save(tmp_path / f"{rank}.json")
     assert _spawned(mesh_worker.disagreeing, tmp_path, TINY) == ["Rank 1 has another plan than rank 0"] * 2
+    (tmp_path / "1.json").unlink()
+    for said in _spawned(mesh_worker.disagreeing, tmp_path, TINY):
+        assert said.startswith("The plan does not fit rank 1: ") and "1.json' cannot be read" in said

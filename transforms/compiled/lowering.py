@@ -23,7 +23,7 @@ from remat.transforms.compiled.record import GraphRecord, GraphReplay
 from remat.transforms.context import quiet, recordings
 from remat.transforms.errors import RematError
 from remat.transforms.functorch import Prim, PullBack, replaying
-from remat.transforms.region import Region
+from remat.transforms.region import Region, agree_traced
 
 Tensors = Sequence[torch.Tensor]
 # The key under which a graph's nodes say which call of a region they recompute.
@@ -78,6 +78,7 @@ class GraphLowering:
         if selector:
             selector.finished(record.tape)
         record.finished(graded)
+        agree_traced(region, record)
         # Of what others have, too, the caller gets a copy.
         shares = record.constants.shares
         return record, [quiet(snapshot, t) if shares(t) else t for t in outs]

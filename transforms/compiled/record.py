@@ -135,6 +135,7 @@ class GraphRecord(Verdicts):
         node.op, node.name, node.verdict, node.root = func, None, RECOMPUTE, at
         node.outs, node.deps, node.first = metadata(out), [], len(tape.makers)
         node.written, node.optional = (), False
+        node.args = args[-1:] if facts.functional else ()  # a collective's group
         first = next(iter(tensors_in(args)), None) if facts.view else None
         number = None if first is None else self._numbers.of(first)
         if number is not None:

@@ -29,7 +29,6 @@ from remat.transforms.compat import (
     set_grad_enabled,
 )
 from remat.transforms.context import gathering, memory_watch, quiet, run_innermost
-from remat.transforms.eager.agreement import agree
 from remat.transforms.eager.inputs import Inputs
 from remat.transforms.eager.rerun import Rerun
 from remat.transforms.eager.residuals import Residuals
@@ -51,7 +50,7 @@ from remat.transforms.eager.settle import computed, differentiated, early_value,
 from remat.transforms.errors import RematError, overwritten
 from remat.transforms.offload import Store
 from remat.transforms.ops import storage
-from remat.transforms.region import CachedTrace, recomputing
+from remat.transforms.region import CachedTrace, agree, recomputing
 from remat.transforms.sharded import PLAIN, Wrapper, wraps
 from remat.transforms.state import generators_put_back
 from remat.transforms.tape import GuardMode, Held, Needs, Program, Reachability, Recorder, Tape

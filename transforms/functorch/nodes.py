@@ -45,6 +45,7 @@ from remat.transforms.functorch.primitive import (
 )
 from remat.transforms.functorch.rules import hollow_operand, plain_duals
 from remat.transforms.ops import memory_of, span, storage
+from remat.transforms.region import agree
 from remat.transforms.state import RandomState
 from remat.transforms.tape import (
     Kept,
@@ -307,6 +308,7 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
             outs, conversion = noting(prim.recorded or prim.body, *operands)
             strays = recorder.outside[len(operands) :]
             refuse_strays(f"region {region.name!r}", region.function, conversion, strays)
+        agree(region, recorder)
     finally:
         watched = family.watch is not None and not any(unseen)
         family.watch, family.made = None, None

@@ -9,6 +9,10 @@ from remat.transforms.context import (
     run_again_whole,  # have the region around run its function again, not its ops from the tape
     selecting,  # whether the innermost region around here has a policy
 )
+from remat.transforms.region.agreement import (
+    agree,  # compare what a region keeps with other ranks, at the end of its first forward
+    agree_traced,  # the same for one that is traced
+)
 from remat.transforms.region.cache import (
     CachedTrace,  # a settled forward that later ones are held against
     forget_all,  # drop every cached trace

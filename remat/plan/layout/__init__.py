@@ -7,6 +7,9 @@ from remat.plan.layout.layout import (
 from remat.plan.layout.mesh_plan import (
     MeshPlan,  # a plan for every rank, as a value
 )
+from remat.plan.layout.rank import (
+    agree,  # raise on every rank where any has another plan, or something wrong
+)
 from remat.plan.layout.search import (
     plan_mesh,  # the plan of a model spread by a layout
 )

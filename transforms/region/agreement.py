@@ -1,4 +1,4 @@
-"""Whether the ranks of a group agree on what a region keeps.
+"""Whether the ranks of a group agree on what a region keeps, in eager, under torch.func and in graphs.
 
 A collective that runs again on some ranks of its group only waits for the others for ever. So where a region
 runs collectives, the ranks of each group compare a hash of what they keep. They do so once, at the end of the
@@ -12,17 +12,19 @@ import hashlib
 import re
 from typing import Any
 
-from remat.transforms.compat import Meeting, meeting_of
+from remat.transforms.compat import meeting_of
 from remat.transforms.errors import RematError
 from remat.transforms.ops import traits
-from remat.transforms.tape import RECOMPUTE, Recorder, Tape
+from remat.transforms.tape import RECOMPUTE, Tape
 
 # How many regions of this name have met so, in a group: what they meet under.
 _met: collections.Counter[tuple[str, str]] = collections.Counter()
 _SECONDS = 120
+# Groups, regions and policies that were compared while a graph was traced.
+_traced: set[tuple[str, str, str]] = set()
 
 
-def agree(region: Any, recorder: Recorder) -> None:
+def agree(region: Any, recorder: Any) -> None:
     """Compare what `region` keeps with the other ranks, at the end of its first forward.
 
     Raises:
@@ -30,15 +32,29 @@ def agree(region: Any, recorder: Recorder) -> None:
     """
     if region.key in region.cache.agreed:
         return
-    tape = recorder.tape
-    groups = dict.fromkeys([str(node.args[-1]) for node in tape.nodes if _waits(node)])
-    if not groups:
+    said = _said_by(recorder)
+    if not said:
         return
     region.cache.agreed.add(region.key)
-    for name in groups:
-        meeting = meeting_of(name, _SECONDS)
-        if meeting is not None:
-            _compare(meeting, region.name, _kept(recorder, tape, name))
+    for name, mine in said.items():
+        _compare(name, region.name, mine, _SECONDS)
+
+
+def agree_traced(region: Any, record: Any) -> None:
+    """The same for a region that is traced, once for its name: a graph that one rank alone traces again,
+    for other shapes, is compared with nothing."""
+    for name, mine in _said_by(record).items():
+        key = name, region.name, mine[0]
+        if key not in _traced:
+            _traced.add(key)
+            # Other ranks may be at work on the code of an earlier graph.
+            _compare(name, f"{region.name} (traced)", mine, 5 * _SECONDS)
+
+
+def _said_by(recorder: Any) -> dict[str, list[str]]:
+    """By the names of groups, what has to be the same on all of their ranks."""
+    groups = dict.fromkeys([str(node.args[-1]) for node in recorder.tape.nodes if _waits(node)])
+    return {name: _kept(recorder, recorder.tape, name) for name in groups}
 
 
 def _waits(node: Any) -> bool:
@@ -46,7 +62,7 @@ def _waits(node: Any) -> bool:
     return traits(node.op).functional and bool(node.args) and isinstance(node.args[-1], str)
 
 
-def _kept(recorder: Recorder, tape: Tape, group: str) -> list[str]:
+def _kept(recorder: Any, tape: Tape, group: str) -> list[str]:
     """What has to be the same on all ranks: the collectives, whether each is kept, and the policy."""
     policy = repr(getattr(recorder.selector, "policy", "save_nothing")).strip("'")
     policy = re.sub(r" at 0x[0-9a-f]+", "", policy)
@@ -62,13 +78,16 @@ def _said(node: Any) -> str:
     return f"{node.op} {'recomputed' if node.verdict == RECOMPUTE else 'kept'}"
 
 
-def _compare(meeting: Meeting, region: str, said: list[str]) -> None:
+def _compare(group: str, region: str, said: list[str], seconds: int) -> None:
+    meeting = meeting_of(group, seconds)
+    if meeting is None:
+        return
     _met[meeting.name, region] += 1
     key = f"remat/{meeting.name}/{region}/{_met[meeting.name, region]}"
     mine = hashlib.sha256("\n".join(said).encode()).hexdigest()
-    if meeting.all_say(key, mine, _SECONDS):
+    if meeting.all_say(key, mine, seconds):
         return
-    for rank, other in meeting.told(key, "\n".join(said), _SECONDS):
+    for rank, other in meeting.told(key, "\n".join(said), seconds):
         theirs = other.split("\n")
         if theirs != said:
             pairs = zip([*said, "nothing more"], [*theirs, "nothing more"], strict=False)
@@ -80,5 +99,5 @@ def _compare(meeting: Meeting, region: str, said: list[str]) -> None:
             )
     raise RematError(
         f"region {region!r}: not all ranks of the group {meeting.ranks} came to the end of its first forward "
-        f"within {_SECONDS} s, or some keep other values. Every rank must run the same regions."
+        f"within {seconds} s, or some keep other values. Every rank must run the same regions."
     )
