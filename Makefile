@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The stamp is newer than the two files that decide what is installed, or the environment is brought up to date.
 STAMP := $(VENV)/.installed
 
-.PHONY: sweep test test-all test-versions fuzz lint format bench docs docs-version docs-serve screenshots build release clean
+.PHONY: sweep test test-all test-packages test-versions fuzz lint format bench docs docs-version docs-serve screenshots build release clean
 
 sweep: $(STAMP)
 	$(BIN)/python -m remat sweep $(ARGS)
@@ -18,6 +18,13 @@ test: $(STAMP)
 test-all: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[gpu]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+
+# Regions inside real trainers; their packages without what these tests do not use, and Triton, which one imports.
+test-packages: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[gpu]'
+	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt torchtitan==0.3.0 spmd_types==0.2.3 torchdata \
+		torch_checkpointing accelerate==1.15.0 lightning==2.6.6 pytorch-lightning lightning-utilities torchmetrics
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/interop/test_packages.py $(ARGS)
 
 # Programs drawn at random, with regions and without; `ARGS='--seeds 0:1000 --modes eager,func,aot_eager'`.
 fuzz: $(STAMP)
