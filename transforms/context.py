@@ -6,8 +6,9 @@ import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,6 +70,8 @@ class Mode(DispatchMode):
     # Whether it sees ops on local tensors in the place of those on wrappers around them; then wrappers that
     # were met, by the ids of their local tensors: they have versions of their own.
     local: dict[int, weakref.ref[torch.Tensor]] | None = None
+    # Copies that ops find in the place of memory from outside, by its storage.
+    scratch: Mapping[int, Any] = MappingProxyType({})
 
     def takes_apart(self, types: Any, args: Any) -> bool:
         """Whether an op is one on wrappers, which is to run as ops on their local tensors."""
@@ -113,6 +116,16 @@ def enclosing() -> Mode | None:
     """The innermost recording or replaying in progress on this thread."""
     stack = active.stack
     return stack[-1] if stack else None
+
+
+def scratch_around(key: int) -> Any:
+    """What ops around here find in the place of the memory with this storage, None where that is it."""
+    return next((mode.scratch[key] for mode in reversed(active.stack) if key in mode.scratch), None)
+
+
+def on_scratch() -> bool:
+    """Whether ops around here find copies in the place of memory from outside."""
+    return any([mode.scratch for mode in active.stack])
 
 
 def inside() -> AbstractContextManager[None]:

@@ -252,8 +252,8 @@ class Frame(Packer):
         if (held := getattr(handle, "value", None)) is not None:
             return held.get()
         there = self.direct.get(at)
-        if there is not None and there in self.held:
-            return self.outside(there)
+        if there is not None and (input := self.held.get(there)) is not None:
+            return input.get(self.inputs, there)
         task = graph_task()
         if at not in self.values or (task != self.task and not resumed(self, task)):
             self._fill(at, task)
@@ -267,7 +267,7 @@ class Frame(Packer):
 
     def outside(self, at: int) -> torch.Tensor:
         """The tensor from outside at this position of the tape."""
-        return self.held[at].get(self.region.name, lambda tensor: self.inputs.path(at, tensor))
+        return self.held[at].get(self.inputs, at)
 
     def _fill(self, at: int, task: int) -> None:
         """Make saved value `at` again, and with it what else this backward reads."""

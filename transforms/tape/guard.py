@@ -180,7 +180,8 @@ class GuardMode(Recorder):
         if at != len(self.outside) or at >= len(self.expected.outside):
             return False
         known = self.expected.outside[at]
-        if known.meta[0] != tensor.shape or known.meta[2:] != (tensor.dtype, tensor.device):
+        shape, _, dtype, device = known.meta
+        if dtype is not tensor.dtype or shape != tensor.shape or device != tensor.device:
             return False
         if self.expected.last_write:
             # What is written to must share its memory with what it shared it with.
