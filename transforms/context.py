@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,7 +71,7 @@ class Mode(DispatchMode):
     # were met, by the ids of their local tensors: they have versions of their own.
     local: dict[int, weakref.ref[torch.Tensor]] | None = None
     # Copies that ops find in the place of memory from outside, by its storage.
-    scratch: Mapping[int, Any] = MappingProxyType({})
+    scratch: Mapping[int, Any] = types.MappingProxyType({})
 
     def takes_apart(self, types: Any, args: Any) -> bool:
         """Whether an op is one on wrappers, which is to run as ops on their local tensors."""
@@ -229,11 +229,22 @@ class MemoryWatch(TorchFunctionMode):
     """Around a forward in plain autograd: notices what goes past torch's dispatcher."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in DOORS:
+        if func not in _no_doors and _may_be_door(func):
             notice(func, args)
         return func(*args, **kwargs) if kwargs else func(*args)
 
 
+def _may_be_door(func: Any) -> bool:
+    if getattr(func, "__name__", "") in DOORS:
+        return True
+    if type(func) in _BUILTIN and not isinstance(getattr(func, "__self__", None), torch.Tensor):
+        _no_doors.add(func)
+    return False
+
+
+# Torch's own functions that are none: the name of such a function is a new string each time.
+_BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType)
+_no_doors: set[Any] = set()
 # It knows nothing of its own, so one does for all.
 memory_watch = MemoryWatch()
 
@@ -295,6 +306,15 @@ def recomputing(name: str) -> Callable[[], Any]:
         names.pop()
 
     return end
+
+
+@contextlib.contextmanager
+def all_of(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
+    """Several contexts as one, the first outermost."""
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 @contextlib.contextmanager

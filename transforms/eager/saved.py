@@ -40,7 +40,7 @@ class Packer:
 class SavedInput:
     """A tensor from outside a region, kept across through the hooks of whoever encloses the region."""
 
-    __slots__ = ("_fetched", "packed", "requires_grad", "unpack", "version", "watched")
+    __slots__ = ("_fetched", "packed", "unpack", "version", "watched")
 
     def __init__(
         self,
@@ -53,7 +53,6 @@ class SavedInput:
         the wrapper whose local tensor it is, and whose version tells of writes."""
         around = tensor if around is None else around
         self._fetched: torch.Tensor | None = None
-        self.requires_grad = tensor.requires_grad
         self.unpack, self.version, self.watched = None, -1, None
         if written:
             self.packed: Any = tensor.detach()
@@ -62,7 +61,10 @@ class SavedInput:
         if hooks is None or (around.is_leaf and around.requires_grad):
             self.packed = tensor.detach()
             self.watched: Any = self.packed if around is tensor else around.detach()
-            self.version = -1 if self.watched.is_inference() else self.watched._version
+            try:
+                self.version = self.watched._version
+            except RuntimeError:
+                self.version = -1  # an inference tensor counts no writes; to ask first takes as long again
         elif isinstance(frame := getattr(hooks[0], "__self__", None), Packer):
             # An enclosing region that runs again must not stop here, in the middle of ours.
             frame.inner += 1

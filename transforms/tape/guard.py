@@ -206,10 +206,9 @@ class GuardMode(Recorder):
         """Run an op that is the one on the tape."""
         if check.watched:
             self._before(at, node, args, kwargs or {})
-        parent = self.parent
-        around = -1 if parent is None else parent.position
+        around = -1 if self.parent is None else self.parent.position
         out = check.call(*args, **kwargs) if kwargs else check.call(*args)
-        if parent is not None:
+        if around >= 0:
             self._link(at, around)
         self.at = at + 1
         number, table = node.first, self._numbers
