@@ -6,7 +6,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 
@@ -48,7 +48,7 @@ class Packer:
 class SavedInput:
     """A tensor from outside a region, kept across through the hooks of whoever encloses the region."""
 
-    __slots__ = ("_fetched", "packed", "requires_grad", "unpack", "version", "watched")
+    __slots__ = ("_fetched", "packed", "unpack", "version", "watched")
 
     def __init__(
         self,
@@ -61,7 +61,6 @@ class SavedInput:
         the wrapper whose local tensor it is, and whose version tells of writes."""
         around = tensor if around is None else around
         self._fetched: torch.Tensor | None = None
-        self.requires_grad = tensor.requires_grad
         self.unpack, self.version, self.watched = None, -1, None
         if written:
             self.packed: Any = tensor.detach()
@@ -70,7 +69,10 @@ class SavedInput:
         if hooks is None or (around.is_leaf and around.requires_grad):
             self.packed = tensor.detach()
             self.watched: Any = self.packed if around is tensor else around.detach()
-            self.version = 0 if self.watched.is_inference() else self.watched._version
+            try:
+                self.version = self.watched._version
+            except RuntimeError:
+                self.version = -1  # an inference tensor counts no writes; to ask first takes as long again
         elif isinstance(frame := getattr(hooks[0], "__self__", None), Packer):
             # An enclosing region that runs again must not stop here, in the middle of ours.
             frame.inner += 1
@@ -81,23 +83,20 @@ class SavedInput:
         else:
             self.packed, self.unpack = hooks[0](tensor.detach()), hooks[1]
 
-    def get(self, region: str, path: Callable[[torch.Tensor], str | None]) -> torch.Tensor:
-        """The tensor again, without a history, the same object each time; `path` finds its name."""
+    def get(self, inputs: Any, at: int) -> torch.Tensor:
+        """The tensor again, without a history, the same object each time; `inputs.path` finds its name."""
         if self.unpack is not None:
             if self._fetched is None:
                 self._fetched = self.unpack(self.packed).detach()
             return self._fetched
-        # As `unwritten`, which would be one call more for each.
-        watched = self.watched
-        if watched is not None and (0 if watched.is_inference() else watched._version) != self.version:
-            raise RematError(written(region, self.packed, path(self.packed)))
+        if self.version >= 0 and self.watched._version != self.version:
+            raise RematError(written(inputs.region.name, self.packed, inputs.path(at, self.packed)))
         return self.packed
 
     @property
     def unwritten(self) -> bool:
         """Whether nobody has written to it since, as far as is known here."""
-        watched = self.watched
-        return watched is None or (0 if watched.is_inference() else watched._version) == self.version
+        return self.version < 0 or self.watched._version == self.version
 
     def forget(self) -> None:
         """Let go of what an enclosing region has made again."""
@@ -202,23 +201,17 @@ RESTING = -2  # the `task` of a frame whose values have outlived their pass
 _resting: list[weakref.ref[Any]] = []
 
 
-class _Noted(NamedTuple):
-    """A frame whose values a pass reads; those that were there, None where nothing is learnt of that; those
-    that stay."""
-
-    frame: weakref.ref[Any]
-    there: frozenset[int] | None
-    stay: dict[int, torch.Tensor]
-
-
 class _Passing(threading.local):
-    """The frames that the backward pass at hand has made values for, in the order of that."""
+    """The frames that the backward pass at hand has made values for, in the order of that. With each the
+    values that were there, None where nothing is learnt of that, and those that stay."""
 
     task = -1
     frames: Any = ()
 
 
 _passing = _Passing()
+_NOTHING: dict[int, torch.Tensor] = {}
+_Noted: TypeAlias = "tuple[weakref.ref[Any], frozenset[int] | None, dict[int, torch.Tensor]]"
 
 
 def noted(frame: Any, task: int) -> None:
@@ -229,12 +222,13 @@ def noted(frame: Any, task: int) -> None:
         frames: list[_Noted] = []
         _passing.task, _passing.frames = task, frames
         at_backward_end(lambda: _ended(frames))
-    there, stay = None, {}
-    if (kept := graph_kept()) or frame.read is not None:
-        there = frozenset(frame.values)
-        stay = {at: frame.values[at] for at in frame.later & there} if kept else {}
-        frame.read = frame.read or frozenset()
-    _passing.frames.append(_Noted(weakref.ref(frame), there, stay))
+    if not (kept := graph_kept()) and frame.read is None:
+        _passing.frames.append((weakref.ref(frame), None, _NOTHING))
+        return
+    there = frozenset(frame.values)
+    stay = {at: frame.values[at] for at in frame.later & there} if kept else _NOTHING
+    frame.read = frame.read or frozenset()
+    _passing.frames.append((weakref.ref(frame), there, stay))
 
 
 def let_go(frame: Any = None) -> None:
@@ -290,7 +284,8 @@ def _ended(passed: list[_Noted]) -> None:
         if there is not None and id(frame) not in learnt:
             learnt.add(id(frame))
             _learn(frame, there - frozenset(frame.values))
-        frame.values = {**stay, **frame.values}
+        if stay:
+            frame.values = {**stay, **frame.values}
         if frame in last or frame.read:
             _rest(frame)
         if frame not in last:
@@ -310,10 +305,10 @@ def _learn(frame: Any, read: frozenset[int]) -> None:
 
 def _thin(frame: Any) -> None:
     """Let go of values that outlived their pass, but for those that a later one reads again."""
-    stay = frame.later if frame.read else ()
-    left = {at: value for at, value in frame.values.items() if at in stay and frame.is_held(at)}
+    stay, values = frame.later if frame.read else (), frame.values
     frame.forget()
-    frame.values = left
+    if stay:
+        frame.values = {at: value for at, value in values.items() if at in stay and frame.is_held(at)}
 
 
 def _rest(frame: Any) -> None:
