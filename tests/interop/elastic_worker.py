@@ -11,9 +11,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -72,14 +73,14 @@ def main(folder: Path) -> None:
     if first:
         parts, moments = get_state_dict(model, optimizer)
         state = {"model": parts, "optimizer": moments}
-        dcp.load(state, checkpoint_id=folder / str(first))
+        load(state, checkpoint_id=folder / str(first))
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     for at in range(first, STEPS):
         step(model, optimizer, at, dist.get_rank(), 2)
         if at == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and dist.get_rank() == 1:
             os._exit(1)
         parts, moments = get_state_dict(model, optimizer)
-        dcp.save({"model": parts, "optimizer": moments}, checkpoint_id=folder / str(at + 1))
+        save({"model": parts, "optimizer": moments}, checkpoint_id=folder / str(at + 1))
     if dist.get_rank() == 0:
         (folder / "attempts").write_text(f"{os.environ['TORCHELASTIC_RESTART_COUNT']} from {first}")
     dist.destroy_process_group()

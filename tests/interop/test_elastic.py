@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from tests.interop import elastic_worker
 
@@ -36,6 +36,6 @@ def test_a_restart_goes_on_from_a_checkpoint(tmp_path):
         elastic_worker.step(expected, optimizer, at, 0, 1)
     found, _ = elastic_worker.built()
     state = {"model": found.state_dict()}
-    dcp.load(state, checkpoint_id=tmp_path / str(elastic_worker.STEPS), no_dist=True)
+    load(state, checkpoint_id=tmp_path / str(elastic_worker.STEPS), no_dist=True)
     found.load_state_dict(state["model"])
     torch.testing.assert_close(dict(found.named_parameters()), dict(expected.named_parameters()))

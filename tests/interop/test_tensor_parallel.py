@@ -232,7 +232,7 @@ def test_wrappers_as_arguments_are_planned(mesh, recwarn):
         region = remat.remat(lambda x: torch.tanh(torch.tanh(x @ w).exp()).sin(), policy=policy)
 
         def step(mark):
-            loss = region(x).to_local().sum()
+            loss = local(region(x)).sum()
             mark()
             loss.backward()
 

@@ -50,8 +50,11 @@ def whole(model: nn.Module) -> list[torch.Tensor]:
 
 def accelerated(policy: Any) -> tuple[list[torch.Tensor], int]:
     """Three steps of accelerate with FSDP2, regions in the layers: parameters, matmuls of the backwards."""
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
-    from accelerate.state import AcceleratorState
+    from accelerate import (  # pyright: ignore[reportMissingImports]
+        Accelerator,
+        FullyShardedDataParallelPlugin,
+    )
+    from accelerate.state import AcceleratorState  # pyright: ignore[reportMissingImports]
 
     AcceleratorState._reset_state(reset_partial_state=True)
     plugin = FullyShardedDataParallelPlugin(
@@ -82,7 +85,7 @@ def accelerated(policy: Any) -> tuple[list[torch.Tensor], int]:
 
 def by_trainer(policy: Any, folder: str) -> tuple[list[torch.Tensor], int]:
     """Three steps of `transformers.Trainer`, under DistributedDataParallel."""
-    from accelerate.state import AcceleratorState
+    from accelerate.state import AcceleratorState  # pyright: ignore[reportMissingImports]
 
     AcceleratorState._reset_state(reset_partial_state=True)
     model = llama()
@@ -107,7 +110,7 @@ def by_trainer(policy: Any, folder: str) -> tuple[list[torch.Tensor], int]:
 
 def by_lightning(policy: Any, folder: str) -> tuple[list[torch.Tensor], int]:
     """Three steps of Lightning's Trainer, under its strategy "ddp"."""
-    import lightning
+    import lightning  # pyright: ignore[reportMissingImports]
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
