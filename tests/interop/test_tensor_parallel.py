@@ -243,6 +243,7 @@ def test_wrappers_as_arguments_are_planned(mesh, recwarn):
     assert not [w for w in recwarn if "cannot be planned" in str(w.message)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=repr)
 def test_compiled(mesh, policy):
     """Modules that are sharded inside a region: the graph has the recomputation of this rank's part."""
