@@ -259,17 +259,17 @@ def with_step_note(
 
 
 class Print(NamedTuple):
-    """What is compared of a float tensor: its norm and some elements, on its device until somebody reads."""
+    """What is compared of a float tensor: norm and some elements; a GPU keeps them until they are read."""
 
     shape: torch.Size
     dtype: torch.dtype
-    norm: torch.Tensor
-    some: torch.Tensor
+    norm: torch.Tensor | float
+    some: torch.Tensor | list[float]
 
     def read(self) -> tuple[float, list[float]]:
         """The root of the mean square, and the elements."""
-        count = max(1, math.prod(self.shape))
-        return float(self.norm) / math.sqrt(count), self.some.tolist()
+        some = self.some.tolist() if isinstance(self.some, torch.Tensor) else self.some
+        return float(self.norm) / math.sqrt(max(1, math.prod(self.shape))), some
 
 
 def prints_of(tensors: Sequence[Any]) -> list[Print]:
@@ -291,9 +291,10 @@ def _print_of(tensor: torch.Tensor) -> Print:
     plain = tensor.detach()
     if plain.is_complex():
         plain = torch.view_as_real(plain.resolve_conj())
-    some = plain.reshape(-1)[:: plain.numel() // 8 + 1].clone()
+    some = plain.reshape(-1)[:: plain.numel() // 8 + 1]
     norm = torch.linalg.vector_norm(plain, dtype=torch.promote_types(plain.dtype, torch.float32))
-    return Print(tensor.shape, tensor.dtype, norm, some)
+    read = (norm.item(), some.tolist()) if plain.is_cpu else (norm, some.clone())
+    return Print(tensor.shape, tensor.dtype, *read)
 
 
 def check_seen(scan: Scan, again: dict[int, list[Print]]) -> None:
