@@ -354,3 +354,8 @@ def is_recomputing() -> bool:
         False
     """
     return bool(active.rerun)
+
+
+def ranks_met() -> bool:
+    """Whether this process is one of a group's."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -20,7 +20,7 @@ from torch.fx import Node
 from remat.transforms.compat import as_it_is, graph_storage, graph_task, tagged, traced
 from remat.transforms.compiled.barrier import GraphDedup, fence, snapshot
 from remat.transforms.compiled.record import GraphRecord, GraphReplay
-from remat.transforms.context import quiet, recordings
+from remat.transforms.context import quiet, ranks_met, recordings
 from remat.transforms.errors import RematError
 from remat.transforms.functorch import Prim, PullBack, replaying
 from remat.transforms.region import Region, agree_traced
@@ -78,7 +78,8 @@ class GraphLowering:
         if selector:
             selector.finished(record.tape)
         record.finished(graded)
-        agree_traced(region, record)
+        if ranks_met():
+            agree_traced(region, record)
         # Of what others have, too, the caller gets a copy.
         shares = record.constants.shares
         return record, [quiet(snapshot, t) if shares(t) else t for t in outs]

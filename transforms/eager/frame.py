@@ -80,8 +80,7 @@ class Frame(Packer):
     later: Any = frozenset()
 
     def __init__(self, inputs: Inputs) -> None:
-        self.inputs, self.region = inputs, inputs.region
-        self.inner = 0
+        self.inputs, self.region, self.inner = inputs, inputs.region, 0
         self.task = -1  # the backward pass for which values were made again
         self.recorder: Recorder | None = None
         self.tape: Tape = None  # type: ignore[assignment]  # there is one once the forward runs

@@ -31,7 +31,7 @@ from remat.transforms.compat import (
     unwrapped,
     wrap_for_grad,
 )
-from remat.transforms.context import active, inside, quiet
+from remat.transforms.context import active, inside, quiet, ranks_met
 from remat.transforms.errors import RematError
 from remat.transforms.functorch.primitive import (
     Prim,
@@ -308,7 +308,8 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
             outs, conversion = noting(prim.recorded or prim.body, *operands)
             strays = recorder.outside[len(operands) :]
             refuse_strays(f"region {region.name!r}", region.function, conversion, strays)
-        agree(region, recorder)
+        if ranks_met():
+            agree(region, recorder)
     finally:
         watched = family.watch is not None and not any(unseen)
         family.watch, family.made = None, None
