@@ -11,14 +11,12 @@ from typing import Any, overload
 import torch
 
 from remat._core import joined_keywords, keywords_apart
-from remat.plan.alike import Regions
 from remat.plan.budget import check_budget, check_peak
-from remat.plan.cache import graph_of
+from remat.plan.calls import Regions, graph_of, looking
 from remat.plan.chain import Chain, Measure, Stage, best_parts
 from remat.plan.graph import CostModel, Graph, cost_model
 from remat.plan.joined import over_link
 from remat.plan.layout import Layout, MeshPlan, plan_mesh
-from remat.plan.looking import looking
 from remat.plan.model_plan import ModelPlan, handling
 from remat.plan.peak import OutOfReach, highest_within, profile, step_peak
 from remat.plan.plan import Plan

@@ -13,10 +13,9 @@ from functools import cached_property
 from typing import Any
 
 from remat._core import format_bytes
-from remat.plan.alike import Regions
+from remat.plan.calls import Regions, looking
 from remat.plan.chain import Choice, Measure, Stage
 from remat.plan.graph import CostModel, Graph
-from remat.plan.looking import looking
 from remat.plan.peak import gradients_left, node_ends
 from remat.policies import Policy
 from remat.transforms import RematError

@@ -7,7 +7,7 @@ import torch
 
 from remat import checkpoint_policy, remat
 from remat.plan import BudgetPolicy, Flops, Plan, plan_model
-from remat.plan.cache import graph_of
+from remat.plan.calls import graph_of
 from remat.plan.peak import highest_within, profile, step_peak
 from remat.plan.policy import plan_graph
 from remat.plan.solve.problem import complete

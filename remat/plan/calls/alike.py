@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from remat._forced import standing_for
-from remat.plan.cache import graph_of, remember
+from remat.plan.calls.cache import graph_of, remember
+from remat.plan.calls.keys import alike, alike_key
 from remat.plan.graph import Graph
-from remat.plan.keys import alike, alike_key
 from remat.policies import Policy
 from remat.transforms import BoundedCache
 from remat.transforms.compat import in_transform
