@@ -3,8 +3,8 @@
 The model is that of the engine. Between passes a region holds what its plan keeps. In its backward it
 first goes through its forward again, then differentiates; what it kept goes as it is read. In a compiled
 backward what runs again does so right before its first reader.
-A storage lives from the op that allocates it to its last reader. Allocator rounding and workspaces inside
-kernels are not counted, nor what lives before the step (parameters, inputs).
+A storage lives from the op that allocates it to its last reader. What convolutions of a CPU take inside
+counts. Other workspaces and allocator rounding do not, nor what lives before the step (parameters, inputs).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import TypeVar
 
-from remat.plan.graph import Graph
+from remat.plan.graph import Graph, workspace
 from remat.plan.solve import Solution
 from remat.transforms import RematError
 from remat.transforms.joint import Joint, Op
@@ -127,7 +127,7 @@ def live_bytes(
             if storage not in live and joint.owner[storage] >= 0:
                 live.add(storage)
                 total += joint.storages[storage]
-        most = max(most, total)
+        most = max(most, total + workspace(joint, op))
         for storage in ending.get(step, ()):
             if storage in live:
                 live.remove(storage)
