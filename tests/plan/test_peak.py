@@ -172,3 +172,20 @@ def test_what_a_convolution_takes_inside_counts_on_a_cpu():
     assert found.peak == outputs + workspace(joint, forward)
     pointwise = record(torch.nn.Conv2d(32, 16, 1), (x,))
     assert not any(workspace(pointwise, op) for op in pointwise.ops)
+
+
+def test_gradients_are_added_up_in_place():
+    """As autograd does: of a value that is read three times, one gradient and its sum are there at a time."""
+
+    def fn(x):
+        y = x * 2.0
+        return (y.sin() + y.cos() + y.tanh()).sum()
+
+    x = torch.randn(64, 64, requires_grad=True)
+    graph = graph_of(fn, (x,))
+    adds = [op for op in graph.joint.backward if op.name == "aten.add.Tensor"]
+    assert len(adds) == 2
+    problem = graph.problem(Flops())
+    plain = profile(graph, complete(problem, range(len(problem.size))))
+    found = trace_memory(lambda mark: torch.autograd.grad(fn(x), x))
+    assert max(plain.forward, plain.backward) == pytest.approx(found.peak, abs=64)
