@@ -186,6 +186,8 @@ def test_gradients_are_added_up_in_place():
     adds = [op for op in graph.joint.backward if op.name == "aten.add.Tensor"]
     assert len(adds) == 2
     problem = graph.problem(Flops())
-    plain = profile(graph, complete(problem, range(len(problem.size))))
+    everything = complete(problem, range(len(problem.size)))
+    assert everything is not None
+    plain = profile(graph, everything)
     found = trace_memory(lambda mark: torch.autograd.grad(fn(x), x))
     assert max(plain.forward, plain.backward) == pytest.approx(found.peak, abs=64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -96,11 +97,11 @@ def published(name: str, dtype: torch.dtype, batch: int, seq: int) -> tuple[torc
 def _unet(dtype: torch.dtype, batch: int) -> tuple[torch.nn.Module, dict[str, Any]]:
     """SDXL's U-Net at 1024 x 1024 pixels, by diffusers."""
     try:
-        from diffusers import UNet2DConditionModel
+        diffusers: Any = importlib.import_module("diffusers")
     except ImportError as missing:
         raise UsageError(f"hf:{UNET} needs diffusers: pip install diffusers") from missing
     with torch.device("meta"):
-        model: Any = UNet2DConditionModel(**_SDXL)
+        model: Any = diffusers.UNet2DConditionModel(**_SDXL)
         # As a module: the class's own method warns that some checkpoints have weights of two dtypes.
         torch.nn.Module.to(model, dtype)
         given = {"text_embeds": torch.empty(batch, 1280), "time_ids": torch.empty(batch, 6)}
