@@ -155,9 +155,8 @@ def recordings() -> list[Any]:
 
 
 def run_again_whole(reason: str) -> None:
-    """Have the region around run its function again as a whole, not its ops from the tape."""
-    mode = enclosing()
-    if mode is not None and mode.records:
+    """Have the regions around run their functions again as a whole, not their ops from the tape."""
+    for mode in recordings():
         mode.leave()
         mode.tape.open = mode.tape.open or reason
 
