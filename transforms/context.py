@@ -198,9 +198,9 @@ def notice(func: Any, args: Any) -> None:
     name = getattr(func, "__name__", "")
     if name == "__set__" and func.__self__ is _DATA:
         run_again_whole("it replaces the data of a tensor")
-        if _by_sharding():
-            for mode in recordings():
-                mode.expose(args[0], moved=True)
+        moved = _by_sharding()
+        for mode in recordings():
+            mode.expose(args[0], moved=True) if moved else mode.replaces(args[0])
     elif name == _LOOK:
         for mode in recordings():
             mode.look(args[0])
