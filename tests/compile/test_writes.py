@@ -90,7 +90,41 @@ def argument(r: Any) -> Any:
     return (lambda x: region(x, state)), [state]
 
 
-CASES = (scaled, chained, through_a_view, inside_another, batch_norms, renormed, argument)
+class Averaged(torch.nn.Module):
+    """A buffer of a module, which a partitioner takes for free to save, and for what it was."""
+
+    mean: Tensor
+
+    def __init__(self, r: Any, write: Any) -> None:
+        super().__init__()
+        self.register_buffer("mean", START.clone())
+        self.r, self.write = r, write
+
+    def forward(self, x: Tensor) -> Tensor:
+        def block(x: Tensor) -> Tensor:
+            self.write(self.mean, x.detach().mean(0))
+            return (x @ W).sin() * self.mean.exp()
+
+        return self.r(block)(x)
+
+
+def averaged(r: Any) -> Any:
+    module = Averaged(r, lambda mean, new: mean.lerp_(new, 0.1))
+    return module, [module.mean]
+
+
+def counted(r: Any) -> Any:
+    module = Averaged(r, lambda mean, new: mean.add_(0.125))
+    return module, [module.mean]
+
+
+def averaged_row_by_row(r: Any) -> Any:
+    module = Averaged(r, lambda mean, new: mean[1:3].mul_(0.5).add_(new[:2]))
+    return module, [module.mean]
+
+
+HELD = (averaged, counted, averaged_row_by_row)
+CASES = (scaled, chained, through_a_view, inside_another, batch_norms, renormed, argument, *HELD)
 
 
 def two_steps(step: Any, state: list[Tensor], fn: Any) -> list[Tensor]:
@@ -117,7 +151,7 @@ def test_a_write_happens_once_and_the_recomputation_starts_before_it(case: Any, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [None, save_everything & save_matmuls], ids=["nothing", "matmuls"])
-@pytest.mark.parametrize("case", [scaled, chained, through_a_view, argument])
+@pytest.mark.parametrize("case", [scaled, chained, through_a_view, argument, averaged])
 def test_inductor_gives_the_backward_what_was_there_before(case: Any, policy: Any) -> None:
     check(case, policy, "inductor")
 

@@ -152,7 +152,7 @@ POLICED = re.compile(r'"(?!nothing)(' + "|".join(library.POLICIES) + r')"\)|torc
 # Refusals of torch's own: results of a transform inside are connected to more than they depend on, and plain
 # forward mode finds rules for torch.func's levels alone (docs/limits.md).
 TORCHS = re.compile(
-    "must implement the jvp function|vmap: inplace arithmetic|Batching rule not implemented"
+    "must implement the jvp function|vmap: (inplace arithmetic|index_put_)|Batching rule not implemented"
     "|Nested forward mode AD|derivative for .* is not implemented|A carry must have the same shape"
 )
 # Of programs that call a transform inside alone: else an error of this kind is a region's.
@@ -160,7 +160,7 @@ OF_TRANSFORMS = re.compile("modified by an inplace operation")
 # Loud faults that stand, of transforms in regions and of scans under transforms (docs/limits.md).
 STANDING = re.compile(
     "setStorage: sizes|doesn't match the broadcast shape"
-    "|Mismatch in shape: grad_output|forward AD with _scaled_dot_product"
+    "|forward AD with _scaled_dot_product"
     # torch's formula for logsumexp: the derivative of its tangent.
     "|which is output 0 of Exp, is at version 1"
 )

@@ -173,3 +173,29 @@ def test_two_thousand_steps_without_growth():
     gc.collect()
     assert len(gc.get_objects()) < before + 200
     assert time.perf_counter() - start < 4 * end
+
+
+class Early(Exception):
+    """Ends a forward, with what was made until then."""
+
+
+def test_values_that_leave_with_an_exception():
+    """Early exits, and hooks that store what they saw, have derivatives as without regions."""
+
+    def ends(x):
+        raise Early((x * 2).sin().exp())
+
+    def gradient(region):
+        x = torch.linspace(-1, 1, 6).requires_grad_()
+
+        def outer(x):
+            try:
+                return region(ends)(x)
+            except Early as early:
+                return early.args[0].cos() * x
+
+        return torch.autograd.grad(region(outer)(x).sum(), x)[0]
+
+    for policy in (save_nothing, save_matmuls) * 2:
+        found = gradient(lambda fn, policy=policy: remat(fn, policy=policy))
+        torch.testing.assert_close(found, gradient(lambda fn: fn))

@@ -81,3 +81,87 @@ def test_a_penalty_of_a_normalized_region_in_a_region(policy):
             region(penalty)(rand(6, 4, seed=seed)).backward()
             found.append([p.grad for p in network.parameters()] + [b.clone() for b in network.buffers()])
     torch.testing.assert_close(found[3:], found[:3])
+
+
+def grads(make: Callable[[Any], Any], fn: Callable[..., Any] | None = None) -> list[torch.Tensor]:
+    """Gradients of two calls of `make(region)`; `fn`: what makes regions."""
+    found = []
+    for _ in range(2):
+        x = rand(3, 4).requires_grad_()
+        out = make(fn or (lambda f: f))(x)
+        found += torch.autograd.grad(out.sum(), x)
+    return found
+
+
+def test_data_replaced_in_a_region_inside():
+    """It is no op, so the region around runs its function again, too."""
+
+    def make(region):
+        def inner(a):
+            made = a * 2
+            made.data = made.data.sin()
+            return made * a
+
+        return region(lambda a: region(inner)(a).cos() * a)
+
+    torch.testing.assert_close(grads(make, remat), grads(make))
+
+
+def by_identity(region, x):
+    return region(lambda a: (a + unseen(a, 0.5)) * (2.0 if a is x else 3.0))(x)
+
+
+def by_identity_in_a_helper(region, x):
+    h = x.sin()
+    helper = lambda a: a * 2.0 if a is h else a * 3.0  # noqa: E731
+    return region(lambda a, b: helper(a) * unseen(b, 0.5))(h, x)
+
+
+def saved_inside(region, x):
+    """A region inside saves a captured tensor and an argument: one tensor, in both passes."""
+
+    def outer(a):
+        torch.func.jvp(lambda b: region(lambda c: x * a + 0 * c)(b), (a,), (x.detach(),))
+        return a * unseen(a, 0.5) * 0.3
+
+    return region(outer)(x)
+
+
+def under_torch_func(region, x):
+    def loss(z):
+        return region(lambda a: a.sin() * (2.0 if a is z else 3.0))(z).sum()
+
+    return torch.func.grad(loss)(x.detach()) * x
+
+
+def batched(region, x):
+    return torch.func.vmap(lambda z: region(lambda a: a.sin() * (2.0 if a is z else 3.0))(z))(x)
+
+
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=repr)
+@pytest.mark.parametrize(
+    "case", [by_identity, by_identity_in_a_helper, saved_inside, under_torch_func, batched]
+)
+def test_what_is_captured_and_given_is_one_tensor(case, policy):
+    def make(region):
+        return lambda x: case(region, x)
+
+    torch.testing.assert_close(grads(make, lambda fn: remat(fn, policy=policy)), grads(make))
+
+
+def test_what_is_captured_and_given_may_be_assigned_to():
+    def loss(region, x):
+        seen = x
+
+        def inner(a):
+            nonlocal seen
+            seen = seen * 2
+            return a * 3
+
+        return (region(inner)(x) * seen).sum()
+
+    x = rand(3, 4)
+    want = torch.func.grad(lambda x: loss(lambda f: f, x))(x)
+    assert loss(remat, x).equal(loss(lambda f: f, x))
+    torch.testing.assert_close(torch.func.vmap(lambda x: loss(remat, x))(x), (6 * x * x).sum(-1))
+    assert want.equal(12 * x)

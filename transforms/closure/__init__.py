@@ -6,6 +6,7 @@ from remat.transforms.closure.bindings import (
     captured,  # the tensors reachable from `function` that could carry a derivative or a batch dimension
     in_reach,  # everything that functions, modules and containers lead to
     slots_of,  # where `module` and those in it hold tensors
+    standing_in,  # a function with other tensors in the place of those it captures
 )
 from remat.transforms.closure.cond import (
     cond_met,  # whether torch.cond was ever called in a region

@@ -11,7 +11,7 @@ import functools
 import operator
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -215,3 +215,75 @@ def _named_globals(code: types.CodeType, names: dict[str, Any]) -> Iterator[Any]
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _named_globals(constant, names)
+
+
+# -- a function that captures what it is also given ----------------------------------------------------------
+#
+# Both are one object for it, in every run. A run below levels, or a recomputation, hands over other tensors
+# than the user did. Then `argument is captured` would answer otherwise, and autograd would save two tensors
+# in the place of one.
+
+_DEPTH = 4
+Moved = list[tuple[types.CellType, types.CellType, Any]]
+
+
+@contextlib.contextmanager
+def standing_in(function: Callable[..., Any], given: Mapping[int, torch.Tensor]) -> Iterator[Any]:
+    """`function`, with other tensors in the place of those that it captures; `given`: those by old ids.
+
+    Cells are replaced in copies of functions, since other threads may call the functions. What the copies
+    assign to such a variable is assigned to the variable in the end.
+    """
+    moved: Moved = []
+    yield _again(function, given, moved, _DEPTH) if given else function
+    for old, new, value in moved:
+        if new.cell_contents is not value:
+            old.cell_contents = new.cell_contents
+
+
+def _again(value: Any, given: Mapping[int, torch.Tensor], moved: Moved, depth: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        return given.get(id(value), value)
+    if not depth:
+        return value
+    if isinstance(value, functools.partial):
+        parts = (value.func, *value.args, *value.keywords.values())
+        made = [_again(part, given, moved, depth - 1) for part in parts]
+        if all(one is other for one, other in zip(made, parts, strict=True)):
+            return value
+        count = 1 + len(value.args)
+        return functools.partial(*made[:count], **dict(zip(value.keywords, made[count:], strict=True)))
+    return _copy(value, given, moved, depth) if _is_users(value) else value
+
+
+def _copy(function: Any, given: Mapping[int, torch.Tensor], moved: Moved, depth: int) -> Any:
+    cells = [_cell(cell, given, moved, depth) for cell in function.__closure__ or ()]
+    defaults = tuple([_again(value, given, moved, 0) for value in function.__defaults__ or ()])
+    same = all(one is other for one, other in zip(cells, function.__closure__ or (), strict=True))
+    if same and all(one is other for one, other in zip(defaults, function.__defaults__ or (), strict=True)):
+        return function
+    made = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, defaults, tuple(cells)
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__dict__.update(function.__dict__)
+    return made
+
+
+def _cell(cell: types.CellType, given: Mapping[int, torch.Tensor], moved: Moved, depth: int) -> Any:
+    try:
+        held = cell.cell_contents
+    except ValueError:
+        return cell  # nothing is in it yet
+    value = _again(held, given, moved, depth - 1)
+    if value is held:
+        return cell
+    made = types.CellType(value)
+    moved.append((cell, made, value))
+    return made
+
+
+def _is_users(value: Any) -> bool:
+    """Whether it is a function of the user's. Wrappers of this library find their function otherwise."""
+    made_by = getattr(value, "__module__", None) or ""
+    return isinstance(value, types.FunctionType) and not made_by.startswith(("remat.", "torch."))

@@ -197,7 +197,11 @@ class GraphRecord(Verdicts):
         return quiet(map_tensors, Sent if verdict == OFFLOAD else as_it_is, out)
 
     def _before_writing(self, func: Any, memory: torch.UntypedStorage) -> None:
-        """Copy what is about to be written to; copies nobody reads are dropped."""
+        """Copy what is about to be written to.
+
+        The write starts from the copy, so the copy is a part of the forward. Else a partitioner computes it
+        in the backward, of a buffer that has been written to by then: buffers are free to save, to it.
+        """
         if (storage := memory._cdata) in self.rewritten:
             return
         self.rewritten[storage] = func
@@ -206,7 +210,8 @@ class GraphRecord(Verdicts):
         whole = max(group, key=lambda i: self.operands[i].numel(), default=0)
         for i in group:
             if i == whole:
-                self.before[i] = quiet(snapshot, self.operands[i])
+                self.before[i] = was = quiet(snapshot, self.operands[i])
+                quiet(_filled, self.operands[i], was)
                 continue
             aliasing = Aliasing()
             quiet(aliasing.leaving, [self.operands[i]], [self.operands[whole]])
@@ -235,6 +240,11 @@ class GraphRecord(Verdicts):
             "The derivative of that would be lost. Write out of place, or into a `.clone()` made in the "
             "region, and return the result."
         )
+
+
+def _filled(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.copy_(value)
 
 
 class GraphReplay(Mode):

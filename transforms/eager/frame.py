@@ -38,6 +38,7 @@ from remat.transforms.eager.saved import (
     Packer,
     SavedInput,
     check_shapes,
+    dropped_inputs,
     hook,
     let_go,
     noted,
@@ -46,7 +47,15 @@ from remat.transforms.eager.saved import (
     users,
     watcher,
 )
-from remat.transforms.eager.settle import computed, differentiated, early_value, hold_kept, settle, sources
+from remat.transforms.eager.settle import (
+    broken_off,
+    computed,
+    differentiated,
+    early_value,
+    hold_kept,
+    settle,
+    sources,
+)
 from remat.transforms.errors import RematError, overwritten
 from remat.transforms.offload import Store
 from remat.transforms.ops import storage
@@ -133,9 +142,8 @@ class Frame(Packer):
         try:
             with watching, memory_watch, recorder:
                 out = run_innermost(region.function, select is not None, args, kwargs)
-        except BaseException:
-            # What it holds leads back here through the graph.
-            self.recorder = None
+        except BaseException as error:
+            broken_off(self, recorder, error)
             raise
         finally:
             unhook(inputs.hooks)
@@ -229,13 +237,7 @@ class Frame(Packer):
         self.random = recorder.random if self.program is None or self.program.draws else {}
         if self.kept:
             # After what is kept was let go of, all may be asked for once more.
-            self.dropped = {
-                at: DroppedInput(
-                    tensor, at < tape.arguments, recorder.around(tensor) if recorder.local else tensor
-                )
-                for at, tensor in enumerate(recorder.outside)
-                if at not in self.held
-            }
+            self.dropped = dropped_inputs(self, recorder)
 
     def hold_residuals(self, residuals: Residuals) -> None:
         """Hold all that autograd saves as it is."""
@@ -301,7 +303,8 @@ class Frame(Packer):
                 self.rerun = Rerun(needs, self.rerun.absent)
             return
         program = self.program
-        assert program is not None
+        if program is None:
+            raise RematError(f"region {self.region.name!r}: its forward was broken off: it has no backward")
         part = self._part()
         if part is not None and at in part:
             program = self._program_for(sorted(part))

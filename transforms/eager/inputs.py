@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -27,8 +28,8 @@ class Inputs:
         wrappers: how arguments that are wrappers are put together from local tensors.
         leaves, arguments, spec: the other leaves, the places of the tensors among them, and the structure.
         hooks: the saved-tensor hooks around the region.
-        random, bindings, swap: generators, modules and captured tensors as the function found them; only
-            where the function runs again.
+        random, bindings, swap, originals: generators, modules, captured tensors and arguments as the function
+            found them; only where the function runs again.
     """
 
     def __init__(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -57,6 +58,7 @@ class Inputs:
         self.random: RandomState | None = None
         self.bindings: Bindings | None = None
         self.swap: Any = None
+        self.originals: list[Any] = []
         self.leaf: list[tuple[int, bool, bool]] = []
 
     def note_random(self) -> None:
@@ -68,6 +70,7 @@ class Inputs:
         """Note what a run of the function itself needs besides its arguments."""
         self.bindings = Bindings(self.region.function, self.region.slots)
         self.swap = innermost()
+        self.originals = [weakref.ref(t) for t in self.tensors]
 
     def signature(self) -> Any:
         """What decides, besides the function, which ops run."""
@@ -103,6 +106,12 @@ class Inputs:
             leaves[i] = made
         # The structure of a call with tensors only is not even noted.
         return (tuple(leaves), {}) if self.spec is None else unflatten(leaves, self.spec)
+
+    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, torch.Tensor]:
+        """What `rebuild` has made, by the ids of the user's tensors that are still there."""
+        made = split(flatten((args, kwargs))[0])[0]
+        pairs = zip(self.originals, made, strict=True)
+        return {id(was): tensor for ref, tensor in pairs if (was := ref()) is not None}
 
     def finish(self) -> None:
         """The forward is over: let go of the arguments."""

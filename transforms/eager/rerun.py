@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from remat.transforms.closure import standing_in
 from remat.transforms.compat import set_grad_enabled, top_hooks, unseen
+from remat.transforms.context import run_innermost
 from remat.transforms.eager.saved import hook, unhook
 from remat.transforms.errors import RematError, not_repeated
 from remat.transforms.ops import storage
@@ -39,9 +41,14 @@ class Rerun:
 
     @property
     def complete(self) -> bool:
-        """Whether the run under way has saved all that the forward did."""
+        """Whether the run under way has saved all that the forward did, and need not go on.
+
+        Where ops are not compared, one that saves more has saved other values than the forward.
+        """
         frame = self.frame
-        return frame is not None and self.count == len(frame.tape.packed) and not frame.inner
+        if frame is None or frame.tape.loose:
+            return False
+        return self.count == len(frame.tape.packed) and not frame.inner
 
     def run(self, frame: Frame) -> dict[int, torch.Tensor]:
         """All saved values, by their numbers."""
@@ -117,9 +124,11 @@ class Rerun:
         set_grad_enabled(True)
         around = top_hooks()
         hook((self.frame.repack, lambda tensor: tensor))
-        end = recomputing(self.frame.region.name)
+        region = self.frame.region
+        end = recomputing(region.name)
         try:
-            self.frame.region.run(args, kwargs)
+            with standing_in(region.function, self.frame.inputs.given(args, kwargs)) as function:
+                run_innermost(function, region.selector is not None, args, kwargs)
         finally:
             end()
             unhook(around)

@@ -122,10 +122,12 @@ def check_shapes(tape: Tape, shapes: dict[int, torch.Size], values: dict[int, to
 class DroppedInput:
     """Stands for a tensor from outside that the backward does not read; it may be there after all."""
 
-    __slots__ = ("around", "ref", "spare", "version")
+    __slots__ = ("around", "ref", "spare", "version", "written")
 
-    def __init__(self, tensor: torch.Tensor, argument: bool, around: torch.Tensor) -> None:
-        """`around`: the wrapper whose local tensor it is, or itself."""
+    def __init__(self, tensor: torch.Tensor, argument: bool, around: torch.Tensor, written: bool) -> None:
+        """`around`: the wrapper whose local tensor it is, or itself. `written`: the region itself writes to
+        it, and nobody holds what was in it before."""
+        self.written = written
         leaf = around.is_leaf and around.requires_grad
         self.around = None if around is tensor else weakref.ref(around)
         self.spare = tensor.detach() if leaf else None
@@ -135,10 +137,23 @@ class DroppedInput:
 
     def tensor(self) -> torch.Tensor | None:
         """The tensor, if it is there and as it was."""
+        if self.written:
+            return None
         tensor = self.spare if self.ref is None else self.ref()
         around = tensor if self.around is None else self.around()
         same = tensor is not None and around is not None and version_of(around) == self.version
         return tensor if same else None
+
+
+def dropped_inputs(frame: Any, recorder: Any) -> dict[int, DroppedInput]:
+    """The tensors from outside that a frame does not hold, by their positions."""
+    around = recorder.around if recorder.local else lambda tensor: tensor
+    known, arguments = frame.tape.outside, frame.tape.arguments
+    return {
+        at: DroppedInput(tensor, at < arguments, around(tensor), known[at].root in recorder.snapshots)
+        for at, tensor in enumerate(recorder.outside)
+        if at not in frame.held
+    }
 
 
 def belongs_to_region(hook: Any) -> bool:

@@ -3,6 +3,7 @@ backward pass that the function runs itself, before the forward is over: forces,
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -48,7 +49,9 @@ def settle(frame: Any, recorder: Recorder, out: Any) -> None:
     if needs.whole:
         # The function is to run again: hold all arguments, and what stands in for its ops.
         frame.kept = dict(recorder.kept)
-        frame.take(recorder, held.union(needs.outside, range(tape.arguments)))
+        # What it writes to is found again as it was, whether or not an op that is needed reads that.
+        written = [at for at, known in enumerate(tape.outside) if known.root in recorder.snapshots]
+        frame.take(recorder, held.union(needs.outside, range(tape.arguments), written))
         frame.residuals = None
         frame.inputs.note_surroundings()
         frame.rerun = Rerun(needs, may_be_absent(recorder, ()))
@@ -59,6 +62,20 @@ def settle(frame: Any, recorder: Recorder, out: Any) -> None:
         _prefer_residuals(frame, recorder)
     if active.listeners:
         report_frame(frame, recorder)
+
+
+def broken_off(frame: Any, recorder: Recorder, error: BaseException) -> None:
+    """An exception ends the forward: settle what ran until then, for values may leave with the exception, or
+    lie in a module."""
+    # What it holds leads back to the frame through the graph.
+    frame.recorder = None
+    if isinstance(error, Exception):
+        # The user's exception goes on. Should a value be asked for after all, that raises.
+        with contextlib.suppress(Exception):
+            recorder.leave()
+            frame.tape = recorder.tape
+            settle(frame, recorder, None)
+            hold_kept(frame, recorder, None)
 
 
 def computed(frame: Any) -> list[int]:

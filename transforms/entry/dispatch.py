@@ -4,6 +4,8 @@ captured tensors and offsets as flat operands."""
 from __future__ import annotations
 
 import contextlib
+import functools
+import weakref
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from remat.transforms.closure import (
     made_inside,
     not_compiled,
     note,
+    standing_in,
 )
 from remat.transforms.closure import captured as convert_captured
 from remat.transforms.compat import (
@@ -215,6 +218,7 @@ class FlatCall:
         places = {id(t): i for i, t in enumerate(unique)}
         self.places = [places[id(t)] for t in tensors]
         self.count = len(unique)
+        self.originals = [weakref.ref(t) for t in unique]
         self.captured = captured
         self.operands = [as_operand(t) for t in (*unique, *captured)]
         self.bindings = Bindings(region.function)
@@ -251,8 +255,19 @@ class FlatCall:
             args, kwargs = unflatten(merge(self.leaves, self.at, list(own)), self.spec)
         table = {id(t): operand for t, operand in zip(self.captured, captured, strict=True)}
         conversion = ClosureConversion(table, own, self.captured)
-        with self.bindings.restored(), conversion, kept_whole() if cond_met.is_set() else _NOTHING:
-            out, named = self._tapped(args, kwargs, table) if self.taps else (self._watched(args, kwargs), ())
+        given = {
+            id(t): operand
+            for ref, operand in zip(self.originals, operands, strict=False)
+            if (t := ref()) is not None
+        }
+        with (
+            standing_in(self.region.function, given) as function,
+            self.bindings.restored(),
+            conversion,
+            kept_whole() if cond_met.is_set() else _NOTHING,
+        ):
+            run = functools.partial(self._watched, function)
+            out, named = self._tapped(run, args, kwargs, table) if self.taps else (run(args, kwargs), ())
         note(conversion)
         if self.taps is None and isinstance(out, torch.Tensor):
             return self.aliasing.leaving([table.get(id(out), out)], operands)
@@ -264,24 +279,24 @@ class FlatCall:
         tensors = [table.get(id(t), t) for t in tensors]
         return self.aliasing.leaving(tensors, operands)
 
-    def _tapped(self, args: Any, kwargs: Any, table: dict[int, torch.Tensor]) -> tuple[Any, Any]:
+    def _tapped(self, run: Any, args: Any, kwargs: Any, table: dict[int, torch.Tensor]) -> tuple[Any, Any]:
         # Named values leave as results like any other: every run of the body has the same ones.
         context, mirrors = self.taps.opened(table)
         with context:
-            out = self._watched(args, kwargs)
+            out = run(args, kwargs)
         return out, self.taps.found(mirrors)
 
-    def _watched(self, args: Any, kwargs: Any) -> Any:
+    def _watched(self, function: Any, args: Any, kwargs: Any) -> Any:
         watch = self.family.watch
         if watch is None or self.region.cache.uses_func:
             self.family.watch = None
-            return run_innermost(self.region.function, self.region.selector is not None, args, kwargs)
+            return run_innermost(function, self.region.selector is not None, args, kwargs)
         # torch.func refuses hooks; these only watch, and their values are never asked for.
         message = hooks_disabled()
         allow_hooks()
         push_hooks(watch, unread)
         try:
-            return run_innermost(self.region.function, self.region.selector is not None, args, kwargs)
+            return run_innermost(function, self.region.selector is not None, args, kwargs)
         except RuntimeError as error:
             if not is_hook_refusal(error):
                 raise

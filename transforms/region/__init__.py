@@ -6,7 +6,7 @@ from remat.transforms.context import (
     planning,  # run the region `name` for what it would do
     recomputed_region,  # the name of the region that this thread is running again
     recomputing,  # begin to run the region `name` again on this thread
-    run_again_whole,  # have the region around run its function again, not its ops from the tape
+    run_again_whole,  # have the regions around run their functions again, not ops from the tape
     selecting,  # whether the innermost region around here has a policy
 )
 from remat.transforms.region.agreement import (

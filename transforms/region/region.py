@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import torch
 
 from remat.transforms.closure import Slots, slots_of
-from remat.transforms.context import run_innermost
 from remat.transforms.region.cache import TraceCache, Traces, cache_of
 from remat.transforms.tape import Node, Tape
 
@@ -75,10 +74,6 @@ class Region:
     def slots(self) -> Slots | None:
         """Where a module and those in it hold tensors, for `Bindings`; None for any other function."""
         return slots_of(self.function) if isinstance(self.function, torch.nn.Module) else None
-
-    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Call the function as a part of a recording or of a recomputation."""
-        return run_innermost(self.function, self.selector is not None, args, kwargs)
 
 
 def checksum(out: Any) -> Any:

@@ -36,10 +36,11 @@ class Held(Elsewhere):
     __slots__ = ("hooks", "packed", "region", "version", "watched")
 
     def __init__(self, tensor: torch.Tensor, region: str, hooks: Any, watched: Any = None) -> None:
-        plain = tensor.detach()
+        # No op of a region around: it would meet an alias that no op of its own has made.
+        plain = quiet(tensor.detach)
         self.region, self.hooks = region, hooks
         # What is made below autograd, as by a recorder, has a version of its own.
-        self.watched = plain if watched is None else watched.detach()
+        self.watched = plain if watched is None else quiet(watched.detach)
         self.version = version_of(self.watched)
         self.packed: Any = plain if hooks is None else hooks[0](plain)
 

@@ -1,0 +1,107 @@
+"""`python -m tests.fuzz.routers`: mixtures of experts drawn at random, with noise in what is computed again.
+
+Each program routes otherwise, in other sizes, under another policy and transform. The logits of the router
+have up to a thousandth of noise in every run but the first, and are about as small themselves. So a decision
+that is made again is made otherwise, which moves gradients by tens of percent. The noise alone moves them by
+about a thousandth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import warnings
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import grad, vmap
+
+from remat import RematError, offload_matmuls, remat, save_matmuls, save_nothing
+from tests.compiled import compiled
+from tests.helpers import forget, seed_only_what_is_there
+from tests.policies import test_decisions as routers
+
+POLICIES = [save_nothing, save_matmuls, offload_matmuls]
+# What the noise comes to where nothing flips (tests/policies/test_decisions.py), and what no noise comes to.
+LIMIT, FLIPPED = 1e-3, 1e-2
+
+
+class Case:
+    """The program of a number."""
+
+    def __init__(self, seed: int, with_compiled: bool) -> None:
+        dice = random.Random(f"router{seed}")
+        self.seed, self.dice = seed, dice
+        self.route = dice.choice(routers.ALL)
+        ways = ["backward", "grad"]
+        if self.route in routers.BATCHED:
+            ways += ["vmap"] + ["compiled", "compiled grad"] * with_compiled
+        self.way, self.policy = dice.choice(ways), dice.choice(POLICIES)
+        self.tokens, self.width, self.experts = dice.randint(8, 96), dice.randint(3, 8), dice.randint(4, 16)
+
+    def __str__(self) -> str:
+        sizes = f"{self.tokens} x {self.width}, {self.experts} experts"
+        return f"seed {self.seed}: {self.route.__name__}, {self.way}, {self.policy}, {sizes}"
+
+    def arguments(self) -> list[Tensor]:
+        make = torch.Generator().manual_seed(self.seed)
+        rows = (2,) if self.way == "vmap" else ()
+        shapes = [(*rows, self.tokens, self.width), (self.width, self.experts)]
+        shapes.append((self.experts, self.width, self.width))
+        x, router, w = (torch.randn(shape, generator=make, dtype=torch.float64) for shape in shapes)
+        return [x, router * 0.002, w]
+
+    def gradients(self, fn: Any) -> Any:
+        args = self.arguments()
+        routers.RUNS[0] = 0
+        loss = routers.loss(fn)
+        if self.way.startswith("compiled"):
+            torch._dynamo.reset()
+        if self.way in ("backward", "compiled"):
+            args = [t.requires_grad_() for t in args]
+            return torch.autograd.grad((loss if self.way == "backward" else compiled(loss))(*args), args)
+        derived = grad(loss, (0, 1, 2))
+        if self.way == "vmap":
+            derived = vmap(derived, (0, None, None))
+        return (compiled(derived) if self.way == "compiled grad" else derived)(*args)
+
+    def off(self) -> float:
+        """The largest difference of two calls' gradients from those without remat, over the largest entry."""
+        forget()
+        expected, region = self.gradients(self.route), remat(self.route, policy=self.policy)
+        pairs = [pair for _ in range(2) for pair in zip(self.gradients(region), expected, strict=True)]
+        return max(float((found - want).abs().max() / want.abs().max()) for found, want in pairs)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.routers", description=__doc__)
+    parser.add_argument("--seeds", default="0:1000", help="first:last")
+    parser.add_argument("--compiled", action="store_true", help="some of them compiled (seconds each)")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    seed_only_what_is_there()
+    warnings.simplefilter("ignore")
+    counts: Counter[str] = Counter()
+    worst = 0.0
+    for seed in range(*map(int, options.seeds.split(":"))):
+        case = Case(seed, options.compiled)
+        try:
+            off = case.off()
+        except RematError as error:
+            counts["refused"] += 1
+            print(case, str(error)[:200], flush=True)
+            continue
+        worst = max(worst, off)
+        kind = "flipped" if off > FLIPPED else "noisy" if off > LIMIT else "same"
+        counts[kind] += 1
+        if kind != "same":
+            print(case, f"off by {off:.3g}", flush=True)
+    print(f"{dict(counts)}, at most {worst:.3g}")
+    return min(counts["flipped"] + counts["refused"], 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
