@@ -282,7 +282,8 @@ def _distinct(nodes: Nodes) -> Counter[str]:
     for node in nodes:
         given = torch.fx.map_arg((node.args, node.kwargs), lambda n: same.get(n, n))
         if node.target in _NAMES_ALONE:
-            same[node] = given[0][0]
+            (read,) = node.all_input_nodes
+            same[node] = same.get(read, read)
             continue
         same[node] = seen.setdefault((node.target, repr(given)), node)
     return _ops(node for node in seen.values() if _reads_input(node))
