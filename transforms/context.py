@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +70,8 @@ class Mode(DispatchMode):
     # Whether it sees ops on local tensors in the place of those on wrappers around them; then wrappers that
     # were met, by the ids of their local tensors: they have versions of their own.
     local: dict[int, weakref.ref[torch.Tensor]] | None = None
+    # Copies that ops find in the place of memory from outside, by its storage.
+    scratch: Mapping[int, Any] = types.MappingProxyType({})
 
     def takes_apart(self, types: Any, args: Any) -> bool:
         """Whether an op is one on wrappers, which is to run as ops on their local tensors."""
@@ -113,6 +116,16 @@ def enclosing() -> Mode | None:
     """The innermost recording or replaying in progress on this thread."""
     stack = active.stack
     return stack[-1] if stack else None
+
+
+def scratch_around(key: int) -> Any:
+    """What ops around here find in the place of the memory with this storage, None where that is it."""
+    return next((mode.scratch[key] for mode in reversed(active.stack) if key in mode.scratch), None)
+
+
+def on_scratch() -> bool:
+    """Whether ops around here find copies in the place of memory from outside."""
+    return any([mode.scratch for mode in active.stack])
 
 
 def inside() -> AbstractContextManager[None]:
@@ -216,11 +229,22 @@ class MemoryWatch(TorchFunctionMode):
     """Around a forward in plain autograd: notices what goes past torch's dispatcher."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in DOORS:
+        if func not in _no_doors and _may_be_door(func):
             notice(func, args)
         return func(*args, **kwargs) if kwargs else func(*args)
 
 
+def _may_be_door(func: Any) -> bool:
+    if getattr(func, "__name__", "") in DOORS:
+        return True
+    if type(func) in _BUILTIN and not isinstance(getattr(func, "__self__", None), torch.Tensor):
+        _no_doors.add(func)
+    return False
+
+
+# Torch's own functions that are none: the name of such a function is a new string each time.
+_BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType)
+_no_doors: set[Any] = set()
 # It knows nothing of its own, so one does for all.
 memory_watch = MemoryWatch()
 
@@ -282,6 +306,15 @@ def recomputing(name: str) -> Callable[[], Any]:
         names.pop()
 
     return end
+
+
+@contextlib.contextmanager
+def all_of(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
+    """Several contexts as one, the first outermost."""
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 @contextlib.contextmanager

@@ -191,8 +191,7 @@ def backward(run: Pass, step: dict[str, Any], **options: Any) -> Seen:
         if live is not None and run.lean and not POLICED.search(run.source):
             seen["at most bytes kept"] = live.bytes
         before = run.model.factor, run.model.on0
-        # Steps of a scan are evaluated by Python, and not compared (docs/limits.md).
-        late = step["late"] and not ("SCAN" in run.source or "LOOP" in run.source)
+        late = step["late"]
         if late:
             run.model.factor, run.model.on0 = 7.0, not run.model.on0
         if loss.requires_grad:

@@ -28,7 +28,7 @@ from remat.transforms.compat import (
     next_node,
     set_grad_enabled,
 )
-from remat.transforms.context import gathering, memory_watch, quiet, run_innermost
+from remat.transforms.context import all_of, gathering, memory_watch, quiet, run_innermost
 from remat.transforms.eager.agreement import agree
 from remat.transforms.eager.inputs import Inputs
 from remat.transforms.eager.rerun import Rerun
@@ -120,7 +120,7 @@ class Frame(Packer):
             recorder = GuardMode(known.tape, known.kept, select, inputs.local, casts, region.decisions)
             self.residuals = Residuals((), None) if known.residual else None
             simple = self.residuals is None and known.ends is None and not known.tape.sized_by_data
-            if simple and not region.cache.differentiates:
+            if simple and not region.cache.differentiates and inputs.hooks is None:
                 pack = self.pack_expected
         self.recorder, recorder.local = recorder, {}
         for at in inputs.wrappers:
@@ -178,11 +178,11 @@ class Frame(Packer):
     def pack_expected(self, tensor: torch.Tensor) -> Any:
         """As `pack`, where the forward is the known one and nobody asks what becomes of the handles."""
         recorder: Any = self.recorder
+        at = recorder.packs
         if type(tensor) not in PLAIN and wraps(tensor):
             recorder.meet(tensor)
             return Wrapper(tensor, self.pack_expected)
-        at = recorder.packs
-        if self.inputs.hooks is None and recorder.expects(tensor):
+        if recorder.expects(tensor):
             return at
         self.handles += [None] * (at - len(self.handles))
         return self.pack(tensor)
@@ -211,18 +211,17 @@ class Frame(Packer):
         """Hold these tensors from outside, and what the recomputation starts from besides."""
         inputs, tape = self.inputs, self.tape
         snapshots, raw = recorder.snapshots, [storage(tensor) for tensor, _ in self.raw]
+        apart = bool(snapshots or raw or recorder.moved)
         for at in sorted(held):
-            root = tape.outside[at].root
-            if written := root in snapshots:
-                self.snapshots[root] = snapshots[root]
-            elif root in recorder.moved:
-                written = True
-            elif raw:
-                written = storage(recorder.outside[at]) in raw
-            tensor = recorder.outside[at]
-            self.held[at] = SavedInput(
-                tensor, inputs.hooks, written, recorder.around(tensor) if recorder.local else tensor
-            )
+            tensor, written = recorder.outside[at], False
+            if apart:
+                root = tape.outside[at].root
+                if written := root in snapshots:
+                    self.snapshots[root] = snapshots[root]
+                else:
+                    written = root in recorder.moved or (bool(raw) and storage(tensor) in raw)
+            around = recorder.around(tensor) if recorder.local else tensor
+            self.held[at] = SavedInput(tensor, inputs.hooks, written, around)
         self.random = recorder.random if self.program is None or self.program.draws else {}
         if self.kept:
             # After what is kept was let go of, all may be asked for once more.
@@ -244,16 +243,20 @@ class Frame(Packer):
     # -- backward --------------------------------------------------------------------------------------
 
     def unpack(self, handle: Any) -> torch.Tensor:
-        if type(handle) is Wrapper:
+        value = None
+        if type(handle) is int:
+            at = handle
+        elif type(handle) is Wrapper:
             return handle.around(map(self.unpack, handle.parts))
-        at = handle if type(handle) is int else handle.at
+        else:
+            at, value = handle.at, handle.value
         if self.recorder is not None:
             return early_value(self, at, self.recorder)
-        if (held := getattr(handle, "value", None)) is not None:
-            return held.get()
+        if value is not None:
+            return value.get()
         there = self.direct.get(at)
-        if there is not None and there in self.held:
-            return self.outside(there)
+        if there is not None and (input := self.held.get(there)) is not None:
+            return input.get(self.inputs, there)
         task = graph_task()
         if at not in self.values or (task != self.task and not resumed(self, task)):
             self._fill(at, task)
@@ -267,7 +270,7 @@ class Frame(Packer):
 
     def outside(self, at: int) -> torch.Tensor:
         """The tensor from outside at this position of the tape."""
-        return self.held[at].get(self.region.name, lambda tensor: self.inputs.path(at, tensor))
+        return self.held[at].get(self.inputs, at)
 
     def _fill(self, at: int, task: int) -> None:
         """Make saved value `at` again, and with it what else this backward reads."""
@@ -305,7 +308,8 @@ class Frame(Packer):
         if spend and self.kept:
             take, self.spent = self.kept.pop, True
         self.values = self.execute(program, self.outside, take)
-        check_shapes(self.tape, self.shapes, self.values)
+        if self.shapes:
+            check_shapes(self.tape, self.shapes, self.values)
         if spend:
             self.kept = {}
 
@@ -321,15 +325,13 @@ class Frame(Packer):
         graded = torch.is_grad_enabled()
         end = recomputing(self.region.name)
         random = self.random if self.region.preserve_rng_state else {}
+        contexts = inputs.ambient_contexts(casts=False)
+        if program.draws and random:
+            contexts.append(generators_put_back(random.values()))
+        if self.store is not None:
+            contexts.append(self.store.fetched(program.kept))
         try:
-            with contextlib.ExitStack() as stack:
-                for context in inputs.ambient_contexts(casts=False):
-                    stack.enter_context(context)
-                if program.draws and random:
-                    stack.enter_context(generators_put_back(random.values()))
-                if self.store is not None:
-                    stack.enter_context(self.store.fetched(program.kept))
-                stack.enter_context(below_autograd())
+            with all_of(contexts) if contexts else _NOTHING, below_autograd():
                 return program.run(there, take, random, self.region.digest, self.region.shares)
         finally:
             end()
@@ -379,8 +381,9 @@ class Frame(Packer):
     def forget(self) -> None:
         """Let go of recomputed values."""
         self.values = {}
-        for held in self.held.values():
-            held.forget()
+        if self.inputs.hooks is not None:
+            for held in self.held.values():
+                held.forget()
 
     def repack(self, tensor: torch.Tensor) -> Any:
         """Take the next value that a run of the function saves."""

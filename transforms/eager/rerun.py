@@ -17,7 +17,7 @@ from remat.transforms.errors import RematError, not_repeated
 from remat.transforms.ops import storage
 from remat.transforms.region import recomputing
 from remat.transforms.state import generators_put_back
-from remat.transforms.tape import Needs, Replay, Stop, lent
+from remat.transforms.tape import Needs, Replay, Stop, lent, versions_again
 
 if TYPE_CHECKING:
     from remat.transforms.eager.frame import Frame
@@ -56,7 +56,7 @@ class Rerun:
         for at, held in frame.held.items():
             if at >= frame.tape.arguments and held.unpack is None:
                 # Only to see that it was not written to.
-                held.get(frame.region.name, lambda tensor, at=at: inputs.path(at, tensor))
+                held.get(inputs, at)
         inner, frame.inner = frame.inner, 0
         self.values, self.count = {}, 0
         try:
@@ -65,7 +65,8 @@ class Rerun:
                     stack.callback(inputs.random.again().restore)
                     inputs.random.restore()
                     stack.enter_context(generators_put_back(frame.random.values()))
-                stack.enter_context(lent(frame.raw if not frame.tape.loose else self._written()))
+                stack.enter_context(lent(frame.raw))
+                stack.enter_context((lent if frame.tape.loose else versions_again)(self._written()))
                 for context in inputs.contexts():
                     stack.enter_context(context)
                 if frame.store is not None:
@@ -85,10 +86,10 @@ class Rerun:
         return values
 
     def _written(self) -> list[tuple[torch.Tensor, Any]]:
-        """All memories from outside that the function writes to, as they were before."""
+        """The memories from outside that ops of the function write to, as they were before."""
         frame = self.frame
         roots = {frame.tape.outside[at].root: held.packed for at, held in frame.held.items()}
-        return [*frame.raw, *((roots[root], before) for root, before in frame.snapshots.items())]
+        return [(roots[root], before) for root, before in frame.snapshots.items()]
 
     def _replay(self) -> Replay:
         frame, region = self.frame, self.frame.region

@@ -40,7 +40,7 @@ class Packer:
 class SavedInput:
     """A tensor from outside a region, kept across through the hooks of whoever encloses the region."""
 
-    __slots__ = ("_fetched", "packed", "requires_grad", "unpack", "version", "watched")
+    __slots__ = ("_fetched", "packed", "unpack", "version", "watched")
 
     def __init__(
         self,
@@ -53,7 +53,6 @@ class SavedInput:
         the wrapper whose local tensor it is, and whose version tells of writes."""
         around = tensor if around is None else around
         self._fetched: torch.Tensor | None = None
-        self.requires_grad = tensor.requires_grad
         self.unpack, self.version, self.watched = None, -1, None
         if written:
             self.packed: Any = tensor.detach()
@@ -62,7 +61,10 @@ class SavedInput:
         if hooks is None or (around.is_leaf and around.requires_grad):
             self.packed = tensor.detach()
             self.watched: Any = self.packed if around is tensor else around.detach()
-            self.version = 0 if self.watched.is_inference() else self.watched._version
+            try:
+                self.version = self.watched._version
+            except RuntimeError:
+                self.version = -1  # an inference tensor counts no writes; to ask first takes as long again
         elif isinstance(frame := getattr(hooks[0], "__self__", None), Packer):
             # An enclosing region that runs again must not stop here, in the middle of ours.
             frame.inner += 1
@@ -73,23 +75,20 @@ class SavedInput:
         else:
             self.packed, self.unpack = hooks[0](tensor.detach()), hooks[1]
 
-    def get(self, region: str, path: Callable[[torch.Tensor], str | None]) -> torch.Tensor:
-        """The tensor again, without a history, the same object each time; `path` finds its name."""
+    def get(self, inputs: Any, at: int) -> torch.Tensor:
+        """The tensor again, without a history, the same object each time; `inputs.path` finds its name."""
         if self.unpack is not None:
             if self._fetched is None:
                 self._fetched = self.unpack(self.packed).detach()
             return self._fetched
-        # As `unwritten`, which would be one call more for each.
-        watched = self.watched
-        if watched is not None and (0 if watched.is_inference() else watched._version) != self.version:
-            raise RematError(written(region, self.packed, path(self.packed)))
+        if self.version >= 0 and self.watched._version != self.version:
+            raise RematError(written(inputs.region.name, self.packed, inputs.path(at, self.packed)))
         return self.packed
 
     @property
     def unwritten(self) -> bool:
         """Whether nobody has written to it since, as far as is known here."""
-        watched = self.watched
-        return watched is None or (0 if watched.is_inference() else watched._version) == self.version
+        return self.version < 0 or self.watched._version == self.version
 
     def forget(self) -> None:
         """Let go of what an enclosing region has made again."""

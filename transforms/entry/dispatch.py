@@ -43,6 +43,7 @@ from remat.transforms.context import (
     enclosing,
     inside,
     labelled,
+    on_scratch,
     planning,
     quiet,
     run_innermost,
@@ -122,8 +123,8 @@ def _run_frame(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     inputs = Inputs(region, args, kwargs)
     # Offsets add ops to those that earlier calls ran; who listens is told by recording.
     key = None if region.key is None or inputs.taps or active.listeners else inputs.signature()
-    # What a region around keeps decides what this one computes again.
-    key = None if key is not None and enclosing() is not None and selective_around() else key
+    if key is not None and enclosing() is not None and (selective_around() or on_scratch()):
+        key = None  # what a region around keeps, or has copies of, decides what this one computes again
     known = None if key is None else region.traces.get(key)
     frame = Frame(inputs)
     with labelled("forward", region.name), inside():

@@ -15,12 +15,15 @@ from remat.transforms.scan.instructions import with_notice
 from remat.transforms.scan.spec import (
     Coming,
     Leaves,
+    Print,
     Scan,
     State,
     Tensors,
     as_in_forward,
+    check_seen,
     compact,
     fetch,
+    prints_of,
     with_step_note,
 )
 from remat.transforms.scan.vjp import OneByOne, pull
@@ -47,6 +50,7 @@ class _Backward:
         self.tapes = scan.record.tapes
         self.coming: dict[int, Coming] = {}
         needs_of = self.needs[0], self.needs[2]
+        self.again: dict[int, list[Print]] = {}
         self.one = None if in_transform() else OneByOne(self.consts, needs_of)
         if self.blocks is not None:
             self.xs = dense(self.xs)
@@ -82,7 +86,7 @@ class _Backward:
                 self.scan.tell("advance", range(start, end))
                 start = end
             for k in range(start, stop):
-                carry, _ = with_step_note(self.scan, k, self.consts, carry, self._x(k))
+                carry, _ = self._step(k, self.consts, carry, self._x(k))
                 self.scan.tell("advance", range(k, k + 1))
         drew = self.scan.record.random and self.hand.random is not None
         self.hand = State(stop, carry, self.hand.random.again() if drew else None)  # type: ignore[union-attr]
@@ -134,7 +138,7 @@ class _Backward:
         def steps(consts: Tensors, carry: Leaves, rows: list[list[torch.Tensor]]) -> tuple[Leaves, list[Any]]:
             ys = []
             for k, x in enumerate(rows, start):
-                carry, y = with_step_note(scan, k, consts, carry, x)
+                carry, y = self._step(k, consts, carry, x)
                 ys.append(y)
             return carry, ys
 
@@ -145,11 +149,17 @@ class _Backward:
             self._put(scan.at(k), row)
         self.scan.tell("reverse", range(stop - 1, start - 1, -1))
 
+    def _step(self, k: int, consts: Tensors, carry: Leaves, x: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
+        carry, ys = with_step_note(self.scan, k, consts, carry, x)
+        if k + 1 in self.scan.record.seen:
+            self.again[k + 1] = prints_of([*carry, *ys] if k + 1 == self.scan.length else carry)
+        return carry, ys
+
     def _reverse_one(self, pull_one: OneByOne, k: int) -> None:
-        scan, carry, at = self.scan, self.hand.carry, self.scan.at(k)
+        carry, at = self.hand.carry, self.scan.at(k)
         cts = [*self.carry_cts, *(None if ct is None else ct.select(0, at) for ct in self.y_cts)]
         self.hand = State(k, [], None)
-        step = functools.partial(with_step_note, scan, k)
+        step = functools.partial(self._step, k)
         by_const, self.carry_cts, (by_x,) = pull_one(step, carry, self._x(k), cts)
         self._add_consts(by_const)
         self._put(at, by_x)
@@ -284,5 +294,6 @@ def pull_back(
         if missed.around():
             raise
         raise read_again(scan.spec.name, missed) from None
+    check_seen(scan, machine.again)
     grads = machine.grads()
     return [g if need else None for g, need in zip(grads, needs, strict=True)]

@@ -54,6 +54,7 @@ from remat.transforms.scan.spec import (
     index_states,
     lift_states,
     now,
+    prints_of,
     uncached_casts,
     with_step_note,
 )
@@ -73,8 +74,9 @@ def run(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     if scan.opaque is not None:
         plain, ambient = False, scan.opaque.ambient
     scan = replace(scan, plain=plain, levels=levels, record=Record(ambient))
+    scan.record.compared = torch.is_grad_enabled() and any(map(_torch_differentiable, flat))
     out = _Scan.apply(scan, *flat)
-    if active.listeners and torch.is_grad_enabled() and any(map(_torch_differentiable, flat)):
+    if active.listeners and scan.record.compared:
         _report(scan, flat, out)
     carry = list(scan.record.final)
     for i, tensor in zip(scan.tensors, out, strict=False):
@@ -271,6 +273,7 @@ def run_forward(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     record = scan.record
     record.states.clear()
     record.tapes.clear()
+    record.seen.clear()
     record.ambient, record.start = Ambient(device_kinds(flat)), RandomState(flat)
     xs = flat[len(flat) - scan.sizes[2] :]
     before = [version(x) for x in xs]
@@ -283,6 +286,7 @@ def run_forward(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
             record.random = True
             record.states.clear()
             record.tapes.clear()
+            record.seen.clear()
             record.start.restore()
             carry, stacks = _steps(scan, flat)
     if scan.offloaded is not None:
@@ -304,12 +308,15 @@ def _steps(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     stacks: list[torch.Tensor] = []
     rows: list[list[torch.Tensor]] = []
     assert moment is not None
-    k = 0
+    apart = max(1, (n or 64) // 4)  # a comparison costs as much as a few small ops
+    k, ys = 0, []
     while (n is None or k < n) and (proceed is None or proceed(consts, carry)):
         if (slot := place(k)) is not None:
             if record.random:
                 moment = now(moment)
             states[slot] = State(k, scan.sent(compact(carry), slot) if k else carry, moment)
+            if record.compared and k >= max(record.seen, default=0) + apart:
+                record.seen[k] = prints_of(carry)
         at = scan.at(k)
         carry, ys = with_step_note(scan, k, consts, carry, [x.select(0, at) for x in xs])
         if not scan.plain:
@@ -324,6 +331,8 @@ def _steps(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
             on_step("forward", k)
         k += 1
     record.length = k
+    if k and record.compared:
+        record.seen[k] = prints_of([*carry, *ys])
     if not scan.plain:
         # An enclosing region records ops and must not meet writes into parts of a tensor.
         stacks = [torch.stack(column) for column in zip(*rows[:: -1 if scan.reverse else 1], strict=True)]

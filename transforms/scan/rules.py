@@ -13,7 +13,16 @@ from remat.transforms.compat import dual_level_known_if_any
 from remat.transforms.ops import overlaps
 from remat.transforms.pytree import merge
 from remat.transforms.pytree import smooth as pytree_smooth
-from remat.transforms.scan.spec import Leaves, Scan, ScanSpec, Tensors, as_in_forward, make
+from remat.transforms.scan.spec import (
+    Leaves,
+    Scan,
+    ScanSpec,
+    Tensors,
+    as_in_forward,
+    check_seen,
+    make,
+    prints_of,
+)
 from remat.transforms.scan.vjp import pull
 from remat.transforms.state import RandomState
 
@@ -261,17 +270,10 @@ def _states_of(
         new, _ = scan.step(consts, carry, x)
         return [*new, k + 1], [carry[i] for i in scan.tensors]
 
-    states: list[torch.Tensor] = run(
-        *make(
-            emit,
-            _spec(scan),
-            consts,
-            [*carry, *numbers],
-            xs,
-            around=scan.around,
-            opaque=scan.opaque,
-        )
-    )[1]
+    start = [*carry, *numbers]
+    end, states = run(*make(emit, _spec(scan), consts, start, xs, around=scan.around, opaque=scan.opaque))
+    if scan.length in scan.record.seen:
+        check_seen(scan, {scan.length: prints_of(end)})
     return states, statics, randoms
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -10,10 +11,19 @@ from typing import Any, NamedTuple
 import torch
 
 from remat.transforms.closure import handed_on
-from remat.transforms.compat import functions_as_they_are, modes_active, unseen
+from remat.transforms.compat import (
+    function_modes,
+    functions_as_they_are,
+    in_transform,
+    modes_active,
+    outside_all_modes,
+    unseen,
+    unwrapped,
+)
+from remat.transforms.errors import RematError
 from remat.transforms.offload import Copy, to_device, to_host
 from remat.transforms.ops import memory_of
-from remat.transforms.pytree import Spec, flatten, merge
+from remat.transforms.pytree import Spec, flatten, merge, smooth
 from remat.transforms.scan.instructions import Schedule
 from remat.transforms.state import Ambient, RandomState, refuse_traced_draws
 
@@ -100,6 +110,8 @@ class Record:
     length: int = 0
     tapes: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # of compiled blocks, by first step
     final: Leaves = field(default_factory=list)
+    compared: bool = False  # whether a backward may come, which is to find the numbers of the forward again
+    seen: dict[int, list[Print]] = field(default_factory=dict)  # by the number of steps done
 
 
 @dataclass(frozen=True)
@@ -244,6 +256,75 @@ def with_step_note(
             raise handed from error
         error.add_note(f"in step {k} of {scan.spec.name}")
         raise
+
+
+class Print(NamedTuple):
+    """What is compared of a float tensor: norm and some elements; a GPU keeps them until they are read."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    norm: torch.Tensor | float
+    some: torch.Tensor | list[float]
+
+    def read(self) -> tuple[float, list[float]]:
+        """The root of the mean square, and the elements."""
+        some = self.some.tolist() if isinstance(self.some, torch.Tensor) else self.some
+        return float(self.norm) / math.sqrt(max(1, math.prod(self.shape))), some
+
+
+def prints_of(tensors: Sequence[Any]) -> list[Print]:
+    """Those of float tensors that have numbers in plain memory."""
+    watched = modes_active() or in_transform() or function_modes()
+    given = [t for t in tensors if isinstance(t, torch.Tensor)]
+    if not watched:
+        return [_print_of(t) for t in given if _has_numbers(t)]
+    with outside_all_modes(), functions_as_they_are():
+        return [_print_of(t) for t in map(unwrapped, given) if _has_numbers(t)]
+
+
+def _has_numbers(tensor: torch.Tensor) -> bool:
+    plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_meta
+    return plain and smooth(tensor)
+
+
+def _print_of(tensor: torch.Tensor) -> Print:
+    plain = tensor.detach()
+    if plain.is_complex():
+        plain = torch.view_as_real(plain.resolve_conj())
+    some = plain.reshape(-1)[:: plain.numel() // 8 + 1]
+    norm = torch.linalg.vector_norm(plain, dtype=torch.promote_types(plain.dtype, torch.float32))
+    read = (norm.item(), some.tolist()) if plain.is_cpu else (norm, some.clone())
+    return Print(tensor.shape, tensor.dtype, *read)
+
+
+def check_seen(scan: Scan, again: dict[int, list[Print]]) -> None:
+    """Raise if steps that were evaluated again had other results than in the forward.
+
+    So is noticed that what a step reads beside its operands has changed. Kernels may differ in last bits
+    between the passes, so the comparison allows for the square root of a dtype's precision.
+    """
+    ambient = scan.record.ambient
+    for done, found in sorted(again.items()):
+        before = scan.record.seen[done][: len(found)]
+        if [m[:2] for m in before] != [m[:2] for m in found]:
+            continue  # another derivative evaluates other shapes
+        pairs = [(m.dtype, *m.read(), *n.read()) for m, n in zip(before, found, strict=True)]
+        pairs = [pair for pair in pairs if math.isfinite(pair[1] + pair[3])]
+        largest = max((pair[1] for pair in pairs), default=0.0)
+        for dtype, size, some, size2, some2 in pairs:
+            coarse = torch.bfloat16 if ambient is not None and ambient.casts else dtype
+            scale = max(largest, *map(abs, some)) * math.sqrt(torch.finfo(coarse).eps)
+            if any(abs(a - b) > scale for a, b in zip([size, *some], [size2, *some2], strict=True)):
+                raise _other_numbers(scan.spec.name, done - 1)
+
+
+def _other_numbers(name: str, step: int) -> RematError:
+    return RematError(
+        f"{name}: step {step} or one before it gave other numbers when the backward evaluated it again. What "
+        "a step reads beside its carry and its row of xs (Python numbers, attributes, tensors without "
+        "gradients) must be the same in both passes. Put it into the carry or into xs, or change it after "
+        "the backward."
+    )
 
 
 def compact(carry: Leaves) -> Leaves:

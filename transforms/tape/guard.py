@@ -180,7 +180,8 @@ class GuardMode(Recorder):
         if at != len(self.outside) or at >= len(self.expected.outside):
             return False
         known = self.expected.outside[at]
-        if known.meta[0] != tensor.shape or known.meta[2:] != (tensor.dtype, tensor.device):
+        shape, _, dtype, device = known.meta
+        if dtype is not tensor.dtype or shape != tensor.shape or device != tensor.device:
             return False
         if self.expected.last_write:
             # What is written to must share its memory with what it shared it with.
@@ -205,10 +206,9 @@ class GuardMode(Recorder):
         """Run an op that is the one on the tape."""
         if check.watched:
             self._before(at, node, args, kwargs or {})
-        parent = self.parent
-        around = -1 if parent is None else parent.position
+        around = -1 if self.parent is None else self.parent.position
         out = check.call(*args, **kwargs) if kwargs else check.call(*args)
-        if parent is not None:
+        if around >= 0:
             self._link(at, around)
         self.at = at + 1
         number, table = node.first, self._numbers

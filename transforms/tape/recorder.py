@@ -14,7 +14,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from remat.transforms.compat import memory_is_real
-from remat.transforms.context import active, quiet
+from remat.transforms.context import active, on_scratch, quiet, scratch_around
 from remat.transforms.errors import RematError, user_place
 from remat.transforms.ops import (
     Decisions,
@@ -26,6 +26,7 @@ from remat.transforms.ops import (
     memory_of,
     metadata,
     read_by,
+    storage,
     targets,
     tensors_in,
     traits,
@@ -310,6 +311,9 @@ class Recorder(WriteWatch):
         known = self._memory.get(id(memory)) if memory is not None else None
         root = known[1] if known is not None and known[0]() is memory and known[1] < 0 else number
         self.tape.outside.append(Outside(metadata(tensor), root))
+        if on_scratch() and root not in self.snapshots and (now := scratch_around(storage(tensor))):
+            # Whatever runs around here again has its own copy of this memory, and may write to it later.
+            self.snapshots[root] = quiet(now.copy)
         if memory is not None:
             self._remember(memory, root, number, tensor)
         return number

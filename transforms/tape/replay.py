@@ -38,7 +38,7 @@ from remat.transforms.state import RandomState, generators_put_back
 from remat.transforms.tape.absent import Absent
 from remat.transforms.tape.reachability import Reachability
 from remat.transforms.tape.recorder import Recorder
-from remat.transforms.tape.snapshots import Snapshot, handed_out, lent, octets
+from remat.transforms.tape.snapshots import Snapshot, handed_out, lent, octets, versions_again
 from remat.transforms.tape.tape import KEPT, SKIP, Needs, Node, Tape, same_constants
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Replay(Mode):
         self.done = False
         copies = {id(snapshot): quiet(snapshot.copy) for _, snapshot in snapshots}
         # Memory from outside that the forward wrote to, by its storage: the outside sees a write once.
-        self._scratch = {key: copies[id(snapshot)] for key, snapshot in snapshots}
+        self.scratch = {key: copies[id(snapshot)] for key, snapshot in snapshots}
 
     @property
     def position(self) -> int:
@@ -117,7 +117,7 @@ class Replay(Mode):
             raise self._differs(at, f"{func} is called with other constants than in the forward")
         if self._left and self._absent and not self._absent.stands_in(node, args, kwargs, self._left):
             raise self._differs(at, f"{func} reads another tensor than in the forward, from a cache")
-        if self._scratch:
+        if self.scratch:
             args, kwargs = self._on_scratch((args, kwargs))
         action = self.needs.actions[at]
         if action == KEPT:
@@ -184,7 +184,7 @@ class Replay(Mode):
 
     def _on_scratch(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            scratch = self._scratch.get(storage(value))
+            scratch = self.scratch.get(storage(value))
             return value if scratch is None else quiet(scratch.view, value)
         if isinstance(value, (tuple, list)):
             return type(value)([self._on_scratch(v) for v in value])
@@ -279,8 +279,8 @@ class Recorded:
                 stack.callback(self.random.again().restore)
                 self.random.restore()
                 stack.enter_context(generators_put_back(self.draws.values()))
-            if self.tape.loose:
-                stack.enter_context(lent(self._written()))
+            if pairs := list(self._written()):
+                stack.enter_context((lent if self.tape.loose else versions_again)(pairs))
             if self.store is not None:
                 stack.enter_context(self.store.fetched({at for at, runs in needs.live.items() if not runs}))
             yield

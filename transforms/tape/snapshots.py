@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat import autograd_again, memory_is_real, version_kept
+from remat.transforms.compat import autograd_again, memory_is_real, set_version, version_kept
 from remat.transforms.context import quiet
 from remat.transforms.errors import RematError, written
 from remat.transforms.offload import Elsewhere
@@ -82,9 +82,10 @@ def handed_out(kept: Any, copied: bool) -> Any:
 class Snapshot:
     """A copy of the memory of a tensor: all of it, so that every view of it can be had again."""
 
-    __slots__ = ("memory", "tensor")
+    __slots__ = ("memory", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        self.version = version_of(tensor)
         memory = memory_of(tensor) if type(tensor) in (torch.Tensor, torch.nn.Parameter) else None
         if memory is None or tensor.is_meta or not memory_is_real():
             self.memory, self.tensor = None, tensor.detach().clone()
@@ -94,6 +95,7 @@ class Snapshot:
     def copy(self) -> Snapshot:
         """Another one, to be written to."""
         made = Snapshot.__new__(Snapshot)
+        made.version = self.version
         made.memory = None if self.memory is None else self.memory.clone()
         made.tensor = None if self.tensor is None else self.tensor.clone()
         return made
@@ -129,6 +131,20 @@ class Snapshot:
 
 
 @contextlib.contextmanager
+def versions_again(pairs: Iterable[tuple[torch.Tensor, Snapshot]]) -> Iterator[None]:
+    """Within, writes are counted from where they were before the region's; afterwards tensors count as now.
+
+    What an op of a run saves for a derivative of that run has the version that it had in the forward.
+    """
+    with contextlib.ExitStack() as stack:
+        for tensor, before in pairs:
+            if not tensor.is_inference():
+                stack.enter_context(version_kept(tensor))
+                set_version(tensor, before.version)
+        yield
+
+
+@contextlib.contextmanager
 def lent(pairs: Iterable[tuple[torch.Tensor, Snapshot]]) -> Iterator[None]:
     """Within, tensors hold what they held before a region wrote to them, for a run that writes to them again.
 
@@ -140,6 +156,7 @@ def lent(pairs: Iterable[tuple[torch.Tensor, Snapshot]]) -> Iterator[None]:
             stack.enter_context(version_kept(tensor))
             stack.callback(quiet, quiet(Snapshot, tensor).put_back, tensor)
             quiet(before.put_back, tensor)
+            set_version(tensor, before.version)
         yield
 
 
