@@ -155,9 +155,8 @@ def recordings() -> list[Any]:
 
 
 def run_again_whole(reason: str) -> None:
-    """Have the region around run its function again as a whole, not its ops from the tape."""
-    mode = enclosing()
-    if mode is not None and mode.records:
+    """Have the regions around run their functions again as a whole, not their ops from the tape."""
+    for mode in recordings():
         mode.leave()
         mode.tape.open = mode.tape.open or reason
 
@@ -199,9 +198,9 @@ def notice(func: Any, args: Any) -> None:
     name = getattr(func, "__name__", "")
     if name == "__set__" and func.__self__ is _DATA:
         run_again_whole("it replaces the data of a tensor")
-        if _by_sharding():
-            for mode in recordings():
-                mode.expose(args[0], moved=True)
+        moved = _by_sharding()
+        for mode in recordings():
+            mode.expose(args[0], moved=True) if moved else mode.replaces(args[0])
     elif name == _LOOK:
         for mode in recordings():
             mode.look(args[0])

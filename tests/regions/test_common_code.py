@@ -276,9 +276,16 @@ def by_data(buffer):
     buffer.data.add_(1)
 
 
+def by_other_data(buffer):
+    buffer.data = buffer.data * 0.5
+
+
+@pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=["nothing", "matmuls"])
-@pytest.mark.parametrize("write", [by_numpy, by_detached_numpy, by_pointer, by_dlpack, by_data])
-def test_a_raw_write_to_a_captured_buffer_happens_once(write, policy):
+@pytest.mark.parametrize(
+    "write", [by_numpy, by_detached_numpy, by_pointer, by_dlpack, by_data, by_other_data]
+)
+def test_a_raw_write_to_a_captured_buffer_happens_once(write, policy, nested):
     found = []
     for wrap in (lambda fn: remat(fn, policy=policy), lambda fn: fn):
         buffer = torch.linspace(0.5, 1, 4, dtype=D)
@@ -289,6 +296,8 @@ def test_a_raw_write_to_a_captured_buffer_happens_once(write, policy):
             return (h * buffer).sin().exp()
 
         region, seen = wrap(run), []
+        if nested:
+            region = wrap(lambda x, inside=region: x.sin() * inside(x.cos()))
         for _ in range(3):
             x = torch.linspace(-1, 1, 16, dtype=D).view(4, 4).requires_grad_()
             seen.append(torch.autograd.grad(region(x).sum(), x)[0])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
+from torch.utils._pytree import tree_map
 
 from remat import RematError, remat, save_everything, save_matmuls, save_nothing
 from tests.helpers import rand, same
@@ -27,13 +28,32 @@ def grads(fn, calls=3):
 
 
 def check(make, policy):
-    """`make(wrap)` -> what is seen; the same with regions and without."""
-    results = []
-    for wrap in (lambda f: f, lambda f: remat(f, policy=policy)):
-        torch.manual_seed(0)
-        random.seed(0)
-        results.append(make(wrap))
-    same(results[1], results[0], 1e-9)
+    """`make(wrap)` -> what is seen; the same with regions and without, and with regions in regions."""
+
+    def read(f, wrap):
+        """A function that reads the results of a region inside."""
+        inner = wrap(f)
+
+        def outer(*args, **kwargs):
+            return tree_map(lambda t: t * t.sin() if _is_float(t) else t, inner(*args, **kwargs))
+
+        return wrap(outer)
+
+    regions = lambda f: remat(f, policy=policy)  # noqa: E731
+    for plain, region in (
+        (lambda f: f, regions),
+        (lambda f: read(f, lambda f: f), lambda f: read(f, regions)),
+    ):
+        results = []
+        for wrap in (plain, region):
+            torch.manual_seed(0)
+            random.seed(0)
+            results.append(make(wrap))
+        same(results[1], results[0], 1e-9)
+
+
+def _is_float(value):
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 class RawInPlace(torch.autograd.Function):

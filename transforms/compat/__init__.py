@@ -4,12 +4,14 @@ from remat.transforms.compat.ambient import (
     DeviceContext,  # what `with torch.device(...)` makes a torch-function mode
     autocasting,  # whether autocast is on for any device
     bits,  # whether the numbers in a tensor's memory stand for their conjugates, and for their negatives
+    data_of,  # the data of a tensor, of which no torch-function mode is told
     function_mode_at,  # the torch-function mode at this place, from the outermost
     function_modes,  # how many torch-function modes are active
     functions_as_they_are,  # a context without torch-function modes
     is_strided,  # whether `value` is a tensor with one block of memory behind it
     module_hooks,  # the tables of the hooks that run for every module
     modules_watched,  # whether any global module hook is set
+    set_data,  # give a tensor other data, of which no torch-function mode is told
     set_grad_enabled,  # what torch.set_grad_enabled calls, without an object for the way back
     storage_key,  # an address that aliases share
     switches,  # (read, write) of what changes which kernel an op picks

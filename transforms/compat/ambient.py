@@ -53,6 +53,18 @@ def storage_key(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage()._cdata
 
 
+def data_of(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor.data`, of which no torch-function mode is told."""
+    with functions_as_they_are():
+        return tensor.data
+
+
+def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """`tensor.data = data`, of which no torch-function mode is told."""
+    with functions_as_they_are():
+        tensor.data = data
+
+
 # A context in which no torch-function mode answers for an attribute such as `requires_grad`.
 functions_as_they_are: Callable[[], contextlib.AbstractContextManager[None]] = torch._C.DisableTorchFunction
 

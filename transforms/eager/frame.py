@@ -70,6 +70,7 @@ class Frame(Packer):
         held: the tensors from outside that the backward needs, by their positions on the tape.
         program: what runs again; None where the function does (`rerun`).
         raw: memories from outside that the function writes to past torch, as they were before.
+        replaced: tensors from outside that it gives other memory, with what they had before.
         values: saved values that were made again and that the backward has not read yet.
         versions: of those that were written to while they were made.
         taken: the ops whose kept results those may lie in.
@@ -90,7 +91,7 @@ class Frame(Packer):
         self.versions: dict[int, int] = {}
         self.taken: tuple[int, ...] = ()
         self.random: dict[int, Any] = {}
-        self.snapshots, self.raw = {}, []
+        self.snapshots, self.raw, self.replaced = {}, [], ()
         self.program: Program | None = None
         self.rerun: Rerun | None = None
         self.reach: Reachability | None = None

@@ -17,7 +17,7 @@ from remat.transforms.errors import RematError, not_repeated
 from remat.transforms.ops import storage
 from remat.transforms.region import recomputing
 from remat.transforms.state import generators_put_back
-from remat.transforms.tape import Needs, Replay, Stop, lent, versions_again
+from remat.transforms.tape import Needs, Replay, Stop, data_again, lent, versions_again
 
 if TYPE_CHECKING:
     from remat.transforms.eager.frame import Frame
@@ -65,6 +65,7 @@ class Rerun:
                     stack.callback(inputs.random.again().restore)
                     inputs.random.restore()
                     stack.enter_context(generators_put_back(frame.random.values()))
+                stack.enter_context(data_again(frame.replaced))
                 stack.enter_context(lent(frame.raw))
                 stack.enter_context((lent if frame.tape.loose else versions_again)(self._written()))
                 for context in inputs.contexts():

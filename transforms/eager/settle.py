@@ -39,7 +39,7 @@ def settle(frame: Any, recorder: Recorder, out: Any) -> None:
         reach = Reachability(outs, frame.start)
         frame.reach = reach if reach.differ else None
     recorder.share_around()
-    frame.raw = recorder.raw_writes()
+    frame.raw, frame.replaced = recorder.raw_writes(), recorder.replaced
     frame.direct = tape.direct()
     wanted = computed(frame)
     needs = Needs(tape, sources(frame, wanted), recorder.kept)

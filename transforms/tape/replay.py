@@ -38,7 +38,7 @@ from remat.transforms.state import RandomState, generators_put_back
 from remat.transforms.tape.absent import Absent
 from remat.transforms.tape.reachability import Reachability
 from remat.transforms.tape.recorder import Recorder
-from remat.transforms.tape.snapshots import Snapshot, handed_out, lent, octets, versions_again
+from remat.transforms.tape.snapshots import Snapshot, data_again, handed_out, lent, octets, versions_again
 from remat.transforms.tape.tape import KEPT, SKIP, Needs, Node, Tape, same_constants
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ class Recorded:
         random: RandomState | None,
     ) -> None:
         self.region, self.tape, self.random = region, recorder.tape, random
-        self.draws, self.packed = recorder.random, packed or []
+        self.draws, self.packed, self.replaced = recorder.random, packed or [], recorder.replaced
         self.reach: Reachability | None = None
         tape = self.tape
         everything = range(len(tape.nodes))
@@ -279,6 +279,8 @@ class Recorded:
                 stack.callback(self.random.again().restore)
                 self.random.restore()
                 stack.enter_context(generators_put_back(self.draws.values()))
+            if self.replaced:
+                stack.enter_context(data_again(self.replaced))
             if pairs := list(self._written()):
                 stack.enter_context((lent if self.tape.loose else versions_again)(pairs))
             if self.store is not None:

@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat import autograd_again, memory_is_real, set_version, version_kept
+from remat.transforms.compat import (
+    autograd_again,
+    data_of,
+    memory_is_real,
+    set_data,
+    set_version,
+    version_kept,
+)
 from remat.transforms.context import quiet
 from remat.transforms.errors import RematError, written
 from remat.transforms.offload import Elsewhere
@@ -141,6 +148,16 @@ def versions_again(pairs: Iterable[tuple[torch.Tensor, Snapshot]]) -> Iterator[N
             if not tensor.is_inference():
                 stack.enter_context(version_kept(tensor))
                 set_version(tensor, before.version)
+        yield
+
+
+@contextlib.contextmanager
+def data_again(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+    """Within, tensors have the memory that they had before a region gave them other, and afterwards that."""
+    with contextlib.ExitStack() as stack:
+        for tensor, before in pairs:
+            stack.callback(set_data, tensor, data_of(tensor))
+            set_data(tensor, before)
         yield
 
 

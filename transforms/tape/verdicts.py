@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat import below_levels, unwrapped
+from remat.transforms.compat import below_levels, data_of, unwrapped
 from remat.transforms.context import Mode, quiet
 from remat.transforms.errors import RematError, user_line
 from remat.transforms.offload import Elsewhere, away_in, send
@@ -149,6 +149,8 @@ class WriteWatch(Verdicts):
     snapshots: dict[int, Snapshot]
     shown: dict[int, Snapshot]
     moved: set[int]
+    # Tensors from outside that user code has given other memory (`.data = `), with what they had before.
+    replaced: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
 
     def root(self, tensor: torch.Tensor) -> int:
         """The memory that a tensor lies in."""
@@ -209,6 +211,12 @@ class WriteWatch(Verdicts):
         elif bottom.is_cpu and root not in self.shown:
             # A look may be a write, which no op tells of: its end is compared with its begin (`raw_writes`).
             self.shown[root] = self.snapshots.get(root) or quiet(Snapshot, self.outside[-1 - root])
+
+    def replaces(self, tensor: torch.Tensor) -> None:
+        """User code is about to give `tensor` other memory."""
+        number = self._numbers.of(tensor)
+        if (number is None or number < 0) and all(tensor is not known for known, _ in self.replaced):
+            self.replaced = (*self.replaced, (tensor, data_of(tensor)))
 
     def look(self, tensor: torch.Tensor) -> None:
         """User code makes numbers of `tensor`, as it is now."""
