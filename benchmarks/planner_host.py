@@ -69,12 +69,13 @@ class Rivals:
         start = time.process_time()
         found = over_link([self.graph] * BLOCKS, [self.problem] * BLOCKS, int(budget), self.speed)
         seconds = time.process_time() - start
-        without = self.recompute(budget)
-        if found is None or (without is not None and without[0] <= found.joined.cost):
-            return without
+        if found is None or found.joined.cost > found.alone:
+            without = self.recompute(budget)
+            if found is None or (without is not None and without[0] <= found.joined.cost):
+                return without
+            seconds += without[3] if without else 0.0
         joined = found.joined
-        host = sum(placed.host for placed in joined.regions)
-        return joined.cost, host, joined.gap, seconds + (without[3] if without else 0.0)
+        return joined.cost, sum(placed.host for placed in joined.regions), joined.gap, seconds
 
     def recompute(self, budget: float) -> Row | None:
         if budget < BLOCKS * self.low.bytes:

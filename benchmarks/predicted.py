@@ -23,6 +23,7 @@ from remat.plan import (
     complete,
     cost_model,
     plans_by_budget,
+    speeds_of,
     step_of,
 )
 
@@ -39,10 +40,10 @@ class Predicted:
 
     @cached_property
     def seconds(self) -> float:
-        """Of forward and backward, without remat."""
-        step, model = self.portfolio.step, self.portfolio.model
+        """Of forward and backward, without remat. A view moves nothing, and is called as any op is."""
+        step, call = self.portfolio.step, speeds_of("cpu").call()
         joints = [step.outside, *(graph.joint for graph in step.graphs)]
-        taken = {id(j): sum(model.price(j, op) for op in j.ops) for j in joints}
+        taken = {id(j): sum(self.portfolio.model.price(j, op) or call for op in j.ops) for j in joints}
         return sum(taken[id(joint)] for joint in joints)
 
     def kept(self, choices: list[Choice] | tuple[Choice, ...]) -> int:

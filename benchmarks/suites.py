@@ -151,7 +151,11 @@ def plans() -> list[Case]:
         panel(model, "backward", peers, 300, rounds=40, sizes=sizes(depth=2), compiled=True)
         for model in models[:3]
     ]
-    return [replace(case, clock="process") for case in on_cpu(*eager[:5], *compiled, *eager[5:])]
+    more = [
+        panel("hf-gpt2", "backward", (*peers, *FITS), 150, rounds=60, sizes=sizes(depth=2)),
+        panel("unet", "backward", (*peers, *FITS), 150, rounds=30, sizes=sizes(depth=3)),
+    ]
+    return [replace(case, clock="process") for case in on_cpu(*eager[:5], *compiled, *eager[5:], *more)]
 
 
 def h200() -> list[Case]:

@@ -17,8 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import remat
-from remat.plan import cache as plan_cache
-from remat.plan import trusted
+from remat.plan.calls import cache as plan_cache
+from remat.plan.calls import trusted
 from remat.transforms.offload import prefetch
 from remat.transforms.region import cache, forget_all
 from tests.composition.table import ASKED, CASES, POLICIES

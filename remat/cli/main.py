@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import difflib
+import gc
 import importlib
 import io
 import os
@@ -38,6 +40,8 @@ COMPLETION = ("--tyro-print-completion", "--tyro-write-completion")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code (2 for a line that cannot be understood)."""
+    # An ending process looks for garbage several times, for a second in all where transformers is loaded.
+    atexit.register(gc.freeze)
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help"):
         print(usage())

@@ -103,8 +103,8 @@ def _collecting_rarely() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def trace(step: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Traced, int]:
-    """The graphs of a step, and the bytes of its arguments and parameters."""
+def trace(step: Callable[..., Any], args: Any, kwargs: Any, *, gpu: bool = True) -> tuple[Traced, int]:
+    """The graphs of a step for a GPU or for the CPU, and the bytes of its arguments and parameters."""
     step = uncompiled(step)
     with untouched(step, args, kwargs), fakes() as like, _reach_faked(like, step, args, kwargs) as known:
         args, kwargs = map_only(torch.Tensor, known, (args, kwargs))
@@ -117,7 +117,7 @@ def trace(step: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Traced, int
                 torch.autograd.grad(ends, leaves_behind(ends), ones, allow_unused=True)
 
         with _told():
-            traces = traced(step, run)
+            traces = traced(step, run, gpu=gpu)
     if traces.forward is None:
         raise RematError("the step computes nothing on tensors: there is no code to make.")
     return traces, known.bytes
@@ -206,7 +206,7 @@ def _report(
     graphs = [_graph(first, run.execution, chip, speeds, machine_code)]
     codes = [first]
     if traces.backward is not None:
-        codes.append(lowered(traces.backward, chip, True, False))
+        codes.append(lowered(traces.backward, chip, True, False, traces.donated))
         run.backward(codes[1])
         graphs.append(_graph(codes[1], run.execution, chip, speeds, machine_code))
     wanted, found = RegionNodes(), RegionNodes()

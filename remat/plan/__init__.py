@@ -2,7 +2,7 @@
 
 from remat._core import register_cost as register_cost
 from remat.plan.budget import check_peak as check_peak
-from remat.plan.cache import graph_of as graph_of
+from remat.plan.calls import graph_of as graph_of
 from remat.plan.chain import Choice as Choice
 from remat.plan.chain import Measure as Measure
 from remat.plan.chain_plan import ChainPlan as ChainPlan

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from remat.plan.graph import Graph
-from remat.plan.solve import INF, Joined, Placed, Problem, front, place
+from remat.plan.solve import INF, Joined, Placed, Problem, cheapest, front, place
 
 # Shares of the windows, tried until one fits: what is on its way takes room on the device.
 _SHARES = (1.0, 0.5, 0.25)
@@ -14,10 +14,17 @@ _SHARES = (1.0, 0.5, 0.25)
 
 @dataclass(frozen=True)
 class OverLink:
-    """Choices for all regions, and the bytes that are on their way at once at most."""
+    """Choices for all regions.
+
+    Attributes:
+        joined: the choices.
+        moving: bytes that are on their way at once at most.
+        alone: no choices without a host cost less than this.
+    """
 
     joined: Joined
     moving: int
+    alone: float
 
 
 def windows(problems: Sequence[Problem], speed: float) -> list[float]:
@@ -37,16 +44,46 @@ def over_link(
     None where nothing fits, or a region is too tangled.
     """
     most = windows(problems, speed)
-    fronts: dict[tuple[Problem, float], list[Placed]] = {}
+    fronts: dict[tuple[int, float], list[Placed]] = {}
+
+    def row(at: int, window: float) -> list[Placed]:
+        # By identity: the same problem stands for all regions that are alike, and is looked up in no time.
+        key, made = (id(problems[at]), window), len(graphs[at].ops)
+        if key not in fronts:
+            fronts[key] = front(problems[at], window, lambda value: value < made)
+        return fronts[key]
+
     for share in _SHARES:
-        rows = []
-        for graph, problem, window in zip(graphs, problems, most, strict=True):
-            made, wide = len(graph.ops), share * window
-            if (problem, wide) not in fronts:
-                fronts[problem, wide] = front(problem, wide, lambda value, made=made: value < made)
-            rows.append(fronts[problem, wide])
+        rows = [row(at, share * window) for at, window in enumerate(most)]
         # One region's values leave, or come, while the next one's do.
-        moving = 2 * int(max((max(p.host for p in row) for row in rows if row), default=0))
+        moving = 2 * int(max((max(p.host for p in points) for points in rows if points), default=0))
         if all(rows) and (joined := place(rows, budget - moving)) is not None:
-            return OverLink(replace(joined, device=joined.device + moving), moving)
+            alone = [row(at, 0.0) for at in range(len(problems))]
+            regions, left = _at_home(joined.regions, problems, budget - moving - joined.device)
+            joined = replace(joined, regions=regions, device=budget - int(left))
+            return OverLink(joined, moving, cheapest(alone, budget))
     return None
+
+
+def _at_home(
+    regions: Sequence[Placed], problems: Sequence[Problem], room: float
+) -> tuple[tuple[Placed, ...], float]:
+    """The same choices with as much kept on the device as there is room for, and the room that is left.
+
+    The price is the same, and the link has less to do.
+    """
+    found = []
+    for placed, problem in zip(reversed(regions), reversed(problems), strict=True):
+        stay = set()
+        for value in sorted(placed.sent, key=lambda value: (-problem.size[value], value)):
+            if (size := problem.size[value]) <= room:
+                stay.add(value)
+                room -= size
+        if stay:
+            more = int(sum(problem.size[value] for value in stay))
+            moved = placed.device + more, placed.host - more
+            placed = replace(
+                placed, device=moved[0], host=moved[1], kept=placed.kept | stay, sent=placed.sent - stay
+            )
+        found.append(placed)
+    return tuple(reversed(found)), room

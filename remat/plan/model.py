@@ -11,19 +11,29 @@ from typing import Any, overload
 import torch
 
 from remat._core import joined_keywords, keywords_apart
-from remat.plan.alike import Regions
 from remat.plan.budget import check_budget, check_peak
-from remat.plan.cache import graph_of
+from remat.plan.calls import Regions, graph_of, looking
 from remat.plan.chain import Chain, Measure, Stage, best_parts
 from remat.plan.graph import CostModel, Graph, cost_model
-from remat.plan.joined import over_link
+from remat.plan.joined import OverLink, over_link
 from remat.plan.layout import Layout, MeshPlan, plan_mesh
-from remat.plan.looking import looking
 from remat.plan.model_plan import ModelPlan, handling
-from remat.plan.peak import OutOfReach, highest_within, profile, step_peak
+from remat.plan.peak import OutOfReach, Profile, highest_within, profile, step_peak
 from remat.plan.plan import Plan
 from remat.plan.sent import speed_of
-from remat.plan.solve import INF, Problem, Solution, Solved, bound, complete, hull, keep_all, least, solve
+from remat.plan.solve import (
+    INF,
+    Placed,
+    Problem,
+    Solution,
+    Solved,
+    bound,
+    complete,
+    hull,
+    keep_all,
+    least,
+    solve,
+)
 from remat.policies import Policy
 from remat.transforms import RematError
 from remat.transforms.joint import NotOnFakes, on_fakes, planned_for
@@ -162,7 +172,10 @@ class _Task:
     ) -> None:
         self.fn, self.graphs, self.unit, self.time_limit = fn, graphs, model.unit, time_limit
         self.model = model
-        self.parts = [graph.problem(model, keep_heavy=free) for _, graph in graphs]
+        # Graphs that are one graph have one problem: it is made, and solved, once.
+        distinct = {id(graph): graph for _, graph in graphs}
+        made = {key: graph.problem(model, keep_heavy=free) for key, graph in distinct.items()}
+        self.parts = [made[id(graph)] for _, graph in graphs]
         self.whole = union(self.parts)
         self.default = sum(graph.kept_by_default for _, graph in graphs)
 
@@ -180,22 +193,20 @@ class _Task:
             raise RematError(f'A link needs prices in seconds, not in {self.unit}: write cost="roofline".')
         graphs = [graph for _, graph in self.graphs]
         found = over_link(graphs, self.parts, budget, speed)
-        without = self._solved_within(budget)
-        if found is None or (without is not None and without.cost <= found.joined.cost):
-            return without or self.plan(budget)
+        if found is None or found.joined.cost > found.alone:
+            # Nothing proves that the host helps: the plan without it may be as good.
+            without = self._solved_within(budget)
+            if found is None or (without is not None and without.cost <= found.joined.cost):
+                return without or self.plan(budget)
         joined, regions, profiles = found.joined, [], []
-        share = joined.lower_bound / joined.cost if joined.cost > 0 else 1.0
+        made: dict[tuple[int, int], tuple[Plan, Profile]] = {}
         for (name, graph), part, placed in zip(self.graphs, self.parts, joined.regions, strict=True):
-            piece = complete(part, placed.kept | placed.sent)
-            assert piece is not None
-            solved = Solved(piece, piece.cost * share, "exact", 0.0)
-            plan = Plan.of(graph, part, solved, region=name, budget=placed.device, unit=self.unit)
-            sent = tuple(sorted(piece.saved & placed.sent))
-            away = sum(int(part.size[v]) for v in sent)
-            regions.append(replace(plan, kept_bytes=piece.bytes - away, sent=sent, sent_bytes=away))
-            live = profile(graph, piece)
-            most = live.forward + found.moving, live.backward + found.moving
-            profiles.append(replace(live, kept=piece.bytes - away, forward=most[0], backward=most[1]))
+            key = id(graph), id(placed)
+            if key not in made:
+                made[key] = self._placed(graph, part, placed, found)
+            plan, live = made[key]
+            regions.append(replace(plan, region=name))
+            profiles.append(live)
         return ModelPlan(
             fn=self.fn,
             regions=tuple(regions),
@@ -208,6 +219,21 @@ class _Task:
             lower_bound=joined.lower_bound,
             seconds=joined.seconds,
         )
+
+    def _placed(self, graph: Graph, part: Problem, placed: Placed, found: OverLink) -> tuple[Plan, Profile]:
+        """One region's plan, and what lives while it runs."""
+        joined = found.joined
+        share = joined.lower_bound / joined.cost if joined.cost > 0 else 1.0
+        piece = complete(part, placed.kept | placed.sent)
+        assert piece is not None
+        solved = Solved(piece, piece.cost * share, "exact", 0.0)
+        plan = Plan.of(graph, part, solved, region="", budget=placed.device, unit=self.unit)
+        sent = tuple(sorted(piece.saved & placed.sent))
+        away = sum(int(part.size[v]) for v in sent)
+        live = profile(graph, piece)
+        most = live.forward + found.moving, live.backward + found.moving
+        live = replace(live, kept=piece.bytes - away, forward=most[0], backward=most[1])
+        return replace(plan, kept_bytes=piece.bytes - away, sent=sent, sent_bytes=away), live
 
     def _model_plan(self, solved: Solved, budget: int) -> ModelPlan:
         pieces = split(self.parts, solved.solution)

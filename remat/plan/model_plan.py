@@ -11,6 +11,7 @@ from typing import Any
 from remat._core import format_bytes
 from remat.plan.plan import Plan
 from remat.transforms import RematError
+from remat.transforms.compat import is_tracing
 
 # What a budget policy does when it meets a region: None is to plan that region on its own.
 _meeting: ContextVar[Callable[..., Plan | None] | None] = ContextVar("remat_plan_meeting", default=None)
@@ -81,7 +82,12 @@ class ModelPlan:
         waiting = iter(self.regions)
 
         def hand_out(fn: Callable[..., Any], args: Any, kwargs: Any) -> Plan:
+            nonlocal waiting
             plan = next(waiting, None)
+            if plan is None and is_tracing():
+                # A compiler looks at a graph more than once.
+                waiting = iter(self.regions)
+                plan = next(waiting, None)
             if plan is None:
                 raise RematError(
                     f"A region beyond the {len(self.regions)} planned ones is called: plan the model anew."

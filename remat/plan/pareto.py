@@ -12,8 +12,8 @@ from typing import Any
 
 from remat._core import format_bytes, joined_keywords, keywords_apart
 from remat._region import name_of_region
+from remat.plan.calls import looking
 from remat.plan.graph import CostModel, Graph, cost_model
-from remat.plan.looking import looking
 from remat.plan.plan import Plan
 from remat.plan.ready import READY, ready
 from remat.plan.refute import beaten_by, measured

@@ -3,8 +3,8 @@
 The model is that of the engine. Between passes a region holds what its plan keeps. In its backward it
 first goes through its forward again, then differentiates; what it kept goes as it is read. In a compiled
 backward what runs again does so right before its first reader.
-A storage lives from the op that allocates it to its last reader. Allocator rounding and workspaces inside
-kernels are not counted, nor what lives before the step (parameters, inputs).
+A storage lives from the op that allocates it to its last reader. What convolutions of a CPU take inside
+counts. Other workspaces and allocator rounding do not, nor what lives before the step (parameters, inputs).
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import TypeVar
 
-from remat.plan.graph import Graph
+import torch
+
+from remat.plan.graph import Graph, workspace
 from remat.plan.solve import Solution
 from remat.transforms import RematError
 from remat.transforms.joint import Joint, Op
 
 T = TypeVar("T")
+_ADD = torch.ops.aten.add.Tensor
 _CELLS, _HALVINGS = 16, 5
 
 
@@ -110,10 +113,12 @@ def live_bytes(
     With `nodes`, what an autograd node reads and makes is freed when the node ends, as autograd does.
     """
     last: dict[int, int] = {}
+    used: dict[int, int] = {}
     ends = node_ends(ops) if nodes else {}
     for step, op in enumerate(ops):
         for value in (*op.reads, *op.outputs):
             storage = joint.values[value].storage
+            used[storage] = step
             last[storage] = max(last.get(storage, -1), ends.get(op.node, step))
     ending: dict[int, list[int]] = {}
     for storage, step in last.items():
@@ -122,17 +127,34 @@ def live_bytes(
     live = set(start)
     total = most = sum(joint.storages[s] for s in live)
     for step, op in enumerate(ops):
+        if nodes and (sum_of := _added_up(joint, op)) in live and used[sum_of] == step:
+            live.remove(sum_of)
+            total -= joint.storages[sum_of]
         for value in op.outputs:
             storage = joint.values[value].storage
             if storage not in live and joint.owner[storage] >= 0:
                 live.add(storage)
                 total += joint.storages[storage]
-        most = max(most, total)
+        most = max(most, total + workspace(joint, op))
         for storage in ending.get(step, ()):
             if storage in live:
                 live.remove(storage)
                 total -= joint.storages[storage]
     return most
+
+
+def _added_up(joint: Joint, op: Op) -> int:
+    """The storage that autograd writes a sum of gradients to: that of the sum so far; -1 if there is none.
+
+    A recording on tensors without data shows a new tensor there, as autograd trusts none but plain ones.
+    """
+    if op.forward or op.target is not _ADD or len(op.reads) != 2:
+        return -1
+    so_far, out = joint.values[op.args[0].id], joint.values[op.outputs[0]]
+    maker = so_far.producer
+    alike = so_far.shape == out.shape and so_far.dtype == out.dtype
+    earlier = maker >= 0 and not joint.ops[maker].forward and joint.ops[maker].node != op.node
+    return so_far.storage if alike and earlier and joint.storages[so_far.storage] == out.bytes else -1
 
 
 def node_ends(ops: Sequence[Op]) -> dict[int, int]:

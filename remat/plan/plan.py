@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from remat._core import Decision, OpInfo, format_bytes
-from remat.plan.cache import graph_of
+from remat.plan.calls import graph_of
 from remat.plan.graph import Graph
 from remat.plan.sent import carried
 from remat.plan.solve import Problem, Solved

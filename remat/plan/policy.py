@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from remat._core import Decision, OpInfo
 from remat._region import name_of_region
 from remat.plan.budget import check_budget, check_peak, resolve
-from remat.plan.cache import graph_of, paths_of
+from remat.plan.calls import graph_of, look_at, paths_of
 from remat.plan.chain import frontier
 from remat.plan.graph import CostModel, Graph, cost_model
 from remat.plan.model_plan import meet
@@ -19,7 +19,6 @@ from remat.plan.ready import ready
 from remat.plan.sent import carried
 from remat.plan.solve import INF, Problem, Solution, Solved, bound, complete, hull, least, solve
 from remat.plan.torch_plans import candidates
-from remat.plan.trusted import look_at
 from remat.policies import Numbered, Policy, save_everything
 from remat.transforms import RematError
 from remat.transforms.closure import as_operands

@@ -13,10 +13,9 @@ from functools import cached_property
 from typing import Any
 
 from remat._core import format_bytes
-from remat.plan.alike import Regions
+from remat.plan.calls import Regions, looking
 from remat.plan.chain import Choice, Measure, Stage
-from remat.plan.graph import CostModel, Graph
-from remat.plan.looking import looking
+from remat.plan.graph import CostModel, Graph, workspace
 from remat.plan.peak import gradients_left, node_ends
 from remat.policies import Policy
 from remat.transforms import RematError
@@ -271,9 +270,9 @@ class _Outside:
             add(first, min(last, start - 1), size)
             add(max(first, stop), last, size)
         total, found = 0, []
-        for step in change[: self.end]:
+        for step, op in zip(change, self.joint.ops, strict=False):
             total += step
-            found.append(total)
+            found.append(total + workspace(self.joint, op))
         return found
 
     def at(self, boundary: int, without: tuple[int, ...]) -> int:

@@ -99,11 +99,11 @@ def test_live_bytes_of_the_cpu_wrapper_are_those_of_the_profiler(wrap):
     weights = [(torch.randn(64, 256) / 8, torch.randn(256, 64) / 16) for _ in range(4)]
     leaves = [w.requires_grad_() for pair in weights for w in pair]
     x, loss = torch.randn(1024, 64), mlp_under(wrap)
-    traces, _ = trace(loss, (weights, x), {})
+    traces, _ = trace(loss, (weights, x), {}, gpu=False)
     assert traces.forward is not None and traces.backward is not None
     run = Simulation(lowered(traces.forward, None, False, False), None)
     peak = run.execution.peak
-    run.backward(lowered(traces.backward, None, True, False))
+    run.backward(lowered(traces.backward, None, True, False, traces.donated))
     peak = max(peak, run.execution.peak)
     step = torch.compile(loss, fullgraph=True)
     torch.autograd.grad(step(weights, x), leaves)

@@ -106,3 +106,16 @@ def test_another_length_under_compile_is_one_graph_for_all(policy):
         step(x).backward()
         torch.testing.assert_close(x.grad, torch.autograd.grad(fn(x).sum(), x)[0])
     assert counter.frame_count == 1
+
+
+@pytest.mark.slow
+def test_a_plan_of_a_model_compiles_at_every_length():
+    """A compiler looks at a graph more than once: each time the regions have their plans again."""
+    blocks = [network() for _ in range(2)]
+    regions = [remat(block, policy=BUDGET) for block in blocks]
+    planned = plan_model(lambda x: regions[1](regions[0](x)).sum(), leaf(), budget=0.6)
+    compiled = torch.compile(planned, backend="aot_eager")
+    for rows in (4, 6, 9):
+        x = leaf(rows)
+        expected = torch.autograd.grad(blocks[1](blocks[0](x)).sum(), x)
+        torch.testing.assert_close(torch.autograd.grad(compiled(x), x), expected)

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from remat import checkpoint_policy, remat, save_names
-from remat.plan import BudgetPolicy, cache
+from remat.plan import BudgetPolicy
+from remat.plan.calls import cache
+from remat.plan.calls.keys import call_key
 from remat.plan.graph import Graph
-from remat.plan.keys import call_key
 from remat.policies import Policy, save_every, save_matmuls, where
 from remat.transforms import BoundedCache, Identity, Key, registered
 from remat.transforms.joint import record

@@ -272,7 +272,7 @@ def test_nothing_outlives_a_step(budget):
 
 def test_a_layer_in_a_new_partial_at_every_call_is_planned_once(monkeypatch):
     """Transformers hand over `partial(layer.__call__, **options)`, another one at every step."""
-    from remat.plan import cache
+    from remat.plan.calls import cache
 
     traced = []
     record = cache.record

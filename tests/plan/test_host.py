@@ -1,17 +1,20 @@
 """Keep, recompute, or send to the host: against every possible choice on small problems."""
 
+import gc
 import itertools
+import pkgutil
 from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 
-from remat import checkpoint_policy, plan_model, remat
+from remat import checkpoint_policy, nn, plan_model, remat
 from remat.plan import Plan
 from remat.plan.solve.host import front, place
 from remat.plan.solve.problem import INF, Problem, complete, keep_all
 from remat.transforms import RematError
+from remat.transforms.compat import is_fake
 from remat.transforms.tape.observers import listen
 from tests.plan.models import GPTBlock
 from tests.plan.problems import frontier, layered, problems
@@ -88,6 +91,34 @@ def test_a_plan_over_a_link_is_carried_out():
     assert Plan.from_json(plan.regions[0].to_json()) == plan.regions[0]
     slow = plan_model(through, x, budget=0.5, link=1.0)
     assert slow.cost <= without.cost * 1.01 and not any(region.sent for region in slow.regions)
+
+
+def test_equal_layers_are_traced_and_solved_once(monkeypatch):
+    """However many there are: one graph, one problem, and a front for each window; nothing is left of it."""
+    solved, problems, traced = [], [], []
+    for name, calls in (("remat.plan.joined.front", solved), ("remat.plan.model.Graph.problem", problems)):
+        counted(monkeypatch, name, calls)
+    counted(monkeypatch, "remat.plan.calls.alike.record", traced)
+    found = []
+    for depth in (4, 8):
+        stack = torch.nn.Sequential(*(GPTBlock(32, 4) for _ in range(depth)))
+        nn.apply(stack, layers="*", policy=checkpoint_policy(budget=0.5))
+        x = torch.randn(4, 16, 32, requires_grad=True) * 1
+        plan = plan_model(stack, x, budget=0.7, link="gh200", device="h100")
+        assert len(plan.regions) == depth and any(region.sent for region in plan.regions)
+        found.append((len(solved), len(problems), len(traced)))
+        assert not any(is_fake(o) for o in gc.get_objects() if isinstance(o, torch.Tensor))
+    # The first one, whose input is the model's, is a kind of its own. Each kind is solved with the window and
+    # without: for the last region, and to see that the host is worth it.
+    assert found == [(4, 2, 1), (8, 4, 2)]
+
+
+def counted(monkeypatch, name, calls):
+    """Have every call of a function noted."""
+    module, _, attribute = name.rpartition(".")
+    owner = pkgutil.resolve_name(module)
+    real = getattr(owner, attribute)
+    monkeypatch.setattr(owner, attribute, lambda *args, **kwargs: calls.append(name) or real(*args, **kwargs))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from remat import checkpoint_policy, remat
-from remat.plan import BudgetPolicy, cache, pareto, plan_model
+from remat.plan import BudgetPolicy, pareto, plan_model
+from remat.plan.calls import cache
 from remat.plan.followed import _passed_over
 from remat.plan.graph import Graph
 from remat.policies import FromCallable

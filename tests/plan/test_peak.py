@@ -6,14 +6,17 @@ import pytest
 import torch
 
 from remat import checkpoint_policy, remat
+from remat.cli.measure import trace_memory
 from remat.plan import BudgetPolicy, Flops, Plan, plan_model
-from remat.plan.cache import graph_of
+from remat.plan.calls import graph_of
+from remat.plan.graph import workspace
 from remat.plan.peak import highest_within, profile, step_peak
 from remat.plan.policy import plan_graph
 from remat.plan.solve.problem import complete
 from remat.plan.torch_plans import candidates
 from remat.policies import Policy
 from remat.transforms.errors import RematError
+from remat.transforms.joint import record
 from tests.plan.models import GPTBlock, Watch
 
 
@@ -153,3 +156,38 @@ def test_a_peak_out_of_reach_gives_the_lowest():
     model, x = deep()
     with pytest.raises(RematError, match="A peak of 5,000 bytes cannot be met .* lowest that was found is"):
         budgeted(checkpoint_policy(peak=5000)).plan(model, x * 1)
+
+
+def test_what_a_convolution_takes_inside_counts_on_a_cpu():
+    """oneDNN's copies, read from the profiler; a kernel of one pixel takes none."""
+    layer, x = torch.nn.Conv2d(32, 16, 3, padding=1), torch.randn(2, 32, 16, 16, requires_grad=True)
+    joint = record(layer, (x,))
+    (forward,) = (op for op in joint.forward if "convolution" in op.name)
+    (back,) = (op for op in joint.backward if "convolution" in op.name)
+    inputs, outputs = 2 * 32 * 256 * 4, 2 * 16 * 256 * 4
+    assert workspace(joint, forward) == inputs + 16 * 32 * 9 * 4
+    assert workspace(joint, back) == inputs + outputs
+    made = []
+    found = trace_memory(lambda mark: made.append(layer(x)))
+    assert found.peak == outputs + workspace(joint, forward)
+    pointwise = record(torch.nn.Conv2d(32, 16, 1), (x,))
+    assert not any(workspace(pointwise, op) for op in pointwise.ops)
+
+
+def test_gradients_are_added_up_in_place():
+    """As autograd does: of a value that is read three times, one gradient and its sum are there at a time."""
+
+    def fn(x):
+        y = x * 2.0
+        return (y.sin() + y.cos() + y.tanh()).sum()
+
+    x = torch.randn(64, 64, requires_grad=True)
+    graph = graph_of(fn, (x,))
+    adds = [op for op in graph.joint.backward if op.name == "aten.add.Tensor"]
+    assert len(adds) == 2
+    problem = graph.problem(Flops())
+    everything = complete(problem, range(len(problem.size)))
+    assert everything is not None
+    plain = profile(graph, everything)
+    found = trace_memory(lambda mark: torch.autograd.grad(fn(x), x))
+    assert max(plain.forward, plain.backward) == pytest.approx(found.peak, abs=64)

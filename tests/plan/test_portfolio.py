@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.planner_compiled import compiled_problem
 from remat import checkpoint_policy, remat
 from remat.plan import BudgetPolicy, Flops, policy
-from remat.plan.cache import graph_of
+from remat.plan.calls import graph_of
 from remat.plan.solve.problem import complete
 from remat.plan.torch_plans import candidates, torch_plan
 from remat.transforms.joint.graph import record

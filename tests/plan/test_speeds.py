@@ -1,6 +1,7 @@
 """Prices of the machine at hand: a probe that is made once, and whose speeds an op is priced by."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -11,12 +12,14 @@ from remat.plan import Roofline
 from remat.plan.graph import speeds, speeds_of
 from remat.plan.graph.measured import Measured, _table
 from remat.plan.graph.speeds import rate_at
+from remat.plan.graph.stopwatch import best_seconds
 from remat.transforms.errors import RematError
 from remat.transforms.joint.graph import record
 
 F = torch.nn.functional
 # Seconds that the pretended probe takes for so much work: matmuls are slow, exponentials slower than copies.
 PRETENDED = {"matmul": 1e9, "attention": 5e8, "copy": 1e10, "clone": 1e10, "math": 1e9, "norm": 4e9}
+PRETENDED["tanh"] = 3e8
 
 
 @pytest.fixture
@@ -52,6 +55,23 @@ def test_an_op_costs_a_call_and_its_work_at_the_speed_of_its_kind(probed):
     assert price["aten.mm.default"] == pytest.approx(1e-6 + 2 * 64**3 / attained("matmul"))
     assert price["aten.gelu.default"] == pytest.approx(1e-6 + 2 * size / attained("math"))
     assert price["aten.add.Tensor"] == pytest.approx(1e-6 + 3 * size / attained("copy"))
+
+
+def test_what_takes_longer_than_an_exponential_has_a_speed_of_its_own(probed):
+    def fn(x):
+        return F.gelu(F.gelu(x.tanh(), approximate="tanh")) ** 2.5 * x.square() ** 2
+
+    joint, found = ops(fn, torch.empty(64, 64, requires_grad=True))
+    cost = [Roofline().price(joint, op) for op in joint.forward]
+    slow, fast, copied = [1e-6 + 2 * 64 * 64 * 4 / attained(kind) for kind in ("tanh", "math", "copy")]
+    # tanh, gelu by tanh, gelu, a power; then squares, which are products.
+    assert cost[:6] == pytest.approx([slow, slow, fast, slow, copied, copied])
+
+
+def test_one_thread_is_timed_by_the_processors_clock(monkeypatch):
+    """Others have the processor meanwhile: no time of the op's."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert best_seconds(lambda: time.sleep(0.004), "cpu") < 0.002
 
 
 def test_compiled_chains_move_their_ends_and_compute_what_they_compute(probed):

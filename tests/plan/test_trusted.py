@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from remat import checkpoint_policy, remat, saved_residuals
-from remat.plan import cache, trusted
+from remat.plan.calls import cache, trusted
 
 
 class Layer(nn.Module):

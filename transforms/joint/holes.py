@@ -47,8 +47,9 @@ class _Meta:
 def shell_of(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shell:
     """What `fn(*args, **kwargs)` returns, by a run on fake tensors that no mode around sees."""
     given = {id(t): k for k, t in enumerate(_tensors(args, kwargs))}
-    # What it saves is nothing to those who record around.
-    with outside_all_modes(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+    # What it saves is nothing to those who record around. An op's own result would hold on to the op that
+    # holds it: a cycle that nothing collects.
+    with outside_all_modes(), torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t):
         leaves, spec = flatten(on_fakes(fn, args, kwargs))
 
     def noted(leaf: Any) -> Any:

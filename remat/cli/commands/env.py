@@ -17,7 +17,7 @@ from remat._core import processor
 from remat.plan import speeds_of
 
 # Speeds that are bytes a second; the others are FLOPs a second.
-BYTES = ("copy", "clone", "math", "norm", "random")
+BYTES = ("copy", "clone", "math", "tanh", "norm", "random")
 # Extra -> the packages that it brings.
 EXTRAS = {
     "cli": ("rich", "tyro", "matplotlib", "einops"),

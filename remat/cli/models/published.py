@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -39,18 +40,34 @@ PUBLISHED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mixtral-8x7b": ("MixtralForCausalLM", "mixtral", _MIXTRAL),
     # The class's own defaults are those of the 671B model.
     "deepseek-v3": ("DeepseekV3ForCausalLM", "deepseek_v3", {}),
+    # What one of 32 ranks that share the experts has of it. Its eight experts take every token of this rank,
+    # which are as many as an even router sends them from all ranks.
+    "deepseek-v3-ep32": (
+        "DeepseekV3ForCausalLM",
+        "deepseek_v3",
+        {"n_routed_experts": 8, "n_group": 1, "topk_group": 1},
+    ),
     "whisper-large-v3": ("WhisperForConditionalGeneration", "whisper", _WHISPER),
     "vit-h-14": ("ViTForImageClassification", "vit", _VIT),
 }
 
 
-def published(
-    name: str, dtype: torch.dtype, batch: int, seq: int
-) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+# The fields of SDXL's config.json that are not those of the class.
+_SDXL: dict[str, Any] = {"sample_size": 128, "block_out_channels": (320, 640, 1280)}
+_SDXL |= {"down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D")}
+_SDXL |= {"up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D")}
+_SDXL |= {"transformer_layers_per_block": (1, 2, 10), "attention_head_dim": (5, 10, 20)}
+_SDXL |= {"cross_attention_dim": 2048, "use_linear_projection": True, "addition_embed_type": "text_time"}
+_SDXL |= {"addition_time_embed_dim": 256, "projection_class_embeddings_input_dim": 2816}
+UNET = "sdxl-unet"
+
+
+def published(name: str, dtype: torch.dtype, batch: int, seq: int) -> tuple[torch.nn.Module, dict[str, Any]]:
     """A model on the meta device, and the keywords of a step of it.
 
     Args:
-        name: one of `PUBLISHED`, a `config.json` or the folder of one, or a type of config with its defaults.
+        name: one of `PUBLISHED`, `UNET`, a `config.json` or the folder of one, or a type of config with its
+            defaults.
         dtype: of the parameters.
         batch, seq: sizes of the inputs; of images and sounds the config says the rest.
 
@@ -58,6 +75,8 @@ def published(
         UsageError: transformers is missing, or makes no such model.
     """
     given = f"hf:{name}"
+    if name == UNET:
+        return _unet(dtype, batch)
     transformers = transformers_for(given)
     try:
         kind, config = _config(transformers, name)
@@ -70,9 +89,28 @@ def published(
         text = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise UsageError(
             f"{given} cannot be built: {text}. Write a config.json of a transformers model, or one of "
-            f"{', '.join(PUBLISHED)}."
+            f"{', '.join((*PUBLISHED, UNET))}."
         ) from error
     return model.train(), _inputs(model, config, dtype, batch, seq)
+
+
+def _unet(dtype: torch.dtype, batch: int) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """SDXL's U-Net at 1024 x 1024 pixels, by diffusers."""
+    try:
+        diffusers: Any = importlib.import_module("diffusers")
+    except ImportError as missing:
+        raise UsageError(f"hf:{UNET} needs diffusers: pip install diffusers") from missing
+    with torch.device("meta"):
+        model: Any = diffusers.UNet2DConditionModel(**_SDXL)
+        # As a module: the class's own method warns that some checkpoints have weights of two dtypes.
+        torch.nn.Module.to(model, dtype)
+        given = {"text_embeds": torch.empty(batch, 1280), "time_ids": torch.empty(batch, 6)}
+        return model.train(), {
+            "sample": torch.empty(batch, 4, 128, 128, dtype=dtype),
+            "timestep": torch.zeros(batch, dtype=torch.long),
+            "encoder_hidden_states": torch.empty(batch, 77, 2048, dtype=dtype),
+            "added_cond_kwargs": {key: tensor.to(dtype) for key, tensor in given.items()},
+        }
 
 
 def _config(transformers: Any, name: str) -> tuple[Any, Any]:
@@ -89,7 +127,7 @@ def _config(transformers: Any, name: str) -> tuple[Any, Any]:
     if model_type not in known:
         raise UsageError(
             f"hf:{name} is no published model known here, no file, and no type of config. Write one of "
-            f"{', '.join(PUBLISHED)}, a path to a config.json, or a type such as llama."
+            f"{', '.join((*PUBLISHED, UNET))}, a path to a config.json, or a type such as llama."
         )
     if hasattr(transformers, kind):
         return getattr(transformers, kind), known[model_type](**fields)

@@ -20,4 +20,5 @@ from remat.plan.graph.stopwatch import (
 )
 from remat.plan.graph.traffic import (
     is_view,  # whether an op only hands out another look at storages that its arguments have
+    workspace,  # bytes that live while an op runs, besides what it reads and makes
 )

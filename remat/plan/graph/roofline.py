@@ -16,10 +16,14 @@ from remat.transforms.joint import Joint, Op
 
 # What ops that have no FLOPs are as fast as, by their names; the others are copies.
 _LIGHT = {
-    "math": "gelu silu mish softplus tanh sigmoid exp expm1 log log1p erf erfinv sin cos tan atan2 pow elu "
-    "celu log_sigmoid_forward logaddexp logsumexp _softmax _log_softmax",
+    "math": "gelu silu sigmoid exp log erf erfinv sin cos tan logsumexp _softmax _log_softmax gelu_backward "
+    "silu_backward _log_softmax_backward_data avg_pool2d avg_pool2d_backward upsample_nearest2d "
+    "upsample_nearest2d_backward max_pool2d_with_indices",
+    "tanh": "tanh softplus mish atan2 pow elu celu expm1 log1p log_sigmoid_forward logaddexp mish_backward "
+    "softplus_backward elu_backward log_sigmoid_backward",
     "norm": "native_layer_norm native_group_norm native_batch_norm var var_mean "
-    "std cumsum _native_batch_norm_legit _fused_rms_norm sort topk",
+    "std cumsum _native_batch_norm_legit _fused_rms_norm sort topk native_layer_norm_backward "
+    "native_group_norm_backward native_batch_norm_backward _fused_rms_norm_backward",
     "clone": "clone copy_ contiguous _reshape_copy",
 }
 # Exponents for which torch multiplies, divides, or takes roots.
@@ -126,4 +130,6 @@ def _light_kind(op: Op) -> str:
     name = op_name(op.target).rpartition("::")[2]
     if name.rstrip("_") == "pow" and op.args[-1] in _PLAIN_POWERS:
         return "copy"
+    if "tanh" in (*op.args, *op.kwargs.values()) and name.startswith("gelu"):
+        return "tanh"
     return _SPEED_OF.get(name, _SPEED_OF.get(name.rstrip("_"), "copy"))

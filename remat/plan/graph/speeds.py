@@ -8,7 +8,8 @@ matmuls, convolutions and attention, and bytes read and written of the others.
 | `matmul`, `convolution`, `attention`, `causal attention` | ops with FLOPs |
 | `copy` | sums, products, copies: ops as fast as memory |
 | `clone` | a copy into another order of dimensions |
-| `math` | exponentials and the like: `gelu`, `tanh`, `exp`, softmax |
+| `math` | exponentials and the like: `gelu`, `silu`, `exp`, softmax |
+| `tanh` | what takes several times as long: `tanh`, `softplus`, powers, `gelu` by tanh |
 | `norm` | layer norm and other ops that read their input twice |
 | `random` | draws |
 """
@@ -30,7 +31,7 @@ from remat.plan.graph.stopwatch import alone, best_seconds
 Curve: TypeAlias = "tuple[tuple[float, float], ...]"
 
 HEAVY = ("matmul", "convolution", "attention", "causal attention")
-LIGHT = ("copy", "clone", "math", "norm", "random")
+LIGHT = ("copy", "clone", "math", "tanh", "norm", "random")
 # No probe is begun that would take longer, by the speed of the one before.
 _LONG = 0.05
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -127,6 +128,7 @@ def probes(kind: str, dtype: torch.dtype, device: str) -> Iterator[tuple[float, 
             "copy": (lambda x=x: x + x, 3),
             "clone": (lambda y=y: y.clone(memory_format=torch.contiguous_format), 2),
             "math": (lambda x=x: torch.nn.functional.gelu(x), 2),
+            "tanh": (lambda x=x: x.tanh(), 2),
             "norm": (lambda x=x: torch.nn.functional.layer_norm(x, (256,)), 2),
             "random": (lambda x=x: torch.rand_like(x), 2),
         }[kind]
@@ -137,7 +139,7 @@ def _heavy(kind: str, large: bool, ones: Callable[..., torch.Tensor]) -> Iterato
     from torch.nn import functional as F
 
     if kind == "matmul":
-        for width in (32, 256, 1024) if not large else (512, 2048, 8192):
+        for width in (32, 256, 768) if not large else (512, 2048, 8192):
             a = ones(width, width)
             yield 2.0 * width**3, lambda a=a: a @ a
     elif kind == "convolution":

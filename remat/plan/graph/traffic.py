@@ -1,6 +1,8 @@
-"""Bytes that an op reads and writes."""
+"""Bytes that an op reads and writes, and those that its kernel takes meanwhile."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 
@@ -20,3 +22,23 @@ def traffic(joint: Joint, op: Op) -> int:
     if is_view(joint, op):
         return 0
     return sum(joint.values[v].bytes for v in (*op.reads, *op.outputs))
+
+
+_CONVOLUTION = torch.ops.aten.convolution.default
+_CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
+
+
+def workspace(joint: Joint, op: Op) -> int:
+    """Bytes that live while an op runs, besides what it reads and makes.
+
+    On a CPU oneDNN copies what a convolution reads, and what its backward makes, into blocks of channels; one
+    by one pixel needs none.
+    """
+    if op.target is not _CONVOLUTION and op.target is not _CONVOLUTION_BACKWARD:
+        return 0
+    back = op.target is _CONVOLUTION_BACKWARD
+    refs = op.args[:3] if back else (op.args[0], *op.args[:2])
+    gradient, given, weight = [joint.values[ref.id] for ref in refs]
+    if given.device.type != "cpu" or math.prod(weight.shape[2:]) == 1:
+        return 0
+    return max(given.bytes + gradient.bytes, weight.bytes) if back else given.bytes + weight.bytes

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from remat._core import Decision, OpInfo
-from remat.plan.cache import graph_of
+from remat.plan.calls import graph_of
 from remat.plan.followed import carried_out
 from remat.plan.layout.trace import block_names
 from remat.plan.plan import Plan

@@ -19,20 +19,25 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from remat.plan.solve.choices import States, undominated
+from remat.plan.solve.choices import States
 from remat.plan.solve.knapsack import pack
 from remat.plan.solve.problem import INF, Problem
 from remat.plan.solve.reduce import contract
 from remat.plan.solve.split import split
 
-# Prices are whole numbers of about this total; more choices than that are thinned out.
-_UNITS, _MOST = 1 << 40, 4000
+# Prices are whole numbers of about this total; a region of more choices at once is given up.
+_UNITS, _MOST = 1 << 40, 20_000
 # Labels that the packing looks at before it gives up, what may remain unproved, choices of each region.
 _LABELS, _GAP, _FEW = 1e5, 5e-3, 24
 
 # Bytes on the device and on the host, price, and the values that are kept on each.
 Label = tuple[int, int, int, tuple[int, ...], tuple[int, ...]]
+
+
+class _Tangled(Exception):
+    """A region has too many choices to look at."""
 
 
 @dataclass(frozen=True)
@@ -80,13 +85,20 @@ def front(
 
     Empty where a part is too tangled for this way.
     """
+    try:
+        return _front(problem, window, movable)
+    except _Tangled:
+        return []
+
+
+def _front(problem: Problem, window: float, movable: Callable[[int], bool]) -> list[Placed]:
     smaller = contract(problem)
     total = sum(c for c in smaller.problem.cost if c < INF) or 1.0
     unit = total / _UNITS
     whole = replace(
         smaller.problem, cost=tuple(c if c == INF else int(c / unit) for c in smaller.problem.cost)
     )
-    labels: list[Label] = [(0, 0, 0, (), ())]
+    ways: list[list[Label]] = []
     for part in split(whole):
         states, known = States(part.problem), dict[tuple[bool, ...], list[Label]]()
         if states.table is None:
@@ -96,9 +108,30 @@ def front(
             moves = tuple(map(movable, numbers))
             if moves not in known:
                 known[moves] = _labels(part.problem, states, window, moves)
-            labels = _merged(labels, known[moves], numbers, window)
-    points = undominated([(d, c, h, kept, sent) for d, h, c, kept, sent in labels])
-    return [Placed(d, h, c * unit, frozenset(kept), frozenset(sent)) for d, c, h, kept, sent in points]
+            ways.append([_named(label, numbers) for label in known[moves]])
+    labels = _joined(ways, window)
+    return [Placed(d, h, c * unit, frozenset(kept), frozenset(sent)) for d, h, c, kept, sent in labels]
+
+
+def _joined(ways: list[list[Label]], window: float) -> list[Label]:
+    """Every way to put parts together that no other beats, from the fewest bytes on the device on.
+
+    The largest parts come first: what is left is ever smaller, and so are the bytes on the host that still
+    matter. Once all that is left fits into the window, only bytes on the device and price are compared.
+    """
+    ways.sort(key=lambda labels: -max((d + h for d, h, *_ in labels), default=0))
+    further = sum(max((h for _, h, *_ in labels), default=0) for labels in ways)
+    found: list[Label] = [(0, 0, 0, (), ())]
+    for labels in ways:
+        further -= max((h for _, h, *_ in labels), default=0)
+        found = _merged(found, labels, window, window - further)
+    return found
+
+
+def _named(label: Label, numbers: Sequence[int]) -> Label:
+    """A way of one part, in the numbers of the region."""
+    d, h, c, kept, sent = label
+    return d, h, c, tuple([numbers[v] for v in kept]), tuple([numbers[v] for v in sent])
 
 
 def _labels(problem: Problem, states: States, window: float, moves: Sequence[bool]) -> list[Label]:
@@ -137,29 +170,31 @@ def _ways(
     return found
 
 
-def _merged(labels: list[Label], more: list[Label], numbers: Sequence[int], window: float) -> list[Label]:
-    """Every choice of one part with every choice of another."""
-    named = [
-        (d, h, c, tuple(numbers[v] for v in kept), tuple(numbers[v] for v in sent))
-        for d, h, c, kept, sent in more
+def _merged(labels: list[Label], more: list[Label], window: float, slack: float) -> list[Label]:
+    """Every choice of one part with every choice of another; up to `slack` bytes on the host are alike."""
+    sums = [
+        (d + e, host if host > slack else slack, c + p, host, at, way)
+        for way, (e, i, p, _, _) in enumerate(more)
+        for at, (d, h, c, _, _) in enumerate(labels)
+        if (host := h + i) <= window
     ]
-    return _thin(
-        [
-            (d + e, h + i, c + p, kept + k, sent + s)
-            for d, h, c, kept, sent in labels
-            for e, i, p, k, s in named
-            if h + i <= window
-        ]
-    )
+    found = []
+    for d, _, c, h, at, way in _thin(sums):
+        (_, _, _, kept, sent), (_, _, _, k, s) = labels[at], more[way]
+        found.append((d, h, c, kept + k, sent + s))
+    return found
 
 
-def _thin(labels: list[Label]) -> list[Label]:
+Sums = TypeVar("Sums", bound="tuple[int, float, int, *tuple[object, ...]]")
+
+
+def _thin(labels: list[Sums]) -> list[Sums]:
     """The labels that no other beats in bytes here, bytes there and price."""
-    labels.sort(key=lambda label: label[:3])
+    labels.sort()
     # Of those seen so far, which all take no more bytes here: less and less on the host at a higher price.
     prices: list[int] = []
-    hosts: list[int] = []
-    found: list[Label] = []
+    hosts: list[float] = []
+    found: list[Sums] = []
     for label in labels:
         _, host, cost, *_ = label
         at = bisect_right(prices, cost)
@@ -171,8 +206,7 @@ def _thin(labels: list[Label]) -> list[Label]:
             end += 1
         prices[at:end], hosts[at:end] = [cost], [host]
     if len(found) > _MOST:
-        step = len(found) / _MOST
-        found = [found[int(k * step)] for k in range(_MOST - 1)] + [found[-1]]
+        raise _Tangled
     return found
 
 
@@ -181,8 +215,8 @@ def place(fronts: Sequence[Sequence[Placed]], budget: float) -> Joined | None:
     start = time.perf_counter()
     if not fronts or sum(points[0].device for points in fronts) > budget:
         return None
-    floor = _lp(fronts, budget)
-    made = {id(points): _few(points) for points in fronts}
+    floor = cheapest(fronts, budget)
+    made = {key: _few(points) for key, points in {id(points): points for points in fronts}.items()}
     chosen, _ = _packed([made[id(points)] for points in fronts], budget)
     if (cost := sum(p.cost for p in chosen)) * (1 - _GAP) > floor:
         # Few regions leave the LP bound far away: all choices, and the bound that packing proves.
@@ -220,12 +254,17 @@ def _slope(one: Placed, other: Placed) -> float:
     return (one.cost - other.cost) / (other.device - one.device)
 
 
-def _lp(fronts: Sequence[Sequence[Placed]], budget: float) -> float:
-    """The LP bound: the steps along all hulls, by price per byte, as far as the bytes last."""
-    left = budget - sum(points[0].device for points in fronts)
+def cheapest(fronts: Sequence[Sequence[Placed]], budget: float) -> float:
+    """A bound on the price of all choices within `budget`, the LP's; infinite where there are none.
+
+    It takes the steps along all hulls, by price per byte, as far as the bytes last.
+    """
+    if (left := budget - sum(points[0].device for points in fronts)) < 0:
+        return INF
     cost = sum(points[0].cost for points in fronts)
     steps: list[tuple[float, int]] = []
-    corners = {id(points): _hull(points) for points in fronts}
+    distinct = {id(points): points for points in fronts}
+    corners = {key: _hull(points) for key, points in distinct.items()}
     for points in fronts:
         hull = corners[id(points)]
         steps += [(_slope(a, b), b.device - a.device) for a, b in zip(hull, hull[1:], strict=False)]

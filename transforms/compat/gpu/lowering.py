@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,8 +42,15 @@ class Lowered:
     not_capturable: str
 
 
-def lowered(module: GraphModule, chip: Chip | None, is_backward: bool, is_inference: bool) -> Lowered:
-    """The code that `torch.compile` would run on this GPU, or on the CPU. `module` is used up.
+def lowered(
+    module: GraphModule,
+    chip: Chip | None,
+    is_backward: bool,
+    is_inference: bool,
+    donated: Sequence[int] = (),
+) -> Lowered:
+    """The code that `torch.compile` would run on this GPU, or on the CPU. `module` is used up; memory of the
+    `donated` arguments may be written to.
 
     Raises:
         RematError: an op has no lowering.
@@ -65,8 +72,8 @@ def lowered(module: GraphModule, chip: Chip | None, is_backward: bool, is_infere
         stack.enter_context(pretended(chip) if chip else contextlib.nullcontext())
         for context in (V.set_fake_mode(mode), V.set_debug_handler(DebugContext()), torch.no_grad()):
             stack.enter_context(context)
-        # The sizes of what each kernel reads and writes stand in its text then.
-        stack.enter_context(config.patch(profile_bandwidth=True, fx_graph_cache=False))
+        # The sizes of what each kernel reads and writes stand in its text then; the wrapper imports Triton.
+        stack.enter_context(config.patch(profile_bandwidth=chip is not None, fx_graph_cache=False))
         view_to_reshape(module)
         if chip:
             _retarget(module, mode)
@@ -77,6 +84,7 @@ def lowered(module: GraphModule, chip: Chip | None, is_backward: bool, is_infere
             graph = GraphLowering(
                 module, example_inputs=inputs, is_backward=is_backward, is_inference=is_inference
             )
+            graph.bw_donated_idxs = list(donated)
             stack.enter_context(V.set_graph_handler(graph))
             stack.enter_context(V.set_extern_kernel_nodes([]))
             stack.enter_context(compile_fx.maybe_disable_comprehensive_padding(inputs))

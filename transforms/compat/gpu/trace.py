@@ -31,11 +31,13 @@ class Traced:
         joint: forward and backward as they were traced, before a partitioner chose what to keep.
         forward: the graph of the forward; of the whole step where that has no backward of its own.
         backward: the graph of the backward, None without one.
+        donated: which of the backward's arguments it may write to, as nobody else has them.
     """
 
     joint: list[torch.fx.Node] = field(default_factory=list)
     forward: torch.fx.GraphModule | None = None
     backward: torch.fx.GraphModule | None = None
+    donated: list[int] = field(default_factory=list)
 
 
 @contextlib.contextmanager
@@ -62,20 +64,23 @@ def _strides(t: torch.Tensor) -> tuple[int, ...]:
     return t.stride()
 
 
-def traced(step: Callable[..., Any], run: Callable[[Callable[..., Any]], None]) -> Traced:
+def traced(
+    step: Callable[..., Any], run: Callable[[Callable[..., Any]], None], *, gpu: bool = True
+) -> Traced:
     """The graphs of a step, inside of `fakes`. `run` calls what it is given, which is the step compiled, and
-    takes gradients."""
+    takes gradients. Without `gpu` they are those of this machine's CPU."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.utils import get_donated_idxs
 
     teach_inductor()
     found = Traced()
 
     def inner(module: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
-        for node in module.graph.nodes:
+        for node in module.graph.nodes if gpu else ():
             _refuse(node)
         if options.get("is_backward"):
-            found.backward = module
+            found.backward, found.donated = module, get_donated_idxs() or []
         elif found.forward is None:
             found.forward = module
         else:
@@ -83,13 +88,18 @@ def traced(step: Callable[..., Any], run: Callable[[Callable[..., Any]], None]) 
         return _stand_in(module)
 
     def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
-        _as_on_cpu(module)
+        if gpu:
+            _as_on_cpu(module)
         return compile_fx(module, inputs, inner_compile=inner)
 
     # What a region wants recomputed is to be seen before any pass of Inductor changes it. Nothing is compiled
     # here, so Inductor need not start processes for that.
     watch = config.patch(joint_custom_pre_pass=_Seen(found), fx_graph_cache=False, compile_threads=1)
-    with watch, attention_of_gpus(), _as_on_gpus():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(watch)
+        if gpu:
+            stack.enter_context(attention_of_gpus())
+            stack.enter_context(_as_on_gpus())
         run(torch.compile(_own(step), backend=backend, fullgraph=True, dynamic=False))
     return found
 

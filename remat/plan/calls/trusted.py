@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from remat._region import anchor
-from remat.plan.keys import modes
+from remat.plan.calls.keys import modes
 from remat.policies import Policy
 from remat.transforms import BoundedCache, Key, flatten
 from remat.transforms.closure import swapping

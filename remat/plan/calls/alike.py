@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from remat._forced import standing_for
-from remat.plan.cache import graph_of, remember
+from remat.plan.calls.cache import graph_of, remember
+from remat.plan.calls.keys import alike, alike_key
 from remat.plan.graph import Graph
-from remat.plan.keys import alike, alike_key
 from remat.policies import Policy
 from remat.transforms import BoundedCache
 from remat.transforms.compat import in_transform
@@ -87,8 +87,9 @@ class Regions:
             for kind in self._kinds:
                 if alike(kind.key, key):
                     kind.met += 1
-                    sure = kind.met > _SURE and kind.met & (kind.met - 1) and not kind.doubted
-                    if not sure and not self._same(kind.graph, fn, args, kwargs):
+                    # Where not even a number differs, one comparison is enough.
+                    sure = kind.met > 2 if kind.key == key else kind.met > _SURE and kind.met & (kind.met - 1)
+                    if (kind.doubted or not sure) and not self._same(kind.graph, fn, args, kwargs):
                         # Some number makes a difference after all: every call is looked at.
                         kind.doubted = True
                     else:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from remat._core import warn_user
+from remat.plan.calls.keys import call_key
+from remat.plan.calls.looking import looking
+from remat.plan.calls.trusted import Trust
 from remat.plan.graph import Graph
-from remat.plan.keys import call_key
-from remat.plan.looking import looking
-from remat.plan.trusted import Trust
 from remat.transforms import BoundedCache, Key, flatten
 from remat.transforms.closure import swapping
 from remat.transforms.compat import in_transform, is_hook_refusal, is_tracing

@@ -1,0 +1,81 @@
+"""Predicted and measured peaks of compiled steps on this CPU, for the models of the suite.
+
+    python -m benchmarks.compiled_peaks [model ...]
+
+A step is traced on shapes, and Inductor writes its wrapper for the CPU. The wrapper's own allocations,
+executed on shapes, are the prediction: no kernel is compiled for it. Then the step is compiled and run, and
+the bytes that it allocates are read from the profiler. There is a row for each model and policy in
+`benchmarks/results/compiled_peaks.csv`.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.models import SIZES, named
+from benchmarks.peers import peer
+from benchmarks.steps import backward
+from remat.cli.measure import trace_memory
+from remat.gpu import Simulation, trace
+from remat.transforms.compat.gpu import lowered
+
+CSV = Path(__file__).parent / "results" / "compiled_peaks.csv"
+FIELDS = ("model", "policy", "predicted", "measured", "error", "kept", "kept_measured", "seconds")
+POLICIES = ("none", "save_nothing", "budget 0.5")
+
+
+def rows(name: str) -> Iterator[dict[str, Any]]:
+    """One row for each policy of a model of two blocks."""
+    problem = named(name, depth=2).problem(torch.device("cpu"), torch.float32, 0)
+    for policy in POLICIES:
+        torch.compiler.reset()
+        loss, leaves = problem.bind(peer(policy).around)
+        start = time.process_time()
+        predicted, kept = foretold(loss, leaves(problem.params), problem.batch)
+        seconds = time.process_time() - start
+        torch.compiler.reset()
+        loss, leaves = problem.bind(peer(policy).around)
+        step = partial(backward(loss, leaves, torch.compile), problem.params, problem.batch)
+        step(lambda: None)
+        found = trace_memory(step)
+        error = predicted / found.peak - 1
+        facts = (name, policy, predicted, found.peak, f"{error:.4f}", kept, found.kept, f"{seconds:.1f}")
+        yield dict(zip(FIELDS, facts, strict=True))
+
+
+def foretold(loss: Any, own: Any, batch: Any) -> tuple[int, int]:
+    """The peak of a step's wrappers and what the forward's keeps for the backward's, in bytes."""
+    traces, _ = trace(loss, (own, batch), {}, gpu=False)
+    assert traces.forward is not None and traces.backward is not None
+    run = Simulation(lowered(traces.forward, None, False, False), None)
+    peak = run.execution.peak
+    run.backward(lowered(traces.backward, None, True, False, traces.donated))
+    return max(peak, run.execution.peak), run.kept
+
+
+def main(names: list[str]) -> None:
+    found = []
+    for name in names or list(SIZES):
+        try:
+            for row in rows(name):
+                print(*row.values(), sep="\t", flush=True)
+                found.append(row)
+        except Exception as error:
+            print(f"{name}: {type(error).__name__}: {str(error).splitlines()[:1]}", flush=True)
+    if not names:
+        with CSV.open("w", newline="") as file:
+            writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(found)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

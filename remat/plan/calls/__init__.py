@@ -1,0 +1,7 @@
+"""How a call is recognised: what is known of one that looks the same, so that each is traced once."""
+
+from remat.plan.calls.alike import Regions as Regions
+from remat.plan.calls.cache import graph_of as graph_of
+from remat.plan.calls.cache import paths_of as paths_of
+from remat.plan.calls.looking import looking as looking
+from remat.plan.calls.trusted import look_at as look_at
