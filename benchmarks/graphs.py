@@ -24,7 +24,7 @@ from benchmarks.records import Record, Target, conclude, ratio
 from remat.gpu import MARK, GpuReport, compile_for
 
 # Blocks of each model; all else is `benchmarks.models.SIZES`.
-DEPTHS = {"llama3-8b": 8, "gpt2-xl": 8, "vit-l": 24}
+DEPTHS = {"llama3-8b": 8, "gpt2-xl": 8, "vit-l": 24, "unet": 4, "moe": 4, "hf-llama": 4}
 # Ours, and torch's row with the same verdicts.
 PAIRS = {"save_nothing": "torch checkpoint", "save_matmuls": "torch SAC"}
 
@@ -40,7 +40,7 @@ class Graphs:
     device: str = "h100"
     """a100, h100, h200 or b200."""
     depth: int = 0
-    """Blocks; 0: 8, of ViT-L 24."""
+    """Blocks; 0: as in `DEPTHS`."""
     save: bool = True
     """Write results/graphs.csv; what it holds of other models stays."""
 

@@ -258,14 +258,16 @@ def _ops(nodes: Nodes) -> Counter[str]:
 def _name(node: torch.fx.Node) -> str:
     """The op that a node computes, empty for views, fences and the like."""
     op = node.target
+    if op is torch.ops.higher_order.flex_attention:
+        return "flex_attention"
     if not isinstance(op, OpOverload) or op.namespace == "remat" or op.is_view:
         return ""
     return "" if op in _FREE else op._schema.name.rpartition("::")[2]
 
 
-_FREE = {
-    torch.ops.aten.alias.default,
-    torch.ops.aten.detach.default,
+# Another name for the same value.
+_NAMES_ALONE = {torch.ops.aten.alias.default, torch.ops.aten.detach.default}
+_FREE = _NAMES_ALONE | {
     torch.ops.aten.clone.default,
     torch.ops.aten._unsafe_view.default,
     torch.ops.remat.once.default,
@@ -279,6 +281,10 @@ def _distinct(nodes: Nodes) -> Counter[str]:
     same: dict[torch.fx.Node, torch.fx.Node] = {}
     for node in nodes:
         given = torch.fx.map_arg((node.args, node.kwargs), lambda n: same.get(n, n))
+        if node.target in _NAMES_ALONE:
+            (read,) = node.all_input_nodes
+            same[node] = same.get(read, read)
+            continue
         same[node] = seen.setdefault((node.target, repr(given)), node)
     return _ops(node for node in seen.values() if _reads_input(node))
 

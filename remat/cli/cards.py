@@ -54,7 +54,8 @@ def plain(name: str, report: GpuReport | str) -> dict[str, Any]:
     names = ("kept", "peak", "held", "memory", "fits", "flops", "seconds", "survived")
     spills = sum(kernel.spills or 0 for kernel in report.kernels)
     figures = {key: getattr(report, key) for key in names}
-    return {"policy": name} | figures | {"launches": len(report.kernels), "spills": spills}
+    counts = {"launches": len(report.kernels), "spills": spills, "differing": len(report.differing)}
+    return {"policy": name} | figures | counts
 
 
 def _print(heading: str, found: dict[str, GpuReport | str]) -> None:
@@ -74,6 +75,9 @@ def _print(heading: str, found: dict[str, GpuReport | str]) -> None:
             console.print(f"{name}: {report}", markup=False, soft_wrap=True)
         elif not report.survived:
             console.print(f"{name}: a region lost its recomputation", markup=False, soft_wrap=True)
+        elif report.differing:
+            said = f"{name}: other bits than in the forward are possible, as {report.differing[0]}"
+            console.print(said, markup=False, soft_wrap=True)
 
 
 def _cells(report: GpuReport) -> list[str]:

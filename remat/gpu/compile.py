@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
 import types
 from collections.abc import Callable, Iterator
@@ -27,12 +28,15 @@ from remat.transforms.compat.gpu import (
     Lowered,
     Traced,
     cubin,
+    cut,
     fakes,
+    line_of,
     lowered,
     saved,
     traced,
     triton_wanted,
 )
+from remat.transforms.compiled import RECOMPUTED
 
 
 def compile_for(
@@ -83,8 +87,20 @@ def compile_for(
             f"code for {device} needs Triton, which compiles kernels on any machine and is not installed. "
             f"Install the one of torch {torch.__version__}: pip install {wanted}, or 'remat[gpu]'."
         )
-    traces, held = trace(step, args, kwargs)
-    return _report(device, chip, speeds, traces, held, machine_code)
+    with _collecting_rarely():
+        traces, held = trace(step, args, kwargs)
+        return _report(device, chip, speeds, traces, held, machine_code)
+
+
+@contextlib.contextmanager
+def _collecting_rarely() -> Iterator[None]:
+    """Compilers make many objects that live: to look for garbage among them took a tenth of the time."""
+    before = gc.get_threshold()
+    gc.set_threshold(max(before[0], 200_000) if before[0] else 0, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def trace(step: Callable[..., Any], args: Any, kwargs: Any, *, gpu: bool = True) -> tuple[Traced, int]:
@@ -199,7 +215,42 @@ def _report(
         found.add(code.nodes)
     forward, backward, step = (None, None, graphs[0]) if one else (graphs[0], graphs[1], None)
     regions = tuple(regions_in(wanted, found))
-    return GpuReport(device, forward, backward, step, run.kept, held, speeds.memory, regions)
+    differing = _differing(codes, chip)
+    return GpuReport(device, forward, backward, step, run.kept, held, speeds.memory, regions, differing)
+
+
+def _differing(codes: list[Lowered], chip: Chip) -> tuple[str, ...]:
+    """Recomputed reductions that no kernel of the forward computes in the same blocks."""
+    forward: dict[Any, set[Any]] = {}
+    again: list[tuple[Any, str, list[str]]] = []
+    for code in codes:
+        for node, texts in code.reductions.items():
+            key = _reduction(node)
+            if region := _region(node):
+                again.append((key, f"{node.target} of region {region!r}, at {line_of(node)}", texts))
+            else:
+                forward.setdefault(key, set()).add(tuple(texts))
+    found = {}
+    for key, where, texts in again:
+        before = {cut(list(one), chip) for one in forward.get(key, ())}
+        now = cut(texts, chip) if before else ()
+        if before and now not in before:
+            found[f"{where}: {' + '.join(now)}, in the forward {' + '.join(min(before))}"] = None
+    return tuple(found)
+
+
+def _region(node: torch.fx.Node) -> str:
+    """The region that a node recomputes, empty for others."""
+    # What a pass has written, a softmax, knows nothing of where it comes from; what it reads does.
+    nodes = (node,) if "stack_trace" in node.meta else (node, *node.all_input_nodes)
+    keys = [n.meta["custom"][RECOMPUTED] for n in nodes if RECOMPUTED in n.meta.get("custom", {})]
+    return keys[0].partition(" ")[2] if keys else ""
+
+
+def _reduction(node: torch.fx.Node) -> Any:
+    """What a reduction and its recomputation have in common."""
+    given = torch.fx.map_arg((node.args, node.kwargs), lambda n: str(getattr(n.meta.get("val"), "shape", "")))
+    return node.target, repr(given), node.meta.get("stack_trace")
 
 
 class Simulation:

@@ -104,6 +104,8 @@ class GpuReport:
         held: bytes that the caller holds: arguments and parameters.
         memory: bytes that the card has.
         regions: what each region recomputes in the code.
+        differing: a line for each recomputed reduction that is cut into other blocks than in the forward. It
+            adds in another order, so its last bits can differ.
 
     Example:
         >>> from remat.gpu import GpuGraph, GpuReport, Kernel
@@ -122,6 +124,7 @@ class GpuReport:
     held: int
     memory: int
     regions: tuple[Recomputed, ...]
+    differing: tuple[str, ...] = ()
 
     @cached_property
     def graphs(self) -> tuple[GpuGraph, ...]:
@@ -167,6 +170,7 @@ class GpuReport:
             f"{self.flops:.4g} FLOPs, {1e3 * self.seconds:.3g} ms by the roofline",
             *(f"region {name!r} lost its recomputation" for name in lost),
         ]
+        lines += [f"other bits are possible: {line}" for line in self.differing]
         if spilled:
             lines.append(f"{spilled} of the launched kernels spill registers")
         for name, graph in (("forward", self.forward), ("backward", self.backward), ("step", self.step)):

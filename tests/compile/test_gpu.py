@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from remat import RematError, remat, scan_remat
+from remat import RematError, remat, save_matmuls, scan_remat
 from remat.cli.measure import trace_memory
 from remat.gpu import Simulation, compile_for, trace
 from remat.transforms.compat.gpu import lowered
@@ -119,6 +120,35 @@ def test_a_functional_step_is_one_graph(triton):
 
 
 @pytest.mark.slow
+def test_recomputed_reductions_in_other_blocks_are_told(triton):
+    @remat(policy=save_matmuls)
+    def normed(x, weights):
+        h = F.rms_norm(x, x.shape[-1:])
+        return functools.reduce(torch.add, [(h @ w).sin() for w in weights]).softmax(-1)
+
+    def told(count: int) -> tuple[str, ...]:
+        step = lambda x, weights: normed(x, weights).float().square().sum()  # noqa: E731
+        x = torch.empty(1024, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        weights = [torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta") for _ in range(count)]
+        return compile_for("h100", step, x, weights, machine_code=False).differing
+
+    assert not told(1)
+    # Fused with a sum of eight cotangents, the mean has smaller blocks than in the forward.
+    found = told(8)
+    assert found and "aten.mean.dim of region 'normed', at " in found[0] and "R0_BLOCK" in found[0]
+
+
+@pytest.mark.slow
+def test_what_a_recomputation_computes_twice_is_not_lost(triton):
+    grads = torch.vmap(
+        torch.func.grad(lambda w, x: remat(lambda w, x: (x @ w).tanh().sin())(w, x).sum()), (None, 0)
+    )
+    w, x = torch.empty(64, 64, device="meta", requires_grad=True), torch.empty(8, 4, 64, device="meta")
+    report = compile_for("h100", grads, w, x, machine_code=False)
+    assert report.backward is not None and report.survived and report.regions[0].ops["tanh"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("card", ["a100", "b200"])
 def test_flex_attention_and_kernels_of_users_are_compiled(triton, card):
     from torch.nn.attention.flex_attention import flex_attention
@@ -137,7 +167,8 @@ def test_flex_attention_and_kernels_of_users_are_compiled(triton, card):
     x = torch.empty(1, 2, 128, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
     w = torch.empty(64, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
     report = compile_for(card, step, x, w)
-    assert report.forward and report.backward
+    assert report.forward and report.backward and report.survived
+    assert [region.ops["flex_attention"] for region in report.regions] == [1, 1]
     for graph in (report.forward, report.backward):
         names = [kernel.name for kernel in graph.kernels]
         assert sum("add_kernel" in name for name in names) == 2

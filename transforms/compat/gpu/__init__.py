@@ -18,8 +18,10 @@ from remat.transforms.compat.gpu.machine import (
     Chip,  # what compilers ask of a GPU
     triton_wanted,  # the version of Triton to install, None where one is there
 )
+from remat.transforms.compat.gpu.reductions import cut  # how kernels of reductions are cut into blocks
 from remat.transforms.compat.gpu.trace import (
     Traced,  # what a step comes down to
     fakes,  # makes fake tensors of the CPU
+    line_of,  # the user's line of a node
     traced,  # the graphs of a step
 )

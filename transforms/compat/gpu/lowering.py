@@ -14,6 +14,7 @@ import torch.utils._pytree as pytree
 from torch.fx import GraphModule, Node
 
 from remat.transforms.compat.gpu.machine import DEVICE, Chip, pretended
+from remat.transforms.compat.gpu.reductions import reductions_noted
 from remat.transforms.compat.gpu.trace import line_of
 from remat.transforms.errors import RematError
 
@@ -28,6 +29,7 @@ class Lowered:
         names: of those arguments.
         outputs: the nodes that `call` returns, by name; None for constants.
         nodes: those of the graph whose values are computed in the code, views and fences included.
+        reductions: texts of the kernels of each reduction of the graph; none for the CPU.
         not_capturable: why the code cannot go into a CUDA graph; empty if it can.
     """
 
@@ -36,6 +38,7 @@ class Lowered:
     names: list[str]
     outputs: list[str | None]
     nodes: list[Node]
+    reductions: dict[Node, list[str]]
     not_capturable: str
 
 
@@ -86,9 +89,10 @@ def lowered(
             stack.enter_context(V.set_extern_kernel_nodes([]))
             stack.enter_context(compile_fx.maybe_disable_comprehensive_padding(inputs))
             graph.run(*inputs)
+            noted = stack.enter_context(reductions_noted())
             source = graph.codegen()[0].value
     computed = _computed(graph, before, module)
-    return Lowered(_plain(source), inputs, names, outputs, computed, _why_not(graph, module))
+    return Lowered(_plain(source), inputs, names, outputs, computed, noted, _why_not(graph, module))
 
 
 def _values(module: GraphModule) -> list[Any]:

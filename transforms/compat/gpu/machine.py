@@ -61,8 +61,9 @@ _WITH_TRITON = ("scheduler", "compile_fx", "fx_passes.pad_mm", "kernel.mm_groupe
 def pretended(chip: Chip) -> Iterator[None]:
     """Within, compilers find this GPU. Nothing runs on it. (2.13)"""
     from torch._dynamo.device_interface import CudaInterface
-    from torch._inductor import compile_fx, scheduler  # noqa: F401
+    from torch._inductor import codecache, compile_fx, scheduler  # noqa: F401
     from torch._inductor.runtime import triton_helpers
+    from torch.utils import _triton
 
     answers = _answers(chip)
     with contextlib.ExitStack() as stack:
@@ -77,6 +78,9 @@ def pretended(chip: Chip) -> Iterator[None]:
                 stack.enter_context(mock.patch.object(module, "has_triton", lambda: True))
         stack.enter_context(mock.patch.object(torch.version, "cuda", torch.version.cuda or "13.0"))
         stack.enter_context(mock.patch.object(triton_helpers, "set_driver_to_gpu", lambda: None))
+        # They read all files of Triton for the keys of caches, which are of no use here.
+        for owner, name in ((codecache, "triton_key"), (_triton, "triton_hash_with_backend")):
+            stack.enter_context(mock.patch.object(owner, name, lambda: "pretended"))
         raw = "_cuda_getCurrentRawStream"
         stack.enter_context(mock.patch.object(torch._C, raw, lambda device: 0, create=True))
         stack.enter_context(methods_by_ops())

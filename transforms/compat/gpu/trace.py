@@ -139,7 +139,8 @@ class _Seen:
         graph.eliminate_dead_code()
         copy = torch.fx.Graph()
         copy.graph_copy(graph, {})
-        self.found.joint += list(copy.nodes)
+        # Graphs in it, such as the scores of attention, come before it: they are no kernels of their own.
+        self.found.joint = list(copy.nodes)
 
     def uuid(self) -> None:
         return None
