@@ -94,14 +94,12 @@ class Frame(Packer):
         self.recorder: Recorder | None = None
         self.tape: Tape = None  # type: ignore[assignment]  # there is one once the forward runs
         self.direct: dict[int, int] = {}
-        self.kept: dict[int, Any] = {}
+        self.kept, self.random = dict[int, Any](), dict[int, Any]()
         self.held: dict[int, SavedInput] = {}
         self.dropped: dict[int, DroppedInput] = {}
         self.handles: list[weakref.ref[Handle] | None] = []  # None where nobody asked for one
-        self.values: dict[int, torch.Tensor] = {}
-        self.versions: dict[int, int] = {}
+        self.values, self.versions = dict[int, torch.Tensor](), dict[int, int]()
         self.taken: tuple[int, ...] = ()
-        self.random: dict[int, Any] = {}
         self.snapshots, self.raw, self.replaced = {}, [], ()
         self.program: Program | None = None
         self.rerun: Rerun | None = None
@@ -349,8 +347,7 @@ class Frame(Packer):
         if self.reach is None or graph_task() == -1:
             return None
         idle = self.reach.idle_now()
-        owners = enumerate(self.tape.owners)
-        return {i for i, owner in owners if (owner is None or owner not in idle) and self.is_held(i)}
+        return {i for i, owner in enumerate(self.tape.owners) if owner not in idle and self.is_held(i)}
 
     def is_held(self, i: int) -> bool:
         """Whether saved value `i` may still be asked for."""
