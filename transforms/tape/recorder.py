@@ -100,10 +100,8 @@ class Recorder(WriteWatch):
         self.outside: list[torch.Tensor] = []
         self.kept: dict[int, Any] = {}
         self.random: dict[int, GeneratorState] = {}
-        self.snapshots: dict[int, Snapshot] = {}
-        self.shown: dict[int, Snapshot] = {}
-        self.outer: dict[int, int] = {}
-        self.moved: set[int] = set()
+        self.snapshots, self.shown = dict[int, Snapshot](), dict[int, Snapshot]()
+        self.outer, self.moved = dict[int, int](), set[int]()
         self.kept_bytes = 0  # of what is kept on its device
         self.alive: dict[int, torch.Tensor] = {}
         self._numbers = ValueNumbering()
@@ -311,9 +309,11 @@ class Recorder(WriteWatch):
         known = self._memory.get(id(memory)) if memory is not None else None
         root = known[1] if known is not None and known[0]() is memory and known[1] < 0 else number
         self.tape.outside.append(Outside(metadata(tensor), root))
-        if on_scratch() and root not in self.snapshots and (now := scratch_around(storage(tensor))):
-            # Whatever runs around here again has its own copy of this memory, and may write to it later.
-            self.snapshots[root] = quiet(now.copy)
+        if on_scratch() and (now := scratch_around(storage(tensor))):
+            # A run of the region around has a copy, where views of it lie, and may write to it later.
+            self.snapshots.setdefault(root, quiet(now.copy))
+            if now.place is not None:
+                self._remember(now.place, root, number, tensor)
         if memory is not None:
             self._remember(memory, root, number, tensor)
         return number

@@ -113,6 +113,11 @@ class Snapshot:
         made.tensor = None if self.tensor is None else self.tensor.clone()
         return made
 
+    @property
+    def place(self) -> Any:
+        """The memory of the copy."""
+        return self.memory if self.tensor is None else memory_of(self.tensor)
+
     def differs(self, tensor: torch.Tensor) -> bool:
         """Whether something else lies in the memory of `tensor` now."""
         memory = memory_of(tensor)
