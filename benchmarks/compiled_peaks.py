@@ -10,7 +10,6 @@ the bytes that it allocates are read from the profiler. There is a row for each 
 
 from __future__ import annotations
 
-import csv
 import sys
 import time
 from collections.abc import Iterator
@@ -20,7 +19,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.models import SIZES, named
+from benchmarks.fit_peaks import tabulate
+from benchmarks.models import named
 from benchmarks.peers import peer
 from benchmarks.steps import backward
 from remat.cli.measure import trace_memory
@@ -61,21 +61,5 @@ def foretold(loss: Any, own: Any, batch: Any) -> tuple[int, int]:
     return max(peak, run.execution.peak), run.kept
 
 
-def main(names: list[str]) -> None:
-    found = []
-    for name in names or list(SIZES):
-        try:
-            for row in rows(name):
-                print(*row.values(), sep="\t", flush=True)
-                found.append(row)
-        except Exception as error:
-            print(f"{name}: {type(error).__name__}: {str(error).splitlines()[:1]}", flush=True)
-    if not names:
-        with CSV.open("w", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(found)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    tabulate(sys.argv[1:], rows, FIELDS, CSV)

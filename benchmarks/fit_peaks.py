@@ -12,7 +12,7 @@ from __future__ import annotations
 import csv
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from remat import checkpoint_policy, remat
 from remat._forced import standing_for
 from remat.cli.measure import trace_memory
 from remat.plan import READY, Plan, Portfolio, carried, cost_model, plans_by_budget, step_of
-from remat.transforms import RematError
 
 CSV = Path(__file__).parent / "results" / "fit_peaks.csv"
 FIELDS = ("model", "share", "predicted", "measured", "error", "cost_s", "regions")
@@ -83,21 +82,24 @@ def peak_of(run: Callable[[], torch.Tensor], own: Any, policies: list[Any]) -> i
     return peak
 
 
-def main(names: list[str]) -> None:
+def tabulate(
+    names: list[str], rows: Callable[[str], Iterator[dict[str, Any]]], fields: Sequence[str], path: Path
+) -> None:
+    """Print the rows of these models, or print and write those of all."""
     found = []
     for name in names or list(SIZES):
         try:
             for row in rows(name):
-                print(row, flush=True)
+                print(*row.values(), sep="\t", flush=True)
                 found.append(row)
-        except RematError as error:
-            print(f"{name}: {error}", flush=True)
+        except Exception as error:  # of one model; the others have rows
+            print(f"{name}: {type(error).__name__}: {str(error).splitlines()[:1]}", flush=True)
     if not names:
-        with CSV.open("w", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, fields, lineterminator="\n")
             writer.writeheader()
             writer.writerows(found)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    tabulate(sys.argv[1:], rows, FIELDS, CSV)
