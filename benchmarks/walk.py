@@ -127,8 +127,8 @@ WALKS: dict[str, Callable[[], Walk]] = {
     "torch.compile, tracing": compiled,
     "scan": scan,
 }
-# The most files that each may enter. (Of tracing two are younger: what is computed once in a graph, and results
-# that are views of each other.)
+# The most files that each may enter. (Of tracing, two came later: what a graph computes once, and results that
+# are views of each other.)
 LIMITS = {
     "eager, second call": 10,
     "torch.func.grad, second call": 14,
