@@ -127,7 +127,7 @@ WALKS: dict[str, Callable[[], Walk]] = {
     "torch.compile, tracing": compiled,
     "scan": scan,
 }
-# The most files that each may enter. (Of tracing, two came later: what a graph computes once, and results that
+# The most files that each may enter. (Two of tracing came later: what a graph computes once, and results that
 # are views of each other.)
 LIMITS = {
     "eager, second call": 10,

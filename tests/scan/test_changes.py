@@ -132,6 +132,12 @@ def test_numbers_that_are_not_finite_are_no_change() -> None:
     assert x.grad is not None
 
 
+def test_states_without_elements() -> None:
+    x = torch.zeros(3, 0, requires_grad=True)
+    run(lambda h, _: (h.sin(), h), x).sum().backward()
+    assert x.grad is not None and x.grad.shape == (3, 0)
+
+
 def test_inference_compares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.linalg, "vector_norm", None)
     with torch.no_grad():

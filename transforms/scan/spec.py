@@ -313,7 +313,7 @@ def check_seen(scan: Scan, again: dict[int, list[Print]]) -> None:
         largest = max((pair[1] for pair in pairs), default=0.0)
         for dtype, size, some, size2, some2 in pairs:
             coarse = torch.bfloat16 if ambient is not None and ambient.casts else dtype
-            scale = max(largest, *map(abs, some)) * math.sqrt(torch.finfo(coarse).eps)
+            scale = max([largest, *map(abs, some)]) * math.sqrt(torch.finfo(coarse).eps)
             if any(abs(a - b) > scale for a, b in zip([size, *some], [size2, *some2], strict=True)):
                 raise _other_numbers(scan.spec.name, done - 1)
 
