@@ -166,6 +166,8 @@ at_backward_end: Callable[[Callable[[], None]], None] = (
 
 # A torch-function mode is told of `autograd.Function.apply` under functorch levels only. Below them all that
 # apply does with its arguments, before it looks at their derivatives, is to hand them to this one function.
+# (Tried on 2.11 and 2.13. In 2.15 apply is C++, which hands them to nobody, so it gets another one around it.
+# What was taken from a class before this module was imported, as `f = Custom.apply`, is not seen there.)
 _unwrap_dead_wrappers: Callable[[tuple[Any, ...]], tuple[Any, ...]] = functorch_utils.unwrap_dead_wrappers
 
 
@@ -176,6 +178,14 @@ def at_function_apply(arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -
         return _unwrap_dead_wrappers(arguments(args))
 
     functorch_utils.unwrap_dead_wrappers = unwrap_dead_wrappers
+    function: Any = torch.autograd.Function
+    in_cpp = function.__dict__.get("apply")
+    if in_cpp is not None and not isinstance(in_cpp, classmethod):
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            return in_cpp.__get__(None, cls)(*arguments(args), **kwargs)
+
+        function.apply = classmethod(apply)
 
 
 def dual_level_open() -> bool:
