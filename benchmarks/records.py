@@ -75,7 +75,7 @@ def save(name: str, records: Sequence[Record], folder: Path = RESULTS, beside: b
     """Writes `name`.csv: one line a record, each with the machine and the versions it was measured on.
 
     With `beside`, lines that are already there and that this run did not measure, such as those of another
-    version of torch, stay.
+    version of torch, stay, and all keep their order.
     """
     context = machine("cpu") | {"commit": commit()}
     rows = [context | asdict(record) for record in records]
@@ -83,9 +83,9 @@ def save(name: str, records: Sequence[Record], folder: Path = RESULTS, beside: b
     path = folder / f"{name}.csv"
     if beside and path.exists():
         with path.open(newline="") as file:
-            old = list(csv.DictReader(file))
-        measured = {measurement(row) for row in rows}
-        rows = sorted([*[row for row in old if measurement(row) not in measured], *rows], key=by_version)
+            old = {measurement(row): row for row in csv.DictReader(file)}
+        # What is measured anew takes the place of what was: the first model is the one that README shows.
+        rows = sorted((old | {measurement(row): row for row in rows}).values(), key=by_version)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
