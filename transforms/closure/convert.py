@@ -22,13 +22,14 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from remat.transforms.closure.bindings import differentiable
+from remat.transforms.closure.bindings import differentiable, without_dead
 from remat.transforms.closure.cond import choose, chosen_here
 from remat.transforms.closure.paths import of_captured
 from remat.transforms.compat import (
     DispatchMode,
     OpOverload,
     at_function_apply,
+    at_transforms,
     cond,
     dual_level_open,
     function_mode_at,
@@ -43,6 +44,7 @@ from remat.transforms.compat import (
     next_node,
     unwrap_once,
     unwrapped,
+    watch_transforms,
 )
 from remat.transforms.context import PAST_DISPATCH, notice
 from remat.transforms.errors import RematError
@@ -97,9 +99,8 @@ class ClosureConversion(TorchFunctionMode):
         self._note([*operands, *table.values()])
         self.start = next_node()
         self.met: set[int] = set()  # constants that torch functions were given
-        self.pulls = (
-            False  # whether it is on in a backward, whose own ends and starts are no captured tensors
-        )
+        self.pulls = False  # whether it is on in a backward: its own ends and starts are no captured ones
+        self.given: list[torch.Tensor] = []  # to transforms inside, by nobody knows whom
         self.modes = 0  # how many dispatch modes were active around it
         self.reads = True  # whether it is the function itself that calls a torch function
         self.strict = True
@@ -118,10 +119,13 @@ class ClosureConversion(TorchFunctionMode):
             around.pulled = True
         stack.append(self)
         self.modes = modes_active()
+        watch_transforms(1)
         return super().__enter__()
 
     def __exit__(self, *exc: Any) -> Any:
         _swaps.stack.pop()
+        watch_transforms(-1)
+        self.given = []
         return super().__exit__(*exc)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -164,13 +168,27 @@ class ClosureConversion(TorchFunctionMode):
                     return bare
                 if self.trials and is_fake(value):
                     return value
-                raise Missed(value, self)
+                raise self._missed(value)
             return value
         if type(value) in (tuple, list):
             return type(value)([self.swap(v) for v in value])
         if type(value) is dict:
             return {k: self.swap(v) for k, v in value.items()}
         return value
+
+    def handed(self, value: torch.Tensor) -> torch.Tensor:
+        """What a transform of torch.func goes on with that is given `value`; it calls no torch function."""
+        known = self.table.get(id(value))
+        if known is None and self.strict and differentiable(value) and not self.is_inside(value):
+            if is_wrapped(value):
+                raise Missed(value, self)  # that level may be none that torch could wrap
+            self.given.append(value)
+        return value if known is None else known
+
+    def _missed(self, value: torch.Tensor) -> Missed:
+        # What a transform has wrapped is a new tensor in every run.
+        bare = unwrapped(value)
+        return Missed(next((t for t in self.given if unwrapped(t) is bare), value), self)
 
     def result(self, value: Any) -> Any:
         """What stands for a result, which may be a captured tensor that no torch call has met."""
@@ -201,13 +219,6 @@ class ClosureConversion(TorchFunctionMode):
                 self._note(value)
 
 
-def without_dead(tensor: torch.Tensor) -> torch.Tensor:
-    """What a cache holds, without the wrappers of levels that are gone: torch takes one off, and no more."""
-    while is_wrapped(tensor) and is_dead(tensor):
-        tensor = unwrap_once(tensor)
-    return tensor
-
-
 def noting(function: Callable[..., Any], *args: Any) -> tuple[Any, ClosureConversion | None]:
     """What `function` returns, and the substitution that it ran under."""
     notes = _swaps.__dict__.setdefault("notes", [])
@@ -235,16 +246,28 @@ def note(conversion: ClosureConversion | None) -> None:
         _swaps.notes[-1] = conversion
 
 
+def _in_force() -> list[ClosureConversion]:
+    # All that a torch function would meet here, in the same order.
+    modes = map(function_mode_at, reversed(range(function_modes())))
+    return [mode for mode in modes if isinstance(mode, ClosureConversion)]
+
+
 def _of_apply(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    # All substitutions that a torch function would meet here, in the same order.
-    for i in reversed(range(function_modes())):
-        if isinstance(mode := function_mode_at(i), ClosureConversion):
-            with functions_as_they_are():
-                args = tuple([mode.swap(arg) if isinstance(arg, torch.Tensor) else arg for arg in args])
+    for mode in _in_force():
+        with functions_as_they_are():
+            args = tuple([mode.swap(arg) if isinstance(arg, torch.Tensor) else arg for arg in args])
     return args
 
 
+def _to_transform(tensor: torch.Tensor) -> torch.Tensor:
+    for mode in _in_force():
+        with functions_as_they_are():
+            tensor = mode.handed(tensor)
+    return tensor
+
+
 at_function_apply(_of_apply)
+at_transforms(_to_transform)
 
 
 @contextlib.contextmanager
@@ -382,16 +405,19 @@ class StrayWatch(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in tree_leaves((args, kwargs)):
-            if isinstance(value, torch.Tensor):
-                known = self._known.get(id(value))
-                if known is None or known() is not value:
-                    self._add(value)
-                    self.outside.append(value)
+            if isinstance(value, torch.Tensor) and not self.knows(value):
+                self._add(value)
+                self.outside.append(value)
         out = func(*args, **(kwargs or {}))
         for value in tree_leaves(out):
             if isinstance(value, torch.Tensor):
                 self._add(value)
         return out
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether an op has met this tensor, or made it."""
+        known = self._known.get(id(tensor))
+        return known is not None and known() is tensor
 
     def _add(self, tensor: torch.Tensor) -> None:
         self._known[id(tensor)] = weakref.ref(tensor)

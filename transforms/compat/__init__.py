@@ -48,6 +48,7 @@ from remat.transforms.compat.autograd import (
     allow_hooks,  # accept saved-tensor hooks
     at_backward_end,  # run `callback` when the running backward pass ends
     at_function_apply,  # say what `autograd.Function.apply` goes on with below functorch levels
+    at_transforms,  # what transforms of torch.func go on with that are given a tensor
     autograd_again,  # undo `below_autograd` for hooks of the user's
     below_autograd,  # within, ops make no nodes, whatever grad mode says
     below_levels,  # leave all functorch levels for a while
@@ -99,6 +100,7 @@ from remat.transforms.compat.autograd import (
     unwrap_once,  # take one wrapper off
     unwrapped,  # the plain tensor at the bottom of all functorch wrappers of `tensor`
     version_kept,  # writes to a tensor within are told to nobody
+    watch_transforms,  # have that asked from now on, or no more
     wrap_for_grad,  # wrap a tensor for a level of grad or jvp
 )
 from remat.transforms.compat.cpu import (

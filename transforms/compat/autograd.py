@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -15,7 +16,9 @@ import torch
 from torch._C import _autograd as _autograd_c
 from torch._C import _functorch as _functorch_c  # pyright: ignore[reportAttributeAccessIssue]
 from torch._C._functorch import TransformType
+from torch._functorch import eager_transforms
 from torch._functorch import utils as functorch_utils
+from torch._functorch import vmap as functorch_vmap
 from torch._functorch.pyfunctorch import (
     retrieve_current_functorch_interpreter,
     temporarily_clear_interpreter_stack,
@@ -186,6 +189,34 @@ def at_function_apply(arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -
             return in_cpp.__get__(None, cls)(*arguments(args), **kwargs)
 
         function.apply = classmethod(apply)
+
+
+# A transform of torch.func wraps the tensors that it is given for its level, and calls no torch function with
+# them. The two functions that do so are replaced while somebody wants to know. (Tried on 2.11, 2.13, 2.15.)
+_wrapping: Any = (eager_transforms, "_wrap_for_grad"), (functorch_vmap, "_add_batch_dim")
+_as_they_are = [getattr(where, name) for where, name in _wrapping]
+_instead: list[Callable[..., torch.Tensor]] = []
+_watchers, _watching = [0], threading.Lock()
+
+
+def at_transforms(given: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """While transforms of torch.func are watched, they go on with `given(tensor)`."""
+
+    def instead(wrap: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda tensor, *where: wrap(given(tensor), *where)
+
+    _instead[:] = map(instead, _as_they_are)
+
+
+def watch_transforms(more: int) -> None:
+    """Watch them for one more, or one less (-1)."""
+    with _watching:
+        _watchers[0] += more
+        if _watchers[0] == max(more, 0):  # the first one comes, or the last one goes
+            for (where, name), function in zip(
+                _wrapping, _instead if more > 0 else _as_they_are, strict=True
+            ):
+                setattr(where, name, function)
 
 
 def dual_level_open() -> bool:
