@@ -171,8 +171,15 @@ at_backward_end: Callable[[Callable[[], None]], None] = (
 _unwrap_dead_wrappers: Callable[[tuple[Any, ...]], tuple[Any, ...]] = functorch_utils.unwrap_dead_wrappers
 
 
-def at_function_apply(arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
-    """From now on every `autograd.Function.apply` below functorch levels goes on with `arguments(args)`."""
+def at_function_apply(kind: type[Any]) -> None:
+    """From now on every `autograd.Function.apply` below functorch levels goes on with what `of_apply` of the
+    torch-function modes of this kind makes of its arguments, the innermost mode first."""
+
+    def arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
+        for i in reversed(range(torch._C._len_torch_function_stack())):
+            if isinstance(mode := torch._C._get_function_stack_at(i), kind):
+                args = mode.of_apply(args)
+        return args
 
     def unwrap_dead_wrappers(args: tuple[Any, ...]) -> tuple[Any, ...]:
         return _unwrap_dead_wrappers(arguments(args))

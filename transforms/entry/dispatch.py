@@ -22,7 +22,6 @@ from remat.transforms.closure import (
     kept_whole,
     made_inside,
     not_compiled,
-    note,
     standing_in,
 )
 from remat.transforms.closure import captured as convert_captured
@@ -58,7 +57,7 @@ from remat.transforms.functorch import Aliasing, Family, Prim, World, call
 from remat.transforms.intermediates import Mirrors, current
 from remat.transforms.pytree import check_results, flatten, merge, split, unflatten
 from remat.transforms.region import Region
-from remat.transforms.state import Ambient, RandomState, device_kinds
+from remat.transforms.state import Ambient, RandomState, device_kinds, note
 
 
 def outermost() -> bool:

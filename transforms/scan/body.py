@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
-from remat.transforms.closure import ClosureConversion, StrayWatch, made_inside, note, refuse_strays, swapping
+from remat.transforms.closure import ClosureConversion, StrayWatch, made_inside, refuse_strays, swapping
 from remat.transforms.compat import is_wrapped, unwrapped
 from remat.transforms.context import active
 from remat.transforms.errors import RematError
 from remat.transforms.intermediates import Refusal, current, only
 from remat.transforms.pytree import Spec, flatten, merge, paths, unflatten
 from remat.transforms.scan.spec import Leaves, ScanSpec, Structure, Tensors, kind_of
+from remat.transforms.state import note
 
 _AS_IT_IS = contextlib.nullcontext()
 
