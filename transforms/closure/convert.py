@@ -91,14 +91,17 @@ class ClosureConversion(TorchFunctionMode):
         self.trials = 0  # how many runs on stand-ins are going on
         self.pulled = False  # whether a region ran inside, or a backward, whose values no torch function made
 
+    def lenient(self) -> ClosureConversion:
+        """The same substitution for a later recomputation, which makes its tensors anew."""
+        copy = ClosureConversion(self.table, (), self.captured)
+        copy.strict = False
+        return copy
+
     def in_backward(self) -> contextlib.AbstractContextManager[Any]:
-        """The same substitution for the backward, where hooks and custom rules may read captured tensors too,
-        and which makes its tensors anew."""
-        if not self.table:
-            return contextlib.nullcontext()
-        again = ClosureConversion(self.table, (), self.captured)
-        again.strict, again.pulls = False, True
-        return again
+        """The same for the backward, where hooks and custom rules may read captured tensors too."""
+        again = self.lenient()
+        again.pulls = True
+        return again if self.table else contextlib.nullcontext()
 
     def __enter__(self) -> Any:
         for around in active.swaps:

@@ -30,6 +30,7 @@ from remat.transforms.compat.aot import (
     dual_level_known,  # tell Python of a forward-mode level that a graph has opened
     dual_level_known_if_any,  # `dual_level_known` where a forward-mode level is active
     dynamo_errors,  # what Dynamo raises where it cannot trace a function
+    example_bytes,  # the bytes of a tensor, of the example where sizes are symbolic
     example_of,  # a size as a number
     in_forward_mode,  # whether a forward-mode level is active, torch.func's or a plain one
     level_argument,  # which argument of a function in Dynamo's graph is a level's number

@@ -105,7 +105,6 @@ engine_grad: Callable[..., tuple[torch.Tensor | None, ...]] = functools.partial(
     torch.autograd.Variable._execution_engine.run_backward, allow_unreachable=True, accumulate_grad=False
 )
 
-
 # Writes within are told to nobody: what is written is put back, or is what was there.
 version_kept: Callable[[torch.Tensor], contextlib.AbstractContextManager[Any]] = (
     torch.autograd._unsafe_preserve_version_counter  # pyright: ignore[reportPrivateImportUsage]
@@ -162,7 +161,6 @@ def graded_under(
 at_backward_end: Callable[[Callable[[], None]], None] = (
     torch.autograd.Variable._execution_engine.queue_callback  # pyright: ignore[reportAttributeAccessIssue]
 )
-
 
 # A torch-function mode is told of `autograd.Function.apply` under functorch levels only. Below them all that
 # apply does with its arguments, before it looks at their derivatives, is to hand them to this one function.
@@ -224,50 +222,20 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
 # autograd.Function, whose jvp rule evaluates the function a second time. custom_function_call is built from
 # these same names.
 GRAD, JVP, VMAP = TransformType.Grad, TransformType.Jvp, TransformType.Vmap
-
-
 FUNCTIONALIZE = TransformType.Functionalize
-
-
 SingleLevelFunction = torch.autograd.function._SingleLevelFunction
-
-
 forward_grad_enabled = _set_fwd_grad_enabled
-
-
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
-
-
 wrap_for_grad: Callable[[torch.Tensor, int], torch.Tensor] = _functorch_c._wrap_for_grad
-
-
 unwrap_for_grad: Callable[[torch.Tensor, int], torch.Tensor] = _functorch_c._unwrap_for_grad
-
-
 unwrap_if_dead: Callable[[torch.Tensor], torch.Tensor] = _functorch_c.unwrap_if_dead
-
-
 unwrap_once: Callable[[torch.Tensor], torch.Tensor] = _functorch_c.get_unwrapped
-
-
 is_wrapped: Callable[[torch.Tensor], bool] = _functorch_c.is_functorch_wrapped_tensor
-
-
 is_legacy_batched: Callable[[torch.Tensor], bool] = _functorch_c.is_legacy_batchedtensor
-
-
 is_dead: Callable[[torch.Tensor], bool] = _functorch_c.is_dead_tensor_wrapper
-
-
 is_batched: Callable[[torch.Tensor], bool] = _functorch_c.is_batchedtensor
-
-
 level_of: Callable[[torch.Tensor], int] = _functorch_c.maybe_get_level
-
-
 add_batch_dim: Callable[[torch.Tensor, int | None, int], torch.Tensor] = _functorch_c._add_batch_dim
-
-
 unwrap_batched: Callable[[torch.Tensor, int], tuple[torch.Tensor, int | None]] = _functorch_c._unwrap_batched
 
 
@@ -290,7 +258,6 @@ def is_batched_anyhow(tensor: torch.Tensor) -> bool:
 
 # The innermost functorch level; only where there is one.
 innermost_level: Callable[[], Any] = retrieve_current_functorch_interpreter
-
 
 # All of them, from the outermost; None outside every transform.
 level_stack: Callable[[], list[Any] | None] = _functorch_c.get_interpreter_stack

@@ -20,7 +20,7 @@ from torch.fx import Node
 from remat.transforms.compat import (
     OpOverload,
     as_it_is,
-    example_of,
+    example_bytes,
     graph_memory,
     graph_storage,
     graph_task,
@@ -224,8 +224,8 @@ class GraphConstants:
             return out
         table = _tables.setdefault(found[0], {})
         if key not in table:
-            most = _SHARE * max(map(_bytes, self.operands or ()), default=0)
-            if (held := self.held + _bytes(out)) > most:
+            most = _SHARE * max(map(example_bytes, self.operands or ()), default=0)
+            if (held := self.held + example_bytes(out)) > most:
                 return out
             self.held = held
             table[key] = quiet(ONCE, out)
@@ -236,13 +236,6 @@ class GraphConstants:
     def shares(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in memory that others have, too."""
         return bool(self.lent) and graph_storage(tensor) in self.lent
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    count = tensor.element_size()
-    for size in tensor.shape:
-        count *= example_of(size)
-    return count
 
 
 def _structure(last: Node) -> Hashable:

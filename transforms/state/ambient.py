@@ -25,7 +25,6 @@ _READERS = tuple(read for read, _ in switches)
 _ONLY_CPU = ("cpu",)
 _NO_AUTOCAST: tuple[tuple[str, torch.dtype | None], ...] = (("cpu", None),)
 
-
 # What users have registered: (capture, replay), by its handle.
 registered: dict[object, tuple[Callable[[], Any], Callable[[Any], Any]]] = {}
 
