@@ -44,6 +44,8 @@ class _Active(threading.local):
     def __init__(self) -> None:
         self.rerun: list[str] = []  # names of the regions that are being run again
         self.replays: list[Any] = []  # under functorch: what hands out values, and how to end the rerun
+        self.swaps: list[Any] = []  # substitutions of captured tensors (`closure`) in force
+        self.noted: list[Any] = []  # for whom the last one is noted down
 
 
 active = _Active()

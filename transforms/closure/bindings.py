@@ -137,7 +137,6 @@ def _modules(function: Any) -> Iterator[torch.nn.Module]:
 
 _ATOMS = (str, bytes, int, float, complex, type(None), type, types.ModuleType, torch.dtype, torch.device)
 
-
 _MOST = 100_000
 
 

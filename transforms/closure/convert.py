@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -29,11 +28,8 @@ from remat.transforms.compat import (
     DispatchMode,
     OpOverload,
     at_function_apply,
-    at_transforms,
     cond,
     dual_level_open,
-    function_mode_at,
-    function_modes,
     functions_as_they_are,
     graded_under,
     is_batched,
@@ -46,22 +42,12 @@ from remat.transforms.compat import (
     unwrapped,
     watch_transforms,
 )
-from remat.transforms.context import PAST_DISPATCH, notice
+from remat.transforms.context import PAST_DISPATCH, active, notice
 from remat.transforms.errors import RematError
 from remat.transforms.pytree import flatten, smooth, tree_leaves, unflatten
 
 # How often a region starts over with one more captured tensor among its operands.
 MOST_TRIES = 50
-
-
-class _Swaps(threading.local):
-    """The substitutions in force in this thread, and for whom the last one is noted down."""
-
-    stack: Any = ()
-    notes: Any = ()
-
-
-_swaps = _Swaps()
 
 
 class Missed(BaseException):
@@ -73,7 +59,7 @@ class Missed(BaseException):
 
     def around(self) -> bool:
         """Whether it is a region around here that lacks the tensor, and starts again."""
-        return self.owner in _swaps.stack
+        return self.owner in active.swaps
 
 
 _PULLS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
@@ -99,8 +85,7 @@ class ClosureConversion(TorchFunctionMode):
         self._note([*operands, *table.values()])
         self.start = next_node()
         self.met: set[int] = set()  # constants that torch functions were given
-        self.pulls = False  # whether it is on in a backward: its own ends and starts are no captured ones
-        self.given: list[torch.Tensor] = []  # to transforms inside, by nobody knows whom
+        self.pulls = False  # whether it is on in a backward, whose own ends and starts are not captured
         self.modes = 0  # how many dispatch modes were active around it
         self.reads = True  # whether it is the function itself that calls a torch function
         self.strict = True
@@ -113,19 +98,23 @@ class ClosureConversion(TorchFunctionMode):
         copy.strict = False
         return copy
 
+    def in_backward(self) -> contextlib.AbstractContextManager[Any]:
+        """The same for the backward, where hooks and custom rules may read captured tensors too."""
+        again = self.lenient()
+        again.pulls = True
+        return again if self.table else contextlib.nullcontext()
+
     def __enter__(self) -> Any:
-        stack = _swaps.__dict__.setdefault("stack", [])
-        for around in stack:
+        for around in active.swaps:
             around.pulled = True
-        stack.append(self)
+        active.swaps.append(self)
         self.modes = modes_active()
         watch_transforms(1)
         return super().__enter__()
 
     def __exit__(self, *exc: Any) -> Any:
-        _swaps.stack.pop()
+        active.swaps.pop()
         watch_transforms(-1)
-        self.given = []
         return super().__exit__(*exc)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -142,7 +131,7 @@ class ClosureConversion(TorchFunctionMode):
         self.pulled = self.pulled or func in _PULLS
         if func is torch.autograd.grad and not kwargs.get("is_grads_batched", True):
             # This mode is off in here; hooks and custom rules of the backward may read captured tensors.
-            out = graded_under(in_backward(self), *args, **kwargs)
+            out = graded_under(self.in_backward(), *args, **kwargs)
         else:
             out = func(*args, **kwargs)
         self._note(out)
@@ -168,7 +157,7 @@ class ClosureConversion(TorchFunctionMode):
                     return bare
                 if self.trials and is_fake(value):
                     return value
-                raise self._missed(value)
+                raise Missed(value, self)
             return value
         if type(value) in (tuple, list):
             return type(value)([self.swap(v) for v in value])
@@ -176,19 +165,10 @@ class ClosureConversion(TorchFunctionMode):
             return {k: self.swap(v) for k, v in value.items()}
         return value
 
-    def handed(self, value: torch.Tensor) -> torch.Tensor:
-        """What a transform of torch.func goes on with that is given `value`; it calls no torch function."""
-        known = self.table.get(id(value))
-        if known is None and self.strict and differentiable(value) and not self.is_inside(value):
-            if is_wrapped(value):
-                raise Missed(value, self)  # that level may be none that torch could wrap
-            self.given.append(value)
-        return value if known is None else known
-
-    def _missed(self, value: torch.Tensor) -> Missed:
-        # What a transform has wrapped is a new tensor in every run.
-        bare = unwrapped(value)
-        return Missed(next((t for t in self.given if unwrapped(t) is bare), value), self)
+    def of_apply(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Arguments of an `autograd.Function` or a transform, as a torch function would be given them."""
+        with functions_as_they_are():
+            return tuple([self.swap(arg) if isinstance(arg, torch.Tensor) else arg for arg in args])
 
     def result(self, value: Any) -> Any:
         """What stands for a result, which may be a captured tensor that no torch call has met."""
@@ -219,61 +199,13 @@ class ClosureConversion(TorchFunctionMode):
                 self._note(value)
 
 
-def noting(function: Callable[..., Any], *args: Any) -> tuple[Any, ClosureConversion | None]:
-    """What `function` returns, and the substitution that it ran under."""
-    notes = _swaps.__dict__.setdefault("notes", [])
-    notes.append(None)
-    try:
-        out = function(*args)
-    finally:
-        last = notes.pop()
-    note(last)
-    return out, last
-
-
-def in_backward(last: ClosureConversion | None) -> contextlib.AbstractContextManager[Any]:
-    """The same substitution for the backward, where hooks and custom rules may read captured tensors too."""
-    if last is None or not last.table:
-        return contextlib.nullcontext()
-    again = last.lenient()
-    again.pulls = True
-    return again
-
-
-def note(conversion: ClosureConversion | None) -> None:
-    """A function has run under `conversion`, or as it is."""
-    if _swaps.notes:
-        _swaps.notes[-1] = conversion
-
-
-def _in_force() -> list[ClosureConversion]:
-    # All that a torch function would meet here, in the same order.
-    modes = map(function_mode_at, reversed(range(function_modes())))
-    return [mode for mode in modes if isinstance(mode, ClosureConversion)]
-
-
-def _of_apply(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    for mode in _in_force():
-        with functions_as_they_are():
-            args = tuple([mode.swap(arg) if isinstance(arg, torch.Tensor) else arg for arg in args])
-    return args
-
-
-def _to_transform(tensor: torch.Tensor) -> torch.Tensor:
-    for mode in _in_force():
-        with functions_as_they_are():
-            tensor = mode.handed(tensor)
-    return tensor
-
-
-at_function_apply(_of_apply)
-at_transforms(_to_transform)
+at_function_apply(ClosureConversion)
 
 
 @contextlib.contextmanager
 def trial() -> Iterator[None]:
     """Within, a function is tried on fake tensors: those are no captured ones."""
-    modes = list(_swaps.stack)
+    modes = list(active.swaps)
     for mode in modes:
         mode.trials += 1
     try:
@@ -291,17 +223,6 @@ def changing(name: str) -> RematError:
     )
 
 
-def handed_on(where: str, error: Exception) -> RematError | None:
-    """What to raise when a transform inside is given a captured tensor of a level around, else None."""
-    if "wrapped->level() < level" not in str(error):
-        return None
-    return RematError(
-        f"{where} hands a captured tensor that carries derivatives straight to a transform of torch.func. "
-        "The tensor belongs to a level around it. Pass the tensor as an argument. In a scan, put it in the "
-        "carry or in xs."
-    )
-
-
 def read_again(name: str, missed: Missed) -> RematError:
     """What to raise when a recomputation meets a captured tensor that the forward did not."""
     return RematError(
@@ -313,19 +234,19 @@ def read_again(name: str, missed: Missed) -> RematError:
 
 def swapping() -> bool:
     """Whether a region around here reads its captured tensors as operands."""
-    return bool(_swaps.stack)
+    return bool(active.swaps)
 
 
 def as_operand(tensor: torch.Tensor) -> torch.Tensor:
     """What the enclosing region, if any, has put in the place of `tensor`."""
-    for mode in reversed(_swaps.stack):
+    for mode in reversed(active.swaps):
         return mode.swap(tensor)
     return tensor
 
 
 def as_operands(tree: Any) -> Any:
     """`tree` with what the enclosing region has put in the place of its tensors."""
-    if not _swaps.stack:
+    if not active.swaps:
         return tree
     leaves, spec = flatten(tree)
     return unflatten([as_operand(t) if isinstance(t, torch.Tensor) else t for t in leaves], spec)
@@ -333,14 +254,13 @@ def as_operands(tree: Any) -> Any:
 
 def made_inside(tensors: Iterable[torch.Tensor]) -> None:
     """Tell every substitution in force that these were made inside its region."""
-    for mode in _swaps.stack:
+    for mode in active.swaps:
         mode._note(list(tensors))
 
 
 def innermost() -> ClosureConversion | None:
     """The substitution in force on this thread."""
-    stack = _swaps.stack
-    return stack[-1] if stack else None
+    return active.swaps[-1] if active.swaps else None
 
 
 # -- strays: captured tensors that nothing tells of ----------------------------------------------------------

@@ -30,6 +30,7 @@ from remat.transforms.compat.aot import (
     dual_level_known,  # tell Python of a forward-mode level that a graph has opened
     dual_level_known_if_any,  # `dual_level_known` where a forward-mode level is active
     dynamo_errors,  # what Dynamo raises where it cannot trace a function
+    example_bytes,  # the bytes of a tensor, of the example where sizes are symbolic
     example_of,  # a size as a number
     in_forward_mode,  # whether a forward-mode level is active, torch.func's or a plain one
     level_argument,  # which argument of a function in Dynamo's graph is a level's number
@@ -48,7 +49,6 @@ from remat.transforms.compat.autograd import (
     allow_hooks,  # accept saved-tensor hooks
     at_backward_end,  # run `callback` when the running backward pass ends
     at_function_apply,  # say what `autograd.Function.apply` goes on with below functorch levels
-    at_transforms,  # what transforms of torch.func go on with that are given a tensor
     autograd_again,  # undo `below_autograd` for hooks of the user's
     below_autograd,  # within, ops make no nodes, whatever grad mode says
     below_levels,  # leave all functorch levels for a while

@@ -18,11 +18,9 @@ from remat.transforms.closure import (
     as_operand,
     changing,
     cond_met,
-    handed_on,
     kept_whole,
     made_inside,
     not_compiled,
-    note,
     standing_in,
 )
 from remat.transforms.closure import captured as convert_captured
@@ -60,7 +58,7 @@ from remat.transforms.functorch import Aliasing, Family, Prim, World, call
 from remat.transforms.intermediates import Mirrors, current
 from remat.transforms.pytree import check_results, flatten, merge, split, unflatten
 from remat.transforms.region import Region
-from remat.transforms.state import Ambient, RandomState, device_kinds
+from remat.transforms.state import Ambient, RandomState, device_kinds, note
 
 
 def outermost() -> bool:
@@ -171,8 +169,6 @@ def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]
         except Exception as error:
             if "is not differentiable with respect to" in str(error) and not region.cache.by_levels:
                 region.cache.by_levels = True
-            elif (handed := handed_on(f"region {region.name!r}", error)) is not None:
-                raise handed from error
             elif not not_compiled(error):
                 raise
         # What the broken-off run drew is drawn again, and what it wrote to memory is written again.

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.closure import Missed, made_inside, noting, read_again, refuse_strays
+from remat.transforms.closure import Missed, made_inside, read_again, refuse_strays
 from remat.transforms.compat import (
     GRAD,
     SingleLevelFunction,
@@ -46,7 +46,7 @@ from remat.transforms.functorch.primitive import (
 from remat.transforms.functorch.rules import hollow_operand, plain_duals
 from remat.transforms.ops import memory_of, span, storage
 from remat.transforms.region import agree
-from remat.transforms.state import RandomState
+from remat.transforms.state import RandomState, noting
 from remat.transforms.tape import (
     Kept,
     Reachability,
