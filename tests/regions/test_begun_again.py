@@ -11,6 +11,7 @@ INSIDE = {
     "grad": lambda x, y: grad(lambda a: energy(a, x))(y) * x,
     "vjp": lambda x, y: vjp(lambda a: a.sin() * x, y)[1](x)[0] * y,
     "jvp": lambda x, y: jvp(lambda a: (a * x).sin(), (y,), (x,))[1],
+    "dual": lambda x, y: jvp(lambda a: a.sin() * x, (y,), (x * y,))[1],
     "tangent": lambda x, y: jvp(torch.sin, (x,), (y,))[1],
     "jacrev": lambda x, y: jacrev(lambda a: a.sin() * x)(y) @ x,
     "hessian": lambda x, y: hessian(lambda a: energy(a, x))(y) @ x,
