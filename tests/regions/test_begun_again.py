@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
-from remat import remat, save_matmuls
+from remat import remat, save_matmuls, scan_remat
 from tests.helpers import rand, same
 
 INSIDE = {
@@ -105,3 +105,24 @@ def test_a_run_that_begins_again_has_written_nothing(around, inside, policy, nes
         return found
 
     same(steps(lambda f: remat(f, policy=policy)), steps(lambda f: f))
+
+
+@pytest.mark.parametrize("policy", [None, save_matmuls])
+def test_a_scan_whose_steps_take_forces_in_a_region(policy):
+    """A backward inside a step unpacks weights as other tensors than the module holds: none is a captured one."""
+
+    def gradients(make, scan):
+        torch.manual_seed(0)
+        net, w = torch.nn.Linear(3, 3).double(), rand(3, seed=1).requires_grad_()
+
+        def force(c):
+            return grad(lambda r: (net(r).sin() * w).sum())(c) * 0.1
+
+        region, x = make(lambda x: scan(lambda c: c + force(c), x)), rand(4, 3).requires_grad_()
+        return [g for _ in range(2) for g in torch.autograd.grad(region(x).sum(), (x, w, net.weight))]
+
+    def scanned(step, x):
+        return scan_remat(lambda c, _: (step(c), None), x, length=3)[0]
+
+    ours = gradients(lambda f: remat(f, policy=policy), scanned)
+    same(ours, gradients(lambda f: f, lambda step, x: step(step(step(x)))))

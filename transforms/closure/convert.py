@@ -328,7 +328,8 @@ class StrayWatch(DispatchMode):
             if isinstance(value, torch.Tensor) and not self.knows(value):
                 self._add(value)
                 self.outside.append(value)
-        out = func(*args, **(kwargs or {}))
+        with functions_as_they_are():  # regions around would take it for a call of the function's
+            out = func(*args, **(kwargs or {}))
         for value in tree_leaves(out):
             if isinstance(value, torch.Tensor):
                 self._add(value)
