@@ -154,7 +154,9 @@ def run_whole(whole: Whole, body: TracedBody, operands: tuple[Any, ...], selecto
 
 
 def _block(graph: Graph, carry: Tensors, xs: Tensors) -> int:
-    sizes = [example_bytes(t) for t in carry] + [example_bytes(t) // max(1, example_of(t.shape[0])) for t in xs]
+    sizes = [example_bytes(t) for t in carry] + [
+        example_bytes(t) // max(1, example_of(t.shape[0])) for t in xs
+    ]
     small = len(graph.module.graph.nodes) <= _SMALL_GRAPH and sum(sizes) <= _SMALL_ROW
     return BLOCK if small else 1
 
