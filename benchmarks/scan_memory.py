@@ -55,7 +55,7 @@ class ScanMemory:
     million: bool = False
     """Also 10^6 steps of a cheap body in 32 slots."""
     save: bool = True
-    """Write results/scan_memory.csv."""
+    """Write results/scan_memory.csv; what it holds of other lengths and of packages not here stays."""
 
     def __call__(self) -> int:
         records: list[Record] = []
@@ -73,7 +73,7 @@ class ScanMemory:
         met = targets(records, max(self.lengths))
         show("Gradient of a scan", records, met)
         if self.save:
-            print(save("scan_memory", records))
+            print(save("scan_memory", records, beside=True))
         return int(not all(target.met for target in met))
 
 

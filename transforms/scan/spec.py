@@ -322,9 +322,9 @@ def check_seen(scan: Scan, again: dict[int, list[Print]]) -> None:
             if any(abs(a - b) > scale for a, b in zip([size, *some], [size2, *some2], strict=True)):
                 raise RematError(
                     f"{scan.spec.name}: step {done - 1} or one before it gave other numbers when the "
-                    "backward evaluated it again. What a step reads beside its carry and its row of xs (Python "
-                    "numbers, attributes, tensors without gradients) must be the same in both passes. Put it "
-                    "into the carry or into xs, or change it after the backward."
+                    "backward evaluated it again. What a step reads beside its carry and its row of xs "
+                    "(Python numbers, attributes, tensors without gradients) must be the same in both passes. "
+                    "Put it into the carry or into xs, or change it after the backward."
                 )
 
 
