@@ -323,8 +323,8 @@ def check_seen(scan: Scan, again: dict[int, list[Print]]) -> None:
                 raise RematError(
                     f"{scan.spec.name}: step {done - 1} or one before it gave other numbers when the "
                     "backward evaluated it again. What a step reads beside its carry and its row of xs "
-                    "(Python numbers, attributes, tensors without gradients) must be the same in both passes. "
-                    "Put it into the carry or into xs, or change it after the backward."
+                    "(Python numbers, attributes, tensors without gradients) must be the same in both "
+                    "passes. Put it into the carry or into xs, or change it after the backward."
                 )
 
 
