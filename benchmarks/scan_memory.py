@@ -5,8 +5,8 @@
 
 Each row of a cell runs in a process of its own, after a run of ten steps; its peak is the growth of the
 resident set, Python objects included. Time a step is the processor's, of the second run where there are two
-(up to 10^4 steps): compilation is measured apart, as the first run of a fresh process, by the clock. GPT blocks
-are measured by torch's memory events.
+(up to 10^4 steps): compilation is measured apart, as the first run of a fresh process, by the clock. GPT
+blocks are measured by torch's memory events.
 """
 
 from __future__ import annotations
