@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from remat.transforms.closure.bindings import differentiable
+from remat.transforms.closure.bindings import differentiable, without_dead
 from remat.transforms.closure.cond import choose, chosen_here
 from remat.transforms.closure.paths import of_captured
 from remat.transforms.compat import (
@@ -40,6 +40,7 @@ from remat.transforms.compat import (
     next_node,
     unwrap_once,
     unwrapped,
+    watch_transforms,
 )
 from remat.transforms.context import PAST_DISPATCH, active, notice
 from remat.transforms.errors import RematError
@@ -108,10 +109,12 @@ class ClosureConversion(TorchFunctionMode):
             around.pulled = True
         active.swaps.append(self)
         self.modes = modes_active()
+        watch_transforms(1)
         return super().__enter__()
 
     def __exit__(self, *exc: Any) -> Any:
         active.swaps.pop()
+        watch_transforms(-1)
         return super().__exit__(*exc)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -163,7 +166,7 @@ class ClosureConversion(TorchFunctionMode):
         return value
 
     def of_apply(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments of an `autograd.Function`, as a torch function would be given them."""
+        """Arguments of an `autograd.Function` or a transform, as a torch function would be given them."""
         with functions_as_they_are():
             return tuple([self.swap(arg) if isinstance(arg, torch.Tensor) else arg for arg in args])
 
@@ -199,13 +202,6 @@ class ClosureConversion(TorchFunctionMode):
 at_function_apply(ClosureConversion)
 
 
-def without_dead(tensor: torch.Tensor) -> torch.Tensor:
-    """What a cache holds, without the wrappers of levels that are gone: torch takes one off, and no more."""
-    while is_wrapped(tensor) and is_dead(tensor):
-        tensor = unwrap_once(tensor)
-    return tensor
-
-
 @contextlib.contextmanager
 def trial() -> Iterator[None]:
     """Within, a function is tried on fake tensors: those are no captured ones."""
@@ -224,17 +220,6 @@ def changing(name: str) -> RematError:
     return RematError(
         f"region {name!r} reads tensors that carry derivatives and that change from run to run, so they "
         "cannot be made operands. Pass them as arguments."
-    )
-
-
-def handed_on(where: str, error: Exception) -> RematError | None:
-    """What to raise when a transform inside is given a captured tensor of a level around, else None."""
-    if "wrapped->level() < level" not in str(error):
-        return None
-    return RematError(
-        f"{where} hands a captured tensor that carries derivatives straight to a transform of torch.func. "
-        "The tensor belongs to a level around it. Pass the tensor as an argument. In a scan, put it in the "
-        "carry or in xs."
     )
 
 
@@ -340,16 +325,19 @@ class StrayWatch(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in tree_leaves((args, kwargs)):
-            if isinstance(value, torch.Tensor):
-                known = self._known.get(id(value))
-                if known is None or known() is not value:
-                    self._add(value)
-                    self.outside.append(value)
+            if isinstance(value, torch.Tensor) and not self.knows(value):
+                self._add(value)
+                self.outside.append(value)
         out = func(*args, **(kwargs or {}))
         for value in tree_leaves(out):
             if isinstance(value, torch.Tensor):
                 self._add(value)
         return out
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether an op has met this tensor, or made it."""
+        known = self._known.get(id(tensor))
+        return known is not None and known() is tensor
 
     def _add(self, tensor: torch.Tensor) -> None:
         self._known[id(tensor)] = weakref.ref(tensor)

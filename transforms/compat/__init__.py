@@ -100,6 +100,7 @@ from remat.transforms.compat.autograd import (
     unwrap_once,  # take one wrapper off
     unwrapped,  # the plain tensor at the bottom of all functorch wrappers of `tensor`
     version_kept,  # writes to a tensor within are told to nobody
+    watch_transforms,  # have that asked from now on, or no more
     wrap_for_grad,  # wrap a tensor for a level of grad or jvp
 )
 from remat.transforms.compat.cpu import (

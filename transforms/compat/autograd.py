@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -15,7 +16,9 @@ import torch
 from torch._C import _autograd as _autograd_c
 from torch._C import _functorch as _functorch_c  # pyright: ignore[reportAttributeAccessIssue]
 from torch._C._functorch import TransformType
+from torch._functorch import eager_transforms
 from torch._functorch import utils as functorch_utils
+from torch._functorch import vmap as functorch_vmap
 from torch._functorch.pyfunctorch import (
     retrieve_current_functorch_interpreter,
     temporarily_clear_interpreter_stack,
@@ -169,18 +172,23 @@ at_backward_end: Callable[[Callable[[], None]], None] = (
 _unwrap_dead_wrappers: Callable[[tuple[Any, ...]], tuple[Any, ...]] = functorch_utils.unwrap_dead_wrappers
 
 
+_kinds: list[type[Any]] = []
+
+
+def _substituted(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    for i in reversed(range(torch._C._len_torch_function_stack())):
+        if isinstance(mode := torch._C._get_function_stack_at(i), tuple(_kinds)):
+            args = mode.of_apply(args)
+    return args
+
+
 def at_function_apply(kind: type[Any]) -> None:
     """From now on every `autograd.Function.apply` below functorch levels goes on with what `of_apply` of the
     torch-function modes of this kind makes of its arguments, the innermost mode first."""
-
-    def arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
-        for i in reversed(range(torch._C._len_torch_function_stack())):
-            if isinstance(mode := torch._C._get_function_stack_at(i), kind):
-                args = mode.of_apply(args)
-        return args
+    _kinds.append(kind)
 
     def unwrap_dead_wrappers(args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return _unwrap_dead_wrappers(arguments(args))
+        return _unwrap_dead_wrappers(_substituted(args))
 
     functorch_utils.unwrap_dead_wrappers = unwrap_dead_wrappers
     function: Any = torch.autograd.Function
@@ -188,9 +196,29 @@ def at_function_apply(kind: type[Any]) -> None:
     if in_cpp is not None and not isinstance(in_cpp, classmethod):
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            return in_cpp.__get__(None, cls)(*arguments(args), **kwargs)
+            return in_cpp.__get__(None, cls)(*_substituted(args), **kwargs)
 
         function.apply = classmethod(apply)
+
+
+# A transform of torch.func wraps the tensors that it is given for its level, and calls no torch function with
+# them. The two functions that do so are replaced while somebody wants to know. (Tried on 2.11, 2.13, 2.15.)
+_wrapping: Any = (eager_transforms, "_wrap_for_grad"), (functorch_vmap, "_add_batch_dim")
+_as_they_are = [getattr(where, name) for where, name in _wrapping]
+_watched = [
+    (lambda tensor, *level, wrap=wrap: wrap(*_substituted((tensor,)), *level)) for wrap in _as_they_are
+]
+_watchers, _watching = [0], threading.Lock()
+
+
+def watch_transforms(more: int) -> None:
+    """Ask `at_function_apply`'s modes about those too, for one more or for one less (-1) who wants that."""
+    with _watching:
+        _watchers[0] += more
+        if _watchers[0] == max(more, 0):  # the first one comes, or the last one goes
+            now = _watched if more > 0 else _as_they_are
+            for (where, name), function in zip(_wrapping, now, strict=True):
+                setattr(where, name, function)
 
 
 def dual_level_open() -> bool:

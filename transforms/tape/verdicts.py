@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat import below_levels, data_of, unwrapped
+from remat.transforms.compat import below_levels, data_of, set_data, unwrapped
 from remat.transforms.context import Mode, quiet
 from remat.transforms.errors import RematError, user_line
 from remat.transforms.offload import Elsewhere, away_in, send
@@ -190,6 +190,15 @@ class WriteWatch(Verdicts):
             self.snapshots.pop(root, None)
             found.append((tensor.detach(), before))
         return found
+
+    def put_back(self) -> None:
+        """Let memory from outside hold what it held before: the run was broken off, and begins again."""
+        for tensor, before in self.replaced:
+            set_data(tensor, before)
+        for root, before in {**self.snapshots, **self.shown}.items():
+            tensor = self.outside[-1 - root]
+            if root in self.snapshots or quiet(before.differs, tensor):
+                before.undo(tensor)
 
     def _copy_kept(self, kept: Iterable[int]) -> None:
         """What is kept is about to be overwritten."""
