@@ -18,13 +18,7 @@ from remat._region import ModuleView
 from remat.policies import PolicyLike, policy_given, save_nothing
 from remat.transforms import RematError
 
-__all__ = [
-    "LayerError",
-    "apply",
-    "apply_to",
-    "regions",
-    "remove",
-]
+__all__ = ["LayerError", "apply", "apply_to", "regions", "remove"]
 
 M = TypeVar("M", bound=torch.nn.Module)
 Layers = str | Iterable[str] | type | tuple[type, ...] | Callable[[str, torch.nn.Module], bool]
