@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.measures import recover, told
 from benchmarks.records import Record, Target, conclude, ratio
-from remat.cli.measure import trace_memory
+from remat.cli.measure import percentiles, trace_memory
 from remat.cli.rows import Row, rows
 from remat.cli.steps import difference, tolerance
 from remat.transforms import value_and_grad
@@ -227,7 +227,7 @@ def right(
     return difference(got, expected) <= tolerance(torch.finfo(x.dtype).eps)
 
 
-def compile_times(depth: int, width: int) -> Iterator[Record]:
+def compile_times(depth: int, width: int, rounds: int = 3) -> Iterator[Record]:
     """Processor time of compiling forward and backward of `depth` identical blocks, no caches used.
 
     Rows take turns, after a small network of each that brings in what is imported and built once.
@@ -237,13 +237,13 @@ def compile_times(depth: int, width: int) -> Iterator[Record]:
     for row in compared:
         compile_once(network(mlp, row), *inputs("mlp", 1, width // 4, 64))
     weights, x = inputs("mlp", depth, width // 4, 64)
-    for _ in range(3):
+    for _ in range(rounds):
         for row in compared:
             taken[row.name].append(compile_once(network(mlp, row), weights, x))
     for row in compared:
-        seconds = sorted(taken[row.name])
+        p20, p50, p80 = percentiles(taken[row.name])
         record = Record("compile_memory", f"compile {depth} blocks", row.name, "processor time", "s")
-        yield replace(record, value=seconds[1], p20=seconds[0], p50=seconds[1], p80=seconds[2])
+        yield replace(record, value=p50, p20=p20, p50=p50, p80=p80)
 
 
 def compile_once(loss: Loss, weights: Weights, x: Tensor) -> float:

@@ -18,13 +18,7 @@ from remat._region import ModuleView
 from remat.policies import PolicyLike, policy_given, save_nothing
 from remat.transforms import RematError
 
-__all__ = [
-    "LayerError",
-    "apply",
-    "apply_to",
-    "regions",
-    "remove",
-]
+__all__ = ["LayerError", "apply", "apply_to", "regions", "remove"]
 
 M = TypeVar("M", bound=torch.nn.Module)
 Layers = str | Iterable[str] | type | tuple[type, ...] | Callable[[str, torch.nn.Module], bool]
@@ -117,11 +111,6 @@ def settings_of(module: torch.nn.Module) -> dict[str, Any] | None:
     return dict(module._remat_settings) if isinstance(module, Region) else None
 
 
-def remove_from(module: torch.nn.Module) -> None:
-    """Make `module` itself an ordinary module again."""
-    _strip(module)
-
-
 def _planned(plan: Any, *others: Any) -> Any:
     from remat.plan import MeshPlan, agree
 
@@ -157,7 +146,7 @@ def apply_to(module: M, *, policy: PolicyLike | None = save_nothing, **options: 
             f"remat.nn.apply_to: this {type(module).__name__} is what remat(module) returned; apply it "
             "to the module itself, or say policy=... there."
         )
-    _strip(module)
+    remove_from(module)
     # Alike for all layers of a class, whose compiled graphs are then copies of one.
     settings.setdefault("name", type(module).__name__)
     module._remat_settings = settings  # type: ignore[assignment]
@@ -183,7 +172,7 @@ def remove(model: M) -> M:
         []
     """
     for module in model.modules():
-        _strip(module)
+        remove_from(module)
     return model
 
 
@@ -244,7 +233,8 @@ def _blank(cls: type[torch.nn.Module]) -> torch.nn.Module:
     return region.__new__(region)
 
 
-def _strip(module: torch.nn.Module) -> None:
+def remove_from(module: torch.nn.Module) -> None:
+    """Make `module` itself an ordinary module again."""
     if isinstance(module, Region):
         if type(module) is not _region_class(module._remat_class):
             raise LayerError(

@@ -2,6 +2,4 @@
 
 from remat._scan import scan_remat as scan_remat
 
-__all__ = [
-    "scan_remat",
-]
+__all__ = ["scan_remat"]

@@ -30,6 +30,4 @@ from remat._core.untouched import (
     Notes,  # what a function can reach, as it was before a look at it
     untouched,  # leave all that functions and arguments can reach as it is
 )
-from remat._core.warn import (
-    warn_user,  # warn at the line of the user's
-)
+from remat._core.warn import warn_user  # warn at the line of the user's

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,7 @@ from remat._core import DEVICES, format_bytes, joined_keywords, keywords_apart
 from remat._fit.blocks import blocks_of
 from remat._fit.held import HeldBytes, held_by
 from remat._fit.policy import Fitted
-from remat._fit.report import Fit, counted
+from remat._fit.report import Fit
 from remat.plan import (
     READY,
     BudgetPolicy,
@@ -124,7 +125,7 @@ def fit(
         cost=chosen.cost,
         unit=portfolio.model.unit,
         binds=step.binding(chosen.choices),
-        policies=counted([_named(policy) for policy in policy_of.values() if policy is not None]),
+        policies=dict(Counter([_named(p) for p in policy_of.values() if p is not None]).most_common()),
         seconds=time.perf_counter() - start,
     )
 

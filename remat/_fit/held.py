@@ -43,10 +43,7 @@ class HeldBytes:
 
 
 def held_by(
-    model: torch.nn.Module,
-    given: Any,
-    optimizer: torch.optim.Optimizer | str | None = None,
-    shards: int = 1,
+    model: torch.nn.Module, given: Any, optimizer: torch.optim.Optimizer | str | None = None, shards: int = 1
 ) -> HeldBytes:
     """What lives throughout a step of `model` with the arguments `given`.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
@@ -76,8 +75,3 @@ class Fit:
                 *rows,
             ]
         )
-
-
-def counted(names: list[str]) -> dict[str, int]:
-    """How often each name is there, the most frequent first."""
-    return dict(Counter(names).most_common())

@@ -8,6 +8,4 @@ from remat._scan.stacked_layers import (
     stack_params,  # parameters and buffers of identical modules, stacked along a new first axis
     unstack_params,  # one state dict a layer from stacked parameters
 )
-from remat._scan.while_loop import (
-    while_remat,  # a differentiable loop of unknown length
-)
+from remat._scan.while_loop import while_remat  # a differentiable loop of unknown length

@@ -225,11 +225,7 @@ def _sizes(body: Callable[..., Any], spec: ScanSpec, init: Any, rows: Rows) -> t
     mark = not in_transform()
     marked = [t.detach().requires_grad_() if mark and smooth(t) else t for t in carry]
     given |= {storage_key(unwrapped(t)) for t in marked if isinstance(t, torch.Tensor)}
-    with (
-        torch.enable_grad(),
-        hooks_allowed(),
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
-    ):
+    with torch.enable_grad(), hooks_allowed(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         Body(body, spec, trusted=True)([], marked, [row.select(0, 0) for row in rows])
     size = sum(unwrapped(t).nbytes for t in carry if isinstance(t, torch.Tensor))
     return size, size + sum(kept.values())

@@ -8,9 +8,4 @@ from remat.interop._checkpoint import checkpoint as checkpoint
 from remat.interop._checkpoint import checkpoint_sequential as checkpoint_sequential
 from remat.interop._torch_policy import from_torch_policy as from_torch_policy
 
-__all__ = [
-    "CheckpointFunction",
-    "checkpoint",
-    "checkpoint_sequential",
-    "from_torch_policy",
-]
+__all__ = ["CheckpointFunction", "checkpoint", "checkpoint_sequential", "from_torch_policy"]

@@ -7,9 +7,7 @@ from typing import Any
 from remat.interop._checkpoint import CheckpointFunction
 from remat.policies import policy_given, save_nothing
 
-__all__ = [
-    "enable",
-]
+__all__ = ["enable"]
 
 
 def enable(model: Any, policy: Any = save_nothing, **options: Any) -> Any:

@@ -9,18 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torchtitan.distributed.activation_checkpoint import (  # type: ignore[reportMissingImports]
-    ActivationCheckpointing,
-)
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing  # type: ignore[reportMissingImports]
 
 from remat import nn, policies
 from remat._api import checkpoint_policy
 from remat.policies import Policy
 from remat.transforms import RematError
 
-__all__ = [
-    "PolicyAC",
-]
+__all__ = ["PolicyAC"]
 
 _CHECKS = {"default": "metadata"}
 

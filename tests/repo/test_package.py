@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import subprocess
 import sys
@@ -26,8 +27,9 @@ HEAVY = {
 }
 
 
-def python(code: str, cwd: Path = ROOT) -> str:
-    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120)
+def python(code: str, cwd: Path = ROOT, *args: str) -> str:
+    command = [sys.executable, "-c", code, *args]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -85,14 +87,40 @@ def test_editable_install_finds_remat_and_no_top_level_transforms(tmp_path: Path
     assert found.split() == [str(ROOT / "remat" / "__init__.py"), "None"]
 
 
-def brought(statement: str) -> set[str]:
-    """The heavy modules that are loaded after `statement` in a fresh process."""
-    code = f"{statement}\nimport sys, json; print(json.dumps(sorted(sys.modules)))"
-    return set(json.loads(python(code))) & HEAVY
+STEP = "import remat; remat.remat(torch.sin)(torch.ones(2, requires_grad=True)).sum().backward()"
+NAMED = {
+    "import remat; remat.checkpoint_policy(budget=0.5)": "remat.plan",
+    "from remat import plan_model": "remat.plan",
+    "import remat; remat.plan": "remat.plan",
+    "import remat; remat.explain": "remat._inspect.report",
+}
+ALL = "import remat, rich, torch._dynamo"
+# Torch is imported once: each statement runs in a process that has nothing else.
+FORKS = """
+import json, os, sys
+import torch
+for statement in json.loads(sys.argv[1]):
+    if not (child := os.fork()):
+        exec(statement)
+        print(json.dumps([statement, sorted(sys.modules)]), flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, statement
+"""
+
+
+@functools.cache
+def loaded() -> dict[str, set[str]]:
+    """The modules that are there after each statement."""
+    statements = json.dumps(["pass", "import remat", STEP, *NAMED, ALL])
+    return {
+        statement: set(names)
+        for statement, names in map(json.loads, python(FORKS, ROOT, statements).splitlines())
+    }
 
 
 def test_import_brings_nothing_heavy_beyond_torch() -> None:
-    assert brought("import remat") <= brought("import torch")
+    assert loaded()["import remat"] & HEAVY <= loaded()["pass"]
+    assert loaded()[ALL] & HEAVY >= {"rich", "torch._dynamo"}
 
 
 def test_the_face_shows_what_is_meant_and_no_more() -> None:
@@ -114,23 +142,11 @@ LATER = ("remat.plan", "remat.cli", "remat.debug", "remat.interop", "remat.nn", 
 LATER += ("remat.transforms.joint", "scipy", "networkx", "rich", "tyro", "matplotlib", "jax", "transformers")
 
 
-def loaded(statement: str) -> set[str]:
-    """Those of `LATER`, or what is in them, that are loaded after `statement` in a fresh process."""
-    modules = json.loads(python(f"{statement}\nimport sys, json; print(json.dumps(sorted(sys.modules)))"))
-    return {later for later in LATER if any(inside(later, name) for name in modules)}
-
-
 def test_planner_and_reports_are_loaded_when_they_are_used() -> None:
-    step = "import torch, remat; remat.remat(torch.sin)(torch.ones(2, requires_grad=True)).sum().backward()"
-    assert loaded(step) <= loaded("import torch")
-    assert "remat.plan" in loaded("import remat; remat.checkpoint_policy(budget=0.5)")
-
-
-@pytest.mark.slow
-def test_each_of_them_when_it_is_named() -> None:
-    assert "remat.plan" in loaded("from remat import plan_model")
-    assert "remat.plan" in loaded("import remat; remat.plan")
-    assert "remat._inspect.report" in loaded("import remat; remat.explain")
+    new = loaded()[STEP] - loaded()["pass"]
+    assert not [name for name in new if any(inside(later, name) for later in LATER)]
+    for statement, module in NAMED.items():
+        assert module in loaded()[statement], statement
 
 
 def test_the_version_is_that_of_the_distribution(wheel: zipfile.ZipFile) -> None:
@@ -138,10 +154,6 @@ def test_the_version_is_that_of_the_distribution(wheel: zipfile.ZipFile) -> None
 
     folder = next(name.split("/")[0] for name in wheel.namelist() if ".dist-info/" in name)
     assert f"\nVersion: {remat.__version__}\n" in wheel.read(f"{folder}/METADATA").decode()
-
-
-def test_the_probe_can_fail() -> None:
-    assert brought("import remat, rich, torch._dynamo") >= {"rich", "torch._dynamo"}
 
 
 def imported(path: Path) -> set[str]:

@@ -17,9 +17,7 @@ from typing import Any
 
 import torch
 from torch._C import _autograd as _autograd_c
-from torch._functorch.pyfunctorch import (
-    temporarily_clear_interpreter_stack,
-)
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._higher_order_ops.cond import cond_op
 from torch._ops import HigherOrderOperator as HigherOrderOperator  # torch has no public names for these
 from torch._ops import OpOverload as OpOverload

@@ -41,7 +41,7 @@ from remat.transforms.functorch.primitive import (
     rule,
     smooth_first,
 )
-from remat.transforms.ops import metadata
+from remat.transforms.ops import metadata, overlaps
 from remat.transforms.placeholders import hollow
 
 
@@ -118,8 +118,7 @@ def _with_their(made: list[torch.Tensor], tangents: dict[int, torch.Tensor]) -> 
 
 def _writable(primal: torch.Tensor) -> torch.Tensor:
     """`primal`, or a copy where its elements share memory: torch gives a tangent the layout of its primal."""
-    overlaps = any(step == 0 and size > 1 for step, size in zip(primal.stride(), primal.shape, strict=True))
-    return primal.clone(memory_format=torch.contiguous_format) if overlaps else primal
+    return primal.clone(memory_format=torch.contiguous_format) if overlaps(primal) else primal
 
 
 def _with_tangents(body: Body, count: int, at: list[int], split: list[list[int]]) -> Body:

@@ -25,7 +25,7 @@ from remat.transforms.compat import (
 )
 from remat.transforms.context import active, quiet, scoped, unasked
 from remat.transforms.errors import RematError
-from remat.transforms.pytree import flatten, smooth, unflatten
+from remat.transforms.pytree import flatten, map_only, smooth, unflatten
 
 
 class Session:
@@ -61,7 +61,7 @@ class Values(Session):
         self.found: list[tuple[str, Any]] = []
 
     def take(self, name: str, tree: Any) -> Any:
-        self.found.append((name, _map(lambda t: lifted(t, self.depth), tree)))
+        self.found.append((name, map_only(torch.Tensor, lambda t: lifted(t, self.depth), tree)))
         return tree
 
 
@@ -96,7 +96,7 @@ class Given(Session):
         self.at = 0
 
     def take(self, name: str, tree: Any) -> Any:
-        return _map(self._moved, tree)
+        return map_only(torch.Tensor, self._moved, tree)
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
         if not smooth(tensor):
@@ -310,8 +310,3 @@ def raised(tensor: torch.Tensor, depth: int) -> torch.Tensor:
     with level.lower():
         inner = raised(tensor, depth)
     return add_batch_dim(inner, 0, level.level()) if level.key() == VMAP else inner
-
-
-def _map(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
-    leaves, spec = flatten(tree)
-    return unflatten([function(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec)

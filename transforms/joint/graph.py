@@ -7,6 +7,7 @@ here be carried out there. `detach`, which autograd inserts when it saves an out
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -223,7 +224,7 @@ def record(
     ):
         token = around.set(recorder)
         try:
-            run = _run_functional if functional else _run if backward else _run_forward
+            run = _run_functional if functional else functools.partial(_run, backward=backward)
             held = getattr(fn, "held", held)
             results = _trace(fn, args, kwargs or {}, recorder, run, held)
         finally:
@@ -287,13 +288,21 @@ def _stand_in(tensor: torch.Tensor, mode: Any) -> torch.Tensor:
 
 
 def _run(
-    fn: Callable[..., Any], args: Any, kwargs: Any, recorder: JointRecorder, inputs: list[torch.Tensor]
+    fn: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    recorder: JointRecorder,
+    inputs: list[torch.Tensor],
+    backward: bool,
 ) -> tuple[int, ...]:
-    """Forward, then backward from fake cotangents; returns the numbers of the results."""
+    """Forward, then `backward` from fake cotangents; returns the numbers of the results."""
+    # By hooks in any case: those of a recording around must not see what it saves.
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda t: t):
         out = fn(*args, **kwargs)
     results = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
     numbers = tuple(recorder.number(t) for t in results)
+    if not backward:
+        return numbers
     active = [t for t in results if t.requires_grad]
     leaves = {id(t): t for t in (*inputs, *recorder.captured.values())}
     wanted = [t for t in leaves.values() if t.requires_grad and t.is_leaf]
@@ -308,15 +317,6 @@ def _run(
         recorder.differentiated = tuple(number for number, _ in graded)
         recorder.gradients = tuple(recorder.number(g) for _, g in graded)
     return numbers
-
-
-def _run_forward(
-    fn: Callable[..., Any], args: Any, kwargs: Any, recorder: JointRecorder, inputs: list[torch.Tensor]
-) -> tuple[int, ...]:
-    """The forward alone; hooks of a recording around must not see what it saves."""
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda t: t):
-        out = fn(*args, **kwargs)
-    return tuple(recorder.number(t) for t in tree_leaves(out) if isinstance(t, torch.Tensor))
 
 
 def _run_functional(

@@ -100,12 +100,9 @@ class _Open:
 
     def come_back(self, cotangents: tuple[Any, ...]) -> None:
         if self.recorder is not None:
-            numbers = tuple([self.recorder.number(t) for t in cotangents if t is not None])
-            self.recorder.holes[self.at][1:] = (
-                len(self.recorder.ops),
-                self.recorder.holes[self.at][2],
-                numbers,
-            )
+            hole = self.recorder.holes[self.at]
+            hole[3] = tuple([self.recorder.number(t) for t in cotangents if t is not None])
+            hole[1] = len(self.recorder.ops)
 
 
 def holes_of(recorder: Any) -> tuple[Hole, ...]:

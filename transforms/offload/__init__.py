@@ -1,8 +1,6 @@
 """Kept values in host memory."""
 
-from remat.transforms.offload.prefetch import (
-    Store,  # what one forward of a region sent away
-)
+from remat.transforms.offload.prefetch import Store  # what one forward of a region sent away
 from remat.transforms.offload.transfer import (
     Copy,  # a copy that is on its way
     Elsewhere,  # a kept value that is not on its device

@@ -271,9 +271,7 @@ def _kept_range(ctx: Any, tensors: Tensors) -> range:
 def run_forward(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     """Run all steps at the bottom of the functorch stack, leaving the scheduled states in `scan.record`."""
     record = scan.record
-    record.states.clear()
-    record.tapes.clear()
-    record.seen.clear()
+    record.begin()
     record.ambient, record.start = Ambient(device_kinds(flat)), RandomState(flat)
     xs = flat[len(flat) - scan.sizes[2] :]
     before = [version(x) for x in xs]
@@ -284,9 +282,7 @@ def run_forward(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
             # The first step drew nothing, so no generator states were noted, but a later one did; or compiled
             # steps did, which do not draw the same numbers again: once more.
             record.random = True
-            record.states.clear()
-            record.tapes.clear()
-            record.seen.clear()
+            record.begin()
             record.start.restore()
             carry, stacks = _steps(scan, flat)
     if scan.offloaded is not None:

@@ -112,6 +112,11 @@ class Record:
     compared: bool = False  # whether a backward may come, which is to find the numbers of the forward again
     seen: dict[int, list[Print]] = field(default_factory=dict)  # by the number of steps done
 
+    def begin(self) -> None:
+        """Forget what a run has left, as another one begins."""
+        for left in (self.states, self.tapes, self.seen):
+            left.clear()
+
 
 @dataclass(frozen=True)
 class Scan:
@@ -312,16 +317,12 @@ def check_seen(scan: Scan, again: dict[int, list[Print]]) -> None:
             coarse = torch.bfloat16 if ambient is not None and ambient.casts else dtype
             scale = max([largest, *map(abs, some)]) * math.sqrt(torch.finfo(coarse).eps)
             if any(abs(a - b) > scale for a, b in zip([size, *some], [size2, *some2], strict=True)):
-                raise _other_numbers(scan.spec.name, done - 1)
-
-
-def _other_numbers(name: str, step: int) -> RematError:
-    return RematError(
-        f"{name}: step {step} or one before it gave other numbers when the backward evaluated it again. What "
-        "a step reads beside its carry and its row of xs (Python numbers, attributes, tensors without "
-        "gradients) must be the same in both passes. Put it into the carry or into xs, or change it after "
-        "the backward."
-    )
+                raise RematError(
+                    f"{scan.spec.name}: step {done - 1} or one before it gave other numbers when the "
+                    "backward evaluated it again. What a step reads beside its carry and its row of xs "
+                    "(Python numbers, attributes, tensors without gradients) must be the same in both "
+                    "passes. Put it into the carry or into xs, or change it after the backward."
+                )
 
 
 def compact(carry: Leaves) -> Leaves:

@@ -37,10 +37,7 @@ class Finding:
 
 
 def causes(
-    seen: dict[str, Any],
-    now: Measured,
-    plain: Measured,
-    told: Iterable[warnings.WarningMessage],
+    seen: dict[str, Any], now: Measured, plain: Measured, told: Iterable[warnings.WarningMessage]
 ) -> Iterator[Finding]:
     """All findings, the most telling first."""
     uses = {region.name: region for region in now.regions}

@@ -175,7 +175,7 @@ def kind(op: Any) -> str:
         return "collective"
     if getattr(op, "namespace", "aten") not in ("aten", "prims"):
         return "custom"
-    if any(part in _name(op) for part in _NORMALIZATION):
+    if any(part in traits(op).name for part in _NORMALIZATION):
         return "normalization"
     tags = getattr(op, "tags", ())
     if torch.Tag.pointwise in tags:
@@ -184,13 +184,9 @@ def kind(op: Any) -> str:
     return "reduction" if getattr(torch.Tag, "reduction", None) in tags else "other"
 
 
-def _name(op: Any) -> str:
-    return getattr(getattr(op, "_schema", None), "name", str(op)).rpartition("::")[2]
-
-
 def _is_bookkeeping(op: Any) -> bool:
     facts = traits(op)
-    return facts.ignored or facts.view or _name(op).startswith(_BOOKKEEPING)
+    return facts.ignored or facts.view or facts.name.startswith(_BOOKKEEPING)
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -241,12 +241,10 @@ class Entry:
         ]
         return _apart(wanted, [*flat, *(ct for ct in cts if ct is not None)])
 
-    @contextlib.contextmanager
-    def surroundings(self) -> Iterator[None]:
+    def surroundings(self) -> contextlib.AbstractContextManager[None]:
         """Autocast and switches as they were where the scan was traced."""
         ambient = self.opaque.ambient
-        with ambient.restored() if ambient.must_be_restored() else contextlib.nullcontext():
-            yield
+        return ambient.restored() if ambient.must_be_restored() else contextlib.nullcontext()
 
     def fake_forward(self, flat: Tensors) -> list[torch.Tensor]:
         scan = self.scan
@@ -260,11 +258,7 @@ class Entry:
         ):
             new, ys = run_transparently(scan.step, (consts, carry, first), {})
         stacks = [y.new_empty((scan.length, *y.shape)) for y in ys]
-        return [
-            *(t.new_empty(t.shape) for t in new),
-            *stacks,
-            *self._buffers(flat),
-        ]
+        return [*(t.new_empty(t.shape) for t in new), *stacks, *self._buffers(flat)]
 
 
 def _buffer(
