@@ -134,6 +134,9 @@ from remat.transforms.compat.fx import (
     traced,  # the tracer at work and the node of a tensor
     tracer_at_work,  # the tracer that writes down what runs now, functionalized and on fake tensors
 )
+from remat.transforms.compat.gathered import (
+    nothing_gathered,  # within, wrappers of modules gather nothing: tensors made there stand for parameters
+)
 from remat.transforms.compat.modes import (
     DispatchMode,  # a dispatch mode without the switch that torch wraps around each of its calls
     HigherOrderOperator,  # an operator on functions

@@ -52,15 +52,25 @@ _ARRANGING: tuple[tuple[str, str | None, tuple[str, ...]], ...] = (
     ("torch._C._distributed_c10d", "Reducer", ("_rebuild_buckets",)),
     ("torch.distributed._composable.replicate", "_ReplicateState", ("lazy_init",)),
 )
+# Where FSDP2 gathers and frees parameters: ops of the program, which a run of the function repeats.
+_REPEATED: tuple[tuple[str, str | None, tuple[str, ...]], ...] = (
+    (
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group",
+        "FSDPParamGroup",
+        ("unshard", "wait_for_unshard", "reshard"),
+    ),
+)
 
 
-def bookkeeping_aside(gathering: Callable[..., Any], arranging: Callable[..., Any]) -> None:
+def bookkeeping_aside(
+    gathering: Callable[..., Any], arranging: Callable[..., Any], repeated: Callable[..., Any]
+) -> None:
     """Let these call, from now on, what wrappers of modules do amid a forward for ends of their own.
 
-    `gathering(function, *args)` calls what gathers parameters and frees them, `arranging(function, *args)`
-    what happens once.
+    `gathering(function, *args)` calls what gathers parameters and frees them, `repeated(function, *args)` the
+    same where a run of the function is to do so too, `arranging(function, *args)` what happens once.
     """
-    for run, places in ((gathering, _GATHERING), (arranging, _ARRANGING)):
+    for run, places in ((gathering, _GATHERING), (arranging, _ARRANGING), (repeated, _REPEATED)):
         for module, name, methods in places:
             there: Any = sys.modules.get(module)
             kind: Any = there if name is None else getattr(there, name, None)
