@@ -194,6 +194,40 @@ def disagreeing() -> None:
             torch.compile(parallel(policy), backend="aot_eager")(x)
     for _ in range(2):
         parallel(save_matmuls)(x).sum().backward()
+    disagreeing_around(rank)
+
+
+def disagreeing_around(rank: int) -> None:
+    """The same where parameters are gathered inside, or user code sends; ranks have data of their own."""
+
+    def sends(x: torch.Tensor) -> torch.Tensor:
+        total = x.detach().mean(0)
+        dist.all_reduce(total)
+        return (x - total).tanh() @ x.T
+
+    @checkpoint_policy
+    def sly(info: Any) -> bool:
+        return "tanh" in str(info.op) and rank == 0
+
+    def step(layout: str, policy: Any, x: torch.Tensor) -> None:
+        run = remat.remat(sends, policy=policy) if layout == "sends" else stacked(layout, policy)
+        run(x).sum().backward()
+
+    x = torch.ones(4 + rank, 32, requires_grad=True)
+    for layout in ("fsdp2", "fsdp1", "sends"):
+        for policy in (save_matmuls if rank == 0 else save_nothing, sly):
+            if policy is sly:
+                x = torch.ones(4, 32, requires_grad=True)
+            with pytest.raises(RematError, match="keeps other values on other ranks: rank"):
+                step(layout, policy, x)
+        # Other rows, other plans: no difference that counts.
+        rows = torch.ones(4 + rank, 32, requires_grad=True)
+        for policy in (
+            save_matmuls,
+            checkpoint_policy(budget=0.5),
+            checkpoint_policy(lambda i: i.bytes < 600),
+        ):
+            step(layout, policy, rows)
 
 
 def work(rank: int, path: str) -> None:

@@ -160,6 +160,8 @@ from remat.transforms.compat.modes import (
 from remat.transforms.compat.sharding import (
     Meeting,  # a group of ranks, and the store by which it has met
     bookkeeping_aside,  # how wrappers of modules are to run what is for ends of their own
+    groups_in,  # the groups that a collective is called with
+    meeting_among,  # these ranks, as `meeting_of`
     meeting_of,  # the ranks of the group of this name
     sharding_aside,  # how DTensor is to run what it propagates shardings by
 )

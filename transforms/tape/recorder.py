@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from remat.transforms.compat import memory_is_real
+from remat.transforms.compat import groups_in, memory_is_real
 from remat.transforms.context import active, on_scratch, quiet, scratch_around
 from remat.transforms.errors import RematError, user_place
 from remat.transforms.ops import (
@@ -214,6 +214,7 @@ class Recorder(WriteWatch):
         self._link_operands(node, facts, args)
         node.graded = is_graded(tape, node, facts, args)
         if facts.collective:
+            tape.groups |= groups_in(func, args)
             tape.open = tape.open or f"it calls {func}, which acts outside of this process"
             tape.sharded = tape.sharded or not node.graded
         if facts.asks_grad:
