@@ -120,3 +120,19 @@ def disagreeing(rank: int, path: str, sizes: Sizes) -> None:
         said = str(error).split(" (")[0]
     write(path, rank, said)
     dist.destroy_process_group()
+
+
+def other_ops(rank: int, path: str, sizes: Sizes) -> None:
+    """One rank's block runs another op: writes down what each rank is told in the first forward."""
+    start(rank, path)
+    ours = Decoder(sizes, 16)
+    remat_nn.apply(ours, plan=f"{path}/0.json")
+    if rank == 1:
+        ours.layers["1"].feed_forward.forward = torch.nn.functional.gelu
+    try:
+        ours(torch.zeros(2, 16, dtype=torch.long))
+        said = "nothing"
+    except RematError as error:
+        said = str(error)
+    write(path, rank, said)
+    dist.destroy_process_group()

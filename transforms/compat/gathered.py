@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -78,27 +79,44 @@ def nothing_gathered(quiet: Callable[..., Any]) -> Iterator[None]:
 
     FSDP2, FSDP1, `replicate` and DistributedDataParallel. `quiet(function)` makes those tensors.
     """
-    for module, name, methods in _INSTEAD:
-        there: Any = sys.modules.get(module)
-        kind: Any = there if name is None else getattr(there, name, None)
-        if kind is not None and (module, name) not in _prepared:
-            _prepared.add((module, name))
-            for method, instead in methods.items():
-                setattr(kind, method, _either(getattr(kind, method), instead))
     if _run.get() is not None:
         # A run inside of one.
         yield
         return
     run = _Run(quiet)
-    token = _run.set(run)
+    with _in_place():
+        token = _run.set(run)
+        try:
+            yield
+        finally:
+            _run.reset(token)
+            run.end()
+
+
+# How many threads are in such a run, and what stands in torch otherwise.
+_lock = threading.Lock()
+_runs: list[None] = []
+_plain: list[tuple[Any, str, Any]] = []
+
+
+@contextlib.contextmanager
+def _in_place() -> Iterator[None]:
+    """Torch's own functions stand there again when no thread is in such a run: Dynamo looks into them."""
+    with _lock:
+        _runs.append(None)
+        for module, name, methods in _INSTEAD if len(_runs) == 1 else ():
+            there: Any = sys.modules.get(module)
+            kind: Any = there if name is None else getattr(there, name, None)
+            for method, instead in methods.items() if kind is not None else ():
+                _plain.append((kind, method, getattr(kind, method)))
+                setattr(kind, method, _either(getattr(kind, method), instead))
     try:
         yield
     finally:
-        _run.reset(token)
-        run.end()
-
-
-_prepared: set[tuple[str, str | None]] = set()
+        with _lock:
+            _runs.pop()
+            while _plain and not _runs:
+                setattr(*_plain.pop())
 
 
 def _either(plain: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,9 +15,10 @@ import collections
 import hashlib
 import itertools
 import re
+from collections.abc import Sequence
 from typing import Any
 
-from remat.transforms.compat import meeting_of
+from remat.transforms.compat import meeting_among, meeting_of
 from remat.transforms.errors import RematError
 from remat.transforms.ops import metas, traits
 from remat.transforms.tape import RECOMPUTE, Tape
@@ -25,6 +26,8 @@ from remat.transforms.tape import RECOMPUTE, Tape
 # How many regions of this name have met so, in a group: what they meet under.
 _met: collections.Counter[tuple[str, str]] = collections.Counter()
 _SECONDS = 120
+# Ranks of which some did not come.
+_given_up: set[tuple[int, ...]] = set()
 # Groups, regions and policies that were compared while a graph was traced.
 _traced: set[tuple[str, str, str]] = set()
 
@@ -55,6 +58,24 @@ def agree_traced(region: Any, record: Any) -> None:
             # Other ranks may be at work on the code of an earlier graph.
             _compare(name, f"{region.name} (traced)", mine, 5 * _SECONDS, loose)
             _traced.add(key)
+
+
+def wrong_anywhere(ranks: Sequence[int], name: str, wrong: str | None) -> str | None:
+    """What is wrong on any of these ranks, the first of them that has something; all of them must ask.
+
+    Who does not come in two minutes is not waited for again.
+    """
+    meeting = meeting_among(list(ranks), _SECONDS) if tuple(ranks) not in _given_up else None
+    if meeting is None:
+        return wrong
+    _met[meeting.name, name] += 1
+    key = f"remat/{meeting.name}/{name}/{_met[meeting.name, name]}"
+    if meeting.all_say(key, "wrong" if wrong else "fine", _SECONDS) and wrong is None:
+        return None
+    told = dict(meeting.told(key, wrong or "", 10))
+    if len(told) < len(ranks):
+        _given_up.add(tuple(ranks))
+    return next((said for said in told.values() if said), wrong)
 
 
 def _said_by(recorder: Any) -> dict[str, tuple[list[str], bool]]:
