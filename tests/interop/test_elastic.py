@@ -25,7 +25,7 @@ def test_a_restart_goes_on_from_a_checkpoint(tmp_path):
     done = subprocess.run(
         [*launcher, *settings, script, str(tmp_path)],
         # Torchrun hands every attempt the same store, in which a process that starts early reads the dead
-        # one's address (torch 2.13: "connection refused"). A store for each attempt has nothing old to read.
+        # one's address (torch 2.13: "connection refused"). Each attempt's own store has nothing old.
         env={**os.environ, "PYTHONPATH": root, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         capture_output=True,
         text=True,
