@@ -180,9 +180,10 @@ def _aside(function: Callable[..., Any], *args: Any) -> Any:
 def gathering(function: Callable[..., Any]) -> Any:
     """Run what gathers parameters or frees them: no op of the region around, which does so again."""
     run_again_whole("parameters are gathered in it")
-    group = getattr(next(iter(getattr(function, "args", ())), None), "process_group", None)
-    for mode in recordings() if group is not None else ():
-        mode.tape.groups.add(group.group_name)
+    handle: Any = next(iter(getattr(function, "args", ())), None)
+    if (group := getattr(handle, "process_group", None)) is not None:
+        for mode in recordings():
+            mode.tape.groups.add(group.group_name)
     return quiet(function)
 
 

@@ -60,6 +60,7 @@ def fsdp1(module: nn.Module, flat: bool) -> nn.Module:
 
 SHARDED: dict[str, Any] = {
     "fsdp2": fully_shard,
+    "fsdp2, region inside": fully_shard,
     "fsdp1": functools.partial(fsdp1, flat=False),
     "fsdp1, flat": functools.partial(fsdp1, flat=True),
     "replicate": replicate,
@@ -72,8 +73,11 @@ def stacked(layout: str, policy: Any) -> nn.Module:
     torch.manual_seed(0)
     stack = nn.Sequential(*[Block() for _ in range(3)])
     for i, block in enumerate(stack):
+        inside = layout.endswith("inside") and not isinstance(policy, functools.partial)
+        if inside and policy is not None:
+            remat.nn.apply_to(block, policy=policy)
         made = SHARDED[layout](block)
-        stack[i] = made if policy is None else Around(made, policy)
+        stack[i] = made if policy is None or inside else Around(made, policy)
     # The outermost one is what FSDP's hooks ask.
     return SHARDED[layout](stack) if layout.startswith("fsdp") else stack
 

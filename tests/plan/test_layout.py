@@ -355,27 +355,28 @@ def _there(name):
 # -- processes --------------------------------------------------------------------------------------------
 
 
-def _spawned(work, path, *args):
+def _spawned(work, path, *args, ranks=2):
     (path / "store").unlink(missing_ok=True)
-    spawn(work, args=(str(path), *args), nprocs=2)
-    return [json.loads((path / f"{rank}.txt").read_text()) for rank in (0, 1)]
+    spawn(work, args=(str(path), *args), nprocs=ranks)
+    return [json.loads((path / f"{rank}.txt").read_text()) for rank in range(ranks)]
 
 
 @NEEDS_GLOO
 @pytest.mark.slow
-def test_ranks_keep_what_was_planned(tmp_path):
-    """Two processes under FSDP2: to the byte.
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_keep_what_was_planned(tmp_path, ranks):
+    """Under FSDP2: to the byte.
 
     Under tensor parallelism the profiler does not see what threads of gloo free: no exact count there.
     """
-    layout = Layout(dp_shard=2)
+    layout = Layout(dp_shard=ranks)
     tokens = mesh_worker.ROWS, mesh_worker.LENGTH
     whole = planned(mesh_worker.SIZES, tokens, layout, memory="1GiB").stages[0]
     plan = planned(mesh_worker.SIZES, tokens, layout, memory=int(whole.peak_bytes - 0.5 * whole.kept_bytes))
     plan.save(tmp_path / "plan.json")
     gathered = whole.fixed["gathered outside of layers"]
     planned_bytes = plan.stages[0].kept_bytes + gathered, whole.kept_bytes + gathered
-    for sizes in _spawned(mesh_worker.sharded, tmp_path):
+    for sizes in _spawned(mesh_worker.sharded, tmp_path, ranks, ranks=ranks):
         for size, expected in zip(sizes, planned_bytes, strict=True):
             assert abs(expected / size - 1) < 0.02
 

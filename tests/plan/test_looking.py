@@ -2,6 +2,7 @@
 
 import random
 import types
+from typing import Any
 
 import numpy as np
 import pytest
@@ -179,7 +180,7 @@ def test_models_that_fsdp_has_sharded_are_planned(mesh, around):
 
 def test_mixed_precision_of_fsdp_is_planned(mesh):
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
-    layer = fully_shard(layered()[0], mesh=mesh, mp_policy=half)
+    layer: Any = fully_shard(layered()[0], mesh=mesh, mp_policy=half)
     plan = POLICY.plan(layer.__call__, torch.ones(4, 8, requires_grad=True))
     assert [op for op in plan.ops if "_to_copy" in op] == ["aten._to_copy.default"] * 2
     assert (
@@ -192,7 +193,7 @@ def test_a_look_that_fails_amid_a_sharded_module_leaves_it_sharded(mesh):
         def forward(self, x):
             return super().forward(x) * x.sum().item()
 
-    layer = fully_shard(Asks(8, 8), mesh=mesh)
+    layer: Any = fully_shard(Asks(8, 8), mesh=mesh)
     before = seen_in(layer)
     with pytest.raises(RematError, match=r"\.item\(\)"):
         POLICY.plan(layer.__call__, torch.ones(4, 8))

@@ -134,9 +134,9 @@ def _said(node: Any) -> str:
 def _first_difference(here: list[str], there: list[str], loose: bool) -> tuple[str, str] | None:
     """What two ranks say otherwise; `loose`: where both say anything."""
     if loose and here[0] == there[0]:
-        known = dict(line.rpartition("] ")[::2] for line in there[1:])
-        other = [(op, v, known.get(op, v)) for op, _, v in (line.rpartition("] ") for line in here[1:])]
-        return next(((f"{op}] {v}", f"{op}] {w}") for op, v, w in other if v != w), None)
+        known = {line.rpartition("] ")[0]: line for line in there[1:]}
+        other = [(line, known.get(line.rpartition("] ")[0], line)) for line in here[1:]]
+        return next((pair for pair in other if pair[0] != pair[1]), None)
     pairs = zip([*here, "nothing more"], [*there, "nothing more"], strict=False)
     return next(((a, b) for a, b in pairs if a != b), None)
 
