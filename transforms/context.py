@@ -187,6 +187,16 @@ def gathering(function: Callable[..., Any]) -> Any:
     return quiet(function)
 
 
+def repeated(function: Callable[..., Any]) -> Any:
+    """Run what gathers parameters or frees them by ops, which are repeated: no policy is asked about them."""
+    begun = [(mode, mode.position) for mode in recordings()]
+    try:
+        return unasked(function)
+    finally:
+        for mode, first in begun:
+            mode.tape.bookkeeping.update(range(first, mode.position))
+
+
 # A raw kernel (Triton, ctypes, NumPy on shared memory) writes without an op and without a new version. Every
 # door to raw memory that Python code has is a torch function. What lies in memory that was shown is unknown
 # from then on. (An extension that asks for the pointer in C++ is not seen.) Nor is it an op to set

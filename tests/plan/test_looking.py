@@ -2,6 +2,7 @@
 
 import random
 import types
+import warnings
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from remat import checkpoint_policy, remat
+from remat import checkpoint_policy, remat, saved_residuals
 from remat import nn as remat_nn
 from remat.plan import BudgetPolicy, pareto, plan_chain, plan_model
 from remat.transforms import RematError
@@ -199,6 +200,32 @@ def test_a_look_that_fails_amid_a_sharded_module_leaves_it_sharded(mesh):
         POLICY.plan(layer.__call__, torch.ones(4, 8))
     assert seen_in(layer) == before
     layer(torch.ones(4, 8)).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*view tensor")
+def test_what_needs_data_in_a_sharded_module_is_planned_from_its_first_call(mesh):
+    """Gathered parameters are nothing that it keeps."""
+
+    class Asks(nn.Sequential):
+        def forward(self, input):  # noqa: A002
+            assert input.sum().item() < 1e9
+            return super().forward(input)
+
+    x = torch.ones(64, 8, requires_grad=True)
+    regions = [
+        remat(part.__call__, policy=BudgetPolicy(0.7))
+        for part in (nn.Sequential(*layered()[0]), fully_shard(Asks(*layered()[0]), mesh=mesh))
+    ]
+    kept = []
+    for region in regions:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                region(x).sum().backward()
+        kept.append([r.shape for r in saved_residuals(region, x) if r.why == "policy"])
+    assert [w for w in told if "cannot be planned" in str(w.message)]
+    assert not [w for w in told if "nearly every call" in str(w.message)]
+    assert kept[1] == kept[0] and kept[0]
 
 
 @pytest.mark.slow

@@ -85,6 +85,7 @@ class Tape:
         sharded: parameters are gathered inside, without gradients, and not in both passes (FSDP2's hooks see
             to it that they are there). Where user code runs again, what runs without gradients is left out.
         groups: names of the groups of collectives inside that are no functional ops.
+        bookkeeping: ops by which modules gather parameters: no policy is asked about them.
         decided: ops that are kept as decisions, whatever the policy says.
         lent: ops whose kept results regions inside rely on.
         sized_by_data: whether another call may have values of other shapes, its arguments being alike.
@@ -107,6 +108,7 @@ class Tape:
         self.decided: set[int] = set()
         self.lent: set[int] = set()
         self.groups: set[str] = set()
+        self.bookkeeping: set[int] = set()
         self.open: str | None = None
         self.loose = self.sharded = self.meta = self.sized_by_data = False
         self.cacheable = True  # whether another forward may be held against it
