@@ -211,11 +211,12 @@ def test_what_needs_data_in_a_sharded_module_is_planned_from_its_first_call(mesh
             assert input.sum().item() < 1e9
             return super().forward(input)
 
+    def layers() -> Any:
+        return layered()[0]
+
     x = torch.ones(64, 8, requires_grad=True)
-    regions = [
-        remat(part.__call__, policy=BudgetPolicy(0.7))
-        for part in (nn.Sequential(*layered()[0]), fully_shard(Asks(*layered()[0]), mesh=mesh))
-    ]
+    parts: list[Any] = [layers(), fully_shard(Asks(*layers()), mesh=mesh)]
+    regions = [remat(part.__call__, policy=BudgetPolicy(0.7)) for part in parts]
     kept = []
     for region in regions:
         with warnings.catch_warnings(record=True) as told:
