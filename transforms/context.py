@@ -180,7 +180,21 @@ def _aside(function: Callable[..., Any], *args: Any) -> Any:
 def gathering(function: Callable[..., Any]) -> Any:
     """Run what gathers parameters or frees them: no op of the region around, which does so again."""
     run_again_whole("parameters are gathered in it")
+    handle: Any = next(iter(getattr(function, "args", ())), None)
+    if (group := getattr(handle, "process_group", None)) is not None:
+        for mode in recordings():
+            mode.tape.groups.add(group.group_name)
     return quiet(function)
+
+
+def repeated(function: Callable[..., Any]) -> Any:
+    """Run what gathers parameters or frees them by ops, which are repeated: no policy is asked about them."""
+    begun = [(mode, mode.position) for mode in recordings()]
+    try:
+        return unasked(function)
+    finally:
+        for mode, first in begun:
+            mode.tape.bookkeeping.update(range(first, mode.position))
 
 
 # A raw kernel (Triton, ctypes, NumPy on shared memory) writes without an op and without a new version. Every

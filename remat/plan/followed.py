@@ -77,7 +77,7 @@ class Following(Policy):
     plans: tuple[Plan, ...]
     # Told of a forward that was recorded, and whether a plan fitted it; None where the user chose the plan.
     learn: Callable[[Tape, bool], None] | None = field(default=None, compare=False, repr=False)
-    counts = True
+    counts = planned = True
 
     @functools.cached_property
     def walk(self) -> Walk:

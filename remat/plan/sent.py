@@ -36,7 +36,7 @@ def speed_of(link: str | float) -> float:
 class Sending(Policy):
     """A plan carried out, some of whose values are kept on the host."""
 
-    counts = True
+    counts = planned = True
 
     def __init__(self, following: Following, sent: dict[int, frozenset[int]]) -> None:
         self.following, self.sent = following, sent

@@ -60,6 +60,7 @@ def fsdp1(module: nn.Module, flat: bool) -> nn.Module:
 
 SHARDED: dict[str, Any] = {
     "fsdp2": fully_shard,
+    "fsdp2, region inside": fully_shard,
     "fsdp1": functools.partial(fsdp1, flat=False),
     "fsdp1, flat": functools.partial(fsdp1, flat=True),
     "replicate": replicate,
@@ -72,8 +73,11 @@ def stacked(layout: str, policy: Any) -> nn.Module:
     torch.manual_seed(0)
     stack = nn.Sequential(*[Block() for _ in range(3)])
     for i, block in enumerate(stack):
+        inside = layout.endswith("inside") and not isinstance(policy, functools.partial)
+        if inside and policy is not None:
+            remat.nn.apply_to(block, policy=policy)
         made = SHARDED[layout](block)
-        stack[i] = made if policy is None else Around(made, policy)
+        stack[i] = made if policy is None or inside else Around(made, policy)
     # The outermost one is what FSDP's hooks ask.
     return SHARDED[layout](stack) if layout.startswith("fsdp") else stack
 
@@ -118,11 +122,16 @@ def around() -> None:
         expected, *_ = train(layout, None)
         _, torchs, gathers = train(layout, SAC)
         assert not layout.startswith("fsdp") or gathers
-        for policy in (save_nothing, save_matmuls):
+        sizes = []
+        for policy in (save_nothing, save_matmuls, checkpoint_policy(budget=0.5)):
             found, kept, again = train(layout, policy)
             assert all(map(torch.equal, found, expected)), (layout, policy)
             assert again <= gathers, (layout, policy, again, gathers)
             assert min(kept) <= max(torchs), (layout, policy, kept, torchs)
+            sizes.append(min(kept))
+        # The budget is one of activations: the input, and half of what no remat keeps at the most.
+        plan = checkpoint_policy(budget=0.5).plan(Block(), torch.empty(64, 32, requires_grad=True))
+        assert sizes[2] - sizes[0] == 3 * (plan.kept_bytes - 64 * 32 * 4), (layout, sizes, plan.kept_bytes)
 
 
 def compiled() -> None:
@@ -189,6 +198,40 @@ def disagreeing() -> None:
             torch.compile(parallel(policy), backend="aot_eager")(x)
     for _ in range(2):
         parallel(save_matmuls)(x).sum().backward()
+    disagreeing_around(rank)
+
+
+def disagreeing_around(rank: int) -> None:
+    """The same where parameters are gathered inside, or user code sends; ranks have data of their own."""
+
+    def sends(x: torch.Tensor) -> torch.Tensor:
+        total = x.detach().mean(0)
+        dist.all_reduce(total)
+        return (x - total).tanh() @ x.T
+
+    @checkpoint_policy
+    def sly(info: Any) -> bool:
+        return "tanh" in str(info.op) and rank == 0
+
+    def step(layout: str, policy: Any, x: torch.Tensor) -> None:
+        run = remat.remat(sends, policy=policy) if layout == "sends" else stacked(layout, policy)
+        run(x).sum().backward()
+
+    x = torch.ones(4 + rank, 32, requires_grad=True)
+    for layout in ("fsdp2", "fsdp1", "sends"):
+        for policy in (save_matmuls if rank == 0 else save_nothing, sly):
+            if policy is sly:
+                x = torch.ones(4, 32, requires_grad=True)
+            with pytest.raises(RematError, match="keeps other values on other ranks: rank"):
+                step(layout, policy, x)
+        # Other rows, other plans: no difference that counts.
+        rows = torch.ones(4 + rank, 32, requires_grad=True)
+        for policy in (
+            save_matmuls,
+            checkpoint_policy(budget=0.5),
+            checkpoint_policy(lambda i: i.bytes < 600),
+        ):
+            step(layout, policy, rows)
 
 
 def work(rank: int, path: str) -> None:

@@ -39,12 +39,12 @@ def write(path: str, rank: int, text: object) -> None:
         json.dump(text, file)
 
 
-def sharded(rank: int, path: str) -> None:
+def sharded(rank: int, path: str, ranks: int) -> None:
     """FSDP2: writes down what the rank keeps, with a plan and without."""
     from torch.distributed.fsdp import fully_shard
 
-    start(rank, path)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    start(rank, path, ranks)
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
     torch.manual_seed(rank)
     tokens = torch.randint(0, SIZES.vocab, (ROWS, LENGTH))
 
@@ -118,5 +118,21 @@ def disagreeing(rank: int, path: str, sizes: Sizes) -> None:
         said = "nothing"
     except RematError as error:
         said = str(error).split(" (")[0]
+    write(path, rank, said)
+    dist.destroy_process_group()
+
+
+def other_ops(rank: int, path: str, sizes: Sizes) -> None:
+    """One rank's block runs another op: writes down what each rank is told in the first forward."""
+    start(rank, path)
+    ours: Any = Decoder(sizes, 16)
+    remat_nn.apply(ours, plan=f"{path}/0.json")
+    if rank == 1:
+        ours.layers["1"].feed_forward.forward = torch.nn.functional.gelu
+    try:
+        ours(torch.zeros(2, 16, dtype=torch.long))
+        said = "nothing"
+    except RematError as error:
+        said = str(error)
     write(path, rank, said)
     dist.destroy_process_group()

@@ -4,6 +4,7 @@ import copy
 import functools
 import itertools
 import json
+import re
 import sys
 import types
 from typing import Any
@@ -253,18 +254,18 @@ def test_another_computation(monkeypatch):
 
 def test_ranks_compare(monkeypatch):
     plan, model = tiny(dp_shard=2), Decoder(TINY, TOKENS[1])
-    told: list[Any] = [("a", None), ("a", None)]
+    told: list[Any] = [("a", None, ("x",)), ("a", None, ())]
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "all_gather_object", lambda into, mine: into.__setitem__(slice(None), told))
-    agree("a", None)
-    told[1] = ("b", None)
+    assert agree("a", None, ["x"]) == (0,)
+    told[1] = ("b", None, ())
     with pytest.raises(RematError, match="Rank 1 has another plan than rank 0"):
         agree("a", None)
-    told[1] = ("a", "there are 2 ranks, planned were 4")
+    told[1] = ("a", "there are 2 ranks, planned were 4", ())
     with pytest.raises(RematError, match="does not fit rank 1: there are 2 ranks, planned were 4"):
         agree("a", None)
-    told[:] = [(plan.hash, None)] * 2
+    told[:] = [(plan.hash, None, ())] * 2
     remat_nn.apply(model, plan=plan)
     with pytest.raises(RematError, match="is in\none|process alone"):
         tiny(tp=2, parallelize=tensor_parallel, sizes=Sizes(**{**vars(TINY), "layers": 1}))
@@ -354,27 +355,28 @@ def _there(name):
 # -- processes --------------------------------------------------------------------------------------------
 
 
-def _spawned(work, path, *args):
+def _spawned(work, path, *args, ranks=2):
     (path / "store").unlink(missing_ok=True)
-    spawn(work, args=(str(path), *args), nprocs=2)
-    return [json.loads((path / f"{rank}.txt").read_text()) for rank in (0, 1)]
+    spawn(work, args=(str(path), *args), nprocs=ranks)
+    return [json.loads((path / f"{rank}.txt").read_text()) for rank in range(ranks)]
 
 
 @NEEDS_GLOO
 @pytest.mark.slow
-def test_ranks_keep_what_was_planned(tmp_path):
-    """Two processes under FSDP2: to the byte.
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_keep_what_was_planned(tmp_path, ranks):
+    """Under FSDP2: to the byte.
 
     Under tensor parallelism the profiler does not see what threads of gloo free: no exact count there.
     """
-    layout = Layout(dp_shard=2)
+    layout = Layout(dp_shard=ranks)
     tokens = mesh_worker.ROWS, mesh_worker.LENGTH
     whole = planned(mesh_worker.SIZES, tokens, layout, memory="1GiB").stages[0]
     plan = planned(mesh_worker.SIZES, tokens, layout, memory=int(whole.peak_bytes - 0.5 * whole.kept_bytes))
     plan.save(tmp_path / "plan.json")
     gathered = whole.fixed["gathered outside of layers"]
     planned_bytes = plan.stages[0].kept_bytes + gathered, whole.kept_bytes + gathered
-    for sizes in _spawned(mesh_worker.sharded, tmp_path):
+    for sizes in _spawned(mesh_worker.sharded, tmp_path, ranks, ranks=ranks):
         for size, expected in zip(sizes, planned_bytes, strict=True):
             assert abs(expected / size - 1) < 0.02
 
@@ -400,6 +402,8 @@ def test_ranks_with_different_plans_all_raise(tmp_path):
     for rank, options in enumerate(({"dp_shard": 2}, {"dp_shard": 2, "optimizer": "sgd"})):
         tiny(**options).save(tmp_path / f"{rank}.json")
     assert _spawned(mesh_worker.disagreeing, tmp_path, TINY) == ["Rank 1 has another plan than rank 0"] * 2
+    for said in _spawned(mesh_worker.other_ops, tmp_path, TINY):
+        assert re.search(r"does not fit rank 1: op \d+ of block layers.1 .*is aten.gelu.*planned was", said)
     (tmp_path / "1.json").unlink()
     for said in _spawned(mesh_worker.disagreeing, tmp_path, TINY):
         assert said.startswith("The plan does not fit rank 1: ") and "1.json' cannot be read" in said

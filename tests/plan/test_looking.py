@@ -2,17 +2,20 @@
 
 import random
 import types
+import warnings
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from remat import checkpoint_policy, remat
+from remat import checkpoint_policy, remat, saved_residuals
 from remat import nn as remat_nn
 from remat.plan import BudgetPolicy, pareto, plan_chain, plan_model
 from remat.transforms import RematError
@@ -118,18 +121,112 @@ def layered():
     return nn.Sequential(*[nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2)])
 
 
-@pytest.mark.parametrize("what", ["a region around", "plan_model"])
-def test_what_fsdp_has_sharded(mesh, what):
-    model, x = layered(), torch.ones(4, 8)
-    if what == "plan_model":
+def flat(layer, mesh):
+    return FullyShardedDataParallel(layer, device_id=torch.device("cpu"), process_group=mesh.get_group())
+
+
+def together(layer, mesh):
+    fully_shard([layer[0], layer[2]], mesh=mesh)
+    return fully_shard(layer, mesh=mesh)
+
+
+SPREAD = {
+    "fsdp2": lambda layer, mesh: fully_shard(layer, mesh=mesh),
+    "fsdp2, two at once": together,
+    "fsdp1": flat,
+    "replicate": lambda layer, mesh: replicate(layer),
+    "ddp": lambda layer, mesh: nn.parallel.DistributedDataParallel(layer),
+}
+
+
+def seen_in(model):
+    """The parameters of a model, as they are."""
+    return {name: (type(p), p.shape, id(p)) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("how", SPREAD)
+def test_calls_of_spread_modules_are_planned_as_what_they_compute(mesh, how):
+    """The parameters that are gathered are no activations, and a look gathers none."""
+    x = torch.ones(4, 8)
+    expected = POLICY.plan(layered()[0], x)
+    layer = SPREAD[how](layered()[0], mesh)
+    for at in range(2):
+        before = seen_in(layer)
+        plan = POLICY.plan(layer.__call__, x)
+        assert (plan.ops, plan.saved, plan.kept_bytes) == (expected.ops, expected.saved, expected.kept_bytes)
+        assert seen_in(layer) == before
+        if at == 0:
+            loss = remat(layer.__call__, policy=POLICY)(x).sum()
+            if how.startswith("fsdp"):  # (the fake group cannot reduce buckets)
+                loss.backward()
+
+
+@pytest.mark.parametrize("around", [True, False])
+def test_models_that_fsdp_has_sharded_are_planned(mesh, around):
+    plain, model, x = layered(), layered(), torch.ones(4, 8)
+    remat_nn.apply(plain, layers="*", policy=POLICY)
+    if not around:
         remat_nn.apply(model, layers="*", policy=POLICY)
     for part in (*model, model):
         fully_shard(part, mesh=mesh)
-    with pytest.raises(RematError, match=r"sharded by FSDP.*then `fully_shard`"):
-        if what == "plan_model":
-            plan_model(model, x, budget=0.5)
-        else:
-            remat(model[0].__call__, policy=POLICY)(x)
+    before = seen_in(model)
+    if around:
+        regions = [remat(layer.__call__, policy=POLICY) for layer in model]
+        made = plan_model(lambda x: regions[1](regions[0](x)).sum(), x, budget=0.5)
+    else:
+        made = plan_model(model, x, budget=0.5)
+    assert made.kept_bytes == plan_model(plain, x, budget=0.5).kept_bytes
+    assert seen_in(model) == before
+
+
+def test_mixed_precision_of_fsdp_is_planned(mesh):
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    layer: Any = fully_shard(layered()[0], mesh=mesh, mp_policy=half)
+    plan = POLICY.plan(layer.__call__, torch.ones(4, 8, requires_grad=True))
+    assert [op for op in plan.ops if "_to_copy" in op] == ["aten._to_copy.default"] * 2
+    assert (
+        plan.default_bytes == POLICY.plan(layered()[0].bfloat16(), torch.ones(4, 8).bfloat16()).default_bytes
+    )
+
+
+def test_a_look_that_fails_amid_a_sharded_module_leaves_it_sharded(mesh):
+    class Asks(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * x.sum().item()
+
+    layer: Any = fully_shard(Asks(8, 8), mesh=mesh)
+    before = seen_in(layer)
+    with pytest.raises(RematError, match=r"\.item\(\)"):
+        POLICY.plan(layer.__call__, torch.ones(4, 8))
+    assert seen_in(layer) == before
+    layer(torch.ones(4, 8)).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*view tensor")
+def test_what_needs_data_in_a_sharded_module_is_planned_from_its_first_call(mesh):
+    """Gathered parameters are nothing that it keeps."""
+
+    class Asks(nn.Sequential):
+        def forward(self, input):  # noqa: A002
+            assert input.sum().item() < 1e9
+            return super().forward(input)
+
+    def layers() -> Any:
+        return layered()[0]
+
+    x = torch.ones(64, 8, requires_grad=True)
+    parts: list[Any] = [layers(), fully_shard(Asks(*layers()), mesh=mesh)]
+    regions = [remat(part.__call__, policy=BudgetPolicy(0.7)) for part in parts]
+    kept = []
+    for region in regions:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                region(x).sum().backward()
+        kept.append([r.shape for r in saved_residuals(region, x) if r.why == "policy"])
+    assert [w for w in told if "cannot be planned" in str(w.message)]
+    assert not [w for w in told if "nearly every call" in str(w.message)]
+    assert kept[1] == kept[0] and kept[0]
 
 
 @pytest.mark.slow

@@ -136,6 +136,9 @@ from remat.transforms.compat.fx import (
     traced,  # the tracer at work and the node of a tensor
     tracer_at_work,  # the tracer that writes down what runs now, functionalized and on fake tensors
 )
+from remat.transforms.compat.gathered import (
+    nothing_gathered,  # within, wrappers of modules gather nothing: tensors made there stand for parameters
+)
 from remat.transforms.compat.modes import (
     DispatchMode,  # a dispatch mode without the switch that torch wraps around each of its calls
     HigherOrderOperator,  # an operator on functions
@@ -159,6 +162,8 @@ from remat.transforms.compat.modes import (
 from remat.transforms.compat.sharding import (
     Meeting,  # a group of ranks, and the store by which it has met
     bookkeeping_aside,  # how wrappers of modules are to run what is for ends of their own
+    groups_in,  # the groups that a collective is called with
+    meeting_among,  # these ranks, as `meeting_of`
     meeting_of,  # the ranks of the group of this name
     sharding_aside,  # how DTensor is to run what it propagates shardings by
 )

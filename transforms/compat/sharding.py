@@ -16,6 +16,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 
 def sharding_aside(run: Callable[..., Any]) -> None:
     """Let `run(function, *args)` call what DTensor propagates shardings by, from now on.
@@ -52,15 +54,25 @@ _ARRANGING: tuple[tuple[str, str | None, tuple[str, ...]], ...] = (
     ("torch._C._distributed_c10d", "Reducer", ("_rebuild_buckets",)),
     ("torch.distributed._composable.replicate", "_ReplicateState", ("lazy_init",)),
 )
+# Where FSDP2 gathers and frees parameters: ops of the program, which a run of the function repeats.
+_REPEATED: tuple[tuple[str, str | None, tuple[str, ...]], ...] = (
+    (
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group",
+        "FSDPParamGroup",
+        ("unshard", "wait_for_unshard", "reshard"),
+    ),
+)
 
 
-def bookkeeping_aside(gathering: Callable[..., Any], arranging: Callable[..., Any]) -> None:
+def bookkeeping_aside(
+    gathering: Callable[..., Any], arranging: Callable[..., Any], repeated: Callable[..., Any]
+) -> None:
     """Let these call, from now on, what wrappers of modules do amid a forward for ends of their own.
 
-    `gathering(function, *args)` calls what gathers parameters and frees them, `arranging(function, *args)`
-    what happens once.
+    `gathering(function, *args)` calls what gathers parameters and frees them, `repeated(function, *args)` the
+    same where a run of the function is to do so too, `arranging(function, *args)` what happens once.
     """
-    for run, places in ((gathering, _GATHERING), (arranging, _ARRANGING)):
+    for run, places in ((gathering, _GATHERING), (arranging, _ARRANGING), (repeated, _REPEATED)):
         for module, name, methods in places:
             there: Any = sys.modules.get(module)
             kind: Any = there if name is None else getattr(there, name, None)
@@ -81,6 +93,21 @@ def _called_by(run: Callable[..., Any], plain: Callable[..., Any]) -> Callable[.
         return run(functools.partial(plain, *args, **kwargs))
 
     return called
+
+
+def groups_in(op: Any, args: Any) -> set[str]:
+    """The names of the groups that a collective which writes into its arguments is called with.
+
+    Messages from one rank to another are none.
+    """
+    if op.namespace != "c10d" or op._opname.startswith(("send", "recv")):
+        return set()
+    from torch.distributed import ProcessGroup
+
+    boxed = [arg for arg in args if isinstance(arg, torch.ScriptObject)]
+    kinds = [arg._type().qualified_name().rpartition(".")[2] for arg in boxed]  # type: ignore[attr-defined]
+    pairs = zip(boxed, kinds, strict=True)
+    return {ProcessGroup.unbox(arg).group_name for arg, kind in pairs if kind == "ProcessGroup"}
 
 
 class Meeting:
@@ -141,10 +168,18 @@ def meeting_of(group: str, seconds: int) -> Meeting | None:
         found = c10d._resolve_process_group(group)
     except (RuntimeError, ValueError):
         return None
-    store = c10d._get_default_store()
-    if store is None or found.size() < 2 or c10d.get_backend(found) == "fake":
+    return meeting_among(c10d.get_process_group_ranks(found), seconds)
+
+
+def meeting_among(ranks: list[int], seconds: int) -> Meeting | None:
+    """These ranks, as `meeting_of`."""
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is None or not c10d.is_initialized():
         return None
-    meeting = Meeting(store, c10d.get_rank(), c10d.get_process_group_ranks(found))
+    store = c10d._get_default_store()
+    if store is None or len(ranks) < 2 or c10d.get_backend() == "fake":
+        return None
+    meeting = Meeting(store, c10d.get_rank(), ranks)
     ref, token = _tokens.get(meeting.name, (None, ""))
     if ref is None or ref() is not store:
         token = meeting.met(seconds)

@@ -28,7 +28,7 @@ from remat.transforms.compat import (
     next_node,
     set_grad_enabled,
 )
-from remat.transforms.context import all_of, gathering, memory_watch, quiet, run_innermost
+from remat.transforms.context import all_of, gathering, memory_watch, quiet, repeated, run_innermost
 from remat.transforms.eager.inputs import Inputs
 from remat.transforms.eager.rerun import Rerun
 from remat.transforms.eager.residuals import Residuals
@@ -119,7 +119,7 @@ class Frame(Packer):
         region, inputs, pack = self.region, self.inputs, self.pack
         casts, select = inputs.ambient.casts, region.selector
         if known is None:
-            bookkeeping_aside(gathering, quiet)
+            bookkeeping_aside(gathering, quiet, repeated)
             tape = Tape(region.name)
             recorder = Recorder(
                 tape, select, inputs.local, digest=region.digest, casts=casts, decisions=region.decisions

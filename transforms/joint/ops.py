@@ -225,7 +225,12 @@ class _Reading:
             self.memory[outside.root] = self.values[-1].storage
 
     def joint(self) -> Joint:
-        ops = [self._op(at, node) for at, node in enumerate(self.tape.nodes)]
+        ops: list[Op] = []
+        for at, node in enumerate(self.tape.nodes):
+            if at in self.tape.bookkeeping:
+                self._given(node)
+            else:
+                ops.append(self._op(at, len(ops), node))
         saved: dict[int, None] = {}
         for number, position in self.tape.packed:
             writes = [v for at in self.tape.sources(number, position) for v in self.written.get(at, ())]
@@ -242,7 +247,15 @@ class _Reading:
         self.values.append(Value(tuple(shape), dtype, device, tuple(stride or ()), storage, producer, origin))
         return len(self.values) - 1
 
-    def _op(self, at: int, node: Node) -> Op:
+    def _given(self, node: Node) -> None:
+        """What wrappers of modules bring there: parameters that they have gathered."""
+        for count, meta in enumerate(metas(node.outs)):
+            value = self._add(meta, -1, "parameter", self.memory.get(node.root))
+            self.place[node.first + count] = value
+            self.memory.setdefault(node.root, self.values[value].storage)
+
+    def _op(self, at: int, place: int, node: Node) -> Op:
+        """Op `at` of the tape, the one at `place` here."""
         tape, values = self.tape, self.values
         template = node.args, node.kwargs
         numbers = refs_in(template)
@@ -256,13 +269,13 @@ class _Reading:
         overwritten = [self.place[n] for n in numbers if tape.root_of(n) in node.written]
         outputs = []
         for count, meta in enumerate(metas(node.outs)):
-            outputs.append(self._add(meta, at, "op", storage))
+            outputs.append(self._add(meta, place, "op", storage))
             self.place[node.first + count] = outputs[-1]
             self.memory.setdefault(node.root, values[-1].storage)
         for old in overwritten:
             if not any(values[o].storage == values[old].storage for o in outputs):
                 outputs.append(len(values))
-                values.append(replace(values[old], producer=at, origin="op"))
+                values.append(replace(values[old], producer=place, origin="op"))
         if node.written:
             self.written[at] = outputs
         args, kwargs = map_leaves(self._noted, template)

@@ -23,10 +23,11 @@ from remat.transforms.compat import (
     functions_as_they_are,
     is_fake,
     is_wrapped,
+    nothing_gathered,
     outside_all_modes,
     without_module_trackers,
 )
-from remat.transforms.context import planning
+from remat.transforms.context import planning, quiet
 from remat.transforms.errors import RematError
 from remat.transforms.intermediates import only
 from remat.transforms.joint.attention import ATTENTION, as_on_target
@@ -110,12 +111,12 @@ def refused(fn: Callable[..., Any], last: Callable[[], tuple[str, str]]) -> Iter
 
 @contextlib.contextmanager
 def stood_in(stand_ins: StandIns) -> Iterator[None]:
-    """Within, ops run on fakes."""
+    """Within, ops run on fakes, and wrappers of modules gather no parameters."""
     caching = torch.is_autocast_cache_enabled()
     # What is in the cache of an autocast around stays there until that ends.
     torch.set_autocast_cache_enabled(caching and not autocasting())
     try:
-        with stand_ins.mode, stand_ins:
+        with stand_ins.mode, stand_ins, nothing_gathered(quiet):
             yield
     finally:
         torch.set_autocast_cache_enabled(caching)

@@ -12,6 +12,7 @@ from remat.transforms.context import (
 from remat.transforms.region.agreement import (
     agree,  # compare what a region keeps with other ranks, at the end of its first forward
     agree_traced,  # the same for one that is traced
+    wrong_anywhere,  # what is wrong on any of some ranks
 )
 from remat.transforms.region.cache import (
     CachedTrace,  # a settled forward that later ones are held against

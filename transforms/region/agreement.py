@@ -3,23 +3,31 @@
 A collective that runs again on some ranks of its group only waits for the others for ever. So where a region
 runs collectives, the ranks of each group compare a hash of what they keep. They do so once, at the end of the
 region's first forward, through the store by which they have met: no collective, and nothing on a device.
+
+Collectives that write into their arguments, as those by which FSDP gathers, are never kept: a region with
+them runs again as a whole, whatever else it keeps. Its ranks have data of their own, so ops and shapes may
+differ. There the policies are compared, and what becomes of ops that several ranks run alike.
 """
 
 from __future__ import annotations
 
 import collections
 import hashlib
+import itertools
 import re
+from collections.abc import Sequence
 from typing import Any
 
-from remat.transforms.compat import meeting_of
+from remat.transforms.compat import meeting_among, meeting_of
 from remat.transforms.errors import RematError
-from remat.transforms.ops import traits
+from remat.transforms.ops import metas, traits
 from remat.transforms.tape import RECOMPUTE, Tape
 
 # How many regions of this name have met so, in a group: what they meet under.
 _met: collections.Counter[tuple[str, str]] = collections.Counter()
 _SECONDS = 120
+# Ranks of which some did not come.
+_given_up: set[tuple[int, ...]] = set()
 # Groups, regions and policies that were compared while a graph was traced.
 _traced: set[tuple[str, str, str]] = set()
 
@@ -35,26 +43,50 @@ def agree(region: Any, recorder: Any) -> None:
     said = _said_by(recorder)
     if not said:
         return
+    for name, (mine, loose) in said.items():
+        _compare(name, region.name, mine, _SECONDS, loose)
+    # Where ranks did not agree, all of them ask again.
     region.cache.agreed.add(region.key)
-    for name, mine in said.items():
-        _compare(name, region.name, mine, _SECONDS)
 
 
 def agree_traced(region: Any, record: Any) -> None:
     """The same for a region that is traced, once for its name: a graph that one rank alone traces again,
     for other shapes, is compared with nothing."""
-    for name, mine in _said_by(record).items():
+    for name, (mine, loose) in _said_by(record).items():
         key = name, region.name, mine[0]
         if key not in _traced:
-            _traced.add(key)
             # Other ranks may be at work on the code of an earlier graph.
-            _compare(name, f"{region.name} (traced)", mine, 5 * _SECONDS)
+            _compare(name, f"{region.name} (traced)", mine, 5 * _SECONDS, loose)
+            _traced.add(key)
 
 
-def _said_by(recorder: Any) -> dict[str, list[str]]:
-    """By the names of groups, what has to be the same on all of their ranks."""
-    groups = dict.fromkeys([str(node.args[-1]) for node in recorder.tape.nodes if _waits(node)])
-    return {name: _kept(recorder, recorder.tape, name) for name in groups}
+def wrong_anywhere(ranks: Sequence[int], name: str, wrong: str | None) -> str | None:
+    """What is wrong on any of these ranks, the first of them that has something; all of them must ask.
+
+    Who does not come in two minutes is not waited for again.
+    """
+    meeting = meeting_among(list(ranks), _SECONDS) if tuple(ranks) not in _given_up else None
+    if meeting is None:
+        return wrong
+    _met[meeting.name, name] += 1
+    key = f"remat/{meeting.name}/{name}/{_met[meeting.name, name]}"
+    if meeting.all_say(key, "wrong" if wrong else "fine", _SECONDS) and wrong is None:
+        return None
+    told = dict(meeting.told(key, wrong or "", 10))
+    if len(told) < len(ranks):
+        _given_up.add(tuple(ranks))
+    return next((said for said in told.values() if said), wrong)
+
+
+def _said_by(recorder: Any) -> dict[str, tuple[list[str], bool]]:
+    """By the names of groups, what has to be the same on all of their ranks; or, where it says so, what must
+    not differ."""
+    tape = recorder.tape
+    groups = dict.fromkeys([str(node.args[-1]) for node in tape.nodes if _waits(node)])
+    said = {name: (_kept(recorder, tape, name), False) for name in groups}
+    if others := sorted(tape.groups - groups.keys()):
+        said |= dict.fromkeys(others, (_loosely(recorder, tape), True))
+    return said
 
 
 def _waits(node: Any) -> bool:
@@ -64,9 +96,7 @@ def _waits(node: Any) -> bool:
 
 def _kept(recorder: Any, tape: Tape, group: str) -> list[str]:
     """What has to be the same on all ranks: the collectives, whether each is kept, and the policy."""
-    policy = repr(getattr(recorder.selector, "policy", "save_nothing")).strip("'")
-    policy = re.sub(r" at 0x[0-9a-f]+", "", policy)
-    said = [f"the policy {policy}"]
+    said = [_policy(recorder)]
     said += [_said(node) for node in tape.nodes if _waits(node) and node.args[-1] == group]
     if not tape.sized_by_data:
         # Ranks may run other ops, such as those that pad: what counts is what becomes of one that both run.
@@ -74,11 +104,44 @@ def _kept(recorder: Any, tape: Tape, group: str) -> list[str]:
     return said
 
 
+def _loosely(recorder: Any, tape: Tape) -> list[str]:
+    """What ranks with data of their own have in common: the policy, and for ops of these shapes its verdicts.
+
+    A policy that counts is asked about the ops before, too: plans are, which are made for shapes.
+    """
+    policy = getattr(recorder.selector, "policy", None)
+    if getattr(policy, "planned", False):
+        return ["a plan"]
+    if getattr(policy, "counts", False):
+        return [_policy(recorder)]
+    verdicts: dict[str, set[str]] = {}
+    for node in tape.nodes:
+        if not tape.passes(node):
+            shapes = [list(meta[0]) for meta in metas(node.outs)]
+            verdicts.setdefault(f"{node.op} of {shapes}", set()).add(_said(node).rpartition(" ")[2])
+    return [_policy(recorder), *(f"{op} {' or '.join(sorted(v))}" for op, v in sorted(verdicts.items()))]
+
+
+def _policy(recorder: Any) -> str:
+    policy = repr(getattr(recorder.selector, "policy", "save_nothing")).strip("'")
+    return f"the policy {re.sub(r' at 0x[0-9a-f]+', '', policy)}"
+
+
 def _said(node: Any) -> str:
     return f"{node.op} {'recomputed' if node.verdict == RECOMPUTE else 'kept'}"
 
 
-def _compare(group: str, region: str, said: list[str], seconds: int) -> None:
+def _first_difference(here: list[str], there: list[str], loose: bool) -> tuple[str, str] | None:
+    """What two ranks say otherwise; `loose`: where both say anything."""
+    if loose and here[0] == there[0]:
+        known = {line.rpartition("] ")[0]: line for line in there[1:]}
+        other = [(line, known.get(line.rpartition("] ")[0], line)) for line in here[1:]]
+        return next((pair for pair in other if pair[0] != pair[1]), None)
+    pairs = zip([*here, "nothing more"], [*there, "nothing more"], strict=False)
+    return next(((a, b) for a, b in pairs if a != b), None)
+
+
+def _compare(group: str, region: str, said: list[str], seconds: int, loose: bool) -> None:
     meeting = meeting_of(group, seconds)
     if meeting is None:
         return
@@ -87,16 +150,18 @@ def _compare(group: str, region: str, said: list[str], seconds: int) -> None:
     mine = hashlib.sha256("\n".join(said).encode()).hexdigest()
     if meeting.all_say(key, mine, seconds):
         return
-    for rank, other in meeting.told(key, "\n".join(said), seconds):
-        theirs = other.split("\n")
-        if theirs != said:
-            pairs = zip([*said, "nothing more"], [*theirs, "nothing more"], strict=False)
-            here, there = next((a, b) for a, b in pairs if a != b)
+    told = {rank: text.split("\n") for rank, text in meeting.told(key, "\n".join(said), seconds)}
+    # This rank's differences first; but where any two differ, all raise.
+    pairs = [(meeting.rank, rank) for rank in told] + list(itertools.combinations(told, 2))
+    for one, other in pairs:
+        if (found := _first_difference(told.get(one, said), told[other], loose)) is not None:
             raise RematError(
-                f"region {region!r} keeps other values on other ranks: rank {meeting.rank} has {here}, rank "
-                f"{rank} has {there}. A collective that only some ranks run again would wait for ever. Give "
-                "every rank the same policy, one that does not ask for the rank."
+                f"region {region!r} keeps other values on other ranks: rank {one} has {found[0]}, rank "
+                f"{other} has {found[1]}. A collective that only some ranks run again would wait for ever. "
+                "Give every rank the same policy, one that does not ask for the rank."
             )
+    if loose and len(told) == len(meeting.ranks):
+        return
     raise RematError(
         f"region {region!r}: not all ranks of the group {meeting.ranks} came to the end of its first forward "
         f"within {seconds} s, or some keep other values. Every rank must run the same regions."

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from remat.transforms.compat import memory_is_real
+from remat.transforms.compat import groups_in, memory_is_real
 from remat.transforms.context import active, on_scratch, quiet, scratch_around
 from remat.transforms.errors import RematError, user_place
 from remat.transforms.ops import (
@@ -205,8 +205,6 @@ class Recorder(WriteWatch):
         node.args, node.kwargs = template
         node.first, node.outs, node.optional = len(tape.makers), metadata(out), optional
         node.draws, node.overwrites = draws_from is not None, ()
-        if facts.collective:
-            node.args, node.outs = without_objects(node.args), without_objects(node.outs)
         tape.sized_by_data = tape.sized_by_data or facts.sized_by_data
         node.place = user_place() if active.listeners or tape.sized_by_data else None
         if draws_from is not None:
@@ -214,6 +212,8 @@ class Recorder(WriteWatch):
         self._link_operands(node, facts, args)
         node.graded = is_graded(tape, node, facts, args)
         if facts.collective:
+            node.args, node.outs = without_objects(node.args), without_objects(node.outs)
+            tape.groups |= groups_in(func, args)
             tape.open = tape.open or f"it calls {func}, which acts outside of this process"
             tape.sharded = tape.sharded or not node.graded
         if facts.asks_grad:

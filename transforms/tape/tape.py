@@ -84,6 +84,8 @@ class Tape:
             differ between the passes. Where user code runs again, its ops cannot be compared.
         sharded: parameters are gathered inside, without gradients, and not in both passes (FSDP2's hooks see
             to it that they are there). Where user code runs again, what runs without gradients is left out.
+        groups: names of the groups of collectives inside that are no functional ops.
+        bookkeeping: ops by which modules gather parameters: no policy is asked about them.
         decided: ops that are kept as decisions, whatever the policy says.
         lent: ops whose kept results regions inside rely on.
         sized_by_data: whether another call may have values of other shapes, its arguments being alike.
@@ -105,6 +107,8 @@ class Tape:
         self.looked: list[tuple[int, int]] = []
         self.decided: set[int] = set()
         self.lent: set[int] = set()
+        self.groups: set[str] = set()
+        self.bookkeeping: set[int] = set()
         self.open: str | None = None
         self.loose = self.sharded = self.meta = self.sized_by_data = False
         self.cacheable = True  # whether another forward may be held against it

@@ -141,7 +141,10 @@ class _Look:
                 seen[number] = len(seen)
                 stride = value.stride() if value.layout is torch.strided else None
                 found += (kind, value.shape, stride, value.dtype, value.device, value.requires_grad)
-                found.append(value.is_leaf)
+                try:
+                    found.append(value.is_leaf)
+                except RuntimeError:
+                    found.append(_STALE)
             else:
                 self.at(value)
 
@@ -149,7 +152,10 @@ class _Look:
         if is_lazy(tensor):
             self.found.append(kind)
             return
-        held = isinstance(tensor, torch.nn.Parameter) or tensor.is_leaf
+        try:
+            held = isinstance(tensor, torch.nn.Parameter) or tensor.is_leaf
+        except RuntimeError:
+            held = _STALE
         stride = tensor.stride() if tensor.layout is torch.strided else None
         # As `each` writes them.
         kind = torch.Tensor if is_fake(tensor) and kind is not torch.nn.Parameter else kind
@@ -275,3 +281,5 @@ def _of(value: Any) -> Hashable:
 
 
 _NOWHERE = object()
+# A view that must not be used any more has no history: FSDP1 leaves such ones in modules between two steps.
+_STALE = "stale"

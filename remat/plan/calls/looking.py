@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import sys
 import types
@@ -22,10 +21,8 @@ def looking(*roots: Any) -> Iterator[Notes]:
     """Leave all that `roots` can reach as it is, and see that no tensor without data outlives the look.
 
     Raises:
-        RematError: one does, in something out of reach; the message names it. Or the function calls modules
-            that FSDP has sharded, whose hooks would gather tensors without data.
+        RematError: one does, in something out of reach; the message names it.
     """
-    _refuse_sharded(roots[0])
     # What the look makes stays young, so that a quick collection finds it all.
     collecting = gc.isenabled()
     gc.disable()
@@ -62,30 +59,6 @@ def _one_sequence_a_row() -> Iterator[None]:
         masking.find_packed_sequence_indices = find
 
 
-def _refuse_sharded(fn: Any) -> None:
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    module = getattr(fn, "__self__", fn)
-    if fsdp is None or not isinstance(module, torch.nn.Module):
-        return
-    kinds = fsdp.FSDPModule, fsdp.FullyShardedDataParallel
-    # The forward of a sharded module is called by its hooks, and calls none.
-    hooked = fn is module or fn.__name__ != "forward" and not fn.__name__.startswith("_remat")
-    for name, part in module.named_modules():
-        if isinstance(part, kinds) and (name or hooked):
-            raise RematError(_sharded(name or type(module).__name__))
-
-
-def _sharded(name: str) -> str:
-    return (
-        f"{name} is sharded by FSDP, and gathers its parameters when it is called: nothing with such calls "
-        "inside can be planned. Make its layers regions before they are sharded, `remat.nn.apply(model, "
-        "layers=..., policy=checkpoint_policy(budget=0.5))` and then `fully_shard`, or plan all ranks by "
-        "`plan_model(model, ..., mesh=Layout(...))`. A region around it takes any policy without a budget."
-    )
-
-
 def _refuse(modes: list[Any], fn: Any) -> None:
     gc.collect()
     alive = [mode for ref in modes if (mode := ref()) is not None]
@@ -96,8 +69,6 @@ def _refuse(modes: list[Any], fn: Any) -> None:
     for fake in fakes:
         if (holder := _holder(fake, dicts)) is not None:
             name = getattr(fn, "__name__", type(fn).__name__)
-            if holder.endswith("FSDPParam"):
-                raise RematError(_sharded(f"A module that {name} calls"))
             raise RematError(
                 f"Planning {name} left a tensor without data in {holder}, where the function would find it "
                 "later: it was taken out. Nothing that the function can reach leads there. Fill such a "

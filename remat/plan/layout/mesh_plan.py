@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -131,12 +131,12 @@ class MeshPlan:
             RematError: on every rank, if any has another plan, model or mesh; the message names the first
                 difference and the rank.
         """
-        wrong = first_difference(self, model)
+        wrong, names, peers = first_difference(self, model), place(self, model)[1], ()
         if together:
-            agree(self.hash, wrong)
+            peers = agree(self.hash, wrong, names)
         elif wrong is not None:
             raise RematError(wrong)
-        return {name: self.policy(name) for name in place(self, model)[1]}
+        return {name: replace(self.policy(name), peers=peers) for name in names}
 
     def policy(self, name: str) -> BlockPolicy:
         """The policy of one block.

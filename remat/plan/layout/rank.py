@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from remat.plan.layout.trace import block_names
 from remat.plan.plan import Plan
 from remat.policies import Policy
 from remat.transforms import RematError, local_tensors
+from remat.transforms.region import wrong_anywhere
 
 if TYPE_CHECKING:
     from remat.plan.layout.mesh_plan import MeshPlan
@@ -50,27 +51,43 @@ class BlockPolicy(Policy):
     ops: tuple[str, ...]
     saved: tuple[int, ...]
     kept_bytes: int
+    # The ranks that have the same blocks; whether they have told each other what is wrong with the ops.
+    peers: tuple[int, ...] = field(default=(), compare=False, repr=False)
+    told: list[bool] = field(default_factory=list, compare=False, repr=False)
 
     def bind(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
         """The plan for this call, after a look (once for all calls alike) at the block's ops.
 
         Raises:
-            RematError: they are not those planned for; names the first difference and the rank.
+            RematError: they are not those planned for; names the first difference and the rank. In the first
+                call on every rank that has the block.
         """
-        names = graph_of(fn, args, kwargs).names
-        met = tuple(map(canonical, names))
-        if met != self.ops:
-            at = next(
-                (k for k, (a, b) in enumerate(zip(met, self.ops, strict=False)) if a != b),
-                min(len(met), len(self.ops)),
-            )
-            here, planned = (ops[at] if at < len(ops) else "the end" for ops in (met, self.ops))
-            raise RematError(
-                f"The plan does not fit {_who()}: op {at} of block {self.name} (stage {self.stage}) is "
-                f"{here}, planned was {planned}. A plan holds for one model at one configuration (training "
-                "mode, autocast, dtype, parallelize=): plan anew with what this rank runs."
-            )
+        try:
+            names = graph_of(fn, args, kwargs).names
+            wrong = self._difference(tuple(map(canonical, names)))
+        except RematError as error:
+            if len(self.peers) < 2:
+                raise
+            names, wrong = (), f"On {_who()}: {error}"
+        if not self.told:
+            self.told.append(True)
+            wrong = wrong_anywhere(self.peers, f"block {self.name}", wrong)
+        if wrong is not None:
+            raise RematError(wrong)
         return carried_out([self._plan(names)])
+
+    def _difference(self, met: tuple[str, ...]) -> str | None:
+        """What is run that was not planned for."""
+        if met == self.ops:
+            return None
+        pairs = enumerate(zip(met, self.ops, strict=False))
+        at = next((k for k, (a, b) in pairs if a != b), min(len(met), len(self.ops)))
+        here, planned = (ops[at] if at < len(ops) else "the end" for ops in (met, self.ops))
+        return (
+            f"The plan does not fit {_who()}: op {at} of block {self.name} (stage {self.stage}) is "
+            f"{here}, planned was {planned}. A plan holds for one model at one configuration (training "
+            "mode, autocast, dtype, parallelize=): plan anew with what this rank runs."
+        )
 
     def _plan(self, names: tuple[str, ...]) -> Plan:
         size, nothing = (
@@ -147,8 +164,8 @@ def _shown(value: Any) -> str:
     return str(list(value)) if isinstance(value, tuple) else str(value)
 
 
-def agree(key: str, wrong: str | None) -> None:
-    """Raise on every rank where any has another plan, or something wrong.
+def agree(key: str, wrong: str | None, blocks: Sequence[str] = ()) -> tuple[int, ...]:
+    """Raise on every rank where any has another plan, or something wrong; the ranks that have these blocks.
 
     Raises:
         RematError: names the first such rank, and what is wrong there.
@@ -156,10 +173,10 @@ def agree(key: str, wrong: str | None) -> None:
     if not (dist.is_available() and dist.is_initialized()):
         if wrong is not None:
             raise RematError(_refusal("this process", wrong))
-        return
+        return ()
     told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (key, wrong))
-    for rank, (other, fault) in enumerate(told):
+    dist.all_gather_object(told, (key, wrong, tuple(blocks)))
+    for rank, (other, fault, _) in enumerate(told):
         if fault is not None:
             raise RematError(_refusal(f"rank {rank}", fault))
         if other != told[0][0]:
@@ -167,6 +184,7 @@ def agree(key: str, wrong: str | None) -> None:
                 f"Rank {rank} has another plan than rank 0 ({other[:12]}, {told[0][0][:12]}): let all ranks "
                 "load one file."
             )
+    return tuple([rank for rank, (_, _, there) in enumerate(told) if there == tuple(blocks)])
 
 
 def _refusal(who: str, wrong: str) -> str:
