@@ -66,7 +66,7 @@ _library.impl("snapshot", _copy, "CompositeExplicitAutograd")
 torch.library.register_fake("remat::snapshot", _copy, lib=_library)
 _library.impl("once", _copy, "CompositeExplicitAutograd")
 torch.library.register_fake("remat::once", lambda value: _like(value, ()), lib=_library)
-# A value that is computed once in a graph (`constants`).
+# A value that is computed once in a graph (`lowering.GraphConstants`).
 ONCE = torch.ops.remat.once.default
 
 

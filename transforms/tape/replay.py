@@ -34,7 +34,7 @@ from remat.transforms.ops import (
     without_objects,
 )
 from remat.transforms.placeholders import stand_in
-from remat.transforms.state import RandomState, generators_put_back
+from remat.transforms.state import RandomState, generators_again
 from remat.transforms.tape.absent import Absent
 from remat.transforms.tape.reachability import Reachability
 from remat.transforms.tape.recorder import Recorder
@@ -123,8 +123,9 @@ class Replay(Mode):
         if action == KEPT:
             return self._hand_out(at)
         # A view is made: one that is written through tells autograd where in its base the gradient belongs.
-        # So are `squeeze_` and the like: they change the tensor object itself, which later ops look at.
-        if action == SKIP and not facts.view and not facts.reshapes:
+        # So are `squeeze_` and the like, which change the tensor object itself, and zeros known to torch;
+        # later ops look at that.
+        if action == SKIP and not facts.view and not facts.looked_at:
             return next(iter(targets(facts, args, kwargs))) if facts.inplace else quiet(stand_in, node.outs)
         return self._run(at, node, facts, func, args, kwargs)
 
@@ -278,7 +279,7 @@ class Recorded:
             if self.random is not None:
                 stack.callback(self.random.again().restore)
                 self.random.restore()
-                stack.enter_context(generators_put_back(self.draws.values()))
+                stack.enter_context(generators_again(self.draws.values()))
             if self.replaced:
                 stack.enter_context(data_again(self.replaced))
             if pairs := list(self._written()):
