@@ -171,7 +171,7 @@ def test_a_small_block_says_what_an_op_takes_and_what_a_region_adds(monkeypatch)
 
     monkeypatch.setattr(speeds, "in_turns", turns)
     assert speeds.time_blocks("cpu") == pytest.approx([0.1, 2.0, 0.01])
-    weights = [torch.ones(shape, requires_grad=True) for shape in ((4, 8), (8,), (8, 8))]
+    weights = tuple(torch.ones(shape, requires_grad=True) for shape in ((4, 8), (8,), (8, 8)))
     assert len(record(speeds.several, weights).ops) == speeds.SEVERAL
 
 
