@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -28,11 +28,12 @@ from benchmarks.measures import (
 )
 from benchmarks.models import Problem
 from benchmarks.peers import Peer, is_planned, peer
-from benchmarks.predicted import Predicted
+from benchmarks.predicted import Predicted, probed_anew
 from benchmarks.steps import Step, checking, eager, make_step, own_code
 from remat.cli.measure import Work, percentiles, trace_memory
 from remat.cli.measure import seconds as timed
 from remat.cli.steps import difference, tensors, tolerance, unmarked
+from remat.plan import Choice
 
 # A plan that seems to be beaten by so much takes so many times the rounds more, with its rival alone.
 DOUBT, FURTHER = 1.01, 2
@@ -56,6 +57,8 @@ class Panel:
     deadline: Deadline = NEVER
     # What was found of each peer, by metric.
     found: dict[str, dict[str, float]] = field(default_factory=dict)
+    # What the regions do of those whose step is foretold.
+    promises: dict[str, Sequence[Choice]] = field(default_factory=dict)
     # Seconds of one step of every peer that is to be timed.
     turn: float = 0.0
 
@@ -97,6 +100,7 @@ class Panel:
                 for name, taken in times.items()
             )
             yield from self.ratios(rows, runs, times)
+            yield from self.foretold(rows)
             yield from (rows[name].failed(error) for name, error in failed.items())
 
     def ratios(
@@ -132,9 +136,20 @@ class Panel:
             choices, peak = chosen.choices, [row.with_value("predicted peak", "bytes", chosen.peak)]
         else:
             choices, peak = self.predicted.budget(float(share)), []
-        seconds = self.predicted.seconds + sum(choice.cost for choice in choices)
+        self.promises[one.name] = choices
         kept = row.with_value("predicted kept", "bytes", self.predicted.kept(choices))
-        return one, [kept, *peak, row.with_value("predicted step", "ms", 1e3 * seconds)]
+        return one, [kept, *peak]
+
+    def foretold(self, rows: dict[str, Measured]) -> Iterator[Measured]:
+        """What planned steps and that without remat should have taken.
+
+        By two probes, before the rounds and after them: a machine that is shared is not always as fast.
+        """
+        before = {name: self.predicted.seconds(choices) for name, choices in self.promises.items()}
+        with probed_anew():
+            for name, choices in self.promises.items():
+                seconds = (before[name] + self.predicted.seconds(choices)) / 2
+                yield rows[name].with_value("predicted step", "ms", 1e3 * seconds)
 
     def clock(self) -> Clock:
         return clock_of(self.case.device, self.case.clock)
@@ -149,7 +164,7 @@ class Panel:
             if is_planned(one.name):
                 one, told = self.promised(one, row)
             elif one.family == "none" and any(map(is_planned, self.case.peers)):
-                told = [row.with_value("predicted step", "ms", 1e3 * self.predicted.seconds)]
+                self.promises[one.name] = ()
         step, rows = self.compiled(one, row) if self.case.compiled else self.eager(one, row)
         rows += told
         memory, seconds = timed(lambda: trace_memory(lambda mark: self.call(step, mark), self.case.device))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable
-from functools import cached_property, partial
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +31,21 @@ from remat.plan import (
 )
 
 
+@contextlib.contextmanager
+def probed_anew() -> Iterator[None]:
+    """Within, the speeds at hand are those of a new probe."""
+    before = os.environ.get("REMAT_CACHE")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["REMAT_CACHE"] = folder
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ["REMAT_CACHE"]
+            else:
+                os.environ["REMAT_CACHE"] = before
+
+
 class Predicted:
     """The step of a problem, planned without data: each of its blocks is a region."""
 
@@ -38,15 +56,23 @@ class Predicted:
         step = step_of(loss, (own, problem.batch), {}, wanted=plans_by_budget)
         self.portfolio = Portfolio(step, cost_model("roofline", "cpu"), READY)
 
-    @cached_property
-    def seconds(self) -> float:
-        """Of forward and backward, without remat. A view moves nothing, and is called as any op is."""
-        step, call = self.portfolio.step, speeds_of("cpu").call()
-        joints = [step.outside, *(graph.joint for graph in step.graphs)]
-        taken = {id(j): sum(self.portfolio.model.price(j, op) or call for op in j.ops) for j in joints}
-        return sum(taken[id(joint)] for joint in joints)
+    def seconds(self, choices: Sequence[Choice] = ()) -> float:
+        """Of forward and backward, by the speeds at hand: all ops, what runs again, and the regions.
 
-    def kept(self, choices: list[Choice] | tuple[Choice, ...]) -> int:
+        Without choices there are no regions. A view moves nothing, and is called as any op is.
+        """
+        step, model, speeds = self.portfolio.step, self.portfolio.model, speeds_of("cpu")
+        joints = [step.outside, *(graph.joint for graph in step.graphs)]
+        taken = {id(j): sum(model.price(j, op) or speeds.op() for op in j.ops) for j in joints}
+        total = sum(taken[id(joint)] for joint in joints)
+        for graph, choice in zip(step.graphs, choices, strict=False):
+            if choice.saved or choice.cost:
+                again = complete(graph.problem(model), choice.saved)
+                assert again is not None
+                total += again.cost + speeds.region(len(graph.ops))
+        return total
+
+    def kept(self, choices: Sequence[Choice]) -> int:
         """Bytes between forward and backward."""
         return self.portfolio.step.kept(choices)
 

@@ -202,6 +202,8 @@ def settings(case: Case, folder: str) -> dict[str, str]:
     """The environment of a case's process: this checkout's code, a compiler's cache of its own."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     found = {"PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": folder, "KINETO_LOG_LEVEL": "99"}
+    # Prices are of the minutes in which steps are timed: a machine that is shared is not always as fast.
+    found["REMAT_CACHE"] = folder
     # Freed memory stays with the process, as on a GPU: page faults of one peer are not to be time of another.
     found |= dict.fromkeys(("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"), "4000000000")
     if case.threads:

@@ -135,27 +135,28 @@ def cpu() -> list[Case]:
 def plans() -> list[Case]:
     """Budgets against policies that anyone can write, at two depths: what `benchmarks.plans` checks.
 
-    At a depth of 8 peaks are about kept values, at 2 often about one block.
+    At a depth of 8 peaks are about kept values, at 2 often about one block. Compiled at a depth of 8: block
+    by block.
     """
     peers = (*OURS, ALTERNATE, *PLANNED)
-    models = ("vit-l", "hf-llama", "moe", "gpt2-medium", "llama3-8b")
-    # A short step takes more rounds for the same certainty: these are of two blocks, and of eight.
-    rounds = {"vit-l": (48, 20), "hf-llama": (60, 30), "moe": (60, 24), "gpt2-medium": (30, 12)}
+    # A short step takes more rounds for the same certainty.
+    two = {"vit-l": 16, "hf-llama": 24, "moe": 24, "gpt2-medium": 10, "llama3-8b": 10, "hf-gpt2": 24}
+    eight = {"hf-llama": 14, "moe": 12, "vit-l": 10, "gpt2-medium": 7, "llama3-8b": 7}
+    sized = [(model, sizes(depth=2), count) for model, count in two.items()]
+    sized += [("unet", sizes(depth=3), 16)]
+    sized += [(model, sizes(depth=8), count) for model, count in eight.items()]
+    # Whose attention takes longest.
+    sized += [("gpt2-xl", sizes(depth=2), 10), ("llama-32k", sizes(depth=2), 7), ("llama-128k", (), 3)]
     eager = [
-        panel(model, "backward", (*peers, *FITS), seconds, rounds=count, sizes=sizes(depth=depth))
-        for at, (depth, seconds) in enumerate(((2, 150), (8, 300)))
-        for model in models
-        for count in (rounds.get(model, (24, 12))[at],)
+        panel(model, "backward", (*peers, *FITS), 100, rounds=count, sizes=size)
+        for model, size, count in sized
     ]
     compiled = [
-        panel(model, "backward", peers, 300, rounds=40, sizes=sizes(depth=2), compiled=True)
-        for model in models[:3]
+        panel(model, mode, peers, 300, rounds=20, sizes=sizes(depth=depth), compiled=True)
+        for mode, depth in (("backward", 2), ("blocks", 8))
+        for model in ("vit-l", "hf-llama", "moe")
     ]
-    more = [
-        panel("hf-gpt2", "backward", (*peers, *FITS), 150, rounds=60, sizes=sizes(depth=2)),
-        panel("unet", "backward", (*peers, *FITS), 150, rounds=30, sizes=sizes(depth=3)),
-    ]
-    return [replace(case, clock="process") for case in on_cpu(*eager[:5], *compiled, *eager[5:], *more)]
+    return [replace(case, clock="process") for case in on_cpu(*eager, *compiled)]
 
 
 def h200() -> list[Case]:

@@ -100,7 +100,7 @@ def _run(options: Any, label: str, graph: Any, given: Any, *operands: Any, **kwa
         return run_transparently(body, operands, {})
     policy: Policy = options.policy
     if needs_call(policy):
-        policy = bind(policy, body.bare(), operands, {})
+        policy = bind(policy, body.bare(), tuple(body.without_data(operands)), {})
     if body.named:
         policy = policy.interleaved()
     return run_graph(options.region(body, policy, label), body, operands)

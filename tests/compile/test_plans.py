@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -155,3 +156,18 @@ def test_layers_made_regions_in_place_compile_for_every_length():
         x = torch.linspace(-1, 1, length * 8, dtype=torch.float64).view(length, 8)
         made += torch.autograd.grad(run(x).sin().sum(), list(model.parameters()))
     torch.testing.assert_close(made, expected, rtol=0, atol=1e-12)
+
+
+def test_a_budget_of_dynamic_shapes_plans_around_numbers_that_dynamo_made_tensors_of():
+    """LayerNorm.eps: nothing is warned of, and the plan is that of eager."""
+    norm, weight = nn.LayerNorm(16), nn.Parameter(torch.randn(16, 16))
+    block = remat(lambda x: torch.tanh(norm(x) @ weight).sin() * x, policy=HALF)
+    run = torch.compile(lambda x: block(x).sum(), dynamic=True, backend="aot_eager")
+    for rows in (8, 12):
+        x = torch.randn(rows, 16, requires_grad=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            found = torch.autograd.grad(run(x), [x, norm.weight, weight])
+        expected = torch.autograd.grad(block(x).sum(), [x, norm.weight, weight])
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)

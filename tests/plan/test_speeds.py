@@ -19,7 +19,9 @@ from remat.transforms.joint.graph import record
 F = torch.nn.functional
 # Seconds that the pretended probe takes for so much work: matmuls are slow, exponentials slower than copies.
 PRETENDED = {"matmul": 1e9, "attention": 5e8, "copy": 1e10, "clone": 1e10, "math": 1e9, "norm": 4e9}
-PRETENDED["tanh"] = 3e8
+PRETENDED |= {"tanh": 3e8, "attention backward": 2e8}
+# Seconds of an op in a step, whatever it computes.
+STEP = 4e-6
 
 
 @pytest.fixture
@@ -29,12 +31,13 @@ def probed(tmp_path, monkeypatch):
 
     def probes(kind, dtype, device):
         asked.append((kind, dtype, device))
-        return iter([(1e6, ("run", 1e6 / PRETENDED[kind]))])
+        return iter([(1e6, 1e6, lambda: 1e6 / PRETENDED[kind])])
 
-    taken = lambda run, device: run[1] if isinstance(run, tuple) else 1e-6  # noqa: E731
     monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
     monkeypatch.setattr(speeds, "probes", probes)
-    monkeypatch.setattr(speeds, "best_seconds", taken)
+    monkeypatch.setattr(speeds, "seconds_apart", lambda make, size, device: make())
+    monkeypatch.setattr(speeds, "best_seconds", lambda run, device: 1e-6)
+    monkeypatch.setattr(speeds, "time_blocks", lambda device: [STEP, 5e-5, 2e-5])
     return asked
 
 
@@ -52,9 +55,9 @@ def test_an_op_costs_a_call_and_its_work_at_the_speed_of_its_kind(probed):
     joint, found = ops(lambda x: F.gelu(x @ x) + x, torch.empty(64, 64, requires_grad=True))
     price = {name: Roofline().price(joint, op) for name, op in found.items()}
     size = 64 * 64 * 4
-    assert price["aten.mm.default"] == pytest.approx(1e-6 + 2 * 64**3 / attained("matmul"))
-    assert price["aten.gelu.default"] == pytest.approx(1e-6 + 2 * size / attained("math"))
-    assert price["aten.add.Tensor"] == pytest.approx(1e-6 + 3 * size / attained("copy"))
+    assert price["aten.mm.default"] == pytest.approx(STEP + 2 * 64**3 / attained("matmul"))
+    assert price["aten.gelu.default"] == pytest.approx(STEP + 2 * size / attained("math"))
+    assert price["aten.add.Tensor"] == pytest.approx(STEP + 3 * size / attained("copy"))
 
 
 def test_what_takes_longer_than_an_exponential_has_a_speed_of_its_own(probed):
@@ -63,7 +66,7 @@ def test_what_takes_longer_than_an_exponential_has_a_speed_of_its_own(probed):
 
     joint, found = ops(fn, torch.empty(64, 64, requires_grad=True))
     cost = [Roofline().price(joint, op) for op in joint.forward]
-    slow, fast, copied = [1e-6 + 2 * 64 * 64 * 4 / attained(kind) for kind in ("tanh", "math", "copy")]
+    slow, fast, copied = [STEP + 2 * 64 * 64 * 4 / attained(kind) for kind in ("tanh", "math", "copy")]
     # tanh, gelu by tanh, gelu, a power; then squares, which are products.
     assert cost[:6] == pytest.approx([slow, slow, fast, slow, copied, copied])
 
@@ -97,7 +100,7 @@ def test_a_probe_is_made_once_and_kept_on_disk(probed, tmp_path):
     joint, found = ops(lambda x: x @ x, torch.empty(8, 8, requires_grad=True))
     first = Roofline().price(joint, found["aten.mm.default"])
     (path,) = tmp_path.iterdir()
-    assert set(json.loads(path.read_text())) == {"call", "matmul float32", "copy float32"}
+    assert set(json.loads(path.read_text())) == {"call", "in a step", "matmul float32", "copy float32"}
     count = len(probed)
     speeds._speeds.cache_clear()
     assert Roofline().price(joint, found["aten.mm.default"]) == first and len(probed) == count
@@ -150,8 +153,34 @@ def test_probes_of_every_kind_run(monkeypatch, tmp_path):
         found = torch.func.vmap(lambda x: x * speeds_of("cpu").call())(torch.ones(2, device="cpu"))
         attained = speeds_of("cpu").attained(torch.float32)
     assert found.shape == (2,) and all(rate > 0 for rate in attained.values())
-    assert {(t.device.type, t.dtype) for t in ran} == {("cpu", torch.float32)}
+    made = [t for some in ran[1:] for one in some for t in (one if isinstance(one, tuple) else (one,))]
+    assert {(t.device.type, t.dtype) for t in (ran[0], *made)} == {("cpu", torch.float32)}
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_region_costs_something_once_and_something_for_each_op(probed):
+    assert speeds_of("cpu").region(10) == pytest.approx(5e-5 + 10 * 2e-5)
+    assert speeds_of("cpu").op() == STEP
+
+
+def test_a_small_block_says_what_an_op_takes_and_what_a_region_adds(monkeypatch):
+    def turns(runs, device):
+        assert len([run() for run in runs]) == 8
+        whole, small = [3.0, 3.0 + 0.4 + 2.0 + 24 * 0.01, 0.4], [0.5, 0.5 + 0.1 + 2.0 + 3 * 0.01, 0.1]
+        return [*whole, *small, 1.0, 1.0 + 8 * speeds.SEVERAL * 0.1]
+
+    monkeypatch.setattr(speeds, "in_turns", turns)
+    assert speeds.time_blocks("cpu") == pytest.approx([0.1, 2.0, 0.01])
+    weights = tuple(torch.ones(shape, requires_grad=True) for shape in ((4, 8), (8,), (8, 8)))
+    assert len(record(speeds.several, weights).ops) == speeds.SEVERAL
+
+
+def test_the_backward_of_attention_has_a_speed_of_its_own(probed):
+    q = torch.empty(1, 2, 8, 16, requires_grad=True)
+    joint = record(lambda q: F.scaled_dot_product_attention(q, q, q), (q,))
+    price = {op.name.split(".")[1]: Roofline().price(joint, op) for op in joint.ops}
+    back = price["_scaled_dot_product_flash_attention_for_cpu_backward"]
+    assert back > 2 * price["_scaled_dot_product_flash_attention_for_cpu"]
 
 
 def test_timing_an_op_draws_nothing_from_the_users_generator(monkeypatch, tmp_path):

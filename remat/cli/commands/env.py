@@ -18,6 +18,8 @@ from remat.plan import speeds_of
 
 # Speeds that are bytes a second; the others are FLOPs a second.
 BYTES = ("copy", "clone", "math", "tanh", "norm", "random")
+# Seconds.
+SECONDS = ("call", "op", "region")
 # Extra -> the packages that it brings.
 EXTRAS = {
     "cli": ("rich", "tyro", "matplotlib", "einops"),
@@ -84,9 +86,11 @@ def compiler() -> str | None:
 
 
 def speeds() -> dict[str, float]:
-    """What plans count with on this machine's device: seconds of a call, FLOP/s and bytes/s in float32."""
+    """What plans count with on this machine's device: FLOP/s and bytes/s in float32; seconds of a call, of an
+    op in an eager step beside its kernel, and those that a region of 30 ops adds."""
     found = speeds_of(accelerator())
-    return {"call": found.call()} | found.attained(torch.float32)
+    seconds = {"call": found.call(), "op": found.op(), "region": found.region(30)}
+    return seconds | found.attained(torch.float32)
 
 
 def lines(facts: dict[str, Any]) -> list[str]:
@@ -99,11 +103,12 @@ def lines(facts: dict[str, Any]) -> list[str]:
 
 def spelled(speeds: dict[str, float]) -> list[str]:
     """The speeds as two lines of text."""
-    rates = {kind: f"{kind} {rate / 1e9:,.3g}" for kind, rate in speeds.items() if kind != "call"}
+    rates = {kind: f"{kind} {rate / 1e9:,.3g}" for kind, rate in speeds.items() if kind not in SECONDS}
     heavy = ", ".join(text for kind, text in rates.items() if kind not in BYTES)
     light = ", ".join(rates[kind] for kind in BYTES)
-    call = f"{speeds['call'] * 1e6:.2g} us a call"
-    return [f"{'speeds':<12} float32, {heavy} GFLOP/s", f"{'':<12} {light} GB/s; {call}"]
+    call, op, region = (f"{speeds[what] * 1e6:.2g} us" for what in SECONDS)
+    beside = f"{call} a call, {op} an op of a step, {region} more for a region of 30"
+    return [f"{'speeds':<12} float32, {heavy} GFLOP/s", f"{'':<12} {light} GB/s; {beside}"]
 
 
 def extras(found: dict[str, dict[str, str | None]]) -> list[str]:

@@ -17,10 +17,10 @@ from remat.transforms.joint import Joint, Op
 # What ops that have no FLOPs are as fast as, by their names; the others are copies.
 _LIGHT = {
     "math": "gelu silu sigmoid exp log erf erfinv sin cos tan logsumexp _softmax _log_softmax gelu_backward "
-    "silu_backward _log_softmax_backward_data avg_pool2d avg_pool2d_backward upsample_nearest2d "
-    "upsample_nearest2d_backward max_pool2d_with_indices",
-    "tanh": "tanh softplus mish atan2 pow elu celu expm1 log1p log_sigmoid_forward logaddexp mish_backward "
-    "softplus_backward elu_backward log_sigmoid_backward",
+    "silu_backward _log_softmax_backward_data avg_pool2d_backward "
+    "upsample_nearest2d_backward max_pool2d_with_indices index index_put index_add",
+    "tanh": "avg_pool2d upsample_nearest2d tanh softplus mish atan2 pow elu celu expm1 log1p "
+    "log_sigmoid_forward logaddexp mish_backward softplus_backward elu_backward log_sigmoid_backward",
     "norm": "native_layer_norm native_group_norm native_batch_norm var var_mean "
     "std cumsum _native_batch_norm_legit _fused_rms_norm sort topk native_layer_norm_backward "
     "native_group_norm_backward native_batch_norm_backward _fused_rms_norm_backward",
@@ -83,11 +83,11 @@ class Roofline:
                 speeds.seconds(_heavy_kind(op), dtype, flops),
                 speeds.seconds("copy", torch.float32, traffic(joint, op)),
             )
-            return speeds.call() + busy
+            return (speeds.call() if self.fused else speeds.op()) + busy
         whole, kind = traffic(joint, op), _light_kind(op)
         busy = speeds.seconds(kind, dtype, whole)
         if not self.fused:
-            return speeds.call() + busy if whole else 0.0
+            return speeds.op() + busy if whole else 0.0
         # Fused, an op moves nothing through memory but at the chain's ends; it computes what it computes.
         copied = speeds.seconds("copy", dtype, whole)
         return speeds.seconds("copy", dtype, moved) + max(busy - copied, 0.0)
@@ -117,6 +117,8 @@ def _device_of(joint: Joint, op: Op) -> str:
 def _heavy_kind(op: Op) -> str:
     kind = kind_of(op.target)
     if kind == "attention":
+        if "backward" in op_name(op.target):
+            return "attention backward"
         schema = getattr(op.target, "_schema", None)
         names = [argument.name for argument in schema.arguments] if schema is not None else []
         given = dict(zip(names, op.args, strict=False)) | dict(op.kwargs)

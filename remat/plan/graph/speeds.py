@@ -5,13 +5,17 @@ matmuls, convolutions and attention, and bytes read and written of the others.
 
 | kind | stands for |
 |---|---|
-| `matmul`, `convolution`, `attention`, `causal attention` | ops with FLOPs |
+| `matmul`, `convolution`, `attention`, `causal attention`, `attention backward` | ops with FLOPs |
 | `copy` | sums, products, copies: ops as fast as memory |
 | `clone` | a copy into another order of dimensions |
 | `math` | exponentials and the like: `gelu`, `silu`, `exp`, softmax |
 | `tanh` | what takes several times as long: `tanh`, `softplus`, powers, `gelu` by tanh |
 | `norm` | layer norm and other ops that read their input twice |
 | `random` | draws |
+
+A probe has several sets of operands, and drops no result before the last: in a step, too, operands are not
+in the processor's nearest cache. Two more figures are of a small block, whose tiny ops lie between large
+ones: what an op takes in a step beside its kernel, and what a region adds.
 """
 
 from __future__ import annotations
@@ -20,21 +24,35 @@ import functools
 import math
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from remat._region import with_policy
 from remat.plan.graph.disk import read_table, table_path, write_table
-from remat.plan.graph.stopwatch import alone, best_seconds
+from remat.plan.graph.stopwatch import alone, best_seconds, in_turns
+from remat.policies import save_nothing
 
 # (work, work per second), the smallest work first.
 Curve: TypeAlias = "tuple[tuple[float, float], ...]"
 
-HEAVY = ("matmul", "convolution", "attention", "causal attention")
+HEAVY = ("matmul", "convolution", "attention", "causal attention", "attention backward")
 LIGHT = ("copy", "clone", "math", "tanh", "norm", "random")
 # No probe is begun that would take longer, by the speed of the one before.
 _LONG = 0.05
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# Operands of a probe: so many bytes, in so many sets at most.
+_APART, _SETS = 2**24, 16
+# Large ops of the small block, and tiny ones behind each.
+_BLOCK, SEVERAL = 8, 22
+
+
+class Probe(NamedTuple):
+    """What is timed: work, bytes read and written, and what makes a call with operands of its own."""
+
+    work: float
+    bytes: float
+    make: Callable[[], Callable[[], Any]]
 
 
 class Speeds:
@@ -42,12 +60,25 @@ class Speeds:
 
     def __init__(self, device: str) -> None:
         self.device = device
-        self.path = table_path("speeds", device)
+        self.path = table_path("rates", device)
         self.table: dict[str, Any] = read_table(self.path)
 
     def call(self) -> float:
-        """Seconds of an op on next to nothing: what every op of eager code takes at least."""
+        """Seconds of an op on next to nothing, called again and again."""
         return float(self._found("call", self._time_call))
+
+    def op(self) -> float:
+        """Seconds of an op of an eager step beside its kernel: a call, autograd, and cold caches."""
+        return max(self._in_a_step()[0], self.call())
+
+    def region(self, ops: int) -> float:
+        """Seconds that a region of eager code with so many ops adds, beside what runs again."""
+        _, once, each = self._in_a_step()
+        return max(once, 0.0) + ops * max(each, 0.0)
+
+    def _in_a_step(self) -> tuple[float, float, float]:
+        """Seconds of an op, and those of a region: once, and for each of its ops."""
+        return tuple(self._found("in a step", lambda: time_blocks(self.device)))
 
     def curve(self, kind: str, dtype: torch.dtype) -> Curve:
         """Speeds by work; a dtype that is not probed has those of float32."""
@@ -79,18 +110,68 @@ class Speeds:
 
     def _time_curve(self, kind: str, dtype: torch.dtype) -> list[list[float]]:
         call, curve = self.call(), []
-        for work, run in probes(kind, dtype, self.device):
+        for work, size, make in probes(kind, dtype, self.device):
             if curve and work / curve[-1][1] > _LONG:
                 break
             try:
-                taken = best_seconds(run, self.device)
+                taken = seconds_apart(make, size, self.device)
             except RuntimeError:
                 # No kernel for this dtype: it is priced as float32 is.
                 break
-            curve.append([work, work / max(taken - call, 0.1 * taken)])
+            curve.append([work, work / max(taken - call, 0.5 * taken)])
         if not curve:
             return [list(point) for point in self.curve(kind, torch.float32)]
         return curve
+
+
+def time_blocks(device: str) -> list[float]:
+    """Seconds of a tiny op between large ones; those that a region adds, once and for each op.
+
+    The same blocks take turns: what slows the machine for a while slows all of them.
+    """
+    wide = torch.ones(256, 256, device=device, requires_grad=True)
+    given = [torch.ones(shape, device=device, requires_grad=True) for shape in ((4, 8), (8,), (8, 8))]
+
+    def block(
+        count: int, between: Callable[..., Any], x: torch.Tensor, y: torch.Tensor, *weights: Any
+    ) -> Any:
+        for _ in range(count):
+            x, y = x.relu(), between(y, *weights)
+        return x, y
+
+    def step(fn: Callable[..., Any]) -> None:
+        with torch.enable_grad():
+            results = [t for t in fn(wide, *given) if t.grad_fn is not None]
+            ones = [t.detach() for t in results]
+            torch.autograd.grad(results, [wide, *given], ones, allow_unused=True)
+
+    runs: list[Callable[[], Any]] = []
+    for count in (_BLOCK, 1):
+        fn = functools.partial(block, count, _twice)
+        runs += [functools.partial(step, fn), functools.partial(step, with_policy(fn, save_nothing))]
+        runs += [functools.partial(fn, wide, *given)]
+    for between in (lambda y, *_: y, several):
+        runs += [functools.partial(step, functools.partial(block, _BLOCK, between))]
+    plain, region, again, short, shorter, anew, bare, filled = in_turns(runs, device)
+    most, least = region - plain - again, shorter - short - anew
+    each = (most - least) / ((_BLOCK - 1) * 3)
+    return [(filled - bare) / (_BLOCK * SEVERAL), least - 3 * each, each]
+
+
+def _twice(y: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    return y.tanh().tanh()
+
+
+def several(y: torch.Tensor, norm: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Ops of several kinds on next to nothing: `SEVERAL` in forward and backward."""
+    h = torch.nn.functional.layer_norm(y, (8,), norm, norm) @ weight
+    return y + torch.nn.functional.gelu(h.view(2, 2, 8).transpose(0, 1)).reshape(4, 8) * 0.5
+
+
+def seconds_apart(make: Callable[[], Callable[[], Any]], size: float, device: str) -> float:
+    """Seconds of a call whose operands, of `size` bytes, are others than those of the calls before."""
+    runs = [make() for _ in range(min(_SETS, 1 + int(_APART / size)))]
+    return best_seconds(lambda: [run() for run in runs], device) / len(runs)
 
 
 @functools.lru_cache(maxsize=16)
@@ -114,41 +195,59 @@ def rate_at(curve: Curve, work: float) -> float:
     return curve[-1][1]
 
 
-def probes(kind: str, dtype: torch.dtype, device: str) -> Iterator[tuple[float, Callable[[], Any]]]:
-    """Work and what does it, the smallest first."""
+def probes(kind: str, dtype: torch.dtype, device: str) -> Iterator[Probe]:
+    """What is timed of a kind, the smallest work first."""
     large = device.startswith("cuda")
     ones = functools.partial(torch.ones, dtype=dtype, device=device)
     if kind in HEAVY:
-        yield from _heavy(kind, large, ones)
+        yield from _heavy(kind, large, ones, dtype.itemsize)
         return
     for count in (2**14, 2**18, 2**22) if not large else (2**18, 2**22, 2**26):
-        x = ones(count // 256, 256)
-        y = ones(count // 1024, 16, 64).transpose(0, 1)
-        run, tensors = {
-            "copy": (lambda x=x: x + x, 3),
-            "clone": (lambda y=y: y.clone(memory_format=torch.contiguous_format), 2),
-            "math": (lambda x=x: torch.nn.functional.gelu(x), 2),
-            "tanh": (lambda x=x: x.tanh(), 2),
-            "norm": (lambda x=x: torch.nn.functional.layer_norm(x, (256,)), 2),
-            "random": (lambda x=x: torch.rand_like(x), 2),
-        }[kind]
-        yield tensors * x.nbytes, run
+        size = (3 if kind == "copy" else 2) * count * dtype.itemsize
+        yield Probe(size, size, functools.partial(_light, kind, count, ones))
 
 
-def _heavy(kind: str, large: bool, ones: Callable[..., torch.Tensor]) -> Iterator[tuple[float, Any]]:
+def _light(kind: str, count: int, ones: Callable[..., torch.Tensor]) -> Callable[[], torch.Tensor]:
+    x, w = ones(count // 256, 256), ones(256)
+    y = ones(count // 1024, 16, 64).transpose(0, 1) if kind == "clone" else x
+    return {
+        "copy": lambda: x + x,
+        "clone": lambda: y.clone(memory_format=torch.contiguous_format),
+        "math": lambda: torch.nn.functional.gelu(x),
+        "tanh": lambda: x.tanh(),
+        "norm": lambda: torch.nn.functional.layer_norm(x, (256,), w, w),
+        "random": lambda: torch.rand_like(x),
+    }[kind]
+
+
+def _heavy(kind: str, large: bool, ones: Callable[..., torch.Tensor], item: int) -> Iterator[Probe]:
     from torch.nn import functional as F
 
     if kind == "matmul":
-        for width in (32, 256, 768) if not large else (512, 2048, 8192):
-            a = ones(width, width)
-            yield 2.0 * width**3, lambda a=a: a @ a
+        for n in (64, 256, 768) if not large else (512, 2048, 8192):
+            yield Probe(
+                2.0 * n**3, 3 * n * n * item, lambda n=n: functools.partial(torch.mm, ones(n, n), ones(n, n))
+            )
     elif kind == "convolution":
-        for size in (8, 32) if not large else (32, 128):
-            image, kernel = ones(4, 64, size, size), ones(64, 64, 3, 3)
-            yield 2.0 * 4 * size**2 * 64 * 64 * 9, lambda i=image, k=kernel: F.conv2d(i, k, padding=1)
+        for n in (8, 32) if not large else (32, 128):
+
+            def convolve(n: int = n) -> Callable[[], torch.Tensor]:
+                return functools.partial(F.conv2d, ones(4, 64, n, n), ones(64, 64, 3, 3), padding=1)
+
+            yield Probe(2.0 * 4 * n**2 * 64 * 64 * 9, 2 * 4 * 64 * n * n * item, convolve)
     else:
-        causal = kind == "causal attention"
+        back, causal = kind == "attention backward", kind == "causal attention"
         for rows in (64, 256, 1024) if not large else (512, 2048, 8192):
-            q = ones(1, 8, rows, 64)
-            flops = 4.0 * 8 * rows**2 * 64
-            yield flops, lambda q=q: F.scaled_dot_product_attention(q, q, q, is_causal=causal)
+            flops = (10.0 if back else 4.0) * 8 * rows**2 * 64
+
+            def attend(rows: int = rows) -> Callable[[], Any]:
+                given = [ones(1, 8, rows, 64).requires_grad_(back) for _ in "qkv"]
+                with torch.set_grad_enabled(back):
+                    run = functools.partial(F.scaled_dot_product_attention, *given, is_causal=causal)
+                    if not back:
+                        return run
+                    out = run()
+                gradient = torch.ones_like(out)
+                return lambda: torch.autograd.grad(out, given, gradient, retain_graph=True)
+
+            yield Probe(flops, (8 if back else 4) * 8 * rows * 64 * item, attend)

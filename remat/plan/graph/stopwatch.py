@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,9 +25,7 @@ def best_seconds(call: Callable[[], Any], device: str) -> float:
     The least: what else the machine does only ever adds. What one thread of a CPU does is timed by the
     processor's clock, which does not go on while others have their turn.
     """
-    wait = synchronizer(device)
-    one = device.startswith("cpu") and torch.get_num_threads() == 1
-    clock = time.thread_time if one else time.perf_counter
+    wait, clock = synchronizer(device), clock_of(device)
     call()
     wait()
     times: list[float] = []
@@ -39,6 +38,25 @@ def best_seconds(call: Callable[[], Any], device: str) -> float:
         wait()
         times.append((clock() - start) / count)
     return min(times)
+
+
+def in_turns(calls: Sequence[Callable[[], Any]], device: str, rounds: int = 12) -> list[float]:
+    """The median seconds of each call, after some warm-up; all take turns."""
+    wait, clock = synchronizer(device), clock_of(device)
+    taken: list[list[float]] = [[] for _ in calls]
+    for turn in range(-3, rounds):
+        for call, times in zip(calls, taken, strict=True):
+            start = clock()
+            call()
+            wait()
+            times += [clock() - start] if turn >= 0 else []
+    return [statistics.median(times) for times in taken]
+
+
+def clock_of(device: str) -> Callable[[], float]:
+    """The processor's clock for one thread of a CPU, else that on the wall."""
+    one = device.startswith("cpu") and torch.get_num_threads() == 1
+    return time.thread_time if one else time.perf_counter
 
 
 def synchronizer(device: str) -> Callable[[], None]:
