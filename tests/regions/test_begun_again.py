@@ -109,7 +109,7 @@ def test_a_run_that_begins_again_has_written_nothing(around, inside, policy, nes
 
 @pytest.mark.parametrize("policy", [None, save_matmuls])
 def test_a_scan_whose_steps_take_forces_in_a_region(policy):
-    """A backward inside a step unpacks weights as other tensors than the module holds: none is a captured one."""
+    """A backward inside a step unpacks weights as other tensors than the module holds."""
 
     def gradients(make, scan):
         torch.manual_seed(0)
