@@ -10,24 +10,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.fx import Node
 
-from remat.transforms.compat import as_it_is, graph_storage, graph_task, tagged, traced
+from remat.transforms.compat import as_it_is, graph_storage, tagged
 from remat.transforms.compiled.barrier import GraphDedup, fence, snapshot
 from remat.transforms.compiled.record import GraphRecord, GraphReplay
+from remat.transforms.compiled.turns import RECOMPUTED, Late, Turn, nodes_of
 from remat.transforms.context import quiet, ranks_met, recordings
 from remat.transforms.errors import RematError
 from remat.transforms.functorch import Prim, PullBack, replaying
 from remat.transforms.region import Region, agree_traced
 
 Tensors = Sequence[torch.Tensor]
-# The key under which a graph's nodes say which call of a region they recompute.
-RECOMPUTED = "remat_recomputed"
 _serials = itertools.count()
 
 
@@ -56,6 +54,7 @@ class GraphLowering:
         memory = [graph_storage(t) for t in outs]
         alone = [memory.count(m) == 1 and m not in record.given for m in memory]
         made = tuple([as_it_is(t) if own else t for t, own in zip(outs, alone, strict=True)])
+        record.results = nodes_of(made)
         for around in recordings():
             if isinstance(around, GraphRecord):
                 around.origins.renamed(outs, made)
@@ -86,22 +85,44 @@ class GraphLowering:
 
     def pull(self, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
         """Recompute a region behind a fence, and pull its cotangents back."""
-        operands = _in_turn(operands, *prim.cotangents)
-        run = functools.partial(self._pull, prim, operands)
         body = prim.body
         assert prim.source is not None
         record: GraphRecord = prim.source.written
+        turn = Turn(operands, *prim.cotangents)
+        operands = turn.operands
+        plain = isinstance(body, PullBack) and prim.recorded is None and not record.rewritten
+        if plain and (late := turn.late_readers(record.results)):
+            made = self._early(prim, turn, late)
+            turn.done(made)
+            return made
+        run = functools.partial(self._pull, prim, operands)
         # The pull-back of a pull-back has more operands than the forward.
         if prim.mapped or not isinstance(body, PullBack) or body.count != len(record.operands):
             made = run()
         else:
             made = tuple(self.alike.pull(operands, record, body, self.tags, run))
-        _done(made)
+        turn.done(made)
         return made
 
-    def _pull(self, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+    def _early(self, prim: Prim, turn: Turn, late: Late) -> tuple[torch.Tensor, ...]:
+        """`_pull` for a region whose results others read in the backward before its cotangents are there."""
+        outs: list[torch.Tensor] = []
+
+        def seen(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            outs[:] = made = body.body(*operands)
+            return made
+
+        body: Any = prim.body
+        prim = replace(prim, body=replace(body, body=seen))
+        made = self._pull(prim, turn.operands, [late.after])
+        late.read_again(outs)
+        return made
+
+    def _pull(
+        self, prim: Prim, operands: Tensors, after: Tensors | None = None
+    ) -> tuple[torch.Tensor, ...]:
         first, last = prim.cotangents
-        after = operands[first:last]
+        after = operands[first:last] if after is None else after
         assert prim.source is not None
         record: GraphRecord = prim.source.written
         region, ambient = prim.family.region, prim.family.ambient
@@ -120,47 +141,3 @@ class GraphLowering:
                 stack.enter_context(ambient.restored())
             stack.enter_context(replaying(replay, region.name))
             return tuple((prim.recorded or prim.body)(*fenced))
-
-
-# -- recomputations in one order ----------------------------------------------------------------------
-# A fence stands behind its own cotangent. Two chains of regions whose losses are added have cotangents that
-# are there from the start, so a compiler might recompute blocks of both at a time, and hold the working sets
-# of all. Autograd's order, the reverse of the forward's, holds one.
-
-# Of the pull-back that was traced last in a graph: the backward pass, and its gradients with their nodes.
-_latest: weakref.WeakKeyDictionary[Any, tuple[int, dict[Node, torch.Tensor]]] = weakref.WeakKeyDictionary()
-
-
-def _in_turn(operands: Sequence[torch.Tensor], first: int, last: int) -> Sequence[torch.Tensor]:
-    """The operands of a pull-back, with cotangents from `first` to `last`: one of these waits for the
-    pull-back that was traced before it in the same pass."""
-    found = [traced(t) for t in operands[first:last]]
-    if not found or found[0] is None:
-        return operands
-    task, made = _latest.get(found[0][0], (None, None))
-    # What an earlier pass has made would be held for this one.
-    if not made or task != graph_task() or _reads([at[1] for at in found if at is not None], made):
-        return operands
-    turn = made[max(made)]
-    return [*operands[:first], fence(operands[first], [turn]), *operands[first + 1 :]]
-
-
-def _done(gradients: Sequence[torch.Tensor]) -> None:
-    """Note the results of a pull-back."""
-    found = [(t, at) for t in gradients if (at := traced(t)) is not None and at[1].op == "call_function"]
-    for _, (tracer, _) in found[:1]:
-        _latest[tracer] = graph_task(), {node: t for t, (_, node) in found}
-
-
-def _reads(nodes: list[Node], made: dict[Node, torch.Tensor]) -> bool:
-    """Whether any of these is computed from what was made."""
-    start = min(made)
-    seen: set[Node] = set()
-    while nodes:
-        node = nodes.pop()
-        if node in made:
-            return True
-        if node not in seen and start < node:
-            seen.add(node)
-            nodes.extend(node.all_input_nodes)
-    return False

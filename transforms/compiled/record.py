@@ -77,6 +77,7 @@ class GraphRecord(Verdicts):
         self.writers: dict[int, int] = {}  # storage -> the last op that wrote to it
         self.keeps = False  # whether anything was kept but seeds
         self.constants = GraphConstants(region.shares, operands)
+        self.results: list[Any] = []  # the region's, as nodes of the graph
 
     @property
     def position(self) -> int:
