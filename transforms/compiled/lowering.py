@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from remat.transforms.compat import as_it_is, graph_storage, tagged
-from remat.transforms.compiled.barrier import GraphDedup, fence, snapshot
+from remat.transforms.compiled.barrier import GraphDedup, fence, fence_below, snapshot
 from remat.transforms.compiled.record import GraphRecord, GraphReplay
 from remat.transforms.compiled.turns import RECOMPUTED, Late, Turn, nodes_of
 from remat.transforms.context import quiet, ranks_met, recordings
@@ -49,6 +49,9 @@ class GraphLowering:
         record, outs = run() if prim.mapped else self.alike.forward(operands, prim.masks, run)
         for sink in prim.sinks:
             sink.written = record
+        if outs and (sent := record.sent()):
+            # Or what is sent would stay until the forward ends, or be sent in the backward.
+            outs = [quiet(fence_below, outs[0], [value.host for value in sent]), *outs[1:]]
         # Autograd sees the node make them. AOTAutograd would see how functionalization came to them, views
         # and detached values, and make them so once more, without the node.
         memory = [graph_storage(t) for t in outs]
@@ -93,7 +96,7 @@ class GraphLowering:
         plain = isinstance(body, PullBack) and prim.recorded is None and not record.rewritten
         if plain and (late := turn.late_readers(record.results)):
             made = self._early(prim, turn, late)
-            turn.done(made)
+            turn.done(made, [value.fetched for value in record.sent()])
             return made
         run = functools.partial(self._pull, prim, operands)
         # The pull-back of a pull-back has more operands than the forward.
@@ -101,7 +104,7 @@ class GraphLowering:
             made = run()
         else:
             made = tuple(self.alike.pull(operands, record, body, self.tags, run))
-        turn.done(made)
+        turn.done(made, [value.fetched for value in record.sent()])
         return made
 
     def _early(self, prim: Prim, turn: Turn, late: Late) -> tuple[torch.Tensor, ...]:
@@ -118,9 +121,7 @@ class GraphLowering:
         late.read_again(outs)
         return made
 
-    def _pull(
-        self, prim: Prim, operands: Tensors, after: Tensors | None = None
-    ) -> tuple[torch.Tensor, ...]:
+    def _pull(self, prim: Prim, operands: Tensors, after: Tensors | None = None) -> tuple[torch.Tensor, ...]:
         first, last = prim.cotangents
         after = operands[first:last] if after is None else after
         assert prim.source is not None
@@ -136,6 +137,8 @@ class GraphLowering:
             ]
             for i, (whole, aliasing) in record.together.items():
                 (fenced[i],) = aliasing.rebuilt((), [fenced[whole]])
+            for value in record.sent():
+                quiet(value.fetch, after)
             replay = GraphReplay(record, after, prim.dual or record.tape.loose, tag.close)
             if ambient.must_be_restored():
                 stack.enter_context(ambient.restored())

@@ -7,6 +7,8 @@ of all. Autograd's order, the reverse of the forward's, holds one.
 A result of a region can be read in the backward outside of every region: by the gradient of a pooling behind
 it. While other regions are recomputed it would be held for that. So its region is recomputed before such a
 reader has its turn, which then reads what was recomputed.
+
+What a region has sent to the host is fetched before the recomputation that is traced before its own.
 """
 
 from __future__ import annotations
@@ -14,13 +16,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from remat.transforms.compat import OpOverload, graph_task, traced, tracer_at_work, unwrapped
-from remat.transforms.compiled.barrier import fence
+from remat.transforms.compiled.barrier import FENCE, fence
+from remat.transforms.compiled.sent import ARRIVED
 
 Tensors = Sequence[torch.Tensor]
 # The key under which a graph's nodes say which call of a region they recompute.
@@ -35,6 +39,8 @@ class _Pulled:
         task: the backward pass.
         given: nodes of its cotangents.
         made: its gradients, by their nodes.
+        sends: whether it has fetched values.
+        moved: those of its nodes that stand further ahead.
     """
 
     task: int
@@ -42,6 +48,12 @@ class _Pulled:
     end: Node
     given: list[Node]
     made: dict[Node, torch.Tensor]
+    sends: bool
+    moved: set[Node]
+
+    def has(self, node: Node) -> bool:
+        """Whether a node was made by this pull-back."""
+        return (self.start < node and not self.end < node) or node in self.moved
 
 
 _pulled: weakref.WeakKeyDictionary[Any, list[_Pulled]] = weakref.WeakKeyDictionary()
@@ -59,25 +71,44 @@ class Turn:
     """
 
     def __init__(self, operands: Tensors, first: int, last: int) -> None:
+        self.moved: set[Node] = set()
         found = [at for t in operands[first:last] if (at := traced(t)) is not None]
         self.operands, self.given = operands, [node for _, node in found]
         self.tracer = found[0][0] if found else None
         self.before: list[_Pulled] = _pulled.setdefault(self.tracer, []) if found else []
         self.start = _last_node(self.tracer) if found else None
-        if not self.before or (latest := self.before[-1]).task != graph_task():
-            # What an earlier pass has made would be held for this one.
-            return
-        if not _reads(self.given, latest.made):
+        # What an earlier pass has made would be held for this one.
+        same = bool(self.before) and self.before[-1].task == graph_task()
+        self.latest = latest = self.before[-1] if same else None
+        if latest is not None and not _reads(self.given, latest.made):
             turn = latest.made[max(latest.made)]
             self.operands = [*operands[:first], fence(operands[first], [turn]), *operands[first + 1 :]]
 
-    def done(self, gradients: Tensors) -> None:
-        """Note the results of the pull-back."""
+    def done(self, gradients: Tensors, fetched: Tensors) -> None:
+        """Note the results of the pull-back, and what was fetched for it."""
         found = [(t, at[1]) for t in gradients if (at := traced(t)) is not None]
         made = {node: t for t, node in found if node.op == "call_function"}
-        if self.start is not None and made:
-            end = _last_node(self.tracer)
-            self.before.append(_Pulled(graph_task(), self.start, end, self.given, made))
+        if self.start is None or not made:
+            return
+        end = _last_node(self.tracer)
+        if fetched and self.latest is not None:
+            behind = _behind(made, self.start)
+            self._ahead([node for node in nodes_of(fetched) if node in behind], self.latest)
+        sends = bool(fetched)
+        self.before.append(_Pulled(graph_task(), self.start, end, self.given, made, sends, self.moved))
+
+    def _ahead(self, fetched: Sequence[Any], latest: _Pulled) -> None:
+        """Put fetches before the recomputation of `latest`."""
+        find = partial(self.tracer.graph.find_nodes, op="call_function")
+        fences = [n for n in (*find(target=FENCE), *find(target=ARRIVED)) if latest.has(n)]
+        first = min(fences, default=None)
+        for node in fetched:
+            if first is not None and node.args[0] < first:
+                node.args = (*node.args[:2], first.args[1])
+                first.prepend(node)
+                # (A pull-back that fetches nothing may be the model of others, which have no such node.)
+                for one in fences if latest.sends else ():
+                    one.args = one.args[0], [*one.args[1], node]
 
     def late_readers(self, results: Sequence[Node | None]) -> Late | None:
         """Who reads results of the region while it is not recomputed yet, but other regions were since its
@@ -117,8 +148,7 @@ class Late:
             node = stack.pop()
             for user in node.users:
                 if pulls[0].start < user:
-                    inside = any(one.start < user and not one.end < user for one in pulls)
-                    if inside or RECOMPUTED in user.meta.get("custom", {}):
+                    if any(one.has(user) for one in pulls) or RECOMPUTED in user.meta.get("custom", {}):
                         return False
                     self.readers.add(user)
                 elif _is_view(user) and user not in self.known:
@@ -156,6 +186,7 @@ class Late:
             stack.extend(node.all_input_nodes)
         for node in sorted(wanted):
             first.prepend(node)
+        self.turn.moved = wanted
         self._exchange(again, first)
 
     def _exchange(self, again: Sequence[Node | None], first: Node) -> None:
@@ -180,6 +211,18 @@ def nodes_of(tensors: Iterable[torch.Tensor]) -> list[Node | None]:
     """The nodes of these tensors in the graph that is being traced."""
     found = [traced(t) for t in tensors]
     return [None if at is None else at[1] for at in found]
+
+
+def _behind(nodes: Iterable[Node], start: Node) -> set[Node]:
+    """What leads to these nodes, and lies behind `start`."""
+    found: set[Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found and start < node:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
 
 
 def _last_node(tracer: Any) -> Node:

@@ -182,7 +182,11 @@ def _refuse(node: torch.fx.Node) -> None:
             f"the step reads a number from a tensor (`.item()`, `float(t)`), at {line_of(node)}, and is "
             "compiled from shapes alone. Keep it a tensor, or read it outside of the step."
         )
-    if isinstance(op, OpOverload) and torch.Tag.dynamic_output_shape in op.tags:
+    # (The same op selects by a mask or by positions: only the former depends on numbers.)
+    made = node.meta.get("val")
+    sizes = made.shape if isinstance(made, torch.Tensor) else ("unknown",)
+    known = all(isinstance(size, int) for size in sizes)
+    if isinstance(op, OpOverload) and torch.Tag.dynamic_output_shape in op.tags and not known:
         raise RematError(
             f"how large a result of {name} is depends on numbers, at {line_of(node)}, and the step is "
             "compiled from shapes alone. Write it with a size that is known, as torch.where has."
