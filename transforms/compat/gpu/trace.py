@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import types
 from collections.abc import Callable, Iterator
@@ -69,6 +70,9 @@ def traced(
 ) -> Traced:
     """The graphs of a step, inside of `fakes`. `run` calls what it is given, which is the step compiled, and
     takes gradients. Without `gpu` they are those of this machine's CPU."""
+    with mock.patch.dict(os.environ, {"TORCH_WARM_POOL": "0"}):
+        # Where Triton is installed its import starts processes that compile kernels; here none are.
+        import torch._inductor.async_compile  # noqa: F401
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.utils import get_donated_idxs
