@@ -127,12 +127,11 @@ WALKS: dict[str, Callable[[], Walk]] = {
     "torch.compile, tracing": compiled,
     "scan": scan,
 }
-# The most files that each may enter. (Two of tracing came later: what a graph computes once, and results that
-# are views of each other.)
+# The most files that each may enter.
 LIMITS = {
     "eager, second call": 10,
     "torch.func.grad, second call": 14,
-    "torch.compile, tracing": 18,
+    "torch.compile, tracing": 16,
     "scan": 12,
 }
 

@@ -38,11 +38,14 @@ class _Active(threading.local):
     travelling: str | None = None  # where what runs brings a value, "host" or "device"
     evaluating = False  # whether a step of a scan runs for its shapes alone: a scan in it runs no steps
     shown: Any = None  # the scan in eager that Dynamo is shown stand-ins of, in a list, until it has begun
+    attempt: list[Any] | None = None  # the watchers of a run that may begin again
     owner: list[Any] | None = None  # holds what must live as long as the steps that are being compiled
 
     def __init__(self) -> None:
         self.rerun: list[str] = []  # names of the regions that are being run again
         self.replays: list[Any] = []  # under functorch: what hands out values, and how to end the rerun
+        self.swaps: list[Any] = []  # substitutions of captured tensors (`closure`) in force
+        self.noted: list[Any] = []  # for whom the last one is noted down
 
 
 active = _Active()

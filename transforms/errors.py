@@ -28,7 +28,6 @@ class RematError(RuntimeError):
 
 RematError.__module__ = "remat"
 
-
 # In a checkout transforms/ is reached through a link, so that it has two spellings.
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _HIDDEN = (os.path.dirname(torch.__file__), os.path.dirname(_HERE), os.path.realpath(_HERE))

@@ -71,7 +71,9 @@ class Traits:
         self.writes: tuple[str | int, ...] = ()
         self.conditional: int | None = None  # position of the flag on which the writes depend
         self.view = self.inplace = False
-        self.reshapes = torch.Tag.inplace_view in getattr(op, "tags", ())
+        # What it makes is looked at by torch itself: a tangent that is known to be zero has no memory.
+        self.looked_at = torch.Tag.inplace_view in getattr(op, "tags", ())
+        self.looked_at = self.looked_at or op is torch.ops.aten._efficientzerotensor.default
         self.name, ours = _basename(op), getattr(op, "namespace", "") == "aten"
         name = self.name
         # By their names, which mean something among torch's own ops only.

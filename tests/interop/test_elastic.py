@@ -24,8 +24,8 @@ def test_a_restart_goes_on_from_a_checkpoint(tmp_path):
     root = str(Path(__file__).parents[2])
     done = subprocess.run(
         [*launcher, *settings, script, str(tmp_path)],
-        # Torchrun hands every attempt the same store, in which a process that starts early reads the dead one's
-        # address (torch 2.13: "connection refused"). With a store for each attempt there is nothing old to read.
+        # Torchrun hands every attempt the same store, in which a process that starts early reads the dead
+        # one's address (torch 2.13: "connection refused"). Each attempt's own store has nothing old.
         env={**os.environ, "PYTHONPATH": root, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         capture_output=True,
         text=True,

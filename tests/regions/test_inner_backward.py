@@ -165,3 +165,31 @@ def test_after_a_failure_inside_the_next_call_works() -> None:
             results(region, 1)
     fails = False
     torch.testing.assert_close(results(region, 2), results(fn, 2), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("innermost", ["save_nothing", "save_matmuls"])
+@pytest.mark.parametrize("middle", ["save_nothing", "save_sines"])
+@pytest.mark.parametrize("outer", ["save_nothing", "save_matmuls", "save_everything"])
+def test_of_regions_by_a_transform_amid_two_more(outer: str, middle: str, innermost: str) -> None:
+    """What the outermost region keeps, the innermost one has in every pass, however many lie between."""
+
+    def block(a: Tensor, w: Tensor) -> Tensor:
+        return (a @ w).sin()
+
+    def forces(a: Tensor, w: Tensor) -> Tensor:
+        inner = remat(block, policy=POLICIES[innermost])
+        return torch.func.grad(lambda a: inner(a, w).square().sum())(a) * a.cos()
+
+    def model(x: Tensor, w: Tensor) -> Tensor:
+        return remat(forces, policy=POLICIES[middle])(x * 1.5, w)
+
+    def gradients(fn: Callable[..., Tensor]) -> list[Tensor]:
+        x, w = rand(5, 4).requires_grad_(), rand(4, 4, seed=1).requires_grad_()
+        return [g for _ in range(3) for g in torch.autograd.grad(fn(x, w).square().sum(), (x, w))]
+
+    def plain(x: Tensor, w: Tensor) -> Tensor:
+        x = x * 1.5
+        return torch.func.grad(lambda a: block(a, w).square().sum())(x) * x.cos()
+
+    for ours, expected in zip(gradients(remat(model, policy=POLICIES[outer])), gradients(plain), strict=True):
+        torch.testing.assert_close(ours, expected)

@@ -21,12 +21,8 @@ from remat.transforms.closure.convert import (
     as_operand,  # what the enclosing region, if any, has put in the place of `tensor`
     as_operands,  # `tree` with what the enclosing region has put in the place of its tensors
     changing,  # what to raise when every start over meets another captured tensor
-    handed_on,  # what to raise when a transform inside is given a captured tensor of a level around
-    in_backward,  # that substitution again, for the backward
     innermost,  # the substitution in force on this thread
     made_inside,  # tell every substitution in force that these were made inside its region
-    note,  # a function has run under this substitution, or as it is
-    noting,  # what a function returns, and the substitution that it ran under
     read_again,  # what to raise when a recomputation meets a captured tensor that the forward did not
     refuse_strays,  # raise where ops met a tensor whose derivative would be lost
     swapping,  # whether a region around here reads its captured tensors as operands

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat import functions_as_they_are, is_wrapped
+from remat.transforms.compat import functions_as_they_are, is_dead, is_wrapped, unwrap_once
 
 # Where the modules under a module hold tensors: the tables, and the keys in them.
 Slots = tuple[list[dict[str, Any]], list[str]]
@@ -64,12 +64,15 @@ class Bindings:
             and not hasattr(held.get(key), "placements")
         ]
 
+    def put_back(self) -> None:
+        """Let the modules hold what they held."""
+        for held, key, tensor in self.changed():
+            held[key] = tensor
+
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        changed = self.changed()
-        before = [(held, key, held.get(key)) for held, key, _ in changed]
-        for held, key, tensor in changed:
-            held[key] = tensor
+        before = [(held, key, held.get(key)) for held, key, _ in self.changed()]
+        self.put_back()
         try:
             yield
         finally:
@@ -133,7 +136,6 @@ def _modules(function: Any) -> Iterator[torch.nn.Module]:
 # -- what a function captures ----------------------------------------------------------------------------
 
 _ATOMS = (str, bytes, int, float, complex, type(None), type, types.ModuleType, torch.dtype, torch.device)
-
 
 _MOST = 100_000
 
@@ -215,6 +217,13 @@ def _named_globals(code: types.CodeType, names: dict[str, Any]) -> Iterator[Any]
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _named_globals(constant, names)
+
+
+def without_dead(tensor: torch.Tensor) -> torch.Tensor:
+    """What a cache holds, without the wrappers of levels that are gone: torch takes one off, and no more."""
+    while is_wrapped(tensor) and is_dead(tensor):
+        tensor = unwrap_once(tensor)
+    return tensor
 
 
 # -- a function that captures what it is also given ----------------------------------------------------------

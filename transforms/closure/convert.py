@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from remat.transforms.closure.bindings import differentiable
+from remat.transforms.closure.bindings import differentiable, without_dead
 from remat.transforms.closure.cond import choose, chosen_here
 from remat.transforms.closure.paths import of_captured
 from remat.transforms.compat import (
@@ -31,8 +30,6 @@ from remat.transforms.compat import (
     at_function_apply,
     cond,
     dual_level_open,
-    function_mode_at,
-    function_modes,
     functions_as_they_are,
     graded_under,
     is_batched,
@@ -43,23 +40,14 @@ from remat.transforms.compat import (
     next_node,
     unwrap_once,
     unwrapped,
+    watch_transforms,
 )
-from remat.transforms.context import PAST_DISPATCH, notice
+from remat.transforms.context import PAST_DISPATCH, active, notice
 from remat.transforms.errors import RematError
 from remat.transforms.pytree import flatten, smooth, tree_leaves, unflatten
 
 # How often a region starts over with one more captured tensor among its operands.
 MOST_TRIES = 50
-
-
-class _Swaps(threading.local):
-    """The substitutions in force in this thread, and for whom the last one is noted down."""
-
-    stack: Any = ()
-    notes: Any = ()
-
-
-_swaps = _Swaps()
 
 
 class Missed(BaseException):
@@ -71,7 +59,7 @@ class Missed(BaseException):
 
     def around(self) -> bool:
         """Whether it is a region around here that lacks the tensor, and starts again."""
-        return self.owner in _swaps.stack
+        return self.owner in active.swaps
 
 
 _PULLS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
@@ -97,9 +85,7 @@ class ClosureConversion(TorchFunctionMode):
         self._note([*operands, *table.values()])
         self.start = next_node()
         self.met: set[int] = set()  # constants that torch functions were given
-        self.pulls = (
-            False  # whether it is on in a backward, whose own ends and starts are no captured tensors
-        )
+        self.pulls = False  # whether it is on in a backward, whose own ends and starts are not captured
         self.modes = 0  # how many dispatch modes were active around it
         self.reads = True  # whether it is the function itself that calls a torch function
         self.strict = True
@@ -112,16 +98,23 @@ class ClosureConversion(TorchFunctionMode):
         copy.strict = False
         return copy
 
+    def in_backward(self) -> contextlib.AbstractContextManager[Any]:
+        """The same for the backward, where hooks and custom rules may read captured tensors too."""
+        again = self.lenient()
+        again.pulls = True
+        return again if self.table else contextlib.nullcontext()
+
     def __enter__(self) -> Any:
-        stack = _swaps.__dict__.setdefault("stack", [])
-        for around in stack:
+        for around in active.swaps:
             around.pulled = True
-        stack.append(self)
+        active.swaps.append(self)
         self.modes = modes_active()
+        watch_transforms(1)
         return super().__enter__()
 
     def __exit__(self, *exc: Any) -> Any:
-        _swaps.stack.pop()
+        active.swaps.pop()
+        watch_transforms(-1)
         return super().__exit__(*exc)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -138,7 +131,7 @@ class ClosureConversion(TorchFunctionMode):
         self.pulled = self.pulled or func in _PULLS
         if func is torch.autograd.grad and not kwargs.get("is_grads_batched", True):
             # This mode is off in here; hooks and custom rules of the backward may read captured tensors.
-            out = graded_under(in_backward(self), *args, **kwargs)
+            out = graded_under(self.in_backward(), *args, **kwargs)
         else:
             out = func(*args, **kwargs)
         self._note(out)
@@ -172,6 +165,11 @@ class ClosureConversion(TorchFunctionMode):
             return {k: self.swap(v) for k, v in value.items()}
         return value
 
+    def of_apply(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Arguments of an `autograd.Function` or a transform, as a torch function would be given them."""
+        with functions_as_they_are():
+            return tuple([self.swap(arg) if isinstance(arg, torch.Tensor) else arg for arg in args])
+
     def result(self, value: Any) -> Any:
         """What stands for a result, which may be a captured tensor that no torch call has met."""
         if not isinstance(value, torch.Tensor) or is_wrapped(value):
@@ -201,56 +199,13 @@ class ClosureConversion(TorchFunctionMode):
                 self._note(value)
 
 
-def without_dead(tensor: torch.Tensor) -> torch.Tensor:
-    """What a cache holds, without the wrappers of levels that are gone: torch takes one off, and no more."""
-    while is_wrapped(tensor) and is_dead(tensor):
-        tensor = unwrap_once(tensor)
-    return tensor
-
-
-def noting(function: Callable[..., Any], *args: Any) -> tuple[Any, ClosureConversion | None]:
-    """What `function` returns, and the substitution that it ran under."""
-    notes = _swaps.__dict__.setdefault("notes", [])
-    notes.append(None)
-    try:
-        out = function(*args)
-    finally:
-        last = notes.pop()
-    note(last)
-    return out, last
-
-
-def in_backward(last: ClosureConversion | None) -> contextlib.AbstractContextManager[Any]:
-    """The same substitution for the backward, where hooks and custom rules may read captured tensors too."""
-    if last is None or not last.table:
-        return contextlib.nullcontext()
-    again = last.lenient()
-    again.pulls = True
-    return again
-
-
-def note(conversion: ClosureConversion | None) -> None:
-    """A function has run under `conversion`, or as it is."""
-    if _swaps.notes:
-        _swaps.notes[-1] = conversion
-
-
-def _of_apply(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    # All substitutions that a torch function would meet here, in the same order.
-    for i in reversed(range(function_modes())):
-        if isinstance(mode := function_mode_at(i), ClosureConversion):
-            with functions_as_they_are():
-                args = tuple([mode.swap(arg) if isinstance(arg, torch.Tensor) else arg for arg in args])
-    return args
-
-
-at_function_apply(_of_apply)
+at_function_apply(ClosureConversion)
 
 
 @contextlib.contextmanager
 def trial() -> Iterator[None]:
     """Within, a function is tried on fake tensors: those are no captured ones."""
-    modes = list(_swaps.stack)
+    modes = list(active.swaps)
     for mode in modes:
         mode.trials += 1
     try:
@@ -268,17 +223,6 @@ def changing(name: str) -> RematError:
     )
 
 
-def handed_on(where: str, error: Exception) -> RematError | None:
-    """What to raise when a transform inside is given a captured tensor of a level around, else None."""
-    if "wrapped->level() < level" not in str(error):
-        return None
-    return RematError(
-        f"{where} hands a captured tensor that carries derivatives straight to a transform of torch.func. "
-        "The tensor belongs to a level around it. Pass the tensor as an argument. In a scan, put it in the "
-        "carry or in xs."
-    )
-
-
 def read_again(name: str, missed: Missed) -> RematError:
     """What to raise when a recomputation meets a captured tensor that the forward did not."""
     return RematError(
@@ -290,19 +234,19 @@ def read_again(name: str, missed: Missed) -> RematError:
 
 def swapping() -> bool:
     """Whether a region around here reads its captured tensors as operands."""
-    return bool(_swaps.stack)
+    return bool(active.swaps)
 
 
 def as_operand(tensor: torch.Tensor) -> torch.Tensor:
     """What the enclosing region, if any, has put in the place of `tensor`."""
-    for mode in reversed(_swaps.stack):
+    for mode in reversed(active.swaps):
         return mode.swap(tensor)
     return tensor
 
 
 def as_operands(tree: Any) -> Any:
     """`tree` with what the enclosing region has put in the place of its tensors."""
-    if not _swaps.stack:
+    if not active.swaps:
         return tree
     leaves, spec = flatten(tree)
     return unflatten([as_operand(t) if isinstance(t, torch.Tensor) else t for t in leaves], spec)
@@ -310,14 +254,13 @@ def as_operands(tree: Any) -> Any:
 
 def made_inside(tensors: Iterable[torch.Tensor]) -> None:
     """Tell every substitution in force that these were made inside its region."""
-    for mode in _swaps.stack:
+    for mode in active.swaps:
         mode._note(list(tensors))
 
 
 def innermost() -> ClosureConversion | None:
     """The substitution in force on this thread."""
-    stack = _swaps.stack
-    return stack[-1] if stack else None
+    return active.swaps[-1] if active.swaps else None
 
 
 # -- strays: captured tensors that nothing tells of ----------------------------------------------------------
@@ -382,16 +325,19 @@ class StrayWatch(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in tree_leaves((args, kwargs)):
-            if isinstance(value, torch.Tensor):
-                known = self._known.get(id(value))
-                if known is None or known() is not value:
-                    self._add(value)
-                    self.outside.append(value)
+            if isinstance(value, torch.Tensor) and not self.knows(value):
+                self._add(value)
+                self.outside.append(value)
         out = func(*args, **(kwargs or {}))
         for value in tree_leaves(out):
             if isinstance(value, torch.Tensor):
                 self._add(value)
         return out
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether an op has met this tensor, or made it."""
+        known = self._known.get(id(tensor))
+        return known is not None and known() is tensor
 
     def _add(self, tensor: torch.Tensor) -> None:
         self._known[id(tensor)] = weakref.ref(tensor)

@@ -30,6 +30,7 @@ from remat.transforms.compat.aot import (
     dual_level_known,  # tell Python of a forward-mode level that a graph has opened
     dual_level_known_if_any,  # `dual_level_known` where a forward-mode level is active
     dynamo_errors,  # what Dynamo raises where it cannot trace a function
+    example_bytes,  # the bytes of a tensor, of the example where sizes are symbolic
     example_of,  # a size as a number
     in_forward_mode,  # whether a forward-mode level is active, torch.func's or a plain one
     level_argument,  # which argument of a function in Dynamo's graph is a level's number
@@ -99,6 +100,7 @@ from remat.transforms.compat.autograd import (
     unwrap_once,  # take one wrapper off
     unwrapped,  # the plain tensor at the bottom of all functorch wrappers of `tensor`
     version_kept,  # writes to a tensor within are told to nobody
+    watch_transforms,  # have that asked from now on, or no more
     wrap_for_grad,  # wrap a tensor for a level of grad or jvp
 )
 from remat.transforms.compat.cpu import (
@@ -128,7 +130,9 @@ from remat.transforms.compat.fx import (
     Template,  # a stretch of a graph, as a function of some of the tensors that it reads
     as_it_is,  # `tensor` as a value of the graph, which nothing that is written to it later changes
     described,  # what the tracer's nodes depend on in these tensors
+    last_node,  # what the tracer has added last
     must_save,  # keep the partitioner from computing a value of the graph again in the backward
+    nodes_of,  # the nodes of tensors in the graph that is being traced
     tagged,  # within, nodes also bear these in their `meta["custom"]`
     tags,  # what the nodes that a trace makes now bear in their `meta["custom"]`
     traced,  # the tracer at work and the node of a tensor

@@ -37,7 +37,6 @@ if torch.backends.cuda.is_built():
         (torch._C._get_cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
     )
 
-
 # How many torch-function modes are active.
 function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 # The one at this place, from the outermost.

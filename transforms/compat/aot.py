@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -106,6 +107,11 @@ _LEAVE: dict[Any, Callable[[], int]] = {
 def example_of(size: Any) -> int:
     """A size as a number: that of the example where it is symbolic."""
     return size if isinstance(size, int) else int(size.node.hint)
+
+
+def example_bytes(tensor: torch.Tensor) -> int:
+    """The bytes of a tensor's elements, in the example where sizes are symbolic."""
+    return tensor.element_size() * math.prod(map(example_of, tensor.shape))
 
 
 def at_hand(number: Any) -> Any:

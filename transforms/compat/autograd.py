@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -15,7 +16,9 @@ import torch
 from torch._C import _autograd as _autograd_c
 from torch._C import _functorch as _functorch_c  # pyright: ignore[reportAttributeAccessIssue]
 from torch._C._functorch import TransformType
+from torch._functorch import eager_transforms
 from torch._functorch import utils as functorch_utils
+from torch._functorch import vmap as functorch_vmap
 from torch._functorch.pyfunctorch import (
     retrieve_current_functorch_interpreter,
     temporarily_clear_interpreter_stack,
@@ -105,7 +108,6 @@ engine_grad: Callable[..., tuple[torch.Tensor | None, ...]] = functools.partial(
     torch.autograd.Variable._execution_engine.run_backward, allow_unreachable=True, accumulate_grad=False
 )
 
-
 # Writes within are told to nobody: what is written is put back, or is what was there.
 version_kept: Callable[[torch.Tensor], contextlib.AbstractContextManager[Any]] = (
     torch.autograd._unsafe_preserve_version_counter  # pyright: ignore[reportPrivateImportUsage]
@@ -163,7 +165,6 @@ at_backward_end: Callable[[Callable[[], None]], None] = (
     torch.autograd.Variable._execution_engine.queue_callback  # pyright: ignore[reportAttributeAccessIssue]
 )
 
-
 # A torch-function mode is told of `autograd.Function.apply` under functorch levels only. Below them all that
 # apply does with its arguments, before it looks at their derivatives, is to hand them to this one function.
 # (Tried on 2.11 and 2.13. In 2.15 apply is C++, which hands them to nobody, so it gets another one around it.
@@ -171,11 +172,23 @@ at_backward_end: Callable[[Callable[[], None]], None] = (
 _unwrap_dead_wrappers: Callable[[tuple[Any, ...]], tuple[Any, ...]] = functorch_utils.unwrap_dead_wrappers
 
 
-def at_function_apply(arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
-    """From now on every `autograd.Function.apply` below functorch levels goes on with `arguments(args)`."""
+_kinds: list[type[Any]] = []
+
+
+def _substituted(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    for i in reversed(range(torch._C._len_torch_function_stack())):
+        if isinstance(mode := torch._C._get_function_stack_at(i), tuple(_kinds)):
+            args = mode.of_apply(args)
+    return args
+
+
+def at_function_apply(kind: type[Any]) -> None:
+    """From now on every `autograd.Function.apply` below functorch levels goes on with what `of_apply` of the
+    torch-function modes of this kind makes of its arguments, the innermost mode first."""
+    _kinds.append(kind)
 
     def unwrap_dead_wrappers(args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return _unwrap_dead_wrappers(arguments(args))
+        return _unwrap_dead_wrappers(_substituted(args))
 
     functorch_utils.unwrap_dead_wrappers = unwrap_dead_wrappers
     function: Any = torch.autograd.Function
@@ -183,9 +196,29 @@ def at_function_apply(arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -
     if in_cpp is not None and not isinstance(in_cpp, classmethod):
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            return in_cpp.__get__(None, cls)(*arguments(args), **kwargs)
+            return in_cpp.__get__(None, cls)(*_substituted(args), **kwargs)
 
         function.apply = classmethod(apply)
+
+
+# A transform of torch.func wraps the tensors that it is given for its level, and calls no torch function with
+# them. The two functions that do so are replaced while somebody wants to know. (Tried on 2.11, 2.13, 2.15.)
+_wrapping: Any = (eager_transforms, "_wrap_for_grad"), (functorch_vmap, "_add_batch_dim")
+_as_they_are = [getattr(where, name) for where, name in _wrapping]
+_watched = [
+    (lambda tensor, *level, wrap=wrap: wrap(*_substituted((tensor,)), *level)) for wrap in _as_they_are
+]
+_watchers, _watching = [0], threading.Lock()
+
+
+def watch_transforms(more: int) -> None:
+    """Ask `at_function_apply`'s modes about those too, for one more or for one less (-1) who wants that."""
+    with _watching:
+        _watchers[0] += more
+        if _watchers[0] == max(more, 0):  # the first one comes, or the last one goes
+            now = _watched if more > 0 else _as_they_are
+            for (where, name), function in zip(_wrapping, now, strict=True):
+                setattr(where, name, function)
 
 
 def dual_level_open() -> bool:
@@ -217,50 +250,20 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
 # autograd.Function, whose jvp rule evaluates the function a second time. custom_function_call is built from
 # these same names.
 GRAD, JVP, VMAP = TransformType.Grad, TransformType.Jvp, TransformType.Vmap
-
-
 FUNCTIONALIZE = TransformType.Functionalize
-
-
 SingleLevelFunction = torch.autograd.function._SingleLevelFunction
-
-
 forward_grad_enabled = _set_fwd_grad_enabled
-
-
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
-
-
 wrap_for_grad: Callable[[torch.Tensor, int], torch.Tensor] = _functorch_c._wrap_for_grad
-
-
 unwrap_for_grad: Callable[[torch.Tensor, int], torch.Tensor] = _functorch_c._unwrap_for_grad
-
-
 unwrap_if_dead: Callable[[torch.Tensor], torch.Tensor] = _functorch_c.unwrap_if_dead
-
-
 unwrap_once: Callable[[torch.Tensor], torch.Tensor] = _functorch_c.get_unwrapped
-
-
 is_wrapped: Callable[[torch.Tensor], bool] = _functorch_c.is_functorch_wrapped_tensor
-
-
 is_legacy_batched: Callable[[torch.Tensor], bool] = _functorch_c.is_legacy_batchedtensor
-
-
 is_dead: Callable[[torch.Tensor], bool] = _functorch_c.is_dead_tensor_wrapper
-
-
 is_batched: Callable[[torch.Tensor], bool] = _functorch_c.is_batchedtensor
-
-
 level_of: Callable[[torch.Tensor], int] = _functorch_c.maybe_get_level
-
-
 add_batch_dim: Callable[[torch.Tensor, int | None, int], torch.Tensor] = _functorch_c._add_batch_dim
-
-
 unwrap_batched: Callable[[torch.Tensor, int], tuple[torch.Tensor, int | None]] = _functorch_c._unwrap_batched
 
 
@@ -283,7 +286,6 @@ def is_batched_anyhow(tensor: torch.Tensor) -> bool:
 
 # The innermost functorch level; only where there is one.
 innermost_level: Callable[[], Any] = retrieve_current_functorch_interpreter
-
 
 # All of them, from the outermost; None outside every transform.
 level_stack: Callable[[], list[Any] | None] = _functorch_c.get_interpreter_stack

@@ -139,10 +139,8 @@ def _can_lie_on_stack(self: Any, buffer: Any) -> bool:
 
 aten = torch.ops.aten
 
-
 # Rows of 16 numbers that a product may add up and still be faster as a sum; 4 x 64 by 64 x 64 has 1024.
 _MOST = 2048
-
 
 _ROW = 16
 
@@ -245,12 +243,9 @@ def _multiplied(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 _library = torch.library.Library("remat", "FRAGMENT")
 
-
 # A product of matrices that Inductor writes as a sum (`compat.inductor`).
 _library.define("product(Tensor a, Tensor b) -> Tensor")
 
-
 _library.impl("product", _multiplied, "CompositeExplicitAutograd")
-
 
 torch.library.register_fake("remat::product", _multiplied, lib=_library)

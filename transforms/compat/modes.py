@@ -120,7 +120,6 @@ def watched() -> bool:
 # Those modes, outermost first.
 active_modes: Callable[[], list[TorchDispatchMode]] = _get_current_dispatch_mode_stack
 
-
 _INFRASTRUCTURE = (
     torch._C._TorchDispatchModeKey.FAKE,
     torch._C._TorchDispatchModeKey.PROXY,

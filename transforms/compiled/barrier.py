@@ -67,7 +67,7 @@ torch.library.register_fake("remat::snapshot", as_fenced, lib=_library)
 _library.impl("once", as_fenced, "CompositeExplicitAutograd")
 torch.library.register_fake("remat::once", lambda value: fence_fake(value, ()), lib=_library)
 FENCE = torch.ops.remat.fence.default
-# A value that is computed once in a graph (`constants`).
+# A value that is computed once in a graph (`lowering.GraphConstants`).
 ONCE = torch.ops.remat.once.default
 
 

@@ -10,19 +10,34 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Sequence
+import weakref
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.fx import Node
 
-from remat.transforms.compat import as_it_is, graph_storage, tagged
-from remat.transforms.compiled.barrier import GraphDedup, fence, fence_below, snapshot
+from remat.transforms.compat import (
+    OpOverload,
+    as_it_is,
+    example_bytes,
+    graph_memory,
+    graph_storage,
+    graph_task,
+    last_node,
+    nodes_of,
+    tagged,
+    traced,
+    tracer_at_work,
+)
+from remat.transforms.compiled.barrier import ONCE, UNKNOWN, GraphDedup, fence, fence_below, plain, snapshot
 from remat.transforms.compiled.record import GraphRecord, GraphReplay
-from remat.transforms.compiled.turns import RECOMPUTED, Late, Turn, nodes_of
+from remat.transforms.compiled.turns import RECOMPUTED, Late, Pulled, ahead, reads
 from remat.transforms.context import quiet, ranks_met, recordings
 from remat.transforms.errors import RematError
 from remat.transforms.functorch import Prim, PullBack, replaying
+from remat.transforms.ops import Traits, tensors_in, traits
 from remat.transforms.region import Region, agree_traced
 
 Tensors = Sequence[torch.Tensor]
@@ -66,7 +81,7 @@ class GraphLowering:
     @staticmethod
     def _forward(prim: Prim, operands: Tensors) -> tuple[GraphRecord, Tensors]:
         region = prim.family.region
-        record = GraphRecord(region, operands)
+        record = GraphRecord(region, operands, GraphConstants(region.shares, operands))
         selector = record.selector
         record.tape.loose = prim.dual
         graded = [t.requires_grad for t in operands]
@@ -95,7 +110,7 @@ class GraphLowering:
         operands = turn.operands
         plain = isinstance(body, PullBack) and prim.recorded is None and not record.rewritten
         if plain and (late := turn.late_readers(record.results)):
-            made = self._early(prim, turn, late)
+            made, turn.moved = self._early(prim, turn, late), late.moved
             turn.done(made, [value.fetched for value in record.sent()])
             return made
         run = functools.partial(self._pull, prim, operands)
@@ -137,10 +152,177 @@ class GraphLowering:
             ]
             for i, (whole, aliasing) in record.together.items():
                 (fenced[i],) = aliasing.rebuilt((), [fenced[whole]])
+            loose = prim.dual or record.tape.loose
             for value in record.sent():
                 quiet(value.fetch, after)
-            replay = GraphReplay(record, after, prim.dual or record.tape.loose, tag.close)
+            replay = GraphReplay(record, after, loose, GraphConstants(region.shares), tag.close)
             if ambient.must_be_restored():
                 stack.enter_context(ambient.restored())
             stack.enter_context(replaying(replay, region.name))
             return tuple((prim.recorded or prim.body)(*fenced))
+
+
+# -- recomputations in one order ----------------------------------------------------------------------
+# A fence stands behind its own cotangent. Two chains of regions whose losses are added have cotangents that
+# are there from the start, so a compiler might recompute blocks of both at a time, and hold the working sets
+# of all. Autograd's order, the reverse of the forward's, holds one.
+
+_pulled: weakref.WeakKeyDictionary[Any, list[Pulled]] = weakref.WeakKeyDictionary()
+
+
+class Turn:
+    """A pull-back that is about to be traced.
+
+    Args:
+        operands: its, with cotangents from `first` to `last`.
+
+    Attributes:
+        operands: the same, but that one of the cotangents waits for the pull-back that was traced before in
+            the same pass.
+    """
+
+    def __init__(self, operands: Tensors, first: int, last: int) -> None:
+        self.moved: set[Node] = set()
+        found = [at for t in operands[first:last] if (at := traced(t)) is not None]
+        self.operands, self.given = operands, [node for _, node in found]
+        self.tracer = found[0][0] if found else None
+        self.before: list[Pulled] = _pulled.setdefault(self.tracer, []) if found else []
+        self.start = last_node(self.tracer) if found else None
+        # What an earlier pass has made would be held for this one.
+        same = bool(self.before) and self.before[-1].task == graph_task()
+        self.latest = latest = self.before[-1] if same else None
+        if latest is not None and not reads(self.given, latest.made):
+            turn = latest.made[max(latest.made)]
+            self.operands = [*operands[:first], fence(operands[first], [turn]), *operands[first + 1 :]]
+
+    def done(self, gradients: Tensors, fetched: Tensors) -> None:
+        """Note the results of the pull-back, and what was fetched for it."""
+        found = [(t, at[1]) for t in gradients if (at := traced(t)) is not None]
+        made = {node: t for t, node in found if node.op == "call_function"}
+        if self.start is None or not made:
+            return
+        end = last_node(self.tracer)
+        if fetched and self.latest is not None:
+            ahead(self.tracer.graph, nodes_of(fetched), self.latest, made, self.start)
+        sends = bool(fetched)
+        self.before.append(Pulled(graph_task(), self.start, end, self.given, made, sends, self.moved))
+
+    def late_readers(self, results: Sequence[Node | None]) -> Late | None:
+        """Who reads results of the region while it is not recomputed yet, but other regions were since its
+        forward; None for nobody, or where a result is held anyway."""
+        if not self.before or tracer_at_work() is None:
+            return None
+        late = Late(self.before, self.start)
+        for i, result in enumerate(results):
+            if result is not None and result.op == "call_function" and not late.find(i, result):
+                return None
+        return late if late.readers and late.wait_for(min(late.readers)) else None
+
+
+# -- constants: computed once in a graph -------------------------------------------------------------------
+# What depends on nothing that a region is given, such as rotary tables, has no fence, and no memory that a
+# fence could stand before. A compiler computes it again in every kernel that reads it, in the forward and in
+# the backward, sines and all. So a value that costs more to compute than to read is made once, by the first
+# region that asks for it. Others of the same ops take it, and so do recomputations: they run the ops as well,
+# for regions around that count them, and nobody reads what comes of it.
+
+# Ops that cost more than to read what they made. Others, such as comparisons, compilers compute where they
+# are read.
+_DEAR = frozenset(
+    "cos sin tan tanh polar exp exp2 expm1 log log2 log10 log1p pow sqrt rsqrt sigmoid erf cumsum cumprod "
+    "sort index gather embedding".split()
+)
+# A constant of more ops than this is nothing that somebody writes down as a table.
+_MOST_OPS = 64
+# What a region's constants may take, as a share of its largest operand.
+_SHARE = 0.25
+
+_tables: weakref.WeakKeyDictionary[Any, dict[Hashable, torch.Tensor]] = weakref.WeakKeyDictionary()
+
+
+class GraphConstants:
+    """Finds the constants among a region's ops, in its forward or in its recomputation.
+
+    Args:
+        shares: whether the region may take what others have, too.
+        operands: the region's; None where what was found in the forward is only looked up.
+    """
+
+    def __init__(self, shares: bool, operands: Sequence[torch.Tensor] | None = None) -> None:
+        self.on, self.operands = shares, operands
+        self.held = 0  # bytes
+        # Memories of values that others have, too; a freed one's address comes again, so they are held.
+        self.lent: dict[int, torch.UntypedStorage] = {}
+
+    def met(self, facts: Traits, args: Any, out: Any) -> Any:
+        """What stands for `out`, the result of an op that just ran."""
+        if not self.on or facts.view or facts.writes or facts.random or not isinstance(out, torch.Tensor):
+            return out
+        if facts.name not in _DEAR and not any(map(self.shares, tensors_in(args))):
+            return out
+        found = traced(out)
+        key = None if found is None else _structure(found[1])
+        if found is None or key is None:
+            return out
+        table = _tables.setdefault(found[0], {})
+        if key not in table:
+            most = _SHARE * max(map(example_bytes, self.operands or ()), default=0)
+            if (held := self.held + example_bytes(out)) > most:
+                return out
+            self.held = held
+            table[key] = quiet(ONCE, out)
+        made = quiet(as_it_is, table[key])
+        self.lent[graph_storage(made)] = graph_memory(made)
+        return made
+
+    def shares(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in memory that others have, too."""
+        return bool(self.lent) and graph_storage(tensor) in self.lent
+
+
+def _structure(last: Node) -> Hashable:
+    """What values that depend on nothing have in common if they are the same; None for other values."""
+    numbers: dict[Node, int] = {}
+    lines: list[Hashable] = []
+    visits = iter(range(_MOST_OPS))
+
+    def add(node: Node) -> bool:
+        if node in numbers:
+            return True
+        if next(visits, None) is None or (line := _leaf(node)) is UNKNOWN:
+            return False
+        # Most values come from one nearby.
+        if line is None and any(map(_is_given, node.all_input_nodes)):
+            return False
+        if line is None:
+            if not all(map(add, node.all_input_nodes)):
+                return False
+            args, val = plain((tuple(node.args), dict(node.kwargs)), numbers), node.meta["val"]
+            # Sizes that are not known yet have no hash.
+            line = node.target, args, str((val.shape, val.stride())), val.dtype, val.device
+            if args is UNKNOWN:
+                return False
+        numbers[node] = len(numbers)
+        lines.append(line)
+        return True
+
+    return tuple(lines) if add(last) else None
+
+
+def _is_given(node: Node) -> bool:
+    return node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _leaf(node: Node) -> Any:
+    """What a node without operands is; None for an op on others, UNKNOWN for what does not belong here."""
+    val = node.meta.get("val")
+    if isinstance(val, torch.SymInt):
+        return "size", str(val.node.expr)
+    if node.target is ONCE:
+        return ONCE, node
+    strided = isinstance(val, torch.Tensor) and val.layout is torch.strided
+    if not strided or node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return UNKNOWN
+    facts = traits(node.target)
+    drawn = facts.writes or facts.may_draw or facts.uninitialized or facts.outside
+    return UNKNOWN if drawn else None

@@ -14,7 +14,6 @@ import torch
 
 from remat.transforms.compat import as_it_is, graph_memory, graph_storage, must_save
 from remat.transforms.compiled.barrier import Origins, fence_below, snapshot
-from remat.transforms.compiled.constants import GraphConstants
 from remat.transforms.compiled.sent import Sent
 from remat.transforms.context import Mode, active, quiet
 from remat.transforms.errors import RematError
@@ -33,6 +32,10 @@ _LOOKS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.def
 class GraphRecord(Verdicts):
     """Writes down a region's ops, and what of their results the recomputation takes from the forward.
 
+    Args:
+        region, operands: what is called, and with what.
+        constants: finds what a graph computes once (`lowering.GraphConstants`).
+
     Attributes:
         seeds: the seed of every op that draws, by its position.
         draws: positions of the ops that draw.
@@ -42,7 +45,7 @@ class GraphRecord(Verdicts):
 
     records = True
 
-    def __init__(self, region: Region, operands: Tensors) -> None:
+    def __init__(self, region: Region, operands: Tensors, constants: Any) -> None:
         super().__init__()
         self.region, self.tape = region, Tape(region.name)
         self.make_selector = region.selector
@@ -64,7 +67,7 @@ class GraphRecord(Verdicts):
         self.decisions = Decisions() if region.decisions else None
         self.writers: dict[int, int] = {}  # storage -> the last op that wrote to it
         self.keeps = False  # whether anything was kept but seeds
-        self.constants = GraphConstants(region.shares, operands)
+        self.constants = constants
         self.results: list[Any] = []  # the region's, as nodes of the graph
 
     @property
@@ -250,16 +253,24 @@ class GraphReplay(Mode):
         record: the forward.
         after: the cotangents, which kept values and seeds are fenced with.
         loose: op sequences cannot be compared (forward-mode derivatives are computed along).
+        constants: as of the forward.
         finish: called when the recomputation is over and the backward begins.
     """
 
-    def __init__(self, record: GraphRecord, after: Tensors, loose: bool, finish: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        record: GraphRecord,
+        after: Tensors,
+        loose: bool,
+        constants: Any,
+        finish: Callable[[], None],
+    ) -> None:
         super().__init__()
         self.tape, self.record, self.kept = record.tape, record, record.kept
         self.after, self.loose, self.finish = after, loose, finish
         self.at = self.drawn = 0
         self.done = False
-        self.constants = GraphConstants(record.region.shares)
+        self.constants = constants
 
     @property
     def position(self) -> int:

@@ -18,17 +18,17 @@ from remat.transforms.closure import (
     as_operand,
     changing,
     cond_met,
-    handed_on,
     kept_whole,
     made_inside,
     not_compiled,
-    note,
     standing_in,
 )
 from remat.transforms.closure import captured as convert_captured
 from remat.transforms.compat import (
     VMAP,
     allow_hooks,
+    below_levels,
+    functions_as_they_are,
     hooks_disabled,
     in_transform,
     is_hook_refusal,
@@ -58,7 +58,7 @@ from remat.transforms.functorch import Aliasing, Family, Prim, World, call
 from remat.transforms.intermediates import Mirrors, current
 from remat.transforms.pytree import check_results, flatten, merge, split, unflatten
 from remat.transforms.region import Region
-from remat.transforms.state import Ambient, RandomState, device_kinds
+from remat.transforms.state import Ambient, RandomState, device_kinds, note
 
 
 def outermost() -> bool:
@@ -152,9 +152,12 @@ def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]
     found = [*convert_captured(region.function), *(taps.offsets if taps else ())]
     random = RandomState(tensors)
     for _ in range(MOST_TRIES):
+        world = GraphLowering(region) if modes_active() and is_tracing() else None
+        watches: list[Any] = []
+        attempt = FlatCall(region, leaves, spec, at, tensors, found, taps, world)
         try:
-            world = GraphLowering(region) if modes_active() and is_tracing() else None
-            return FlatCall(region, leaves, spec, at, tensors, found, taps, world)()
+            with scoped(attempt=watches):
+                return attempt()
         except Missed as missed:
             if missed.around():
                 raise
@@ -166,12 +169,11 @@ def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]
         except Exception as error:
             if "is not differentiable with respect to" in str(error) and not region.cache.by_levels:
                 region.cache.by_levels = True
-            elif (handed := handed_on(f"region {region.name!r}", error)) is not None:
-                raise handed from error
             elif not not_compiled(error):
                 raise
-        # What the broken-off run drew is drawn again.
+        # What the broken-off run drew is drawn again, and what it wrote to memory is written again.
         random.restore()
+        attempt.put_back(watches)
     raise changing(region.name)
 
 
@@ -227,6 +229,13 @@ class FlatCall:
         self.out_at: list[int] = []
         self.out_spec: Any = None  # that of a single tensor is None
         self.aliasing = Aliasing()
+
+    def put_back(self, watches: list[Any]) -> None:
+        """Undo what a run that was broken off has written; `watches` have noted that, the innermost last."""
+        self.bindings.put_back()
+        with torch.no_grad(), below_levels(), functions_as_they_are():
+            for watch in reversed(watches):
+                watch.put_back()
 
     def __call__(self) -> Any:
         with labelled("forward", self.region.name):

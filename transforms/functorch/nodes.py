@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.closure import Missed, StrayWatch, made_inside, noting, read_again, refuse_strays
+from remat.transforms.closure import Missed, made_inside, read_again, refuse_strays
 from remat.transforms.compat import (
     GRAD,
     SingleLevelFunction,
@@ -46,13 +46,14 @@ from remat.transforms.functorch.primitive import (
 from remat.transforms.functorch.rules import hollow_operand, plain_duals
 from remat.transforms.ops import memory_of, span, storage
 from remat.transforms.region import agree
-from remat.transforms.state import RandomState
+from remat.transforms.state import RandomState, noting
 from remat.transforms.tape import (
     Kept,
     Reachability,
     Recorded,
     Recorder,
     Tape,
+    WriteNotes,
     held_tensors,
     held_values,
     holds_unseen,
@@ -263,7 +264,9 @@ def _forward(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
     """Run a region's function; recorded, where a node above it will pull back."""
     if prim.sinks:
         return _forward_recorded(prim, operands)
-    with StrayWatch(operands) as watch:
+    with WriteNotes([unwrapped(t) for t in operands]) as watch:
+        if active.attempt is not None:
+            active.attempt.append(watch)
         outs, conversion = noting(prim.body, *operands)
     region = prim.family.region
     refuse_strays(f"region {region.name!r}", region.function, conversion, watch.outside)
@@ -277,6 +280,8 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
     recorder = Recorder(
         tape, region.selector, operands, digest=region.digest, reruns=True, decisions=region.decisions
     )
+    if active.attempt is not None:
+        active.attempt.append(recorder)
     operands = _apart(recorder, operands, {i for mask in prim.masks for i in mask})
     random = RandomState(operands) if region.preserve_rng_state else None
     saved: set[int] = set()

@@ -23,7 +23,6 @@ from typing import Any, Protocol
 
 import torch
 
-from remat.transforms.closure import in_backward, noting
 from remat.transforms.compat import (
     functions_as_they_are,
     hooks_aside,
@@ -37,7 +36,7 @@ from remat.transforms.context import active, quiet, recomputing
 from remat.transforms.ops import storage
 from remat.transforms.pytree import smooth as pytree_smooth
 from remat.transforms.region import Region
-from remat.transforms.state import Ambient
+from remat.transforms.state import Ambient, in_backward, noting
 from remat.transforms.tape import Recorded
 
 Tensors = Sequence[torch.Tensor]

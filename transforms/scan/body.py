@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
-from remat.transforms.closure import ClosureConversion, StrayWatch, made_inside, note, refuse_strays, swapping
+from remat.transforms.closure import ClosureConversion, StrayWatch, made_inside, refuse_strays, swapping
 from remat.transforms.compat import is_wrapped, unwrapped
 from remat.transforms.context import active
 from remat.transforms.errors import RematError
 from remat.transforms.intermediates import Refusal, current, only
 from remat.transforms.pytree import Spec, flatten, merge, paths, unflatten
 from remat.transforms.scan.spec import Leaves, ScanSpec, Structure, Tensors, kind_of
+from remat.transforms.state import note
 
 _AS_IT_IS = contextlib.nullcontext()
 
@@ -73,23 +74,20 @@ class Body:
                 return self._lean(carry, row)
             versions, out = self._evaluated(carry, row)
             note(None)
-        else:
-            conversion = self.swapped(consts, [*carry, *x])
-            # In the first step, and in the first that is differentiated: what is read past the substitution?
-            fresh = not self.trusted or (torch.is_grad_enabled() and not self.watched)
-            self.watched = self.watched or torch.is_grad_enabled()
-            with StrayWatch([*consts, *carry, *x]) if fresh else _AS_IT_IS as watch, conversion:
-                versions, out = self._evaluated(carry, row)
-            note(conversion)
-            if watch is not None:
-                refuse_strays(self.spec.name, self.function, conversion, watch.outside)
-            if not isinstance(conversion, contextlib.nullcontext):
-                self.trusted = True
-                leaves, ys = self._checked(out, carry, versions)
-                # What the body captured and returns untouched was in no torch call.
-                return [*map(conversion.result, leaves)], [*map(conversion.result, ys)]
+            return self._checked(out, carry, versions)
+        conversion = self.swapped(consts, [*carry, *x])
+        # In the first step, and in the first that is differentiated: what is read past the substitution?
+        fresh = not self.trusted or (torch.is_grad_enabled() and not self.watched)
+        self.watched = self.watched or torch.is_grad_enabled()
+        with StrayWatch([*consts, *carry, *x]) if fresh else _AS_IT_IS as watch, conversion:
+            versions, out = self._evaluated(carry, row)
+        note(conversion)
+        if watch is not None:
+            refuse_strays(self.spec.name, self.function, conversion, watch.outside)
         self.trusted = True
-        return self._checked(out, carry, versions)
+        leaves, ys = self._checked(out, carry, versions)
+        # What the body captured and returns untouched was in no torch call.
+        return [*map(conversion.result, leaves)], [*map(conversion.result, ys)]
 
     def _row(self, x: Tensors) -> Any:
         if self.x_is_leaf:

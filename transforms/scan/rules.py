@@ -128,7 +128,6 @@ def _carries_dim(scan: Scan) -> int:
 
 Cotangents = Sequence[torch.Tensor | None]
 
-
 # `function.run`, which itself needs this file.
 Run = Callable[..., Any]
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from remat.transforms.closure import handed_on
 from remat.transforms.compat import (
     function_modes,
     functions_as_they_are,
@@ -252,8 +251,6 @@ def with_step_note(
     try:
         return scan.step(consts, carry, x)
     except Exception as error:
-        if (handed := handed_on(scan.spec.name, error)) is not None:
-            raise handed from error
         error.add_note(f"in step {k} of {scan.spec.name}")
         raise
 

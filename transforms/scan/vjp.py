@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from remat.transforms.closure import in_backward, noting
 from remat.transforms.compat import engine_grad, in_transform
 from remat.transforms.pytree import merge, smooth
+from remat.transforms.state import in_backward, noting
 
 Grads = list[torch.Tensor | None]
 

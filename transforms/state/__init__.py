@@ -6,6 +6,9 @@ from remat.transforms.state.ambient import (
     RandomState,  # generator states of the CPU and of every device among the arguments
     device_kinds,  # the kinds of device among `tensors`, the CPU always first
     generators_put_back,  # leave generators as they are, whatever is drawn inside
+    in_backward,  # that substitution again, for the backward
+    note,  # a function has run under this substitution, or as it is
+    noting,  # what a function returns, and the substitution of captured tensors that it ran under
     refuse_traced_draws,  # raise where make_fx writes down a recomputation that draws
     registered,  # what users want captured before a forward and put back around its recomputation
     switches_put_back,  # leave switches as they are, whatever is turned inside

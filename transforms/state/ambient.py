@@ -18,12 +18,12 @@ from remat.transforms.compat import (
     switches,
     traced_as_it_runs,
 )
+from remat.transforms.context import active
 from remat.transforms.errors import RematError
 
 _READERS = tuple(read for read, _ in switches)
 _ONLY_CPU = ("cpu",)
 _NO_AUTOCAST: tuple[tuple[str, torch.dtype | None], ...] = (("cpu", None),)
-
 
 # What users have registered: (capture, replay), by its handle.
 registered: dict[object, tuple[Callable[[], Any], Callable[[Any], Any]]] = {}
@@ -223,3 +223,28 @@ class RandomState:
         new.cpu = torch.default_generator.get_state()
         new.devices = self.devices and [(d, getattr(torch, d.type).get_rng_state(d)) for d, _ in self.devices]
         return new
+
+
+# -- the operands that stood for captured tensors -----------------------------------------------------------
+
+
+def noting(function: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+    """What `function` returns, and the substitution of captured tensors that it ran under, None without."""
+    active.noted.append(None)
+    try:
+        out = function(*args)
+    finally:
+        last = active.noted.pop()
+    note(last)
+    return out, last
+
+
+def note(conversion: Any) -> None:
+    """A function has run under `conversion`, or as it is."""
+    if active.noted:
+        active.noted[-1] = conversion
+
+
+def in_backward(last: Any) -> contextlib.AbstractContextManager[Any]:
+    """What `noting` gave, for the backward of what ran."""
+    return contextlib.nullcontext() if last is None else last.in_backward()

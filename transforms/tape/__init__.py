@@ -26,6 +26,7 @@ from remat.transforms.tape.replay import (
 )
 from remat.transforms.tape.snapshots import (
     Held,  # a value of a region, held until the backward
+    WriteNotes,  # around a forward that nobody records: strays, and what writes to memory from outside
     data_again,  # let tensors have the memory that they had before a region gave them other
     held_values,  # what is kept of ops, to be held until the backward
     lent,  # let memory from outside hold what it held before a region wrote to it

@@ -123,8 +123,9 @@ class Replay(Mode):
         if action == KEPT:
             return self._hand_out(at)
         # A view is made: one that is written through tells autograd where in its base the gradient belongs.
-        # So are `squeeze_` and the like: they change the tensor object itself, which later ops look at.
-        if action == SKIP and not facts.view and not facts.reshapes:
+        # So are `squeeze_` and the like, which change the tensor object itself, and zeros known to torch;
+        # later ops look at that.
+        if action == SKIP and not facts.view and not facts.looked_at:
             return next(iter(targets(facts, args, kwargs))) if facts.inplace else quiet(stand_in, node.outs)
         return self._run(at, node, facts, func, args, kwargs)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from remat.transforms.closure import StrayWatch
 from remat.transforms.compat import (
     autograd_again,
     data_of,
@@ -19,7 +20,7 @@ from remat.transforms.compat import (
 from remat.transforms.context import quiet
 from remat.transforms.errors import RematError, written
 from remat.transforms.offload import Elsewhere
-from remat.transforms.ops import memory_of, storage, version_of
+from remat.transforms.ops import memory_of, storage, targets, traits, version_of
 from remat.transforms.tape.tape import map_tensors
 
 
@@ -133,6 +134,14 @@ class Snapshot:
         else:
             memory.copy_(self.memory)
 
+    def undo(self, tensor: torch.Tensor) -> None:
+        """The same by an op, which regions around count as one of theirs: the memory is written to again."""
+        memory, whole = memory_of(tensor), quiet(tensor.detach)
+        if memory is not None and self.memory is not None:
+            size = memory.nbytes() // tensor.element_size()
+            whole = quiet(torch.as_strided, whole, (size,), (1,), 0)
+        whole.copy_(quiet(self.view, whole))
+
     def view(self, like: torch.Tensor) -> torch.Tensor:
         """What `like`, a tensor in the memory that was copied, was."""
         if self.memory is None:
@@ -146,6 +155,30 @@ class Snapshot:
         if self.memory is None:
             return [] if self.tensor is None else [self.tensor]
         return [octets(self.memory)]
+
+
+class WriteNotes(StrayWatch):
+    """Around a forward that nobody records: memory from outside as it was before writes."""
+
+    def __init__(self, known: Sequence[torch.Tensor]) -> None:
+        super().__init__(known)
+        self.operands = known
+        self.before: dict[int, tuple[torch.Tensor, Snapshot]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in targets(traits(func), args, kwargs or {}):
+            key = storage(tensor)
+            if key not in self.before and self._is_outside(tensor, key):
+                self.before[key] = tensor, quiet(Snapshot, tensor)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _is_outside(self, tensor: torch.Tensor, key: int) -> bool:
+        return not self.knows(tensor) or key in {storage(t) for t in (*self.operands, *self.outside)}
+
+    def put_back(self) -> None:
+        """Let memory from outside hold what it held before: the run was broken off, and begins again."""
+        for tensor, before in self.before.values():
+            before.undo(tensor)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat import below_levels, data_of, unwrapped
+from remat.transforms.compat import below_levels, data_of, set_data, unwrapped
 from remat.transforms.context import Mode, quiet
 from remat.transforms.errors import RematError, user_line
 from remat.transforms.offload import Elsewhere, away_in, send
@@ -107,16 +107,22 @@ class Verdicts(Mode):
             self.tape.nodes[owner].name = name
 
     def share_around(self) -> None:
-        """What a region around this one keeps is not computed again by this one."""
-        parent: Any = self.parent
-        kept = getattr(parent, "kept", None)
-        if not kept:
+        """What regions around this one keep is not computed again by this one."""
+        around: list[Any] = []
+        while (mode := (around or [self])[-1].parent) is not None:
+            around.append(mode)
+        if not any(getattr(mode, "kept", None) for mode in around):
             return
         for at, outer in self.outer.items():
-            if at not in self.kept and outer in kept and not self.tape.nodes[at].written:
-                self.kept[at] = kept[outer]
-                parent.tape.lent.add(outer)
-                self.tape.cacheable = False
+            if at in self.kept or self.tape.nodes[at].written:
+                continue
+            for mode in around:
+                if outer in (kept := getattr(mode, "kept", ())):
+                    self.kept[at] = kept[outer]
+                    mode.tape.lent.add(outer)
+                    self.tape.cacheable = False
+                    break
+                outer = getattr(mode, "outer", {}).get(outer)
 
     def offer_around(self, kept: Mapping[int, Any]) -> None:
         """What this region keeps is not computed again by any region around it."""
@@ -190,6 +196,15 @@ class WriteWatch(Verdicts):
             self.snapshots.pop(root, None)
             found.append((tensor.detach(), before))
         return found
+
+    def put_back(self) -> None:
+        """Let memory from outside hold what it held before: the run was broken off, and begins again."""
+        for tensor, before in self.replaced:
+            set_data(tensor, before)
+        for root, before in {**self.snapshots, **self.shown}.items():
+            tensor = self.outside[-1 - root]
+            if root in self.snapshots or quiet(before.differs, tensor):
+                before.undo(tensor)
 
     def _copy_kept(self, kept: Iterable[int]) -> None:
         """What is kept is about to be overwritten."""

@@ -51,7 +51,6 @@ PUBLISHED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "vit-h-14": ("ViTForImageClassification", "vit", _VIT),
 }
 
-
 # The fields of SDXL's config.json that are not those of the class.
 _SDXL: dict[str, Any] = {"sample_size": 128, "block_out_channels": (320, 640, 1280)}
 _SDXL |= {"down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D")}

@@ -21,6 +21,7 @@ from remat.transforms.compat import (
     backend,
     below_levels,
     dual_level_known_if_any,
+    example_bytes,
     example_of,
     fake_mode,
     hooks_as_they_are,
@@ -153,16 +154,11 @@ def run_whole(whole: Whole, body: TracedBody, operands: tuple[Any, ...], selecto
 
 
 def _block(graph: Graph, carry: Tensors, xs: Tensors) -> int:
-    sizes = [_bytes(t) for t in carry] + [_bytes(t) // max(1, example_of(t.shape[0])) for t in xs]
+    sizes = [example_bytes(t) for t in carry] + [
+        example_bytes(t) // max(1, example_of(t.shape[0])) for t in xs
+    ]
     small = len(graph.module.graph.nodes) <= _SMALL_GRAPH and sum(sizes) <= _SMALL_ROW
     return BLOCK if small else 1
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    count = tensor.element_size()
-    for size in tensor.shape:
-        count *= example_of(size)
-    return count
 
 
 def in_blocks(schedule: Schedule, size: int, n: int) -> tuple[int, Schedule]:

@@ -1,0 +1,104 @@
+"""Transforms inside a region that are handed captured tensors; and runs that begin again when one is met."""
+
+import pytest
+import torch
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+from remat import remat, save_matmuls
+from tests.helpers import rand, same
+
+INSIDE = {
+    "grad": lambda x, y: grad(lambda a: energy(a, x))(y) * x,
+    "vjp": lambda x, y: vjp(lambda a: a.sin() * x, y)[1](x)[0] * y,
+    "jvp": lambda x, y: jvp(lambda a: (a * x).sin(), (y,), (x,))[1],
+    "dual": lambda x, y: jvp(lambda a: a.sin() * x, (y,), (x * y,))[1],
+    "tangent": lambda x, y: jvp(torch.sin, (x,), (y,))[1],
+    "jacrev": lambda x, y: jacrev(lambda a: a.sin() * x)(y) @ x,
+    "hessian": lambda x, y: hessian(lambda a: energy(a, x))(y) @ x,
+    "vmap": lambda x, y: vmap(lambda a, b: a * b.sin())(x, y),
+    "vmap(grad)": lambda x, y: vmap(grad(lambda a: (a * x * y).sum() ** 2))(y),
+    "grad(grad)": lambda x, y: grad(lambda a: grad(lambda b: (b**3 * a * x).sum())(y).sum())(y),
+    "tree": lambda x, y: grad(lambda p: (p["a"] * x * p["b"].sin()).sum())({"a": y, "b": y * 2})["b"],
+    "region": lambda x, y: grad(lambda a: remat(lambda a, b: (a * b).sin())(a, y).sum())(y) * x,
+}
+
+
+def energy(a, x):
+    return (a.tanh() * x).sum() + (a**3).sum()
+
+
+def plain_twice(g):
+    """Gradients of gradients, in plain autograd."""
+
+    def of(x, y):
+        x, y = x.clone().requires_grad_(), y.clone().requires_grad_()
+        first = torch.autograd.grad(g(x, y), (x, y), create_graph=True)
+        return first, torch.autograd.grad(sum(t.square().sum() for t in first), (x, y))
+
+    return of
+
+
+AROUND = {
+    "autograd": plain_twice,
+    "grad": lambda g: grad(g, (0, 1)),
+    "jacfwd": lambda g: jacfwd(g, (0, 1)),
+    "vmap(grad)": lambda g: lambda x, y: vmap(grad(g, (0, 1)), in_dims=(0, None))(torch.stack([x, 2 * x]), y),
+}
+
+
+@pytest.mark.parametrize("found", [True, False], ids=["found", "hidden"])
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("inside", INSIDE)
+def test_transforms_of_captured_tensors(inside, around, found):
+    """In every call: the first one tells that the region uses torch.func."""
+
+    def wrapped(make):
+        def call(x, y):
+            hidden = iter([y] * 50)  # no walk finds what it holds
+            return make(lambda x: INSIDE[inside](x, y if found else next(hidden)))(x).square().sum()
+
+        return AROUND[around](call)
+
+    x, y = rand(3), rand(3, seed=1)
+    expected = wrapped(lambda f: f)(x, y)
+    for _ in range(2):
+        same(wrapped(remat)(x, y), expected)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("policy", [None, save_matmuls])
+@pytest.mark.parametrize("inside", ["transform", "ops"])
+@pytest.mark.parametrize("around", ["autograd", "vmap"])
+def test_a_run_that_begins_again_has_written_nothing(around, inside, policy, nested):
+    """A captured tensor that no walk finds is met amid the run: buffers, queues and slots count it once."""
+
+    def steps(make):
+        module = torch.nn.Module()
+        module.register_buffer("count", torch.zeros(()))
+        module.register_buffer("last", torch.zeros(()))
+        queue, w = torch.zeros(4), rand(3, seed=2).requires_grad_()
+        hidden = iter([w * 3] * 200)
+
+        def fn(x):
+            module.count += 1
+            module.last = module.count * 2  # another tensor in the slot
+            queue[1:3].add_(module.count)
+            torch.relu_(queue.view(2, 2)[0])
+            z = next(hidden)
+            back = grad(lambda a: (a.sin() * z.detach() / module.count).sum())
+            y = back(x) if inside == "transform" else x.cos()
+            return y * z * module.count + queue.sum() + module.last
+
+        region = make(fn)
+        around_it = make(lambda x: region(x) * module.count) if nested else region
+        x, found = rand(3).requires_grad_(), []
+        for _ in range(3):
+            if around == "vmap":
+                out = vmap(lambda x: around_it(x).sum())(torch.stack([x, x]))
+            else:
+                out = around_it(x)
+                found += torch.autograd.grad(out.sum(), (x, w), retain_graph=True)
+            found += [out.detach(), module.count.clone(), module.last.clone(), queue.clone()]
+        return found
+
+    same(steps(lambda f: remat(f, policy=policy)), steps(lambda f: f))
