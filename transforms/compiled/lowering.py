@@ -33,7 +33,7 @@ from remat.transforms.compat import (
 )
 from remat.transforms.compiled.barrier import ONCE, UNKNOWN, GraphDedup, fence, fence_below, plain, snapshot
 from remat.transforms.compiled.record import GraphRecord, GraphReplay
-from remat.transforms.compiled.turns import RECOMPUTED, Late, Pulled, ahead, reads
+from remat.transforms.compiled.turns import RECOMPUTED, Late, PullSpan, ahead, reads
 from remat.transforms.context import quiet, ranks_met, recordings
 from remat.transforms.errors import RematError
 from remat.transforms.functorch import Prim, PullBack, replaying
@@ -167,7 +167,7 @@ class GraphLowering:
 # are there from the start, so a compiler might recompute blocks of both at a time, and hold the working sets
 # of all. Autograd's order, the reverse of the forward's, holds one.
 
-_pulled: weakref.WeakKeyDictionary[Any, list[Pulled]] = weakref.WeakKeyDictionary()
+_pulled: weakref.WeakKeyDictionary[Any, list[PullSpan]] = weakref.WeakKeyDictionary()
 
 
 class Turn:
@@ -186,7 +186,7 @@ class Turn:
         found = [at for t in operands[first:last] if (at := traced(t)) is not None]
         self.operands, self.given = operands, [node for _, node in found]
         self.tracer = found[0][0] if found else None
-        self.before: list[Pulled] = _pulled.setdefault(self.tracer, []) if found else []
+        self.before: list[PullSpan] = _pulled.setdefault(self.tracer, []) if found else []
         self.start = last_node(self.tracer) if found else None
         # What an earlier pass has made would be held for this one.
         same = bool(self.before) and self.before[-1].task == graph_task()
@@ -205,7 +205,7 @@ class Turn:
         if fetched and self.latest is not None:
             ahead(self.tracer.graph, nodes_of(fetched), self.latest, made, self.start)
         sends = bool(fetched)
-        self.before.append(Pulled(graph_task(), self.start, end, self.given, made, sends, self.moved))
+        self.before.append(PullSpan(graph_task(), self.start, end, self.given, made, sends, self.moved))
 
     def late_readers(self, results: Sequence[Node | None]) -> Late | None:
         """Who reads results of the region while it is not recomputed yet, but other regions were since its

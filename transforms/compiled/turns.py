@@ -27,7 +27,7 @@ RECOMPUTED = "remat_recomputed"
 
 
 @dataclass
-class Pulled:
+class PullSpan:
     """A pull-back in a graph: its nodes lie behind `start`, up to `end`.
 
     Attributes:
@@ -51,7 +51,7 @@ class Pulled:
         return (self.start < node and not self.end < node) or node in self.moved
 
 
-def ahead(graph: Graph, fetched: Sequence[Any], latest: Pulled, made: Iterable[Node], start: Node) -> None:
+def ahead(graph: Graph, fetched: Sequence[Any], latest: PullSpan, made: Iterable[Node], start: Node) -> None:
     """Put fetches before the recomputation of `latest`, if gradients `made` behind `start` read them."""
     behind = _behind(made, start)
     find = partial(graph.find_nodes, op="call_function")
@@ -80,7 +80,7 @@ class Late:
 
     after: torch.Tensor
 
-    def __init__(self, before: Sequence[Pulled], start: Node | None) -> None:
+    def __init__(self, before: Sequence[PullSpan], start: Node | None) -> None:
         self.before, self.start = before, start
         self.moved: set[Node] = set()
         # Results and views of them -> the result's position, and the view's operand.
