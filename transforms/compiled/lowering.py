@@ -199,7 +199,7 @@ class Turn:
         """Note the results of the pull-back, and what was fetched for it."""
         found = [(t, at[1]) for t in gradients if (at := traced(t)) is not None]
         made = {node: t for t, node in found if node.op == "call_function"}
-        if self.start is None or not made:
+        if self.tracer is None or self.start is None or not made:
             return
         end = last_node(self.tracer)
         if fetched and self.latest is not None:
