@@ -77,7 +77,7 @@ def test_a_run_that_begins_again_has_written_nothing(around, inside, policy, nes
         module.register_buffer("count", torch.zeros(()))
         module.register_buffer("last", torch.zeros(()))
         queue, w = torch.zeros(4), rand(3, seed=2).requires_grad_()
-        hidden = iter([w * 3] * 200)
+        hidden, own = iter([w * 3] * 200), torch.Generator().manual_seed(3)
 
         def fn(x):
             module.count += 1
@@ -87,7 +87,9 @@ def test_a_run_that_begins_again_has_written_nothing(around, inside, policy, nes
             z = next(hidden)
             back = grad(lambda a: (a.sin() * z.detach() / module.count).sum())
             y = back(x) if inside == "transform" else x.cos()
-            return y * z * module.count + queue.sum() + module.last
+            # (`vmap` is asked nothing about generators here.)
+            noise = torch.rand(3, generator=own, dtype=x.dtype) if around == "autograd" else 1
+            return y * z * module.count + queue.sum() + module.last + x * noise
 
         region = make(fn)
         around_it = make(lambda x: region(x) * module.count) if nested else region
@@ -99,6 +101,7 @@ def test_a_run_that_begins_again_has_written_nothing(around, inside, policy, nes
                 out = around_it(x)
                 found += torch.autograd.grad(out.sum(), (x, w), retain_graph=True)
             found += [out.detach(), module.count.clone(), module.last.clone(), queue.clone()]
+            found.append(own.get_state())
         return found
 
     same(steps(lambda f: remat(f, policy=policy)), steps(lambda f: f))

@@ -115,6 +115,36 @@ def test_nested_regions_draw_the_same_numbers():
     same(run(remat), run(lambda f: f))
 
 
+@pytest.mark.parametrize("how", ["ops", "transform", "raw memory", "func.grad", "jvp and autograd"])
+def test_generator_of_its_own_in_a_nested_region(how):
+    """Where the outer function runs again, the inner region notes states that its draws are to begin from."""
+
+    def steps(make):
+        own = torch.Generator().manual_seed(3)
+
+        def inner(x):
+            return (x * torch.rand(3, generator=own, dtype=x.dtype)).sin()
+
+        def outer(x):
+            if how == "raw memory":
+                x.detach().numpy()
+            scale = grad(lambda a: a.sin().sum())(x) if how == "transform" else x.cos()
+            return make(inner)(x) * scale
+
+        x, found = rand(3).requires_grad_(), []
+        for _ in range(3):
+            if how == "func.grad":
+                found.append(grad(lambda x: make(outer)(x).sum())(x.detach()))
+            elif how == "jvp and autograd":
+                tangent = torch.func.jvp(make(outer), (x,), (x.cos(),))[1]
+                found += torch.autograd.grad(tangent.sum(), x)
+            else:
+                found += torch.autograd.grad(make(outer)(x).sum(), x)
+        return [*found, own.get_state()]
+
+    same(steps(remat), steps(lambda f: f))
+
+
 def test_gradient_vanishes_exactly_where_the_value_was_dropped():
     region = remat(lambda x: F.dropout(x.exp(), 0.5))
     grads, out = torch.func.grad_and_value(lambda x: (lambda y: (y.sum(), y))(region(x)), has_aux=True)(

@@ -61,7 +61,7 @@ from remat.transforms.offload import Store
 from remat.transforms.ops import storage
 from remat.transforms.region import CachedTrace, agree, recomputing
 from remat.transforms.sharded import PLAIN, Wrapper, wraps
-from remat.transforms.state import generators_put_back
+from remat.transforms.state import generators_again
 from remat.transforms.tape import GuardMode, Held, Needs, Program, Reachability, Recorder, Tape
 
 _NOTHING = contextlib.nullcontext()
@@ -332,7 +332,7 @@ class Frame(Packer):
         random = self.random if self.region.preserve_rng_state else {}
         contexts = inputs.ambient_contexts(casts=False)
         if program.draws and random:
-            contexts.append(generators_put_back(random.values()))
+            contexts.append(generators_again(random.values()))
         if self.store is not None:
             contexts.append(self.store.fetched(program.kept))
         try:

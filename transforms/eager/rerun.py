@@ -18,7 +18,7 @@ from remat.transforms.eager.saved import hook, unhook
 from remat.transforms.errors import RematError, not_repeated
 from remat.transforms.ops import storage
 from remat.transforms.region import recomputing
-from remat.transforms.state import generators_put_back
+from remat.transforms.state import generators_again
 from remat.transforms.tape import Needs, Replay, Stop, data_again, lent, versions_again
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Rerun:
                 if inputs.random is not None:
                     stack.callback(inputs.random.again().restore)
                     inputs.random.restore()
-                    stack.enter_context(generators_put_back(frame.random.values()))
+                    stack.enter_context(generators_again(frame.random.values()))
                 stack.enter_context(data_again(frame.replaced))
                 stack.enter_context(lent(frame.raw))
                 stack.enter_context((lent if frame.tape.loose else versions_again)(self._written()))

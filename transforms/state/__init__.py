@@ -5,7 +5,7 @@ from remat.transforms.state.ambient import (
     GeneratorState,  # the state of the generator that an op is about to draw from
     RandomState,  # generator states of the CPU and of every device among the arguments
     device_kinds,  # the kinds of device among `tensors`, the CPU always first
-    generators_put_back,  # leave generators as they are, whatever is drawn inside
+    generators_again,  # let generators begin where they were, and leave them as they are
     in_backward,  # that substitution again, for the backward
     note,  # a function has run under this substitution, or as it is
     noting,  # what a function returns, and the substitution of captured tensors that it ran under

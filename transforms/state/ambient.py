@@ -171,13 +171,18 @@ def refuse_traced_draws(region: str) -> None:
 
 
 @contextlib.contextmanager
-def generators_put_back(states: Iterable[GeneratorState]) -> Iterator[None]:
-    """Leave these generators as they are now, whatever is drawn inside."""
+def generators_again(states: Iterable[GeneratorState]) -> Iterator[None]:
+    """Within, generators begin where the first state of each says; afterwards they are as now.
+
+    A region inside notes the state that an op of its own is about to draw from before the op runs.
+    """
     found: dict[Any, GeneratorState] = {}
     for state in states:
         found.setdefault(state.device if state.generator is None else id(state.generator), state)
     now = [state.now() for state in found.values()]
     try:
+        for state in found.values():
+            state.restore()
         with outside_batched_grads():
             yield
     finally:

@@ -34,7 +34,7 @@ from remat.transforms.ops import (
     without_objects,
 )
 from remat.transforms.placeholders import stand_in
-from remat.transforms.state import RandomState, generators_put_back
+from remat.transforms.state import RandomState, generators_again
 from remat.transforms.tape.absent import Absent
 from remat.transforms.tape.reachability import Reachability
 from remat.transforms.tape.recorder import Recorder
@@ -279,7 +279,7 @@ class Recorded:
             if self.random is not None:
                 stack.callback(self.random.again().restore)
                 self.random.restore()
-                stack.enter_context(generators_put_back(self.draws.values()))
+                stack.enter_context(generators_again(self.draws.values()))
             if self.replaced:
                 stack.enter_context(data_again(self.replaced))
             if pairs := list(self._written()):

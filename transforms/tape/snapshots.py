@@ -21,6 +21,7 @@ from remat.transforms.context import quiet
 from remat.transforms.errors import RematError, written
 from remat.transforms.offload import Elsewhere
 from remat.transforms.ops import memory_of, storage, targets, traits, version_of
+from remat.transforms.state import GeneratorState
 from remat.transforms.tape.tape import map_tensors
 
 
@@ -164,9 +165,13 @@ class WriteNotes(StrayWatch):
         super().__init__(known)
         self.operands = known
         self.before: dict[int, tuple[torch.Tensor, Snapshot]] = {}
+        self.random: list[GeneratorState] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in targets(traits(func), args, kwargs or {}):
+        kwargs = kwargs or {}
+        if kwargs.get("generator") is not None:
+            self.random.append(quiet(GeneratorState, args, kwargs))
+        for tensor in targets(traits(func), args, kwargs):
             key = storage(tensor)
             if key not in self.before and self._is_outside(tensor, key):
                 self.before[key] = tensor, quiet(Snapshot, tensor)
@@ -176,7 +181,9 @@ class WriteNotes(StrayWatch):
         return not self.knows(tensor) or key in {storage(t) for t in (*self.operands, *self.outside)}
 
     def put_back(self) -> None:
-        """Let memory from outside hold what it held before: the run was broken off, and begins again."""
+        """Let memory from outside and generators be as before: the run was broken off, and begins again."""
+        for state in reversed(self.random):
+            state.restore()
         for tensor, before in self.before.values():
             before.undo(tensor)
 

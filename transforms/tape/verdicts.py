@@ -15,6 +15,7 @@ from remat.transforms.errors import RematError, user_line
 from remat.transforms.offload import Elsewhere, away_in, send
 from remat.transforms.ops import Traits, metas, targets, tensors_in
 from remat.transforms.placeholders import Meta
+from remat.transforms.state import GeneratorState
 from remat.transforms.tape.snapshots import Snapshot
 from remat.transforms.tape.tape import RECOMPUTE, SAVE, Node, ValueNumbering, map_tensors
 
@@ -152,6 +153,7 @@ class WriteWatch(Verdicts):
     """The part of a recorder that is asked before a write (see `recorder.Recorder`)."""
 
     outside: list[torch.Tensor]
+    random: dict[int, GeneratorState]
     snapshots: dict[int, Snapshot]
     shown: dict[int, Snapshot]
     moved: set[int]
@@ -198,7 +200,9 @@ class WriteWatch(Verdicts):
         return found
 
     def put_back(self) -> None:
-        """Let memory from outside hold what it held before: the run was broken off, and begins again."""
+        """Let memory from outside and generators be as before: the run was broken off, and begins again."""
+        for state in reversed(self.random.values()):
+            state.restore()
         for tensor, before in self.replaced:
             set_data(tensor, before)
         for root, before in {**self.snapshots, **self.shown}.items():
