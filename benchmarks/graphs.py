@@ -18,7 +18,7 @@ from einops import rearrange
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.measures import recover, told
-from benchmarks.models import Problem, named
+from benchmarks.models import HuggingFace, Problem, named
 from benchmarks.peers import peer
 from benchmarks.records import Record, Target, conclude, ratio
 from remat.gpu import MARK, GpuReport, compile_for
@@ -58,8 +58,11 @@ class Graphs:
         mode = f"{model}, {built.depth} blocks, {built.batch} x {built.seq}, {self.device}"
         # What einops sets up at its first call is nothing that a compiler may see.
         rearrange(torch.zeros(1, 1), "a b -> b a")
-        with FakeTensorMode():
-            problem = built.problem(torch.device("cpu"), torch.bfloat16, 0)
+        if isinstance(built, HuggingFace):  # its weights cannot be cast as fake tensors
+            problem = built.problem(torch.device("meta"), torch.bfloat16, 0)
+        else:
+            with FakeTensorMode():
+                problem = built.problem(torch.device("cpu"), torch.bfloat16, 0)
         for name in self.peers:
             try:
                 yield from rows(mode, name, compiled(problem, name, self.device))

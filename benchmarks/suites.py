@@ -181,7 +181,7 @@ def h200() -> list[Case]:
         panel("gpt2-xl", "blocks", xl, 120, **compiled),
         # The second call begins about here.
         panel("llama3-8b", "backward", few, 60, **compiled),
-        # Compiled graphs fetch nothing ahead.
+        # Offload, in eager.
         panel("llama3-8b", "backward", OFFLOAD, 30, rounds=6, sizes=sizes(depth=16)),
         panel("moe", "blocks", (*short, *JAX[1:3]), 55, **compiled),
         panel("llama-32k", "blocks", (*few, JAX[1]), 100, compiled=True, rounds=4),

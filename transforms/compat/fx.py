@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,12 +111,23 @@ def traced(tensor: torch.Tensor) -> tuple[Any, Node] | None:
     return None if mode is None or tracked is None else (mode.tracer, tracked.node)
 
 
+def nodes_of(tensors: Iterable[torch.Tensor]) -> list[Node | None]:
+    """The nodes of these tensors in the graph that is being traced."""
+    found = [traced(t) for t in tensors]
+    return [None if at is None else at[1] for at in found]
+
+
+def last_node(tracer: Any) -> Node:
+    """What the tracer has added last."""
+    return next(iter(reversed(tracer.graph.nodes)))
+
+
 class NodeSpan:
     """The nodes that a tracer adds from the making of this on."""
 
     def __init__(self, tracer: Any) -> None:
         self.tracer = tracer
-        self.before: Node = next(iter(reversed(tracer.graph.nodes)))
+        self.before = last_node(tracer)
 
     def nodes(self) -> Iterator[Node]:
         node = self.before.next

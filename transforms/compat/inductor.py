@@ -7,6 +7,7 @@ ops run as they are, right but slower. Tried on 2.11.0, 2.13.0 and 2.15.0 (CPU).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,14 @@ class _Fence(ir.FallbackKernel):
         wrapper.writeline(f"{self.get_name()} = {source.codegen_reference()}")
 
 
+class _Arrived(_Fence):
+    """A fence on a value that was fetched from the host: it waits for the copy."""
+
+    def codegen(self, wrapper: Any) -> None:
+        super().codegen(wrapper)
+        wrapper.writeline(f"torch.ops.remat.arrived.wait({self.get_name()})")
+
+
 @dataclass
 class _Emptied(MemoryPlanningLine):
     """Inductor holds dead buffers for later kernels of the same size to write to, as long as its estimate of
@@ -41,12 +50,12 @@ class _Emptied(MemoryPlanningLine):
         return NullLine(self.wrapper)
 
 
-def _lower_fence(value: Any, after: Any) -> Any:
+def _lower_fence(value: Any, after: Any, op: Any = _ops.fence.default, kind: type[_Fence] = _Fence) -> Any:
     # A result of the graph must not share memory with an input of it, and C++ has no second name for a
     # tensor.
     if V.graph.cpp_wrapper or _escapes(V.graph.current_node):
-        return fallback_handler(_ops.fence.default, add_to_fallback_set=False)(value, after)
-    out: Any = _Fence.create(_ops.fence.default, value, after)
+        return fallback_handler(op, add_to_fallback_set=False)(value, after)
+    out: Any = kind.create(op, value, after)
     # Up to 2.13 a result is a buffer of its own, that the kernel packs; on 2.15 one result is the kernel.
     kernel = out if isinstance(out, _Fence) else out.inputs[0]
     if not _hands_over(V.graph.current_node, kernel.inputs[0]):
@@ -79,7 +88,7 @@ def _may_alias(node: torch.fx.Node) -> bool:
     if not isinstance(op, torch._ops.OpOverload):
         return node.op == "call_function"
     # Ops that do nothing, such as an expand to the same size or a cast to the same type, Inductor leaves out.
-    return op.is_view or op in _MAYBE_NOTHING or op is _ops.fence.default
+    return op.is_view or op in _MAYBE_NOTHING or op in (_ops.fence.default, _ops.arrived.default)
 
 
 _MAYBE_NOTHING = {
@@ -130,6 +139,10 @@ def _lower_product(a: Any, b: Any) -> Any:
 
 register_lowering(_ops.product.default, type_promotion_kind=None)(_lower_product)
 register_lowering(_ops.fence.default, type_promotion_kind=None)(_lower_fence)
+_lower_arrived = partial(_lower_fence, op=_ops.arrived.default, kind=_Arrived)
+register_lowering(_ops.arrived.default, type_promotion_kind=None)(_lower_arrived)
+for _op in (_ops.send.default, _ops.fetch.default):
+    register_lowering(_op, type_promotion_kind=None)(fallback_handler(_op, add_to_fallback_set=False))
 register_lowering(_ops.once.default, type_promotion_kind=None)(_lower_once)
 register_lowering(_ops.uniform.default, type_promotion_kind=None)(_lower_draw("uniform", "rand"))
 register_lowering(_ops.normal.default, type_promotion_kind=None)(_lower_draw("normal", "randn"))

@@ -5,7 +5,6 @@ from remat.transforms.compiled.barrier import (
     dedup_key,  # what two calls of regions have in common if one is a copy of the other but for its tensors
 )
 from remat.transforms.compiled.lowering import (
-    RECOMPUTED,  # the key under which a graph's nodes say which call of a region they recompute
     GraphLowering,  # runs primitives at the bottom of the functorch levels (a `functorch.primitive.World`)
 )
 from remat.transforms.compiled.names import (
@@ -14,4 +13,7 @@ from remat.transforms.compiled.names import (
     VARIABLE,  # the op that marks what is differentiated by
     give_name,  # `named` outside of Dynamo
     named,  # an alias of `tensor` that every recording in progress knows by `name`
+)
+from remat.transforms.compiled.turns import (
+    RECOMPUTED,  # the key under which a graph's nodes say which call of a region they recompute
 )

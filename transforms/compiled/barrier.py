@@ -44,7 +44,7 @@ _library.define("snapshot(Tensor value) -> Tensor")
 _library.define("once(Tensor value) -> Tensor")
 
 
-def _copy(value: torch.Tensor, after: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+def as_fenced(value: torch.Tensor, after: Sequence[torch.Tensor] = ()) -> torch.Tensor:
     copy = value.clone()
     if copy.stride() == value.stride():
         return copy
@@ -54,18 +54,19 @@ def _copy(value: torch.Tensor, after: Sequence[torch.Tensor] = ()) -> torch.Tens
     return span.clone().as_strided(value.shape, value.stride())
 
 
-def _like(value: torch.Tensor, after: Sequence[torch.Tensor]) -> torch.Tensor:
+def fence_fake(value: torch.Tensor, after: Sequence[torch.Tensor]) -> torch.Tensor:
     # By its schema the op makes a new tensor, so functionalization tells the two apart; by its memory it is
     # the same, so that no later pass writes into what it takes for a buffer of its own.
     return value.view_as(value)
 
 
-_library.impl("fence", _copy, "CompositeExplicitAutograd")
-torch.library.register_fake("remat::fence", _like, lib=_library)
-_library.impl("snapshot", _copy, "CompositeExplicitAutograd")
-torch.library.register_fake("remat::snapshot", _copy, lib=_library)
-_library.impl("once", _copy, "CompositeExplicitAutograd")
-torch.library.register_fake("remat::once", lambda value: _like(value, ()), lib=_library)
+_library.impl("fence", as_fenced, "CompositeExplicitAutograd")
+torch.library.register_fake("remat::fence", fence_fake, lib=_library)
+_library.impl("snapshot", as_fenced, "CompositeExplicitAutograd")
+torch.library.register_fake("remat::snapshot", as_fenced, lib=_library)
+_library.impl("once", as_fenced, "CompositeExplicitAutograd")
+torch.library.register_fake("remat::once", lambda value: fence_fake(value, ()), lib=_library)
+FENCE = torch.ops.remat.fence.default
 # A value that is computed once in a graph (`lowering.GraphConstants`).
 ONCE = torch.ops.remat.once.default
 
@@ -73,7 +74,7 @@ ONCE = torch.ops.remat.once.default
 def snapshot(value: torch.Tensor) -> torch.Tensor:
     """A copy of a tensor that is about to be written to. Of a plain one compilers find that it does nothing,
     and hand what is in the memory later to the backward."""
-    copy = _on_local(torch.ops.remat.snapshot.default, value)
+    copy = on_local(torch.ops.remat.snapshot.default, value)
     must_save(copy)
     return copy
 
@@ -100,14 +101,14 @@ def fence_below(value: torch.Tensor, after: Sequence[torch.Tensor]) -> torch.Ten
 def _fenced(value: torch.Tensor, after: Sequence[torch.Tensor]) -> torch.Tensor:
     if any(map(_sharded, after)):
         after = list(local_tensors(after))
-    return _on_local(torch.ops.remat.fence.default, value, list(after))
+    return on_local(FENCE, value, list(after))
 
 
 def _sharded(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "__tensor_flatten__") and wraps(tensor)
 
 
-def _on_local(op: Callable[..., torch.Tensor], value: torch.Tensor, *rest: Any) -> torch.Tensor:
+def on_local(op: Callable[..., torch.Tensor], value: torch.Tensor, *rest: Any) -> torch.Tensor:
     """What `op` makes of a value. A `DTensor` knows no sharding of these ops: they run on what it wraps."""
     if not _sharded(value):
         return op(value, *rest)

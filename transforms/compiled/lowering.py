@@ -12,6 +12,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,11 +25,15 @@ from remat.transforms.compat import (
     graph_memory,
     graph_storage,
     graph_task,
+    last_node,
+    nodes_of,
     tagged,
     traced,
+    tracer_at_work,
 )
-from remat.transforms.compiled.barrier import ONCE, UNKNOWN, GraphDedup, fence, plain, snapshot
+from remat.transforms.compiled.barrier import ONCE, UNKNOWN, GraphDedup, fence, fence_below, plain, snapshot
 from remat.transforms.compiled.record import GraphRecord, GraphReplay
+from remat.transforms.compiled.turns import RECOMPUTED, Late, PullSpan, ahead, reads
 from remat.transforms.context import quiet, ranks_met, recordings
 from remat.transforms.errors import RematError
 from remat.transforms.functorch import Prim, PullBack, replaying
@@ -36,8 +41,6 @@ from remat.transforms.ops import Traits, tensors_in, traits
 from remat.transforms.region import Region, agree_traced
 
 Tensors = Sequence[torch.Tensor]
-# The key under which a graph's nodes say which call of a region they recompute.
-RECOMPUTED = "remat_recomputed"
 _serials = itertools.count()
 
 
@@ -61,11 +64,15 @@ class GraphLowering:
         record, outs = run() if prim.mapped else self.alike.forward(operands, prim.masks, run)
         for sink in prim.sinks:
             sink.written = record
+        if outs and (sent := record.sent()):
+            # Or what is sent would stay until the forward ends, or be sent in the backward.
+            outs = [quiet(fence_below, outs[0], [value.host for value in sent]), *outs[1:]]
         # Autograd sees the node make them. AOTAutograd would see how functionalization came to them, views
         # and detached values, and make them so once more, without the node.
         memory = [graph_storage(t) for t in outs]
         alone = [memory.count(m) == 1 and m not in record.given for m in memory]
         made = tuple([as_it_is(t) if own else t for t, own in zip(outs, alone, strict=True)])
+        record.results = nodes_of(made)
         for around in recordings():
             if isinstance(around, GraphRecord):
                 around.origins.renamed(outs, made)
@@ -96,22 +103,42 @@ class GraphLowering:
 
     def pull(self, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
         """Recompute a region behind a fence, and pull its cotangents back."""
-        operands = _in_turn(operands, *prim.cotangents)
-        run = functools.partial(self._pull, prim, operands)
         body = prim.body
         assert prim.source is not None
         record: GraphRecord = prim.source.written
+        turn = Turn(operands, *prim.cotangents)
+        operands = turn.operands
+        plain = isinstance(body, PullBack) and prim.recorded is None and not record.rewritten
+        if plain and (late := turn.late_readers(record.results)):
+            made, turn.moved = self._early(prim, turn, late), late.moved
+            turn.done(made, [value.fetched for value in record.sent()])
+            return made
+        run = functools.partial(self._pull, prim, operands)
         # The pull-back of a pull-back has more operands than the forward.
         if prim.mapped or not isinstance(body, PullBack) or body.count != len(record.operands):
             made = run()
         else:
             made = tuple(self.alike.pull(operands, record, body, self.tags, run))
-        _done(made)
+        turn.done(made, [value.fetched for value in record.sent()])
         return made
 
-    def _pull(self, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
+    def _early(self, prim: Prim, turn: Turn, late: Late) -> tuple[torch.Tensor, ...]:
+        """`_pull` for a region whose results others read in the backward before its cotangents are there."""
+        outs: list[torch.Tensor] = []
+
+        def seen(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            outs[:] = made = body.body(*operands)
+            return made
+
+        body: Any = prim.body
+        prim = replace(prim, body=replace(body, body=seen))
+        made = self._pull(prim, turn.operands, [late.after])
+        late.read_again(outs)
+        return made
+
+    def _pull(self, prim: Prim, operands: Tensors, after: Tensors | None = None) -> tuple[torch.Tensor, ...]:
         first, last = prim.cotangents
-        after = operands[first:last]
+        after = operands[first:last] if after is None else after
         assert prim.source is not None
         record: GraphRecord = prim.source.written
         region, ambient = prim.family.region, prim.family.ambient
@@ -126,6 +153,8 @@ class GraphLowering:
             for i, (whole, aliasing) in record.together.items():
                 (fenced[i],) = aliasing.rebuilt((), [fenced[whole]])
             loose = prim.dual or record.tape.loose
+            for value in record.sent():
+                quiet(value.fetch, after)
             replay = GraphReplay(record, after, loose, GraphConstants(region.shares), tag.close)
             if ambient.must_be_restored():
                 stack.enter_context(ambient.restored())
@@ -138,43 +167,56 @@ class GraphLowering:
 # are there from the start, so a compiler might recompute blocks of both at a time, and hold the working sets
 # of all. Autograd's order, the reverse of the forward's, holds one.
 
-# Of the pull-back that was traced last in a graph: the backward pass, and its gradients with their nodes.
-_latest: weakref.WeakKeyDictionary[Any, tuple[int, dict[Node, torch.Tensor]]] = weakref.WeakKeyDictionary()
+_pulled: weakref.WeakKeyDictionary[Any, list[PullSpan]] = weakref.WeakKeyDictionary()
 
 
-def _in_turn(operands: Sequence[torch.Tensor], first: int, last: int) -> Sequence[torch.Tensor]:
-    """The operands of a pull-back, with cotangents from `first` to `last`: one of these waits for the
-    pull-back that was traced before it in the same pass."""
-    found = [traced(t) for t in operands[first:last]]
-    if not found or found[0] is None:
-        return operands
-    task, made = _latest.get(found[0][0], (None, None))
-    # What an earlier pass has made would be held for this one.
-    if not made or task != graph_task() or _reads([at[1] for at in found if at is not None], made):
-        return operands
-    turn = made[max(made)]
-    return [*operands[:first], fence(operands[first], [turn]), *operands[first + 1 :]]
+class Turn:
+    """A pull-back that is about to be traced.
 
+    Args:
+        operands: its, with cotangents from `first` to `last`.
 
-def _done(gradients: Sequence[torch.Tensor]) -> None:
-    """Note the results of a pull-back."""
-    found = [(t, at) for t in gradients if (at := traced(t)) is not None and at[1].op == "call_function"]
-    for _, (tracer, _) in found[:1]:
-        _latest[tracer] = graph_task(), {node: t for t, (_, node) in found}
+    Attributes:
+        operands: the same, but that one of the cotangents waits for the pull-back that was traced before in
+            the same pass.
+    """
 
+    def __init__(self, operands: Tensors, first: int, last: int) -> None:
+        self.moved: set[Node] = set()
+        found = [at for t in operands[first:last] if (at := traced(t)) is not None]
+        self.operands, self.given = operands, [node for _, node in found]
+        self.tracer = found[0][0] if found else None
+        self.before: list[PullSpan] = _pulled.setdefault(self.tracer, []) if found else []
+        self.start = last_node(self.tracer) if found else None
+        # What an earlier pass has made would be held for this one.
+        same = bool(self.before) and self.before[-1].task == graph_task()
+        self.latest = latest = self.before[-1] if same else None
+        if latest is not None and not reads(self.given, latest.made):
+            turn = latest.made[max(latest.made)]
+            self.operands = [*operands[:first], fence(operands[first], [turn]), *operands[first + 1 :]]
 
-def _reads(nodes: list[Node], made: dict[Node, torch.Tensor]) -> bool:
-    """Whether any of these is computed from what was made."""
-    start = min(made)
-    seen: set[Node] = set()
-    while nodes:
-        node = nodes.pop()
-        if node in made:
-            return True
-        if node not in seen and start < node:
-            seen.add(node)
-            nodes.extend(node.all_input_nodes)
-    return False
+    def done(self, gradients: Tensors, fetched: Tensors) -> None:
+        """Note the results of the pull-back, and what was fetched for it."""
+        found = [(t, at[1]) for t in gradients if (at := traced(t)) is not None]
+        made = {node: t for t, node in found if node.op == "call_function"}
+        if self.tracer is None or self.start is None or not made:
+            return
+        end = last_node(self.tracer)
+        if fetched and self.latest is not None:
+            ahead(self.tracer.graph, nodes_of(fetched), self.latest, made, self.start)
+        sends = bool(fetched)
+        self.before.append(PullSpan(graph_task(), self.start, end, self.given, made, sends, self.moved))
+
+    def late_readers(self, results: Sequence[Node | None]) -> Late | None:
+        """Who reads results of the region while it is not recomputed yet, but other regions were since its
+        forward; None for nobody, or where a result is held anyway."""
+        if not self.before or tracer_at_work() is None:
+            return None
+        late = Late(self.before, self.start)
+        for i, result in enumerate(results):
+            if result is not None and result.op == "call_function" and not late.find(i, result):
+                return None
+        return late if late.readers and late.wait_for(min(late.readers)) else None
 
 
 # -- constants: computed once in a graph -------------------------------------------------------------------

@@ -14,10 +14,11 @@ import torch
 
 from remat.transforms.compat import as_it_is, graph_memory, graph_storage, must_save
 from remat.transforms.compiled.barrier import Origins, fence_below, snapshot
+from remat.transforms.compiled.sent import Sent
 from remat.transforms.context import Mode, active, quiet
 from remat.transforms.errors import RematError
 from remat.transforms.functorch import Aliasing
-from remat.transforms.offload import Elsewhere, to_host
+from remat.transforms.offload import Elsewhere
 from remat.transforms.ops import Decisions, draws, is_shape_arithmetic, metadata, targets, tensors_in, traits
 from remat.transforms.region import Region
 from remat.transforms.state import can_seed, draw, new_seed, refuse_generator
@@ -26,19 +27,6 @@ from remat.transforms.tape import OFFLOAD, RECOMPUTE, SAVE, Node, Tape, ValueNum
 Tensors = Sequence[torch.Tensor]
 # matmul ends in the one or the other, by whether a level below differentiates its operands.
 _LOOKS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default})
-
-
-class Sent(Elsewhere):
-    """A kept value that the graph copies to the host, and back when its recomputation begins.
-
-    A graph has one stream: the copies take their turn among its ops, and none is made ahead of its time.
-    """
-
-    __slots__ = ("device", "host")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.device = tensor.device
-        self.host = to_host(tensor).tensor
 
 
 class GraphRecord(Verdicts):
@@ -80,6 +68,7 @@ class GraphRecord(Verdicts):
         self.writers: dict[int, int] = {}  # storage -> the last op that wrote to it
         self.keeps = False  # whether anything was kept but seeds
         self.constants = constants
+        self.results: list[Any] = []  # the region's, as nodes of the graph
 
     @property
     def position(self) -> int:
@@ -227,6 +216,12 @@ class GraphRecord(Verdicts):
         """By their positions, what the recomputation takes instead of operands that the region wrote to."""
         return self.before | {i: self.before[whole] for i, (whole, _) in self.together.items()}
 
+    def sent(self) -> list[Sent]:
+        """The kept values that lie in host memory."""
+        found = list[Any]()
+        map_tensors(found.append, list(self.kept.values()))
+        return [value for value in found if isinstance(value, Sent)]
+
     def finished(self, graded: Sequence[bool]) -> None:
         """The forward is over; `graded`: which operands gradients flowed through before."""
         for tensor, was in zip(self.operands, graded, strict=True):
@@ -307,7 +302,7 @@ class GraphReplay(Mode):
 
     def _fenced(self, value: Any) -> torch.Tensor:
         if isinstance(value, Sent):
-            return fence_below(value.host, self.after).to(value.device)
+            return value.fenced(self.after)
         return fence_below(value, self.after)
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:

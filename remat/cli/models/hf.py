@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from typing import Any
 
@@ -29,7 +30,9 @@ def build_hf(name: str, sizes: Sizes, dtype: torch.dtype, device: torch.device, 
         # Dropout goes: rows are compared number by number, and a draw per row would differ.
         if isinstance(getattr(config, key), float) and ("dropout" in key or key.endswith("pdrop")):
             setattr(config, key, 0.0)
-    loss = Loss(module_of(config, given, attn_implementation="sdpa").to(device, dtype).train())
+    with device if device.type == "meta" else contextlib.nullcontext():
+        module = module_of(config, given, attn_implementation="sdpa")
+    loss = Loss(module.to(device, dtype).train())
     return Model({key: p.detach() for key, p in loss.own.items()}, loss, loss.leaves)
 
 

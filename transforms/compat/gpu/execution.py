@@ -167,7 +167,13 @@ class _Watch(TorchDispatchMode):
             if at is None:
                 return out
             func, args = args[at], args[at + 1 :]
-        if func not in _NO_KERNEL and not func.is_view and func.namespace not in ("prim", "inductor"):
+        # (An op without results waits for something.)
+        if (
+            made
+            and func not in _NO_KERNEL
+            and not func.is_view
+            and func.namespace not in ("prim", "inductor")
+        ):
             read = sum(_bytes(t) for t in given if not any(t is other for other in made))
             outs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
             self.add(Launch(str(func), func, args, kwargs, outs, read, sum(map(_bytes, made)), 0))

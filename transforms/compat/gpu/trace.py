@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import types
 from collections.abc import Callable, Iterator
@@ -69,6 +70,9 @@ def traced(
 ) -> Traced:
     """The graphs of a step, inside of `fakes`. `run` calls what it is given, which is the step compiled, and
     takes gradients. Without `gpu` they are those of this machine's CPU."""
+    with mock.patch.dict(os.environ, {"TORCH_WARM_POOL": "0"}):
+        # Where Triton is installed its import starts processes that compile kernels; here none are.
+        import torch._inductor.async_compile  # noqa: F401
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.utils import get_donated_idxs
@@ -182,7 +186,11 @@ def _refuse(node: torch.fx.Node) -> None:
             f"the step reads a number from a tensor (`.item()`, `float(t)`), at {line_of(node)}, and is "
             "compiled from shapes alone. Keep it a tensor, or read it outside of the step."
         )
-    if isinstance(op, OpOverload) and torch.Tag.dynamic_output_shape in op.tags:
+    # (The same op selects by a mask or by positions: only the former depends on numbers.)
+    made = node.meta.get("val")
+    sizes = made.shape if isinstance(made, torch.Tensor) else ("unknown",)
+    known = all(isinstance(size, int) for size in sizes)
+    if isinstance(op, OpOverload) and torch.Tag.dynamic_output_shape in op.tags and not known:
         raise RematError(
             f"how large a result of {name} is depends on numbers, at {line_of(node)}, and the step is "
             "compiled from shapes alone. Write it with a size that is known, as torch.where has."

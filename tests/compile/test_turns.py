@@ -1,0 +1,137 @@
+"""When recomputations have their turn in a graph: before who reads their results, behind what is fetched."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import grad
+
+from remat import offload_matmuls, remat, save_matmuls, save_nothing
+from tests.compiled import Graphs, compiled
+from tests.helpers import rand, same
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+
+
+class Nodes(Graphs):
+    """Keeps the graphs: `nodes` of the last one, of the backward where there is one."""
+
+    def _forward(self, module: torch.fx.GraphModule, inputs: Any) -> Any:
+        module.graph.eliminate_dead_code()
+        self.nodes = list(module.graph.nodes)
+        return super()._forward(module, inputs)
+
+    def _backward(self, module: torch.fx.GraphModule, inputs: Any) -> Any:
+        self.nodes = list(module.graph.nodes)
+        return super()._backward(module, inputs)
+
+    def at(self, name: str) -> list[int]:
+        """Where an op stands."""
+        return [i for i, node in enumerate(self.nodes) if str(node.target) == name]
+
+    def held(self) -> list[tuple[int, ...]]:
+        """Shapes of what the backward is given."""
+        return [tuple(n.meta["val"].shape) for n in self.nodes if n.op == "placeholder"]
+
+
+# -- results that are read behind a region, by what is no region ---------------------------------------------
+
+
+def pooled(wrap: Callable[..., Any], view: bool = False) -> Callable[..., Tensor]:
+    """Regions with poolings between them, whose gradients read what the regions have returned."""
+    region = wrap(lambda w, x: torch.tanh(F.conv2d(x.sin(), w, padding=1)) * 2)
+
+    def loss(ws: list[Tensor], x: Tensor) -> Tensor:
+        for w in ws:
+            x = region(w, x)
+            x = F.max_pool2d(x.transpose(2, 3) if view else x, 2)
+        return x.square().mean()
+
+    return loss
+
+
+def images() -> tuple[list[Tensor], Tensor]:
+    return [rand(4, 4, 3, 3).requires_grad_() for _ in range(3)], rand(2, 4, 16, 16).requires_grad_()
+
+
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls])
+@pytest.mark.parametrize("view", [False, True])
+def test_a_result_that_only_later_ops_read_is_recomputed(policy, view):
+    ws, x = images()
+    graphs = Nodes(pooled(lambda f: remat(f, policy=policy), view))
+    got = torch.autograd.grad(graphs(ws, x), [*ws, x])
+    same(got, torch.autograd.grad(pooled(lambda f: f, view)(ws, x), [*ws, x]))
+    again = 0 if policy is save_matmuls else 3
+    assert graphs.backward["tanh"] == 3 and graphs.backward["convolution"] == again
+    # The last result is read before any region is recomputed: it is held, at no cost to the peak. Beside
+    # inputs of regions there are the products that a policy keeps, and indices.
+    kept = 1 if policy is save_matmuls else 0
+    assert [graphs.held().count((2, 4, n, n)) for n in (16, 8)] == [1 + kept, 2 + kept]
+
+
+def test_a_result_is_recomputed_in_one_graph_too():
+    ws, x = images()
+    same(compiled(grad(pooled(remat)))(ws, x), torch.autograd.grad(pooled(lambda f: f)(ws, x), ws))
+
+
+def test_what_other_regions_take_is_held():
+    """The same result goes to a region and to a pooling: recomputed, it would be there twice."""
+    region = remat(lambda w, x: torch.tanh(x.sin() * w))
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        first = region(w, x)
+        return region(w, region(w, first)).sum() + F.max_pool2d(first, 2).square().sum()
+
+    w, x = rand(1).requires_grad_(), rand(2, 4, 16, 16).requires_grad_()
+    graphs = Nodes(loss)
+    torch.autograd.grad(graphs(w, x), [w, x])
+    assert graphs.backward["tanh"] == 3 and graphs.held().count((2, 4, 16, 16)) == 3
+
+
+# -- what was sent to the host ---------------------------------------------------------------------------
+
+
+def chain(w: Tensor, x: Tensor) -> Tensor:
+    region = remat(lambda x: torch.tanh(x @ w).sin(), policy=offload_matmuls)
+    for _ in range(4):
+        x = region(x)
+    return x.square().sum()
+
+
+@pytest.mark.parametrize("functional", [False, True])
+def test_what_was_sent_is_fetched_one_region_ahead(functional):
+    w, x = rand(8, 8).requires_grad_(not functional), rand(8, 8)
+    step = grad(chain) if functional else chain
+    graphs = Nodes(step)
+    out = graphs(w, x)
+    got = out if functional else torch.autograd.grad(out, w)[0]
+    same(got, grad(chain)(w.detach(), x))
+    fetched, arrived = graphs.at("remat.fetch.default"), graphs.at("remat.arrived.default")
+    assert len(fetched) == len(arrived) == 4 and graphs.both["mm"] == 4 + 7
+    # The last region's is fetched as the backward begins, each other one before the recomputation of the
+    # region behind it.
+    for first, (begun, then) in enumerate(zip(fetched, arrived, strict=True)):
+        assert begun < (arrived[first - 1] if first else then)
+    for this in arrived[:-1]:
+        fence = graphs.nodes[this]
+        assert any(str(node.target) == "remat.fetch.default" for node in fence.args[1]), fence.args
+
+
+def test_the_code_fetches_ahead():
+    from torch._inductor.utils import run_and_get_code
+
+    w, x = rand(8, 8).requires_grad_(), rand(8, 8)
+    got, sources = run_and_get_code(lambda: torch.autograd.grad(compiled(chain, "inductor")(w, x), w)[0])
+    same(got, torch.autograd.grad(chain(w, x), w)[0])
+    lines = re.findall(r"= torch.ops.remat.(send|fetch)|torch.ops.remat.arrived.(wait)", sources[-1])
+    kinds = ["".join(line) for line in lines]
+    assert kinds == ["fetch", "fetch", "wait", "fetch", "wait", "fetch", "wait", "wait"], kinds

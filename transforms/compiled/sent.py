@@ -1,0 +1,86 @@
+"""Kept values that a graph sends to host memory and fetches for the recomputation.
+
+A graph has one order. So the fetch of a region is put before the recomputation of the region that is
+recomputed before it: as in eager, copies run beside what is computed (`offload.transfer`), one region ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from remat.transforms.compiled.barrier import as_fenced, fence_fake, on_local
+from remat.transforms.offload import Elsewhere, lane, to_device, to_host
+
+_library = torch.library.Library("remat", "FRAGMENT")
+_library.define("send(Tensor value) -> Tensor")
+_library.define("fetch(Tensor host, Device device, Tensor[] after) -> Tensor")
+_library.define("arrived(Tensor value, Tensor[] after) -> Tensor")
+_library.define("arrived.wait(Tensor value) -> ()")
+
+# By the address of what was fetched: the mark that says when it is there.
+_marks: dict[int, Any] = {}
+
+
+def _send(value: torch.Tensor) -> torch.Tensor:
+    copy = to_host(value)
+    # Compilers give the value's memory to the next kernel that asks.
+    copy.wait()
+    return copy.tensor
+
+
+def _fetch(host: torch.Tensor, device: torch.device, after: Sequence[torch.Tensor]) -> torch.Tensor:
+    copy = to_device(host, device)
+    if copy.mark is not None:
+        _marks[copy.tensor.data_ptr()] = copy.mark
+    return copy.tensor
+
+
+def _wait(value: torch.Tensor) -> None:
+    # What was fetched is computed with from now on: Inductor's code calls this.
+    mark = _marks.pop(value.data_ptr(), None) if _marks else None
+    if mark is not None:
+        lane(value).arrived(value, mark)
+
+
+def _arrived(value: torch.Tensor, after: Sequence[torch.Tensor]) -> torch.Tensor:
+    _wait(value)
+    return as_fenced(value, after)
+
+
+def _send_fake(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(value, device="meta" if value.is_meta else "cpu")
+
+
+for _name, _kernel, _fake in (
+    ("send", _send, _send_fake),
+    ("fetch", _fetch, lambda host, device, after: torch.empty_like(host, device=device)),
+    ("arrived", _arrived, fence_fake),
+    ("arrived.wait", _wait, lambda value: None),
+):
+    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"remat::{_name}", _fake, lib=_library)
+
+FETCH = torch.ops.remat.fetch.default
+_SEND, ARRIVED = torch.ops.remat.send.default, torch.ops.remat.arrived.default
+
+
+class Sent(Elsewhere):
+    """A kept value that the graph copies to the host."""
+
+    __slots__ = ("device", "fetched", "host")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.device = tensor.device
+        self.host = on_local(_SEND, tensor)
+
+    def fetch(self, after: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Begin to copy it back, once `after` are there."""
+        self.fetched = on_local(FETCH, self.host, self.device, list(after))
+        return self.fetched
+
+    def fenced(self, after: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The value on its device, behind a fence."""
+        return on_local(ARRIVED, self.fetched, list(after))
