@@ -1,5 +1,7 @@
 """Transforms inside a region that are handed captured tensors; and runs that begin again when one is met."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
@@ -33,7 +35,7 @@ def plain_twice(g):
     def of(x, y):
         x, y = x.clone().requires_grad_(), y.clone().requires_grad_()
         first = torch.autograd.grad(g(x, y), (x, y), create_graph=True)
-        return first, torch.autograd.grad(sum(t.square().sum() for t in first), (x, y))
+        return first, torch.autograd.grad(torch.cat(first).square().sum(), (x, y))
 
     return of
 
@@ -73,7 +75,7 @@ def test_a_run_that_begins_again_has_written_nothing(around, inside, policy, nes
     """A captured tensor that no walk finds is met amid the run: buffers, queues and slots count it once."""
 
     def steps(make):
-        module = torch.nn.Module()
+        module: Any = torch.nn.Module()
         module.register_buffer("count", torch.zeros(()))
         module.register_buffer("last", torch.zeros(()))
         queue, w = torch.zeros(4), rand(3, seed=2).requires_grad_()
@@ -113,7 +115,8 @@ def test_a_scan_whose_steps_take_forces_in_a_region(policy):
 
     def gradients(make, scan):
         torch.manual_seed(0)
-        net, w = torch.nn.Linear(3, 3).double(), rand(3, seed=1).requires_grad_()
+        net: Any = torch.nn.Linear(3, 3).double()
+        w = rand(3, seed=1).requires_grad_()
 
         def force(c):
             return grad(lambda r: (net(r).sin() * w).sum())(c) * 0.1

@@ -109,21 +109,24 @@ class Verdicts(Mode):
 
     def share_around(self) -> None:
         """What regions around this one keep is not computed again by this one."""
-        around: list[Any] = []
-        while (mode := (around or [self])[-1].parent) is not None:
+        around, mode = list[Any](), self.parent
+        while mode is not None:
             around.append(mode)
+            mode = mode.parent
         if not any(getattr(mode, "kept", None) for mode in around):
             return
-        for at, outer in self.outer.items():
+        for at, there in self.outer.items():
             if at in self.kept or self.tape.nodes[at].written:
                 continue
+            place: int | None = there
             for mode in around:
-                if outer in (kept := getattr(mode, "kept", ())):
-                    self.kept[at] = kept[outer]
-                    mode.tape.lent.add(outer)
+                kept: dict[int | None, Any] = getattr(mode, "kept", {})
+                if place in kept:
+                    self.kept[at] = kept[place]
+                    mode.tape.lent.add(place)
                     self.tape.cacheable = False
                     break
-                outer = getattr(mode, "outer", {}).get(outer)
+                place = getattr(mode, "outer", {}).get(place)
 
     def offer_around(self, kept: Mapping[int, Any]) -> None:
         """What this region keeps is not computed again by any region around it."""
