@@ -16,7 +16,7 @@ from remat._region import with_policy
 from remat.policies import Policy, policy_given, save_everything, save_nothing
 from remat.schedules import All, Schedule, Segmented, Sqrt, as_schedule, auto, check_checkpoints
 from remat.transforms import flatten, smooth, unflatten
-from remat.transforms.closure import MOST_TRIES, Bindings, Missed, captured, changing
+from remat.transforms.closure import MOST_TRIES, Bindings, Missed, captured, changing, reached
 from remat.transforms.compat import (
     dynamo_errors,
     hooks_allowed,
@@ -172,10 +172,11 @@ def run_eager(
         # Opaque to an enclosing torch.compile: traced, the loop would be unrolled and its graph grow with n.
         apart: Any = torch.compiler.disable(run_eager)
         return apart(body, spec, init, rows, roots, condition)
-    found = captured(roots)
+    reach = reached(roots)
+    found = captured(reach)
     for _ in range(MOST_TRIES):
         step = Body(body, spec, found)
-        options: dict[str, Any] = {"around": Bindings(body).restored, "offloaded": spec.offloaded}
+        options: dict[str, Any] = {"around": Bindings(reach).restored, "offloaded": spec.offloaded}
         if condition is not None:
             options["proceed"] = functools.partial(_proceed, step, condition)
         scan, operands = make(step, spec, found, flatten(init)[0], rows, **options)
@@ -209,7 +210,7 @@ def _no_ys(body: Callable[..., Any], spec: ScanSpec, init: Any, rows: Rows) -> A
 def _sizes(body: Callable[..., Any], spec: ScanSpec, init: Any, rows: Rows) -> tuple[int, int]:
     """Bytes of a carry, and of what the backward of one step keeps, from one evaluation of the first step."""
     carry = flatten(init)[0]
-    mine = [t for t in (*carry, *rows, *captured(body)) if isinstance(t, torch.Tensor)]
+    mine = [t for t in (*carry, *rows, *captured(reached(body))) if isinstance(t, torch.Tensor)]
     given = {storage_key(unwrapped(t)) for t in mine}
     kept: dict[int, int] = {}
 

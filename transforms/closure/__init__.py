@@ -2,10 +2,10 @@
 
 from remat.transforms.closure.bindings import (
     Bindings,  # which tensors the modules in reach hold, so that a recomputation sees them again
-    Slots,  # where the modules under a module hold tensors
-    captured,  # the tensors reachable from `function` that could carry a derivative or a batch dimension
+    captured,  # the tensors among what functions lead to that could carry a derivative or a batch dimension
     in_reach,  # everything that functions, modules and containers lead to
-    slots_of,  # where `module` and those in it hold tensors
+    reached,  # the same with substitutions off
+    slots_of,  # where modules and those in them hold tensors
     standing_in,  # a function with other tensors in the place of those it captures
 )
 from remat.transforms.closure.cond import (

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import operator
 import types
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -18,13 +17,12 @@ import torch
 
 from remat.transforms.compat import functions_as_they_are, is_dead, is_wrapped, unwrap_once
 
-# Where the modules under a module hold tensors: the tables, and the keys in them.
+# Where modules hold tensors: the tables, and the keys in them.
 Slots = tuple[list[dict[str, Any]], list[str]]
-_slots: weakref.WeakKeyDictionary[torch.nn.Module, Slots] = weakref.WeakKeyDictionary()
 
 
 class Bindings:
-    """Which tensors the modules in reach hold, so that a recomputation sees them again.
+    """Which tensors the modules in reach of functions hold, so that a recomputation sees them again.
 
     `torch.func.functional_call` puts other tensors into a module for the time of one call; the recomputation
     runs after that.
@@ -32,20 +30,10 @@ class Bindings:
 
     __slots__ = ("near", "slots")
 
-    # Every tensor in near reach, in an order that is the same for every call of a function: those in the
-    # slots of modules, None in free ones, and behind them those outside of modules.
-    near: list[torch.Tensor | None]
-
-    def __init__(self, function: Callable[..., Any], slots: Slots | None = None) -> None:
-        """What `function` sees now; `slots` are those of a module, if that is what it is."""
-        if slots is not None:
-            self.slots = slots
-            self.near = self._now()
-        else:
-            found = [slots_of(module) for module in _modules(function)]
-            self.slots = [t for tables, _ in found for t in tables], [k for _, keys in found for k in keys]
-            self.near = self._now()
-            self.near.extend(_loose_tensors(function))
+    def __init__(self, reach: Iterable[Any]) -> None:
+        """What modules hold now; `reach`: what functions lead to (`reached`)."""
+        self.slots = slots_of(*(value for value in reach if isinstance(value, torch.nn.Module)))
+        self.near = self._now()
 
     def _now(self) -> list[torch.Tensor | None]:
         # In C throughout: it happens twice for every region.
@@ -58,7 +46,7 @@ class Bindings:
         # Sharded parameters are swapped by FSDP itself, in both passes.
         return [
             (held, key, tensor)
-            for held, key, tensor in zip(*self.slots, self.near, strict=False)
+            for held, key, tensor in zip(*self.slots, self.near, strict=True)
             if held.get(key) is not tensor
             and not hasattr(tensor, "placements")
             and not hasattr(held.get(key), "placements")
@@ -80,35 +68,11 @@ class Bindings:
                 held[key] = tensor
 
 
-def slots_of(module: torch.nn.Module) -> Slots:
-    """Where `module` and those in it hold tensors."""
-    slots = _slots.get(module)
-    if slots is None:
-        tables: list[dict[str, Any]] = [
-            t for part in module.modules() for t in (part._parameters, part._buffers)
-        ]
-        slots = [t for t in tables for _ in t], [key for t in tables for key in t]
-        _slots[module] = slots
-    return slots
-
-
-def _loose_tensors(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
-    """Tensors that a callable holds outside of modules: in cells, in what a partial binds, in containers."""
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    parts: Iterable[Any] = ()
-    if isinstance(value, functools.partial):
-        parts = (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, types.FunctionType):
-        parts = cells(value)
-    elif type(value) in (list, tuple):
-        parts = value
-    elif type(value) is dict:
-        parts = value.values()
-    if depth:
-        for part in parts:
-            yield from _loose_tensors(part, depth - 1)
+def slots_of(*modules: torch.nn.Module) -> Slots:
+    """Where modules and those in them hold tensors."""
+    parts = dict.fromkeys(part for module in modules for part in module.modules())
+    tables: list[dict[str, Any]] = [t for part in parts for t in (part._parameters, part._buffers)]
+    return [t for t in tables for _ in t], [key for t in tables for key in t]
 
 
 def cells(function: types.FunctionType) -> Iterator[Any]:
@@ -116,21 +80,6 @@ def cells(function: types.FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):
             yield cell.cell_contents
-
-
-def _modules(function: Any) -> Iterator[torch.nn.Module]:
-    """Modules in the near reach of a callable: itself, its self, its cells, what a partial binds."""
-    if isinstance(function, torch.nn.Module):
-        yield function
-    elif isinstance(function, types.MethodType):
-        yield from _modules(function.__self__)
-    elif isinstance(function, functools.partial):
-        for value in (function.func, *function.args, *function.keywords.values()):
-            yield from _modules(value)
-    elif isinstance(function, types.FunctionType):
-        for held in cells(function):
-            if isinstance(held, (torch.nn.Module, functools.partial, types.MethodType)):
-                yield from _modules(held)
 
 
 # -- what a function captures ----------------------------------------------------------------------------
@@ -145,15 +94,17 @@ def differentiable(tensor: torch.Tensor) -> bool:
     return is_wrapped(tensor) or tensor.requires_grad
 
 
-def captured(function: Callable[..., Any]) -> list[torch.Tensor]:
-    """The tensors reachable from `function` that could carry a derivative or a batch dimension."""
+def reached(*roots: Any) -> list[Any]:
+    """Everything that functions lead to."""
     # A substitution in force would answer for its operands, where what is asked about is the captured tensor.
     with functions_as_they_are():
-        return _captured(function)
+        return list(in_reach(*roots))
 
 
-def _captured(function: Callable[..., Any]) -> list[torch.Tensor]:
-    return [t for t in in_reach(function) if isinstance(t, torch.Tensor) and differentiable(t)]
+def captured(reach: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among what functions lead to that could carry a derivative or a batch dimension."""
+    with functions_as_they_are():
+        return [value for value in reach if isinstance(value, torch.Tensor) and differentiable(value)]
 
 
 def in_reach(*roots: Any) -> Iterator[Any]:
@@ -211,8 +162,8 @@ def _inside_function(function: types.FunctionType) -> Iterator[Any]:
 def _named_globals(code: types.CodeType, names: dict[str, Any]) -> Iterator[Any]:
     for name in code.co_names:
         value = names.get(name)
-        # Library functions are not walked: what they close over is not the user's.
-        if not isinstance(value, types.FunctionType) or value.__globals__ is names:
+        # Library functions are not walked: what they close over is not the user's. Regions' functions are.
+        if not isinstance(value, types.FunctionType) or value.__globals__ is names or _is_region(value):
             yield value
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -296,3 +247,7 @@ def _is_users(value: Any) -> bool:
     """Whether it is a function of the user's. Wrappers of this library find their function otherwise."""
     made_by = getattr(value, "__module__", None) or ""
     return isinstance(value, types.FunctionType) and not made_by.startswith(("remat.", "torch."))
+
+
+def _is_region(function: types.FunctionType) -> bool:
+    return hasattr(function, "__wrapped__") and function.__globals__.get("__name__", "").startswith("remat.")

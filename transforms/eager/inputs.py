@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.closure import Bindings, innermost, of_arguments, of_captured
+from remat.transforms.closure import Bindings, innermost, of_arguments, of_captured, reached
 from remat.transforms.compat import modules_watched, top_hooks, without_module_trackers
 from remat.transforms.context import active
 from remat.transforms.intermediates import again, current, marks
@@ -68,7 +68,7 @@ class Inputs:
 
     def note_surroundings(self) -> None:
         """Note what a run of the function itself needs besides its arguments."""
-        self.bindings = Bindings(self.region.function, self.region.slots)
+        self.bindings = Bindings(reached(self.region.function))
         self.swap = innermost()
         self.originals = [weakref.ref(t) for t in self.tensors]
 

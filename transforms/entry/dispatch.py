@@ -16,14 +16,15 @@ from remat.transforms.closure import (
     ClosureConversion,
     Missed,
     as_operand,
+    captured,
     changing,
     cond_met,
     kept_whole,
     made_inside,
     not_compiled,
+    reached,
     standing_in,
 )
-from remat.transforms.closure import captured as convert_captured
 from remat.transforms.compat import (
     VMAP,
     allow_hooks,
@@ -102,7 +103,7 @@ def _run_batched(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if not torch.is_grad_enabled():
         return region.function(*args, **kwargs)
     tensors, _ = split(flatten((args, kwargs))[0])
-    if current() or any(_graded(t) for t in (*tensors, *convert_captured(region.function))):
+    if current() or any(_graded(t) for t in (*tensors, *captured(reached(region.function)))):
         return _run_primitive(region, args, kwargs)
     random = RandomState(tensors)
     out = region.function(*args, **kwargs)
@@ -149,12 +150,13 @@ def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]
         leaves, spec = flatten((args, kwargs))
         tensors, at = split(leaves)
     taps = Mirrors(lambda: _dry_run(region, args, kwargs, tensors)) if active.sessions and current() else None
-    found = [*convert_captured(region.function), *(taps.offsets if taps else ())]
+    reach = reached(region.function)
+    found = [*captured(reach), *(taps.offsets if taps else ())]
     random = RandomState(tensors)
     for _ in range(MOST_TRIES):
         world = GraphLowering(region) if modes_active() and is_tracing() else None
         watches: list[Any] = []
-        attempt = FlatCall(region, leaves, spec, at, tensors, found, taps, world)
+        attempt = FlatCall(region, leaves, spec, at, tensors, found, reach, taps, world)
         try:
             with scoped(attempt=watches):
                 return attempt()
@@ -199,6 +201,7 @@ class FlatCall:
         leaves: of the arguments; those at the positions `at` are `tensors`.
         spec: the structure of the arguments, None where they are tensors alone.
         captured: what the function reads besides: tensors it closes over, offsets of captures.
+        reach: what the function leads to.
         taps: how captures look into it, None where none is open.
         world: where its primitives run, None in eager.
     """
@@ -211,6 +214,7 @@ class FlatCall:
         at: Any,
         tensors: Any,
         captured: Any,
+        reach: Any,
         taps: Any,
         world: World | None,
     ) -> None:
@@ -223,7 +227,7 @@ class FlatCall:
         self.originals = [weakref.ref(t) for t in unique]
         self.captured = captured
         self.operands = [as_operand(t) for t in (*unique, *captured)]
-        self.bindings = Bindings(region.function)
+        self.bindings = Bindings(reach)
         self.family = Family(region, Ambient(device_kinds(self.operands)), world)
         self.out_leaves: list[Any] = []
         self.out_at: list[int] = []

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.closure import ClosureConversion, as_operand
-from remat.transforms.closure import captured as convert_captured
+from remat.transforms.closure import ClosureConversion, as_operand, captured, reached
 from remat.transforms.compat import (
     GRAD,
     VMAP,
@@ -49,7 +48,7 @@ class Peeled:
 
 def captured_at_levels(fn: Callable[..., Any]) -> tuple[torch.Tensor, ...]:
     """What `fn` captures that belongs to a level, or in whose place a region around has put an operand."""
-    found = convert_captured(fn)
+    found = captured(reached(fn))
     return tuple([t for t in found if is_wrapped(t) or as_operand(t) is not t])
 
 

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 import torch
 
-from remat.transforms.closure import Slots, slots_of
 from remat.transforms.region.cache import TraceCache, Traces, cache_of
 from remat.transforms.tape import Node, Tape
 
@@ -69,11 +68,6 @@ class Region:
     def traces(self) -> Traces:
         """What earlier calls did under this policy. (To hash a policy takes longer than a small op.)"""
         return self.cache.under(self.key)
-
-    @functools.cached_property
-    def slots(self) -> Slots | None:
-        """Where a module and those in it hold tensors, for `Bindings`; None for any other function."""
-        return slots_of(self.function) if isinstance(self.function, torch.nn.Module) else None
 
 
 def checksum(out: Any) -> Any:
