@@ -27,7 +27,7 @@ def test_a_graph_sends_each_value_once_and_keeps_it_nowhere_else():
         for _ in range(2):
             same(torch.autograd.grad(compiled(ws), ws), expected)
     sent, kept, nothing = found.values()
-    assert (sent.forward["copy"], kept.forward["copy"]) == (len(THREE), 0)
+    assert (sent.forward["send"], kept.forward["send"]) == (len(THREE), 0)
     # What the graph hands on are the copies, in place of the values and not beside them.
     assert sent.saved_bytes == kept.saved_bytes == nothing.saved_bytes + sum(SIZES)
     # Nor are they computed again: of sin's and cos's only the derivatives are left.
@@ -48,7 +48,7 @@ def test_a_graph_of_torch_func_sends_each_value_once(name):
     sent, kept = graphs(offload_names("h"), run), graphs(save_names("h"), run)
     same(sent(ws), expected)
     same(kept(ws), expected)
-    assert sent.forward["copy"] - kept.forward["copy"] == len(THREE)
+    assert sent.forward["send"] - kept.forward["send"] == len(THREE)
     assert {n: c for n, c in sent.forward.items() if n in ("mm", "bmm", "sin", "cos")} == {
         n: c for n, c in kept.forward.items() if n in ("mm", "bmm", "sin", "cos")
     }
@@ -64,4 +64,4 @@ def test_the_input_of_a_block_in_a_graph():
     ws = weights(5, 6)
     compiled = Graphs(lambda ws: model(X * 2, ws, region))
     same(torch.autograd.grad(compiled(ws), ws), torch.autograd.grad(model(X * 2, ws), ws))
-    assert compiled.forward["copy"] == 2
+    assert compiled.forward["send"] == 2

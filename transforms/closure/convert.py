@@ -330,9 +330,10 @@ class StrayWatch(DispatchMode):
                 self.outside.append(value)
         with functions_as_they_are():  # regions around would take it for a call of the function's
             out = func(*args, **(kwargs or {}))
-        for value in tree_leaves(out):
-            if isinstance(value, torch.Tensor):
-                self._add(value)
+        made = [value for value in tree_leaves(out) if isinstance(value, torch.Tensor)]
+        for value in made:
+            self._add(value)
+        made_inside(made)  # a backward inside makes tensors that no torch function tells of
         return out
 
     def knows(self, tensor: torch.Tensor) -> bool:

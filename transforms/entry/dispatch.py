@@ -260,6 +260,7 @@ class FlatCall:
         if self.family.ambient.casts:
             # Autocast caches casts of leaves; below the levels every operand would be one, above them none.
             operands = tuple([t.view_as(t) for t in operands])
+        made_inside(operands)  # for regions around, of which no torch call has told them
         captured = operands[self.count :]
         own = tuple([operands[i] for i in self.places])
         args: Any = own
