@@ -45,6 +45,7 @@ _library.define("once(Tensor value) -> Tensor")
 
 
 def as_fenced(value: torch.Tensor, after: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+    """A copy of a value that is computed `after` others; it lies in memory as the value does."""
     copy = value.clone()
     if copy.stride() == value.stride():
         return copy
@@ -55,6 +56,7 @@ def as_fenced(value: torch.Tensor, after: Sequence[torch.Tensor] = ()) -> torch.
 
 
 def fence_fake(value: torch.Tensor, after: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What stands for `as_fenced` while a graph is traced."""
     # By its schema the op makes a new tensor, so functionalization tells the two apart; by its memory it is
     # the same, so that no later pass writes into what it takes for a buffer of its own.
     return value.view_as(value)

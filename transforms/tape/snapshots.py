@@ -163,7 +163,8 @@ class WriteNotes(StrayWatch):
 
     def __init__(self, known: Sequence[torch.Tensor]) -> None:
         super().__init__(known)
-        self.operands = known
+        self.operands, self.met = known, 0
+        self.memories: set[int] = set()  # of what is from outside, as far as a write has asked
         self.before: dict[int, tuple[torch.Tensor, Snapshot]] = {}
         self.random: list[GeneratorState] = []
 
@@ -178,7 +179,10 @@ class WriteNotes(StrayWatch):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _is_outside(self, tensor: torch.Tensor, key: int) -> bool:
-        return not self.knows(tensor) or key in {storage(t) for t in (*self.operands, *self.outside)}
+        # Each is looked at once: a function may write by thousands of slices.
+        self.memories.update(map(storage, (*self.operands, *self.outside[self.met :])))
+        self.operands, self.met = (), len(self.outside)
+        return not self.knows(tensor) or key in self.memories
 
     def put_back(self) -> None:
         """Let memory from outside and generators be as before: the run was broken off, and begins again."""
