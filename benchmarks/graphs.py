@@ -1,6 +1,6 @@
 """Compiled graphs for a GPU that need not be there: peak, kept bytes and roofline time of every peer.
 
-    python -m benchmarks.graphs --models llama3-8b
+    python -m benchmarks.graphs --models llama3-8b --modes backward step
 
 Models in their published sizes, in bfloat16, on fake tensors. All figures are compiled for the card, not run
 on it (`remat.gpu`): they are counts, the same on every machine.
@@ -8,7 +8,7 @@ on it (`remat.gpu`): they are counts, the same on every machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,65 +18,129 @@ from einops import rearrange
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.measures import recover, told
-from benchmarks.models import HuggingFace, Problem, named
+from benchmarks.models import HuggingFace, Problem, drawn, named
 from benchmarks.peers import peer
 from benchmarks.records import Record, Target, conclude, ratio
+from benchmarks.steps import make_step
+from benchmarks.suites import ALTERNATE, OURS
 from remat.gpu import MARK, GpuReport, compile_for
 
-# Blocks of each model; all else is `benchmarks.models.SIZES`.
-DEPTHS = {"llama3-8b": 8, "gpt2-xl": 8, "vit-l": 24, "unet": 4, "moe": 4, "hf-llama": 4}
 # Ours, and torch's row with the same verdicts.
-PAIRS = {"save_nothing": "torch checkpoint", "save_matmuls": "torch SAC"}
+PAIRS = {
+    "save_nothing": "torch checkpoint",
+    "save_matmuls": "torch SAC",
+    ALTERNATE: "torch SAC titan",
+    "names": "torch_remat regions",
+}
+BOTH = "save_matmuls | save_attention"
+SHORT = ("none", *PAIRS, *PAIRS.values(), BOTH, "budget 0.5", "torch budget dp 0.5")
+EVERY = (
+    *SHORT,
+    *(name for name in OURS if name not in SHORT),
+    *(f"{kind} {share}" for share in (0.3, 0.7) for kind in ("budget", "torch budget dp")),
+    "torch_remat",
+)
+FEW = ("none", "save_nothing", "save_matmuls", "torch checkpoint", "torch SAC")
+FUNCTIONAL = (*FEW, BOTH, "budget 0.5", "torch_remat", "torch_remat regions")
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One model in one mode of `benchmarks.steps`, and its rows.
+
+    Equal blocks beyond a few tell nothing new, and each takes seconds of compiling.
+    """
+
+    model: str
+    depth: int
+    mode: str = "backward"
+    peers: tuple[str, ...] = EVERY
+
+
+PANELS = (
+    Panel("llama3-8b", 8, peers=SHORT),
+    Panel("llama3-8b", 4),
+    Panel("llama3-8b", 2, "func", FUNCTIONAL),
+    Panel("llama3-8b", 2, "step", FUNCTIONAL),
+    Panel("llama3-8b", 2, "scan", FEW),
+    Panel("llama-32k", 2),
+    Panel("llama-128k", 1),
+    Panel("gpt2-xl", 8, peers=SHORT),
+    Panel("moe", 4),
+    Panel("vit-l", 24, peers=(*FEW, BOTH)),
+    Panel("vit-l", 4),
+    Panel("unet", 4),
+    Panel("hf-llama", 4),
+)
 
 
 @dataclass
 class Graphs:
     """Peak memory and roofline time of a compiled step of each peer, for a GPU."""
 
-    models: tuple[str, ...] = tuple(DEPTHS)
+    models: tuple[str, ...] = tuple(dict.fromkeys(panel.model for panel in PANELS))
     """Models, by their names in `benchmarks.models.SIZES`."""
-    peers: tuple[str, ...] = ("none", *PAIRS, *PAIRS.values(), "save_matmuls | save_attention")
-    """Rows."""
+    modes: tuple[str, ...] = ("backward", "func", "step", "scan")
+    """Modes of `benchmarks.steps`."""
+    peers: tuple[str, ...] = ()
+    """Rows; none: those of each panel."""
     device: str = "h100"
     """a100, h100, h200 or b200."""
     depth: int = 0
-    """Blocks; 0: as in `DEPTHS`."""
+    """Blocks; 0: as in `PANELS`."""
     save: bool = True
-    """Write results/graphs.csv; what it holds of other models stays."""
+    """Write results/graphs.csv; what it holds of other panels stays."""
 
     def __call__(self) -> int:
         missed = 0
-        for model in self.models:
-            records = list(self.run(model))
-            title = f"{model} for {self.device}: {MARK}"
+        for panel in self.panels():
+            records = list(run(panel, self.device))
+            title = f"{panel.model}, {panel.mode} for {self.device}: {MARK}"
             missed += conclude("graphs", title, records, targets(records), self.save, beside=True)
         return int(bool(missed))
 
-    def run(self, model: str) -> Iterator[Record]:
-        """Rows of one model under every peer."""
-        built: Any = named(model, "cuda", depth=self.depth or DEPTHS.get(model, 8))
-        mode = f"{model}, {built.depth} blocks, {built.batch} x {built.seq}, {self.device}"
-        # What einops sets up at its first call is nothing that a compiler may see.
-        rearrange(torch.zeros(1, 1), "a b -> b a")
-        if isinstance(built, HuggingFace):  # its weights cannot be cast as fake tensors
-            problem = built.problem(torch.device("meta"), torch.bfloat16, 0)
-        else:
-            with FakeTensorMode():
-                problem = built.problem(torch.device("cpu"), torch.bfloat16, 0)
-        for name in self.peers:
-            try:
-                yield from rows(mode, name, compiled(problem, name, self.device))
-            except Exception as error:
-                yield replace(Record("graphs", mode, name, "peak", "MiB"), error=told(error))
-                recover(error)
+    def panels(self) -> list[Panel]:
+        """Those of the models and modes asked for, as they are to be run."""
+        wanted = [p for p in PANELS if p.model in self.models and p.mode in self.modes]
+        made = [replace(p, depth=self.depth or p.depth, peers=self.peers or p.peers) for p in wanted]
+        return list({(p.model, p.mode, p.depth): p for p in made}.values())
 
 
-def compiled(problem: Problem, name: str, device: str) -> GpuReport:
-    """The report of one peer's step: the loss, and its gradient by all parameters."""
+def run(panel: Panel, device: str) -> Iterator[Record]:
+    """Rows of one panel."""
+    built: Any = named(panel.model, "cuda", depth=panel.depth)
+    mode = f"{panel.model}, {built.depth} blocks, {built.batch} x {built.seq}, {device}, {panel.mode}"
+    # What einops sets up at its first call is nothing that a compiler may see.
+    rearrange(torch.zeros(1, 1), "a b -> b a")
+    stacked = panel.mode == "scan"
+    if isinstance(built, HuggingFace):  # its weights cannot be cast as fake tensors
+        problem = built.problem(torch.device("meta"), torch.bfloat16, 0)
+    else:
+        drawn.cache_clear()  # fake tensors of another mode
+        with FakeTensorMode():
+            problem = built.problem(torch.device("cpu"), torch.bfloat16, 0, stacked)
+    for name in panel.peers:
+        try:
+            yield from rows(mode, name, compiled(problem, panel.mode, name, device))
+        except Exception as error:
+            yield replace(Record("graphs", mode, name, "peak", "MiB"), error=told(error))
+            recover(error)
+
+
+def compiled(problem: Problem, mode: str, name: str, device: str) -> GpuReport:
+    """The report of one peer's step: the loss and its gradient by all parameters, or what `mode` says."""
     loss, leaves = problem.bind(peer(name).around)
-    params = leaves(problem.params)
+    found: list[Callable[..., Any]] = []
+
+    def compiler(fn: Callable[..., Any]) -> Callable[..., Any]:
+        found.append(fn)
+        return fn
+
+    make_step(mode, loss, leaves, compiler)
+    params = problem.params if mode in ("func", "step") else leaves(problem.params)
+    rate = (torch.zeros(()),) if mode == "step" else ()
     with peer(name).compiling():
-        return compile_for(device, loss, params, problem.batch, machine_code=False)
+        return compile_for(device, found[0], params, problem.batch, *rate, machine_code=False)
 
 
 def rows(mode: str, name: str, report: GpuReport) -> Iterator[Record]:
@@ -95,7 +159,10 @@ def targets(records: list[Record]) -> list[Target]:
     """What issue 17 asks for."""
     found = []
     for mode in dict.fromkeys(record.mode for record in records):
+        there = {record.policy for record in records if not record.error}
         for policy, rival in PAIRS.items():
+            if rival not in there:
+                continue
             for metric, limit in (("peak", 1.0), ("roofline", 1.02)):
                 share = ratio([r for r in records if r.metric == metric], mode, policy, rival)
                 found.append(Target(f"{mode}: {metric} of {policy} over {rival}", share, limit))

@@ -144,7 +144,6 @@ COUNTED = {aten.mm.default, aten.addmm.default, aten.linear.default}
 TITAN = {
     *COUNTED,
     *MATMULS,
-    aten.convolution.default,
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_efficient_attention.default,

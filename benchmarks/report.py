@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks import tables
-from benchmarks.loaded import Results
+from benchmarks.loaded import MODES, Results
 from benchmarks.records import RESULTS
 
 ROOT = Path(__file__).parent.parent
@@ -132,16 +132,22 @@ def compiled(path: Path) -> dict[str, str]:
     for mode in dict.fromkeys(row["mode"] for row in rows):
         mine = [row for row in rows if row["mode"] == mode]
         first = mine[0]
+        sizes, _, way = mode.rpartition(", ")
         heading = (
-            f"{mode}, bfloat16, `.backward()`. **Compiled for, not run on**: simulated by `remat.gpu` with "
-            f"torch {first['torch']}, commit {first['commit']}. Peak is above parameters and batch.\n"
+            f"{sizes}, bfloat16, {MODES[way]}. **Compiled for, not run on**: simulated by `remat.gpu` "
+            f"with torch {first['torch']}, commit {first['commit']}. Peak is above parameters and batch.\n"
         )
+        failed = {row["policy"]: row["error"] for row in mine if row["error"]}
         lines = [
             (tables.code(peer), *(_figure(mine, peer, metric, form) for metric, _, form in GRAPHS))
             for peer in dict.fromkeys(row["policy"] for row in mine)
+            if peer not in failed
         ]
         titles = ("peer", *(title for _, title, _ in GRAPHS))
-        found[mode] = f"{heading}\n{tables.table(titles, lines)}"
+        notes = "".join(
+            f"\n- {tables.code(peer)}: {' '.join(error.split())}\n" for peer, error in failed.items()
+        )
+        found[mode] = f"{heading}\n{tables.table(titles, lines)}{notes}"
     return found
 
 

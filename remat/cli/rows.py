@@ -22,8 +22,14 @@ from remat.policies import Policy, as_policy
 from remat.transforms import RematError
 
 aten = torch.ops.aten
-# The matrix products of a transformer, for torch's selective checkpointing: those that save_matmuls saves.
-MATMULS = [aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default]
+# Matrix products and convolutions, for torch's selective checkpointing: those that save_matmuls saves.
+MATMULS = [
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten.convolution.default,
+]
 
 
 @dataclass(frozen=True)
