@@ -22,23 +22,15 @@ from benchmarks.models import HuggingFace, Problem, drawn, named
 from benchmarks.peers import peer
 from benchmarks.records import Record, Target, conclude, ratio
 from benchmarks.steps import make_step
-from benchmarks.suites import ALTERNATE, OURS
+from benchmarks.suites import OURS, PAIRS
 from remat.gpu import MARK, GpuReport, compile_for
 
-# Ours, and torch's row with the same verdicts.
-PAIRS = {
-    "save_nothing": "torch checkpoint",
-    "save_matmuls": "torch SAC",
-    ALTERNATE: "torch SAC titan",
-    "names": "torch_remat regions",
-}
 BOTH = "save_matmuls | save_attention"
 SHORT = ("none", *PAIRS, *PAIRS.values(), BOTH, "budget 0.5", "torch budget dp 0.5")
 EVERY = (
     *SHORT,
-    *(name for name in OURS if name not in SHORT),
+    *(name for name in (*OURS, "names", "torch_remat") if name not in SHORT),
     *(f"{kind} {share}" for share in (0.3, 0.7) for kind in ("budget", "torch budget dp")),
-    "torch_remat",
 )
 FEW = ("none", "save_nothing", "save_matmuls", "torch checkpoint", "torch SAC")
 FUNCTIONAL = (*FEW, BOTH, "budget 0.5", "torch_remat", "torch_remat regions")

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks import tables
-from benchmarks.loaded import MODES, Results
+from benchmarks import graph_tables, tables
+from benchmarks.loaded import Results
 from benchmarks.records import RESULTS
 
 ROOT = Path(__file__).parent.parent
@@ -62,10 +62,10 @@ class Report:
         if quick is not None:
             rewrite(self.root / "README.md", {"headline": headline(quick, counted(self.results))})
         rewrite(self.root / "docs" / "benchmarks.md", {"instructions": instructions(counted(self.results))})
-        graphs = compiled(self.results / "graphs.csv")
-        if graphs:
-            rewrite(self.root / "docs" / "gpu.md", {"graphs": "\n".join(graphs.values())})
-            rewrite(self.root / "README.md", {"graphs": next(iter(graphs.values()))})
+        if (self.results / "graphs.csv").exists():
+            graphs = graph_tables.load(self.results)
+            for page, texts in graph_tables.pages(graphs).items():
+                rewrite(self.root / page, texts)
         return 0
 
 
@@ -116,44 +116,6 @@ def counted(folder: Path) -> dict[str, float]:
 def instructions(counts: dict[str, float]) -> str:
     rows = [(tables.code(name), f"{count:,.0f}") for name, count in counts.items() if name != "none"]
     return tables.table(("row", "thousand instructions a block, over no remat"), rows)
-
-
-GRAPHS = (("kept", "kept MiB", ".0f"), ("peak", "peak MiB", ".0f"), ("FLOPs", "TFLOP", ".2f"))
-GRAPHS += (("roofline", "roofline ms", ".1f"), ("launches", "launches", ".0f"))
-
-
-def compiled(path: Path) -> dict[str, str]:
-    """A table for each model that was compiled for a card; none where nothing was."""
-    if not path.exists():
-        return {}
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    found = {}
-    for mode in dict.fromkeys(row["mode"] for row in rows):
-        mine = [row for row in rows if row["mode"] == mode]
-        first = mine[0]
-        sizes, _, way = mode.rpartition(", ")
-        heading = (
-            f"{sizes}, bfloat16, {MODES[way]}. **Compiled for, not run on**: simulated by `remat.gpu` "
-            f"with torch {first['torch']}, commit {first['commit']}. Peak is above parameters and batch.\n"
-        )
-        failed = {row["policy"]: row["error"] for row in mine if row["error"]}
-        lines = [
-            (tables.code(peer), *(_figure(mine, peer, metric, form) for metric, _, form in GRAPHS))
-            for peer in dict.fromkeys(row["policy"] for row in mine)
-            if peer not in failed
-        ]
-        titles = ("peer", *(title for _, title, _ in GRAPHS))
-        notes = "".join(
-            f"\n- {tables.code(peer)}: {' '.join(error.split())}\n" for peer, error in failed.items()
-        )
-        found[mode] = f"{heading}\n{tables.table(titles, lines)}{notes}"
-    return found
-
-
-def _figure(rows: list[dict[str, str]], peer: str, metric: str, form: str) -> str:
-    value = next((row["value"] for row in rows if (row["policy"], row["metric"]) == (peer, metric)), "")
-    return format(float(value), form) if value else ""
 
 
 def section(suite: Suite, results: Results | None, root: Path) -> str:

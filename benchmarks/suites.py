@@ -34,6 +34,15 @@ EVERY = (
 )
 # What torchtitan's list keeps.
 ALTERNATE = "save_every(2, save_matmuls) | save_attention"
+# What `torch_remat regions` keeps: attention with what its backward reads, not its result alone.
+NAMED = "save_names('qkv', 'q', 'k', 'v', 'up', 'gate') | save_attention"
+# Ours, and torch's row with the same verdicts.
+PAIRS = {
+    "save_nothing": "torch checkpoint",
+    "save_matmuls": "torch SAC",
+    ALTERNATE: "torch SAC titan",
+    NAMED: "torch_remat regions",
+}
 PLANNED = tuple(f"budget {share}" for share in (0.1, 0.3, 0.5, 0.7, 0.9))
 # Peaks between the lowest that is found, and that of no remat.
 FITS = ("fit 0.3", "fit 0.6")

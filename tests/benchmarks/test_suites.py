@@ -15,7 +15,7 @@ import torch.utils._pytree as pytree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import jax_peer, panel, runs
+from benchmarks import graph_tables, jax_peer, panel, runs
 from benchmarks.cases import Case, Measured, read
 from benchmarks.fits import largest
 from benchmarks.loaded import Results
@@ -385,6 +385,13 @@ def test_targets_are_told_with_how_much_they_were_missed_by(tmp_path: Path) -> N
 def test_markers_that_are_missing_are_an_error() -> None:
     with pytest.raises(ValueError, match="headline"):
         filled("no markers", "headline", "text")
+
+
+def test_tables_of_graphs_are_what_the_committed_csv_says() -> None:
+    for path, texts in graph_tables.pages(graph_tables.load(ROOT / "benchmarks" / "results")).items():
+        page = (ROOT / path).read_text()
+        for name, text in texts.items():
+            assert filled(page, name, text) == page
 
 
 def test_readme_and_docs_are_what_the_committed_csvs_say() -> None:
