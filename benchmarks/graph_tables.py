@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks import tables
 from benchmarks.loaded import MODES
-from benchmarks.suites import PAIRS
+from benchmarks.suites import PAIRS, UNLIKE
 
 Row = dict[str, str]
 FIGURES = (("kept", "kept MiB", ".0f"), ("peak", "peak MiB", ".0f"), ("FLOPs", "TFLOP", ".2f"))
@@ -75,6 +75,8 @@ def pairs(panels: dict[str, list[Row]]) -> str:
 
 def compared(mode: str, rows: list[Row]) -> Iterator[tuple[str, ...]]:
     for policy, rival in PAIRS.items():
+        if (mode.partition(",")[0], policy) in UNLIKE:
+            continue
         shares = [value(rows, policy, metric) / value(rows, rival, metric) for metric in LIMITS]
         if shares[0] == shares[0]:  # both were compiled
             met = all(share <= most for share, most in zip(shares, LIMITS.values(), strict=True))

@@ -22,7 +22,7 @@ from benchmarks.models import HuggingFace, Problem, drawn, named
 from benchmarks.peers import peer
 from benchmarks.records import Record, Target, conclude, ratio
 from benchmarks.steps import make_step
-from benchmarks.suites import OURS, PAIRS
+from benchmarks.suites import OURS, PAIRS, UNLIKE
 from remat.gpu import MARK, GpuReport, compile_for
 
 BOTH = "save_matmuls | save_attention"
@@ -153,7 +153,7 @@ def targets(records: list[Record]) -> list[Target]:
     for mode in dict.fromkeys(record.mode for record in records):
         there = {record.policy for record in records if not record.error}
         for policy, rival in PAIRS.items():
-            if rival not in there:
+            if rival not in there or (mode.partition(",")[0], policy) in UNLIKE:
                 continue
             for metric, limit in (("peak", 1.0), ("roofline", 1.02)):
                 share = ratio([r for r in records if r.metric == metric], mode, policy, rival)

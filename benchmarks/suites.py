@@ -43,6 +43,8 @@ PAIRS = {
     ALTERNATE: "torch SAC titan",
     NAMED: "torch_remat regions",
 }
+# Torchtitan's list keeps every second of plain products, and all batched ones and convolutions.
+UNLIKE = {("moe", ALTERNATE), ("unet", ALTERNATE)}
 PLANNED = tuple(f"budget {share}" for share in (0.1, 0.3, 0.5, 0.7, 0.9))
 # Peaks between the lowest that is found, and that of no remat.
 FITS = ("fit 0.3", "fit 0.6")
