@@ -16,10 +16,10 @@ from remat.transforms.pytree import smooth as pytree_smooth
 from remat.transforms.scan.backward import check_seen, prints_of
 from remat.transforms.scan.spec import (
     Leaves,
+    Primals,
     Scan,
     ScanSpec,
     Tensors,
-    Values,
     as_in_forward,
     make,
 )
@@ -47,7 +47,7 @@ def with_memory(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous() if overlaps(tensor) else tensor
 
 
-def unbatched(scan: Scan, info: Any, dims: Sequence[int | None]) -> Values | None:
+def unbatched(scan: Scan, info: Any, dims: Sequence[int | None]) -> Primals | None:
     """The values of a scan over dual numbers, if only its tangents have a batch dimension (as in jacfwd)."""
     values = scan.values
     if values is None or scan.opaque is not None or info.randomness == "different":
@@ -62,7 +62,7 @@ def batch(
     dims: Sequence[int | None],
     flat: Tensors,
     every: Sequence[bool],
-    values: Values | None = None,
+    values: Primals | None = None,
 ) -> tuple[Scan, list[torch.Tensor]]:
     """The scan of the vmapped step, and its operands; `every` marks those that must be batched.
 
@@ -127,7 +127,7 @@ def _batch_condition(scan: Scan, const_dims: list[int | None]) -> Callable[[Tens
 
 
 def kept_batched(
-    scan: Scan, kept: Tensors, size: int, values: Values | None
+    scan: Scan, kept: Tensors, size: int, values: Primals | None
 ) -> tuple[list[torch.Tensor], list[int | None]]:
     """What a batched forward keeps, as results of the rule, and where the batch dimension of each is."""
     if values is not None:
@@ -167,12 +167,7 @@ def tangents_of(run: Run, scan: Scan, flat: Tensors, tangents: Cotangents) -> li
     """Tangents of the carry's tensors and the ys: one scan over (value, tangent) pairs."""
     consts, carry, xs = scan.split(flat)
     a, b, _ = scan.sizes
-    # The carry's may become other than zero. What has none of the others is no dual number: writes into it
-    # then need not fit the memory of a zero.
-    full = [
-        (torch.zeros_like(t) if d is None and a <= i < a + b else d) if pytree_smooth(t) else None
-        for i, (t, d) in enumerate(zip(flat, tangents, strict=True))
-    ]
+    full = _full(flat, tangents, range(a, a + b))
     dual_carry = [*carry, *(t for t in full[a : a + b] if t is not None)]
     at = [i for i in scan.tensors if pytree_smooth(carry[i])]
     marks = [t is not None for t in full[:a]], [t is not None for t in full[a + b :]]
@@ -209,7 +204,7 @@ def tangents_of(run: Run, scan: Scan, flat: Tensors, tangents: Cotangents) -> li
         smooth, rest = iter(ys), iter(fixed_ys)
         return [*out, *dnew], [*(next(smooth) if f else next(rest) for f in shape[0]), *dys]
 
-    values = Values(a, b, len(xs))
+    values = Primals(a, b, len(xs))
     dual, operands = make(
         step,
         _spec(scan),
@@ -225,6 +220,17 @@ def tangents_of(run: Run, scan: Scan, flat: Tensors, tangents: Cotangents) -> li
     carries = dict(zip(at, end[len(carry) :], strict=True))
     dys = iter(ys[len(shape[0]) :])
     return [*(carries.get(i) for i in scan.tensors), *(next(dys) if f else None for f in shape[0])]
+
+
+def _full(flat: Tensors, tangents: Cotangents, carry: range) -> list[torch.Tensor | None]:
+    """Tangents of the operands, those of the carry without None, as they may become other than zero.
+
+    What has none of the others is no dual number: writes into it need not fit the memory of a zero.
+    """
+    return [
+        (torch.zeros_like(t) if d is None and i in carry else d) if pytree_smooth(t) else None
+        for i, (t, d) in enumerate(zip(flat, tangents, strict=True))
+    ]
 
 
 def pull_back_of(

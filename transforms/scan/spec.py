@@ -128,7 +128,7 @@ class Record:
 
 
 @dataclass
-class Values:
+class Primals:
     """How many operands and results of a scan over dual numbers are values: the first ones of each kind,
     which depend on values alone."""
 
@@ -170,7 +170,7 @@ class Scan:
     # Sizes and randomness of vmaps that only a pull-back's cotangents see, which have these as leading
     # dimensions. (jacrev is such a vmap.) Steps are evaluated again without them; only pulling is batched.
     over: tuple[tuple[int, str], ...] = ()
-    values: Values | None = None
+    values: Primals | None = None
 
     @property
     def reverse(self) -> bool:
