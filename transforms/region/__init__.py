@@ -22,3 +22,7 @@ from remat.transforms.region.region import (
     Region,  # a function to be rematerialized, with everything that does not depend on the arguments
     checksum,  # a number for every tensor of a result that changes with any bit of it
 )
+from remat.transforms.region.wrapped import (
+    note,  # note what a region keeps that may be inside of what ranks have wrapped
+    unmet,  # wrapped models of which ranks have not compared what they keep
+)
