@@ -187,7 +187,11 @@ def disagreeing() -> None:
         return remat.nn.apply_to(block, policy=policy)
 
     x = torch.ones(4, 32, requires_grad=True)
-    for policy in (save_matmuls if rank == 0 else save_nothing, sly):
+    mine = save_matmuls if rank == 0 else save_nothing
+    for policies in ([save_nothing, mine], [save_nothing, save_nothing, mine]):
+        with pytest.raises(RematError, match=rf"rank {rank} has .*rank {1 - rank} has"):
+            nn.Sequential(*map(parallel, policies))(x)
+    for policy in (mine, sly):
         said = rf"rank {rank} has .*rank {1 - rank} has"
         with pytest.raises(RematError, match=said):
             parallel(policy)(x)

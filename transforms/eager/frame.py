@@ -59,7 +59,7 @@ from remat.transforms.eager.settle import (
 from remat.transforms.errors import RematError, overwritten
 from remat.transforms.offload import Store
 from remat.transforms.ops import storage
-from remat.transforms.region import CachedTrace, agree, note, recomputing, unmet
+from remat.transforms.region import CachedTrace, compare, recomputing, unmet
 from remat.transforms.sharded import PLAIN, Wrapper, wraps
 from remat.transforms.state import generators_again
 from remat.transforms.tape import GuardMode, Held, Needs, Program, Reachability, Recorder, Tape
@@ -152,12 +152,12 @@ class Frame(Packer):
             if known is not None and isinstance(recorder, GuardMode) and recorder.followed:
                 self._settle_as(known, recorder, out)
                 if unmet:
-                    note(self.region, recorder, out)
+                    compare(self.region, recorder, out)
             else:
                 recorder.leave()
                 self.tape = recorder.tape
                 settle(self, recorder, out)
-                agree(self.region, recorder) or note(self.region, recorder, out)
+                compare(self.region, recorder, out)
             hold_kept(self, recorder, out)
         finally:
             self.recorder = None

@@ -10,7 +10,7 @@ from remat.transforms.context import (
     selecting,  # whether the innermost region around here has a policy
 )
 from remat.transforms.region.agreement import (
-    agree,  # compare what a region keeps with other ranks, at the end of its first forward
+    agree,  # compare what a region with collectives keeps with other ranks, at the end of its first forward
     agree_traced,  # the same for one that is traced
     wrong_anywhere,  # what is wrong on any of some ranks
 )
@@ -23,6 +23,6 @@ from remat.transforms.region.region import (
     checksum,  # a number for every tensor of a result that changes with any bit of it
 )
 from remat.transforms.region.wrapped import (
-    note,  # note what a region keeps that may be inside of what ranks have wrapped
-    unmet,  # wrapped models of which ranks have not compared what they keep
+    compare,  # compare what a region keeps with other ranks, now or in the first backward
+    unmet,  # what ranks have not compared yet
 )

@@ -38,8 +38,11 @@ def meeting_number(meeting: Any, name: str) -> str:
     return f"remat/{meeting.name}/{name}/{_met[meeting.name, name]}"
 
 
-def agree(region: Any, recorder: Any) -> bool:
+def agree(region: Any, recorder: Any, again: bool = False) -> bool:
     """Compare what `region` keeps with the other ranks, at the end of its first forward.
+
+    Args:
+        again: whether to do so after later ones, too.
 
     Returns:
         whether other ranks depend on that.
@@ -47,7 +50,7 @@ def agree(region: Any, recorder: Any) -> bool:
     Raises:
         RematError: on every rank of a group whose ranks keep other values, or where one does not come.
     """
-    if region.key in region.cache.agreed:
+    if region.key in region.cache.agreed and not again:
         return True
     said = _said_by(recorder)
     if not said:

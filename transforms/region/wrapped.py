@@ -21,11 +21,11 @@ from remat.transforms.compat import meeting_among, wrapped_in
 from remat.transforms.context import quiet
 from remat.transforms.errors import RematError
 from remat.transforms.pytree import flatten
-from remat.transforms.region.agreement import first_difference, loosely, meeting_number
+from remat.transforms.region.agreement import agree, first_difference, loosely, meeting_number
 
 _SECONDS = 60
-# Wrapped models, from the first forward of a region in them until they are compared.
-unmet: list[WrappedModel] = []
+# What is not compared yet: wrapped models, and the first step. While there is any, every forward asks.
+unmet: list[Any] = []
 _met: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
@@ -70,9 +70,12 @@ class WrappedModel:
 
     def _differ(self, told: dict[int, dict[str, list[list[str]]]]) -> None:
         for (one, here), (other, there) in itertools.combinations(sorted(told.items()), 2):
-            # A name that several regions share on one of the ranks may be of other ones on the other.
-            for name in (n for n, said in here.items() if n in there and len(said) == len(there[n]) == 1):
-                if (found := first_difference(here[name][0], there[name][0], True)) is not None:
+            for name in (name for name in here if name in there):
+                pair = _of_all(here[name]), _of_all(there[name])
+                if _ops(pair[0]) != _ops(pair[1]):
+                    # They took different ways: what becomes of an op may depend on those around it.
+                    pair = pair[0][:1], pair[1][:1]
+                if all(pair) and (found := first_difference(*pair, True)) is not None:
                     raise RematError(
                         f"region {name} keeps other values on other ranks: rank {one} has {found[0]}, rank "
                         f"{other} has {found[1]}. Their gradients would be the same, and not their memory. "
@@ -80,16 +83,63 @@ class WrappedModel:
                     )
 
 
-def note(region: Any, recorder: Any, results: Any) -> None:
+def _of_all(said: list[list[str]]) -> list[str]:
+    """What holds for all calls of a region; nothing where a name is shared by regions that are not alike."""
+    policies = {lines[0] for lines in said}
+    return said[0] if len(said) == 1 else list(policies) if len(policies) == 1 else []
+
+
+def _ops(said: list[str]) -> list[str]:
+    return [line.rpartition("] ")[0] for line in said[1:]]
+
+
+class _FirstStep:
+    """The forward in which regions with collectives ran first, until a backward comes to one of them.
+
+    Another layer may share what is known of the first one, and have another policy on one rank alone: so in
+    this time every call is compared. All ranks are there, since the region's collectives have just run.
+    """
+
+    def module(self) -> Any:
+        return self
+
+    def end(self, *_: Any) -> None:
+        if self in unmet:
+            unmet.remove(self)
+
+
+def compare(region: Any, recorder: Any, results: Any) -> None:
+    """Compare what a region keeps with the other ranks, where they are to keep the same.
+
+    Raises:
+        RematError: as `agree` does.
+    """
+    step = next((there for there in unmet if isinstance(there, _FirstStep)), None)
+    known = region.key in region.cache.agreed
+    try:
+        if not agree(region, recorder, step is not None):
+            _note(region, recorder, results)
+            return
+    except BaseException:
+        _ = step and step.end()
+        raise
+    if step is None and not known:
+        unmet.append(step := _FirstStep())
+    if step is not None and (node := _node_of(results)) is not None:
+        node.register_prehook(step.end)
+
+
+def _node_of(results: Any) -> Any:
+    tensors = [leaf for leaf in flatten(results)[0] if isinstance(leaf, torch.Tensor)]
+    return next((tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None), None)
+
+
+def _note(region: Any, recorder: Any, results: Any) -> None:
     """Note what a region keeps; its backward, if it is the first one in its model, compares."""
     found = wrapped_in(_met, quiet)
-    if found is None:
+    if found is None or (node := _node_of(results)) is None:
         return
     module, name, ranks = found
-    tensors = [leaf for leaf in flatten(results)[0] if isinstance(leaf, torch.Tensor)]
-    node: Any = next((tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None), None)
-    if node is None:
-        return
     unmet[:] = [model for model in unmet if model.module() is not None]
     model = next((model for model in unmet if model.module() is module), None)
     if model is None:
