@@ -25,6 +25,7 @@ import remat
 from remat import RematError, checkpoint_policy, save_matmuls, save_nothing
 from remat.cli.measure import trace_memory
 from remat.debug import assert_recomputed
+from remat.transforms.region import agreement, wrapped
 
 aten = torch.ops.aten
 SAC = functools.partial(create_selective_checkpoint_contexts, [aten.mm.default, aten.addmm.default])
@@ -299,8 +300,8 @@ def alone() -> None:
     """A rank without regions: the others go on, with a warning. Around collectives they raise, and that rank
     is told by its process group as soon as they end."""
     rank = dist.get_rank()
-    remat.transforms.region.wrapped._SECONDS = 2
-    remat.transforms.region.agreement._SECONDS = 2
+    wrapped._SECONDS = 2
+    agreement._SECONDS = 2
     torch.manual_seed(0)
     block = Block() if rank else remat.nn.apply_to(Block())
     model = nn.parallel.DistributedDataParallel(block)
