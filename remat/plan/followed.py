@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 # Waits for a collective where its result is first read, on fake tensors at once.
-_WAIT = "_c10d_functional.wait_tensor.default"
+WAIT = "_c10d_functional.wait_tensor.default"
 
 
 class Walk:
@@ -102,7 +102,7 @@ class Following(Policy):
         said = self.walk.saved
         if info.index not in said:
             name = str(info.op)
-            said[info.index] = not traits(info.op).view and name != _WAIT and self._saves(name, info)
+            said[info.index] = not traits(info.op).view and name != WAIT and self._saves(name, info)
         return Decision.SAVE if said[info.index] else Decision.RECOMPUTE
 
     def _saves(self, name: str, info: OpInfo) -> bool:
@@ -152,7 +152,7 @@ def _passed_over(name: str) -> bool:
 
     Or it may not run at all.
     """
-    if name.endswith(OPTIONAL) or name == _WAIT:
+    if name.endswith(OPTIONAL) or name == WAIT:
         return True
     namespace, _, rest = name.partition(".")
     kind, _, overload = rest.partition(".")

@@ -3,6 +3,7 @@
 import functools
 import os
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ import remat
 from remat import RematError, checkpoint_policy, save_matmuls, save_nothing
 from remat.cli.measure import trace_memory
 from remat.debug import assert_recomputed
+from remat.transforms.region import agreement, wrapped
 
 aten = torch.ops.aten
 SAC = functools.partial(create_selective_checkpoint_contexts, [aten.mm.default, aten.addmm.default])
@@ -186,7 +188,11 @@ def disagreeing() -> None:
         return remat.nn.apply_to(block, policy=policy)
 
     x = torch.ones(4, 32, requires_grad=True)
-    for policy in (save_matmuls if rank == 0 else save_nothing, sly):
+    mine = save_matmuls if rank == 0 else save_nothing
+    for policies in ([save_nothing, mine], [save_nothing, save_nothing, mine]):
+        with pytest.raises(RematError, match=rf"rank {rank} has .*rank {1 - rank} has"):
+            nn.Sequential(*map(parallel, policies))(x)
+    for policy in (mine, sly):
         said = rf"rank {rank} has .*rank {1 - rank} has"
         with pytest.raises(RematError, match=said):
             parallel(policy)(x)
@@ -234,6 +240,84 @@ def disagreeing_around(rank: int) -> None:
             step(layout, policy, rows)
 
 
+def disagreeing_inside() -> None:
+    """The same for regions inside: all ranks raise in the first backward, where no collective would tell."""
+    rank = dist.get_rank()
+
+    @checkpoint_policy
+    def sly(info: Any) -> bool:
+        return "tanh" in str(info.op) and rank == 0
+
+    class Dropped(nn.Module):
+        """Each rank leaves out another block."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Block() for _ in range(3)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for number, block in enumerate(self.blocks):
+                x = x if number == 2 * rank else block(x)
+            return x
+
+    def run(layout: str, policies: list[Any], kind: Any = Dropped, more: int = 0) -> None:
+        torch.manual_seed(0)
+        model: Any = kind()
+        for block, policy in zip(model.blocks, policies, strict=True):
+            _ = policy and remat.nn.apply_to(block, policy=policy)
+        if layout == "ddp":
+            model = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+        elif layout == "replicate":
+            model = replicate(model, find_unused_parameters=True)
+        elif layout == "fsdp1":
+            model = fsdp1(model, flat=False)
+        else:
+            model = fully_shard(model)
+        for rows in (4 + more, 4):
+            model(torch.ones(rows, 32)).sum().backward()
+
+    class Whole(Dropped):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    mine = save_matmuls if rank == 0 else save_nothing
+    for layout in ("ddp", "replicate", "fsdp1", "fsdp2"):
+        said = r"region 'Block' of \S*blocks.1 keeps other values.*rank 0 has .*rank 1 has"
+        for policies in ([save_nothing, mine, save_nothing], [sly] * 3):
+            with pytest.raises(RematError, match=said if policies[0] is not sly else "keeps other values"):
+                run(layout, policies, Whole)
+            with pytest.raises(RematError, match=said):
+                run(layout, policies)
+        # Other rows, other blocks, other plans: no difference that counts.
+        budget = checkpoint_policy(budget=0.5)
+        for policies in ([save_nothing, save_matmuls, budget], [budget] * 3):
+            run(layout, policies, more=rank)
+
+
+def alone() -> None:
+    """A rank without regions: the others go on, with a warning. Around collectives they raise, and that rank
+    is told by its process group as soon as they end."""
+    rank = dist.get_rank()
+    wrapped._SECONDS = 2
+    agreement._SECONDS = 2
+    torch.manual_seed(0)
+    block = Block() if rank else remat.nn.apply_to(Block())
+    model = nn.parallel.DistributedDataParallel(block)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(torch.ones(4, 32)).sum().backward()
+    assert sum("Not all ranks of [0, 1] came" in str(w.message) for w in told) == 1 - rank
+    block = Block()
+    styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    parallelize_module(block, init_device_mesh("cpu", (2,)), styles)
+    error, said = (RematError, "not all ranks") if rank == 0 else (RuntimeError, "closed")
+    with pytest.raises(error, match=said):
+        (block if rank else remat.nn.apply_to(block))(torch.ones(4, 32, requires_grad=True)).sum().backward()
+
+
 def work(rank: int, path: str) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -242,6 +326,8 @@ def work(rank: int, path: str) -> None:
     hangs.start()
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
     disagreeing()
+    disagreeing_inside()
     around()
     compiled()
+    alone()
     dist.destroy_process_group()

@@ -365,10 +365,7 @@ def _spawned(work, path, *args, ranks=2):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_keep_what_was_planned(tmp_path, ranks):
-    """Under FSDP2: to the byte.
-
-    Under tensor parallelism the profiler does not see what threads of gloo free: no exact count there.
-    """
+    """Under FSDP2: to the byte."""
     layout = Layout(dp_shard=ranks)
     tokens = mesh_worker.ROWS, mesh_worker.LENGTH
     whole = planned(mesh_worker.SIZES, tokens, layout, memory="1GiB").stages[0]
@@ -379,6 +376,19 @@ def test_ranks_keep_what_was_planned(tmp_path, ranks):
     for sizes in _spawned(mesh_worker.sharded, tmp_path, ranks, ranks=ranks):
         for size, expected in zip(sizes, planned_bytes, strict=True):
             assert abs(expected / size - 1) < 0.02
+
+
+@NEEDS_GLOO
+@pytest.mark.slow
+def test_ranks_of_tensor_parallelism_keep_what_was_planned(tmp_path):
+    """To the byte, in every step. The first block is given a collective's result that is on its way."""
+    layout, tokens = Layout(tp=2, parallelize=tensor_parallel), (mesh_worker.ROWS, mesh_worker.LENGTH)
+    whole = planned(mesh_worker.SIZES, tokens, layout, memory="1GiB").stages[0]
+    plan = planned(mesh_worker.SIZES, tokens, layout, memory=int(whole.peak_bytes - 0.5 * whole.kept_bytes))
+    plan.save(tmp_path / "plan.json")
+    expected = plan.stages[0].kept_bytes, whole.kept_bytes
+    for sizes in _spawned(mesh_worker.spread, tmp_path):
+        assert sizes == [[size] * 3 for size in expected]
 
 
 @NEEDS_GLOO

@@ -168,4 +168,5 @@ from remat.transforms.compat.sharding import (
     meeting_among,  # these ranks, as `meeting_of`
     meeting_of,  # the ranks of the group of this name
     sharding_aside,  # how DTensor is to run what it propagates shardings by
+    wrapped_in,  # the module around a call whose gradients ranks reduce
 )

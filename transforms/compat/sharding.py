@@ -13,7 +13,7 @@ import secrets
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
@@ -123,9 +123,11 @@ class Meeting:
         self.name = ",".join(map(str, ranks))
 
     def met(self, seconds: int) -> str:
-        """A name for this time. The store of a job that was started again holds what was said before: each
-        process says a number of its own, until all have the same numbers of all. Waits so many seconds at
-        most."""
+        """A name for this time, empty where not all ranks came in so many seconds.
+
+        The store of a job that was started again holds what was said before: each process says a number of
+        its own, until all have the same numbers of all.
+        """
         store, name, end = self._store, f"remat/{self.name}", time.monotonic() + seconds
         store.set(f"{name}/{self.rank}", secrets.token_hex(8))
         token, places = "", [f"{name}/{rank}" for rank in self.ranks]
@@ -137,7 +139,7 @@ class Meeting:
                     return said
                 token = said
                 time.sleep(0.01)
-        return token
+        return ""
 
     def all_say(self, key: str, what: str, seconds: int) -> bool:
         """Whether all ranks say the same; waits until all have spoken, so many seconds at most."""
@@ -147,6 +149,23 @@ class Meeting:
             store.set(f"{key}/done", "1")
         with contextlib.suppress(RuntimeError):  # it took too long
             store.wait([f"{key}/done"], datetime.timedelta(seconds=seconds))
+        return store.add(f"{key}/{what}", 0) == count
+
+    def end(self, key: str, what: str, seconds: int) -> bool | None:
+        """Whether all ranks say the same, None where not all came in so many seconds.
+
+        All ranks hear the same, those that come later too.
+        """
+        store, count, end = self._store, len(self.ranks), f"{key}/end"
+        store.add(f"{key}/{what}", 1)
+        if store.add(f"{key}/count", 1) == count:
+            store.compare_set(end, "", "all came")
+        try:
+            store.wait([end], datetime.timedelta(seconds=seconds))
+        except RuntimeError:  # it took too long
+            store.compare_set(end, "", "some did not")
+        if store.get(end) != b"all came":
+            return None
         return store.add(f"{key}/{what}", 0) == count
 
     def told(self, key: str, text: str, seconds: int) -> Iterator[tuple[int, str]]:
@@ -182,11 +201,65 @@ def meeting_among(ranks: list[int], seconds: int) -> Meeting | None:
     meeting = Meeting(store, c10d.get_rank(), ranks)
     ref, token = _tokens.get(meeting.name, (None, ""))
     if ref is None or ref() is not store:
-        token = meeting.met(seconds)
-        _tokens[meeting.name] = weakref.ref(store), token
+        if token := meeting.met(seconds):
+            _tokens[meeting.name] = weakref.ref(store), token
     meeting.name += f"/{token}"
     return meeting
 
 
 # By the ranks of a group: the store by which they have met, and a name for that.
 _tokens: dict[str, tuple[weakref.ref[Any], str]] = {}
+
+
+# Every call of a module runs this.
+_CALL = torch.nn.Module._call_impl.__code__
+
+
+def wrapped_in(
+    known: Container[torch.nn.Module], quiet: Callable[..., Any]
+) -> tuple[torch.nn.Module, str, list[int]] | None:
+    """The outermost module around this call whose gradients ranks reduce; None for none, or a `known` one.
+
+    With the qualified name in it of the innermost module that runs, and the ranks. It is one that FSDP,
+    `replicate` or DistributedDataParallel has wrapped. `quiet(function)` runs ops that are nobody's.
+    """
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is None or not c10d.is_initialized():
+        return None
+    running, frame = [], sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CALL:
+            running.append(frame.f_locals["self"])
+        frame = frame.f_back
+    for root in reversed(running):
+        if root in known:
+            return None
+        if ranks := _ranks_of(root, c10d, quiet):
+            names = {id(module): name for name, module in root.named_modules()}
+            return root, next(names[id(module)] for module in running if id(module) in names), ranks
+    return None
+
+
+def _ranks_of(module: Any, c10d: Any, quiet: Callable[..., Any]) -> list[int]:
+    """The ranks among which a wrapper of this module reduces gradients, none where it has no wrapper."""
+    if (state := getattr(module, "_get_fsdp_state", None)) is not None:
+        # Its own, or (where only the modules in it have parameters) those of the first of them.
+        meshes = [group.mesh_info.mesh for m in module.modules() for group in _parameter_groups(m)]
+        return quiet(meshes[0].mesh.flatten().tolist) if meshes else []
+    composable: Any = sys.modules.get("torch.distributed._composable.replicate")
+    if composable is not None and (state := composable.replicate.state(module)) is not None:
+        module = getattr(state, "_ddp_weakref", lambda: None)()
+    for name in ("torch.nn.parallel.distributed", "torch.distributed.fsdp"):
+        there: Any = sys.modules.get(name)
+        kinds = [getattr(there, k, None) for k in ("DistributedDataParallel", "FullyShardedDataParallel")]
+        if any(kind is not None and isinstance(module, kind) for kind in kinds):
+            return c10d.get_process_group_ranks(module.process_group)
+    return []
+
+
+def _parameter_groups(module: Any) -> list[Any]:
+    """What FSDP2 gathers at once for a module; until torch 2.12 there was one of them."""
+    state = getattr(module, "_get_fsdp_state", lambda: None)()
+    if (groups := getattr(state, "_fsdp_param_groups", None)) is None:
+        groups = [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in groups if group is not None]

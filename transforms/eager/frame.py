@@ -59,7 +59,7 @@ from remat.transforms.eager.settle import (
 from remat.transforms.errors import RematError, overwritten
 from remat.transforms.offload import Store
 from remat.transforms.ops import storage
-from remat.transforms.region import CachedTrace, agree, recomputing
+from remat.transforms.region import CachedTrace, compare, recomputing, unmet
 from remat.transforms.sharded import PLAIN, Wrapper, wraps
 from remat.transforms.state import generators_again
 from remat.transforms.tape import GuardMode, Held, Needs, Program, Reachability, Recorder, Tape
@@ -151,11 +151,13 @@ class Frame(Packer):
         try:
             if known is not None and isinstance(recorder, GuardMode) and recorder.followed:
                 self._settle_as(known, recorder, out)
+                if unmet:
+                    compare(self.region, recorder, out)
             else:
                 recorder.leave()
                 self.tape = recorder.tape
                 settle(self, recorder, out)
-                agree(self.region, recorder)
+                compare(self.region, recorder, out)
             hold_kept(self, recorder, out)
         finally:
             self.recorder = None
@@ -258,8 +260,7 @@ class Frame(Packer):
             return early_value(self, at, self.recorder)
         if value is not None:
             return value.get()
-        there = self.direct.get(at)
-        if there is not None and (input := self.held.get(there)) is not None:
+        if (there := self.direct.get(at)) is not None and (input := self.held.get(there)) is not None:
             return input.get(self.inputs, there)
         task = graph_task()
         if at not in self.values or (task != self.task and not resumed(self, task)):
@@ -327,8 +328,7 @@ class Frame(Packer):
         for at in there if scratch else ():
             if (root := self.tape.outside[at].root) in scratch:
                 there[at] = quiet(scratch[root].view, there[at])
-        graded = torch.is_grad_enabled()
-        end = recomputing(self.region.name)
+        graded, end = torch.is_grad_enabled(), recomputing(self.region.name)
         random = self.random if self.region.preserve_rng_state else {}
         contexts = inputs.ambient_contexts(casts=False)
         if program.draws and random:

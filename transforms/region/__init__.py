@@ -10,7 +10,7 @@ from remat.transforms.context import (
     selecting,  # whether the innermost region around here has a policy
 )
 from remat.transforms.region.agreement import (
-    agree,  # compare what a region keeps with other ranks, at the end of its first forward
+    agree,  # compare what a region with collectives keeps with other ranks, at the end of its first forward
     agree_traced,  # the same for one that is traced
     wrong_anywhere,  # what is wrong on any of some ranks
 )
@@ -21,4 +21,8 @@ from remat.transforms.region.cache import (
 from remat.transforms.region.region import (
     Region,  # a function to be rematerialized, with everything that does not depend on the arguments
     checksum,  # a number for every tensor of a result that changes with any bit of it
+)
+from remat.transforms.region.wrapped import (
+    compare,  # compare what a region keeps with other ranks, now or in the first backward
+    unmet,  # what ranks have not compared yet
 )

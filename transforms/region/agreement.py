@@ -32,21 +32,34 @@ _given_up: set[tuple[int, ...]] = set()
 _traced: set[tuple[str, str, str]] = set()
 
 
-def agree(region: Any, recorder: Any) -> None:
+def meeting_number(meeting: Any, name: str) -> str:
+    """What ranks meet under that have met under this name as often."""
+    _met[meeting.name, name] += 1
+    return f"remat/{meeting.name}/{name}/{_met[meeting.name, name]}"
+
+
+def agree(region: Any, recorder: Any, again: bool = False) -> bool:
     """Compare what `region` keeps with the other ranks, at the end of its first forward.
+
+    Args:
+        again: whether to do so after later ones, too.
+
+    Returns:
+        whether other ranks depend on that.
 
     Raises:
         RematError: on every rank of a group whose ranks keep other values, or where one does not come.
     """
-    if region.key in region.cache.agreed:
-        return
+    if region.key in region.cache.agreed and not again:
+        return True
     said = _said_by(recorder)
     if not said:
-        return
+        return False
     for name, (mine, loose) in said.items():
         _compare(name, region.name, mine, _SECONDS, loose)
     # Where ranks did not agree, all of them ask again.
     region.cache.agreed.add(region.key)
+    return True
 
 
 def agree_traced(region: Any, record: Any) -> None:
@@ -68,8 +81,7 @@ def wrong_anywhere(ranks: Sequence[int], name: str, wrong: str | None) -> str | 
     meeting = meeting_among(list(ranks), _SECONDS) if tuple(ranks) not in _given_up else None
     if meeting is None:
         return wrong
-    _met[meeting.name, name] += 1
-    key = f"remat/{meeting.name}/{name}/{_met[meeting.name, name]}"
+    key = meeting_number(meeting, name)
     if meeting.all_say(key, "wrong" if wrong else "fine", _SECONDS) and wrong is None:
         return None
     told = dict(meeting.told(key, wrong or "", 10))
@@ -85,7 +97,7 @@ def _said_by(recorder: Any) -> dict[str, tuple[list[str], bool]]:
     groups = dict.fromkeys([str(node.args[-1]) for node in tape.nodes if _waits(node)])
     said = {name: (_kept(recorder, tape, name), False) for name in groups}
     if others := sorted(tape.groups - groups.keys()):
-        said |= dict.fromkeys(others, (_loosely(recorder, tape), True))
+        said |= dict.fromkeys(others, (loosely(recorder, tape), True))
     return said
 
 
@@ -104,7 +116,7 @@ def _kept(recorder: Any, tape: Tape, group: str) -> list[str]:
     return said
 
 
-def _loosely(recorder: Any, tape: Tape) -> list[str]:
+def loosely(recorder: Any, tape: Tape) -> list[str]:
     """What ranks with data of their own have in common: the policy, and for ops of these shapes its verdicts.
 
     A policy that counts is asked about the ops before, too: plans are, which are made for shapes.
@@ -131,7 +143,7 @@ def _said(node: Any) -> str:
     return f"{node.op} {'recomputed' if node.verdict == RECOMPUTE else 'kept'}"
 
 
-def _first_difference(here: list[str], there: list[str], loose: bool) -> tuple[str, str] | None:
+def first_difference(here: list[str], there: list[str], loose: bool) -> tuple[str, str] | None:
     """What two ranks say otherwise; `loose`: where both say anything."""
     if loose and here[0] == there[0]:
         known = {line.rpartition("] ")[0]: line for line in there[1:]}
@@ -145,8 +157,7 @@ def _compare(group: str, region: str, said: list[str], seconds: int, loose: bool
     meeting = meeting_of(group, seconds)
     if meeting is None:
         return
-    _met[meeting.name, region] += 1
-    key = f"remat/{meeting.name}/{region}/{_met[meeting.name, region]}"
+    key = meeting_number(meeting, region)
     mine = hashlib.sha256("\n".join(said).encode()).hexdigest()
     if meeting.all_say(key, mine, seconds):
         return
@@ -154,7 +165,7 @@ def _compare(group: str, region: str, said: list[str], seconds: int, loose: bool
     # This rank's differences first; but where any two differ, all raise.
     pairs = [(meeting.rank, rank) for rank in told] + list(itertools.combinations(told, 2))
     for one, other in pairs:
-        if (found := _first_difference(told.get(one, said), told[other], loose)) is not None:
+        if (found := first_difference(told.get(one, said), told[other], loose)) is not None:
             raise RematError(
                 f"region {region!r} keeps other values on other ranks: rank {one} has {found[0]}, rank "
                 f"{other} has {found[1]}. A collective that only some ranks run again would wait for ever. "

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from remat._core import Decision, OpInfo
 from remat.plan.calls import graph_of
-from remat.plan.followed import carried_out
+from remat.plan.followed import WAIT, carried_out
 from remat.plan.layout.trace import block_names
 from remat.plan.plan import Plan
 from remat.policies import Policy
@@ -27,6 +27,11 @@ def canonical(name: str) -> str:
     """The name of an op, whatever kernel of attention a device has for it."""
     attention = name.startswith("aten._scaled_dot_product") and "backward" not in name
     return "aten.scaled_dot_product_attention" if attention else name
+
+
+def _of_the_program(names: Iterable[str]) -> tuple[str, ...]:
+    """Without the waits for collectives: on fakes each waits at once, on ranks where its result is read."""
+    return tuple([name for name in names if name != WAIT])
 
 
 def digest(names: Iterable[str]) -> str:
@@ -63,7 +68,7 @@ class BlockPolicy(Policy):
                 call on every rank that has the block.
         """
         try:
-            names = graph_of(fn, args, kwargs).names
+            names = _of_the_program(graph_of(fn, args, kwargs).names)
             wrong = self._difference(tuple(map(canonical, names)))
         except RematError as error:
             if len(self.peers) < 2:
@@ -78,11 +83,12 @@ class BlockPolicy(Policy):
 
     def _difference(self, met: tuple[str, ...]) -> str | None:
         """What is run that was not planned for."""
-        if met == self.ops:
+        ops = _of_the_program(self.ops)
+        if met == ops:
             return None
-        pairs = enumerate(zip(met, self.ops, strict=False))
-        at = next((k for k, (a, b) in pairs if a != b), min(len(met), len(self.ops)))
-        here, planned = (ops[at] if at < len(ops) else "the end" for ops in (met, self.ops))
+        pairs = enumerate(zip(met, ops, strict=False))
+        at = next((k for k, (a, b) in pairs if a != b), min(len(met), len(ops)))
+        here, planned = (names[at] if at < len(names) else "the end" for names in (met, ops))
         return (
             f"The plan does not fit {_who()}: op {at} of block {self.name} (stage {self.stage}) is "
             f"{here}, planned was {planned}. A plan holds for one model at one configuration (training "
@@ -101,7 +107,8 @@ class BlockPolicy(Policy):
             "default_bytes": 0,
             **nothing,
         }
-        return Plan(region=self.name, ops=names, saved=self.saved, unit="s", solver="layout", **options)
+        saved = tuple([len(_of_the_program(self.ops[:at])) for at in self.saved])
+        return Plan(region=self.name, ops=names, saved=saved, unit="s", solver="layout", **options)
 
     def __call__(self, info: OpInfo) -> Decision:
         raise RematError(

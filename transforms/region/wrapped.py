@@ -1,0 +1,149 @@
+"""Whether ranks keep the same in regions inside of modules that FSDP or DistributedDataParallel has wrapped.
+
+No collective depends on what such a region keeps, so no rank would wait for another; but ranks would take
+other memory than was meant. They compare once for a wrapped model, in its first backward, where all must come
+anyway: what they keep in the regions of modules that run on several of them. A rank may leave modules out.
+One that has no region at all does not come: then the others go on, with a warning.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import warnings
+import weakref
+from typing import Any
+
+import torch
+
+from remat.transforms.compat import meeting_among, wrapped_in
+from remat.transforms.context import quiet
+from remat.transforms.errors import RematError
+from remat.transforms.pytree import flatten
+from remat.transforms.region.agreement import agree, first_difference, loosely, meeting_number
+
+_SECONDS = 60
+# What is not compared yet: wrapped models, and the first step. While there is any, every forward asks.
+unmet: list[Any] = []
+_met: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+
+class WrappedModel:
+    """What the regions inside a wrapped model keep.
+
+    Attributes:
+        module: what was wrapped, as a weak reference.
+        ranks: those that reduce gradients together.
+        said: by names of modules and regions, what was said of each.
+    """
+
+    def __init__(self, module: torch.nn.Module, ranks: list[int]) -> None:
+        self.module, self.ranks = weakref.ref(module), ranks
+        self.said: dict[str, set[tuple[str, ...]]] = {}
+
+    def meet(self, *_: Any) -> None:
+        """Compare with the other ranks, once.
+
+        Raises:
+            RematError: on every rank, where any two keep other values in a region that both have.
+        """
+        module = self.module()
+        if self not in unmet or module is None:
+            return
+        unmet.remove(self)
+        _met.add(module)
+        meeting = meeting_among(self.ranks, _SECONDS)
+        if meeting is None:
+            return
+        name, text = type(module).__name__, json.dumps([[k, sorted(v)] for k, v in sorted(self.said.items())])
+        key = meeting_number(meeting, name)
+        same = meeting.end(key, hashlib.sha256(text.encode()).hexdigest(), _SECONDS)
+        if same is None:
+            warnings.warn(
+                f"Not all ranks of {self.ranks} came to the backward of a region in {name} within {_SECONDS} "
+                "s, so they did not compare what they keep. Make the same modules regions on every rank.",
+                stacklevel=2,
+            )
+        elif not same:
+            self._differ({rank: dict(json.loads(said)) for rank, said in meeting.told(key, text, _SECONDS)})
+
+    def _differ(self, told: dict[int, dict[str, list[list[str]]]]) -> None:
+        for (one, here), (other, there) in itertools.combinations(sorted(told.items()), 2):
+            for name in (name for name in here if name in there):
+                pair = _of_all(here[name]), _of_all(there[name])
+                if _ops(pair[0]) != _ops(pair[1]):
+                    # They took different ways: what becomes of an op may depend on those around it.
+                    pair = pair[0][:1], pair[1][:1]
+                if all(pair) and (found := first_difference(*pair, True)) is not None:
+                    raise RematError(
+                        f"region {name} keeps other values on other ranks: rank {one} has {found[0]}, rank "
+                        f"{other} has {found[1]}. Their gradients would be the same, and not their memory. "
+                        "Give every rank the same policy, one that does not ask for the rank."
+                    )
+
+
+def _of_all(said: list[list[str]]) -> list[str]:
+    """What holds for all calls of a region; nothing where a name is shared by regions that are not alike."""
+    policies = {lines[0] for lines in said}
+    return said[0] if len(said) == 1 else list(policies) if len(policies) == 1 else []
+
+
+def _ops(said: list[str]) -> list[str]:
+    return [line.rpartition("] ")[0] for line in said[1:]]
+
+
+class _FirstStep:
+    """The forward in which regions with collectives ran first, until a backward comes to one of them.
+
+    Another layer may share what is known of the first one, and have another policy on one rank alone: so in
+    this time every call is compared. All ranks are there, since the region's collectives have just run.
+    """
+
+    def module(self) -> Any:
+        return self
+
+    def end(self, *_: Any) -> None:
+        if self in unmet:
+            unmet.remove(self)
+
+
+def compare(region: Any, recorder: Any, results: Any) -> None:
+    """Compare what a region keeps with the other ranks, where they are to keep the same.
+
+    Raises:
+        RematError: as `agree` does.
+    """
+    step = next((there for there in unmet if isinstance(there, _FirstStep)), None)
+    known = region.key in region.cache.agreed
+    try:
+        if not agree(region, recorder, step is not None):
+            _note(region, recorder, results)
+            return
+    except BaseException:
+        _ = step and step.end()
+        raise
+    if step is None and not known:
+        unmet.append(step := _FirstStep())
+    if step is not None and (node := _node_of(results)) is not None:
+        node.register_prehook(step.end)
+
+
+def _node_of(results: Any) -> Any:
+    tensors = [leaf for leaf in flatten(results)[0] if isinstance(leaf, torch.Tensor)]
+    return next((tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None), None)
+
+
+def _note(region: Any, recorder: Any, results: Any) -> None:
+    """Note what a region keeps; its backward, if it is the first one in its model, compares."""
+    found = wrapped_in(_met, quiet)
+    if found is None or (node := _node_of(results)) is None:
+        return
+    module, name, ranks = found
+    unmet[:] = [model for model in unmet if model.module() is not None]
+    model = next((model for model in unmet if model.module() is module), None)
+    if model is None:
+        unmet.append(model := WrappedModel(module, ranks))
+    said = tuple(loosely(recorder, recorder.tape))
+    model.said.setdefault(f"{region.name!r} of {name or 'the model'}", set()).add(said)
+    node.register_prehook(model.meet)
