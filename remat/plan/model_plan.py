@@ -23,6 +23,11 @@ def meet(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return (False, None) if handler is None else (True, handler(fn, args, kwargs))
 
 
+def met() -> bool:
+    """Whether a plan of the whole model is being made or carried out."""
+    return _meeting.get() is not None
+
+
 @contextlib.contextmanager
 def handling(handler: Callable[..., Plan | None]) -> Iterator[None]:
     """Within, regions with budgets get what `handler` has for them."""

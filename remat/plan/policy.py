@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 from remat._core import Decision, OpInfo
 from remat._region import name_of_region
 from remat.plan.budget import check_budget, check_peak, resolve
-from remat.plan.calls import graph_of, look_at, paths_of
+from remat.plan.calls import Trust, graph_of, paths_of, trust_in
 from remat.plan.chain import frontier
 from remat.plan.graph import CostModel, Graph, cost_model
-from remat.plan.model_plan import meet
+from remat.plan.model_plan import meet, met
 from remat.plan.peak import OutOfReach, highest_within, profile, step_peak
 from remat.plan.plan import Plan
 from remat.plan.ready import ready
@@ -103,19 +103,19 @@ class BudgetPolicy(Numbered):
         planned, plan = meet(fn, args, kwargs)
         if planned:
             return save_everything if plan is None else plan.followed()
-        trust, look = look_at(fn, args, kwargs, self.key)
-        if trust is not None and (trusted := trust.of(look)) is not None:
-            return trusted
         with planned_for(self.device):
             paths = paths_of(fn, args, kwargs)
+            paths.trust = None
             how = self.key, is_tracing(), in_transform()
             found = paths.followed.get(how)
             if found is None:
                 plans = [self._plan(graph, fn) for graph in paths.graphs]
-                found = paths.followed[how] = carried(plans, paths.learn)
-        if trust is not None:
-            trust.met(look, paths, found)
+                found = paths.followed[how] = carried(plans, paths)
         return found
+
+    def trust(self, anchor: Any) -> Trust | None:
+        """What knows of earlier calls, but where a plan of the whole model is being made or carried out."""
+        return None if met() else trust_in(anchor)
 
     def __call__(self, info: OpInfo) -> Decision:
         raise RematError(
