@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from remat._core import format_bytes
 from remat.plan.plan import Plan
@@ -72,6 +72,9 @@ class ModelPlan:
     unit: str
     lower_bound: float
     seconds: float = field(default=0.0, compare=False, repr=False)
+    no_policy: ClassVar[str] = (
+        "call it in the place of its function, planned(*args), or give a region one of planned.regions."
+    )
 
     @property
     def gap(self) -> float:

@@ -17,7 +17,7 @@ from remat.plan.peak import OutOfReach, highest_within, profile, step_peak
 from remat.plan.plan import Plan
 from remat.plan.ready import ready
 from remat.plan.sent import carried
-from remat.plan.solve import INF, Problem, Solution, Solved, bound, complete, hull, least, solve
+from remat.plan.solve import INF, Problem, Solution, Solved, bound, complete, hull, in_doubt, least, solve
 from remat.plan.torch_plans import candidates
 from remat.policies import Numbered, Policy, save_everything
 from remat.transforms import RematError
@@ -124,6 +124,15 @@ class BudgetPolicy(Numbered):
         )
 
 
+def _settled(graph: Graph, problem: Problem, budget: int, solved: Solved, model: CostModel) -> Solved:
+    """A ready policy's plan, where prices do not tell the one that was found from it."""
+    accuracy = getattr(model, "accuracy", 0.0)
+    if not accuracy:
+        return solved
+    kept = [(name, s) for name, saved in ready(graph, problem) if (s := complete(problem, saved))]
+    return in_doubt(solved, problem, accuracy, [(name, s) for name, s in kept if s.bytes <= budget])
+
+
 def plan_graph(graph: Graph, policy: BudgetPolicy, region: str, *, compiled: bool = False) -> Plan:
     """Solve one graph under a policy's budget, with the prices and the peak of a compiled step or not."""
     model = cost_model(policy.cost, policy.device, compiled=compiled)
@@ -138,7 +147,8 @@ def plan_graph(graph: Graph, policy: BudgetPolicy, region: str, *, compiled: boo
         return plan(_solved(graph, problem, budget, policy.time_limit), budget)
 
     if policy.peak is None:
-        return at(budget)
+        solved = _solved(graph, problem, budget, policy.time_limit)
+        return plan(_settled(graph, problem, budget, solved, model), budget)
     found, lowest = [], INF
     try:
         low = min(least(problem).bytes, budget)

@@ -41,7 +41,6 @@ class Policy:
         asks_again: whether verdicts change from call to call, so that every forward asks.
         shares_constants: whether what depends on nothing that a region is given, such as a rotary table, may
             be computed once for several regions.
-        known: of one that was bound to a call: what is known of such calls, to be told of surprises.
 
     Example:
         >>> from dataclasses import dataclass
@@ -58,7 +57,6 @@ class Policy:
     counts: bool = False
     asks_again: bool = False
     shares_constants: bool = True
-    known: Any = None
 
     @functools.cached_property
     def key(self) -> Hashable:
@@ -82,13 +80,6 @@ class Policy:
     def bind(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
         """The policy for one call `fn(*args, **kwargs)` of a region; asked before its forward."""
         return self
-
-    def trust(self, anchor: Any) -> Any:
-        """What remembers the policies of a function's calls by how they look; None where each is bound anew.
-
-        `anchor` is what `region.anchor` is: the object with whose life it ends.
-        """
-        return None
 
     def interleaved(self) -> Policy:
         """The policy for a function with more ops around those that it was bound to."""
@@ -237,20 +228,6 @@ class Combined(Policy):
     @property
     def shares_constants(self) -> bool:  # type: ignore[override]
         return all(part.shares_constants for part in self.parts().values())
-
-    @property
-    def known(self) -> Any:  # type: ignore[override]
-        return next((part.known for part in self.parts().values() if part.known is not None), None)
-
-    def _by_call(self) -> list[Policy]:
-        """Those of its parts that are bound to calls, however deep."""
-        parts = self.parts().values()
-        deeper = [one for part in parts if isinstance(part, Combined) for one in part._by_call()]
-        return deeper + [p for p in parts if not isinstance(p, Combined) and type(p).bind is not Policy.bind]
-
-    def trust(self, anchor: Any) -> Any:
-        bound = self._by_call()
-        return bound[0].trust(anchor) if len(bound) == 1 else None
 
     def bind(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
         return self._with({name: part.bind(fn, args, kwargs) for name, part in self.parts().items()})

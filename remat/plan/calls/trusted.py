@@ -58,12 +58,12 @@ class Trust:
         """The policy of the calls before that looked like this one."""
         return self.bound.get(look)
 
-    def met(self, look: Hashable | None, policy: Any) -> None:
-        """A call was looked at, and bound to this policy."""
-        if look is None or policy.known is None:
+    def met(self, look: Hashable | None, known: Any, policy: Policy) -> None:
+        """A call was looked at, and bound to this policy by what is known of such calls."""
+        if look is None or known is None:
             return
         count, before = self.alike.get(look, (0, None))
-        self.alike[look] = count, _ = (count + 1 if before is policy.known else 1), policy.known
+        self.alike[look] = count, _ = (count + 1 if before is known else 1), known
         if count >= _ENOUGH:
             self.bound[look] = policy
 
