@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from remat import checkpoint_policy, remat, save_every, save_nothing, saved_residuals
+from remat import checkpoint_policy, remat, save_nothing, saved_residuals
 from remat.plan.calls import cache, trusted
+from remat.policies import save_every
 
 
 class Layer(nn.Module):
