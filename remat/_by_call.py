@@ -56,6 +56,8 @@ class ByCall:
         return self._of(bound)
 
     def _of(self, policy: Policy) -> Region:
+        if policy is self.policy:
+            return self.region
         of, found = self.made.get(id(policy), (None, self.region))
         if of is not policy:
             found = self.make(self.fn, policy, self.region.name)

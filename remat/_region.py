@@ -125,7 +125,7 @@ def _wrap(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
     compile_call = call_planned if binds else call_region
 
     ordinary = not (keeps_everything or static or binds)
-    by_call = ByCall(options.region, options.policy, fn)
+    by_call = ByCall(options.region, options.policy, fn) if binds and not static else None
 
     def eager(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         choose, stand = forced.choose, forced.stand
@@ -142,7 +142,7 @@ def _wrap(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
                 return run_transparently(fn, args, kwargs)
         if static:
             return _call_static(fn, options, args, kwargs)
-        return by_call.run(args, kwargs) if binds else run(region, args, kwargs)
+        return run(region, args, kwargs) if by_call is None else by_call.run(args, kwargs)
 
     # Dynamo looks into every cell, so this one closes over strings and functions alone.
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
