@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from remat import RematError, remat, save_everything, save_matmuls
-from tests.helpers import LiveBytes, rand
+from remat import RematError, remat, save_everything, save_matmuls, scan_remat
+from tests.helpers import LiveBytes, loop, rand
 
 
 class Peak(LiveBytes):
@@ -111,3 +111,44 @@ def test_values_that_cannot_be_had_again_are_an_error() -> None:
         bias.add_(1)
     with pytest.raises(RematError, match="retain_graph=True"):
         torch.autograd.grad(out.sum(), y)
+
+
+def test_what_a_pass_left_of_a_retained_graph_goes_with_the_graph() -> None:
+    w = rand(4, 4, seed=1).requires_grad_()
+
+    def nested(x: Tensor) -> Tensor:
+        h = (x @ w).tanh()
+        scale = h @ w
+        return remat(lambda h: (h * scale).sin() @ w)(h)
+
+    fn, x = remat(nested), rand(3, 4).requires_grad_()
+    fn(x)  # the first call is recorded, the second follows it
+    # Second derivatives teach a region what a later pass reads again.
+    out = fn(x).sum()
+    first = torch.autograd.grad(out, (x, w), create_graph=True)
+    torch.autograd.grad(first[0].square().sum() + first[1].square().sum(), (x, w))
+    del first
+    with LiveBytes() as live:
+        out = fn(x).sum()
+        found = torch.autograd.grad(out, (x, w), retain_graph=True)
+        del out, found
+    assert live.bytes == 0
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["first order", "second order"])
+def test_a_scan_holds_nothing_after_its_backward_even_if_its_result_is_held(graph: bool) -> None:
+    def left(scan: Callable[..., Any]) -> int:
+        def scanned(x: Tensor) -> Tensor:
+            captured = x.cos()  # a step reads it
+            return scan(lambda h, _: ((h * captured).sin(), h.sum()), x, torch.ones(3))[0].sum()
+
+        x = rand(4, 4).requires_grad_()
+        with LiveBytes() as live:
+            out = scanned(x)
+            found = torch.autograd.grad(out, x, create_graph=graph)[0]
+            if graph:
+                out = found.square().sum()
+                found = torch.autograd.grad(out, x)[0]
+        return live.bytes
+
+    assert left(scan_remat) <= left(loop)

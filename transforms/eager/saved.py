@@ -293,6 +293,9 @@ def _kept(frame: Any) -> list[Held]:
 def _ended(passed: list[_Noted]) -> None:
     """The end of a pass: what it has left unread goes, but for its last region, and what is read again."""
     alive = [(frame, there, stay) for ref, there, stay in passed if (frame := ref()) is not None]
+    passed.clear()  # the thread's next pass may be far off
+    if _passing.frames is passed:
+        _passing.task = -1
     last = [alive[-1][0], *_around(alive[-1][0])] if alive else []
     learnt: set[int] = set()
     for frame, there, stay in alive:

@@ -31,7 +31,7 @@ from remat.transforms.compat import (
 from remat.transforms.context import active
 from remat.transforms.offload import lane
 from remat.transforms.pytree import merge, smooth
-from remat.transforms.scan.backward import pull_back
+from remat.transforms.scan.backward import prints_of, pull_back
 from remat.transforms.scan.body import version, wrote
 from remat.transforms.scan.compiled import MOST, UnrolledStep, dense
 from remat.transforms.scan.rules import (
@@ -39,8 +39,10 @@ from remat.transforms.scan.rules import (
     expand,
     kept_batched,
     kept_for_batch,
+    own,
     pull_back_of,
     tangents_of,
+    unbatched,
     with_memory,
 )
 from remat.transforms.scan.spec import (
@@ -54,7 +56,6 @@ from remat.transforms.scan.spec import (
     index_states,
     lift_states,
     now,
-    prints_of,
     uncached_casts,
     with_step_note,
 )
@@ -114,7 +115,7 @@ class _Scan(torch.autograd.Function):
         outs = []
         for out in (*(carry[i] for i in scan.tensors), *ys):
             # An output that is an operand or a state would be one tensor with two histories.
-            outs.append(out.clone() if id(out) in taken or out._is_view() else out)
+            outs.append(own(out, taken))
             taken.add(id(outs[-1]))
         if scan.plain:
             return tuple(outs)
@@ -134,9 +135,10 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cts: torch.Tensor | None) -> tuple[Any, ...]:
-        scan: Scan = ctx.scan
-        total, needs = sum(scan.sizes), tuple(ctx.needs_input_grad[1:])
         saved = ctx.saved_tensors  # once: every look unpacks anew, and may recompute
+        scan: Scan = ctx.scan
+        ctx.scan = scan if graph_kept() else None  # with what the body holds
+        total, needs = sum(scan.sizes), tuple(ctx.needs_input_grad[1:])
         flat, kept = saved[:total], list(saved[total:])
         cts = cts[: ctx.outputs]
         if scan.plain:
@@ -160,14 +162,17 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], scan: Scan, *flat: torch.Tensor) -> tuple[Any, Any]:
-        batched, operands = batch(scan, info, in_dims[1:], flat, [False] * len(flat))
+        values = unbatched(scan, info, in_dims[1:])
+        batched, operands = batch(scan, info, in_dims[1:], flat, [False] * len(flat), values)
         out = _Scan.apply(batched, *operands)
         carry, kept = len(scan.tensors), batched.extra
         if scan.opaque is not None:
             scan.opaque.entry(scan).tape = kept
         first = len(out) - kept
-        states, dims = kept_batched(scan, out[first:], info.batch_size)
-        return (*out[:first], *states), (*([0] * carry), *([1] * (first - carry)), *dims)
+        states, dims = kept_batched(scan, out[first:], info.batch_size, values)
+        plain, ys = (values.carry, values.ys) if values else (0, 0)
+        ahead = [*[None] * plain, *[0] * (carry - plain), *[None] * ys, *[1] * (first - carry - ys)]
+        return (*out[:first], *states), (*ahead, *dims)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
@@ -190,25 +195,28 @@ class _PullBack(torch.autograd.Function):
         # Other derivatives may need the tapes again.
         scan = replace(scan, record=replace(scan.record, tapes=dict(scan.record.tapes)))
         grads = pull_back(scan, flat, states, needs, cts)
-        zeros = (torch.zeros_like(t) if g is None else g for g, t in zip(grads, flat, strict=True))
         # Cotangents passed through unchanged would be outputs that are operands.
         given = {id(t) for t in tensors}
-        return tuple(g.clone() if id(g) in given else g for g, need in zip(zeros, needs, strict=True) if need)
+        found = zip(scan.with_zeros(grads, flat), needs, strict=True)
+        return tuple(own(g, given) for g, need in found if need)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.scan, ctx.needs, ctx.present, *tensors = inputs
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
+        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, *cts: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *cts: torch.Tensor | None) -> tuple[Any, ...]:
         wanted = ctx.needs_input_grad[3:]
         tensors = ctx.saved_tensors
         at = [i for i, want in enumerate(wanted) if want and i not in _kept_range(ctx, tensors)]
         with as_in_forward(ctx.scan, seeded=True):
-            vjp: Any = torch.func.vjp(_pull_back_at(ctx, tensors, at), *(tensors[i] for i in at))[1]
-            grads = dict(zip(at, vjp(tuple(cts)), strict=True))
+            made: Any = torch.func.vjp(_pull_back_at(ctx, tensors, at), *(tensors[i] for i in at))
+            full = [torch.zeros_like(t) if ct is None else ct for t, ct in zip(made[0], cts, strict=True)]
+            grads = dict(zip(at, made[1](tuple(full)), strict=True))
+        ctx.scan = ctx.scan if graph_kept() else None
         return (None, None, None, *(grads.get(i) for i in range(len(tensors))))
 
     @staticmethod
@@ -218,16 +226,22 @@ class _PullBack(torch.autograd.Function):
         dims = in_dims[3:]
         flat, kept, cts = scan.parts(present, tensors)
         total, last = len(flat), len(tensors) - sum(present)
-        batched, flat = batch(scan, info, dims[:total], flat, list(needs))
-        kept = kept_for_batch(scan, kept, dims[total:last], info.batch_size)
+        place = len(scan.over)  # of the new dimension in cotangents and gradients
+        if scan.opaque is None and all(dim is None for dim in dims[:last]):
+            over = ((info.batch_size, info.randomness), *scan.over)
+            batched, place = replace(scan, over=over, blocks=None), 0
+        else:
+            batched, flat = batch(scan, info, dims[:total], flat, list(needs))
+            kept = kept_for_batch(scan, kept, dims[total:last], info.batch_size)
         ct_dims = iter(dims[last:])
         moved = []
         for i, ct in enumerate(cts):
             if ct is not None:
-                moved.append(expand(ct, next(ct_dims), info.batch_size, 0 if i < len(scan.tensors) else 1))
+                to = place + (i >= len(scan.tensors))
+                moved.append(expand(ct, next(ct_dims), info.batch_size, to))
         out = _PullBack.apply(batched, needs, present, *flat, *kept, *moved)
         a, b, c = scan.sizes
-        where = [0] * (a + b) + [1] * c
+        where = [place] * (a + b) + [place + 1] * c
         return out, tuple(d for d, need in zip(where, needs, strict=True) if need)
 
     @staticmethod
@@ -260,14 +274,11 @@ def _primal(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _kept_range(ctx: Any, tensors: Tensors) -> range:
-    """Positions of kept states among the pull-back's tensors: functions of the operands, never
-    differentiated."""
+    """Positions of kept states among the pull-back's tensors, which nobody differentiates."""
     return range(sum(ctx.scan.sizes), len(tensors) - sum(ctx.present))
 
 
 # -- the forward: all steps once, the scheduled states kept ------------------------------------------------
-
-
 def run_forward(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     """Run all steps at the bottom of the functorch stack, leaving the scheduled states in `scan.record`."""
     record = scan.record

@@ -3,25 +3,25 @@ and its pull-back as a differentiable function."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from remat.transforms.compat import dual_level_known_if_any
+from remat.transforms.compat import dual_level_known_if_any, restore_vmap
 from remat.transforms.ops import overlaps
 from remat.transforms.pytree import merge
 from remat.transforms.pytree import smooth as pytree_smooth
+from remat.transforms.scan.backward import check_seen, prints_of
 from remat.transforms.scan.spec import (
     Leaves,
     Scan,
     ScanSpec,
     Tensors,
+    Values,
     as_in_forward,
-    check_seen,
     make,
-    prints_of,
 )
 from remat.transforms.scan.vjp import pull
 from remat.transforms.state import RandomState
@@ -36,24 +36,45 @@ def expand(tensor: torch.Tensor, dim: int | None, size: int, to: int = 0) -> tor
     return with_memory(tensor.unsqueeze(to).expand(shape))
 
 
+def own(tensor: torch.Tensor, taken: Container[int]) -> torch.Tensor:
+    """A result of a Function: no tensor of those `taken` (by identity), no view, no memory twice."""
+    out = tensor.clone() if id(tensor) in taken or tensor._is_view() else tensor
+    return with_memory(out)
+
+
 def with_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Forward-mode AD refuses tensors whose elements share memory, such as a sum's cotangent."""
     return tensor.contiguous() if overlaps(tensor) else tensor
 
 
+def unbatched(scan: Scan, info: Any, dims: Sequence[int | None]) -> Values | None:
+    """The values of a scan over dual numbers, if only its tangents have a batch dimension (as in jacfwd)."""
+    values = scan.values
+    if values is None or scan.opaque is not None or info.randomness == "different":
+        return None
+    starts = (0, values.consts), (scan.sizes[0], values.carry), (sum(scan.sizes[:2]), values.xs)
+    return None if any(d is not None for low, count in starts for d in dims[low : low + count]) else values
+
+
 def batch(
-    scan: Scan, info: Any, dims: Sequence[int | None], flat: Tensors, every: Sequence[bool]
+    scan: Scan,
+    info: Any,
+    dims: Sequence[int | None],
+    flat: Tensors,
+    every: Sequence[bool],
+    values: Values | None = None,
 ) -> tuple[Scan, list[torch.Tensor]]:
     """The scan of the vmapped step, and its operands; `every` marks those that must be batched.
 
-    The carry is always batched: whether a step batches it is known only after the step.
+    The carry is always batched, but for `values`: whether a step batches it is known only after the step.
     """
     a, b, _ = scan.sizes
+    kept = values.carry if values else 0
     moved: list[torch.Tensor] = []
     inner: list[int | None] = []
     for i, (tensor, dim) in enumerate(zip(flat, dims, strict=True)):
         to = 1 if i >= a + b else 0
-        if dim is None and not every[i] and not a <= i < a + b:
+        if dim is None and not every[i] and not a + kept <= i < a + b:
             moved.append(tensor)
             inner.append(None)
         else:
@@ -64,9 +85,7 @@ def batch(
     def step(consts: Tensors, carry: Leaves, x: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
         static: Leaves = []
 
-        def one(
-            consts: Tensors, tensors: Tensors, x: Tensors
-        ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        def one(consts: Tensors, tensors: Tensors, x: Tensors) -> tuple[Any, Any]:
             before = scan.whole(tensors, carry)
             full, ys = scan.step(consts, before, x)
             if scan.proceed is not None:  # an example that is done keeps its carry
@@ -78,11 +97,15 @@ def batch(
             static[:] = [None if i in scan.tensors else leaf for i, leaf in enumerate(full)]
             return [full[i] for i in scan.tensors], ys
 
-        over = (list(const_dims), [0] * b, list(x_dims))
-        tensors, ys = torch.vmap(one, in_dims=over, randomness=info.randomness)(
-            list(consts), [carry[i] for i in scan.tensors], list(x)
-        )
-        return scan.whole(tensors, static), ys
+        def placed(tensors: Tensors, dims: Sequence[int | None], plain: int) -> list[torch.Tensor]:
+            pairs = enumerate(zip(tensors, dims, strict=True))
+            return [t if i < plain else expand(t, d, info.batch_size) for i, (t, d) in pairs]
+
+        over = (list(const_dims), inner[a : a + b], list(x_dims))
+        of = restore_vmap(one, over, info.batch_size, info.randomness)
+        (new, ys), dims = of(list(consts), [carry[i] for i in scan.tensors], list(x))
+        ys = placed(ys, dims[1], values.ys if values else 0)
+        return scan.whole(placed(new, dims[0], kept), static), ys
 
     proceed = None if scan.proceed is None else _batch_condition(scan, const_dims)
     return replace(scan, step=step, proceed=proceed, blocks=None), moved
@@ -102,8 +125,15 @@ def _batch_condition(scan: Scan, const_dims: list[int | None]) -> Callable[[Tens
     return proceed
 
 
-def kept_batched(scan: Scan, kept: Tensors, size: int) -> tuple[list[torch.Tensor], list[int]]:
+def kept_batched(
+    scan: Scan, kept: Tensors, size: int, values: Values | None
+) -> tuple[list[torch.Tensor], list[int | None]]:
     """What a batched forward keeps, as results of the rule, and where the batch dimension of each is."""
+    if values is not None:
+        first = set(scan.tensors[: values.carry])
+        states = [list(enumerate(state.carry)) for state in scan.record.states.values()]
+        plain = {~at for state in states for i, at in state if i in first and at < 0}
+        return [*kept], [None if i in plain else 0 for i in range(len(kept))]
     carries = len(scan.tensors) if scan.taped else len(kept)
     # What a selector keeps of a batched step has its batch dimension anywhere or nowhere: one that says
     # nothing is put before it, so that a pull-back can tell whether its forward was batched.
@@ -135,34 +165,36 @@ Run = Callable[..., Any]
 def tangents_of(run: Run, scan: Scan, flat: Tensors, tangents: Cotangents) -> list[torch.Tensor | None]:
     """Tangents of the carry's tensors and the ys: one scan over (value, tangent) pairs."""
     consts, carry, xs = scan.split(flat)
-    full = [
-        (torch.zeros_like(t) if d is None else d) if pytree_smooth(t) else None
-        for t, d in zip(flat, tangents, strict=True)
-    ]
     a, b, _ = scan.sizes
+    # The carry's may become other than zero. What has none of the others is no dual number: writes into it
+    # then need not fit the memory of a zero.
+    full = [
+        (torch.zeros_like(t) if d is None and a <= i < a + b else d) if pytree_smooth(t) else None
+        for i, (t, d) in enumerate(zip(flat, tangents, strict=True))
+    ]
     dual_carry = [*carry, *(t for t in full[a : a + b] if t is not None)]
     at = [i for i in scan.tensors if pytree_smooth(carry[i])]
-    marks = [pytree_smooth(t) for t in consts], [pytree_smooth(t) for t in xs]
+    marks = [t is not None for t in full[:a]], [t is not None for t in full[a + b :]]
     shape: list[list[bool]] = []
 
     def step(consts2: Tensors, carry2: Leaves, x2: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
         k, dk = consts2[:a], iter(consts2[a:])
         c, dc = carry2[: len(carry)], list(carry2[len(carry) :])
         x, dx = x2[: len(xs)], iter(x2[len(xs) :])
-        values = [
+        primals = [
             [t for t, m in zip(k, marks[0], strict=True) if m],
             [c[i] for i in at],
             [t for t, m in zip(x, marks[1], strict=True) if m],
         ]
 
-        def floats(values: list[list[torch.Tensor]]) -> tuple[Any, Any]:
-            fk, fc, fx = map(iter, values)
+        def floats(primals: list[list[torch.Tensor]]) -> tuple[Any, Any]:
+            fk, fc, fx = map(iter, primals)
             new, ys = scan.step(
                 [next(fk) if m else t for t, m in zip(k, marks[0], strict=True)],
                 merge(c, at, fc),
                 [next(fx) if m else t for t, m in zip(x, marks[1], strict=True)],
             )
-            shape[:] = [[pytree_smooth(y) for y in ys]]
+            shape[:], values.ys = [[pytree_smooth(y) for y in ys]], len(ys)
             out[:] = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in new]
             # Tensors must leave the level as results: those without derivative go as auxiliary ones.
             others = [new[i] for i in scan.tensors if i not in at], [y for y in ys if not pytree_smooth(y)]
@@ -170,12 +202,13 @@ def tangents_of(run: Run, scan: Scan, flat: Tensors, tangents: Cotangents) -> li
 
         out: Leaves = []
         with dual_level_known_if_any():
-            results: Any = torch.func.jvp(floats, (values,), ([list(dk), dc, list(dx)],), has_aux=True)
+            results: Any = torch.func.jvp(floats, (primals,), ([list(dk), dc, list(dx)],), has_aux=True)
         (new, ys), (dnew, dys), (fixed, fixed_ys) = results
         out = merge(out, [*at, *(i for i in scan.tensors if i not in at)], [*new, *fixed])
         smooth, rest = iter(ys), iter(fixed_ys)
         return [*out, *dnew], [*(next(smooth) if f else next(rest) for f in shape[0]), *dys]
 
+    values = Values(a, b, len(xs))
     dual, operands = make(
         step,
         _spec(scan),
@@ -184,6 +217,7 @@ def tangents_of(run: Run, scan: Scan, flat: Tensors, tangents: Cotangents) -> li
         [*xs, *(t for t in full[a + b :] if t is not None)],
         around=scan.around,
         opaque=scan.opaque,
+        values=values,
     )
     with as_in_forward(scan, seeded=True):
         end, ys = run(dual, operands)
@@ -206,7 +240,7 @@ def pull_back_of(
     numbers = [0] if scan.opaque is None else []
     float_at = [i for i, j in enumerate(scan.tensors) if pytree_smooth(carry[j])]
     count = len(scan.tensors)
-    start = [cts[i] if cts[i] is not None else torch.zeros_like(carry[scan.tensors[i]]) for i in float_at]
+    start = [ct if (ct := cts[i]) is not None else scan.zeros(carry[scan.tensors[i]]) for i in float_at]
     const_at = [i for i in range(a) if needs[i]]
     x_at = [i for i in range(len(xs)) if needs[a + b + i]]
     ct_at = [i for i, ct in enumerate(cts[count:]) if ct is not None]
@@ -226,17 +260,18 @@ def pull_back_of(
             return new, [out]
 
         wanted = list(needs[:a]), list(needs[a + b :])
-        by_const, by_carry, by_x = pull(one, consts, full, [list(x)], carry_cts, [y_cts], wanted)
-        new = [_or_zero(by_carry[i], state[i]) for i in float_at]
+        grads = pull(one, consts, full, [list(x)], carry_cts, [y_cts], wanted, scan.over)
+        by_const, by_carry, by_x = grads
+        new = [_or_zero(scan, by_carry[i], state[i]) for i in float_at]
         sums = [t if by_const[i] is None else t + by_const[i] for i, t in zip(const_at, totals, strict=True)]
-        return [*(k - 1 for k in ks), *new, *sums], [_or_zero(by_x[0][i], x[i]) for i in x_at]
+        return [*(k - 1 for k in ks), *new, *sums], [_or_zero(scan, by_x[0][i], x[i]) for i in x_at]
 
     end, x_grads = run(
         *make(
             back,
             replace(_spec(scan), reverse=not scan.reverse),
             consts,
-            [*(scan.length - 1 for _ in numbers), *start, *(torch.zeros_like(consts[i]) for i in const_at)],
+            [*(scan.length - 1 for _ in numbers), *start, *(scan.zeros(consts[i]) for i in const_at)],
             [*states, *xs, *(cts[count + i] for i in ct_at)],  # type: ignore[list-item]
             around=scan.around,
             opaque=scan.opaque,
@@ -276,8 +311,8 @@ def _states_of(
     return states, statics, randoms
 
 
-def _or_zero(grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(like) if grad is None else grad
+def _or_zero(scan: Scan, grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    return scan.zeros(like) if grad is None else grad
 
 
 def _spec(scan: Scan) -> ScanSpec:

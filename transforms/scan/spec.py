@@ -11,18 +11,13 @@ from typing import Any, NamedTuple
 import torch
 
 from remat.transforms.compat import (
-    function_modes,
     functions_as_they_are,
-    in_transform,
     modes_active,
-    outside_all_modes,
     unseen,
-    unwrapped,
 )
-from remat.transforms.errors import RematError
 from remat.transforms.offload import Copy, to_device, to_host
 from remat.transforms.ops import memory_of
-from remat.transforms.pytree import Spec, flatten, merge, smooth
+from remat.transforms.pytree import Spec, flatten, merge
 from remat.transforms.scan.instructions import Schedule
 from remat.transforms.state import Ambient, RandomState, refuse_traced_draws
 
@@ -94,6 +89,20 @@ class State:
     random: RandomState | None
 
 
+class Print(NamedTuple):
+    """What is compared of a float tensor: norm and some elements; a GPU keeps them until they are read."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    norm: torch.Tensor | float
+    some: torch.Tensor | list[float]
+
+    def read(self) -> tuple[float, list[float]]:
+        """The root of the mean square, and the elements."""
+        some = self.some.tolist() if isinstance(self.some, torch.Tensor) else self.some
+        return float(self.norm) / math.sqrt(max(1, math.prod(self.shape))), some
+
+
 @dataclass
 class Record:
     """What the forward leaves for the pull-back beside tensors that autograd tracks."""
@@ -116,6 +125,17 @@ class Record:
         """Forget what a run has left, as another one begins."""
         for left in (self.states, self.tapes, self.seen):
             left.clear()
+
+
+@dataclass
+class Values:
+    """How many operands and results of a scan over dual numbers are values: the first ones of each kind,
+    which depend on values alone."""
+
+    consts: int
+    carry: int  # of its tensors
+    xs: int
+    ys: int = 0  # known after the first step
 
 
 @dataclass(frozen=True)
@@ -147,6 +167,10 @@ class Scan:
     taped: bool = False  # whether the forward keeps the tape of every block
     selector: Callable[[], Any] | None = None  # makes what selects the values that tapes hold beside carries
     opaque: Any = None  # in a graph that is being traced: makes one op of the forward, one of the pull-back
+    # Sizes and randomness of vmaps that only a pull-back's cotangents see, which have these as leading
+    # dimensions. (jacrev is such a vmap.) Steps are evaluated again without them; only pulling is batched.
+    over: tuple[tuple[int, str], ...] = ()
+    values: Values | None = None
 
     @property
     def reverse(self) -> bool:
@@ -194,6 +218,17 @@ class Scan:
     def at(self, step: int) -> int:
         """The row of xs and ys that `step` works on."""
         return self.length - 1 - step if self.spec.reverse else step
+
+    def zeros(self, like: torch.Tensor, rows: bool = False) -> torch.Tensor:
+        """A gradient of zero of an operand, or of a row; `rows`: of all rows."""
+        sizes = [size for size, _ in self.over]
+        return like.new_zeros((*like.shape[:rows], *sizes, *like.shape[rows:]))
+
+    def with_zeros(self, grads: Sequence[torch.Tensor | None], flat: Tensors) -> Iterator[torch.Tensor]:
+        """Gradients of the operands `flat`, without None."""
+        first_x = len(flat) - self.sizes[2]
+        for i, (grad, t) in enumerate(zip(grads, flat, strict=True)):
+            yield self.zeros(t, rows=i >= first_x) if grad is None else grad
 
     def tell(self, phase: str, steps: range) -> None:
         """Tell the user's `on_step` of evaluations."""
@@ -258,71 +293,6 @@ def with_step_note(
     except Exception as error:
         error.add_note(f"in step {k} of {scan.spec.name}")
         raise
-
-
-class Print(NamedTuple):
-    """What is compared of a float tensor: norm and some elements; a GPU keeps them until they are read."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    norm: torch.Tensor | float
-    some: torch.Tensor | list[float]
-
-    def read(self) -> tuple[float, list[float]]:
-        """The root of the mean square, and the elements."""
-        some = self.some.tolist() if isinstance(self.some, torch.Tensor) else self.some
-        return float(self.norm) / math.sqrt(max(1, math.prod(self.shape))), some
-
-
-def prints_of(tensors: Sequence[Any]) -> list[Print]:
-    """Those of float tensors that have numbers in plain memory."""
-    watched = modes_active() or in_transform() or function_modes()
-    given = [t for t in tensors if isinstance(t, torch.Tensor)]
-    if not watched:
-        return [_print_of(t) for t in given if _has_numbers(t)]
-    with outside_all_modes(), functions_as_they_are():
-        return [_print_of(t) for t in map(unwrapped, given) if _has_numbers(t)]
-
-
-def _has_numbers(tensor: torch.Tensor) -> bool:
-    plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_meta
-    return plain and smooth(tensor)
-
-
-def _print_of(tensor: torch.Tensor) -> Print:
-    plain = tensor.detach()
-    if plain.is_complex():
-        plain = torch.view_as_real(plain.resolve_conj())
-    some = plain.reshape(-1)[:: plain.numel() // 8 + 1]
-    norm = torch.linalg.vector_norm(plain, dtype=torch.promote_types(plain.dtype, torch.float32))
-    read = (norm.item(), some.tolist()) if plain.is_cpu else (norm, some.clone())
-    return Print(tensor.shape, tensor.dtype, *read)
-
-
-def check_seen(scan: Scan, again: dict[int, list[Print]]) -> None:
-    """Raise if steps that were evaluated again had other results than in the forward.
-
-    So is noticed that what a step reads beside its operands has changed. Kernels may differ in last bits
-    between the passes, so the comparison allows for the square root of a dtype's precision.
-    """
-    ambient = scan.record.ambient
-    for done, found in sorted(again.items()):
-        before = scan.record.seen[done][: len(found)]
-        if [m[:2] for m in before] != [m[:2] for m in found]:
-            continue  # another derivative evaluates other shapes
-        pairs = [(m.dtype, *m.read(), *n.read()) for m, n in zip(before, found, strict=True)]
-        pairs = [pair for pair in pairs if math.isfinite(pair[1] + pair[3])]
-        largest = max((pair[1] for pair in pairs), default=0.0)
-        for dtype, size, some, size2, some2 in pairs:
-            coarse = torch.bfloat16 if ambient is not None and ambient.casts else dtype
-            scale = max([largest, *map(abs, some)]) * math.sqrt(torch.finfo(coarse).eps)
-            if any(abs(a - b) > scale for a, b in zip([size, *some], [size2, *some2], strict=True)):
-                raise RematError(
-                    f"{scan.spec.name}: step {done - 1} or one before it gave other numbers when the "
-                    "backward evaluated it again. What a step reads beside its carry and its row of xs "
-                    "(Python numbers, attributes, tensors without gradients) must be the same in both "
-                    "passes. Put it into the carry or into xs, or change it after the backward."
-                )
 
 
 def compact(carry: Leaves) -> Leaves:

@@ -12,6 +12,7 @@ from remat.transforms.pytree import merge, smooth
 from remat.transforms.state import in_backward, noting
 
 Grads = list[torch.Tensor | None]
+Over = Sequence[tuple[int, str]]
 
 
 def pull(
@@ -22,6 +23,7 @@ def pull(
     carry_cts: Grads,
     y_cts: list[Grads],
     needs: tuple[list[bool], list[bool]],
+    over: Over = (),
 ) -> tuple[Grads, Grads, list[Grads]]:
     """Gradients of `steps(consts, carry, rows) -> (carry, ys of each row)`.
 
@@ -29,6 +31,7 @@ def pull(
         carry_cts: cotangents of the carry's tensors, in order; None is zero.
         y_cts: cotangents of each row's ys.
         needs: which consts and which xs want a gradient; every float tensor of the carry does.
+        over: the vmaps whose batches are leading dimensions of cotangents and gradients.
 
     Returns:
         Gradients of the consts, of the carry's tensors and of each row's xs; None is zero or not wanted.
@@ -62,7 +65,7 @@ def pull(
     for row in y_cts:
         cts += row
     by = _with_func if in_transform() else _with_autograd
-    grads = by(outputs, flat, marks, cts, head)
+    grads = by(outputs, flat, marks, cts, head, over)
     tail = [grads[i : i + width] for i in range(body, len(grads), width)] if width else [[] for _ in rows]
     return grads[:head], grads[head:body], tail
 
@@ -102,13 +105,18 @@ class OneByOne:
                     targets.append(own.requires_grad_())
             (new, ys), last = noting(step, self.consts, state, row)
         with in_backward(last):
-            grads = _pulled([*(new[i] for i in at), *ys], cts, targets, marks, False)
+            grads = _pulled([*(new[i] for i in at), *ys], cts, targets, marks, False, ())
         a, b = len(self.marks), len(self.marks) + len(at)
         return grads[:a], grads[a:b], [grads[b:]]
 
 
 def _with_autograd(
-    outputs: Callable[..., list[Any]], flat: list[torch.Tensor], marks: list[bool], cts: Grads, consts: int
+    outputs: Callable[..., list[Any]],
+    flat: list[torch.Tensor],
+    marks: list[bool],
+    cts: Grads,
+    consts: int,
+    over: Over,
 ) -> Grads:
     create = torch.is_grad_enabled()
     with torch.enable_grad():
@@ -121,11 +129,11 @@ def _with_autograd(
         outs, last = noting(outputs, values)
     targets = [v for v, mark in zip(values, marks, strict=True) if mark]
     with in_backward(last):
-        return _pulled(outs, cts, targets, marks, create)
+        return _pulled(outs, cts, targets, marks, create, over)
 
 
 def _pulled(
-    outs: list[Any], cts: Grads, targets: list[torch.Tensor], marks: list[bool], create: bool
+    outs: list[Any], cts: Grads, targets: list[torch.Tensor], marks: list[bool], create: bool, over: Over
 ) -> Grads:
     """Gradients of the targets, which are the marked ones; None for the others."""
     ends, starts = [], []
@@ -135,8 +143,29 @@ def _pulled(
             starts.append(ct)
     if not ends or not targets:
         return [None] * len(marks)
-    found = iter(engine_grad(tuple(ends), tuple(starts), create, create, tuple(targets)))
+
+    def back(*starts: torch.Tensor) -> Any:
+        return engine_grad(tuple(ends), starts, create, create, tuple(targets))
+
+    found = iter(_mapped(back, starts, over))
     return [next(found) if mark else None for mark in marks]
+
+
+def _mapped(back: Callable[..., Any], cts: list[torch.Tensor], over: Over) -> Sequence[torch.Tensor | None]:
+    """`back(*cts)` under these vmaps, the outermost first."""
+    if not over:
+        return back(*cts)
+    there: list[bool] = []
+
+    def tensors(*cts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        grads = back(*cts)
+        there[:] = [g is not None for g in grads]
+        return tuple(g for g in grads if g is not None)
+
+    for _, randomness in reversed(over):
+        tensors = torch.vmap(tensors, randomness=randomness)
+    found = iter(tensors(*cts))
+    return [next(found) if is_there else None for is_there in there]
 
 
 def _alias(tensor: torch.Tensor, create: bool, const: bool) -> torch.Tensor:
@@ -150,7 +179,12 @@ def _alias(tensor: torch.Tensor, create: bool, const: bool) -> torch.Tensor:
 
 
 def _with_func(
-    outputs: Callable[..., list[Any]], flat: list[torch.Tensor], marks: list[bool], cts: Grads, consts: int
+    outputs: Callable[..., list[Any]],
+    flat: list[torch.Tensor],
+    marks: list[bool],
+    cts: Grads,
+    consts: int,
+    over: Over,
 ) -> Grads:
     at = [i for i, mark in enumerate(marks) if mark]
 
@@ -160,5 +194,6 @@ def _with_func(
 
     (_, vjp), last = noting(torch.func.vjp, chosen, *(flat[i] for i in at))
     with in_backward(last):
-        found = dict(zip(at, vjp(tuple(ct for ct in cts if ct is not None)), strict=True))
+        grads = _mapped(lambda *cts: vjp(cts), [ct for ct in cts if ct is not None], over)
+        found = dict(zip(at, grads, strict=True))
     return [found.get(i) for i in range(len(flat))]

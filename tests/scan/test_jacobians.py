@@ -1,0 +1,158 @@
+"""Jacobians through scans: a vmap over cotangents or tangents batches those alone, and no step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+from remat import remat, scan_remat, while_remat
+from remat.policies import save_matmuls
+from tests.helpers import crossed
+
+W = torch.randn(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+H, XS = (
+    torch.linspace(-1, 1, 3, dtype=torch.float64),
+    torch.linspace(-2, 2, 12, dtype=torch.float64).view(4, 3),
+)
+
+
+class Twice(torch.autograd.Function):
+    """Its second result has no derivative, which torch's own rule for vmap over jvp cannot do."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x * 2, (x > 0).to(x.dtype)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx, ct, _):
+        return ct * 2
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        return tangent * 2, None
+
+
+def branches(h, x, w):
+    """Reads a number, which a vmapped step could not."""
+    return torch.tanh(h @ w + x) if h.sum().item() > 0 else (h @ w).sin() * x
+
+
+def writes(h, x, w):
+    """Writes results of what is differentiated into memory that is not."""
+    out = torch.zeros_like(x)
+    out[:2] = (h @ w)[:2].sin()
+    out[2:].add_(h[:1] * w[0, 0])
+    return out
+
+
+def scatters(h, x, w):
+    return x.clone().scatter_add_(0, torch.tensor([0, 2, 2]), (h @ w).sin())
+
+
+def expands(h, x, w):
+    return (h @ w).sum(0, keepdim=True).sin().expand_as(h)
+
+
+def transposes(h, x, w):
+    return ((h @ w).view(1, 3) * h.view(3, 1)).t().sin().contiguous().t()[1] * x
+
+
+def functions(h, x, w):
+    return Twice.apply(h @ w)[0].sin() * x
+
+
+BODIES = [branches, writes, scatters, expands, transposes, functions]
+FORMS: dict[str, Any] = {
+    "one state": lambda step, h, xs: scan_remat(step, h, xs, checkpoints=1),
+    "segments": lambda step, h, xs: scan_remat(step, h, xs, checkpoints="sqrt", reverse=True),
+    "all, with a policy": lambda step, h, xs: scan_remat(step, h, xs, checkpoints="all", policy=save_matmuls),
+    "a region in it": lambda step, h, xs: scan_remat(remat(step), h, xs, checkpoints=2),
+    "loop": lambda step, h, xs: _loop(step, h, xs),
+}
+FRONT = torch.stack([H, H.cos()])
+TRANSFORMS: dict[str, Any] = {
+    "jacrev": lambda f: jacrev(f, (0, 1, 2))(H, XS, W),
+    "jacrev of jacrev": lambda f: jacrev(jacrev(f, 2))(H, XS, W),
+    "vmap vjp": lambda f: vmap(vjp(f, H, XS, W)[1])(torch.eye(3, dtype=torch.float64)),
+    "jvp jacrev": lambda f: jvp(lambda h: jacrev(f, (1, 2))(h, XS, W), (H,), (H.cos(),)),
+    "grad jacrev": lambda f: grad(lambda h: jacrev(f, 2)(h, XS, W).pow(2).sum())(H),
+    "jacrev grad": lambda f: jacrev(grad(lambda *a: f(*a).pow(2).sum(), (0, 1)))(H, XS, W),
+    "jacfwd": lambda f: jacfwd(f, (0, 1, 2))(H, XS, W),
+    "jacfwd of jacfwd": lambda f: jacfwd(jacfwd(f), 2)(H, XS, W),
+    "jacrev jacfwd": lambda f: jacrev(jacfwd(f, 2), (0, 1))(H, XS, W),
+    "hessian": lambda f: hessian(f)(H, XS, W),
+    "hessian of weights": lambda f: hessian(lambda w: f(H, XS, w).sum())(W),
+}
+BATCHED: dict[str, Any] = {
+    "vmap jacrev": lambda f: vmap(jacrev(f, (0, 2)), (0, None, None))(FRONT, XS, W),
+    "vmap jacfwd": lambda f: vmap(jacfwd(f, (0, 2)), (0, None, None))(FRONT, XS, W),
+    "jacrev vmap": lambda f: jacrev(lambda h: vmap(f, (0, None, None))(h, XS, W))(FRONT),
+    "vmap hessian": lambda f: vmap(hessian(f), (None, 0, None))(H, torch.stack([XS, XS.sin()]), W),
+}
+
+
+def _loop(step: Any, h: Any, xs: Any) -> Any:
+    def body(carry):
+        h, k = carry
+        return step(h, xs[k])[0], k + 1
+
+    h, _ = while_remat(lambda carry: carry[1] < len(xs), body, (h, 0), checkpoints=2, max_steps=9)
+    return h, None
+
+
+def unrolled(step: Any, h: Any, xs: Any) -> Any:
+    for x in xs:
+        h, _ = step(h, x)
+    return h, None
+
+
+def value(scan: Any, body: Any) -> Any:
+    def f(h, xs, w):
+        return scan(lambda h, x: (body(h, x, w), None), h, xs)[0].exp()
+
+    return f
+
+
+@pytest.mark.parametrize(("form", "transform"), crossed(FORMS, TRANSFORMS))
+@pytest.mark.parametrize("body", BODIES)
+def test_steps_are_evaluated_outside_of_a_vmap_over_derivatives(form, transform, body):
+    plain = unrolled if form != "segments" else lambda step, h, xs: unrolled(step, h, xs.flip(0))
+    found, expected = (TRANSFORMS[transform](value(s, body)) for s in (FORMS[form], plain))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(("form", "transform"), crossed(FORMS, BATCHED))
+@pytest.mark.parametrize("body", [expands, transposes])
+def test_with_a_vmap_over_the_operands_or_their_tangents(form, transform, body):
+    plain = unrolled if form != "segments" else lambda step, h, xs: unrolled(step, h, xs.flip(0))
+    found, expected = (BATCHED[transform](value(s, body)) for s in (FORMS[form], plain))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("transform", [jacrev, jacfwd])
+def test_no_step_is_vmapped_nor_evaluated_more_often_than_for_one_derivative(transform):
+    calls, batched = [], set()
+
+    def step(h, x):
+        calls.append(1)
+        values = torch.func.jvp(lambda h: h, (h,), (h,))[0]
+        batched.add(torch._C._functorch.is_batchedtensor(values))
+        return torch.tanh(h @ W + x), None
+
+    def counted(differentiate: Any) -> int:
+        calls.clear()
+        differentiate(lambda h: scan_remat(step, h, XS, checkpoints=1)[0])
+        return len(calls)
+
+    one = (lambda f: vjp(f, H)[1](H)) if transform is jacrev else (lambda f: jvp(f, (H,), (H,)))
+    assert counted(lambda f: transform(f)(H)) == counted(one) >= len(XS)
+    assert batched == {False}
