@@ -109,7 +109,7 @@ def test_a_budget_costs_few_calls_more_than_a_ready_policy(wrapped: str) -> None
     found = []
     for policy in (save_nothing, budget):
         policy = policy | save_every(2, save_nothing) if wrapped == "either" else policy
-        static = {"static_argnums": 1} if wrapped == "static" else {}
+        static: Any = {"static_argnums": 1} if wrapped == "static" else {}
         fn = {"module": layer, "static": lambda x, _: layer(x)}.get(wrapped, lambda x: layer(x))
         region = remat(fn, policy=policy, **static)
         given = (x, 2) if wrapped == "static" else (x,)
