@@ -98,6 +98,7 @@ def batch(
             return [full[i] for i in scan.tensors], ys
 
         def placed(tensors: Tensors, dims: Sequence[int | None], plain: int) -> list[torch.Tensor]:
+            assert not any(d is not None for d in dims[:plain])
             pairs = enumerate(zip(tensors, dims, strict=True))
             return [t if i < plain else expand(t, d, info.batch_size) for i, (t, d) in pairs]
 
@@ -138,7 +139,7 @@ def kept_batched(
     # What a selector keeps of a batched step has its batch dimension anywhere or nowhere: one that says
     # nothing is put before it, so that a pull-back can tell whether its forward was batched.
     others = [t.unsqueeze(0).expand(size, *t.shape) for t in kept[carries:]]
-    return [*kept[:carries], *others], [_carries_dim(scan)] * carries + [0] * len(others)
+    return [*kept[:carries], *others], [*[_carries_dim(scan)] * carries, *[0] * len(others)]
 
 
 def kept_for_batch(scan: Scan, kept: Tensors, dims: Sequence[int | None], size: int) -> list[torch.Tensor]:
