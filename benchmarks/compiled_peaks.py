@@ -55,9 +55,10 @@ def foretold(loss: Any, own: Any, batch: Any) -> tuple[int, int]:
     """The peak of a step's wrappers and what the forward's keeps for the backward's, in bytes."""
     traces, _ = trace(loss, (own, batch), {}, gpu=False)
     assert traces.forward is not None and traces.backward is not None
-    run = Simulation(lowered(traces.forward, None, False, False), None)
+    first = lowered(traces.forward, None, False, False)
+    run = Simulation(first, None)
     peak = run.execution.peak
-    run.backward(lowered(traces.backward, None, True, False, traces.donated))
+    run.backward(lowered(traces.backward, None, True, False, traces.donated, first.strides))
     return max(peak, run.execution.peak), run.kept
 
 

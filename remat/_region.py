@@ -12,10 +12,11 @@ from typing import Any, Literal
 
 import torch
 
+from remat._by_call import ByCall
 from remat._dynamo import call_planned, call_region, needs_call, wrap
 from remat._forced import forced
 from remat._inspect import logger, told, wanted
-from remat.policies import Policy, PolicySelector, bind, save_everything, save_nothing
+from remat.policies import Policy, PolicySelector, save_everything, save_nothing
 from remat.transforms import RematError, register
 from remat.transforms.entry import Graph, outermost, run, run_transparently
 from remat.transforms.region import Region, checksum, choosing
@@ -124,8 +125,7 @@ def _wrap(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
     compile_call = call_planned if binds else call_region
 
     ordinary = not (keeps_everything or static or binds)
-    # Calls that look alike are bound to one and the same policy; what is made of it is made once.
-    latest = [(options.policy, region)]
+    by_call = ByCall(options.region, options.policy, fn) if binds and not static else None
 
     def eager(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         choose, stand = forced.choose, forced.stand
@@ -142,12 +142,7 @@ def _wrap(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
                 return run_transparently(fn, args, kwargs)
         if static:
             return _call_static(fn, options, args, kwargs)
-        bound = bind(options.policy, fn, args, kwargs) if binds else options.policy
-        of, made = latest[0]
-        if of is not bound:
-            made = options.region(fn, bound)
-            latest[0] = bound, made
-        return run(made, args, kwargs)
+        return run(region, args, kwargs) if by_call is None else by_call.run(args, kwargs)
 
     # Dynamo looks into every cell, so this one closes over strings and functions alone.
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
@@ -316,9 +311,8 @@ def _call_static(
                 "ordinary one"
             )
     call = _Static(fn, args, fixed, settled)
-    bound = bind(options.policy, call, moving, {k: v for k, v in kwargs.items() if k not in settled})
-    region = options.region(call, bound)
-    return run(region, moving, {k: v for k, v in kwargs.items() if k not in settled})
+    by_call = ByCall(options.region, options.policy, call)
+    return by_call.run(moving, {k: v for k, v in kwargs.items() if k not in settled})
 
 
 class _Static:

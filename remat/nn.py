@@ -125,7 +125,11 @@ def _planned(plan: Any, *others: Any) -> Any:
             # Other ranks may have read theirs, and wait for what this one says.
             agree("", str(error))
     if not isinstance(plan, MeshPlan):
-        raise RematError(f"remat.nn.apply(plan={plan!r}): write a remat.plan.MeshPlan or the path of one.")
+        kind = cast("object", plan).__class__.__name__
+        raise RematError(
+            f"remat.nn.apply(plan=...) got a {kind}: write a remat.plan.MeshPlan or the "
+            "path of one. What is to hold for each block alone goes to policy=..., such as a remat.plan.Plan."
+        )
     return plan
 
 

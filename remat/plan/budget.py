@@ -18,7 +18,8 @@ def check_budget(budget: Any) -> float | int | str:
     """
     if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
         raise RematError(
-            f"A budget is a share, bytes or a text, got {budget!r} of type {type(budget).__name__}. {_WRITE}"
+            f"A budget is a share, bytes or a text, got {_shown(budget)} of type {type(budget).__name__}. "
+            + _WRITE
         )
     if isinstance(budget, str):
         return budget if budget == "free" else _parsed(budget, "budget", _WRITE)
@@ -45,7 +46,7 @@ def check_peak(peak: Any) -> int:
     if isinstance(peak, str):
         peak = _parsed(peak, "peak", _WRITE_PEAK)
     if isinstance(peak, bool) or not isinstance(peak, int) or peak <= 0:
-        raise RematError(f"A peak is a positive number of bytes, got {peak!r}. {_WRITE_PEAK}")
+        raise RematError(f"A peak is a positive number of bytes, got {_shown(peak)}. {_WRITE_PEAK}")
     return peak
 
 
@@ -54,6 +55,12 @@ _WRITE = (
     'Write budget=0.4 (a share of what no remat keeps), budget=2 * 2**30 or "2GiB" (bytes), or budget="free" '
     "(the least memory at which no matmul, convolution or attention runs again)."
 )
+
+
+def _shown(value: Any) -> str:
+    """A plan given by mistake is many lines."""
+    text = repr(value)
+    return text if len(text) < 80 else f"{text[:60]}..."
 
 
 def _parsed(text: str, what: str, advice: str) -> int:

@@ -7,7 +7,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from remat._core import Decision, OpInfo, format_bytes
 from remat._region import with_policy
@@ -60,6 +60,7 @@ class ChainPlan:
     cost: float
     unit: str
     seconds: float = field(default=0.0, compare=False, repr=False)
+    no_policy: ClassVar[str] = "call it in the place of its functions, planned(x)."
 
     def __call__(self, x: Any, *args: Any) -> Any:
         """The chain's result for `x`."""

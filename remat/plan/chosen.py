@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from remat.plan.chain import Chain, Choice, Measure, Stage, best_parts
 from remat.plan.graph import CostModel, Graph
 from remat.plan.plan import Plan
 from remat.plan.ready import saved_by
-from remat.plan.solve import Solved, complete
+from remat.plan.solve import Solved, complete, margin_of
 from remat.plan.step import WholeStep
 from remat.policies import Policy
 from remat.transforms import RematError
@@ -88,14 +89,28 @@ class Portfolio:
         return min(everywhere, key=lambda chosen: (chosen.peak, chosen.cost))
 
     def within(self, limit: int) -> Chosen | None:
-        """The cheapest choices within a peak: never dearer than a ready policy everywhere."""
+        """The cheapest choices within a peak: never dearer than a ready policy everywhere.
+
+        One of those where prices do not tell the difference: it is cheaper to follow.
+        """
         stages = [_without_region(stage) for stage in self.stages]
         parts = best_parts(Chain(stages), limit, nested=False)
         found = [] if parts is None else [self.of([stages[p.start].choices[p.choice] for p in parts])]
-        # A ready policy is cheaper to follow than a plan of the same price.
-        found = [*self.uniform().values(), *found]
-        fitting = [chosen for chosen in found if chosen.peak <= limit]
-        return min(fitting, key=lambda chosen: chosen.cost, default=None)
+        uniform = [chosen for chosen in self.uniform().values() if chosen.peak <= limit]
+        fitting = [*uniform, *[chosen for chosen in found if chosen.peak <= limit]]
+        cheapest = min(fitting, key=lambda chosen: chosen.cost, default=None)
+        if cheapest is None or not uniform:
+            return cheapest
+        ready = min(uniform, key=lambda chosen: chosen.cost)
+        return ready if ready.cost - cheapest.cost < self._margin and cheapest.cost else cheapest
+
+    @cached_property
+    def _margin(self) -> float:
+        """What prices do not tell."""
+        accuracy = getattr(self.model, "accuracy", 0.0)
+        distinct = {id(graph): graph for graph in self.step.graphs}
+        made = {key: margin_of(graph.problem(self.model), accuracy) for key, graph in distinct.items()}
+        return sum(made[id(graph)] for graph in self.step.graphs)
 
 
 def _without_region(stage: Stage) -> Stage:

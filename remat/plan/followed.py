@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -22,6 +22,15 @@ if TYPE_CHECKING:
 
 # Waits for a collective where its result is first read, on fake tensors at once.
 WAIT = "_c10d_functional.wait_tensor.default"
+
+
+class Known(Protocol):
+    """What is known of calls; `trust`: what the call at hand was not looked at for, if anything."""
+
+    trust: Any
+
+    def learn(self, tape: Tape, fitting: bool = False) -> None:
+        """Be told of a forward that was recorded, and whether a plan fitted it."""
 
 
 class Walk:
@@ -75,8 +84,8 @@ class Following(Policy):
 
     # A function that takes several paths has a plan for each; the likeliest comes first.
     plans: tuple[Plan, ...]
-    # Told of a forward that was recorded, and whether a plan fitted it; None where the user chose the plan.
-    learn: Callable[[Tape, bool], None] | None = field(default=None, compare=False, repr=False)
+    # Of the call that they were made for; None where the user chose the plan.
+    known: Known | None = field(default=None, compare=False, repr=False)
     counts = planned = True
 
     @functools.cached_property
@@ -87,7 +96,7 @@ class Following(Policy):
     @property
     def asks_again(self) -> bool:  # type: ignore[override]
         # What nothing is known of is to be told of; another function's trace would tell nobody.
-        return self.learn is not None and not self.plans
+        return self.known is not None and not self.plans
 
     @functools.cached_property
     def key(self) -> Hashable:
@@ -95,7 +104,7 @@ class Following(Policy):
         return Key(type(self), *[plan.key for plan in self.plans])
 
     def fresh(self) -> Policy:
-        return type(self)(self.plans, self.learn)
+        return type(self)(self.plans, self.known)
 
     def __call__(self, info: OpInfo) -> Decision:
         # An op is asked about once more when its value has got a name.
@@ -118,17 +127,17 @@ class Bound(Following):
     """
 
     def interleaved(self) -> Policy:
-        return Following(self.plans, self.learn)
+        return Following(self.plans, self.known)
 
     def _saves(self, name: str, info: OpInfo) -> bool:
         walk = self.walk
         if walk.plan is None:
             return False
         # A plan that the user chose may have been made for other sizes, and a compiler may leave sizes open.
-        known = self.learn is not None and type(info.bytes) is int
-        walk.met.append((name, info.bytes if known else 0))
+        sized = self.known is not None and type(info.bytes) is int
+        walk.met.append((name, info.bytes if sized else 0))
         if not walk.follow(*walk.met[-1]) and not any(map(walk.turn, self.plans)):
-            if self.learn is None:
+            if self.known is None:
                 plan = self.plans[0]
                 planned = plan.ops[walk.at] if walk.at < len(plan.ops) else None
                 raise RematError(plan.difference(walk.at, planned, name))
@@ -137,13 +146,13 @@ class Bound(Following):
         return walk.wanted(info.bytes)
 
     def finished(self, tape: Tape) -> None:
-        if self.learn is not None:
-            self.learn(tape, self.walk.plan is not None)
+        if self.known is not None:
+            self.known.learn(tape, self.walk.plan is not None)
 
 
-def carried_out(plans: Sequence[Plan], learn: Callable[[Tape, bool], None] | None = None) -> Following:
+def carried_out(plans: Sequence[Plan], known: Known | None = None) -> Following:
     """The policy for the call that is about to run: where other ops may come in between, or where none do."""
-    return (Following if in_transform() else Bound)(tuple(plans), learn)
+    return (Following if in_transform() else Bound)(tuple(plans), known)
 
 
 @functools.lru_cache(maxsize=4096)

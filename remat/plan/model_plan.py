@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from remat._core import format_bytes
 from remat.plan.plan import Plan
@@ -21,6 +21,11 @@ def meet(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """Whether a plan of the whole model is being made or carried out, and its plan for this region if so."""
     handler = _meeting.get()
     return (False, None) if handler is None else (True, handler(fn, args, kwargs))
+
+
+def met() -> bool:
+    """Whether a plan of the whole model is being made or carried out."""
+    return _meeting.get() is not None
 
 
 @contextlib.contextmanager
@@ -67,6 +72,9 @@ class ModelPlan:
     unit: str
     lower_bound: float
     seconds: float = field(default=0.0, compare=False, repr=False)
+    no_policy: ClassVar[str] = (
+        "call it in the place of its function, planned(*args), or give a region one of planned.regions."
+    )
 
     @property
     def gap(self) -> float:

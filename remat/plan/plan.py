@@ -64,6 +64,8 @@ class Plan(Policy):
         peak_bytes: the most that is live at once in the region's forward and backward, simulated.
         sent: those of `saved` that are kept on the host; `kept_bytes` are those on the device.
         sent_bytes: bytes of those.
+        forgone: by how much a cheaper plan was found. It is a ready policy's instead (`solver` names it), as
+            prices are not accurate to so little.
 
     Example:
         >>> import torch
@@ -90,6 +92,7 @@ class Plan(Policy):
     peak_bytes: int = field(default=0, compare=False)
     sent: tuple[int, ...] = ()
     sent_bytes: int = 0
+    forgone: float = field(default=0.0, compare=False)
 
     @classmethod
     def of(
@@ -123,6 +126,7 @@ class Plan(Policy):
             solver=solved.solver,
             seconds=solved.seconds,
             peak_bytes=peak,
+            forgone=solved.forgone,
         )
 
     @property
@@ -250,6 +254,11 @@ class Plan(Policy):
             f"cost {self.cost:.4g} {self.unit}, proven lower bound {self.lower_bound:.4g} "
             f"(gap {self.gap:.2%}, {self.solver})\n"
         )
+        if self.forgone:
+            head += (
+                f"  as {self.solver}: another plan saves {self.forgone:.2g} {self.unit} more, which is less "
+                "than prices are accurate to\n"
+            )
         if self.sent:
             head += f"  {format_bytes(self.sent_bytes)} of it on the host\n"
         rows = Counter((k.op, k.shape, k.dtype, k.bytes, k.location) for k in self.kept)

@@ -9,15 +9,15 @@ from typing import Any, ClassVar
 from remat._core import Decision, OpInfo
 from remat._region import name_of_region
 from remat.plan.budget import check_budget, check_peak, resolve
-from remat.plan.calls import graph_of, look_at, paths_of
+from remat.plan.calls import Trust, graph_of, paths_of, trust_in
 from remat.plan.chain import frontier
 from remat.plan.graph import CostModel, Graph, cost_model
-from remat.plan.model_plan import meet
+from remat.plan.model_plan import meet, met
 from remat.plan.peak import OutOfReach, highest_within, profile, step_peak
 from remat.plan.plan import Plan
 from remat.plan.ready import ready
 from remat.plan.sent import carried
-from remat.plan.solve import INF, Problem, Solution, Solved, bound, complete, hull, least, solve
+from remat.plan.solve import INF, Problem, Solution, Solved, bound, complete, hull, in_doubt, least, solve
 from remat.plan.torch_plans import candidates
 from remat.policies import Numbered, Policy, save_everything
 from remat.transforms import RematError
@@ -103,25 +103,34 @@ class BudgetPolicy(Numbered):
         planned, plan = meet(fn, args, kwargs)
         if planned:
             return save_everything if plan is None else plan.followed()
-        trust, look = look_at(fn, args, kwargs, self.key)
-        if trust is not None and (trusted := trust.of(look)) is not None:
-            return trusted
         with planned_for(self.device):
             paths = paths_of(fn, args, kwargs)
+            paths.trust = None
             how = self.key, is_tracing(), in_transform()
             found = paths.followed.get(how)
             if found is None:
                 plans = [self._plan(graph, fn) for graph in paths.graphs]
-                found = paths.followed[how] = carried(plans, paths.learn)
-        if trust is not None:
-            trust.met(look, paths, found)
+                found = paths.followed[how] = carried(plans, paths)
         return found
+
+    def trust(self, anchor: Any) -> Trust | None:
+        """What knows of earlier calls, but where a plan of the whole model is being made or carried out."""
+        return None if met() else trust_in(anchor)
 
     def __call__(self, info: OpInfo) -> Decision:
         raise RematError(
             f"{self!r} decides for a whole region, not for {info.op} alone: pass it as "
             "remat(fn, policy=...), or ask for the plan with policy.plan(fn, *args)."
         )
+
+
+def _settled(graph: Graph, problem: Problem, budget: int, solved: Solved, model: CostModel) -> Solved:
+    """A ready policy's plan, where prices do not tell the one that was found from it."""
+    accuracy = getattr(model, "accuracy", 0.0)
+    if not accuracy:
+        return solved
+    kept = [(name, s) for name, saved in ready(graph, problem) if (s := complete(problem, saved))]
+    return in_doubt(solved, problem, accuracy, [(name, s) for name, s in kept if s.bytes <= budget])
 
 
 def plan_graph(graph: Graph, policy: BudgetPolicy, region: str, *, compiled: bool = False) -> Plan:
@@ -138,7 +147,8 @@ def plan_graph(graph: Graph, policy: BudgetPolicy, region: str, *, compiled: boo
         return plan(_solved(graph, problem, budget, policy.time_limit), budget)
 
     if policy.peak is None:
-        return at(budget)
+        solved = _solved(graph, problem, budget, policy.time_limit)
+        return plan(_settled(graph, problem, budget, solved, model), budget)
     found, lowest = [], INF
     try:
         low = min(least(problem).bytes, budget)

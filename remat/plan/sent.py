@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from remat._core import Decision, OpInfo
-from remat.plan.followed import Following, carried_out
+from remat.plan.followed import Following, Known, carried_out
 from remat.policies import Policy
 from remat.transforms import Key, RematError
 from remat.transforms.tape import Tape
@@ -39,7 +39,7 @@ class Sending(Policy):
     counts = planned = True
 
     def __init__(self, following: Following, sent: dict[int, frozenset[int]]) -> None:
-        self.following, self.sent = following, sent
+        self.following, self.sent, self.known = following, sent, following.known
         self.where: dict[int, bool] = {}
 
     @property
@@ -66,8 +66,8 @@ class Sending(Policy):
         return Decision.OFFLOAD if self.where[info.index] else verdict
 
 
-def carried(plans: Sequence[Plan], learn: Callable[[Tape, bool], None] | None = None) -> Policy:
+def carried(plans: Sequence[Plan], known: Known | None = None) -> Policy:
     """The policy that carries plans out, those that send values to the host included."""
-    following = carried_out(plans, learn)
+    following = carried_out(plans, known)
     sent = {id(plan): frozenset(plan.sent) for plan in plans if plan.sent}
     return Sending(following, sent) if sent else following

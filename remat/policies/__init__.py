@@ -1,5 +1,6 @@
 """Policies: values that decide, op by op, what a region keeps between forward and backward."""
 
+from remat.policies._base import Combined as Combined
 from remat.policies._base import FromCallable as FromCallable
 from remat.policies._base import Numbered as Numbered
 from remat.policies._base import Policy as Policy

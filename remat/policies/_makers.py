@@ -20,6 +20,8 @@ def policy_from(value: Any) -> Policy:
     """See `remat.policies.as_policy`."""
     if isinstance(value, Policy):
         return value
+    if advice := getattr(value, "no_policy", None):
+        raise PolicyError(f"A {value.__class__.__name__} is not the policy of one region: {advice}")
     # Ops and classes are callable too, so they are told apart before plain functions.
     if is_op(value):
         return save_ops(value)

@@ -112,6 +112,23 @@ def test_live_bytes_of_the_cpu_wrapper_are_those_of_the_profiler(wrap):
 
 
 @pytest.mark.slow
+def test_a_backward_is_lowered_with_the_strides_of_the_forwards_code():
+    """Inductor lays a convolution's channels last, and AOTAutograd tells the backward."""
+    weight, x = torch.randn(8, 8, 3, 3, requires_grad=True), torch.randn(2, 8, 8, 8)
+
+    def loss(weight, x):
+        return F.conv2d(F.silu(F.conv2d(x, weight, padding=1)), weight, padding=1).square().sum()
+
+    traces, _ = trace(loss, (weight, x), {}, gpu=False)
+    assert traces.forward is not None and traces.backward is not None
+    first = lowered(traces.forward, None, False, False)
+    code = lowered(traces.backward, None, True, False, traces.donated, first.strides)
+    given = {n: v.stride() for n, v in zip(code.names, code.inputs, strict=True) if n in first.strides}
+    assert given == {name: first.strides[name] for name in given}
+    assert any(len(stride) == 4 and stride[1] == 1 for stride in given.values())
+
+
+@pytest.mark.slow
 def test_a_functional_step_is_one_graph(triton):
     step = torch.func.grad(lambda w, x: remat(lambda w, x: torch.tanh(x @ w).sin())(w, x).sum())
     w, x = torch.empty(64, 64, device="meta"), torch.empty(32, 64, device="meta")

@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.planner_compiled import compiled_problem
 from remat import checkpoint_policy, remat
-from remat.plan import BudgetPolicy, Flops, policy
+from remat.plan import READY, BudgetPolicy, Flops, Plan, policy
 from remat.plan.calls import graph_of
 from remat.plan.solve.problem import complete
 from remat.plan.torch_plans import candidates, torch_plan
@@ -42,6 +42,29 @@ def test_a_better_plan_of_torch_is_taken_and_named(monkeypatch):
     monkeypatch.setattr(policy, "candidates", lambda *_: [("torch (budget 0.45)", {*best.saved, *inputs})])
     ours = policy.plan_graph(graph, BudgetPolicy(0.45, "flops"), "block")
     assert ours.solver == "torch (budget 0.45)" and ours.cost == pytest.approx(best.cost)
+
+
+class Rough(Flops):
+    """FLOPs that are told to a tenth of a step."""
+
+    accuracy = 0.1
+
+
+@pytest.mark.parametrize("accuracy", [0.0, 0.1])
+def test_a_ready_policy_is_followed_where_prices_do_not_tell_the_plan_from_it(accuracy):
+    """It fits, it is named with what is forgone, and the bound is that of the better plan."""
+    block, x = GPTBlock(32, 4), torch.randn(2, 8, 32)
+    exact = BudgetPolicy(0.9, Flops()).plan(block, x)
+    assert exact.cost > 0 and exact.solver not in READY and not exact.forgone
+    rough = BudgetPolicy(0.9, Rough() if accuracy else Flops()).plan(block, x)
+    if not accuracy:
+        assert rough == exact
+        return
+    assert rough.solver in READY and rough.kept_bytes <= rough.budget == exact.budget
+    assert rough.forgone == pytest.approx(rough.cost - exact.cost) and rough.forgone > 0
+    assert rough.lower_bound == exact.lower_bound and rough.gap > exact.gap
+    assert f"as {rough.solver}: another plan saves" in str(rough)
+    assert Plan.from_json(rough.to_json()).forgone == rough.forgone
 
 
 def noisy(weight, x):

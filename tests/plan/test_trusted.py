@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from remat import checkpoint_policy, remat, saved_residuals
+from remat import checkpoint_policy, remat, save_nothing, saved_residuals
 from remat.plan.calls import cache, trusted
+from remat.policies import save_every
 
 
 class Layer(nn.Module):
@@ -79,6 +82,64 @@ def test_what_changes_again_and_again_is_always_looked_at(looks: list[Any]) -> N
     for _ in range(3):
         step(region, layer)
     assert len(looks) == known + 3
+
+
+def calls_of(step: Any) -> int:
+    """Python functions that a warm step calls."""
+    count = 0
+
+    def note(frame: Any, event: str, arg: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    for _ in range(trusted._ENOUGH + 1):
+        step()
+    sys.setprofile(note)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("wrapped", ["module", "closure", "either", "static"])
+def test_a_budget_costs_few_calls_more_than_a_ready_policy(wrapped: str) -> None:
+    layer, x = Layer(), torch.randn(4, 8, requires_grad=True)
+    budget: Any = checkpoint_policy(budget=0.0, cost="flops")
+    found = []
+    for policy in (save_nothing, budget):
+        policy = policy | save_every(2, save_nothing) if wrapped == "either" else policy
+        static: Any = {"static_argnums": 1} if wrapped == "static" else {}
+        fn = {"module": layer, "static": lambda x, _: layer(x)}.get(wrapped, lambda x: layer(x))
+        region = remat(fn, policy=policy, **static)
+        given = (x, 2) if wrapped == "static" else (x,)
+        found.append(calls_of(lambda region=region, given=given: region(*given).sum().backward()))
+    assert found[1] <= found[0] + 50
+
+
+def test_functions_of_one_code_are_told_apart_by_what_they_close_over(looks: list[Any]) -> None:
+    """Layers of two kinds under one code: each has its own plan, and neither is a surprise."""
+    layers = [Layer(), Layer()]
+    layers[1].twice = True
+    policy = checkpoint_policy(budget=0.5, cost="flops")
+    regions = [remat(functools.partial(run, layer), policy=policy) for layer in layers]
+    regions += [closed_over(layer, policy) for layer in layers]
+    for _ in range(trusted._ENOUGH + 1):
+        for region, layer in zip(regions, layers * 2, strict=True):
+            step(region, layer)
+    known = len(looks)
+    for region, layer in zip(regions, layers * 2, strict=True):
+        step(region, layer)
+    assert len(looks) == known
+    assert all(trust.surprises == 0 for trust in trusted._trusts.values())
+
+
+def run(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    return layer(x)
+
+
+def closed_over(layer: Layer, policy: Any) -> Any:
+    return remat(lambda x: layer(x), policy=policy)
 
 
 def test_frozen_parameters_are_planned_anew() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,26 +74,30 @@ def run_transparently(function: Any, args: tuple[Any, ...], kwargs: dict[str, An
         return function(*args, **kwargs)
 
 
-def run(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `region`: by a frame in plain autograd, by the primitive under functorch levels."""
+def run(
+    region: Region, args: tuple[Any, ...], kwargs: dict[str, Any], bind: Callable[..., Region] | None = None
+) -> Any:
+    """Call `region`: by a frame in plain autograd, by the primitive under functorch levels.
+
+    `bind`: makes the region of this very call, where they differ. In plain autograd it is given the inputs
+    and their signature, None where they tell nothing of other calls; elsewhere nothing.
+    """
     if active.transparent:
         return region.function(*args, **kwargs)
     if in_transform():
+        region = region if bind is None else bind()
         return _run_batched(region, args, kwargs) if _only_batched() else _run_primitive(region, args, kwargs)
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return region.function(*args, **kwargs)
-    if region.cache.uses_func or hooks_disabled() is not None:
-        return _run_primitive(region, args, kwargs)
-    if modes_active() and is_tracing():
-        # AOTAutograd without Dynamo calls no hooks.
-        return _run_primitive(region, args, kwargs)
-    try:
-        return _run_frame(region, args, kwargs)
-    except RuntimeError as error:
-        if not is_hook_refusal(error):
-            raise
-    region.cache.uses_func = True
-    return _run_primitive(region, args, kwargs)
+    # AOTAutograd without Dynamo calls no hooks.
+    if not (region.cache.uses_func or hooks_disabled() is not None or (modes_active() and is_tracing())):
+        try:
+            return _run_frame(region, args, kwargs, bind)
+        except RuntimeError as error:
+            if not is_hook_refusal(error):
+                raise
+        region.cache.uses_func = True
+    return _run_primitive(region if bind is None else bind(), args, kwargs)
 
 
 def _run_batched(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -123,12 +128,17 @@ def _only_batched() -> bool:
     return all([level.key() == VMAP for level in level_stack() or ()])
 
 
-def _run_frame(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_frame(
+    region: Region, args: tuple[Any, ...], kwargs: dict[str, Any], bind: Callable[..., Region] | None
+) -> Any:
     inputs = Inputs(region, args, kwargs)
     # Offsets add ops to those that earlier calls ran; who listens is told by recording.
     key = None if region.key is None or inputs.taps or active.listeners else inputs.signature()
     if key is not None and enclosing() is not None and (selective_around() or on_scratch()):
         key = None  # what a region around keeps, or has copies of, decides what this one computes again
+    if bind is not None:
+        region = inputs.region = bind(inputs, key)
+        key = None if region.key is None else key
     known = None if key is None else region.traces.get(key)
     frame = Frame(inputs)
     with labelled("forward", region.name), inside():

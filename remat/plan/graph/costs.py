@@ -34,6 +34,9 @@ class CostModel(Protocol):
     Attributes:
         unit: of prices, such as "FLOP" or "s".
 
+    A model whose prices are rough may also have an `accuracy`, a share of a step: 0.01 for those in seconds
+    here. Where a plan saves less than that over a ready policy that fits, the policy is followed instead.
+
     Example:
         >>> from remat import checkpoint_policy
         >>> class OpsAlike:

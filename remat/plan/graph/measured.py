@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
@@ -31,6 +32,7 @@ class Measured:
 
     device: str | None = None
     unit: str = field(default="s", init=False, repr=False)
+    accuracy: ClassVar[float] = 0.01
 
     def price(self, joint: Joint, op: Op) -> float:
         """Seconds of one call of `op`."""

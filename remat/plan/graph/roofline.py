@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
@@ -53,6 +54,7 @@ class Roofline:
     device: str | None = None
     fused: bool = False
     unit: str = field(default="s", init=False, repr=False)
+    accuracy: ClassVar[float] = 0.01
 
     def __post_init__(self) -> None:
         if self.device is None or self.device in DEVICES or _at_hand(self.device):

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -103,6 +103,7 @@ class MeshPlan:
     programs: dict[str, tuple[str, ...]] = field(repr=False)
     weights: dict[str, tuple[tuple[int, ...], tuple[int, ...], str]] = field(repr=False)
     seconds: float = field(default=0.0, compare=False, repr=False)
+    no_policy: ClassVar[str] = "write remat.nn.apply(model, plan=plan), which makes regions of all blocks."
 
     @property
     def step_seconds(self) -> float:
@@ -196,6 +197,8 @@ class MeshPlan:
         """
         try:
             record = json.loads(text)
+            if "op_names" in record:
+                raise ValueError("it is one of Plan.to_json, for one region: policy=Plan.from_json(text)")
             if record.pop("remat_mesh_plan") != _FORMAT:
                 raise ValueError("written by another version")
             table, told = record.pop("ops"), record.pop("hash")

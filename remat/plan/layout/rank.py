@@ -195,4 +195,5 @@ def agree(key: str, wrong: str | None, blocks: Sequence[str] = ()) -> tuple[int,
 
 
 def _refusal(who: str, wrong: str) -> str:
+    wrong = wrong.removesuffix(".")
     return f"The plan does not fit {who}: {wrong}. Plan anew for this model and mesh, or load their plan."

@@ -13,7 +13,9 @@ from remat.plan.solve.hull import (
 )
 from remat.plan.solve.portfolio import (
     Solved,  # a solution with its certificate
+    in_doubt,  # a rival's in its place, where prices do not tell the difference
     least,  # the solution with the fewest kept bytes, and among those the cheapest
+    margin_of,  # what prices do not tell
     solve,  # the cheapest solution within `budget` bytes, with a proven bound
 )
 from remat.plan.solve.problem import (

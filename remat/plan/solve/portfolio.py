@@ -27,12 +27,14 @@ class Solved:
         solver: where the solution came from: "exact", "hull", "fill", "no recomputation", or the name
             of a plan that was handed in.
         seconds: time the search took.
+        forgone: by how much a cheaper one was found, and passed over, as prices do not tell so little.
     """
 
     solution: Solution
     lower_bound: float
     solver: str
     seconds: float
+    forgone: float = 0.0
 
     @property
     def gap(self) -> float:
@@ -84,6 +86,25 @@ def solve(
         floor = search.floor
     name, best = min([*found, *rivals], key=lambda pair: (pair[1].cost, pair[1].bytes))
     return Solved(best, min(floor, best.cost), name, time.perf_counter() - start)
+
+
+def in_doubt(
+    solved: Solved, problem: Problem, accuracy: float, rivals: Iterable[tuple[str, Solution]]
+) -> Solved:
+    """The cheapest of the rivals, which fit, where the solution saves less over it than prices can tell.
+
+    The bound stays as proven.
+    """
+    name, best = min(rivals, key=lambda pair: (pair[1].cost, pair[1].bytes), default=("", solved.solution))
+    forgone = best.cost - solved.solution.cost
+    if not 0 < forgone < margin_of(problem, accuracy):
+        return solved
+    return Solved(best, solved.lower_bound, name, solved.seconds, forgone)
+
+
+def margin_of(problem: Problem, accuracy: float) -> float:
+    """What prices do not tell: their accuracy is a share of a step, which takes about three forwards."""
+    return 3 * accuracy * sum(cost for cost in problem.cost if cost < INF)
 
 
 class _Search:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import re
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch.fx import GraphModule, Node
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from remat.transforms.compat.gpu.machine import DEVICE, Chip, pretended
 from remat.transforms.compat.gpu.reductions import reductions_noted
@@ -31,6 +33,7 @@ class Lowered:
         nodes: those of the graph whose values are computed in the code, views and fences included.
         reductions: texts of the kernels of each reduction of the graph; none for the CPU.
         not_capturable: why the code cannot go into a CUDA graph; empty if it can.
+        strides: how the code lays what it returns, by the names of `outputs`.
     """
 
     source: str
@@ -40,6 +43,7 @@ class Lowered:
     nodes: list[Node]
     reductions: dict[Node, list[str]]
     not_capturable: str
+    strides: dict[str, tuple[int, ...]]
 
 
 def lowered(
@@ -48,9 +52,10 @@ def lowered(
     is_backward: bool,
     is_inference: bool,
     donated: Sequence[int] = (),
+    strides: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> Lowered:
     """The code that `torch.compile` would run on this GPU, or on the CPU. `module` is used up; memory of the
-    `donated` arguments may be written to.
+    `donated` arguments may be written to. `strides` are those of the forward's code, for a backward.
 
     Raises:
         RematError: an op has no lowering.
@@ -77,10 +82,11 @@ def lowered(
         view_to_reshape(module)
         if chip:
             _retarget(module, mode)
+        _lay(module, strides, mode)
         compile_fx._recursive_record_original_output_strides(module)
         with _told(module):
             post_grad_passes(module, is_inference)
-            inputs = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
+            inputs = _inputs(module)
             graph = GraphLowering(
                 module, example_inputs=inputs, is_backward=is_backward, is_inference=is_inference
             )
@@ -91,13 +97,39 @@ def lowered(
             graph.run(*inputs)
             noted = stack.enter_context(reductions_noted())
             source = graph.codegen()[0].value
-    computed = _computed(graph, before, module)
-    return Lowered(_plain(source), inputs, names, outputs, computed, noted, _why_not(graph, module))
+    computed, why, laid = _computed(graph, before, module), _why_not(graph, module), _laid(outputs, graph)
+    return Lowered(_plain(source), inputs, names, outputs, computed, noted, why, laid)
+
+
+def _inputs(module: GraphModule) -> list[Any]:
+    return [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
 
 
 def _values(module: GraphModule) -> list[Any]:
     values = [node.meta.get("val") for node in module.graph.nodes]
     return [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
+
+
+def _laid(outputs: list[str | None], graph: Any) -> dict[str, tuple[int, ...]]:
+    """Strides of what the code returns, by name: a convolution's channels may come last, for one."""
+    pairs = zip(outputs, graph.graph_outputs, strict=True)
+    tensors = [(name, out) for name, out in pairs if name is not None and hasattr(out, "get_layout")]
+    return {
+        name: tuple(map(int, out.get_layout().stride)) for name, out in tensors if out.has_tensor_output()
+    }
+
+
+def _lay(module: GraphModule, strides: Mapping[str, tuple[int, ...]], mode: Any) -> None:
+    """Let arguments lie as the forward's code has laid them, and what is computed of them follow."""
+    changed = False
+    for node in module.graph.find_nodes(op="placeholder"):
+        value, stride = node.meta.get("val"), strides.get(node.name)
+        if stride is not None and isinstance(value, torch.Tensor) and value.stride() != stride:
+            with mode:
+                node.meta["val"] = value.as_strided(value.shape, stride)
+            changed = True
+    if changed:
+        FakeTensorProp(module, mode=mode).propagate_dont_convert_inputs(*_inputs(module))
 
 
 def _plain(source: str) -> str:
