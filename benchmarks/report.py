@@ -64,8 +64,8 @@ class Report:
         rewrite(self.root / "docs" / "benchmarks.md", {"instructions": instructions(counted(self.results))})
         if (self.results / "graphs.csv").exists():
             graphs = graph_tables.load(self.results)
-            for page, texts in graph_tables.pages(graphs).items():
-                rewrite(self.root / page, texts)
+            for page, tables in graph_tables.pages(graphs).items():
+                rewrite(self.root / page, tables)
         return 0
 
 

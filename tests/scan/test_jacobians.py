@@ -10,6 +10,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from remat import remat, scan_remat, while_remat
 from remat.policies import save_matmuls
+from remat.transforms.compat import is_batched
 from tests.helpers import crossed
 
 W = torch.randn(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -145,7 +146,7 @@ def test_no_step_is_vmapped_nor_evaluated_more_often_than_for_one_derivative(tra
     def step(h, x):
         calls.append(1)
         values = torch.func.jvp(lambda h: h, (h,), (h,))[0]
-        batched.add(torch._C._functorch.is_batchedtensor(values))
+        batched.add(is_batched(values))
         return torch.tanh(h @ W + x), None
 
     def counted(differentiate: Any) -> int:

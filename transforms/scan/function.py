@@ -39,7 +39,6 @@ from remat.transforms.scan.rules import (
     expand,
     kept_batched,
     kept_for_batch,
-    own,
     pull_back_of,
     tangents_of,
     unbatched,
@@ -115,7 +114,7 @@ class _Scan(torch.autograd.Function):
         outs = []
         for out in (*(carry[i] for i in scan.tensors), *ys):
             # An output that is an operand or a state would be one tensor with two histories.
-            outs.append(own(out, taken))
+            outs.append(out.clone() if id(out) in taken or out._is_view() else out)
             taken.add(id(outs[-1]))
         if scan.plain:
             return tuple(outs)
@@ -198,7 +197,7 @@ class _PullBack(torch.autograd.Function):
         # Cotangents passed through unchanged would be outputs that are operands.
         given = {id(t) for t in tensors}
         found = zip(scan.with_zeros(grads, flat), needs, strict=True)
-        return tuple(own(g, given) for g, need in found if need)
+        return tuple(g.clone() if id(g) in given or g._is_view() else g for g, need in found if need)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -3,7 +3,7 @@ and its pull-back as a differentiable function."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,12 +34,6 @@ def expand(tensor: torch.Tensor, dim: int | None, size: int, to: int = 0) -> tor
     shape = list(tensor.shape)
     shape.insert(to, size)
     return with_memory(tensor.unsqueeze(to).expand(shape))
-
-
-def own(tensor: torch.Tensor, taken: Container[int]) -> torch.Tensor:
-    """A result of a Function: no tensor of those `taken` (by identity), no view, no memory twice."""
-    out = tensor.clone() if id(tensor) in taken or tensor._is_view() else tensor
-    return with_memory(out)
 
 
 def with_memory(tensor: torch.Tensor) -> torch.Tensor:
