@@ -14,6 +14,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 _VERSION = re.compile(r'^__version__ = "([^"]+)"$', re.MULTILINE)
+# A table with a column aligned to the right has numbers.
+_FIGURES = re.compile(r'<table>(?=\s*<thead>(?:(?!</thead>).)*align="right)', re.DOTALL)
 _OUTSIDE = re.compile(r"\]\(\.\./([^)\s]+)\)")
 
 
@@ -37,3 +39,8 @@ def on_page_markdown(markdown: str, *, config: Any, **_: Any) -> str:
     """Files beside docs/ are not on the site: `../examples/x.py` leads to the repository."""
     tree = f"v{version()}" if published() else "main"
     return _OUTSIDE.sub(rf"]({config['repo_url']}/blob/{tree}/\1)", markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Tables of figures are not searched: every page loads the index, and nobody looks for a number in it."""
+    return _FIGURES.sub("<table data-search-exclude>", html)
