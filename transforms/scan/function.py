@@ -119,7 +119,7 @@ class _Scan(torch.autograd.Function):
         if scan.plain:
             return tuple(outs)
         kept, scan.record.kept = scan.record.kept, []
-        return (*outs, *kept)
+        return (*map(with_memory, outs), *kept)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -196,8 +196,8 @@ class _PullBack(torch.autograd.Function):
         grads = pull_back(scan, flat, states, needs, cts)
         # Cotangents passed through unchanged would be outputs that are operands.
         given = {id(t) for t in tensors}
-        found = zip(scan.with_zeros(grads, flat), needs, strict=True)
-        return tuple(g.clone() if id(g) in given or g._is_view() else g for g, need in found if need)
+        found = [g for g, need in zip(scan.with_zeros(grads, flat), needs, strict=True) if need]
+        return tuple(with_memory(g.clone() if id(g) in given or g._is_view() else g) for g in found)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

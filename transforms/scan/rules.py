@@ -172,9 +172,9 @@ def tangents_of(run: Run, scan: Scan, flat: Tensors, tangents: Cotangents) -> li
         c, dc = carry2[: len(carry)], list(carry2[len(carry) :])
         x, dx = x2[: len(xs)], iter(x2[len(xs) :])
         primals = [
-            [t for t, m in zip(k, marks[0], strict=True) if m],
-            [c[i] for i in at],
-            [t for t, m in zip(x, marks[1], strict=True) if m],
+            [with_memory(t) for t, m in zip(k, marks[0], strict=True) if m],
+            [with_memory(c[i]) for i in at],
+            [with_memory(t) for t, m in zip(x, marks[1], strict=True) if m],
         ]
 
         def floats(primals: list[list[torch.Tensor]]) -> tuple[Any, Any]:
