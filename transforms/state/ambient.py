@@ -250,6 +250,13 @@ def note(conversion: Any) -> None:
         active.noted[-1] = conversion
 
 
-def in_backward(last: Any) -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def in_backward(last: Any) -> Iterator[None]:
     """What `noting` gave, for the backward of what ran."""
-    return contextlib.nullcontext() if last is None else last.in_backward()
+    # Regions whose pull-backs run in there note their own substitutions, which are not this function's.
+    active.noted.append(None)
+    try:
+        with contextlib.nullcontext() if last is None else last.in_backward():
+            yield
+    finally:
+        active.noted.pop()
