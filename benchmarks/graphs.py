@@ -17,6 +17,7 @@ import tyro
 from einops import rearrange
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks.graph_tables import LIMITS
 from benchmarks.measures import recover, told
 from benchmarks.models import HuggingFace, Problem, drawn, named
 from benchmarks.peers import peer
@@ -155,7 +156,7 @@ def targets(records: list[Record]) -> list[Target]:
         for policy, rival in PAIRS.items():
             if rival not in there or (mode.partition(",")[0], policy) in UNLIKE:
                 continue
-            for metric, limit in (("peak", 1.0), ("roofline", 1.02)):
+            for metric, limit in LIMITS.items():
                 share = ratio([r for r in records if r.metric == metric], mode, policy, rival)
                 found.append(Target(f"{mode}: {metric} of {policy} over {rival}", share, limit))
     return found

@@ -64,8 +64,8 @@ class Report:
         rewrite(self.root / "docs" / "benchmarks.md", {"instructions": instructions(counted(self.results))})
         if (self.results / "graphs.csv").exists():
             graphs = graph_tables.load(self.results)
-            for page, tables in graph_tables.pages(graphs).items():
-                rewrite(self.root / page, tables)
+            for page, written in graph_tables.pages(graphs).items():
+                rewrite(self.root / page, written)
         return 0
 
 

@@ -21,13 +21,11 @@ class ByCall:
     Args:
         make: makes the region of a function under a policy.
         policy: what is bound to each call.
-        fn: the function.
+        region: the one of the function under that policy, for what calls have in common.
     """
 
-    def __init__(self, make: Callable[..., Region], policy: Policy, fn: Callable[..., Any]) -> None:
-        self.make, self.policy, self.fn = make, policy, fn
-        # What calls have in common.
-        self.region = make(fn, policy)
+    def __init__(self, make: Callable[..., Region], policy: Policy, region: Region) -> None:
+        self.make, self.policy, self.region, self.fn = make, policy, region, region.function
         # What remembers the policies of calls by how they look, where one part of the policy has that.
         trusts = [part.trust for part in _parts(policy) if hasattr(part, "trust")]
         self.trust: Callable[[Any], Any] = trusts[0] if len(trusts) == 1 else _nobody

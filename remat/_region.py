@@ -125,7 +125,7 @@ def _wrap(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
     compile_call = call_planned if binds else call_region
 
     ordinary = not (keeps_everything or static or binds)
-    by_call = ByCall(options.region, options.policy, fn) if binds and not static else None
+    by_call = ByCall(options.region, options.policy, region) if binds and not static else None
 
     def eager(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         choose, stand = forced.choose, forced.stand
@@ -311,7 +311,7 @@ def _call_static(
                 "ordinary one"
             )
     call = _Static(fn, args, fixed, settled)
-    by_call = ByCall(options.region, options.policy, call)
+    by_call = ByCall(options.region, options.policy, options.region(call, options.policy))
     return by_call.run(moving, {k: v for k, v in kwargs.items() if k not in settled})
 
 

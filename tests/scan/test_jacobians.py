@@ -123,20 +123,22 @@ def value(scan: Any, body: Any) -> Any:
     return f
 
 
+def check(differentiate: Any, form: str, body: Any) -> None:
+    plain = unrolled if form != "segments" else lambda step, h, xs: unrolled(step, h, xs.flip(0))
+    found, expected = (differentiate(value(scan, body)) for scan in (FORMS[form], plain))
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize(("form", "transform"), crossed(FORMS, TRANSFORMS))
 @pytest.mark.parametrize("body", BODIES)
 def test_steps_are_evaluated_outside_of_a_vmap_over_derivatives(form, transform, body):
-    plain = unrolled if form != "segments" else lambda step, h, xs: unrolled(step, h, xs.flip(0))
-    found, expected = (TRANSFORMS[transform](value(s, body)) for s in (FORMS[form], plain))
-    torch.testing.assert_close(found, expected)
+    check(TRANSFORMS[transform], form, body)
 
 
 @pytest.mark.parametrize(("form", "transform"), crossed(FORMS, BATCHED))
 @pytest.mark.parametrize("body", [expands, transposes])
 def test_with_a_vmap_over_the_operands_or_their_tangents(form, transform, body):
-    plain = unrolled if form != "segments" else lambda step, h, xs: unrolled(step, h, xs.flip(0))
-    found, expected = (BATCHED[transform](value(s, body)) for s in (FORMS[form], plain))
-    torch.testing.assert_close(found, expected)
+    check(BATCHED[transform], form, body)
 
 
 @pytest.mark.parametrize("transform", [jacrev, jacfwd])

@@ -55,6 +55,7 @@ from remat.transforms.scan.spec import (
     index_states,
     lift_states,
     now,
+    own,
     uncached_casts,
     with_step_note,
 )
@@ -114,7 +115,7 @@ class _Scan(torch.autograd.Function):
         outs = []
         for out in (*(carry[i] for i in scan.tensors), *ys):
             # An output that is an operand or a state would be one tensor with two histories.
-            outs.append(out.clone() if id(out) in taken or out._is_view() else out)
+            outs.append(own(out, taken))
             taken.add(id(outs[-1]))
         if scan.plain:
             return tuple(outs)
@@ -197,7 +198,7 @@ class _PullBack(torch.autograd.Function):
         # Cotangents passed through unchanged would be outputs that are operands.
         given = {id(t) for t in tensors}
         found = [g for g, need in zip(scan.with_zeros(grads, flat), needs, strict=True) if need]
-        return tuple(with_memory(g.clone() if id(g) in given or g._is_view() else g) for g in found)
+        return tuple(with_memory(own(g, given)) for g in found)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -278,6 +279,8 @@ def _kept_range(ctx: Any, tensors: Tensors) -> range:
 
 
 # -- the forward: all steps once, the scheduled states kept ------------------------------------------------
+
+
 def run_forward(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     """Run all steps at the bottom of the functorch stack, leaving the scheduled states in `scan.record`."""
     record = scan.record

@@ -125,9 +125,8 @@ def kept_batched(
 ) -> tuple[list[torch.Tensor], list[int | None]]:
     """What a batched forward keeps, as results of the rule, and where the batch dimension of each is."""
     if values is not None:
-        first = set(scan.tensors[: values.carry])
-        states = [list(enumerate(state.carry)) for state in scan.record.states.values()]
-        plain = {~at for state in states for i, at in state if i in first and at < 0}
+        first = scan.tensors[: values.carry]
+        plain = {~at for state in scan.record.states.values() for i in first if (at := state.carry[i]) < 0}
         return [*kept], [None if i in plain else 0 for i in range(len(kept))]
     carries = len(scan.tensors) if scan.taped else len(kept)
     # What a selector keeps of a batched step has its batch dimension anywhere or nowhere: one that says
@@ -241,7 +240,7 @@ def pull_back_of(
     numbers = [0] if scan.opaque is None else []
     float_at = [i for i, j in enumerate(scan.tensors) if pytree_smooth(carry[j])]
     count = len(scan.tensors)
-    start = [ct if (ct := cts[i]) is not None else scan.zeros(carry[scan.tensors[i]]) for i in float_at]
+    start = [scan.or_zero(cts[i], carry[scan.tensors[i]]) for i in float_at]
     const_at = [i for i in range(a) if needs[i]]
     x_at = [i for i in range(len(xs)) if needs[a + b + i]]
     ct_at = [i for i, ct in enumerate(cts[count:]) if ct is not None]
@@ -263,9 +262,9 @@ def pull_back_of(
         wanted = list(needs[:a]), list(needs[a + b :])
         grads = pull(one, consts, full, [list(x)], carry_cts, [y_cts], wanted, scan.over)
         by_const, by_carry, by_x = grads
-        new = [_or_zero(scan, by_carry[i], state[i]) for i in float_at]
+        new = [scan.or_zero(by_carry[i], state[i]) for i in float_at]
         sums = [t if by_const[i] is None else t + by_const[i] for i, t in zip(const_at, totals, strict=True)]
-        return [*(k - 1 for k in ks), *new, *sums], [_or_zero(scan, by_x[0][i], x[i]) for i in x_at]
+        return [*(k - 1 for k in ks), *new, *sums], [scan.or_zero(by_x[0][i], x[i]) for i in x_at]
 
     end, x_grads = run(
         *make(
@@ -310,10 +309,6 @@ def _states_of(
     if scan.length in scan.record.seen:
         check_seen(scan, {scan.length: prints_of(end)})
     return states, statics, randoms
-
-
-def _or_zero(scan: Scan, grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    return scan.zeros(like) if grad is None else grad
 
 
 def _spec(scan: Scan) -> ScanSpec:

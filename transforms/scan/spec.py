@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -224,11 +224,15 @@ class Scan:
         sizes = [size for size, _ in self.over]
         return like.new_zeros((*like.shape[:rows], *sizes, *like.shape[rows:]))
 
+    def or_zero(self, grad: torch.Tensor | None, like: torch.Tensor, rows: bool = False) -> torch.Tensor:
+        """A gradient, without None."""
+        return self.zeros(like, rows) if grad is None else grad
+
     def with_zeros(self, grads: Sequence[torch.Tensor | None], flat: Tensors) -> Iterator[torch.Tensor]:
         """Gradients of the operands `flat`, without None."""
         first_x = len(flat) - self.sizes[2]
         for i, (grad, t) in enumerate(zip(grads, flat, strict=True)):
-            yield self.zeros(t, rows=i >= first_x) if grad is None else grad
+            yield self.or_zero(grad, t, rows=i >= first_x)
 
     def tell(self, phase: str, steps: range) -> None:
         """Tell the user's `on_step` of evaluations."""
@@ -293,6 +297,11 @@ def with_step_note(
     except Exception as error:
         error.add_note(f"in step {k} of {scan.spec.name}")
         raise
+
+
+def own(tensor: torch.Tensor, taken: Container[int]) -> torch.Tensor:
+    """A result of a Function: none of the tensors `taken` (by identity), and no view."""
+    return tensor.clone() if id(tensor) in taken or tensor._is_view() else tensor
 
 
 def compact(carry: Leaves) -> Leaves:

@@ -64,8 +64,10 @@ def pull(
     cts = list(carry_cts)
     for row in y_cts:
         cts += row
-    by = _with_func if in_transform() else _with_autograd
-    grads = by(outputs, flat, marks, cts, head, over)
+    if in_transform():
+        grads = _with_func(outputs, flat, marks, cts, over)
+    else:
+        grads = _with_autograd(outputs, flat, marks, cts, over, head)
     tail = [grads[i : i + width] for i in range(body, len(grads), width)] if width else [[] for _ in rows]
     return grads[:head], grads[head:body], tail
 
@@ -115,8 +117,8 @@ def _with_autograd(
     flat: list[torch.Tensor],
     marks: list[bool],
     cts: Grads,
-    consts: int,
     over: Over,
+    consts: int,
 ) -> Grads:
     create = torch.is_grad_enabled()
     with torch.enable_grad():
@@ -179,12 +181,7 @@ def _alias(tensor: torch.Tensor, create: bool, const: bool) -> torch.Tensor:
 
 
 def _with_func(
-    outputs: Callable[..., list[Any]],
-    flat: list[torch.Tensor],
-    marks: list[bool],
-    cts: Grads,
-    consts: int,
-    over: Over,
+    outputs: Callable[..., list[Any]], flat: list[torch.Tensor], marks: list[bool], cts: Grads, over: Over
 ) -> Grads:
     at = [i for i, mark in enumerate(marks) if mark]
 
