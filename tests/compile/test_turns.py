@@ -97,6 +97,36 @@ def test_what_other_regions_take_is_held():
     assert graphs.backward["tanh"] == 3 and graphs.held().count((2, 4, 16, 16)) == 3
 
 
+# -- within a region -------------------------------------------------------------------------------------
+
+
+def layers(wrap: Callable[..., Any]) -> Callable[..., Tensor]:
+    block = wrap(lambda w, x: torch.sigmoid(torch.tanh(x @ w[0]) @ w[1]))
+
+    def loss(ws: list[Tensor], x: Tensor) -> Tensor:
+        for w in ws:
+            x = block(w, x)
+        return x.square().mean()
+
+    return loss
+
+
+@pytest.mark.parametrize("functional", [False, True])
+def test_an_op_runs_again_right_before_its_first_reader(functional):
+    """In the forward's order `tanh` would be held while the gradient of `sigmoid` is computed."""
+    ws, x = [rand(2, 4, 4).requires_grad_(not functional) for _ in range(3)], rand(5, 4)
+    loss = layers(lambda f: remat(f, policy=save_matmuls))
+    graphs = Nodes(grad(loss) if functional else loss)
+    out = graphs(ws, x)
+    got = out if functional else torch.autograd.grad(out, ws)
+    same(got, grad(layers(lambda f: f))([w.detach() for w in ws], x))
+    pulled, again = graphs.at("aten.sigmoid_backward.default"), graphs.at("aten.tanh.default")[-3:]
+    before = [-1, *graphs.at("aten.tanh_backward.default")]
+    assert len(pulled) == 3
+    for last, sigmoid, tanh in zip(before, pulled, again, strict=False):
+        assert last < sigmoid < tanh
+
+
 # -- what was sent to the host ---------------------------------------------------------------------------
 
 

@@ -130,6 +130,7 @@ from remat.transforms.compat.fx import (
     Template,  # a stretch of a graph, as a function of some of the tensors that it reads
     as_it_is,  # `tensor` as a value of the graph, which nothing that is written to it later changes
     described,  # what the tracer's nodes depend on in these tensors
+    is_pure_node,  # whether a node writes to nothing, so that a copy does the same
     last_node,  # what the tracer has added last
     must_save,  # keep the partitioner from computing a value of the graph again in the backward
     nodes_of,  # the nodes of tensors in the graph that is being traced

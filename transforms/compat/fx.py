@@ -143,7 +143,7 @@ class NodeSpan:
         given = [_tracked(self.tracer, t) for t in inputs]
         made = [_tracked(self.tracer, t) for t in outputs]
         new = dict.fromkeys(self.nodes())
-        if not all(map(_is_pure, new)):
+        if not all(map(is_pure_node, new)):
             return None
         starts: dict[Node, int] = {}
         for i, tracked in enumerate(given):
@@ -179,7 +179,8 @@ class NodeSpan:
         )
 
 
-def _is_pure(node: Node) -> bool:
+def is_pure_node(node: Node) -> bool:
+    """Whether a node writes to nothing and makes fake strided tensors only; a copy does the same."""
     target = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return target is operator.getitem

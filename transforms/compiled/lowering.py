@@ -19,6 +19,7 @@ import torch
 from torch.fx import Node
 
 from remat.transforms.compat import (
+    NodeSpan,
     OpOverload,
     as_it_is,
     example_bytes,
@@ -33,7 +34,7 @@ from remat.transforms.compat import (
 )
 from remat.transforms.compiled.barrier import ONCE, UNKNOWN, GraphDedup, fence, fence_below, plain, snapshot
 from remat.transforms.compiled.record import GraphRecord, GraphReplay
-from remat.transforms.compiled.turns import RECOMPUTED, Late, PullSpan, ahead, reads
+from remat.transforms.compiled.turns import RECOMPUTED, Late, PullSpan, ahead, put_off, reads
 from remat.transforms.context import quiet, ranks_met, recordings
 from remat.transforms.errors import RematError
 from remat.transforms.functorch import Prim, PullBack, replaying
@@ -159,7 +160,11 @@ class GraphLowering:
             if ambient.must_be_restored():
                 stack.enter_context(ambient.restored())
             stack.enter_context(replaying(replay, region.name))
-            return tuple((prim.recorded or prim.body)(*fenced))
+            span = next((NodeSpan(at[0]) for t in after if (at := traced(t)) is not None), None)
+            made = tuple((prim.recorded or prim.body)(*fenced))
+            if span is not None:
+                put_off(span)
+            return made
 
 
 # -- recomputations in one order ----------------------------------------------------------------------
