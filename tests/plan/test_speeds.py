@@ -197,3 +197,25 @@ def test_ops_on_no_device_cannot_be_timed():
     x = torch.empty(4, 4, device="meta", requires_grad=True)
     with pytest.raises(RematError, match='say on which device, as device="cpu"'):
         checkpoint_policy(budget=0.5, cost="measured").plan(lambda x: (x @ x).sin(), x)
+
+
+def test_kernels_of_a_card_are_not_asked_for_the_prices_of_the_cpu():
+    """A plan can be made while a step is traced for a GPU: what is timed has numbers, and runs here."""
+    from remat.transforms.compat.gpu.trace import attention_of_gpus
+
+    q, k, v = torch.randn(3, 1, 2, 16, 8, dtype=torch.bfloat16).unbind(0)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    with attention_of_gpus():
+        assert torch.equal(F.scaled_dot_product_attention(q, k, v, is_causal=True), expected)
+
+
+def test_what_cannot_be_timed_is_an_error(monkeypatch, tmp_path):
+    """It was an endless recursion: a dtype without a kernel is priced as float32, and so was float32."""
+    monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
+
+    def fails(*_):
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(speeds, "seconds_apart", fails)
+    with pytest.raises(RematError, match="matmul of float32 cannot run"):
+        speeds.Speeds("cpu").curve("matmul", torch.bfloat16)

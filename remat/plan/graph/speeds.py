@@ -32,6 +32,7 @@ from remat._region import with_policy
 from remat.plan.graph.disk import read_table, table_path, write_table
 from remat.plan.graph.stopwatch import alone, best_seconds, in_turns
 from remat.policies import save_nothing
+from remat.transforms import RematError
 
 # (work, work per second), the smallest work first.
 Curve: TypeAlias = "tuple[tuple[float, float], ...]"
@@ -115,8 +116,13 @@ class Speeds:
                 break
             try:
                 taken = seconds_apart(make, size, self.device)
-            except RuntimeError:
+            except RuntimeError as error:
                 # No kernel for this dtype: it is priced as float32 is.
+                if dtype is torch.float32 and not curve:
+                    raise RematError(
+                        f"a planner's prices are timed on {self.device!r}, and {kind} of float32 cannot run "
+                        f'there: {error}. Write cost="flops", or device= of a card with published rates.'
+                    ) from error
                 break
             curve.append([work, work / max(taken - call, 0.5 * taken)])
         if not curve:

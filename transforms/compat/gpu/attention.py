@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 
+from remat.transforms.compat.autograd import unwrapped
+from remat.transforms.compat.modes import modes_active
+
 aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 _MOST_WIDE = 256  # head dimension that flash attention takes
@@ -48,6 +51,11 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
+    if type(unwrapped(query)) is torch.Tensor and not modes_active():
+        # Numbers, such as those that a planner times to price the CPU while a step is traced.
+        rest: Any = {"scale": scale, "enable_gqa": enable_gqa}
+        op = aten.scaled_dot_product_attention.default
+        return op.decompose(query, key, value, attn_mask, dropout_p, is_causal, **rest)
     if is_causal and attn_mask is not None:
         raise RuntimeError("scaled_dot_product_attention: is_causal=True goes without attn_mask.")
     if _flash(query, key, value, attn_mask):
