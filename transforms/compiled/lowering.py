@@ -26,6 +26,7 @@ from remat.transforms.compat import (
     graph_memory,
     graph_storage,
     graph_task,
+    is_pure_node,
     last_node,
     nodes_of,
     tagged,
@@ -34,7 +35,7 @@ from remat.transforms.compat import (
 )
 from remat.transforms.compiled.barrier import ONCE, UNKNOWN, GraphDedup, fence, fence_below, plain, snapshot
 from remat.transforms.compiled.record import GraphRecord, GraphReplay
-from remat.transforms.compiled.turns import RECOMPUTED, Late, PullSpan, ahead, put_off, reads
+from remat.transforms.compiled.turns import RECOMPUTED, Late, PullSpan, ahead, reads
 from remat.transforms.context import quiet, ranks_met, recordings
 from remat.transforms.errors import RematError
 from remat.transforms.functorch import Prim, PullBack, replaying
@@ -222,6 +223,32 @@ class Turn:
             if result is not None and result.op == "call_function" and not late.find(i, result):
                 return None
         return late if late.readers and late.wait_for(min(late.readers)) else None
+
+
+# A recomputation is traced as a whole, before its backward. Left in that order its last results would be held
+# while the gradients of those before them are computed.
+
+
+def put_off(span: NodeSpan) -> None:
+    """Put each recomputed op of a pull-back right before its first reader.
+
+    Fences stay, since their names cost nothing, and so does what is more than its result: draws,
+    collectives, ops of users. Torch's partitioner orders its own backwards so.
+    """
+    for node in reversed(list(span.nodes())):
+        if node.users and RECOMPUTED in node.meta.get("custom", {}) and _may_wait(node):
+            first = min(node.users)
+            if first is not node.next:
+                first.prepend(node)
+
+
+def _may_wait(node: Node) -> bool:
+    op = node.target
+    if not is_pure_node(node):
+        return False
+    if not isinstance(op, OpOverload):
+        return True
+    return op.namespace in ("aten", "prims") and torch.Tag.nondeterministic_seeded not in op.tags
 
 
 # -- constants: computed once in a graph -------------------------------------------------------------------

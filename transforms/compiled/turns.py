@@ -5,9 +5,6 @@ it. While other regions are recomputed it would be held for that. So its region 
 reader has its turn, which then reads what was recomputed.
 
 What a region has sent to the host is fetched before the recomputation that is traced before its own.
-
-A recomputation is traced as a whole, before its backward. Left in that order its last results would be held
-while the gradients of those before them are computed. So each op is put right before its first reader.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from remat.transforms.compat import NodeSpan, OpOverload, is_pure_node, nodes_of, unwrapped
+from remat.transforms.compat import OpOverload, nodes_of, unwrapped
 from remat.transforms.compiled.barrier import FENCE
 from remat.transforms.compiled.sent import ARRIVED
 
@@ -69,33 +66,6 @@ def ahead(graph: Graph, fetched: Sequence[Any], latest: PullSpan, made: Iterable
                 one.args = one.args[0], [*one.args[1], node]
 
 
-def put_off(span: NodeSpan) -> None:
-    """Put each recomputed op of a pull-back right before its first reader.
-
-    Fences stay, since their names cost nothing, and so does what is more than its result: draws,
-    collectives, ops of users. Torch's partitioner orders its own backwards so.
-    """
-    for node in reversed(list(span.nodes())):
-        if node.users and is_recomputed(node) and _may_wait(node):
-            first = min(node.users)
-            if first is not node.next:
-                first.prepend(node)
-
-
-def is_recomputed(node: Node) -> bool:
-    """Whether a node belongs to the recomputation of a region."""
-    return RECOMPUTED in node.meta.get("custom", {})
-
-
-def _may_wait(node: Node) -> bool:
-    op = node.target
-    if not is_pure_node(node):
-        return False
-    if not isinstance(op, OpOverload):
-        return True
-    return op.namespace in ("aten", "prims") and torch.Tag.nondeterministic_seeded not in op.tags
-
-
 class Late:
     """Nodes that read a region's results before its own pull-back has begun.
 
@@ -128,7 +98,8 @@ class Late:
             node = stack.pop()
             for user in node.users:
                 if since.start < user:
-                    if is_recomputed(user) or any(one.has(user) for one in self.before):
+                    tagged = RECOMPUTED in user.meta.get("custom", {})
+                    if tagged or any(one.has(user) for one in self.before):
                         return False
                     self.readers.add(user)
                 elif _is_view(user) and user not in self.known:
