@@ -169,12 +169,13 @@ class Meeting:
         return store.add(f"{key}/{what}", 0) == count
 
     def told(self, key: str, text: str, seconds: int) -> Iterator[tuple[int, str]]:
-        """What every rank has to say, where they do not say the same."""
+        """What every rank has to say, where they do not say the same; waits so many seconds for all."""
         self._store.set(f"{key}/text/{self.rank}", text)
+        end = time.monotonic() + seconds
         for rank in self.ranks:
-            place = f"{key}/text/{rank}"
+            place, left = f"{key}/text/{rank}", max(end - time.monotonic(), 0.1)
             with contextlib.suppress(RuntimeError):
-                self._store.wait([place], datetime.timedelta(seconds=seconds))
+                self._store.wait([place], datetime.timedelta(seconds=left))
                 yield rank, self._store.get(place).decode()
 
 

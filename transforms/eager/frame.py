@@ -152,12 +152,12 @@ class Frame(Packer):
             if known is not None and isinstance(recorder, GuardMode) and recorder.followed:
                 self._settle_as(known, recorder, out)
                 if unmet:
-                    compare(self.region, recorder, out)
+                    compare(self, recorder, out)
             else:
                 recorder.leave()
                 self.tape = recorder.tape
                 settle(self, recorder, out)
-                compare(self.region, recorder, out)
+                compare(self, recorder, out)
             hold_kept(self, recorder, out)
         finally:
             self.recorder = None

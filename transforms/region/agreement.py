@@ -1,8 +1,11 @@
 """Whether the ranks of a group agree on what a region keeps, in eager, under torch.func and in graphs.
 
 A collective that runs again on some ranks of its group only waits for the others for ever. So where a region
-runs collectives, the ranks of each group compare a hash of what they keep. They do so once, at the end of the
+runs collectives, the ranks of each group compare a hash of what they keep. They do so at the end of the
 region's first forward, through the store by which they have met: no collective, and nothing on a device.
+
+Later calls compare only where what they do with collectives is new to the region. What is known has been
+compared, so it is known to all: a rank that comes alone does what the others do not. Steady steps ask nobody.
 
 Collectives that write into their arguments, as those by which FSDP gathers, are never kept: a region with
 them runs again as a whole, whatever else it keeps. Its ranks have data of their own, so ops and shapes may
@@ -26,10 +29,12 @@ from remat.transforms.tape import RECOMPUTE, Tape
 # How many regions of this name have met so, in a group: what they meet under.
 _met: collections.Counter[tuple[str, str]] = collections.Counter()
 _SECONDS = 120
+# For what the others have to say, once all have come or have not.
+_TOLD = 10
 # Ranks of which some did not come.
 _given_up: set[tuple[int, ...]] = set()
-# Groups, regions and policies that were compared while a graph was traced.
-_traced: set[tuple[str, str, str]] = set()
+# By groups, regions and policies: what was compared while a graph was traced.
+_traced: dict[tuple[str, str, str], set[str]] = {}
 
 
 def meeting_number(meeting: Any, name: str) -> str:
@@ -38,11 +43,12 @@ def meeting_number(meeting: Any, name: str) -> str:
     return f"remat/{meeting.name}/{name}/{_met[meeting.name, name]}"
 
 
-def agree(region: Any, recorder: Any, again: bool = False) -> bool:
+def agree(region: Any, recorder: Any, again: bool = False, runs: frozenset[int] | None = None) -> bool:
     """Compare what `region` keeps with the other ranks, at the end of its first forward.
 
     Args:
         again: whether to do so after later ones, too.
+        runs: the ops that its backward runs again, None where that is not known.
 
     Returns:
         whether other ranks depend on that.
@@ -50,27 +56,31 @@ def agree(region: Any, recorder: Any, again: bool = False) -> bool:
     Raises:
         RematError: on every rank of a group whose ranks keep other values, or where one does not come.
     """
-    if region.key in region.cache.agreed and not again:
-        return True
-    said = _said_by(recorder)
-    if not said:
-        return False
+    known = region.cache.agreed.get(region.key)
+    said = _said_by(recorder, runs)
     for name, (mine, loose) in said.items():
-        _compare(name, region.name, mine, _SECONDS, loose)
-    # Where ranks did not agree, all of them ask again.
-    region.cache.agreed.add(region.key)
-    return True
+        if known is None or again:
+            _compare(name, region.name, mine, _SECONDS, loose)
+        else:
+            _compare_new(name, region.name, _sends(recorder, name, runs), known, _SECONDS)
+    if said:
+        # Where ranks did not agree, all of them ask again.
+        sends = {_digest(name, _sends(recorder, name, runs)) for name in said}
+        region.cache.agreed[region.key] = sends | (known or set())
+    return bool(said) or known is not None
 
 
 def agree_traced(region: Any, record: Any) -> None:
-    """The same for a region that is traced, once for its name: a graph that one rank alone traces again,
-    for other shapes, is compared with nothing."""
+    """The same for a region that is traced, by its name: a graph that one rank alone traces again, for other
+    shapes, is compared with nothing while it does the same with collectives."""
     for name, (mine, loose) in _said_by(record).items():
-        key = name, region.name, mine[0]
-        if key not in _traced:
-            # Other ranks may be at work on the code of an earlier graph.
-            _compare(name, f"{region.name} (traced)", mine, 5 * _SECONDS, loose)
-            _traced.add(key)
+        key, label, sends = (name, region.name, mine[0]), f"{region.name} (traced)", _sends(record, name)
+        # Other ranks may be at work on the code of an earlier graph.
+        if (known := _traced.get(key)) is None:
+            _compare(name, label, mine, 5 * _SECONDS, loose)
+        else:
+            _compare_new(name, label, sends, known, 5 * _SECONDS)
+        _traced[key] = (known or set()) | {_digest(name, sends)}
 
 
 def wrong_anywhere(ranks: Sequence[int], name: str, wrong: str | None) -> str | None:
@@ -84,18 +94,18 @@ def wrong_anywhere(ranks: Sequence[int], name: str, wrong: str | None) -> str | 
     key = meeting_number(meeting, name)
     if meeting.all_say(key, "wrong" if wrong else "fine", _SECONDS) and wrong is None:
         return None
-    told = dict(meeting.told(key, wrong or "", 10))
+    told = dict(meeting.told(key, wrong or "", _TOLD))
     if len(told) < len(ranks):
         _given_up.add(tuple(ranks))
     return next((said for said in told.values() if said), wrong)
 
 
-def _said_by(recorder: Any) -> dict[str, tuple[list[str], bool]]:
+def _said_by(recorder: Any, runs: frozenset[int] | None = None) -> dict[str, tuple[list[str], bool]]:
     """By the names of groups, what has to be the same on all of their ranks; or, where it says so, what must
     not differ."""
     tape = recorder.tape
     groups = dict.fromkeys([str(node.args[-1]) for node in tape.nodes if _waits(node)])
-    said = {name: (_kept(recorder, tape, name), False) for name in groups}
+    said = {name: (_kept(recorder, tape, name, runs), False) for name in groups}
     if others := sorted(tape.groups - groups.keys()):
         said |= dict.fromkeys(others, (loosely(recorder, tape), True))
     return said
@@ -106,14 +116,26 @@ def _waits(node: Any) -> bool:
     return traits(node.op).functional and bool(node.args) and isinstance(node.args[-1], str)
 
 
-def _kept(recorder: Any, tape: Tape, group: str) -> list[str]:
+def _kept(recorder: Any, tape: Tape, group: str, runs: frozenset[int] | None) -> list[str]:
     """What has to be the same on all ranks: the collectives, whether each is kept, and the policy."""
-    said = [_policy(recorder)]
-    said += [_said(node) for node in tape.nodes if _waits(node) and node.args[-1] == group]
+    said = [_policy(recorder), *_sends(recorder, group, runs)]
     if not tape.sized_by_data:
         # Ranks may run other ops, such as those that pad: what counts is what becomes of one that both run.
         said += sorted({_said(node) for node in tape.nodes if node.verdict != RECOMPUTE})
     return said
+
+
+def _sends(recorder: Any, group: str, runs: frozenset[int] | None = None) -> list[str]:
+    """The collectives that the ranks of a group wait in, and whether each runs again: what all must do alike.
+
+    That depends on the other ops of a rank, too: a result that no gradient there reads is not made again.
+    """
+    found = [(at, node) for at, node in enumerate(recorder.tape.nodes) if _waits(node)]
+    return [
+        _said(node) if runs is None else f"{node.op} {'run again' if at in runs else 'not run again'}"
+        for at, node in found
+        if node.args[-1] == group
+    ]
 
 
 def loosely(recorder: Any, tape: Tape) -> list[str]:
@@ -153,15 +175,27 @@ def first_difference(here: list[str], there: list[str], loose: bool) -> tuple[st
     return next(((a, b) for a, b in pairs if a != b), None)
 
 
-def _compare(group: str, region: str, said: list[str], seconds: int, loose: bool) -> None:
+def _digest(group: str, said: list[str]) -> str:
+    return hashlib.sha256("\n".join([group, *said]).encode()).hexdigest()
+
+
+def _compare_new(group: str, region: str, sends: list[str], known: set[str], seconds: int) -> None:
+    """Compare what a later call does with collectives, where no call before did the same."""
+    if sends and _digest(group, sends) not in known:
+        _compare(group, region, sends, seconds, False, known)
+
+
+def _compare(
+    group: str, region: str, said: list[str], seconds: int, loose: bool, known: set[str] | None = None
+) -> None:
     meeting = meeting_of(group, seconds)
     if meeting is None:
         return
-    key = meeting_number(meeting, region)
-    mine = hashlib.sha256("\n".join(said).encode()).hexdigest()
-    if meeting.all_say(key, mine, seconds):
+    # What is known is the same on all ranks. One that has come alone before counts on by itself.
+    key = meeting_number(meeting, region if known is None else f"{region}/{_digest(group, sorted(known))}")
+    if meeting.all_say(key, _digest(group, said), seconds):
         return
-    told = {rank: text.split("\n") for rank, text in meeting.told(key, "\n".join(said), seconds)}
+    told = {rank: text.split("\n") for rank, text in meeting.told(key, "\n".join(said), _TOLD)}
     # This rank's differences first; but where any two differ, all raise.
     pairs = [(meeting.rank, rank) for rank in told] + list(itertools.combinations(told, 2))
     for one, other in pairs:
@@ -173,6 +207,14 @@ def _compare(group: str, region: str, said: list[str], seconds: int, loose: bool
             )
     if loose and len(told) == len(meeting.ranks):
         return
+    if known is not None:
+        new = ", ".join(dict.fromkeys(said))
+        raise RematError(
+            f"region {region!r} does on rank {meeting.rank} what it did in no call before: {new}. Not all "
+            f"ranks of the group {meeting.ranks} did something new in this call within {seconds} s. Those "
+            "that did not now wait for this rank. A collective that only some ranks run again would wait for "
+            "ever. Let every rank run the same ops in each call, under a policy whose answers are the same."
+        )
     raise RematError(
         f"region {region!r}: not all ranks of the group {meeting.ranks} came to the end of its first forward "
         f"within {seconds} s, or some keep other values. Every rank must run the same regions."

@@ -55,7 +55,7 @@ class TraceCache:
         differentiates: whether it was seen to call `torch.autograd.grad` or `backward` on values of its own.
         by_levels: whether plain autograd was seen to refuse it, so that torch.func differentiates it, whose
             decompositions know more derivatives.
-        agreed: the policies under which ranks were asked whether they keep the same.
+        agreed: by policies under which ranks have compared what they keep, what calls did with collectives.
     """
 
     __slots__ = ("__weakref__", "agreed", "by_levels", "by_policy", "differentiates", "uses_func")
@@ -63,7 +63,7 @@ class TraceCache:
     def __init__(self) -> None:
         self.by_policy: BoundedCache[Hashable, Traces] = BoundedCache(_MOST)
         self.uses_func = self.differentiates = self.by_levels = False
-        self.agreed: set[Hashable] = set()
+        self.agreed: dict[Hashable, set[str]] = {}
 
     def under(self, policy: Hashable) -> Traces:
         """Traces by the signatures of calls, under the policies with this key."""

@@ -108,16 +108,20 @@ class _FirstStep:
             unmet.remove(self)
 
 
-def compare(region: Any, recorder: Any, results: Any) -> None:
+def compare(frame: Any, recorder: Any, results: Any) -> None:
     """Compare what a region keeps with the other ranks, where they are to keep the same.
+
+    Args:
+        frame: of its forward, settled.
 
     Raises:
         RematError: as `agree` does.
     """
+    region = frame.region
     step = next((there for there in unmet if isinstance(there, _FirstStep)), None)
     known = region.key in region.cache.agreed
     try:
-        if not agree(region, recorder, step is not None):
+        if not agree(region, recorder, step is not None, _run_again(frame)):
             _note(region, recorder, results)
             return
     except BaseException:
@@ -127,6 +131,17 @@ def compare(region: Any, recorder: Any, results: Any) -> None:
         unmet.append(step := _FirstStep())
     if step is not None and (node := _node_of(results)) is not None:
         node.register_prehook(step.end)
+
+
+def _run_again(frame: Any) -> frozenset[int] | None:
+    """The ops that the backward runs again; None where the function does."""
+    program = frame.program
+    if program is None:
+        return None
+    if frame.residuals is not None:
+        return frozenset()
+    steps = (*program.steps, *(program.constants.steps if program.constants else ()))
+    return frozenset([step.at for step in steps if step.call is not None])
 
 
 def _node_of(results: Any) -> Any:
