@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "which"), [(2, "later"), (2, "alone"), (4, "hybrid")])
+@pytest.mark.parametrize(("size", "which"), [(2, "later"), (4, "hybrid")])
 def test_processes(tmp_path, size, which):
     """Two: later calls under tensor parallelism. Four: HSDP."""
     spawn(later_worker.work, args=(str(tmp_path / "store"), size, which), nprocs=size)

@@ -168,6 +168,11 @@ class Meeting:
             return None
         return store.add(f"{key}/{what}", 0) == count
 
+    def leave(self, key: str, what: str) -> None:
+        """Take back what this rank has said: nobody has heard it."""
+        for place in (what, "count"):
+            self._store.add(f"{key}/{place}", -1)
+
     def told(self, key: str, text: str, seconds: int) -> Iterator[tuple[int, str]]:
         """What every rank has to say, where they do not say the same; waits so many seconds for all."""
         self._store.set(f"{key}/text/{self.rank}", text)

@@ -191,9 +191,10 @@ def _compare(
     meeting = meeting_of(group, seconds)
     if meeting is None:
         return
-    # What is known is the same on all ranks. One that has come alone before counts on by itself.
-    key = meeting_number(meeting, region if known is None else f"{region}/{_digest(group, sorted(known))}")
-    if meeting.all_say(key, _digest(group, said), seconds):
+    # What is known is the same on all ranks.
+    about = region if known is None else f"{region}/{_digest(group, sorted(known))}"
+    key, mine = meeting_number(meeting, about), _digest(group, said)
+    if meeting.all_say(key, mine, seconds):
         return
     told = {rank: text.split("\n") for rank, text in meeting.told(key, "\n".join(said), _TOLD)}
     # This rank's differences first; but where any two differ, all raise.
@@ -208,6 +209,9 @@ def _compare(
     if loose and len(told) == len(meeting.ranks):
         return
     if known is not None:
+        # Or a rank that comes alone later would take this one to have come with it.
+        meeting.leave(key, mine)
+        _met[meeting.name, about] -= 1
         new = ", ".join(dict.fromkeys(said))
         raise RematError(
             f"region {region!r} does on rank {meeting.rank} what it did in no call before: {new}. Not all "
