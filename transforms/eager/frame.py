@@ -299,7 +299,7 @@ class Frame(Packer):
                 # They go as autograd's own do. Should one be asked for again after all, all ops run.
                 self.kept = {}
                 needs = Needs(self.tape, range(len(self.tape.nodes)), {})
-                self.rerun = Rerun(needs, self.rerun.absent)
+                self.rerun = Rerun(needs, self.rerun.absent, self.rerun.prints)
             return
         program = self.program
         if program is None:

@@ -17,8 +17,9 @@ from remat.transforms.context import run_innermost
 from remat.transforms.eager.saved import hook, unhook
 from remat.transforms.errors import RematError, not_repeated
 from remat.transforms.ops import storage
+from remat.transforms.pytree import flatten
 from remat.transforms.region import recomputing
-from remat.transforms.state import generators_again
+from remat.transforms.state import Print, alike, generators_again, prints_of
 from remat.transforms.tape import Needs, Replay, Stop, data_again, lent, versions_again
 
 if TYPE_CHECKING:
@@ -27,12 +28,16 @@ if TYPE_CHECKING:
 
 
 class Rerun:
-    """Recomputes the saved values of one frame by its function."""
+    """Recomputes the saved values of one frame by its function.
 
-    __slots__ = ("absent", "count", "frame", "needs", "replay", "values")
+    Args:
+        prints: those of the forward's results, where ops cannot be compared.
+    """
 
-    def __init__(self, needs: Needs, absent: Any) -> None:
-        self.needs, self.absent = needs, absent
+    __slots__ = ("absent", "count", "frame", "needs", "prints", "replay", "values")
+
+    def __init__(self, needs: Needs, absent: Any, prints: list[Print] | None) -> None:
+        self.needs, self.absent, self.prints = needs, absent, prints
         # Only while it runs: the frame holds this, and what it holds must go when autograd lets it go.
         self.frame: Any = None
         self.count = -1  # how many values the run under way has saved
@@ -128,11 +133,14 @@ class Rerun:
         end = recomputing(region.name)
         try:
             with standing_in(region.function, self.frame.inputs.given(args, kwargs)) as function:
-                run_innermost(function, region.selector is not None, args, kwargs)
+                out = run_innermost(function, region.selector is not None, args, kwargs)
         finally:
             end()
             unhook(around)
             set_grad_enabled(graded)
+        casts = self.frame.inputs.ambient.casts
+        if self.prints is not None and not alike(self.prints, prints_of(flatten(out)[0]), casts):
+            raise self._differs("it returned other numbers")
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Take the next value that the function saves."""

@@ -17,6 +17,7 @@ from remat.transforms.errors import RematError
 from remat.transforms.ops import tensors_in
 from remat.transforms.pytree import flatten, split
 from remat.transforms.sharded import local_tensors, placements_of
+from remat.transforms.state import prints_of
 from remat.transforms.tape import (
     Kept,
     Needs,
@@ -54,7 +55,10 @@ def settle(frame: Any, recorder: Recorder, out: Any) -> None:
         frame.take(recorder, held.union(needs.outside, range(tape.arguments), written))
         frame.residuals = None
         frame.inputs.note_surroundings()
-        frame.rerun = Rerun(needs, may_be_absent(recorder, ()))
+        compared = tape.loose and frame.region.determinism_check != "none"
+        frame.rerun = Rerun(
+            needs, may_be_absent(recorder, ()), prints_of(flatten(out)[0]) if compared else None
+        )
     else:
         frame.program = program = Program(tape, needs, wanted)
         frame.kept = {at: value for at, value in recorder.kept.items() if at in program.kept}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,24 +10,17 @@ import torch
 
 from remat.transforms.closure import Missed, read_again
 from remat.transforms.compat import (
-    function_modes,
-    functions_as_they_are,
     in_transform,
     is_batched_anyhow,
     is_legacy_batched,
     is_wrapped,
-    modes_active,
-    outside_all_modes,
-    unwrapped,
 )
 from remat.transforms.errors import RematError
-from remat.transforms.pytree import smooth
 from remat.transforms.scan.compiled import MOST, Sums, UnrolledStep, dense
 from remat.transforms.scan.instructions import with_notice
 from remat.transforms.scan.spec import (
     Coming,
     Leaves,
-    Print,
     Scan,
     State,
     Tensors,
@@ -38,6 +30,7 @@ from remat.transforms.scan.spec import (
     with_step_note,
 )
 from remat.transforms.scan.vjp import OneByOne, pull
+from remat.transforms.state import Print, alike, prints_of
 
 
 class _Backward:
@@ -314,52 +307,20 @@ def pull_back(
 # -- what a forward and a backward must have alike --------------------------------------------------------
 
 
-def prints_of(tensors: Sequence[Any]) -> list[Print]:
-    """Those of float tensors that have numbers in plain memory."""
-    watched = modes_active() or in_transform() or function_modes()
-    given = [t for t in tensors if isinstance(t, torch.Tensor)]
-    if not watched:
-        return [_print_of(t) for t in given if _has_numbers(t)]
-    with outside_all_modes(), functions_as_they_are():
-        return [_print_of(t) for t in map(unwrapped, given) if _has_numbers(t)]
-
-
-def _has_numbers(tensor: torch.Tensor) -> bool:
-    plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_meta
-    return plain and smooth(tensor)
-
-
-def _print_of(tensor: torch.Tensor) -> Print:
-    plain = tensor.detach()
-    if plain.is_complex():
-        plain = torch.view_as_real(plain.resolve_conj())
-    some = plain.reshape(-1)[:: plain.numel() // 8 + 1]
-    norm = torch.linalg.vector_norm(plain, dtype=torch.promote_types(plain.dtype, torch.float32))
-    read = (norm.item(), some.tolist()) if plain.is_cpu else (norm, some.clone())
-    return Print(tensor.shape, tensor.dtype, *read)
-
-
 def check_seen(scan: Scan, again: dict[int, list[Print]]) -> None:
     """Raise if steps that were evaluated again had other results than in the forward.
 
-    So is noticed that what a step reads beside its operands has changed. Kernels may differ in last bits
-    between the passes, so the comparison allows for the square root of a dtype's precision.
+    So is noticed that what a step reads beside its operands has changed.
     """
-    ambient = scan.record.ambient
+    casts = scan.record.ambient is not None and scan.record.ambient.casts
     for done, found in sorted(again.items()):
         before = scan.record.seen[done][: len(found)]
         if [m[:2] for m in before] != [m[:2] for m in found]:
             continue  # another derivative evaluates other shapes
-        pairs = [(m.dtype, *m.read(), *n.read()) for m, n in zip(before, found, strict=True)]
-        pairs = [pair for pair in pairs if math.isfinite(pair[1] + pair[3])]
-        largest = max((pair[1] for pair in pairs), default=0.0)
-        for dtype, size, some, size2, some2 in pairs:
-            coarse = torch.bfloat16 if ambient is not None and ambient.casts else dtype
-            scale = max([largest, *map(abs, some)]) * math.sqrt(torch.finfo(coarse).eps)
-            if any(abs(a - b) > scale for a, b in zip([size, *some], [size2, *some2], strict=True)):
-                raise RematError(
-                    f"{scan.spec.name}: step {done - 1} or one before it gave other numbers when the "
-                    "backward evaluated it again. What a step reads beside its carry and its row of xs "
-                    "(Python numbers, attributes, tensors without gradients) must be the same in both "
-                    "passes. Put it into the carry or into xs, or change it after the backward."
-                )
+        if not alike(before, found, casts):
+            raise RematError(
+                f"{scan.spec.name}: step {done - 1} or one before it gave other numbers when the "
+                "backward evaluated it again. What a step reads beside its carry and its row of xs "
+                "(Python numbers, attributes, tensors without gradients) must be the same in both "
+                "passes. Put it into the carry or into xs, or change it after the backward."
+            )

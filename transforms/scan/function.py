@@ -31,7 +31,7 @@ from remat.transforms.compat import (
 from remat.transforms.context import active
 from remat.transforms.offload import lane
 from remat.transforms.pytree import merge, smooth
-from remat.transforms.scan.backward import prints_of, pull_back
+from remat.transforms.scan.backward import pull_back
 from remat.transforms.scan.body import version, wrote
 from remat.transforms.scan.compiled import MOST, UnrolledStep, dense
 from remat.transforms.scan.rules import (
@@ -59,7 +59,7 @@ from remat.transforms.scan.spec import (
     uncached_casts,
     with_step_note,
 )
-from remat.transforms.state import Ambient, RandomState, device_kinds
+from remat.transforms.state import Ambient, RandomState, device_kinds, prints_of
 from remat.transforms.tape import Kept, report
 
 

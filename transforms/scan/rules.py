@@ -13,7 +13,7 @@ from remat.transforms.compat import dual_level_known_if_any, restore_vmap
 from remat.transforms.ops import overlaps
 from remat.transforms.pytree import merge
 from remat.transforms.pytree import smooth as pytree_smooth
-from remat.transforms.scan.backward import check_seen, prints_of
+from remat.transforms.scan.backward import check_seen
 from remat.transforms.scan.spec import (
     Leaves,
     Primals,
@@ -24,7 +24,7 @@ from remat.transforms.scan.spec import (
     make,
 )
 from remat.transforms.scan.vjp import pull
-from remat.transforms.state import RandomState
+from remat.transforms.state import RandomState, prints_of
 
 
 def expand(tensor: torch.Tensor, dim: int | None, size: int, to: int = 0) -> torch.Tensor:

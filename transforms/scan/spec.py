@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from remat.transforms.offload import Copy, to_device, to_host
 from remat.transforms.ops import memory_of
 from remat.transforms.pytree import Spec, flatten, merge
 from remat.transforms.scan.instructions import Schedule
-from remat.transforms.state import Ambient, RandomState, refuse_traced_draws
+from remat.transforms.state import Ambient, Print, RandomState, refuse_traced_draws
 
 Tensors = Sequence[torch.Tensor]
 Leaves = list[Any]
@@ -87,20 +86,6 @@ class State:
     step: int
     carry: Leaves
     random: RandomState | None
-
-
-class Print(NamedTuple):
-    """What is compared of a float tensor: norm and some elements; a GPU keeps them until they are read."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    norm: torch.Tensor | float
-    some: torch.Tensor | list[float]
-
-    def read(self) -> tuple[float, list[float]]:
-        """The root of the mean square, and the elements."""
-        some = self.some.tolist() if isinstance(self.some, torch.Tensor) else self.some
-        return float(self.norm) / math.sqrt(max(1, math.prod(self.shape))), some
 
 
 @dataclass

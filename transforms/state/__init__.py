@@ -3,12 +3,15 @@
 from remat.transforms.state.ambient import (
     Ambient,  # a snapshot of switches, autocast and default device
     GeneratorState,  # the state of the generator that an op is about to draw from
+    Print,  # what is compared of a float tensor
     RandomState,  # generator states of the CPU and of every device among the arguments
+    alike,  # whether two runs had the same results, as far as prints tell
     device_kinds,  # the kinds of device among `tensors`, the CPU always first
     generators_again,  # let generators begin where they were, and leave them as they are
     in_backward,  # that substitution again, for the backward
     note,  # a function has run under this substitution, or as it is
     noting,  # what a function returns, and the substitution of captured tensors that it ran under
+    prints_of,  # what is compared of float tensors that have numbers
     refuse_traced_draws,  # raise where make_fx writes down a recomputation that draws
     registered,  # what users want captured before a forward and put back around its recomputation
     switches_put_back,  # leave switches as they are, whatever is turned inside

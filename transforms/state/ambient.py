@@ -1,10 +1,14 @@
-"""The ambient state under which a region ran, so that its recomputation runs under the same."""
+"""The ambient state under which a region ran, so that its recomputation runs under the same.
+
+And what is compared of the two runs' results, where their ops cannot be.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,13 +17,19 @@ from remat.transforms.compat import (
     autocasting,
     function_mode_at,
     function_modes,
+    functions_as_they_are,
     graph_task,
+    in_transform,
+    modes_active,
+    outside_all_modes,
     outside_batched_grads,
     switches,
     traced_as_it_runs,
+    unwrapped,
 )
 from remat.transforms.context import active
 from remat.transforms.errors import RematError
+from remat.transforms.pytree import smooth
 
 _READERS = tuple(read for read, _ in switches)
 _ONLY_CPU = ("cpu",)
@@ -260,3 +270,65 @@ def in_backward(last: Any) -> Iterator[None]:
             yield
     finally:
         active.noted.pop()
+
+
+# -- what two runs must have alike ----------------------------------------------------------------------
+
+
+class Print(NamedTuple):
+    """What is compared of a float tensor: norm and some elements; a GPU keeps them until they are read."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    norm: torch.Tensor | float
+    some: torch.Tensor | list[float]
+
+    def read(self) -> tuple[float, list[float]]:
+        """The root of the mean square, and the elements."""
+        some = self.some.tolist() if isinstance(self.some, torch.Tensor) else self.some
+        return float(self.norm) / math.sqrt(max(1, math.prod(self.shape))), some
+
+
+def prints_of(tensors: Sequence[Any]) -> list[Print]:
+    """Those of float tensors that have numbers in plain memory."""
+    watched = modes_active() or in_transform() or function_modes()
+    given = [t for t in tensors if isinstance(t, torch.Tensor)]
+    if not watched:
+        return [_print_of(t) for t in given if _has_numbers(t)]
+    with outside_all_modes(), functions_as_they_are():
+        return [_print_of(t) for t in map(unwrapped, given) if _has_numbers(t)]
+
+
+def _has_numbers(tensor: torch.Tensor) -> bool:
+    plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_meta
+    return plain and smooth(tensor)
+
+
+def _print_of(tensor: torch.Tensor) -> Print:
+    plain = tensor.detach()
+    if plain.is_complex():
+        plain = torch.view_as_real(plain.resolve_conj())
+    some = plain.reshape(-1)[:: plain.numel() // 8 + 1]
+    norm = torch.linalg.vector_norm(plain, dtype=torch.promote_types(plain.dtype, torch.float32))
+    read = (norm.item(), some.tolist()) if plain.is_cpu else (norm, some.clone())
+    return Print(tensor.shape, tensor.dtype, *read)
+
+
+def alike(before: Sequence[Print], found: Sequence[Print], casts: bool) -> bool:
+    """Whether two runs had the same results, as far as prints tell.
+
+    Kernels may differ in last bits between the runs, so the comparison allows for the square root of a
+    dtype's precision, that of bfloat16 where autocast `casts`.
+    """
+    if [m[:2] for m in before] != [m[:2] for m in found]:
+        return False
+    pairs = [(m.dtype, *m.read(), *n.read()) for m, n in zip(before, found, strict=True)]
+    pairs = [pair for pair in pairs if math.isfinite(pair[1] + pair[3])]
+    largest = max((pair[1] for pair in pairs), default=0.0)
+    for dtype, size, some, size2, some2 in pairs:
+        scale = max([largest, *map(abs, some)]) * math.sqrt(
+            torch.finfo(torch.bfloat16 if casts else dtype).eps
+        )
+        if any(abs(a - b) > scale for a, b in zip([size, *some], [size2, *some2], strict=True)):
+            return False
+    return True

@@ -1,0 +1,57 @@
+"""Forward-mode derivatives inside a region: its ops cannot be compared, so its results are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from remat import RematError, remat
+from tests.helpers import rand, same
+
+
+class Switched(nn.Module):
+    """Takes a number out of a tangent, so that its function runs again; a flag says of what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(rand(4, 4)), nn.Parameter(rand(4))
+        self.on, self.noise = True, 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = x if self.on else x + 1
+        tangent = torch.func.jvp(lambda t: t.sin() * x, (at,), (x,))[1] + self.noise
+        return torch.addmm(self.scale, (tangent * tangent.detach().numpy().mean()).cos(), self.weight)
+
+
+def steps(module: nn.Module, region: Any, change: Any = None) -> list[Tensor]:
+    found = []
+    for _ in range(2):
+        out = region(rand(3, 4))
+        if change is not None:
+            change(module)
+        found += torch.autograd.grad(out.square().sum(), [module.weight, module.scale])
+    return found
+
+
+def test_it_is_as_without_remat():
+    module = Switched()
+    torch.manual_seed(3)
+    expected = steps(module, module)
+    torch.manual_seed(3)
+    same(steps(module, remat(module)), expected)
+
+
+@pytest.mark.parametrize(("name", "value"), [("on", False), ("noise", 0.1)])
+def test_what_changes_before_the_backward_is_refused(name, value):
+    module = Switched()
+    with pytest.raises(RematError, match="it returned other numbers"):
+        steps(module, remat(module), lambda module: setattr(module, name, value))
+
+
+def test_it_goes_unasked_by_the_users_word():
+    module = Switched()
+    region = remat(module, determinism_check="none")
+    assert len(steps(module, region, lambda module: setattr(module, "noise", 0.1))) == 4
