@@ -26,7 +26,7 @@ class Switched(nn.Module):
         return torch.addmm(self.scale, (tangent * tangent.detach().numpy().mean()).cos(), self.weight)
 
 
-def steps(module: nn.Module, region: Any, change: Any = None) -> list[Tensor]:
+def steps(module: Switched, region: Any, change: Any = None) -> list[Tensor]:
     found = []
     for _ in range(2):
         out = region(rand(3, 4))
