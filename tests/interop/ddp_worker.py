@@ -1,7 +1,6 @@
 """One process of test_ddp: parameters in several regions, and batch norm, trained with and without remat."""
 
 import copy
-import os
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import nn
 
 from remat import remat
 from tests.helpers import POLICIES
+from tests.interop.ranks import group_of
 
 
 class Block(nn.Module):
@@ -55,22 +55,19 @@ def train(plain: Twice, policy: str | None, x: torch.Tensor, **options: Any) -> 
 
 
 def work(rank: int, path: str) -> None:
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
-    torch.manual_seed(0)
-    plain = Twice()
-    x = torch.randn(5, 4) + rank
-    for static_graph in (False, True):
-        for unused in (False, True):
-            options = dict(static_graph=static_graph, find_unused_parameters=unused)
-            expected = train(plain, None, x, **options)
-            both: list[Any] = [None, None]
-            dist.all_gather_object(both, [v for k, v in expected.items() if k.startswith("2 ")])
-            torch.testing.assert_close(both[0], both[1])
-            # Two batches a step went through the layer, three steps, each counted once.
-            assert expected["block.norm.num_batches_tracked"] == 6
-            for policy in ("nothing", "matmuls", "offload"):
-                got = train(plain, policy, x, **options)
-                torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)
-    dist.destroy_process_group()
+    with group_of(rank, path):
+        torch.manual_seed(0)
+        plain = Twice()
+        x = torch.randn(5, 4) + rank
+        for static_graph in (False, True):
+            for unused in (False, True):
+                options = dict(static_graph=static_graph, find_unused_parameters=unused)
+                expected = train(plain, None, x, **options)
+                both: list[Any] = [None, None]
+                dist.all_gather_object(both, [v for k, v in expected.items() if k.startswith("2 ")])
+                torch.testing.assert_close(both[0], both[1])
+                # Two batches a step went through the layer, three steps, each counted once.
+                assert expected["block.norm.num_batches_tracked"] == 6
+                for policy in ("nothing", "matmuls", "offload"):
+                    got = train(plain, policy, x, **options)
+                    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)

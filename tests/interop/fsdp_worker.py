@@ -1,16 +1,15 @@
 """One process of test_fsdp: a sharded stack trained with and without remat."""
 
 import copy
-import os
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from remat import remat
 from tests.helpers import POLICIES
+from tests.interop.ranks import group_of
 
 
 class Block(nn.Module):
@@ -51,15 +50,12 @@ class Around(nn.Module):
 
 
 def work(rank: int, path: str) -> None:
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
-    torch.manual_seed(0)
-    plain = nn.Sequential(Block(), Block())
-    x = torch.randn(4, 8) + rank
-    expected = gradients(sharded(copy.deepcopy(plain), mesh, None), x)
-    for policy in ("nothing", "matmuls"):
-        got = gradients(sharded(copy.deepcopy(plain), mesh, policy), x)
-        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)
-    dist.destroy_process_group()
+    with group_of(rank, path):
+        mesh = init_device_mesh("cpu", (2,))
+        torch.manual_seed(0)
+        plain = nn.Sequential(Block(), Block())
+        x = torch.randn(4, 8) + rank
+        expected = gradients(sharded(copy.deepcopy(plain), mesh, None), x)
+        for policy in ("nothing", "matmuls"):
+            got = gradients(sharded(copy.deepcopy(plain), mesh, policy), x)
+            torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)

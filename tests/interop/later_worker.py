@@ -1,7 +1,5 @@
 """One process of test_later: what ranks do with collectives in later calls; and HSDP."""
 
-import os
-import threading
 import time
 from typing import Any
 
@@ -17,6 +15,7 @@ import remat
 from remat import RematError, checkpoint_policy, save_matmuls, save_nothing
 from remat.transforms.compat import Meeting
 from remat.transforms.region import agreement
+from tests.interop.ranks import group_of
 
 
 class Changing(nn.Module):
@@ -169,13 +168,7 @@ CHECKS = {"later": (alike, differing, other_ops, alone), "hybrid": (hybrid,)}
 
 
 def work(rank: int, path: str, size: int, which: str) -> None:
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    hangs = threading.Timer(60, os._exit, (1,))
-    hangs.daemon = True
-    hangs.start()
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=size)
-    for check in CHECKS[which]:
-        check()
-        dist.barrier()
-    dist.destroy_process_group()
+    with group_of(rank, path, size, seconds=60):
+        for check in CHECKS[which]:
+            check()
+            dist.barrier()

@@ -1,8 +1,6 @@
 """One process of test_many: regions around and inside of what shards modules, and ranks that do not agree."""
 
 import functools
-import os
-import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +24,7 @@ from remat import RematError, checkpoint_policy, save_matmuls, save_nothing
 from remat.cli.measure import trace_memory
 from remat.debug import assert_recomputed
 from remat.transforms.region import agreement, wrapped
+from tests.interop.ranks import group_of
 
 aten = torch.ops.aten
 SAC = functools.partial(create_selective_checkpoint_contexts, [aten.mm.default, aten.addmm.default])
@@ -319,15 +318,9 @@ def alone() -> None:
 
 
 def work(rank: int, path: str) -> None:
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    hangs = threading.Timer(900, os._exit, (1,))
-    hangs.daemon = True
-    hangs.start()
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
-    disagreeing()
-    disagreeing_inside()
-    around()
-    compiled()
-    alone()
-    dist.destroy_process_group()
+    with group_of(rank, path, seconds=900):
+        disagreeing()
+        disagreeing_inside()
+        around()
+        compiled()
+        alone()

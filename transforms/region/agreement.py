@@ -57,17 +57,18 @@ def agree(region: Any, recorder: Any, again: bool = False, runs: frozenset[int] 
         RematError: on every rank of a group whose ranks keep other values, or where one does not come.
     """
     known = region.cache.agreed.get(region.key)
-    said = _said_by(recorder, runs)
-    for name, (mine, loose) in said.items():
+    new: set[str] = set()
+    for name, (mine, loose) in _said_by(recorder, runs).items():
+        sends = _sends(recorder, name, runs)
         if known is None or again:
             _compare(name, region.name, mine, _SECONDS, loose)
         else:
-            _compare_new(name, region.name, _sends(recorder, name, runs), known, _SECONDS)
-    if said:
+            _compare_new(name, region.name, sends, known, _SECONDS)
+        new.add(_digest(name, sends))
+    if new:
         # Where ranks did not agree, all of them ask again.
-        sends = {_digest(name, _sends(recorder, name, runs)) for name in said}
-        region.cache.agreed[region.key] = sends | (known or set())
-    return bool(said) or known is not None
+        region.cache.agreed[region.key] = new | (known or set())
+    return bool(new) or known is not None
 
 
 def agree_traced(region: Any, record: Any) -> None:
