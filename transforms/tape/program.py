@@ -7,8 +7,10 @@ value and reattaches its history itself.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from remat.transforms.tape.snapshots import handed_out
 from remat.transforms.tape.tape import KEPT, SKIP, Needs, Ref, Tape, refs_in
 
 Values = dict[int, Any]
+_at = attrgetter("at")
 
 
 @dataclass(init=False, eq=False, repr=False, slots=True)
@@ -105,16 +108,18 @@ class Program:
         """Note for every wanted value when it is taken: as soon as it is there and as it was when saved."""
         tape = self.tape
         makers = {step.at: step for step in self.steps}
+        writers: dict[int, list[Step]] = {}  # by the memory that they write, in order
+        for step in self.steps:
+            for root in tape.nodes[step.at].written if step.call else ():
+                writers.setdefault(root, []).append(step)
         for place in wanted:
             number, position = tape.packed[place]
             pair = (place, number)
             sources = [i for i in tape.sources(number, position) if i in makers]
-            root = tape.root_of(number)
-            later = [
-                s for s in self.steps if s.at >= position and s.call and root in tape.nodes[s.at].written
-            ]
-            if later:
-                later[0].before += (pair,)
+            writes = writers.get(tape.root_of(number), ())
+            later = bisect_left(writes, position, key=_at)
+            if later < len(writes):
+                writes[later].before += (pair,)
             elif sources:
                 makers[max(sources)].after += (pair,)
             else:
