@@ -28,9 +28,9 @@ import torch
 from benchmarks.planner_compiled import compiled_problem
 from benchmarks.planner_models import MODELS, joint
 from remat.plan import Flops, Roofline, register_cost
+from remat.plan.compared import SOLVERS, TorchPlan, torch_plan
 from remat.plan.graph import Graph
 from remat.plan.solve import Problem, Solved, complete, keep_all, least, solve
-from remat.plan.torch_plans import SOLVERS, TorchPlan, torch_plan
 from remat.transforms.joint import Joint
 
 Offer = Sequence[tuple[str, Iterable[int]]]

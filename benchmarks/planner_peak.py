@@ -35,10 +35,10 @@ from benchmarks.planner_models import MODELS, built, gpt, joint, llama
 from remat.plan import Flops
 from remat.plan.chain import best_parts
 from remat.plan.chain_plan import Task, trace
+from remat.plan.compared import torch_plan
 from remat.plan.graph.costs import flops_of
 from remat.plan.peak import compiled_order, highest_within, live_bytes
 from remat.plan.solve import Solution, complete, hull, solve
-from remat.plan.torch_plans import torch_plan
 from remat.transforms import RematError
 
 MODELS |= {"GPT 16": lambda: gpt(16), "Llama 16 x 4": lambda: llama(16, batch=4)}

@@ -15,7 +15,7 @@ from benchmarks.panel import compiled_step, problem_of
 from benchmarks.peers import Peer, peer
 from remat.cli.steps import unmarked
 from remat.plan import plan_model
-from remat.plan.torch_plans import torch_plan
+from remat.plan.compared import torch_plan
 from remat.transforms.joint import record
 
 

@@ -9,6 +9,7 @@ from remat.plan.chain_plan import ChainPlan as ChainPlan
 from remat.plan.chain_plan import plan_chain as plan_chain
 from remat.plan.chosen import Chosen as Chosen
 from remat.plan.chosen import Portfolio as Portfolio
+from remat.plan.compared import READY as READY
 from remat.plan.graph import CostModel as CostModel
 from remat.plan.graph import Flops as Flops
 from remat.plan.graph import Graph as Graph
@@ -20,15 +21,14 @@ from remat.plan.layout import MeshPlan as MeshPlan
 from remat.plan.layout import agree as agree
 from remat.plan.model import plan_model as plan_model
 from remat.plan.model import plans_by_budget as plans_by_budget
-from remat.plan.model_plan import ModelPlan as ModelPlan
 from remat.plan.pareto import Frontier as Frontier
 from remat.plan.pareto import pareto as pareto
-from remat.plan.plan import Plan as Plan
+from remat.plan.plans import LINKS as LINKS
+from remat.plan.plans import ModelPlan as ModelPlan
+from remat.plan.plans import Plan as Plan
+from remat.plan.plans import carried as carried
 from remat.plan.policy import BudgetPolicy as BudgetPolicy
 from remat.plan.policy import budget_policy as budget_policy
-from remat.plan.ready import READY as READY
-from remat.plan.sent import LINKS as LINKS
-from remat.plan.sent import carried as carried
 from remat.plan.solve import complete as complete
 from remat.plan.step import WholeStep as WholeStep
 from remat.plan.step import step_of as step_of

@@ -14,9 +14,8 @@ from remat._region import with_policy
 from remat.plan.budget import check_peak
 from remat.plan.calls import looking
 from remat.plan.chain import Chain, Choice, Measure, Part, Stage, best_parts
-from remat.plan.followed import Following
 from remat.plan.graph import CostModel, Graph, cost_model
-from remat.plan.plan import Plan
+from remat.plan.plans import Following, Plan
 from remat.plan.solve import Problem, Solved, complete
 from remat.policies import Numbered, Policy, save_nothing
 from remat.transforms import RematError

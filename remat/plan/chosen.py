@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from remat.plan.chain import Chain, Choice, Measure, Stage, best_parts
+from remat.plan.compared import saved_by
 from remat.plan.graph import CostModel, Graph
-from remat.plan.plan import Plan
-from remat.plan.ready import saved_by
+from remat.plan.plans import Plan
 from remat.plan.solve import Solved, complete, margin_of
 from remat.plan.step import WholeStep
 from remat.policies import Policy

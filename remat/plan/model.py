@@ -17,10 +17,8 @@ from remat.plan.chain import Chain, Measure, Stage, best_parts
 from remat.plan.graph import CostModel, Graph, cost_model
 from remat.plan.joined import OverLink, over_link
 from remat.plan.layout import Layout, MeshPlan, plan_mesh
-from remat.plan.model_plan import ModelPlan, handling
 from remat.plan.peak import OutOfReach, Profile, highest_within, profile, step_peak
-from remat.plan.plan import Plan
-from remat.plan.sent import speed_of
+from remat.plan.plans import ModelPlan, Plan, handling, speed_of
 from remat.plan.solve import (
     INF,
     Placed,

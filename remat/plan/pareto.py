@@ -13,12 +13,10 @@ from typing import Any
 from remat._core import format_bytes, joined_keywords, keywords_apart
 from remat._region import name_of_region
 from remat.plan.calls import looking
+from remat.plan.compared import READY, SOLVERS, beaten_by, measured, ready, torch_plan
 from remat.plan.graph import CostModel, Graph, cost_model
-from remat.plan.plan import Plan
-from remat.plan.ready import READY, ready
-from remat.plan.refute import beaten_by, measured
+from remat.plan.plans import Plan
 from remat.plan.solve import Problem, Solution, bound, complete, hull, solve
-from remat.plan.torch_plans import SOLVERS, torch_plan
 from remat.policies import Policy
 from remat.transforms import RematError
 from remat.transforms.joint import record

@@ -11,14 +11,11 @@ from remat._region import name_of_region
 from remat.plan.budget import check_budget, check_peak, resolve
 from remat.plan.calls import Trust, graph_of, paths_of, trust_in
 from remat.plan.chain import frontier
+from remat.plan.compared import candidates, ready
 from remat.plan.graph import CostModel, Graph, cost_model
-from remat.plan.model_plan import meet, met
 from remat.plan.peak import OutOfReach, highest_within, profile, step_peak
-from remat.plan.plan import Plan
-from remat.plan.ready import ready
-from remat.plan.sent import carried
+from remat.plan.plans import Plan, carried, meet, met
 from remat.plan.solve import INF, Problem, Solution, Solved, bound, complete, hull, in_doubt, least, solve
-from remat.plan.torch_plans import candidates
 from remat.policies import Numbered, Policy, save_everything
 from remat.transforms import RematError
 from remat.transforms.closure import as_operands

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from remat.plan import BudgetPolicy, Flops, Plan, register_cost
-from remat.plan.followed import Bound
 from remat.plan.graph.graph import Graph
+from remat.plan.plans.followed import Bound
 from remat.plan.solve.portfolio import least, solve
 from remat.transforms.compat.modes import fake_mode
 from remat.transforms.errors import RematError

@@ -8,10 +8,10 @@ import torch
 from benchmarks.planner_compiled import compiled_problem
 from remat.cli.main import main
 from remat.plan import Plan, pareto
+from remat.plan.compared import torch_plan
 from remat.plan.graph.costs import Flops
 from remat.plan.solve.portfolio import solve
 from remat.plan.solve.problem import complete
-from remat.plan.torch_plans import torch_plan
 from remat.transforms.joint.graph import record
 from tests.plan.models import GPTBlock, LlamaBlock
 

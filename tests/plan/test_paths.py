@@ -12,8 +12,8 @@ from torch import nn
 from remat import checkpoint_policy, remat
 from remat.plan import BudgetPolicy, pareto, plan_model
 from remat.plan.calls import cache
-from remat.plan.followed import _passed_over
 from remat.plan.graph import Graph
+from remat.plan.plans.followed import _passed_over
 from remat.policies import FromCallable
 from remat.transforms import RematError
 from remat.transforms.joint import learned, record

@@ -9,11 +9,11 @@ from remat import checkpoint_policy, remat
 from remat.cli.measure import trace_memory
 from remat.plan import BudgetPolicy, Flops, Plan, plan_model
 from remat.plan.calls import graph_of
+from remat.plan.compared import candidates
 from remat.plan.graph import workspace
 from remat.plan.peak import highest_within, profile, step_peak
 from remat.plan.policy import plan_graph
 from remat.plan.solve.problem import complete
-from remat.plan.torch_plans import candidates
 from remat.policies import Policy
 from remat.transforms.errors import RematError
 from remat.transforms.joint import record

@@ -8,8 +8,8 @@ from benchmarks.planner_compiled import compiled_problem
 from remat import checkpoint_policy, remat
 from remat.plan import READY, BudgetPolicy, Flops, Plan, policy
 from remat.plan.calls import graph_of
+from remat.plan.compared import candidates, torch_plan
 from remat.plan.solve.problem import complete
-from remat.plan.torch_plans import candidates, torch_plan
 from remat.transforms.joint.graph import record
 from tests.plan.models import GPTBlock
 

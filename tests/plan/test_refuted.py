@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from remat import pareto
-from remat.plan import refute
-from remat.plan.refute import beaten_by
+from remat.plan.compared import refute
+from remat.plan.compared.refute import beaten_by
 from remat.transforms.errors import RematError
 from tests.plan.models import GPTBlock
 

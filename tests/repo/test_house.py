@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 from tests.repo.house import (
     ENGINE,
@@ -13,10 +13,13 @@ from tests.repo.house import (
     graph,
     modules,
     private_torch,
+    room,
     unshown,
     within,
 )
 
+# With the face: "at most about ten", and the public functions, one file each.
+MOST_FILES = 14
 # What was too long, or had a name of something else, when this test was written. Nothing is added here.
 LONG_FILES: set[str] = set()
 LONG_FUNCTIONS: set[str] = set()
@@ -65,3 +68,9 @@ def test_a_class_name_means_one_thing():
         found[name].add(module)
     shared = {name for name, where in found.items() if len(where) > 1}
     assert shared == SHARED_NAMES, {name: sorted(found[name]) for name in shared ^ SHARED_NAMES}
+
+
+def test_rooms_have_few_files():
+    rooms = Counter(room(module) for module in modules())
+    full = {name: count for name, count in rooms.items() if count > MOST_FILES}
+    assert not full, "a room of its own for some of them?"

@@ -12,9 +12,8 @@ import torch.distributed as dist
 
 from remat._core import Decision, OpInfo
 from remat.plan.calls import graph_of
-from remat.plan.followed import WAIT, carried_out
 from remat.plan.layout.trace import block_names
-from remat.plan.plan import Plan
+from remat.plan.plans import WAIT, Plan, carried_out
 from remat.policies import Policy
 from remat.transforms import RematError, local_tensors
 from remat.transforms.region import wrong_anywhere

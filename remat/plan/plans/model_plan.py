@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from remat._core import format_bytes
-from remat.plan.plan import Plan
+from remat.plan.plans.plan import Plan
 from remat.transforms import RematError
 from remat.transforms.compat import is_tracing
 

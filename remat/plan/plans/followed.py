@@ -17,7 +17,7 @@ from remat.transforms.joint import OPTIONAL
 from remat.transforms.tape import Tape
 
 if TYPE_CHECKING:
-    from remat.plan.plan import Plan
+    from remat.plan.plans.plan import Plan
 
 
 # Waits for a collective where its result is first read, on fake tensors at once.

@@ -13,7 +13,7 @@ from typing import Any
 from remat._core import Decision, OpInfo, format_bytes
 from remat.plan.calls import graph_of
 from remat.plan.graph import Graph
-from remat.plan.sent import carried
+from remat.plan.plans.sent import carried
 from remat.plan.solve import Problem, Solved
 from remat.policies import Policy
 from remat.transforms import Key, RematError

@@ -6,13 +6,13 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from remat._core import Decision, OpInfo
-from remat.plan.followed import Following, Known, carried_out
+from remat.plan.plans.followed import Following, Known, carried_out
 from remat.policies import Policy
 from remat.transforms import Key, RematError
 from remat.transforms.tape import Tape
 
 if TYPE_CHECKING:
-    from remat.plan.plan import Plan
+    from remat.plan.plans.plan import Plan
 
 # Bytes/s that a copy between device and host attains in one direction, while the other is busy too.
 LINKS = {"pcie4": 25e9, "pcie5": 55e9, "gh200": 380e9}
