@@ -4,7 +4,7 @@ Wrappers of torch.distributed gather parameters around a module's forward, and c
 run stand-ins of the whole parameters take their place, and wrappers do nothing else. What is left are the ops
 that this process computes.
 
-Private names of torch, each with its reason. Tried on 2.13.0 (CPU).
+Private names of torch, each with its reason. Tried on 2.11.0 and 2.13.0 (CPU).
 """
 
 from __future__ import annotations
@@ -173,9 +173,18 @@ def _whole(param: Any) -> torch.Tensor:
     made = torch.empty_strided(
         param._orig_size, param._contiguous_orig_stride, dtype=dtype, device=param.device
     )
-    if param._unsharded_dtensor_spec is not None:
-        made = _from_local_no_grad(made, param._get_unsharded_dtensor_spec(made))
+    spread = _spread(param, made)
+    if spread is not None:
+        made = _from_local_no_grad(made, spread)
     return torch.nn.Parameter(made, requires_grad=sharded.requires_grad)
+
+
+def _spread(param: Any, made: torch.Tensor) -> Any:
+    """How tensor parallelism spreads a parameter that is gathered; None where nothing does."""
+    if hasattr(param, "_unsharded_dtensor_spec"):
+        return None if param._unsharded_dtensor_spec is None else param._get_unsharded_dtensor_spec(made)
+    # Torch 2.11 has one layout alone, that of tensor parallelism.
+    return param._tp_spec if param.is_dtensor else None
 
 
 # -- FSDP1 ----------------------------------------------------------------------------------------------
