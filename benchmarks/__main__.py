@@ -6,8 +6,8 @@ from typing import Annotated
 
 import tyro
 
-from benchmarks.report import Report
-from benchmarks.runs import Run
+from benchmarks.suite.report import Report
+from benchmarks.suite.runs import Run
 
 Command = Annotated[Run, tyro.conf.subcommand("run")] | Annotated[Report, tyro.conf.subcommand("report")]
 

@@ -19,8 +19,8 @@ import tyro
 from einops import rearrange
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.models import named
-from benchmarks.peers import peer
+from benchmarks.common.models import named
+from benchmarks.common.peers import peer
 from remat.gpu.compile import trace
 from remat.transforms.compat.gpu import lowered
 

@@ -22,8 +22,8 @@ import torch.utils._pytree as pytree
 import tyro
 from torch import Tensor
 
-from benchmarks.measures import recover, told
-from benchmarks.records import Record, Target, conclude, ratio
+from benchmarks.common.measures import recover, told
+from benchmarks.common.records import Record, Target, conclude, ratio
 from remat.cli.measure import percentiles, trace_memory
 from remat.cli.rows import Row, rows
 from remat.cli.steps import difference, tolerance

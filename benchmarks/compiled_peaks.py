@@ -14,20 +14,20 @@ import sys
 import time
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.common.models import named
+from benchmarks.common.peers import peer
+from benchmarks.common.records import RESULTS
+from benchmarks.common.steps import backward
 from benchmarks.fit_peaks import tabulate
-from benchmarks.models import named
-from benchmarks.peers import peer
-from benchmarks.steps import backward
 from remat.cli.measure import trace_memory
 from remat.gpu import Simulation, trace
 from remat.transforms.compat.gpu import lowered
 
-CSV = Path(__file__).parent / "results" / "compiled_peaks.csv"
+CSV = RESULTS / "compiled_peaks.csv"
 FIELDS = ("model", "policy", "predicted", "measured", "error", "kept", "kept_measured", "seconds")
 POLICIES = ("none", "save_nothing", "budget 0.5")
 

@@ -20,13 +20,14 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from benchmarks.models import SIZES, Around, named
+from benchmarks.common.models import SIZES, Around, named
+from benchmarks.common.records import RESULTS
 from remat import checkpoint_policy, remat
 from remat._forced import standing_for
 from remat.cli.measure import trace_memory
 from remat.plan import READY, Plan, Portfolio, carried, cost_model, plans_by_budget, step_of
 
-CSV = Path(__file__).parent / "results" / "fit_peaks.csv"
+CSV = RESULTS / "fit_peaks.csv"
 FIELDS = ("model", "share", "predicted", "measured", "error", "cost_s", "regions")
 SHARES = (0.8, 0.6)
 

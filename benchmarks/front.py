@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.planner_models import GPTBlock
+from benchmarks.planner.models import GPTBlock
 from remat import checkpoint_policy, pareto, plan_model, remat
 
 ROOT = Path(__file__).parents[1]

@@ -17,13 +17,13 @@ import tyro
 from einops import rearrange
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.graph_tables import LIMITS
-from benchmarks.measures import recover, told
-from benchmarks.models import HuggingFace, Problem, drawn, named
-from benchmarks.peers import peer
-from benchmarks.records import Record, Target, conclude, ratio
-from benchmarks.steps import make_step
-from benchmarks.suites import OURS, PAIRS, UNLIKE
+from benchmarks.common.measures import recover, told
+from benchmarks.common.models import HuggingFace, Problem, drawn, named
+from benchmarks.common.peers import peer
+from benchmarks.common.records import Record, Target, conclude, ratio
+from benchmarks.common.steps import make_step
+from benchmarks.suite.graph_tables import LIMITS
+from benchmarks.suite.suites import OURS, PAIRS, UNLIKE
 from remat.gpu import MARK, GpuReport, compile_for
 
 BOTH = "save_matmuls | save_attention"
@@ -39,7 +39,7 @@ FUNCTIONAL = (*FEW, BOTH, "budget 0.5", "torch_remat", "torch_remat regions")
 
 @dataclass(frozen=True)
 class Panel:
-    """One model in one mode of `benchmarks.steps`, and its rows.
+    """One model in one mode of `benchmarks.common.steps`, and its rows.
 
     Equal blocks beyond a few tell nothing new, and each takes seconds of compiling.
     """
@@ -72,9 +72,9 @@ class Graphs:
     """Peak memory and roofline time of a compiled step of each peer, for a GPU."""
 
     models: tuple[str, ...] = tuple(dict.fromkeys(panel.model for panel in PANELS))
-    """Models, by their names in `benchmarks.models.SIZES`."""
+    """Models, by their names in `benchmarks.common.models.SIZES`."""
     modes: tuple[str, ...] = ("backward", "func", "step", "scan")
-    """Modes of `benchmarks.steps`."""
+    """Modes of `benchmarks.common.steps`."""
     peers: tuple[str, ...] = ()
     """Rows; none: those of each panel."""
     device: str = "h100"

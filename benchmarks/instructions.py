@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 import tyro
 
+from benchmarks.common.records import Record, Target, conclude, ratio
 from benchmarks.overhead import MODE, Overhead
-from benchmarks.records import Record, Target, conclude, ratio
 from remat.cli.rows import Row, row
 
 PLAN = "budget=free"

@@ -19,7 +19,7 @@ import tyro
 from torch import Tensor
 
 import remat.transforms
-from benchmarks.records import Record, Target, conclude, ratio
+from benchmarks.common.records import Record, Target, conclude, ratio
 from remat.cli.measure import Mark, trace_memory
 from remat.cli.rows import Row, rows
 from remat.cli.steps import difference, tolerance, unmarked

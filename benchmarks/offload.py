@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.models import Problem, named
-from benchmarks.peers import KEPT_NAMES, OFFLOADED_NAMES, peer
-from benchmarks.records import Record, Target, conclude
-from benchmarks.steps import eager, make_step
+from benchmarks.common.models import Problem, named
+from benchmarks.common.peers import KEPT_NAMES, OFFLOADED_NAMES, peer
+from benchmarks.common.records import Record, Target, conclude
+from benchmarks.common.steps import eager, make_step
 from remat.cli.steps import difference, tolerance, unmarked
 from remat.transforms.offload import transfer
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 import tyro
 from torch import Tensor, nn
 
-from benchmarks.records import Record, Target, conclude, ratio
+from benchmarks.common.records import Record, Target, conclude, ratio
 from remat.cli.measure import percentiles
 from remat.cli.rows import Row, rows
 

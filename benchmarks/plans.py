@@ -5,8 +5,8 @@
 
 A point is beaten by one of no more memory that takes 2 % less time, by the median of the steps' ratio in each
 round. Memory is what the plan bounds: kept bytes of a budget, the peak of a fit. Points that are beaten at
-their peak are printed, too. Peers of torch and JAX do not count here: the fronts of `benchmarks.tables` are
-about them.
+their peak are printed, too. Peers of torch and JAX do not count here: the fronts of
+`benchmarks.suite.tables` are about them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import statistics
 import sys
 from pathlib import Path
 
-from benchmarks.loaded import MIB, Panel, Results
-from benchmarks.pareto import Point
-from benchmarks.peers import is_planned
-from benchmarks.records import RESULTS
+from benchmarks.common.peers import is_planned
+from benchmarks.common.records import RESULTS
+from benchmarks.suite.loaded import MIB, Panel, Results
+from benchmarks.suite.pareto import Point
 
 MARGIN = 0.02
 

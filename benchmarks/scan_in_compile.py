@@ -26,7 +26,7 @@ import torch
 import torch._inductor.config
 import tyro
 
-from benchmarks.records import Record, Target, save, show
+from benchmarks.common.records import Record, Target, save, show
 from benchmarks.scan_memory import installed
 from benchmarks.scan_ways import cell, ways
 from remat import scan_remat

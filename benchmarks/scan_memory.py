@@ -28,7 +28,7 @@ import tyro
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.records import Record, Target, save, show
+from benchmarks.common.records import Record, Target, save, show
 from benchmarks.scan_ways import SLOTS, cell, ways
 from remat._scan import scan_layers, scan_remat, stack_params
 from remat.cli.measure import trace_memory

@@ -14,7 +14,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from benchmarks.models import GPT, Llama, Model, MoE, Problem
+from benchmarks.common.models import GPT, Llama, Model, MoE, Problem
 
 # Ours -> JAX's name of the policy. Its attention on a CPU is made of dots, which `dots_saveable` keeps too.
 POLICIES = {

@@ -21,7 +21,7 @@ from remat.cli.measure import seconds
 from remat.transforms.compat import unwind_levels
 from remat.transforms.compat.autograd import allow_hooks
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 Run = Callable[[], Any]
 Spread = tuple[float, float, float]
 # Milliseconds of one run.

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.models import Around, Part, plain
+from benchmarks.common.models import Around, Part, plain
 from remat import checkpoint_name, checkpoint_policy, save_names
 from remat.cli.models import Wrap
 from remat.cli.rows import MATMULS, parse, remat_under, torch_checkpoint, torch_sac, untouched

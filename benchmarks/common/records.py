@@ -15,7 +15,7 @@ from rich.table import Table
 
 from remat.cli.commands.env import machine
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from benchmarks.models import Leaves, Loss
+from benchmarks.common.models import Leaves, Loss
 from remat.cli.measure import Mark
 from remat.cli.steps import taken
 from remat.transforms import value_and_grad

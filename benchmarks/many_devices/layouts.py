@@ -36,8 +36,8 @@ from torch.multiprocessing.spawn import spawn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import remat
-from benchmarks.many_models import Block, Experts, Stack
-from benchmarks.pipelines import SCHEDULES, Piped
+from benchmarks.many_devices.models import Block, Experts, Stack
+from benchmarks.many_devices.pipelines import SCHEDULES, Piped
 from remat import checkpoint_policy, save_collectives, save_matmuls, save_names, save_nothing
 from remat.cli.measure import Work, trace_memory
 
@@ -315,7 +315,3 @@ def main() -> None:
     if given.write:
         page = Path("docs/distributed.md")
         page.write_text(written(page.read_text(), tables))
-
-
-if __name__ == "__main__":
-    main()

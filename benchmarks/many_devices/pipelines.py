@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from benchmarks.many_models import Block
+from benchmarks.many_devices.models import Block
 
 BLOCKS = MICROBATCHES = 4
 # The blocks of each stage of a rank: one stage a rank, two in a loop over the ranks, or two in a V.

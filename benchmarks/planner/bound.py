@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from benchmarks.planner_compiled import compiled_problem
+from benchmarks.planner.compiled import compiled_problem
 from remat.plan.graph.costs import CostModel, flops_of
 from remat.plan.solve import Problem, bound, hull
 from remat.transforms.joint import Joint, Op

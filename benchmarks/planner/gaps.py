@@ -25,8 +25,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.planner_compiled import compiled_problem
-from benchmarks.planner_models import MODELS, joint
+from benchmarks.common.records import RESULTS
+from benchmarks.planner.compiled import compiled_problem
+from benchmarks.planner.models import MODELS, joint
 from remat.plan import Flops, Roofline, register_cost
 from remat.plan.compared import SOLVERS, TorchPlan, torch_plan
 from remat.plan.graph import Graph
@@ -130,7 +131,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "planner.csv")
+    parser.add_argument("--out", type=Path, default=RESULTS / "planner.csv")
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--time-limit", type=float, default=1.0)
     options = parser.parse_args()
@@ -143,7 +144,3 @@ def main() -> None:
             writer.writerows(row | setting for row in rows(name, options.time_limit))
             file.flush()
             print(f"{name}: done", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Keep, recompute and offload in one plan, against planners that do one of the two: simulated, no device.
 
-    python -m benchmarks.planner_host
+    python -m benchmarks.planner.host
 
 32 Llama-8B blocks, 8192 tokens, bfloat16, on an H100 by its roofline, with the link of PCIe 5 and of GH200.
 Every planner may keep the same bytes between forward and backward; what is on its way to and fro counts. A
@@ -11,7 +11,7 @@ row says by how much a step is longer than one that keeps everything: recomputat
 - `greedy`: values one by one, by price per byte: those of the lowest price are recomputed, the others
   offloaded while the window lasts, kept while there is room. All blocks alike. So does torchtitan's
   auto_perf_maxing, by its description; its code is not run here.
-Torch's own plans are compared in `benchmarks/planner.py`: they know no host.
+Torch's own plans are compared in `benchmarks/planner/gaps.py`: they know no host.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from __future__ import annotations
 import csv
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.models import Around, named
+from benchmarks.common.models import Around, named
+from benchmarks.common.records import RESULTS
 from remat import checkpoint_policy, remat
 from remat.plan import LINKS, cost_model, plans_by_budget, step_of
 from remat.plan.graph import Graph
@@ -32,7 +32,7 @@ from remat.plan.joined import over_link, windows
 from remat.plan.model import union
 from remat.plan.solve import INF, Problem, complete, keep_all, least, solve
 
-CSV = Path(__file__).parent / "results" / "planner_host.csv"
+CSV = RESULTS / "planner_host.csv"
 FIELDS = ("link", "kept_gib", "planner", "longer_ms", "share_of_step", "host_gib", "gap", "seconds")
 BLOCKS, SHARES = 32, (0.06, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7)
 GIB = 2**30

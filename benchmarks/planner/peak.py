@@ -1,6 +1,6 @@
 """Recomputed FLOPs at equal simulated peak: our plans against torch's `activation_memory_budget`.
 
-    python -m benchmarks.planner_peak --out benchmarks/results/planner_peak.csv
+    python -m benchmarks.planner.peak --out benchmarks/results/planner_peak.csv
 
 The backward is a compiled one, laid out as torch does (`reordering_to_mimic_autograd_engine`): what runs
 again does so right before its first reader. Live bytes are counted storage by storage, no fusion; a saved
@@ -29,9 +29,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.planner_bound import Bound
-from benchmarks.planner_compiled import compiled_problem
-from benchmarks.planner_models import MODELS, built, gpt, joint, llama
+from benchmarks.common.records import RESULTS
+from benchmarks.planner.bound import Bound
+from benchmarks.planner.compiled import compiled_problem
+from benchmarks.planner.models import MODELS, built, gpt, joint, llama
 from remat.plan import Flops
 from remat.plan.chain import best_parts
 from remat.plan.chain_plan import Task, trace
@@ -182,7 +183,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "planner_peak.csv")
+    parser.add_argument("--out", type=Path, default=RESULTS / "planner_peak.csv")
     names = ["GPT 16", "Llama 16", "Llama 16 x 4"]
     parser.add_argument("--models", nargs="*", default=names, choices=list(MODELS))
     parser.add_argument("--budgets", type=int, default=40)

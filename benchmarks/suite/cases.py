@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from benchmarks.models import Model, named
+from benchmarks.common.models import Model, named
 
 # In place of a value: of a peer or a whole case that was left out because the time was up.
 NO_TIME = "not run: the time was up"
@@ -20,9 +20,10 @@ class Case:
         kind: "panel" (memory, FLOPs, time), "compile" (seconds cold and warm), "fit" (largest `vary`
             whose step peaks within `limit`), "plan" (seconds of planners), or "records" (the benchmark
             called `model`).
-        model: a name of `benchmarks.models.SIZES`.
-        peers: names for `benchmarks.peers.peer`; in a panel the first is the one whose gradients are right.
-        mode: of `benchmarks.steps`.
+        model: a name of `benchmarks.common.models.SIZES`.
+        peers: names for `benchmarks.common.peers.peer`; in a panel the first is the one whose
+            gradients are right.
+        mode: of `benchmarks.common.steps`.
         compiled: through `torch.compile`.
         device: "cpu" or "cuda".
         dtype: of parameters and activations.

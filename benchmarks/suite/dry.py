@@ -21,11 +21,11 @@ from rich.table import Table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.cases import Case
-from benchmarks.measures import told
-from benchmarks.models import drawn
-from benchmarks.peers import peer
-from benchmarks.steps import eager, make_step
+from benchmarks.common.measures import told
+from benchmarks.common.models import drawn
+from benchmarks.common.peers import peer
+from benchmarks.common.steps import eager, make_step
+from benchmarks.suite.cases import Case
 from remat.cli.measure import Work
 from remat.cli.steps import tensors, unmarked
 

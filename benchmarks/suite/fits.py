@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from benchmarks.cases import NO_TIME, Case, Measured
-from benchmarks.measures import NEVER, Deadline, clock_of, interleaved, recover, told
-from benchmarks.panel import compiled_step, problem_of
-from benchmarks.peers import Peer, peer
-from benchmarks.steps import eager, make_step
+from benchmarks.common.measures import NEVER, Deadline, clock_of, interleaved, recover, told
+from benchmarks.common.peers import Peer, peer
+from benchmarks.common.steps import eager, make_step
+from benchmarks.suite.cases import NO_TIME, Case, Measured
+from benchmarks.suite.panel import compiled_step, problem_of
 from remat.cli.measure import percentiles, trace_memory
 from remat.cli.steps import unmarked
 

@@ -6,9 +6,9 @@ import csv
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks import tables
-from benchmarks.loaded import MODES
-from benchmarks.suites import PAIRS, UNLIKE
+from benchmarks.suite import tables
+from benchmarks.suite.loaded import MODES
+from benchmarks.suite.suites import PAIRS, UNLIKE
 
 Row = dict[str, str]
 FIGURES = (("kept", "kept MiB", ".0f"), ("peak", "peak MiB", ".0f"), ("FLOPs", "TFLOP", ".2f"))

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.cases import Measured, read
-from benchmarks.pareto import Point
+from benchmarks.suite.cases import Measured, read
+from benchmarks.suite.pareto import Point
 
 MIB = 1 << 20
 

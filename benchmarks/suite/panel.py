@@ -12,9 +12,8 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from benchmarks import jax_peer
-from benchmarks.cases import NO_TIME, Case, Measured
-from benchmarks.measures import (
+from benchmarks.common import jax_peer
+from benchmarks.common.measures import (
     LEAST_ROUNDS,
     NEVER,
     Clock,
@@ -26,10 +25,11 @@ from benchmarks.measures import (
     recover,
     told,
 )
-from benchmarks.models import Problem
-from benchmarks.peers import Peer, is_planned, peer
-from benchmarks.predicted import Predicted, probed_anew
-from benchmarks.steps import Step, checking, eager, make_step, own_code
+from benchmarks.common.models import Problem
+from benchmarks.common.peers import Peer, is_planned, peer
+from benchmarks.common.steps import Step, checking, eager, make_step, own_code
+from benchmarks.suite.cases import NO_TIME, Case, Measured
+from benchmarks.suite.predicted import Predicted, probed_anew
 from remat.cli.measure import Work, percentiles, trace_memory
 from remat.cli.measure import seconds as timed
 from remat.cli.steps import difference, tensors, tolerance, unmarked

@@ -34,7 +34,7 @@ def hypervolume(points: Iterable[Point], corner: tuple[float, float]) -> float:
     """The share of the rectangle from the origin to `corner` (memory, time) that `points` dominate.
 
     Example:
-        >>> from benchmarks.pareto import Point, hypervolume
+        >>> from benchmarks.suite.pareto import Point, hypervolume
         >>> hypervolume([Point("a", 1.0, 1.0)], (2.0, 2.0))
         0.25
     """

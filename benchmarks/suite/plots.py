@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import Measured
-from benchmarks.loaded import MIB, Panel, Results
-from benchmarks.pareto import Point, front
+from benchmarks.suite.cases import Measured
+from benchmarks.suite.loaded import MIB, Panel, Results
+from benchmarks.suite.pareto import Point, front
 
 # Family -> colour, marker, and how the legend calls it.
 STYLE = {

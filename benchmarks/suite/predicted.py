@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.models import Around, Problem
+from benchmarks.common.models import Around, Problem
 from remat import checkpoint_policy, remat
 from remat._forced import standing_for
 from remat.plan import (

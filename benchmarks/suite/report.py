@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks import graph_tables, tables
-from benchmarks.loaded import Results
-from benchmarks.records import RESULTS
+from benchmarks.common.records import RESULTS
+from benchmarks.suite import graph_tables, tables
+from benchmarks.suite.loaded import Results
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 Suite = Literal["quick", "cpu", "h200", "versions"]
 SUITES: dict[Suite, str] = {
     "quick": "Quick: README's figures",
@@ -50,7 +50,7 @@ class Report:
             suite: Results.load(self.results / f"{suite}.csv") for suite in self.suites
         }
         for results in filter(None, map(found.get, DRAWN)):
-            from benchmarks.plots import draw
+            from benchmarks.suite.plots import draw
 
             for path in draw(results, self.root / "docs" / "figures"):
                 print(path)

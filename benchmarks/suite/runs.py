@@ -24,13 +24,13 @@ from typing import Any, Literal
 import tyro
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.cases import NO_TIME, Case, Measured
+from benchmarks.common.records import RESULTS, commit
 from benchmarks.plans import check
-from benchmarks.records import RESULTS, commit
-from benchmarks.suites import SUITES
+from benchmarks.suite.cases import NO_TIME, Case, Measured
+from benchmarks.suite.suites import SUITES
 from remat.cli.commands.env import processor
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 # How much longer than expected a case may take before it is stopped, and seconds beside that: on a shared
 # machine, and where the run as a whole may not take long.
 PATIENCE, HURRY = (8.0, 300.0), (1.5, 30.0)
@@ -66,7 +66,7 @@ class Run:
         cases = halves(SUITES[self.suite](), self.part)
         limit = self.minutes or (PART if self.part else math.inf)
         if self.dry_run:
-            from benchmarks.dry import show
+            from benchmarks.suite.dry import show
 
             parts = [cases] if self.part or self.suite != "h200" else [halves(cases, part) for part in (1, 2)]
             return show(parts, limit if self.suite != "h200" else PART)
@@ -165,7 +165,7 @@ def run_case(case: Case, python: str, timeout: float) -> tuple[list[dict[str, An
         todo, rows = Path(folder) / "case.json", Path(folder) / "rows.jsonl"
         todo.write_text(case.to_json())
         rows.touch()
-        command = [python, "-m", "benchmarks.worker", str(todo), str(rows), str(time.time() + timeout)]
+        command = [python, "-m", "benchmarks.suite.worker", str(todo), str(rows), str(time.time() + timeout)]
         error = ended(command, os.environ | settings(case, folder), Path(folder) / "said", timeout)
         # A line that a process was stopped in has no end.
         found = [json.loads(line) for line in rows.read_text().splitlines(True) if line.endswith("\n")]

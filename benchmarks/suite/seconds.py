@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.cases import NO_TIME, Case, Measured
-from benchmarks.measures import NEVER, Deadline, recover, told
-from benchmarks.models import Problem
-from benchmarks.panel import compiled_step, problem_of
-from benchmarks.peers import Peer, peer
+from benchmarks.common.measures import NEVER, Deadline, recover, told
+from benchmarks.common.models import Problem
+from benchmarks.common.peers import Peer, peer
+from benchmarks.suite.cases import NO_TIME, Case, Measured
+from benchmarks.suite.panel import compiled_step, problem_of
 from remat.cli.steps import unmarked
 from remat.plan import plan_model
 from remat.plan.compared import torch_plan

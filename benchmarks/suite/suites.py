@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.cases import Case
-from benchmarks.models import SIZES
-from benchmarks.peers import KEPT_NAMES, OFFLOADED_NAMES
+from benchmarks.common.models import SIZES
+from benchmarks.common.peers import KEPT_NAMES, OFFLOADED_NAMES
+from benchmarks.suite.cases import Case
 
 TORCH = ("torch checkpoint", "torch SAC", "torch SAC titan", "torch_remat", "torch_remat regions")
 BUDGETS = tuple(f"torch budget dp {share}" for share in (0.1, 0.3, 0.5, 0.7, 0.9))

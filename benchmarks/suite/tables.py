@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from benchmarks.cases import Measured
-from benchmarks.loaded import MIB, Panel, Results
-from benchmarks.pareto import corner_of, hypervolume, time_ratios, undominated
-from benchmarks.records import Target
+from benchmarks.common.records import Target
+from benchmarks.suite.cases import Measured
+from benchmarks.suite.loaded import MIB, Panel, Results
+from benchmarks.suite.pareto import corner_of, hypervolume, time_ratios, undominated
 
 TORCH = ("torch", "torch_remat")
 

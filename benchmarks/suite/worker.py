@@ -1,4 +1,4 @@
-"""Runs one case: `python -m benchmarks.worker CASE.json ROWS.jsonl TIME`, started by `benchmarks run`.
+"""Runs one case: `python -m benchmarks.suite.worker CASE.json ROWS.jsonl TIME`, started by `benchmarks run`.
 
 At that time (seconds since the epoch) it is stopped: what would not be done by then is left out, and its rows
 say so.
@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.cases import Case, Measured
-from benchmarks.fits import fits
-from benchmarks.measures import NEVER, Deadline
-from benchmarks.panel import Panel
-from benchmarks.records import Record, commit
-from benchmarks.seconds import compile_seconds, plan_seconds
+from benchmarks.common.measures import NEVER, Deadline
+from benchmarks.common.records import Record, commit
+from benchmarks.suite.cases import Case, Measured
+from benchmarks.suite.fits import fits
+from benchmarks.suite.panel import Panel
+from benchmarks.suite.seconds import compile_seconds, plan_seconds
 from remat.cli.commands.env import machine
 from remat.cli.measure import Work
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.common.records import Record
 from benchmarks.compile_memory import MODES, CompileMemory, compile_times, inputs, targets
-from benchmarks.records import Record
 from tests.helpers import TORCH
 
 pytestmark = pytest.mark.slow

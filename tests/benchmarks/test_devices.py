@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import fits, jax_peer, measures, panel, runs
-from benchmarks.cases import NO_TIME, Case, Measured
-from benchmarks.dry import MEMORY, Live, estimate
-from benchmarks.measures import Deadline, interleaved, on_gpu, recover
-from benchmarks.models import Around, Problem
-from benchmarks.panel import Panel
-from benchmarks.peers import Peer, peer
-from benchmarks.suites import SUITES
+from benchmarks.common import jax_peer, measures
+from benchmarks.common.measures import Deadline, interleaved, on_gpu, recover
+from benchmarks.common.models import Around, Problem
+from benchmarks.common.peers import Peer, peer
+from benchmarks.suite import fits, panel, runs
+from benchmarks.suite.cases import NO_TIME, Case, Measured
+from benchmarks.suite.dry import MEMORY, Live, estimate
+from benchmarks.suite.panel import Panel
+from benchmarks.suite.suites import SUITES
 from remat.cli.measure import trace_memory
 from tests.benchmarks.test_suites import stub, tiny
 
@@ -305,5 +306,5 @@ def test_the_rehearsal_has_every_kind_of_case_of_the_gpu_suite() -> None:
 
 
 def test_a_row_names_no_folder_of_this_machine() -> None:
-    error = RuntimeError(f"at {measures.ROOT}/benchmarks/models.py:225, object at 0x7f00")
-    assert measures.told(error) == "RuntimeError: at benchmarks/models.py:225, object at 0x"
+    error = RuntimeError(f"at {measures.ROOT}/benchmarks/common/models.py:225, object at 0x7f00")
+    assert measures.told(error) == "RuntimeError: at benchmarks/common/models.py:225, object at 0x"

@@ -3,7 +3,7 @@
 import itertools
 from pathlib import Path
 
-from benchmarks.many_devices import LAYOUTS, POLICIES, title
+from benchmarks.many_devices.layouts import LAYOUTS, POLICIES, title
 
 PAGE = Path(__file__).parents[2] / "docs" / "distributed.md"
 # Ours, and torch's with the same verdicts.

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cases import Case, Measured
-from benchmarks.loaded import Results
-from benchmarks.panel import Panel as Run
 from benchmarks.plans import beaten, check, planned
+from benchmarks.suite.cases import Case, Measured
+from benchmarks.suite.loaded import Results
+from benchmarks.suite.panel import Panel as Run
 
 CASE = Case("panel", "vit-l", sizes=(("depth", 2),))
 CONTEXT = {"torch": "2.13.0", "python": "3.11", "commit": "abc"}

@@ -15,21 +15,22 @@ import torch.utils._pytree as pytree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import graph_tables, jax_peer, panel, runs
-from benchmarks.cases import Case, Measured, read
-from benchmarks.fits import largest
-from benchmarks.loaded import Results
-from benchmarks.measures import counted as counting
-from benchmarks.measures import flops_of, unwrapped
-from benchmarks.models import SIZES, Around
-from benchmarks.panel import Panel
-from benchmarks.pareto import Point, dominates, factor, front, hypervolume, time_ratios, undominated
-from benchmarks.peers import Peer, peer
-from benchmarks.report import PAGES, ROOT, Report, counted, filled, headline, instructions, section
-from benchmarks.report import SUITES as REPORTED
-from benchmarks.suites import SUITES
-from benchmarks.tables import targets, verdict
-from benchmarks.worker import per_op
+from benchmarks.common import jax_peer
+from benchmarks.common.measures import counted as counting
+from benchmarks.common.measures import flops_of, unwrapped
+from benchmarks.common.models import SIZES, Around
+from benchmarks.common.peers import Peer, peer
+from benchmarks.suite import graph_tables, panel, runs
+from benchmarks.suite.cases import Case, Measured, read
+from benchmarks.suite.fits import largest
+from benchmarks.suite.loaded import Results
+from benchmarks.suite.panel import Panel
+from benchmarks.suite.pareto import Point, dominates, factor, front, hypervolume, time_ratios, undominated
+from benchmarks.suite.report import PAGES, ROOT, Report, counted, filled, headline, instructions, section
+from benchmarks.suite.report import SUITES as REPORTED
+from benchmarks.suite.suites import SUITES
+from benchmarks.suite.tables import targets, verdict
+from benchmarks.suite.worker import per_op
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 TINY = (("depth", 2), ("width", 64), ("heads", 4), ("seq", 16), ("batch", 2))

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.common.records import Record, Target, ratio, save, told
 from benchmarks.memory import MODES, Memory
 from benchmarks.memory import targets as memory_targets
 from benchmarks.offload import Offload
 from benchmarks.offload import targets as offload_targets
 from benchmarks.overhead import Overhead
 from benchmarks.overhead import targets as overhead_targets
-from benchmarks.records import Record, Target, ratio, save, told
 
 pytestmark = pytest.mark.slow
 

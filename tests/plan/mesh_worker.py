@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.dry import Live
 from benchmarks.mesh import Decoder, Sizes, tensor_parallel
+from benchmarks.suite.dry import Live
 from remat import RematError
 from remat import nn as remat_nn
 from remat.cli.measure import trace_memory

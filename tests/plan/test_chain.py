@@ -7,8 +7,8 @@ import re
 import pytest
 import torch
 
-from benchmarks.dry import Live
-from benchmarks.planner_models import MODELS, built, gpt
+from benchmarks.planner.models import MODELS, built, gpt
+from benchmarks.suite.dry import Live
 from remat.plan import Flops, plan_chain
 from remat.plan.chain.chain import Chain, Part
 from remat.plan.chain.search import best_parts

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from benchmarks.planner_compiled import compiled_problem
+from benchmarks.planner.compiled import compiled_problem
 from remat.cli.main import main
 from remat.plan import Plan, pareto
 from remat.plan.compared import torch_plan

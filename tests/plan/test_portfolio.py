@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.planner_compiled import compiled_problem
+from benchmarks.planner.compiled import compiled_problem
 from remat import checkpoint_policy, remat
 from remat.plan import READY, BudgetPolicy, Flops, Plan, policy
 from remat.plan.calls import graph_of

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import grad, vmap
 
-from benchmarks.models import SIZES
+from benchmarks.common.models import SIZES
 from remat import (
     checkpoint_name,
     checkpoint_policy,

@@ -1,0 +1,1 @@
+"""What all benchmarks share: models, peers, steps, measures and records."""

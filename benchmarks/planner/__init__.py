@@ -1,0 +1,1 @@
+"""How good and how quick the planner is, next to others."""

@@ -1,0 +1,1 @@
+"""Suites of cases: run, read back, and written as figures and tables."""
