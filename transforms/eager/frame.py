@@ -94,11 +94,11 @@ class Frame(Packer):
         self.recorder: Recorder | None = None
         self.tape: Tape = None  # type: ignore[assignment]  # there is one once the forward runs
         self.direct: dict[int, int] = {}
-        self.kept, self.random = dict[int, Any](), dict[int, Any]()
+        self.kept, self.random = {}, {}
         self.held: dict[int, SavedInput] = {}
         self.dropped: dict[int, DroppedInput] = {}
         self.handles: list[weakref.ref[Handle] | None] = []  # None where nobody asked for one
-        self.values, self.versions = dict[int, torch.Tensor](), dict[int, int]()
+        self.values, self.versions = {}, {}
         self.taken: tuple[int, ...] = ()
         self.snapshots, self.raw, self.replaced = {}, [], ()
         self.program: Program | None = None
@@ -273,10 +273,6 @@ class Frame(Packer):
             self.forget()
         return value
 
-    def outside(self, at: int) -> torch.Tensor:
-        """The tensor from outside at this position of the tape."""
-        return self.held[at].get(self.inputs, at)
-
     def _fill(self, at: int, task: int) -> None:
         """Make saved value `at` again, and with it what else this backward reads."""
         let_go(self)
@@ -313,17 +309,21 @@ class Frame(Packer):
         take: Any = self.kept.__getitem__
         if spend and self.kept:
             take, self.spent = self.kept.pop, True
-        self.values = self.execute(program, self.outside, take)
+        held, inputs = self.held, self.inputs
+        # Hooks of the user's may run a forward, as those of torch's checkpoint do.
+        there = {at: held[at].get(inputs, at) for at in program.outside}
+        self.values = self.execute(program, there, take)
         if self.shapes:
             check_shapes(self.tape, self.shapes, self.values)
         if spend:
             self.kept = {}
 
-    def execute(self, program: Program, outside: Any, take: Any) -> dict[int, torch.Tensor]:
-        """Run a program under the state in which the forward ran, and leave no trace of it."""
+    def execute(self, program: Program, there: dict[int, torch.Tensor], take: Any) -> dict[int, torch.Tensor]:
+        """Run a program under the state in which the forward ran, and leave no trace of it.
+
+        `there`: what it reads from outside; `take` gives what was kept of an op.
+        """
         inputs = self.inputs
-        # Hooks of the user's may run a forward, as those of torch's checkpoint do.
-        there = {at: outside(at) for at in program.outside}
         scratch = {root: quiet(snapshot.copy) for root, snapshot in self.snapshots.items()}
         for at in there if scratch else ():
             if (root := self.tape.outside[at].root) in scratch:

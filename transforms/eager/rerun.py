@@ -64,7 +64,8 @@ class Rerun:
             self.frame = None
 
     def _run(self, frame: Frame, inputs: Inputs) -> dict[int, torch.Tensor]:
-        args, kwargs = inputs.rebuild([frame.outside(at).detach() for at in range(frame.tape.arguments)])
+        count = range(frame.tape.arguments)
+        args, kwargs = inputs.rebuild([frame.held[at].get(inputs, at).detach() for at in count])
         for at, held in frame.held.items():
             if at >= frame.tape.arguments and held.unpack is None:
                 # Only to see that it was not written to.

@@ -211,7 +211,6 @@ def _partly(frame: Any, at: int, recorder: Recorder) -> dict[int, torch.Tensor]:
             "outside of the region."
         )
     frame.random, frame.snapshots = recorder.random, recorder.snapshots
-    outside = recorder.outside
-    return frame.execute(
-        Program(tape, needs, wanted), lambda i: outside[i].detach(), recorder.kept.__getitem__
-    )
+    program = Program(tape, needs, wanted)
+    there = {at: recorder.outside[at].detach() for at in program.outside}
+    return frame.execute(program, there, recorder.kept.__getitem__)
