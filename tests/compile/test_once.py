@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -219,15 +220,22 @@ class Block(nn.Module):
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
 
-    @marked
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-def test_modules_whose_forward_is_marked(once):
-    blocks = nn.ModuleList([Block() for _ in range(5)]).double()
+class Marked(Block):
+    @marked
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", (Block, Marked))
+def test_modules(once, kind):
+    blocks = nn.ModuleList([kind() for _ in range(5)]).double()
     x = rand(4, 8).requires_grad_()
-    regions = [remat(block) for block in blocks]
+    regions: list[Any] = [remat(block if kind is Marked else marked(block)) for block in blocks]
+    assert all(type(region).__name__ == kind.__name__ for region in regions)
 
     def run(regions):
         def loss(x):
@@ -258,6 +266,17 @@ def test_a_region_within_what_is_marked(once):
     x = rand(4, 8).requires_grad_()
     found, expected = (torch.autograd.grad(f(x), x) for f in (Calls(run(remat(Outer()))), run(Outer())))
     same(found, expected, 1e-12)
+
+
+def test_a_mark_around_regions_warns():
+    ws, x = weights(), rand(4, 8).requires_grad_()
+    with pytest.warns(UserWarning, match=r"'mlp' is part of .*Mark the region's own"):
+        found = stepped(Calls(chain(marked(remat(mlp)))), ws, x)
+    same(found, stepped(chain(mlp), ws, x), 1e-12)
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        stepped(Calls(chain(remat(marked(mlp)))), ws, x)
 
 
 def test_a_wrapper_of_something_marked_is_not_skipped():

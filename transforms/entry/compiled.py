@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,9 +31,11 @@ from remat.transforms.compat import (
     tagged,
     tags,
     teach_inductor,
+    traced_as_it_runs,
     unwind_levels,
     written_in,
 )
+from remat.transforms.compat import compiler as aot_compiler
 from remat.transforms.compiled import CAPTURED, NAMED, GraphDedup, GraphLowering, dedup_key
 from remat.transforms.context import active
 from remat.transforms.entry.dispatch import outermost, run
@@ -57,8 +60,18 @@ def run_graph(region: Region, graph: Graph, operands: tuple[Any, ...]) -> tuple[
     return tuple([out if i is None else operands[i] for out, i in zip(outs, graph.returned, strict=True)])
 
 
+# Torch traces such a function's backward before it is functionalized.
+_UNDONE = (
+    "The region {!r} is part of a function that torch.compiler.nested_compile_region marks. Torch "
+    "differentiates that function as a whole and undoes the recomputation, so the region saves no memory. "
+    "Mark the region's own function: remat(torch.compiler.nested_compile_region(fn))."
+)
+
+
 def _run(region: Region, graph: Graph, operands: tuple[Any, ...]) -> tuple[Any, ...]:
     if not is_tracing() or active.transparent:
+        if traced_as_it_runs() and aot_compiler() is not None:
+            warnings.warn(_UNDONE.format(region.name), stacklevel=2)
         # A backend that executes Dynamo's graph as it is, such as "eager".
         return run(region, operands, {})
     _local.depth = getattr(_local, "depth", 0) + 1
