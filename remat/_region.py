@@ -18,6 +18,7 @@ from remat._forced import forced
 from remat._inspect import logger, told, wanted
 from remat.policies import Policy, PolicySelector, save_everything, save_nothing
 from remat.transforms import RematError, register
+from remat.transforms.compat import unmarked
 from remat.transforms.entry import Graph, outermost, run, run_transparently
 from remat.transforms.region import Region, checksum, choosing
 
@@ -62,6 +63,7 @@ class Options:
     random: bool = True
     check: Check = "metadata"
     decisions: bool = True
+    once: bool = False  # whether `fn` was marked as what a compiler lowers once for all of its calls
 
     def label(self, fn: Callable[..., Any]) -> str:
         """What messages call the region."""
@@ -114,6 +116,8 @@ def _wrap(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
             f"remat(fn): fn must be callable, got {fn!r} of type {type(fn).__name__}; write remat(function) "
             "or @remat"
         )
+    if (inner := unmarked(fn)) is not None:
+        return _wrap(inner, replace(options, once=True))
     _check_runs_at_once(fn)
     _check_static_names(fn, options.names)
     region = options.region(fn, options.policy)

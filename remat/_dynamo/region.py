@@ -95,7 +95,7 @@ def _run(options: Any, label: str, graph: Any, given: Any, *operands: Any, **kwa
         # Dynamo gave the region up for a graph break and now calls it with what it was given, in eager.
         return options.eager(graph)(*operands, **kwargs)
     options = options.as_traced()
-    body = Graph(graph, Given(*given) if given else None)
+    body = Graph(graph, Given(*given) if given else None, options.once)
     if options.policy == save_everything and outermost_traced():
         return run_transparently(body, operands, {})
     policy: Policy = options.policy

@@ -162,6 +162,12 @@ from remat.transforms.compat.modes import (
     unseen,  # within, ops on `tensor` reach no dispatch mode
     watched,  # whether hooks or a dispatch mode follow what runs here
 )
+from remat.transforms.compat.nested import (
+    SUBGRAPH_CALL,  # torch's operator on a subgraph, None where there is none
+    lowered_once,  # whether a compiler is at work that lowers a subgraph once for all of its calls
+    unmarked,  # the function that `torch.compiler.nested_compile_region` has marked
+    written_in,  # a graph with all calls of subgraphs written in
+)
 from remat.transforms.compat.sharding import (
     Meeting,  # a group of ranks, and the store by which it has met
     bookkeeping_aside,  # how wrappers of modules are to run what is for ends of their own

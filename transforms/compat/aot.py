@@ -179,6 +179,11 @@ def compiler() -> Callable[..., Any] | None:
     return getattr(found, "_torchdynamo_orig_backend", found)
 
 
+def at_work() -> Callable[..., Any] | None:
+    """`compiler()`, where it is what Dynamo calls, and not a compiler of steps of a scan."""
+    return compiler() if getattr(_compiling, "compiler", None) is None else None
+
+
 def live_with_graph(thing: Any) -> bool:
     """Keep `thing` for as long as the code that Dynamo is making now; whether it is making any."""
     translator = _translator()

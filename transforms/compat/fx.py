@@ -17,6 +17,7 @@ from torch.fx import Node, map_arg
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from remat.transforms.compat.modes import active_modes
+from remat.transforms.compat.nested import Subgraph, as_subgraph
 
 Tensors = Sequence[torch.Tensor]
 _aten = torch.ops.aten
@@ -135,10 +136,11 @@ class NodeSpan:
             yield node
             node = node.next
 
-    def cut(self, inputs: Tensors, outputs: Tensors, shared: Any) -> Template | None:
+    def cut(self, inputs: Tensors, outputs: Tensors, shared: Any, once: bool) -> Template | None:
         """What leads from `inputs` to `outputs`, to be pasted; None where a copy would not do the same.
 
-        Copies read the results of the op `shared`, wherever they were made, as they are.
+        Copies read the results of the op `shared`, wherever they were made, as they are. With `once` a copy
+        is a call of a subgraph.
         """
         given = [_tracked(self.tracer, t) for t in inputs]
         made = [_tracked(self.tracer, t) for t in outputs]
@@ -176,6 +178,7 @@ class NodeSpan:
             ends,
             [tracked.fake for tracked in made if tracked is not None],
             list(fixed),
+            once,
         )
 
 
@@ -212,6 +215,8 @@ class Template:
         starts: the nodes it reads; `places` is where their values lie.
         ends: the nodes of its results; `results` are the fake tensors.
         fixed: nodes from elsewhere that it reads, the same in every copy.
+        once: whether a copy is a call of a subgraph, if that can be.
+        subgraph: that, once there is one.
     """
 
     nodes: list[Node]
@@ -220,6 +225,8 @@ class Template:
     ends: list[Node]
     results: list[Any]
     fixed: list[Node]
+    once: bool = False
+    subgraph: Subgraph | None = None
 
     def paste(self, tracer: Any, inputs: Tensors, tags: dict[str, Any]) -> Tensors | None:
         """The results for other inputs, of the same description; `tags` replace those of the same names.
@@ -233,7 +240,7 @@ class Template:
         from torch.utils._python_dispatch import _disable_current_modes
 
         given = [_tracked(tracer, t) for t in inputs]
-        copies = _Copies()
+        copies = _Copies(tags, _get_seq_nr())
         for tracked, place in zip(given, self.places, strict=True):
             if tracked is None or not copies.same(place, tracked.fake):
                 return None
@@ -242,32 +249,57 @@ class Template:
             node_of[node] = node
             copies.same(_place(node.meta["val"]), node.meta["val"])
         results: list[Any] = []
-        at = _get_seq_nr()
         with _disable_current_modes():
-            for node in self.nodes:
-                args, kwargs = (
-                    map_arg(node.args, node_of.__getitem__),
-                    map_arg(node.kwargs, node_of.__getitem__),
-                )
-                copy = tracer.graph.create_node("call_function", node.target, args, kwargs)
-                copy.meta = {k: v for k, v in node.meta.items() if k not in _PROVENANCE}
-                copy.meta["val"] = tree_map_only(torch.Tensor, copies.of, node.meta.get("val"))
-                copy.meta["seq_nr"] = at
-                if custom := copy.meta.get("custom"):
-                    copy.meta["custom"] = {k: tags.get(k, v) for k, v in custom.items()}
-                node_of[node] = copy
-            for node, fake in zip(self.ends, self.results, strict=True):
+            write = self._call if self._as_subgraph(tracer) else self._copy
+            for node, fake in zip(write(tracer, node_of, copies), self.results, strict=True):
                 results.append(copies.of(fake))
-                track_tensor(results[-1], Proxy(node_of[node], tracer), constant=None, tracer=tracer)
+                track_tensor(results[-1], Proxy(node, tracer), constant=None, tracer=tracer)
         return [FunctionalTensor.to_functional(fake) for fake in results]
+
+    def _copy(self, tracer: Any, node_of: dict[Node, Node], copies: _Copies) -> list[Node]:
+        for node in self.nodes:
+            args, kwargs = map_arg((node.args, node.kwargs), node_of.__getitem__)
+            node_of[node] = copy = tracer.graph.create_node("call_function", node.target, args, kwargs)
+            copy.meta = copies.meta(node)
+            copy.meta["val"] = tree_map_only(torch.Tensor, copies.of, node.meta.get("val"))
+        return [node_of[node] for node in self.ends]
+
+    def _call(self, tracer: Any, node_of: dict[Node, Node], copies: _Copies) -> list[Node]:
+        assert self.subgraph is not None
+        meta = copies.meta(self.ends[-1])
+        meta["val"] = tuple(map(copies.of, self.results))
+        # Its first ops recompute, its last ones may be the backward's.
+        meta["custom"] = meta.get("custom", {}) | copies.tags
+        return list(self.subgraph.called(tracer, node_of, meta))
+
+    def _as_subgraph(self, tracer: Any) -> bool:
+        """Whether copies are calls of a subgraph."""
+        if self.once and self.subgraph is None:
+            self.subgraph = as_subgraph(tracer, self.nodes, [*self.starts, *self.fixed], self.ends)
+            self.once = self.subgraph is not None
+        return self.once
 
 
 class _Copies:
-    """Fake tensors like others, which share memory with each other as those do."""
+    """Fake tensors like others, which share memory with each other as those do.
 
-    def __init__(self) -> None:
+    Args:
+        tags: what copies of nodes bear where those bear other tags of the same names.
+        at: autograd's number of the nodes that are made now.
+    """
+
+    def __init__(self, tags: dict[str, Any], at: int | None) -> None:
+        self.tags, self.at = tags, at
         self.memory: dict[int, tuple[Any, int]] = {}  # of a storage: the copy, and by how much it is shifted
         self.taken: dict[int, int] = {}
+
+    def meta(self, node: Node) -> dict[str, Any]:
+        """What is known of a copy of a node, but for its value."""
+        made = {k: v for k, v in node.meta.items() if k not in _PROVENANCE}
+        made["seq_nr"] = self.at
+        if custom := made.get("custom"):
+            made["custom"] = {k: self.tags.get(k, v) for k, v in custom.items()}
+        return made
 
     def same(self, place: tuple[int, int], fake: Any) -> bool:
         """Take the memory of `fake` for a copy of what lies at `place`; False where that is impossible."""

@@ -29,6 +29,7 @@ from remat.transforms.compat import (
     graph_memory,
     graph_storage,
     in_transform,
+    lowered_once,
     must_save,
     tracer_at_work,
 )
@@ -262,7 +263,7 @@ def dedup_key(region: Region, operands: Sequence[Any], ambient: Ambient) -> Hash
         return None
     tags = plain(tags_now(), {})
     around = (tuple(ambient.switches), ambient.autocast, ambient.device)
-    levels = (graph.depth, depth())
+    levels = (graph.depth, depth(), graph.once)
     found = (region.name, region.key, region.preserve_rng_state, code, tuple(rest), tags, around, levels)
     return None if tags is UNKNOWN else found
 
@@ -322,12 +323,13 @@ class GraphDedup:
     Args:
         dedup_key: what it has in common with others, None where it is like no other.
         outs: what the region returns, as the call notes it: plain values, or `hole` for a tensor.
+        once: whether copies are calls of one subgraph, where the compiler lowers that once for all.
     """
 
     def __init__(
-        self, dedup_key: Hashable = None, outs: list[Any] | None = None, hole: object = None
+        self, dedup_key: Hashable = None, outs: list[Any] | None = None, hole: Any = None, once: bool = False
     ) -> None:
-        self.dedup_key, self.hole = dedup_key, hole
+        self.dedup_key, self.hole, self.once = dedup_key, hole, once and lowered_once()
         self.outs: list[Any] = [] if outs is None else outs
         self.key: Hashable = None  # once the forward is over, if it was copied or may be
 
@@ -355,7 +357,7 @@ class GraphDedup:
         memory = [graph_storage(t) for t in (*operands, *results)]
         # Copies of results have memory of their own each: what is written to one is not seen in another.
         alone = len(set(memory)) == len(memory) and self.outs.count(self.hole) == len(results)
-        template = span.cut(operands, [*results, *values], ONCE) if alone else None
+        template = span.cut(operands, [*results, *values], ONCE, self.once) if alone else None
         if template is not None:
             self.key = key
             book.forwards[key] = template, record, len(results), list(self.outs)
@@ -386,7 +388,7 @@ class GraphDedup:
                 return made
         span = NodeSpan(tracer)
         grads = run()
-        template = span.cut(inputs, grads, ONCE)
+        template = span.cut(inputs, grads, ONCE, self.once)
         if template is not None:
             book.pulls[key] = template, frozenset(pulled.unused)
         return grads

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 from remat.transforms.compat import (
+    SUBGRAPH_CALL,
     depth,
     in_transform,
     is_tracing,
@@ -29,8 +31,11 @@ from remat.transforms.compat import (
     tagged,
     tags,
     teach_inductor,
+    traced_as_it_runs,
     unwind_levels,
+    written_in,
 )
+from remat.transforms.compat import compiler as aot_compiler
 from remat.transforms.compiled import CAPTURED, NAMED, GraphDedup, GraphLowering, dedup_key
 from remat.transforms.context import active
 from remat.transforms.entry.dispatch import outermost, run
@@ -55,8 +60,18 @@ def run_graph(region: Region, graph: Graph, operands: tuple[Any, ...]) -> tuple[
     return tuple([out if i is None else operands[i] for out, i in zip(outs, graph.returned, strict=True)])
 
 
+# Torch traces such a function's backward before it is functionalized.
+_UNDONE = (
+    "The region {!r} is part of a function that torch.compiler.nested_compile_region marks. Torch "
+    "differentiates that function as a whole and undoes the recomputation, so the region saves no memory. "
+    "Mark the region's own function: remat(torch.compiler.nested_compile_region(fn))."
+)
+
+
 def _run(region: Region, graph: Graph, operands: tuple[Any, ...]) -> tuple[Any, ...]:
     if not is_tracing() or active.transparent:
+        if traced_as_it_runs() and aot_compiler() is not None:
+            warnings.warn(_UNDONE.format(region.name), stacklevel=2)
         # A backend that executes Dynamo's graph as it is, such as "eager".
         return run(region, operands, {})
     _local.depth = getattr(_local, "depth", 0) + 1
@@ -128,10 +143,15 @@ class Graph:
     Attributes:
         held: positions of operands that somebody else holds, as `joint.graph` asks for them.
         numbers: positions of operands that are numbers to the function: Dynamo makes tensors of floats.
+        once: whether a compiler is to lower it once for all of its calls. Somebody says so who has marked
+            what it calls with `torch.compiler.nested_compile_region`.
     """
 
-    def __init__(self, module: torch.fx.GraphModule, given: Given | None = None) -> None:
-        self.module, self.given = module, given
+    def __init__(self, module: torch.fx.GraphModule, given: Given | None = None, once: bool = False) -> None:
+        calls = module.graph.find_nodes(op="call_function", target=SUBGRAPH_CALL)
+        self.once = once or bool(calls)
+        self.module = module = written_in(module) if calls else module
+        self.given = given
         placeholders = module.graph.find_nodes(op="placeholder")
         self.held = frozenset(
             given.held([n.meta.get("example_value") for n in placeholders]) if given else ()
@@ -160,7 +180,7 @@ class Graph:
         copy.output(tuple([node for node in results if getattr(node, "target", None) is not CAPTURED]))
         for node in reversed(copy.find_nodes(op="call_function", target=CAPTURED)):
             copy.erase_node(node)
-        return Graph(torch.fx.GraphModule(self.module, copy), self.given)
+        return Graph(torch.fx.GraphModule(self.module, copy), self.given, self.once)
 
     def fix(self, operands: Sequence[Any]) -> None:
         """Take the numbers that it is given for constants, which guards then hold."""
@@ -243,7 +263,8 @@ class _TracedCall:
         # What runs in another region is that one's to record; captures count what they are given.
         alone = _local.depth == 1 and self.taps is None
         like = dedup_key(region, operands, ambient) if alone else None
-        self.family = Family(region, ambient, GraphLowering(region, GraphDedup(like, self.outs, _TENSOR)))
+        dedup = GraphDedup(like, self.outs, _TENSOR, region.function.once)
+        self.family = Family(region, ambient, GraphLowering(region, dedup))
 
     def __call__(self) -> tuple[Any, ...]:
         operands = [*self.tensors, *(self.taps.offsets if self.taps else ())]
