@@ -42,9 +42,11 @@ from remat.transforms.functorch.primitive import (
     call,
     replaying,
     rule,
+    with_memory,
 )
+from remat.transforms.functorch.results import Results, compared
 from remat.transforms.functorch.rules import hollow_operand, plain_duals
-from remat.transforms.ops import memory_of, span, storage
+from remat.transforms.ops import storage
 from remat.transforms.region import agree
 from remat.transforms.state import RandomState, noting
 from remat.transforms.tape import (
@@ -263,6 +265,7 @@ def _lowered(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, .
 def _forward(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
     """Run a region's function; recorded, where a node above it will pull back."""
     if prim.sinks:
+        prim.family.results = Results(prim.family) if prim.dual else None
         return _forward_recorded(prim, operands)
     with WriteNotes([unwrapped(t) for t in operands]) as watch:
         if active.attempt is not None:
@@ -284,8 +287,7 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
         active.attempt.append(recorder)
     operands = _apart(recorder, operands, {i for mask in prim.masks for i in mask})
     random = RandomState(operands) if region.preserve_rng_state else None
-    saved: set[int] = set()
-    packed: list[tuple[int, int]] = []
+    saved, packed = set[int](), list[tuple[int, int]]()
     reaches: list[Reachability] = []
     unseen: list[bool] = []
     start = next_node()
@@ -319,6 +321,7 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
         watched = family.watch is not None and not any(unseen)
         family.watch, family.made = None, None
     bottoms = [unwrapped(t) if is_wrapped(t) else t for t in outs]
+    family.results = compared(family, recorder, bottoms) if tape.loose else None
     recorded = Recorded(region, recorder, packed if watched else None, saved, bottoms, random)
     # Of several levels that differentiate, each has its own graph: then all is needed.
     if watched and len(reaches) == 1 and reaches[0].differ:
@@ -366,7 +369,7 @@ def _pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
     family, source = prim.family, prim.source
     recorded = None if source is None else source.recorded
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_with_memory(operands))
+        stack.enter_context(with_memory(operands))
         if family.ambient.must_be_restored():
             stack.enter_context(family.ambient.restored())
         replay = None
@@ -382,19 +385,3 @@ def _pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
             if missed.around():
                 raise
             raise read_again(f"region {family.region.name!r}", missed) from None
-
-
-@contextlib.contextmanager
-def _with_memory(operands: Tensors) -> Any:
-    """Give hollow operands memory (of any content) for as long as the function runs: it may look, it must
-    not crash."""
-    with functions_as_they_are():
-        # (A subclass of somebody else's may have no storage.)
-        hollow = [t for t in operands if t.numel() and (m := memory_of(t)) is not None and not m.nbytes()]
-    for tensor in hollow:
-        tensor.untyped_storage().resize_(span(tensor.shape, tensor.stride()) * tensor.element_size())
-    try:
-        yield
-    finally:
-        for tensor in hollow:
-            tensor.untyped_storage().resize_(0)

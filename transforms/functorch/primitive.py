@@ -33,7 +33,7 @@ from remat.transforms.compat import (
     unwrap_if_dead,
 )
 from remat.transforms.context import active, quiet, recomputing
-from remat.transforms.ops import storage
+from remat.transforms.ops import memory_of, span, storage
 from remat.transforms.pytree import smooth as pytree_smooth
 from remat.transforms.region import Region
 from remat.transforms.state import Ambient, in_backward, noting
@@ -81,6 +81,9 @@ class Family:
     # the results.
     watch: Callable[[torch.Tensor], Any] | None = None
     made: Callable[[Tensors], None] | None = None
+    results: Any = (
+        None  # where ops cannot be compared, the `Results` that every run of the function is to meet
+    )
 
     @property
     def by_levels(self) -> bool:
@@ -291,6 +294,22 @@ def replaying(replay: Any, region: str) -> Iterator[None]:
                 yield
         finally:
             active.replays.pop()
+
+
+@contextlib.contextmanager
+def with_memory(operands: Tensors) -> Iterator[None]:
+    """Give hollow operands memory (of any content) for as long as the function runs: it may look, it must
+    not crash."""
+    with functions_as_they_are():
+        # (A subclass of somebody else's may have no storage.)
+        hollow = [t for t in operands if t.numel() and (m := memory_of(t)) is not None and not m.nbytes()]
+    for tensor in hollow:
+        tensor.untyped_storage().resize_(span(tensor.shape, tensor.stride()) * tensor.element_size())
+    try:
+        yield
+    finally:
+        for tensor in hollow:
+            tensor.untyped_storage().resize_(0)
 
 
 def _batched_first(pull: Body, in_dims: tuple[int | None, ...], size: int, randomness: str) -> Body:
