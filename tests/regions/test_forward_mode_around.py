@@ -21,10 +21,11 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scale, self.share, self.drop = 1.0, 1.0, 0.0
+        self.bias = nn.Parameter(rand(4))  # which no backward reads
 
     def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         y = nn.functional.dropout(x @ weight, self.drop).sin() * self.scale
-        return y * self.share + y.detach() * (1 - self.share), y.detach().cos()
+        return y * self.share + y.detach() * (1 - self.share) + self.bias, y.detach().cos()
 
 
 def pushed(region: Any, x: Tensor, weight: Tensor) -> Any:

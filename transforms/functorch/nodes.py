@@ -321,8 +321,8 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
         watched = family.watch is not None and not any(unseen)
         family.watch, family.made = None, None
     bottoms = [unwrapped(t) if is_wrapped(t) else t for t in outs]
-    family.results = compared(family, recorder, bottoms) if tape.loose else None
     recorded = Recorded(region, recorder, packed if watched else None, saved, bottoms, random)
+    family.results = compared(family, recorded, bottoms) if tape.loose else None
     # Of several levels that differentiate, each has its own graph: then all is needed.
     if watched and len(reaches) == 1 and reaches[0].differ:
         recorded.reach = reaches[0]

@@ -25,7 +25,7 @@ from remat.transforms.context import quiet
 from remat.transforms.errors import RematError, not_repeated
 from remat.transforms.functorch.primitive import Family
 from remat.transforms.state import Print, alike, prints_of
-from remat.transforms.tape import Recorder
+from remat.transforms.tape import Recorded
 
 # Which derivative a tensor is: the forward-mode levels whose tangent it is, counted from the outermost.
 Order = tuple[int, ...]
@@ -68,15 +68,16 @@ class Results:
         return alike([a for a, _ in full], [b for _, b in full], self.casts)
 
 
-def compared(family: Family, recorder: Recorder, outs: Sequence[torch.Tensor]) -> Results | None:
+def compared(family: Family, recorded: Recorded, outs: Sequence[torch.Tensor]) -> Results | None:
     """What later runs of a family's function are held against, now that the first one is over."""
     region = family.region
-    if region.determinism_check == "none" or (recorder.random and not region.preserve_rng_state):
+    if region.determinism_check == "none" or (recorded.draws and not region.preserve_rng_state):
         return None
     results = family.results
     if results is None:  # forward mode inside the function, and none around it
         results = Results(family)
         results.before = {(): [_print(t) for t in outs]}
+    recorded.storages = None  # results depend on operands that the backward alone would not read
     return results
 
 
