@@ -38,6 +38,7 @@ from remat.transforms.functorch.primitive import (
     PullBack,
     Residuals,
     Tensors,
+    apart,
     as_differentiated,
     call,
     replaying,
@@ -136,8 +137,10 @@ def _recorded(prim: Prim, mask: list[int]) -> tuple[Prim, Residuals | None]:
     if prim.pulls:
         return replace(prim, recorded=recorded), None
     residuals = Residuals()
-    masks = (*prim.masks, tuple(mask))
-    return replace(prim, recorded=recorded, sinks=(*prim.sinks, residuals), masks=masks), residuals
+    masks, sinks = (*prim.masks, tuple(mask)), (*prim.sinks, residuals)
+    for sink in sinks:
+        sink.differentiated.update(*masks)
+    return replace(prim, recorded=recorded, sinks=sinks, masks=masks), residuals
 
 
 def _backward(ctx: Any, cotangents: tuple[Any, ...], level: int | None) -> list[Any]:
@@ -151,8 +154,8 @@ def _backward(ctx: Any, cotangents: tuple[Any, ...], level: int | None) -> list[
     dead = level is not None and any(is_dead(t) for t in saved)
     # A pull-back of a pull-back recomputes the same forward, so the same residuals serve.
     source = ctx.residuals or ctx.prim.source
-    recorded = ctx.prim.recorded if _compares(replace(ctx.prim, source=source)) else None
-    body = PullBack(recorded or ctx.prim.body, len(saved), mask, present, ctx.prim.family.by_levels)
+    forward = _as_recorded(replace(ctx.prim, source=source), mask)
+    body = PullBack(forward, len(saved), mask, present, ctx.prim.family.by_levels)
     # A second derivative still pulls back from the same results of the region.
     ends = ctx.prim.present if ctx.prim.pulls else tuple(present)
     own = None if dead else level
@@ -179,6 +182,23 @@ def _saved(ctx: Any) -> Tensors:
         raise RematError(
             f"region {name!r}: an argument or captured tensor was written in place: {error}"
         ) from error
+
+
+def _as_recorded(prim: Prim, mask: list[int]) -> Any:
+    """The function, with what the forward differentiated in it and this pull-back does not: matmul comes down
+    to other ops where its operands require gradients.
+
+    It asks at the innermost level, where those count that nodes inside this one have differentiated. Below
+    all levels there is but one graph, and all nodes count.
+    """
+    source, recorded = prim.source, prim.recorded
+    if recorded is not None and _compares(prim):
+        return recorded
+    if prim.pulls or source is None or source.recorded is None or source.recorded.tape.loose:
+        return prim.body
+    others = sorted(source.differentiated.difference(mask))
+    body = recorded or prim.body
+    return as_differentiated(body, others, prim.family, plainly=True) if others else body
 
 
 def _compares(prim: Prim) -> bool:
@@ -285,7 +305,7 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
     )
     if active.attempt is not None:
         active.attempt.append(recorder)
-    operands = _apart(recorder, operands, {i for mask in prim.masks for i in mask})
+    operands = apart(recorder, operands, {i for mask in prim.masks for i in mask})
     random = RandomState(operands) if region.preserve_rng_state else None
     saved, packed = set[int](), list[tuple[int, int]]()
     reaches: list[Reachability] = []
@@ -336,20 +356,6 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
         recorder.offer_around(recorded.kept)
         recorded.kept.update(held_values(recorded.kept, region.name, [(t, t) for t in bottoms]))
     return outs
-
-
-def _apart(recorder: Recorder, operands: Tensors, at: set[int]) -> list[torch.Tensor]:
-    """Other objects in the place of the operands at `at`: an op that meets the tensor itself has it from
-    elsewhere, with no derivative."""
-    given = list(operands)
-    numbers = {i: recorder.number(operands[i]) for i in at}
-    for i, number in numbers.items():
-        # A write to the tensor, as of `Embedding(max_norm)`, would spoil a view made without gradients.
-        with torch.enable_grad():
-            given[i] = quiet(operands[i].view_as, operands[i])
-        recorder.forget(operands[i])
-        recorder.bind(given[i], number)
-    return given
 
 
 def _report(recorded: Recorded, sink: Residuals, operands: Tensors) -> None:

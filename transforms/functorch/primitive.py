@@ -37,7 +37,7 @@ from remat.transforms.ops import memory_of, span, storage
 from remat.transforms.pytree import smooth as pytree_smooth
 from remat.transforms.region import Region
 from remat.transforms.state import Ambient, in_backward, noting
-from remat.transforms.tape import Recorded
+from remat.transforms.tape import Recorded, Recorder
 
 Tensors = Sequence[torch.Tensor]
 Body = Callable[..., tuple[torch.Tensor, ...]]
@@ -48,6 +48,7 @@ class Residuals:
 
     def __init__(self) -> None:
         self.recorded: Recorded | None = None
+        self.differentiated = set[int]()  # the operands that this node or one of another level differentiates
         self.written: Any = None  # in a traced graph: what its `World` noted in the forward
 
     def needs(self, tensor: torch.Tensor) -> bool:
@@ -158,8 +159,9 @@ def call(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
 # -- the function as it is differentiated, and its pull-back ------------------------------------------------
 
 
-def as_differentiated(body: Body, mask: list[int], family: Family) -> Body:
-    """`body`, run the way its pull-back will run it (torch picks other kernels where it differentiates)."""
+def as_differentiated(body: Body, mask: list[int], family: Family, plainly: bool = False) -> Body:
+    """`body`, run the way its pull-back will run it (torch picks other kernels where it differentiates);
+    `plainly`: where no level is active, and as it is elsewhere."""
 
     def note(outs: Tensors) -> None:
         if family.made is not None:
@@ -167,6 +169,8 @@ def as_differentiated(body: Body, mask: list[int], family: Family) -> Body:
 
     def run(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         split: list[list[int]] = [[]]
+        if plainly and (in_transform() or family.by_levels):
+            return body(*operands)
         if not in_transform() and not family.by_levels:
             # A pull-back that runs this again differentiates some operands already, for good.
             around = torch.is_grad_enabled() and any(t.requires_grad for t in operands)
@@ -330,6 +334,20 @@ def _variable(tensor: torch.Tensor, again: bool) -> torch.Tensor:
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().requires_grad_()
+
+
+def apart(recorder: Recorder, operands: Tensors, at: set[int]) -> list[torch.Tensor]:
+    """Other objects in the place of the operands at `at`: an op that meets the tensor itself has it from
+    elsewhere, with no derivative."""
+    given = list(operands)
+    numbers = {i: recorder.number(operands[i]) for i in at}
+    for i, number in numbers.items():
+        # A write to the tensor, as of `Embedding(max_norm)`, would spoil a view made without gradients.
+        with torch.enable_grad():
+            given[i] = quiet(operands[i].view_as, operands[i])
+        recorder.forget(operands[i])
+        recorder.bind(given[i], number)
+    return given
 
 
 def merged(operands: Tensors, at: list[int], replaced: Tensors) -> list[torch.Tensor]:
