@@ -384,7 +384,7 @@ class _Unread(DispatchMode):
 
 def _written(scan: Scan, tensor: torch.Tensor) -> RematError:
     return RematError(
-        f"{scan.spec.name}: its body reads a {tuple(tensor.shape)} {tensor.dtype} tensor that was written in "
+        f"{scan.spec.name}: its body reads a {tuple(tensor.shape)} {tensor.dtype} tensor. It was written in "
         "place between its forward and its backward, so the recomputation would see another value. Write out "
         "of place (`x = x + 1`), pass a `.clone()` into the scan, or run the backward first."
     )
