@@ -396,6 +396,13 @@ def plain_over_jvp(run: Pass, step: dict[str, Any]) -> Seen:
     return plain_over(run, step, lambda loss, x: list(jvp(loss, (x,), (x.detach().cos(),))))
 
 
+def linearized(loss: Callable[..., Tensor], run: Pass, x: Tensor, y: Tensor) -> Any:
+    # Without gradients of the parameters: torch makes a Parameter of a tangent that is constant.
+    own = parameters(run)
+    out, push = linearize(lambda x: loss(x, y, own), x)
+    return out, push(y)
+
+
 ONES = torch.ones(4, dtype=torch.float64)
 WAYS: dict[str, Callable[..., Seen]] = {
     "backward": backward,
@@ -435,9 +442,7 @@ WAYS: dict[str, Callable[..., Seen]] = {
     "vmap_hessian": transformed(
         lambda loss, run, x, y: vmap(lambda x: hessian(scaled(loss, x, y))(ONES))(torch.stack([x, x.flip(0)]))
     ),
-    "linearize": transformed(
-        lambda loss, run, x, y: (lambda out, push: (out, push(y)))(*linearize(lambda x: loss(x, y), x))
-    ),
+    "linearize": transformed(linearized),
     "plain_over_grad": plain_over_grad,
     "plain_over_jvp": plain_over_jvp,
     "jvp_grad": transformed(lambda loss, run, x, y: jvp(lambda x: grad(loss)(x, y), (x,), (y,))),

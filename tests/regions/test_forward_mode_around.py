@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from remat import RematError, remat
+from remat import RematError, remat, scan_remat
 from tests.helpers import rand, same
 
 Way = Callable[[Any, Tensor, Tensor], Any]
@@ -151,3 +151,25 @@ def test_autocast_and_batches_in_other_places():
             )
         found.append(torch.autograd.grad(out.sum(), [weight])[0])
     torch.testing.assert_close(found[1], found[0], rtol=1e-2, atol=1e-2)
+
+
+def tangent_of(run: Callable[[Tensor], Tensor], x: Tensor) -> Any:
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x.cos())
+        return torch.autograd.forward_ad.unpack_dual(run(dual)).tangent
+
+
+def linearized(run: Callable[[Tensor], Tensor], x: Tensor) -> Any:
+    return torch.func.linearize(run, x)[1](x.cos())
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert")
+@pytest.mark.parametrize("way", [tangent_of, linearized])
+def test_a_scan_pushes_the_tangent_of_what_its_body_captures(way):
+    x, start = rand(3, 4), rand(3, 4)
+
+    def scanned(x: Tensor) -> Tensor:
+        v = x.sin()
+        return scan_remat(lambda h, _: (remat(lambda h: h * v.cos())(h), None), start, length=2)[0]
+
+    same(way(scanned, x), way(lambda x: start * x.sin().cos() * x.sin().cos(), x))
