@@ -103,7 +103,9 @@ def differentiable(tensor: torch.Tensor) -> bool:
     if is_wrapped(tensor) or tensor.requires_grad:
         return True
     # A plain `dual_level`, as `torch.func.linearize` opens one, wraps nothing.
-    return dual_level_open() and not in_transform() and quiet(has_tangent, tensor)
+    if not dual_level_open() or in_transform() or torch.is_inference_mode_enabled() or tensor.is_inference():
+        return False
+    return quiet(has_tangent, tensor)
 
 
 def reached(*roots: Any) -> list[Any]:
