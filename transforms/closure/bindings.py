@@ -103,9 +103,10 @@ def differentiable(tensor: torch.Tensor) -> bool:
     if is_wrapped(tensor) or tensor.requires_grad:
         return True
     # A plain `dual_level`, as `torch.func.linearize` opens one, wraps nothing.
-    if not dual_level_open() or in_transform() or torch.is_inference_mode_enabled() or tensor.is_inference():
-        return False
-    return quiet(has_tangent, tensor)
+    if dual_level_open() and not in_transform():
+        with contextlib.suppress(RuntimeError):  # torch's: below autograd nobody pushes tangents
+            return quiet(has_tangent, tensor)
+    return False
 
 
 def reached(*roots: Any) -> list[Any]:
