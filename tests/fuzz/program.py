@@ -182,6 +182,8 @@ HOWS = {
     "func": {
         "backward": 2, "double": 2, "grad": 2, "grad_params": 2, "vmap_grad": 2, "jvp": 1, "hessian": 1,
         "jacrev": 1, "grad_grad": 1, "vmap": 1, "forward_ad": 1, "jvp_grad": 1, "vjp": 1, "jacfwd": 1,
+        "third": 0.5, "mixed": 1, "vmap_hessian": 0.5, "linearize": 0.5, "plain_over_grad": 1,
+        "plain_over_jvp": 1,
     },
     "compile": {"backward": 4, "grad": 2, "vmap_grad": 1},
 }  # fmt: skip

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
 from remat import RematError
 from tests.fuzz import library
@@ -378,6 +378,31 @@ def scaled(loss: Callable[..., Tensor], x: Tensor, y: Tensor) -> Callable[[Tenso
     return lambda s: loss(x * s, y)
 
 
+def plain_over(run: Pass, step: dict[str, Any], of: Callable[..., list[Tensor]]) -> Seen:
+    """Plain autograd by the model's leaves over what a transform makes of the loss."""
+    x, y = run.inputs(step)
+    leaves = run.leaves(x)
+    found = of(lambda x: run.loss(x, y), x)
+    value = total(found) + sum((0 * leaf.double()).sum() for leaf in leaves)
+    grads = torch.autograd.grad(value, leaves, allow_unused=True) if leaves else []
+    return {"derivatives": [t.detach() for t in found], "gradients": grads}
+
+
+def plain_over_grad(run: Pass, step: dict[str, Any]) -> Seen:
+    return plain_over(run, step, lambda loss, x: [grad(loss)(x)])
+
+
+def plain_over_jvp(run: Pass, step: dict[str, Any]) -> Seen:
+    return plain_over(run, step, lambda loss, x: list(jvp(loss, (x,), (x.detach().cos(),))))
+
+
+def linearized(loss: Callable[..., Tensor], run: Pass, x: Tensor, y: Tensor) -> Any:
+    # Without gradients of the parameters: torch makes a Parameter of a tangent that is constant.
+    own = parameters(run)
+    out, push = linearize(lambda x: loss(x, y, own), x)
+    return out, push(y)
+
+
 ONES = torch.ones(4, dtype=torch.float64)
 WAYS: dict[str, Callable[..., Seen]] = {
     "backward": backward,
@@ -408,6 +433,18 @@ WAYS: dict[str, Callable[..., Seen]] = {
     "jacrev": transformed(lambda loss, run, x, y: jacrev(grad(scaled(loss, x, y)))(ONES)),
     "jacfwd": transformed(lambda loss, run, x, y: jacfwd(scaled(loss, x, y))(ONES)),
     "grad_grad": transformed(lambda loss, run, x, y: grad(lambda x: grad(loss)(x, y).square().sum())(x)),
+    "third": transformed(
+        lambda loss, run, x, y: grad(lambda s: hessian(scaled(loss, x, y))(s).square().sum())(ONES)
+    ),
+    "mixed": transformed(
+        lambda loss, run, x, y: grad(lambda p: grad(loss)(x, y, p).square().sum())(parameters(run))
+    ),
+    "vmap_hessian": transformed(
+        lambda loss, run, x, y: vmap(lambda x: hessian(scaled(loss, x, y))(ONES))(torch.stack([x, x.flip(0)]))
+    ),
+    "linearize": transformed(linearized),
+    "plain_over_grad": plain_over_grad,
+    "plain_over_jvp": plain_over_jvp,
     "jvp_grad": transformed(lambda loss, run, x, y: jvp(lambda x: grad(loss)(x, y), (x,), (y,))),
     "vmap": transformed(lambda loss, run, x, y: vmap(loss, (0, None))(torch.stack([x, x.flip(0)]), y)),
 }

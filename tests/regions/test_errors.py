@@ -431,3 +431,15 @@ def test_saved_tensor_hooks_around_torch_func_are_refused_as_without_remat():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
         x = rand(3).requires_grad_()
         same(torch.autograd.grad(region(x).sum(), x), torch.autograd.grad(x.sin().exp().sum(), x))
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert")
+def test_a_linearized_function_inside_a_region_is_refused_in_words():
+    """Torch loses the derivatives of what it folds into the graph, without remat too."""
+
+    def inside(x):
+        out, push = torch.func.linearize(torch.sin, x)
+        return out + push(x.cos())
+
+    with pytest.raises(RematError, match=r"torch\.func\.linearize"):
+        torch.func.grad(lambda x: remat(inside)(x).sum())(rand(3))

@@ -51,6 +51,12 @@ def test_what_changes_before_the_backward_is_refused(name, value):
         steps(module, remat(module), lambda module: setattr(module, name, value))
 
 
+def test_what_may_draw_other_numbers_returns_others():
+    module = Switched()
+    region = remat(lambda x: nn.functional.dropout(module(x)), preserve_rng_state=False)
+    assert len(steps(module, region)) == 4
+
+
 def test_it_goes_unasked_by_the_users_word():
     module = Switched()
     region = remat(module, determinism_check="none")

@@ -15,7 +15,16 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat import functions_as_they_are, is_dead, is_wrapped, unwrap_once
+from remat.transforms.compat import (
+    dual_level_open,
+    functions_as_they_are,
+    has_tangent,
+    in_transform,
+    is_dead,
+    is_wrapped,
+    unwrap_once,
+)
+from remat.transforms.context import quiet
 
 # Where modules hold tensors: the tables, and the keys in them.
 Slots = tuple[list[dict[str, Any]], list[str]]
@@ -91,7 +100,13 @@ _MOST = 100_000
 
 def differentiable(tensor: torch.Tensor) -> bool:
     """Whether a derivative or a batch dimension could be lost if `tensor` were taken for a constant."""
-    return is_wrapped(tensor) or tensor.requires_grad
+    if is_wrapped(tensor) or tensor.requires_grad:
+        return True
+    # A plain `dual_level`, as `torch.func.linearize` opens one, wraps nothing.
+    if dual_level_open() and not in_transform():
+        with contextlib.suppress(RuntimeError):  # torch's: below autograd nobody pushes tangents
+            return quiet(has_tangent, tensor)
+    return False
 
 
 def reached(*roots: Any) -> list[Any]:

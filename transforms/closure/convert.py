@@ -219,7 +219,8 @@ def changing(name: str) -> RematError:
     """What to raise when every start over meets another captured tensor."""
     return RematError(
         f"region {name!r} reads tensors that carry derivatives and that change from run to run, so they "
-        "cannot be made operands. Pass them as arguments."
+        "cannot be made operands. Pass them as arguments. (Such are those that torch.func.linearize puts "
+        "into its graph. Torch itself loses their derivatives, without remat too: write torch.func.jvp.)"
     )
 
 

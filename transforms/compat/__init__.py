@@ -92,6 +92,7 @@ from remat.transforms.compat.autograd import (
     restore_vmap,  # vmap with its level's settings given
     running_node,  # the node that this thread's backward pass is running, None outside of one
     set_version,  # let a tensor's version be another one
+    tangent_of,  # what the innermost level pushes forward of a tensor of its own
     top_hooks,  # the innermost saved-tensor hooks of this thread
     traced_as_it_runs,  # whether make_fx writes down what runs now, and no compiler has asked for it
     unwrap_batched,  # a vmap's tensor and its batch dimension

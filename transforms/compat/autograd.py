@@ -237,7 +237,12 @@ def has_tangent(tensor: torch.Tensor) -> bool:
     """Whether the innermost level pushes a tangent of `tensor` forward, or of what it is a batch of."""
     while is_batched(tensor):  # of which torch tells none
         tensor = unwrap_once(tensor)
-    return _unpack_dual(tensor, level=0)[1] is not None
+    return tangent_of(tensor) is not None
+
+
+def tangent_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What the innermost level pushes forward of a tensor of its own."""
+    return _unpack_dual(tensor, level=0)[1]
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:

@@ -17,7 +17,7 @@ from remat.transforms.errors import RematError
 from remat.transforms.ops import tensors_in
 from remat.transforms.pytree import flatten, split
 from remat.transforms.sharded import local_tensors, placements_of
-from remat.transforms.state import prints_of
+from remat.transforms.state import Print, prints_of
 from remat.transforms.tape import (
     Kept,
     Needs,
@@ -55,10 +55,7 @@ def settle(frame: Any, recorder: Recorder, out: Any) -> None:
         frame.take(recorder, held.union(needs.outside, range(tape.arguments), written))
         frame.residuals = None
         frame.inputs.note_surroundings()
-        compared = tape.loose and frame.region.determinism_check != "none"
-        frame.rerun = Rerun(
-            needs, may_be_absent(recorder, ()), prints_of(flatten(out)[0]) if compared else None
-        )
+        frame.rerun = Rerun(needs, may_be_absent(recorder, ()), _prints(frame.region, recorder, out))
     else:
         frame.program = program = Program(tape, needs, wanted)
         frame.kept = {at: value for at, value in recorder.kept.items() if at in program.kept}
@@ -66,6 +63,13 @@ def settle(frame: Any, recorder: Recorder, out: Any) -> None:
         _prefer_residuals(frame, recorder)
     if active.listeners:
         report_frame(frame, recorder)
+
+
+def _prints(region: Any, recorder: Recorder, out: Any) -> list[Print] | None:
+    """What a second run is compared by where its ops are not; None where it may return other numbers."""
+    drawn = recorder.random and not region.preserve_rng_state
+    compared = recorder.tape.loose and region.determinism_check != "none" and not drawn
+    return prints_of(flatten(out)[0]) if compared else None
 
 
 def broken_off(frame: Any, recorder: Recorder, error: BaseException) -> None:

@@ -294,14 +294,20 @@ class FlatCall:
             out, named = self._tapped(run, args, kwargs, table) if self.taps else (run(args, kwargs), ())
         note(conversion)
         if self.taps is None and isinstance(out, torch.Tensor):
-            return self.aliasing.leaving([table.get(id(out), out)], operands)
+            return self._leaving([table.get(id(out), out)], operands)
         check_results(out, self.region.name)
         self.out_leaves, self.out_spec = flatten((out, named))
         tensors, self.out_at = split(self.out_leaves)
         self.out_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in self.out_leaves]
         # A captured tensor may be returned as it is, without any torch call that would have met it.
         tensors = [table.get(id(t), t) for t in tensors]
-        return self.aliasing.leaving(tensors, operands)
+        return self._leaving(tensors, operands)
+
+    def _leaving(self, results: list[torch.Tensor], operands: tuple[torch.Tensor, ...]) -> Any:
+        outs = self.aliasing.leaving(results, operands)
+        if self.family.results is not None:
+            self.family.results.met(outs)
+        return outs
 
     def _tapped(self, run: Any, args: Any, kwargs: Any, table: dict[int, torch.Tensor]) -> tuple[Any, Any]:
         # Named values leave as results like any other: every run of the body has the same ones.

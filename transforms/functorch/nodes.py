@@ -38,13 +38,16 @@ from remat.transforms.functorch.primitive import (
     PullBack,
     Residuals,
     Tensors,
+    apart,
     as_differentiated,
     call,
     replaying,
     rule,
+    with_memory,
 )
+from remat.transforms.functorch.results import Results, compared
 from remat.transforms.functorch.rules import hollow_operand, plain_duals
-from remat.transforms.ops import memory_of, span, storage
+from remat.transforms.ops import storage
 from remat.transforms.region import agree
 from remat.transforms.state import RandomState, noting
 from remat.transforms.tape import (
@@ -134,8 +137,10 @@ def _recorded(prim: Prim, mask: list[int]) -> tuple[Prim, Residuals | None]:
     if prim.pulls:
         return replace(prim, recorded=recorded), None
     residuals = Residuals()
-    masks = (*prim.masks, tuple(mask))
-    return replace(prim, recorded=recorded, sinks=(*prim.sinks, residuals), masks=masks), residuals
+    masks, sinks = (*prim.masks, tuple(mask)), (*prim.sinks, residuals)
+    for sink in sinks:
+        sink.differentiated.update(*masks)
+    return replace(prim, recorded=recorded, sinks=sinks, masks=masks), residuals
 
 
 def _backward(ctx: Any, cotangents: tuple[Any, ...], level: int | None) -> list[Any]:
@@ -149,8 +154,8 @@ def _backward(ctx: Any, cotangents: tuple[Any, ...], level: int | None) -> list[
     dead = level is not None and any(is_dead(t) for t in saved)
     # A pull-back of a pull-back recomputes the same forward, so the same residuals serve.
     source = ctx.residuals or ctx.prim.source
-    recorded = ctx.prim.recorded if _compares(replace(ctx.prim, source=source)) else None
-    body = PullBack(recorded or ctx.prim.body, len(saved), mask, present, ctx.prim.family.by_levels)
+    forward = _as_recorded(replace(ctx.prim, source=source), mask)
+    body = PullBack(forward, len(saved), mask, present, ctx.prim.family.by_levels)
     # A second derivative still pulls back from the same results of the region.
     ends = ctx.prim.present if ctx.prim.pulls else tuple(present)
     own = None if dead else level
@@ -177,6 +182,23 @@ def _saved(ctx: Any) -> Tensors:
         raise RematError(
             f"region {name!r}: an argument or captured tensor was written in place: {error}"
         ) from error
+
+
+def _as_recorded(prim: Prim, mask: list[int]) -> Any:
+    """The function, with what the forward differentiated in it and this pull-back does not: matmul comes down
+    to other ops where its operands require gradients.
+
+    It asks at the innermost level, where those count that nodes inside this one have differentiated. Below
+    all levels there is but one graph, and all nodes count.
+    """
+    source, recorded = prim.source, prim.recorded
+    if recorded is not None and _compares(prim):
+        return recorded
+    if prim.pulls or source is None or source.recorded is None or source.recorded.tape.loose:
+        return prim.body
+    others = sorted(source.differentiated.difference(mask))
+    body = recorded or prim.body
+    return as_differentiated(body, others, prim.family, plainly=True) if others else body
 
 
 def _compares(prim: Prim) -> bool:
@@ -263,6 +285,7 @@ def _lowered(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, .
 def _forward(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
     """Run a region's function; recorded, where a node above it will pull back."""
     if prim.sinks:
+        prim.family.results = Results(prim.family) if prim.dual else None
         return _forward_recorded(prim, operands)
     with WriteNotes([unwrapped(t) for t in operands]) as watch:
         if active.attempt is not None:
@@ -282,10 +305,9 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
     )
     if active.attempt is not None:
         active.attempt.append(recorder)
-    operands = _apart(recorder, operands, {i for mask in prim.masks for i in mask})
+    operands = apart(recorder, operands, {i for mask in prim.masks for i in mask})
     random = RandomState(operands) if region.preserve_rng_state else None
-    saved: set[int] = set()
-    packed: list[tuple[int, int]] = []
+    saved, packed = set[int](), list[tuple[int, int]]()
     reaches: list[Reachability] = []
     unseen: list[bool] = []
     start = next_node()
@@ -320,6 +342,7 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
         family.watch, family.made = None, None
     bottoms = [unwrapped(t) if is_wrapped(t) else t for t in outs]
     recorded = Recorded(region, recorder, packed if watched else None, saved, bottoms, random)
+    family.results = compared(family, recorded, bottoms) if tape.loose else None
     # Of several levels that differentiate, each has its own graph: then all is needed.
     if watched and len(reaches) == 1 and reaches[0].differ:
         recorded.reach = reaches[0]
@@ -333,20 +356,6 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
         recorder.offer_around(recorded.kept)
         recorded.kept.update(held_values(recorded.kept, region.name, [(t, t) for t in bottoms]))
     return outs
-
-
-def _apart(recorder: Recorder, operands: Tensors, at: set[int]) -> list[torch.Tensor]:
-    """Other objects in the place of the operands at `at`: an op that meets the tensor itself has it from
-    elsewhere, with no derivative."""
-    given = list(operands)
-    numbers = {i: recorder.number(operands[i]) for i in at}
-    for i, number in numbers.items():
-        # A write to the tensor, as of `Embedding(max_norm)`, would spoil a view made without gradients.
-        with torch.enable_grad():
-            given[i] = quiet(operands[i].view_as, operands[i])
-        recorder.forget(operands[i])
-        recorder.bind(given[i], number)
-    return given
 
 
 def _report(recorded: Recorded, sink: Residuals, operands: Tensors) -> None:
@@ -366,7 +375,7 @@ def _pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
     family, source = prim.family, prim.source
     recorded = None if source is None else source.recorded
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_with_memory(operands))
+        stack.enter_context(with_memory(operands))
         if family.ambient.must_be_restored():
             stack.enter_context(family.ambient.restored())
         replay = None
@@ -382,19 +391,3 @@ def _pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
             if missed.around():
                 raise
             raise read_again(f"region {family.region.name!r}", missed) from None
-
-
-@contextlib.contextmanager
-def _with_memory(operands: Tensors) -> Any:
-    """Give hollow operands memory (of any content) for as long as the function runs: it may look, it must
-    not crash."""
-    with functions_as_they_are():
-        # (A subclass of somebody else's may have no storage.)
-        hollow = [t for t in operands if t.numel() and (m := memory_of(t)) is not None and not m.nbytes()]
-    for tensor in hollow:
-        tensor.untyped_storage().resize_(span(tensor.shape, tensor.stride()) * tensor.element_size())
-    try:
-        yield
-    finally:
-        for tensor in hollow:
-            tensor.untyped_storage().resize_(0)

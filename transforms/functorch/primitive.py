@@ -33,11 +33,11 @@ from remat.transforms.compat import (
     unwrap_if_dead,
 )
 from remat.transforms.context import active, quiet, recomputing
-from remat.transforms.ops import storage
+from remat.transforms.ops import memory_of, span, storage
 from remat.transforms.pytree import smooth as pytree_smooth
 from remat.transforms.region import Region
 from remat.transforms.state import Ambient, in_backward, noting
-from remat.transforms.tape import Recorded
+from remat.transforms.tape import Recorded, Recorder
 
 Tensors = Sequence[torch.Tensor]
 Body = Callable[..., tuple[torch.Tensor, ...]]
@@ -48,6 +48,7 @@ class Residuals:
 
     def __init__(self) -> None:
         self.recorded: Recorded | None = None
+        self.differentiated = set[int]()  # the operands that this node or one of another level differentiates
         self.written: Any = None  # in a traced graph: what its `World` noted in the forward
 
     def needs(self, tensor: torch.Tensor) -> bool:
@@ -81,6 +82,9 @@ class Family:
     # the results.
     watch: Callable[[torch.Tensor], Any] | None = None
     made: Callable[[Tensors], None] | None = None
+    results: Any = (
+        None  # where ops cannot be compared, the `Results` that every run of the function is to meet
+    )
 
     @property
     def by_levels(self) -> bool:
@@ -155,8 +159,9 @@ def call(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
 # -- the function as it is differentiated, and its pull-back ------------------------------------------------
 
 
-def as_differentiated(body: Body, mask: list[int], family: Family) -> Body:
-    """`body`, run the way its pull-back will run it (torch picks other kernels where it differentiates)."""
+def as_differentiated(body: Body, mask: list[int], family: Family, plainly: bool = False) -> Body:
+    """`body`, run the way its pull-back will run it (torch picks other kernels where it differentiates);
+    `plainly`: where no level is active, and as it is elsewhere."""
 
     def note(outs: Tensors) -> None:
         if family.made is not None:
@@ -164,6 +169,8 @@ def as_differentiated(body: Body, mask: list[int], family: Family) -> Body:
 
     def run(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         split: list[list[int]] = [[]]
+        if plainly and (in_transform() or family.by_levels):
+            return body(*operands)
         if not in_transform() and not family.by_levels:
             # A pull-back that runs this again differentiates some operands already, for good.
             around = torch.is_grad_enabled() and any(t.requires_grad for t in operands)
@@ -293,6 +300,22 @@ def replaying(replay: Any, region: str) -> Iterator[None]:
             active.replays.pop()
 
 
+@contextlib.contextmanager
+def with_memory(operands: Tensors) -> Iterator[None]:
+    """Give hollow operands memory (of any content) for as long as the function runs: it may look, it must
+    not crash."""
+    with functions_as_they_are():
+        # (A subclass of somebody else's may have no storage.)
+        hollow = [t for t in operands if t.numel() and (m := memory_of(t)) is not None and not m.nbytes()]
+    for tensor in hollow:
+        tensor.untyped_storage().resize_(span(tensor.shape, tensor.stride()) * tensor.element_size())
+    try:
+        yield
+    finally:
+        for tensor in hollow:
+            tensor.untyped_storage().resize_(0)
+
+
 def _batched_first(pull: Body, in_dims: tuple[int | None, ...], size: int, randomness: str) -> Body:
     """`pull` over a batch of cotangents; every result has the batch in front."""
 
@@ -311,6 +334,20 @@ def _variable(tensor: torch.Tensor, again: bool) -> torch.Tensor:
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().requires_grad_()
+
+
+def apart(recorder: Recorder, operands: Tensors, at: set[int]) -> list[torch.Tensor]:
+    """Other objects in the place of the operands at `at`: an op that meets the tensor itself has it from
+    elsewhere, with no derivative."""
+    given = list(operands)
+    numbers = {i: recorder.number(operands[i]) for i in at}
+    for i, number in numbers.items():
+        # A write to the tensor, as of `Embedding(max_norm)`, would spoil a view made without gradients.
+        with torch.enable_grad():
+            given[i] = quiet(operands[i].view_as, operands[i])
+        recorder.forget(operands[i])
+        recorder.bind(given[i], number)
+    return given
 
 
 def merged(operands: Tensors, at: list[int], replaced: Tensors) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,12 +11,15 @@ import torch
 
 from remat.transforms.closure import Missed, read_again
 from remat.transforms.compat import (
+    DispatchMode,
     in_transform,
     is_batched_anyhow,
     is_legacy_batched,
     is_wrapped,
 )
 from remat.transforms.errors import RematError
+from remat.transforms.ops import storage, tensors_in, traits
+from remat.transforms.scan.body import version
 from remat.transforms.scan.compiled import MOST, Sums, UnrolledStep, dense
 from remat.transforms.scan.instructions import with_notice
 from remat.transforms.scan.spec import (
@@ -30,6 +34,7 @@ from remat.transforms.scan.spec import (
     with_step_note,
 )
 from remat.transforms.scan.vjp import OneByOne, pull
+from remat.transforms.sharded import PLAIN
 from remat.transforms.state import Print, alike, prints_of
 
 
@@ -324,3 +329,62 @@ def check_seen(scan: Scan, again: dict[int, list[Print]]) -> None:
                 "(Python numbers, attributes, tensors without gradients) must be the same in both "
                 "passes. Put it into the carry or into xs, or change it after the backward."
             )
+
+
+class Consts:
+    """What a body leads to, held outside of autograd, which would refuse a write to any of it.
+
+    A body need not read all that it leads to: of a module's parameters few, perhaps.
+    """
+
+    def __init__(self, scan: Scan, flat: Tensors) -> None:
+        own = () if scan.levels or scan.opaque is not None else flat[: scan.sizes[0]]
+        # Others are for whoever watches what is saved: a wrapper, and what a region around may compute again.
+        self.held = {i: t for i, t in enumerate(own) if type(t) in PLAIN and (scan.plain or _is_leaf(t))}
+        self.versions = [version(t) for t in self.held.values()]
+
+    def others(self, flat: Tensors) -> list[torch.Tensor]:
+        """The operands that autograd is to hold."""
+        return [t for i, t in enumerate(flat) if i not in self.held]
+
+    def among(self, saved: Tensors) -> list[torch.Tensor]:
+        """All operands, and what follows them; `saved` is what autograd has held."""
+        rest = iter(saved)
+        return [self.held[i] if i in self.held else next(rest) for i in range(len(self.held) + len(saved))]
+
+    def unread(self, scan: Scan) -> contextlib.AbstractContextManager[Any]:
+        """Within, an op that reads what was written to since the forward is refused."""
+        pairs = zip(self.held.values(), self.versions, strict=True)
+        written = [t for t, before in pairs if version(t) != before]
+        if not written:
+            return contextlib.nullcontext()
+        if scan.in_blocks:  # whose kernels nobody sees
+            raise _written(scan, written[0])
+        return _Unread(scan, written)
+
+
+def _is_leaf(tensor: torch.Tensor) -> bool:
+    """Whether it is one, or the look at one that a scan under torch-function modes is given."""
+    return tensor.is_leaf or (tensor._base is not None and tensor._base.is_leaf)
+
+
+class _Unread(DispatchMode):
+    def __init__(self, scan: Scan, written: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.scan, self.written = scan, {storage(t): t for t in written}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        facts = traits(func)
+        if not (facts.view or facts.shape_only):
+            for tensor in tensors_in((args, kwargs or {})):
+                if (known := self.written.get(storage(tensor))) is not None:
+                    raise _written(self.scan, known)
+        return func(*args, **(kwargs or {}))
+
+
+def _written(scan: Scan, tensor: torch.Tensor) -> RematError:
+    return RematError(
+        f"{scan.spec.name}: its body reads a {tuple(tensor.shape)} {tensor.dtype} tensor. It was written in "
+        "place between its forward and its backward, so the recomputation would see another value. Write out "
+        "of place (`x = x + 1`), pass a `.clone()` into the scan, or run the backward first."
+    )

@@ -26,12 +26,11 @@ from remat.transforms.compat import (
     is_wrapped,
     modes_active,
     top_hooks,
-    unwrapped,
 )
 from remat.transforms.context import active
 from remat.transforms.offload import lane
 from remat.transforms.pytree import merge, smooth
-from remat.transforms.scan.backward import pull_back
+from remat.transforms.scan.backward import Consts, pull_back
 from remat.transforms.scan.body import version, wrote
 from remat.transforms.scan.compiled import MOST, UnrolledStep, dense
 from remat.transforms.scan.rules import (
@@ -56,11 +55,11 @@ from remat.transforms.scan.spec import (
     lift_states,
     now,
     own,
+    report_kept,
     uncached_casts,
     with_step_note,
 )
 from remat.transforms.state import Ambient, RandomState, device_kinds, prints_of
-from remat.transforms.tape import Kept, report
 
 
 def run(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
@@ -78,21 +77,12 @@ def run(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     scan.record.compared = torch.is_grad_enabled() and any(map(_torch_differentiable, flat))
     out = _Scan.apply(scan, *flat)
     if active.listeners and scan.record.compared:
-        _report(scan, flat, out)
+        report_kept(scan, flat, out)
     carry = list(scan.record.final)
     for i, tensor in zip(scan.tensors, out, strict=False):
         carry[i] = tensor
     count = len(scan.tensors)
     return carry, list(out[count : len(out) - scan.extra])
-
-
-def _report(scan: Scan, flat: Tensors, out: tuple[torch.Tensor, ...]) -> None:
-    consts = scan.sizes[0]
-    for i, tensor in enumerate(flat):
-        why = "captured" if i < consts else "argument"
-        report(Kept(why, unwrapped(tensor), scan.spec.name, i))
-    for i, tensor in enumerate(scan.record.kept if scan.plain else out[len(out) - scan.extra :]):
-        report(Kept("policy", unwrapped(tensor), scan.spec.name, i))
 
 
 def _torch_differentiable(tensor: torch.Tensor) -> bool:
@@ -128,7 +118,8 @@ class _Scan(torch.autograd.Function):
         ctx.scan = scan
         kept = output[len(output) - scan.extra :]
         ctx.mark_non_differentiable(*kept, *(t for t in output if not smooth(t)))
-        ctx.save_for_backward(*flat, *kept)
+        ctx.consts = Consts(scan, flat)
+        ctx.save_for_backward(*ctx.consts.others(flat), *kept)
         ctx.save_for_forward(*flat)
         ctx.set_materialize_grads(False)
         ctx.outputs = len(output) - len(kept)
@@ -136,11 +127,17 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cts: torch.Tensor | None) -> tuple[Any, ...]:
         saved = ctx.saved_tensors  # once: every look unpacks anew, and may recompute
-        scan: Scan = ctx.scan
-        ctx.scan = scan if graph_kept() else None  # with what the body holds
-        total, needs = sum(scan.sizes), tuple(ctx.needs_input_grad[1:])
+        scan, consts = ctx.scan, ctx.consts
+        if not graph_kept():
+            ctx.scan = ctx.consts = None  # with what the body holds
+        needs = tuple(ctx.needs_input_grad[1:])
+        with consts.unread(scan):
+            return _Scan._pulled(scan, needs, consts.among(saved), cts[: ctx.outputs])
+
+    @staticmethod
+    def _pulled(scan: Scan, needs: Any, saved: Tensors, cts: Sequence[torch.Tensor | None]) -> Any:
+        total = sum(scan.sizes)
         flat, kept = saved[:total], list(saved[total:])
-        cts = cts[: ctx.outputs]
         if scan.plain:
             kept = scan.record.kept
         if not (scan.levels or in_transform() or torch.is_grad_enabled() or _dual(saved, cts)):

@@ -13,12 +13,14 @@ from remat.transforms.compat import (
     functions_as_they_are,
     modes_active,
     unseen,
+    unwrapped,
 )
 from remat.transforms.offload import Copy, to_device, to_host
 from remat.transforms.ops import memory_of
 from remat.transforms.pytree import Spec, flatten, merge
 from remat.transforms.scan.instructions import Schedule
 from remat.transforms.state import Ambient, Print, RandomState, refuse_traced_draws
+from remat.transforms.tape import Kept, report
 
 Tensors = Sequence[torch.Tensor]
 Leaves = list[Any]
@@ -318,6 +320,16 @@ def lift_states(scan: Scan, flat: Tensors, kept: Tensors) -> dict[int, State]:
         slot: State(s.step, [lift(v) if i in scan.tensors else v for i, v in enumerate(s.carry)], s.random)
         for slot, s in scan.record.states.items()
     }
+
+
+def report_kept(scan: Scan, flat: Tensors, out: Tensors) -> None:
+    """Report what a scan holds until its backward."""
+    consts = scan.sizes[0]
+    for i, tensor in enumerate(flat):
+        why = "captured" if i < consts else "argument"
+        report(Kept(why, unwrapped(tensor), scan.spec.name, i))
+    for i, tensor in enumerate(scan.record.kept if scan.plain else out[len(out) - scan.extra :]):
+        report(Kept("policy", unwrapped(tensor), scan.spec.name, i))
 
 
 @contextlib.contextmanager

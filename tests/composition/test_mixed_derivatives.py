@@ -1,0 +1,96 @@
+"""Derivatives by one argument of derivatives by another: they say which ops a matmul comes down to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad, grad_and_value, hessian, jacrev, jvp, vjp, vmap
+
+from remat import remat, save_everything, save_matmuls, save_nothing
+from tests.helpers import rand, same
+
+Loss = Callable[..., Tensor]
+
+
+def product(x: Tensor, w: Tensor) -> Tensor:
+    """Of a batch that lies otherwise in memory: copied or not, by whether the weight is differentiated."""
+    return (x.transpose(0, 1) @ w).sin()
+
+
+def of_hessians(x: Tensor, w: Tensor) -> Tensor:
+    return hessian(jacrev(lambda x: (x[0, 0, :2] @ w[:2]).sin().sum()))(x).sum() * x
+
+
+def summed(pair: Any) -> Tensor:
+    return pair[0].square().sum() + pair[1]
+
+
+def w_of_x(loss: Loss, x: Tensor, w: Tensor) -> Tensor:
+    return grad(lambda w: grad(loss)(x, w).square().sum())(w)
+
+
+def x_of_w(loss: Loss, x: Tensor, w: Tensor) -> Tensor:
+    return grad(lambda x: grad(loss, 1)(x, w).square().sum())(x)
+
+
+def w_of_both(loss: Loss, x: Tensor, w: Tensor) -> Tensor:
+    return grad(lambda w: summed(grad_and_value(loss)(x, w)))(w)
+
+
+def x_of_both(loss: Loss, x: Tensor, w: Tensor) -> Tensor:
+    return grad(lambda x: summed(grad_and_value(loss, 1)(x, w)))(x)
+
+
+def third(loss: Loss, x: Tensor, w: Tensor) -> Tensor:
+    return grad(lambda v: x_of_w(loss, x, w + v).square().sum())(w)
+
+
+def pulled_outside(loss: Loss, x: Tensor, w: Tensor) -> Tensor:
+    def of(w: Tensor) -> Tensor:
+        pull: Any = vjp(lambda x: loss(x, w), x)[1]
+        return pull(torch.tensor(2.0))[0].square().sum()
+
+    return grad(of)(w)
+
+
+def pushed(loss: Loss, x: Tensor, w: Tensor) -> Tensor:
+    made: Any = jvp(lambda w: grad(loss)(x, w), (w,), (w.cos(),))
+    return made[1]
+
+
+def plain_over_both(loss: Loss, x: Tensor, w: Tensor) -> Tensor:
+    weight = w.detach().requires_grad_()
+    return torch.autograd.grad(summed(grad_and_value(loss)(x, weight)), weight)[0]
+
+
+ORDERS = [w_of_x, x_of_w, w_of_both, x_of_both, third, pulled_outside, pushed]
+
+
+def with_policies(body: Any, run: Callable[[Loss], Tensor]) -> None:
+    expected = run(lambda x, w: body(x, w).square().sum())
+    for policy in (save_nothing, save_matmuls, save_everything):
+        region = remat(body, policy=policy)
+        for _ in range(2):
+            same(run(lambda x, w, region=region: region(x, w).square().sum()), expected)
+
+
+@pytest.mark.parametrize("order", [*ORDERS, plain_over_both])
+def test_products(order):
+    x, w = rand(3, 2, 4), rand(4, 4)
+    with_policies(product, lambda loss: order(loss, x, w))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_products_of_batches(order):
+    xs, w = rand(2, 3, 2, 4), rand(4, 4)
+    with_policies(product, lambda loss: vmap(lambda x: order(loss, x, w))(xs))
+
+
+@pytest.mark.parametrize("order", [w_of_x, x_of_w, w_of_both])
+def test_hessians_inside(order):
+    x, w = rand(1, 2, 4), rand(4, 4)
+    with_policies(of_hessians, lambda loss: order(loss, x, w))

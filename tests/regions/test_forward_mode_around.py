@@ -1,0 +1,175 @@
+"""Forward-mode derivatives of a region: its ops cannot be compared, so its results and their tangents are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from remat import RematError, remat, scan_remat
+from tests.helpers import rand, same
+
+Way = Callable[[Any, Tensor, Tensor], Any]
+
+
+class Layer(nn.Module):
+    """Attributes say by what it multiplies, and how much of the derivative it lets through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.share, self.drop = 1.0, 1.0, 0.0
+        self.bias = nn.Parameter(rand(4))  # which no backward reads
+
+    def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        y = nn.functional.dropout(x @ weight, self.drop).sin() * self.scale
+        return y * self.share + y.detach() * (1 - self.share) + self.bias, y.detach().cos()
+
+
+def pushed(region: Any, x: Tensor, weight: Tensor) -> Any:
+    made: Any = torch.func.jvp(lambda x: region(x, weight)[0], (x,), (x.cos(),))
+    out, tangent = made
+    return out.sum() + tangent.square().sum()
+
+
+def pushed_alone(region: Any, x: Tensor, weight: Tensor) -> Any:
+    return torch.func.jvp(lambda x: region(x, weight)[0], (x,), (x.cos(),))[1].square().sum()
+
+
+def pushed_twice(region: Any, x: Tensor, weight: Tensor) -> Any:
+    def once(x: Tensor) -> Tensor:
+        return torch.func.jvp(lambda x: region(x, weight)[0], (x,), (x.cos(),))[1]
+
+    return torch.func.jvp(once, (x,), (x.sin(),))[1].square().sum()
+
+
+def batched(region: Any, x: Tensor, weight: Tensor) -> Any:
+    def one(x: Tensor) -> Tensor:
+        return torch.func.jvp(lambda x: region(x[None], weight)[0], (x,), (x.cos(),))[1]
+
+    return torch.vmap(one, randomness="different")(x).square().sum()
+
+
+def jacobian(region: Any, x: Tensor, weight: Tensor) -> Any:
+    return torch.func.jacfwd(lambda x: region(x, weight)[0], randomness="same")(x).square().sum()
+
+
+def hessian(region: Any, x: Tensor, weight: Tensor) -> Any:
+    def loss(x: Tensor) -> Tensor:
+        return region(x, weight)[0].square().sum()
+
+    return torch.func.jacfwd(torch.func.jacrev(loss), randomness="same")(x).square().sum()
+
+
+def pushed_through_grad(region: Any, x: Tensor, weight: Tensor) -> Any:
+    def gradient(x: Tensor) -> Tensor:
+        return torch.func.grad(lambda x: region(x, weight)[0].square().sum())(x)
+
+    return torch.func.jvp(gradient, (x,), (x.cos(),))[1].square().sum()
+
+
+WAYS = [pushed, pushed_alone, pushed_twice, batched, jacobian, hessian, pushed_through_grad]
+
+
+def stepped(region: Any, way: Way, change: Callable[[], Any] = lambda: None) -> Tensor:
+    """The gradient of plain autograd over what `way` gives."""
+    weight = rand(4, 4).requires_grad_()
+    loss = way(region, rand(3, 4), weight)
+    change()
+    return torch.autograd.grad(loss, [weight])[0]
+
+
+def nested(region: Any, way: Way, change: Callable[[], Any] = lambda: None) -> Tensor:
+    """The same by torch.func."""
+    x, weight = rand(3, 4), rand(4, 4)
+    made: Any = torch.func.vjp(lambda weight: way(region, x, weight), weight)
+    loss, pull = made
+    change()
+    return pull(torch.ones_like(loss))[0]
+
+
+@pytest.mark.parametrize("drop", [0.0, 0.5])
+@pytest.mark.parametrize("step", [stepped, nested])
+@pytest.mark.parametrize("way", WAYS)
+def test_it_is_as_without_remat(way, step, drop):
+    layer = Layer()
+    layer.drop = drop
+    found = []
+    for function in (layer, remat(layer)):
+        torch.manual_seed(3)
+        found.append([step(function, way) for _ in range(2)])
+    same(found[1], found[0])
+
+
+@pytest.mark.parametrize("name", ["scale", "share"])
+@pytest.mark.parametrize("step", [stepped, nested])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_changes_before_the_backward_is_refused(way, step, name):
+    layer = Layer()
+    region = remat(layer)
+    with pytest.raises(RematError, match="it returned other"):
+        step(region, way, lambda: setattr(layer, name, 0.9))
+
+
+def test_it_goes_unasked_by_the_users_word():
+    layer = Layer()
+    region = remat(layer, determinism_check="none")
+    assert stepped(region, pushed, lambda: setattr(layer, "scale", 0.9)).shape == (4, 4)
+
+
+@pytest.mark.parametrize("step", [stepped, nested])
+def test_what_may_draw_other_numbers_returns_others(step):
+    layer = Layer()
+    layer.drop = 0.5
+    region = remat(layer, preserve_rng_state=False)
+    assert step(region, pushed).shape == (4, 4)
+
+
+@pytest.mark.parametrize("step", [stepped, nested])
+def test_forward_mode_inside_a_region_under_another_transform(step):
+    layer = Layer()
+    inside = remat(lambda x, weight: (pushed(layer, x, weight), 0))
+
+    def gradient(region: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return torch.func.grad(lambda x: region(x, weight)[0])(x).square().sum()
+
+    step(inside, gradient)
+    with pytest.raises(RematError, match="it returned other numbers"):
+        step(inside, gradient, lambda: setattr(layer, "scale", 0.9))
+
+
+def test_autocast_and_batches_in_other_places():
+    layer, found = Layer(), []
+    for region in (layer, remat(layer)):
+        torch.manual_seed(3)
+        weight = rand(4, 4).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = torch.vmap(lambda x, region=region, weight=weight: pushed(region, x, weight), in_dims=2)(
+                rand(3, 4, 5)
+            )
+        found.append(torch.autograd.grad(out.sum(), [weight])[0])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-2, atol=1e-2)
+
+
+def tangent_of(run: Callable[[Tensor], Tensor], x: Tensor) -> Any:
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x.cos())
+        return torch.autograd.forward_ad.unpack_dual(run(dual)).tangent
+
+
+def linearized(run: Callable[[Tensor], Tensor], x: Tensor) -> Any:
+    return torch.func.linearize(run, x)[1](x.cos())
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert")
+@pytest.mark.parametrize("way", [tangent_of, linearized])
+def test_a_scan_pushes_the_tangent_of_what_its_body_captures(way):
+    x, start = rand(3, 4), rand(3, 4)
+
+    def scanned(x: Tensor) -> Tensor:
+        v = x.sin()
+        return scan_remat(lambda h, _: (remat(lambda h: h * v.cos())(h), None), start, length=2)[0]
+
+    same(way(scanned, x), way(lambda x: start * x.sin().cos() * x.sin().cos(), x))
