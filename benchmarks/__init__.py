@@ -1,1 +1,1 @@
-"""Benchmarks, one file or room a claim; each writes a CSV under `results/` and says whether targets are met."""
+"""Benchmarks, one file or room a claim: each writes a CSV under `results/` and says if targets are met."""
