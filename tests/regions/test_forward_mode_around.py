@@ -173,3 +173,24 @@ def test_a_scan_pushes_the_tangent_of_what_its_body_captures(way):
         return scan_remat(lambda h, _: (remat(lambda h: h * v.cos())(h), None), start, length=2)[0]
 
     same(way(scanned, x), way(lambda x: start * x.sin().cos() * x.sin().cos(), x))
+
+
+INSIDE = {
+    "nothing": lambda f: f,
+    "grad": lambda f: torch.func.grad(lambda a: f(a).sum()),
+    "vmap": torch.func.vmap,
+    "vjp": lambda f: lambda a: torch.func.vjp(f, a)[1](a.cos())[0],
+}
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert")
+@pytest.mark.parametrize("way", [tangent_of, linearized])
+@pytest.mark.parametrize("inside", INSIDE)
+def test_a_transform_inside_pushes_the_tangent_of_what_a_region_captures(way, inside):
+    x, start = rand(3, 4), rand(3, 4)
+
+    def run(wrap: Callable[..., Any], x: Tensor) -> Tensor:
+        v = x.sin() if inside != "vmap" else x.sin().sum(0)
+        return INSIDE[inside](wrap(lambda a: (a * v.cos()).sin() * a))(x * start)
+
+    same(way(lambda x: run(remat, x), x), way(lambda x: run(lambda f: f, x), x))

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from remat.transforms.compat import (
+    below_levels,
     dual_level_open,
     functions_as_they_are,
     has_tangent,
-    in_transform,
     is_dead,
     is_wrapped,
     unwrap_once,
@@ -103,9 +103,10 @@ def differentiable(tensor: torch.Tensor) -> bool:
     if is_wrapped(tensor) or tensor.requires_grad:
         return True
     # A plain `dual_level`, as `torch.func.linearize` opens one, wraps nothing.
-    if dual_level_open() and not in_transform():
+    if dual_level_open():
         with contextlib.suppress(RuntimeError):  # torch's: below autograd nobody pushes tangents
-            return quiet(has_tangent, tensor)
+            with below_levels():
+                return quiet(has_tangent, tensor)
     return False
 
 
