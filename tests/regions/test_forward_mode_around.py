@@ -194,3 +194,16 @@ def test_a_transform_inside_pushes_the_tangent_of_what_a_region_captures(way, in
         return INSIDE[inside](wrap(lambda a: (a * v.cos()).sin() * a))(x * start)
 
     same(way(lambda x: run(remat, x), x), way(lambda x: run(lambda f: f, x), x))
+
+
+@pytest.mark.parametrize("inside", INSIDE)
+def test_a_backward_within_the_level_is_given_tangents_of_its_own(inside):
+    def gradient(wrap: Callable[..., Any]) -> Any:
+        x = rand(3, 4).requires_grad_()
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, x.detach().cos())
+            out = torch.layer_norm(INSIDE[inside](wrap(lambda a: a.sin() * a.tanh()))(dual), (4,))
+            tangent = torch.autograd.forward_ad.unpack_dual(out.sin()).tangent
+            return torch.autograd.grad(tangent.sum(), x)[0].detach()
+
+    same(gradient(remat), gradient(lambda f: f))

@@ -27,7 +27,7 @@ from remat.transforms.functorch.primitive import Family
 from remat.transforms.state import Print, alike, prints_of
 from remat.transforms.tape import Recorded
 
-# Which derivative a tensor is: the forward-mode levels whose tangent it is, counted from the outermost.
+# Which derivative a tensor is: the forward-mode levels whose tangent it is, counted from the innermost.
 Order = tuple[int, ...]
 Parts = dict[Order, Sequence[torch.Tensor | None]]
 Prints = dict[Order, list[Print | None]]
@@ -45,14 +45,15 @@ class Results:
         """The function returns `outs`, under the levels at hand."""
         if self.region.determinism_check == "none":
             return
-        around = [number for number, kind, _ in levels() if kind == JVP]
+        around = [number for number, kind, _ in levels() if kind == JVP][::-1]
         with torch.no_grad(), functions_as_they_are():
             parts = quiet(_below, {(): outs}, around)
         found = {order: [_print(t) for t in tensors] for order, tensors in parts.items()}
         if self.before is None:
             self.before, self.levels = found, len(around)
             return
-        # A pull-back that outlives a level of the forward has no tangents of that level.
+        # A pull-back that outlives a level of the forward has no tangents of that level. What it is given may
+        # have tangents of its own, by levels around those of the forward.
         known = range(self.levels) if len(around) >= self.levels else range(0)
         for order in sorted(self.before.keys() | found.keys()):
             if all(at in known for at in order) and not self._alike(self.before, found, order):
