@@ -203,7 +203,7 @@ def test_a_backward_within_the_level_is_given_tangents_of_its_own(inside):
         with torch.autograd.forward_ad.dual_level():
             dual = torch.autograd.forward_ad.make_dual(x, x.detach().cos())
             out = torch.layer_norm(INSIDE[inside](wrap(lambda a: a.sin() * a.tanh()))(dual), (4,))
-            tangent = torch.autograd.forward_ad.unpack_dual(out.sin()).tangent
+            tangent: Any = torch.autograd.forward_ad.unpack_dual(out.sin()).tangent
             return torch.autograd.grad(tangent.sum(), x)[0].detach()
 
     same(gradient(remat), gradient(lambda f: f))
