@@ -152,7 +152,8 @@ POLICED = re.compile(r'"(?!nothing)(' + "|".join(library.POLICIES) + r')"\)|torc
 # Refusals of torch's own: results of a transform inside are connected to more than they depend on, and plain
 # forward mode finds rules for torch.func's levels alone (docs/limits.md).
 TORCHS = re.compile(
-    "must implement the jvp function|vmap: (inplace arithmetic|index_put_)|Batching rule not implemented"
+    "must implement the jvp function|vmap: (inplace arithmetic|index_put_|scatter_add_|aten::index_copy_)"
+    "|Batching rule not implemented"
     "|Nested forward mode AD|derivative for .* is not implemented|A carry must have the same shape"
 )
 # Of programs that call a transform inside alone: else an error of this kind is a region's.
@@ -163,6 +164,8 @@ STANDING = re.compile(
     "|forward AD with _scaled_dot_product"
     # torch's formula for logsumexp: the derivative of its tangent.
     "|which is output 0 of Exp, is at version 1"
+    # The one for norms: their third derivative by what requires gradients and counts for nothing.
+    "|which is output 0 of MaskedFill, is at version 1"
 )
 
 

@@ -84,6 +84,8 @@ def main(folder: Path) -> None:
     if dist.get_rank() == 0:
         (folder / "attempts").write_text(f"{os.environ['TORCHELASTIC_RESTART_COUNT']} from {first}")
     dist.destroy_process_group()
+    # A thread of torch's that still runs would abort a process that ends by itself (now and then, exit -6).
+    os._exit(0)
 
 
 if __name__ == "__main__":
