@@ -54,14 +54,14 @@ def is_user_frame(frame: Any) -> bool:
     return not name.startswith(_HIDDEN) and not name.startswith("<")
 
 
-def written(region: str, tensor: Any, path: str | None = None) -> str:
+def written(reader: str, tensor: Any, path: str | None = None, place: str = "region") -> str:
     """The message for a tensor written between forward and backward; `path` is what the user calls it."""
     what = f"a {tuple(tensor.shape)} {tensor.dtype} tensor"
     what = f"`{path}`, {what}" if path else what
     return (
-        f"region {region!r} reads {what} that was written in place between its forward and its backward, so "
+        f"{reader} reads {what} that was written in place between its forward and its backward, so "
         "the recomputation would see another value. Write out of place (`x = x + 1`), pass a `.clone()` "
-        "into the region, or run the backward first."
+        f"into the {place}, or run the backward first."
     )
 
 

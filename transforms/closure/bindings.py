@@ -104,9 +104,9 @@ def differentiable(tensor: torch.Tensor) -> bool:
         return True
     # A plain `dual_level`, as `torch.func.linearize` opens one, wraps nothing.
     if dual_level_open():
-        with contextlib.suppress(RuntimeError):  # torch's: below autograd nobody pushes tangents
-            with below_levels():
-                return quiet(has_tangent, tensor)
+        # (An error of torch's: below autograd nobody pushes tangents.)
+        with contextlib.suppress(RuntimeError), below_levels():
+            return quiet(has_tangent, tensor)
     return False
 
 

@@ -90,7 +90,9 @@ class SavedInput:
                 self._fetched = self.unpack(self.packed).detach()
             return self._fetched
         if self.version >= 0 and self.watched._version != self.version:
-            raise RematError(written(inputs.region.name, self.packed, inputs.path(at, self.packed)))
+            raise RematError(
+                written(f"region {inputs.region.name!r}", self.packed, inputs.path(at, self.packed))
+            )
         return self.packed
 
     @property

@@ -67,8 +67,7 @@ def settle(frame: Any, recorder: Recorder, out: Any) -> None:
 
 def _prints(region: Any, recorder: Recorder, out: Any) -> list[Print] | None:
     """What a second run is compared by where its ops are not; None where it may return other numbers."""
-    drawn = recorder.random and not region.preserve_rng_state
-    compared = recorder.tape.loose and region.determinism_check != "none" and not drawn
+    compared = recorder.tape.loose and region.compares_results(bool(recorder.random))
     return prints_of(flatten(out)[0]) if compared else None
 
 

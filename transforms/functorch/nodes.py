@@ -285,7 +285,8 @@ def _lowered(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, .
 def _forward(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
     """Run a region's function; recorded, where a node above it will pull back."""
     if prim.sinks:
-        prim.family.results = Results(prim.family) if prim.dual else None
+        compares = prim.dual and prim.family.region.compares_results(False)
+        prim.family.results = Results(prim.family) if compares else None
         return _forward_recorded(prim, operands)
     with WriteNotes([unwrapped(t) for t in operands]) as watch:
         if active.attempt is not None:

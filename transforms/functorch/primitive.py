@@ -82,9 +82,8 @@ class Family:
     # the results.
     watch: Callable[[torch.Tensor], Any] | None = None
     made: Callable[[Tensors], None] | None = None
-    results: Any = (
-        None  # where ops cannot be compared, the `Results` that every run of the function is to meet
-    )
+    # The `Results` that every run of the function is to meet, where ops cannot be compared.
+    results: Any = None
 
     @property
     def by_levels(self) -> bool:

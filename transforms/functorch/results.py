@@ -43,8 +43,6 @@ class Results:
 
     def met(self, outs: Sequence[torch.Tensor]) -> None:
         """The function returns `outs`, under the levels at hand."""
-        if self.region.determinism_check == "none":
-            return
         around = [number for number, kind, _ in levels() if kind == JVP][::-1]
         with torch.no_grad(), functions_as_they_are():
             parts = quiet(_below, {(): outs}, around)
@@ -71,8 +69,7 @@ class Results:
 
 def compared(family: Family, recorded: Recorded, outs: Sequence[torch.Tensor]) -> Results | None:
     """What later runs of a family's function are held against, now that the first one is over."""
-    region = family.region
-    if region.determinism_check == "none" or (recorded.draws and not region.preserve_rng_state):
+    if not family.region.compares_results(bool(recorded.draws)):
         return None
     results = family.results
     if results is None:  # forward mode inside the function, and none around it

@@ -59,6 +59,11 @@ class Region:
     digest: Callable[[Any], Any] | None = None
     shares: bool = True
 
+    def compares_results(self, drawn: bool) -> bool:
+        """Whether a run that cannot be compared by its ops is to return what the first did. `drawn`: whether
+        that one drew random numbers."""
+        return self.determinism_check != "none" and (self.preserve_rng_state or not drawn)
+
     @functools.cached_property
     def cache(self) -> TraceCache:
         """What earlier calls of the function did. (Graphs that are traced ask for none.)"""

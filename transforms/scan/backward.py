@@ -17,7 +17,7 @@ from remat.transforms.compat import (
     is_legacy_batched,
     is_wrapped,
 )
-from remat.transforms.errors import RematError
+from remat.transforms.errors import RematError, written
 from remat.transforms.ops import storage, tensors_in, traits
 from remat.transforms.scan.body import version
 from remat.transforms.scan.compiled import MOST, Sums, UnrolledStep, dense
@@ -355,12 +355,12 @@ class Consts:
     def unread(self, scan: Scan) -> contextlib.AbstractContextManager[Any]:
         """Within, an op that reads what was written to since the forward is refused."""
         pairs = zip(self.held.values(), self.versions, strict=True)
-        written = [t for t, before in pairs if version(t) != before]
-        if not written:
+        changed = [t for t, before in pairs if version(t) != before]
+        if not changed:
             return contextlib.nullcontext()
         if scan.in_blocks:  # whose kernels nobody sees
-            raise _written(scan, written[0])
-        return _Unread(scan, written)
+            raise _written(scan, changed[0])
+        return _Unread(scan, changed)
 
 
 def _is_leaf(tensor: torch.Tensor) -> bool:
@@ -369,22 +369,18 @@ def _is_leaf(tensor: torch.Tensor) -> bool:
 
 
 class _Unread(DispatchMode):
-    def __init__(self, scan: Scan, written: list[torch.Tensor]) -> None:
+    def __init__(self, scan: Scan, changed: list[torch.Tensor]) -> None:
         super().__init__()
-        self.scan, self.written = scan, {storage(t): t for t in written}
+        self.scan, self.changed = scan, {storage(t): t for t in changed}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         facts = traits(func)
         if not (facts.view or facts.shape_only):
             for tensor in tensors_in((args, kwargs or {})):
-                if (known := self.written.get(storage(tensor))) is not None:
+                if (known := self.changed.get(storage(tensor))) is not None:
                     raise _written(self.scan, known)
         return func(*args, **(kwargs or {}))
 
 
 def _written(scan: Scan, tensor: torch.Tensor) -> RematError:
-    return RematError(
-        f"{scan.spec.name}: its body reads a {tuple(tensor.shape)} {tensor.dtype} tensor. It was written in "
-        "place between its forward and its backward, so the recomputation would see another value. Write out "
-        "of place (`x = x + 1`), pass a `.clone()` into the scan, or run the backward first."
-    )
+    return RematError(written(f"{scan.spec.name}: its body", tensor, place="scan"))

@@ -270,7 +270,9 @@ class Recorded:
             tensor = given.ref()
             if given.snapshot is None and tensor is not None and version_of(tensor) != given.version:
                 function = self.region.function
-                raise RematError(written(self.region.name, tensor, of_captured(function, tensor)))
+                raise RematError(
+                    written(f"region {self.region.name!r}", tensor, of_captured(function, tensor))
+                )
 
     @contextmanager
     def surroundings(self, needs: Needs) -> Iterator[None]:

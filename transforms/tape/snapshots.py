@@ -57,7 +57,7 @@ class Held(Elsewhere):
             with autograd_again():
                 value = self.hooks[1](self.packed)
         elif version_of(self.watched) != self.version:
-            raise RematError(written(self.region, self.packed))
+            raise RematError(written(f"region {self.region!r}", self.packed))
         else:
             value = self.packed
         # A new tensor object each time: autograd writes its own record on it.
