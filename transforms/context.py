@@ -69,6 +69,7 @@ class Mode(DispatchMode):
     tape: Tape
     records = False  # whether it watches a forward
     reruns = False  # whether it watches one of which the function runs again
+    skipped = False  # whether it has left out an op, for whose results something without numbers stands in
     parent: Mode | None = None  # what records or replays around it
     # Whether it sees ops on local tensors in the place of those on wrappers around them; then wrappers that
     # were met, by the ids of their local tensors: they have versions of their own.

@@ -15,8 +15,8 @@ import torch
 
 from remat._dynamo.intermediates import sessions, through
 from remat.policies import Policy, bind, save_everything
-from remat.transforms import RematError, registered
-from remat.transforms.compat import bypassing_wrapper, libraries_ready
+from remat.transforms import RematError, map_only, registered
+from remat.transforms.compat import bypassing_wrapper, is_inner, libraries_ready, made_here
 from remat.transforms.entry import Given, Graph, outermost_traced, run_graph, run_transparently
 
 # `bypass(enter, fn, *args)` calls `enter(graph of fn)(*operands)` at trace time. Dynamo takes for `enter` a
@@ -29,18 +29,33 @@ def call_region(label: str, at: str, fn: Callable[..., Any], args: Any, kwargs: 
     """Call the region with the options numbered `at` while Dynamo traces."""
     libraries_ready()
     run = functools.partial(enter, label, at)
-    if sessions():
-        return through(run, fn, args, kwargs)
-    return bypass(run, fn, *args, **kwargs)  # write torch.where for if, return values, draw and print outside
+    return _called(run, fn, args, kwargs)
 
 
 def call_planned(label: str, at: str, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """`call_region` for policies that look at a whole call: it matters to them what is an argument."""
     libraries_ready()
     run = functools.partial(enter, label, at, given=given(args, kwargs))
-    if sessions():
+    return _called(run, fn, args, kwargs)
+
+
+def _called(run: Callable[..., Any], fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    opened = sessions()
+    if is_inner():
+        fn = _returning_its_own(fn)
+    if opened:
         return through(run, fn, args, kwargs)
     return bypass(run, fn, *args, **kwargs)  # write torch.where for if, return values, draw and print outside
+
+
+def _returning_its_own(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, whose results are no operands. Where a region in another's function returns what it is given,
+    Dynamo takes the operand for a value of the inner graph from there on, and fails."""
+
+    def rematerialized(*args: Any, **kwargs: Any) -> Any:
+        return map_only(torch.Tensor, made_here, fn(*args, **kwargs))
+
+    return rematerialized
 
 
 def given(args: Any, kwargs: Any) -> tuple[int, bool]:
@@ -65,9 +80,7 @@ def wrap(fn: Callable[..., Any], options: Any) -> Callable[..., Any]:
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
         libraries_ready()
         run = functools.partial(enter_described, label, spec, given=given(args, kwargs) if binds else None)
-        if sessions():
-            return through(run, fn, args, kwargs)
-        return bypass(run, fn, *args, **kwargs)  # write torch.where for if, return values, draw outside
+        return _called(run, fn, args, kwargs)
 
     return rematerialized
 

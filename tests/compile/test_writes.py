@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from remat import remat, save_everything, save_matmuls
+from remat import checkpoint_policy, remat, save_everything, save_matmuls
 from tests.compiled import compiled
 from tests.helpers import crossed
 
@@ -214,3 +214,29 @@ def test_a_write_that_gradients_flow_through_is_refused(case: Any) -> None:
     x = X.clone().requires_grad_()
     with pytest.raises(Exception, match="writes with .* into a tensor from outside the region"):
         compiled(lambda x: case(x, remat))(x).backward()
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_write_to_zeros_of_forward_mode(inner: bool) -> None:
+    """Such zeros have no memory: they are not kept, or the recomputation would write to ordinary ones."""
+
+    def loss(x: Tensor, r: Any) -> Tensor:
+        def step(moving: Tensor, still: Tensor) -> Tensor:
+            made = still.sin()
+            made[0, 1:3] = moving[1, :2]
+            return made * 2 + moving
+
+        def block(x: Tensor) -> Tensor:
+            part = r(step) if inner else step
+            value, tangent = torch.func.jvp(lambda moving: part(moving, x), (x.cos(),), (x * 3,))
+            return value.sin() * tangent
+
+        return r(block)(x).sum()
+
+    x = X.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(loss(x, lambda fn: fn), x)
+    keeping = lambda fn: remat(fn, policy=save_everything if fn.__name__ == "step" else save_matmuls)  # noqa: E731
+    for region in (remat, keeping, remat(policy=checkpoint_policy(lambda info: info.index % 2 == 0))):
+        torch.compiler.reset()
+        (made,) = torch.autograd.grad(compiled(lambda x, region=region: loss(x, region))(x), x)
+        torch.testing.assert_close(made, expected, rtol=0, atol=1e-12)

@@ -125,6 +125,22 @@ def test_a_change_inside_a_region() -> None:
         out.sum().backward()
 
 
+@pytest.mark.parametrize("read", [False, True])
+def test_a_recomputation_around_that_leaves_ops_out_is_no_change(read: bool) -> None:
+    """Where nobody reads the scan's result, what stands in for it has other numbers."""
+
+    def loss(x: torch.Tensor, wrap: Callable[..., Any]) -> torch.Tensor:
+        def block(x: torch.Tensor) -> torch.Tensor:
+            end = run(lambda h, _: (h.sin() * 2, None), x, checkpoints=1)
+            return wrap(lambda end, x: x.cos() + (end if read else 0))(end, x)
+
+        return wrap(block)(x).sum()
+
+    x = start().detach()
+    expected = torch.func.grad(lambda x: loss(x, lambda fn: fn))(x)
+    torch.testing.assert_close(torch.func.grad(lambda x: loss(x, remat))(x), expected)
+
+
 def test_numbers_that_are_not_finite_are_no_change() -> None:
     x = start()
     out = run(lambda h, _: (h / 0.0, None), x)

@@ -115,9 +115,11 @@ from remat.transforms.compat.distributed import (
 )
 from remat.transforms.compat.dynamo import (
     BROKEN,  # the message where a graph breaks amid a capture
+    is_inner,  # whether the code at hand is traced into the graph of an operator
     is_near,  # whether what `push` set was set in the graph at hand
     levels_of,  # what to take off a tensor, in order, so that it has no functorch level deeper than `depth`
     libraries_ready,  # lets libraries do what they do at their first call
+    made_here,  # a tensor that the graph at hand is given, as one of its own
     pop,  # undo the last `push`
     push,  # let `top()` be `value`, any object that traced code made, until `pop()`
     ready,  # call this before any other function here

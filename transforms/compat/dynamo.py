@@ -96,6 +96,16 @@ def levels_of(tensor: Any, depth: int) -> tuple[tuple[bool, int, int], ...]:
     raise RematError(BROKEN)
 
 
+def is_inner() -> bool:
+    """Whether the code at hand is traced into the graph of an operator, such as a region."""
+    return False
+
+
+def made_here(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a view of all of it where the graph at hand is given it."""
+    return tensor
+
+
 def traced_depth() -> int:
     """The number of the innermost functorch level, 0 outside every transform."""
     raise RematError(BROKEN)
@@ -165,6 +175,17 @@ def _levels_of(_: Any, tx: Any, tensor: Any, floor: Any) -> Any:
     return _constant(tx, tuple(found))
 
 
+def _is_inner(_: Any, tx: Any) -> Any:
+    return _constant(tx, tx.output.current_tracer.parent is not None)
+
+
+def _made_here(_: Any, tx: Any, tensor: Any) -> Any:
+    node = tensor.as_proxy().node
+    if node.op != "placeholder" and node.graph is tx.output.current_tracer.graph:
+        return tensor
+    return tensor.call_method(tx, "view_as", [tensor], {})
+
+
 def _depth(_: Any, tx: Any) -> Any:
     return _constant(tx, depth())
 
@@ -175,5 +196,7 @@ _HANDLERS = {
     push: _push,
     pop: _pop,
     levels_of: _levels_of,
+    is_inner: _is_inner,
+    made_here: _made_here,
     traced_depth: _depth,
 }

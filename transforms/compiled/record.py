@@ -19,7 +19,16 @@ from remat.transforms.context import Mode, active, quiet
 from remat.transforms.errors import RematError
 from remat.transforms.functorch import Aliasing
 from remat.transforms.offload import Elsewhere
-from remat.transforms.ops import Decisions, draws, is_shape_arithmetic, metadata, targets, tensors_in, traits
+from remat.transforms.ops import (
+    Decisions,
+    Traits,
+    draws,
+    is_shape_arithmetic,
+    metadata,
+    targets,
+    tensors_in,
+    traits,
+)
 from remat.transforms.region import Region
 from remat.transforms.state import can_seed, draw, new_seed, refuse_generator
 from remat.transforms.tape import OFFLOAD, RECOMPUTE, SAVE, Node, Tape, ValueNumbering, Verdicts, map_tensors
@@ -95,7 +104,7 @@ class GraphRecord(Verdicts):
         kwargs = kwargs or {}
         facts = traits(func)
         if active.quiet or facts.ignored or is_shape_arithmetic(args, kwargs):
-            return self._pass(func, args, kwargs)
+            return self._pass(func, facts, args, kwargs)
         for tensor in targets(facts, args, kwargs):
             self._before_writing(func, graph_memory(tensor))
         at = len(self.tape.nodes)
@@ -108,10 +117,17 @@ class GraphRecord(Verdicts):
         self._note(at, func, facts, args, kwargs, out)
         return out
 
-    def _pass(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _pass(self, func: Any, facts: Traits, args: Any, kwargs: Any) -> Any:
         out, given = func(*args, **kwargs), next(iter(tensors_in(args)), None)
+        if given is None or not isinstance(out, torch.Tensor):
+            return out
+        # How a region inside lets its results share memory is no op, but they are what they are seen in.
+        if active.quiet and (facts.view or func is torch.ops.aten.clone.default):
+            self.origins.follow(func, facts, args, kwargs, out)
+            if (number := self._numbers.of(given)) is not None:
+                self._numbers.add(out, number)
         # A detached value comes from the op that made it: decisions are made of those, too.
-        if self.decisions is not None and given is not None and isinstance(out, torch.Tensor):
+        if self.decisions is not None:
             self._passed.add(out, self._number_of(given))
         return out
 
@@ -152,6 +168,12 @@ class GraphRecord(Verdicts):
             self.offer_around({at: self.kept[at]})
         for tensor in targets(facts, args, kwargs):
             self.writers[graph_storage(tensor)] = at
+
+    def judge(self, at: int, verdict: int, out: Any) -> None:
+        # Zeros of forward mode have no memory. A value of the graph would be an ordinary tensor, with which
+        # other ops run.
+        if not any(t._is_zerotensor() for t in tensors_in(out)):
+            super().judge(at, verdict, out)
 
     def _number_of(self, tensor: torch.Tensor) -> int:
         for known in (self._numbers, self._passed):

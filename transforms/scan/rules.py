@@ -24,7 +24,7 @@ from remat.transforms.scan.spec import (
     make,
 )
 from remat.transforms.scan.vjp import pull
-from remat.transforms.state import RandomState, prints_of
+from remat.transforms.state import RandomState, prints_here
 
 
 def expand(tensor: torch.Tensor, dim: int | None, size: int, to: int = 0) -> torch.Tensor:
@@ -307,7 +307,7 @@ def _states_of(
     start = [*carry, *numbers]
     end, states = run(*make(emit, _spec(scan), consts, start, xs, around=scan.around, opaque=scan.opaque))
     if scan.length in scan.record.seen:
-        check_seen(scan, {scan.length: prints_of(end)})
+        check_seen(scan, {scan.length: prints_here(end)})
     return states, statics, randoms
 
 

@@ -11,6 +11,7 @@ from remat.transforms.state.ambient import (
     in_backward,  # that substitution again, for the backward
     note,  # a function has run under this substitution, or as it is
     noting,  # what a function returns, and the substitution of captured tensors that it ran under
+    prints_here,  # `prints_of`, none where ops are left out
     prints_of,  # what is compared of float tensors that have numbers
     refuse_traced_draws,  # raise where make_fx writes down a recomputation that draws
     registered,  # what users want captured before a forward and put back around its recomputation

@@ -93,11 +93,9 @@ class Replay(Mode):
         if types and not active.quiet and self.takes_apart(types, args):
             return NotImplemented
         facts = traits(func)
-        if active.quiet or facts.ignored or self.done:
+        if active.quiet or facts.ignored or self.done or (self.casts and is_cast_of_leaf(func, args)):
             return func(*args, **kwargs)
         if not self.tape.meta and is_shape_arithmetic(args, kwargs):
-            return func(*args, **kwargs)
-        if self.casts and is_cast_of_leaf(func, args):
             return func(*args, **kwargs)
         if self.tape.sharded and not torch.is_grad_enabled():
             return func(*args, **kwargs)
@@ -126,6 +124,7 @@ class Replay(Mode):
         # So are `squeeze_` and the like, which change the tensor object itself, and zeros known to torch;
         # later ops look at that.
         if action == SKIP and not facts.view and not facts.looked_at:
+            self.skipped = True
             return next(iter(targets(facts, args, kwargs))) if facts.inplace else quiet(stand_in, node.outs)
         return self._run(at, node, facts, func, args, kwargs)
 
