@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat import above_all, live_with_graph
+from remat.transforms.compat import above_all, live_with_graph, stands_on
 from remat.transforms.context import active, quiet, scoped
 from remat.transforms.entry import run_transparently
 from remat.transforms.errors import RematError
@@ -248,7 +248,11 @@ class Entry:
 
     def fake_forward(self, flat: Tensors) -> list[torch.Tensor]:
         scan = self.scan
-        consts, carry, xs = scan.split(flat)
+        # A step that is traced elsewhere may have that place written into its ops.
+        elsewhere = stands_on(self.opaque.compiler)
+        own = flat if elsewhere is None else [torch.empty_like(t, device=elsewhere) for t in flat]
+        device = None if elsewhere is None else flat[0].device
+        consts, carry, xs = scan.split(own)
         first = [x.select(0, 0) for x in xs]
         with (
             torch.no_grad(),
@@ -257,8 +261,8 @@ class Entry:
             unwritten(scan.spec.name, (), carry, first),
         ):
             new, ys = run_transparently(scan.step, (consts, carry, first), {})
-        stacks = [y.new_empty((scan.length, *y.shape)) for y in ys]
-        return [*(t.new_empty(t.shape) for t in new), *stacks, *self._buffers(flat)]
+        stacks = [y.new_empty((scan.length, *y.shape), device=device) for y in ys]
+        return [*(t.new_empty(t.shape, device=device) for t in new), *stacks, *self._buffers(flat)]
 
 
 def _buffer(
@@ -287,6 +291,11 @@ def _apart(outs: Sequence[torch.Tensor], operands: Tensors) -> list[torch.Tensor
         taken.add(out.untyped_storage()._cdata)
         found.append(out)
     return found
+
+
+def living_with(owner: list[Any]) -> contextlib.AbstractContextManager[None]:
+    """Within, what the graphs that are traced name lives as long as `owner`, not as long as code of theirs."""
+    return scoped(owner=owner)
 
 
 def _entry(key: str) -> Entry:
@@ -323,6 +332,11 @@ def _fake_pull(
     return [t.new_empty(t.shape) for t, need in zip(flat, needs, strict=True) if need]
 
 
+# What the two ops run, by op.
+KERNELS: dict[Any, Callable[..., list[torch.Tensor]]] = {
+    torch.ops.remat.scan_forward.default: _forward,
+    torch.ops.remat.scan_pull.default: _pull,
+}
 _library.impl("scan_forward", _forward, "CompositeExplicitAutograd")
 _library.impl("scan_pull", _pull, "CompositeExplicitAutograd")
 torch.library.register_fake("remat::scan_forward", _fake_forward, lib=_library)
