@@ -237,7 +237,8 @@ def compiled_bare(
 
 
 def stands_on(compiler: Any) -> torch.device | None:
-    """Where tensors stand while graphs are traced for this compiler; None: where they are."""
+    """Where tensors stand while graphs are traced for a compiler that makes code for a device which need not
+    be there. None: where they are."""
     # torch.compile wraps a backend of the user's.
     return getattr(getattr(compiler, "compiler_fn", compiler), "device", None)
 

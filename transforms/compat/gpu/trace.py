@@ -123,14 +123,13 @@ class _Backend:
     """The compiler of a step, and of blocks of its scans' steps: it keeps the graphs and makes no code.
 
     Attributes:
-        device: where tensors stand while a graph for it is traced.
+        device: where tensors stand while a graph for a GPU is traced.
     """
-
-    device = torch.device("cpu")
 
     def __init__(self, gpu: bool) -> None:
         self.found = Traced()
         self.gpu, self.done = gpu, False
+        self.device = torch.device("cpu") if gpu else None
 
     def __call__(self, module: torch.fx.GraphModule, inputs: Any) -> Any:
         from torch._inductor.compile_fx import compile_fx
@@ -170,6 +169,11 @@ class _Backend:
     def compile_blocks(self, kernels: Kernels) -> None:
         """Have each scan compile its blocks, as its first run does: run it on tensors without data."""
         self.done = True
+        # What a region wants recomputed, and the user's lines, stand beside the nodes of a graph.
+        with torch.fx.traceback.preserve_node_meta():
+            self._run_scans(kernels)
+
+    def _run_scans(self, kernels: Kernels) -> None:
         outer = [graph for graph in (self.found.forward, self.found.backward) if graph is not None]
         # A block that has scans in it comes to this list before they add theirs.
         inner = (block.graph.forward for block in self.found.blocks)
@@ -293,8 +297,11 @@ def _on_cpus_alone(op: OpOverload) -> bool:
     return made is not None and not {None, "cuda"} & set(made._backend_fns)
 
 
+_OWN = re.compile(r"[/\\]remat[/\\]_")  # rooms of this library that call what the user hands them
+
+
 def line_of(node: torch.fx.Node) -> str:
     """`file:line` of the user's code that a node stems from."""
     found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    found = [place for place in found if place[0] != __file__]
+    found = [place for place in found if place[0] != __file__ and not _OWN.search(place[0])]
     return ":".join(found[-1]) if found else "an unknown line"

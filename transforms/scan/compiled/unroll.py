@@ -57,8 +57,7 @@ class UnrolledStep:
         step: `step(consts, carry, x) -> (carry, ys)`, of tensors only.
         size: how many steps there are in a block.
         reverse: whether rows and ys run from the last to the first.
-        compiler: a backend of torch.compile. If it has a `device`, tensors stand there while steps are traced
-            for it: code can be made for a device on which nothing runs.
+        compiler: a backend of torch.compile.
         selector: makes the selector of what is kept of a step, None for carries alone.
         made: what has been compiled, by what it is for.
         consts: what every step reads besides, in one run of the scan.

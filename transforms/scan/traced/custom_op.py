@@ -33,8 +33,10 @@ from remat.transforms.scan.spec import Record, Scan, State, Tensors
 from remat.transforms.state import Ambient, RandomState
 
 _library = torch.library.Library("remat", "FRAGMENT")
-_library.define("scan_forward(str scan, Tensor[] operands) -> Tensor[]")
-_library.define("scan_pull(str scan, bool[] needs, bool[] present, Tensor[] tensors) -> Tensor[]")
+# They ask generators for their state, which a GPU refuses while a CUDA graph is captured.
+_tags = (torch.Tag.cudagraph_unsafe,)
+_library.define("scan_forward(str scan, Tensor[] operands) -> Tensor[]", tags=_tags)
+_library.define("scan_pull(str scan, bool[] needs, bool[] present, Tensor[] tensors) -> Tensor[]", tags=_tags)
 _numbers = itertools.count()
 # A graph holds a string only. What it stands for lives with the code that Dynamo makes of the graph, with the
 # blocks of steps that hold the graph, or, where neither is known, for good.
@@ -69,6 +71,11 @@ class Opaque:
     size: int
     ambient: Ambient
     entries: dict[int, Entry] = field(default_factory=dict)
+
+    @property
+    def elsewhere(self) -> torch.device | None:
+        """Where steps are traced, if code is made for a device that need not be there."""
+        return stands_on(self.compiler)
 
     def entry(self, scan: Scan) -> Entry:
         """What the ops of this scan run; a scan that a level transformed has a step of its own."""
@@ -199,6 +206,8 @@ class Entry:
         return [_buffer(t, rows, host or out, carry[0].device) for t, out in self._tape(flat)]
 
     def forward(self, flat: Tensors) -> list[torch.Tensor]:
+        if self.opaque.elsewhere is not None and self.scan.length % self.opaque.size:
+            raise _left_over(self.scan, self.opaque.size)
         flat = dense(flat)
         rows, buffers = layout(self.scan.spec.schedule, self.scan.length), self._buffers(flat)
         record = Record(self.opaque.ambient, RandomState(flat))
@@ -249,7 +258,7 @@ class Entry:
     def fake_forward(self, flat: Tensors) -> list[torch.Tensor]:
         scan = self.scan
         # A step that is traced elsewhere may have that place written into its ops.
-        elsewhere = stands_on(self.opaque.compiler)
+        elsewhere = self.opaque.elsewhere
         own = flat if elsewhere is None else [torch.empty_like(t, device=elsewhere) for t in flat]
         device = None if elsewhere is None else flat[0].device
         consts, carry, xs = scan.split(own)
@@ -263,6 +272,15 @@ class Entry:
             new, ys = run_transparently(scan.step, (consts, carry, first), {})
         stacks = [y.new_empty((scan.length, *y.shape), device=device) for y in ys]
         return [*(t.new_empty(t.shape, device=device) for t in new), *stacks, *self._buffers(flat)]
+
+
+def _left_over(scan: Scan, size: int) -> RematError:
+    n = scan.length
+    return RematError(
+        f"{scan.spec.name}: its {n} steps are small and are compiled {size} at a time. The {n % size} left "
+        f"over run op by op, and what they take is in no code. Take {n - n % size} steps, or "
+        f"{n - n % size + size}."
+    )
 
 
 def _buffer(
@@ -294,7 +312,7 @@ def _apart(outs: Sequence[torch.Tensor], operands: Tensors) -> list[torch.Tensor
 
 
 def living_with(owner: list[Any]) -> contextlib.AbstractContextManager[None]:
-    """Within, what the graphs that are traced name lives as long as `owner`, not as long as code of theirs."""
+    """Within, what the graphs that are traced name lives as long as `owner`, not as long as their code."""
     return scoped(owner=owner)
 
 
