@@ -33,6 +33,7 @@ from remat.transforms.compat.gpu import (
     fakes,
     line_of,
     lowered,
+    places,
     saved,
     traced,
     triton_wanted,
@@ -190,10 +191,17 @@ def _told() -> Iterator[None]:
         if isinstance(inner, RematError):
             raise inner from None
         text = str(error)
-        places = re.findall(r'File "([^"]+)", line (\d+)', text.partition("from user code")[2])
-        where = f", at {':'.join(places[-1])}" if places else ""
-        why = re.search(r"Explanation: (.*)", text)
-        first = f"{type(inner).__name__}: {inner}" if inner else text
+        stack = text.partition("from user code")[2]
+        found = places(stack)
+        where = f", at {':'.join(found[-1])}" if found else ""
+        if "while_loop.py" in stack and "marked as skipped" in text:
+            raise RematError(
+                f"how many steps a loop takes depends on numbers{where}, and the step is compiled from shapes "
+                "alone. Write scan_remat, whose length is known."
+            ) from error
+        raised = re.search(r"raised exception (\w+\(.*\))", text)
+        why = None if raised else re.search(r"Explanation: (.*)", text)
+        first = raised[1] if raised else f"{type(inner).__name__}: {inner}" if inner else text
         parts = (part.strip(" .") for part in (first.strip().splitlines()[0], why[1] if why else ""))
         said = ". ".join(dict.fromkeys(part for part in parts if part))
         raise RematError(

@@ -24,5 +24,6 @@ from remat.transforms.compat.gpu.trace import (
     Traced,  # what a step comes down to
     fakes,  # makes fake tensors of the CPU
     line_of,  # the user's line of a node
+    places,  # the user's lines in a stack
     traced,  # the graphs of a step
 )

@@ -297,11 +297,16 @@ def _on_cpus_alone(op: OpOverload) -> bool:
     return made is not None and not {None, "cuda"} & set(made._backend_fns)
 
 
-_OWN = re.compile(r"[/\\]remat[/\\]_")  # rooms of this library that call what the user hands them
-
-
 def line_of(node: torch.fx.Node) -> str:
     """`file:line` of the user's code that a node stems from."""
-    found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    found = [place for place in found if place[0] != __file__ and not _OWN.search(place[0])]
+    found = places(node.meta.get("stack_trace") or "")
     return ":".join(found[-1]) if found else "an unknown line"
+
+
+def places(stack: str) -> list[tuple[str, str]]:
+    """File and line of the calls in a stack, without those of this library that call what users hand it."""
+    found = re.findall(r'File "([^"]+)", line (\d+)', stack)
+    return [place for place in found if place[0] != __file__ and not _OURS.search(place[0])]
+
+
+_OURS = re.compile(r"[/\\]remat[/\\]_")
