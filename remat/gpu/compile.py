@@ -196,8 +196,8 @@ def _told() -> Iterator[None]:
         where = f", at {':'.join(found[-1])}" if found else ""
         if "while_loop.py" in stack and "marked as skipped" in text:
             raise RematError(
-                f"how many steps a loop takes depends on numbers{where}, and the step is compiled from shapes "
-                "alone. Write scan_remat, whose length is known."
+                f"how many steps a loop takes depends on numbers{where}, and the step is compiled from "
+                "shapes alone. Write scan_remat, whose length is known."
             ) from error
         raised = re.search(r"raised exception (\w+\(.*\))", text)
         why = None if raised else re.search(r"Explanation: (.*)", text)
