@@ -17,6 +17,7 @@ import torch
 from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.traceback import preserve_node_meta
 
 from remat.transforms.compat.aot import teach_inductor
 from remat.transforms.compat.gpu.attention import attention_of_gpus
@@ -170,7 +171,7 @@ class _Backend:
         """Have each scan compile its blocks, as its first run does: run it on tensors without data."""
         self.done = True
         # What a region wants recomputed, and the user's lines, stand beside the nodes of a graph.
-        with torch.fx.traceback.preserve_node_meta():
+        with preserve_node_meta():
             self._run_scans(kernels)
 
     def _run_scans(self, kernels: Kernels) -> None:
@@ -180,7 +181,7 @@ class _Backend:
         for module in itertools.chain(outer, inner):
             for node in module.graph.nodes if module is not None else ():
                 if (kernel := kernels.get(node.target)) is not None:
-                    kernel(*torch.fx.node.map_arg(node.args, lambda given: _like(given.meta["val"])))
+                    kernel(*torch.fx.map_arg(node.args, lambda given: _like(given.meta["val"])))
 
 
 def _watching(found: Traced) -> contextlib.AbstractContextManager[Any]:
