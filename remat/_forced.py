@@ -53,6 +53,6 @@ def standing_for(stand: Stand | None) -> AbstractContextManager[None]:
 
 
 def traced_under(policy: Policy) -> AbstractContextManager[None]:
-    """Let every region that this thread traces meanwhile have this policy. What is compiled then must be
-    compiled for that alone: `torch.compile` would find it again without the policy."""
+    """Let every region and scan that this thread traces meanwhile have this policy. What is compiled then
+    must be compiled for that alone: `torch.compile` would find it again without the policy."""
     return _meanwhile("traced", policy)

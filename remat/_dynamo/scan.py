@@ -19,6 +19,7 @@ from remat._dynamo.intermediates import refusing, sessions
 from remat._dynamo.region import bypass
 from remat._dynamo.region import describe as region_describe
 from remat._dynamo.region import rebuild as region_rebuild
+from remat._forced import forced
 from remat.policies import Policy, PolicySelector, save_nothing
 from remat.schedules import Schedule, as_schedule
 from remat.transforms import (
@@ -148,7 +149,7 @@ def enter(facts: tuple[Any, ...], n: int | None, plan: Any, graph: Any) -> Calla
 def _run(facts: Any, n: int | None, plan: Any, graph: Any, *operands: Any) -> Any:
     name, where, rows, reverse, offload = facts
     schedule = rebuild(plan[0])
-    policy = save_nothing if plan[1] is None else region_rebuild(plan[1])
+    policy = forced.traced or (save_nothing if plan[1] is None else region_rebuild(plan[1]))
     if not isinstance(graph, torch.fx.GraphModule):
         # Dynamo gave the scan up for a graph break and now calls it with what it was given, in eager.
         options = {"length": n, "reverse": reverse, "offload": offload, "policy": policy}

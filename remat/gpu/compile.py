@@ -6,7 +6,7 @@ import contextlib
 import gc
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from remat._core import Device, known_flops, untouched
-from remat.debug import RegionNodes, regions_in, uncompiled
+from remat.debug import Recomputed, RegionNodes, regions_in, uncompiled
 from remat.gpu.cards import card
 from remat.gpu.report import GpuGraph, GpuReport, Kernel
 from remat.transforms import RematError, flatten, leaves_behind, map_only, tree_leaves
 from remat.transforms.closure import in_reach, slots_of
 from remat.transforms.compat import dynamo_errors
 from remat.transforms.compat.gpu import (
+    Block,
     Chip,
     Execution,
     Hollow,
@@ -32,11 +33,13 @@ from remat.transforms.compat.gpu import (
     fakes,
     line_of,
     lowered,
+    places,
     saved,
     traced,
     triton_wanted,
 )
 from remat.transforms.compiled import RECOMPUTED
+from remat.transforms.scan.traced import KERNELS, living_with
 
 
 def compile_for(
@@ -117,7 +120,11 @@ def trace(step: Callable[..., Any], args: Any, kwargs: Any, *, gpu: bool = True)
                 torch.autograd.grad(ends, leaves_behind(ends), ones, allow_unused=True)
 
         with _told():
-            traces = traced(step, run, gpu=gpu)
+            # Steps of scans are compiled after the step, and hold what its graphs name.
+            scans: list[Any] = []
+            with living_with(scans):
+                traces = traced(step, run, gpu=gpu, kernels=KERNELS)
+            traces.scans = scans
     if traces.forward is None:
         raise RematError("the step computes nothing on tensors: there is no code to make.")
     return traces, known.bytes
@@ -184,10 +191,17 @@ def _told() -> Iterator[None]:
         if isinstance(inner, RematError):
             raise inner from None
         text = str(error)
-        places = re.findall(r'File "([^"]+)", line (\d+)', text.partition("from user code")[2])
-        where = f", at {':'.join(places[-1])}" if places else ""
-        why = re.search(r"Explanation: (.*)", text)
-        first = f"{type(inner).__name__}: {inner}" if inner else text
+        stack = text.partition("from user code")[2]
+        found = places(stack)
+        where = f", at {':'.join(found[-1])}" if found else ""
+        if "while_loop.py" in stack and "marked as skipped" in text:
+            raise RematError(
+                f"how many steps a loop takes depends on numbers{where}, and the step is compiled from "
+                "shapes alone. Write scan_remat, whose length is known."
+            ) from error
+        raised = re.search(r"raised exception (\w+\(.*\))", text)
+        why = None if raised else re.search(r"Explanation: (.*)", text)
+        first = raised[1] if raised else f"{type(inner).__name__}: {inner}" if inner else text
         parts = (part.strip(" .") for part in (first.strip().splitlines()[0], why[1] if why else ""))
         said = ". ".join(dict.fromkeys(part for part in parts if part))
         raise RematError(
@@ -202,21 +216,30 @@ def _report(
     assert traces.forward is not None
     one = traces.backward is None
     first = lowered(traces.forward, chip, False, one)
-    run = Simulation(first, chip)
+    run = Simulation(first, chip, traces.blocks)
     graphs = [_graph(first, run.execution, chip, speeds, machine_code)]
     codes = [first]
     if traces.backward is not None:
         codes.append(lowered(traces.backward, chip, True, False, traces.donated))
         run.backward(codes[1])
         graphs.append(_graph(codes[1], run.execution, chip, speeds, machine_code))
+    regions = _survivors(traces, codes)
+    for block, code in zip(traces.blocks, run.blocks, strict=True):
+        regions += _survivors(block.graph, [code])
+    forward, backward, step = (None, None, graphs[0]) if one else (graphs[0], graphs[1], None)
+    differing = _differing([*codes, *run.blocks], chip)
+    return GpuReport(
+        device, forward, backward, step, run.kept, held, speeds.memory, tuple(regions), differing
+    )
+
+
+def _survivors(traces: Traced, codes: list[Lowered]) -> list[Recomputed]:
+    """What became of the recomputations that the graphs were traced with."""
     wanted, found = RegionNodes(), RegionNodes()
     wanted.add(traces.joint)
     for code in codes:
         found.add(code.nodes)
-    forward, backward, step = (None, None, graphs[0]) if one else (graphs[0], graphs[1], None)
-    regions = tuple(regions_in(wanted, found))
-    differing = _differing(codes, chip)
-    return GpuReport(device, forward, backward, step, run.kept, held, speeds.memory, regions, differing)
+    return regions_in(wanted, found)
 
 
 def _differing(codes: list[Lowered], chip: Chip) -> tuple[str, ...]:
@@ -256,16 +279,29 @@ def _reduction(node: torch.fx.Node) -> Any:
 class Simulation:
     """The wrappers of a step, executed on shapes: forward first, results kept as a caller keeps them.
 
+    Args:
+        code: of the forward, or of the whole step.
+        chip: what it is for; None for the CPU.
+        blocks: of the steps of the step's scans.
+
     Attributes:
         kept: bytes that the forward hands to the backward and the caller does not hold.
+        blocks: the code of the blocks, in their order.
     """
 
-    def __init__(self, code: Lowered, chip: Chip | None) -> None:
-        self.execution = Execution(chip)
+    def __init__(self, code: Lowered, chip: Chip | None, blocks: Sequence[Block] = ()) -> None:
+        self.execution = Execution(chip, KERNELS)
         self.kept = 0
+        self.blocks = [self._lowered(block, chip) for block in blocks]
         self._code = code
         args = [self.execution.given(value) for value in code.inputs]
         self._returned = self.execution.run(code.source, args)
+
+    def _lowered(self, block: Block, chip: Chip | None) -> Lowered:
+        assert block.graph.forward is not None
+        code = lowered(block.graph.forward, chip, False, True)
+        block.run = partial(self.execution.call, code.source)
+        return code
 
     def backward(self, code: Lowered) -> None:
         """Run the backward's wrapper on what the forward's returned."""
@@ -285,7 +321,7 @@ class Simulation:
 
 def _graph(code: Lowered, execution: Execution, chip: Chip, speeds: Device, machine_code: bool) -> GpuGraph:
     kernels = tuple(_kernel(launch, chip, speeds, machine_code) for launch in execution.launches)
-    return GpuGraph(code.source, kernels, execution.peak, code.not_capturable)
+    return GpuGraph(code.source, kernels, execution.peak, code.not_capturable, tuple(execution.called))
 
 
 def _kernel(launch: Launch, chip: Chip, speeds: Device, machine_code: bool) -> Kernel:

@@ -62,6 +62,8 @@ class GpuGraph:
         peak: the most bytes that are alive while it runs, above what the caller holds. In a backward's are
             what the forward kept, and the gradients.
         not_capturable: what keeps it out of a CUDA graph; empty if nothing does.
+        blocks: wrappers of the blocks of steps that its scans call, each once, in the order of their first
+            calls. Their kernels are among `kernels`, as often as they are called.
 
     Example:
         >>> from remat.gpu import GpuGraph, Kernel
@@ -75,6 +77,7 @@ class GpuGraph:
     kernels: tuple[Kernel, ...]
     peak: int
     not_capturable: str = ""
+    blocks: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:

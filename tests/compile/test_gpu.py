@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from remat import RematError, remat, save_matmuls, scan_remat
+from remat import RematError, remat, save_matmuls
 from remat.cli.measure import trace_memory
 from remat.gpu import Simulation, compile_for, trace
 from remat.transforms.compat.gpu import lowered
@@ -191,16 +191,6 @@ def test_flex_attention_and_kernels_of_users_are_compiled(triton, card):
         assert sum("add_kernel" in name for name in names) == 2
         assert sum("flex_attention" in name for name in names) >= 2
     assert any(kernel.cubin for kernel in report.kernels if "flex_attention" in kernel.name)
-
-
-@pytest.mark.slow
-def test_a_scan_is_refused(triton):
-    def step(x, w):
-        return scan_remat(lambda c, w: (torch.tanh(c @ w), None), x, w)[0].sum()
-
-    x, w = torch.empty(4, 4, device="meta"), torch.empty(3, 4, 4, device="meta", requires_grad=True)
-    with pytest.raises(RematError, match="a scan runs its steps one by one, at "):
-        compile_for("h100", step, x, w)
 
 
 def test_a_machine_without_triton_is_told_which_to_install(monkeypatch):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from remat import remat
+from remat import remat, scan_remat, while_remat
 from remat.cli import main
 from remat.gpu import GpuGraph, GpuReport, Kernel
 
@@ -24,6 +24,18 @@ def step(x: Tensor) -> Tensor:
     for _ in range(2):
         x = remat(block)(x)
     return x.square().mean()
+
+
+WEIGHTS = torch.zeros(4, 512, 512, requires_grad=True)
+
+
+def scanned(x: Tensor) -> Tensor:
+    out, _ = scan_remat(lambda x, w: (x + F.gelu(x @ w), None), x, WEIGHTS, checkpoints="all")
+    return out.square().mean()
+
+
+def loops(x: Tensor) -> Tensor:
+    return while_remat(lambda x: x.sum() < 8, lambda x: 2 * x, x, max_steps=8).sum()
 
 
 def reads(x: Tensor) -> Tensor:
@@ -114,6 +126,7 @@ def test_one_line_says_what_to_write(capsys, line, told):
         ("reads", "reads a number from a tensor (`.item()`, `float(t)`)"),
         ("branches", "Data-dependent branching"),
         ("grows", "how large a result of aten.nonzero.default is depends on numbers"),
+        ("loops", "how many steps a loop takes depends on numbers"),
         ("for_cpus", "remat_tests.on_cpus.default was made for CPUs alone"),
         ("complex_values", "Inductor makes no code for a GPU of aten."),
     ],
@@ -133,6 +146,10 @@ def test_a_step_and_a_model_are_compiled(capsys, tmp_path):
     assert main([*line, "--policy", "none", "--policy", "save_nothing"]) == 0
     none, nothing = json.loads(capsys.readouterr().out)["rows"]
     assert nothing["kept"] < none["kept"] and nothing["flops"] > none["flops"] and nothing["survived"]
+    line = ["gpu", f"{ME}:scanned", "--input", "512x512", "--dtype", "float32", "--json"]
+    assert main([*line, "--policy", "save_nothing", "--policy", "save_matmuls"]) == 0
+    nothing, products = json.loads(capsys.readouterr().out)["rows"]
+    assert products["kept"] - nothing["kept"] == 4 * 512 * 512 * 4 and products["flops"] < nothing["flops"]
     sizes = ["--depth", "1", "--width", "64", "--heads", "2", "--seq", "32", "--batch", "1"]
     line = ["sweep", "--device", "h100", *sizes, "--policy", "save_nothing", "--policy", "torch_checkpoint"]
     assert main([*line, "--out", str(tmp_path)]) == 0

@@ -36,6 +36,7 @@ from remat.transforms.compat.aot import (
     level_argument,  # which argument of a function in Dynamo's graph is a level's number
     live_with_graph,  # keep `thing` for as long as the code that Dynamo is making now
     partitioner_choice,  # what torch's min-cut partitioner would save
+    stands_on,  # where tensors stand while graphs are traced for a compiler
     teach_inductor,  # tell Inductor how to lower the library's own ops
     traced_functionally,  # a graph of the aten ops of a function
     unwind_levels,  # leave every functorch level of this thread

@@ -236,6 +236,13 @@ def compiled_bare(
     return getattr(made, "_torchdynamo_orig_callable", made)
 
 
+def stands_on(compiler: Any) -> torch.device | None:
+    """Where tensors stand while graphs are traced for a compiler that makes code for a device which need not
+    be there. None: where they are."""
+    # torch.compile wraps a backend of the user's.
+    return getattr(getattr(compiler, "compiler_fn", compiler), "device", None)
+
+
 def above_all(fake: bool = False) -> contextlib.AbstractContextManager[Any]:
     """Let autograd and functorch work in the kernel of an op: it is called below them, and compiled graphs
     run with all of them off. `fake`: in a fake kernel, which runs while AOTAutograd traces.

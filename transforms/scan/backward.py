@@ -241,7 +241,11 @@ class _Backward:
             self.carry_cts, by_x = blocks.pull(carry, rows.pop(), tape, cts, needs, sums)
             found.append(by_x)
         self.const_grads = sums.result()
-        for i, parts in enumerate(zip(*found, strict=True)):
+        for i in range(len(self.xs)):
+            parts = [by_x[i] for by_x in found]
+            # They are as large as all rows together: gone before the next tensor of xs has its rows.
+            for by_x in found:
+                by_x[i] = None
             if parts[0] is not None:
                 out = self.scan.block([self._x_grad(i)], start, stop - start)[0]
                 torch.cat(parts if self.scan.reverse else parts[::-1], out=out)

@@ -27,8 +27,8 @@ from remat.transforms.compat.gpu import fakes
 class Gpu(StepOptions):
     """Compile one step for a GPU under several policies; nothing runs on a GPU, and none is needed.
 
-    The regions of the step take the policy in place of their own. A step without regions is made one. The
-    table has the simulated peak, above arguments and parameters, and the time by a roofline model.
+    Regions and scans of the step take the policy in place of their own. A step without any is made a region.
+    The table has the simulated peak, above arguments and parameters, and the time by a roofline model.
     """
 
     device: Literal["a100", "h100", "h200", "b200"] = "h100"
@@ -57,10 +57,11 @@ class Gpu(StepOptions):
         return show(self.target, self.device, rows, self.json, self.png)
 
     def under(self, policy: Policy, fn: Callable[..., Any], args: tuple[Any, ...]) -> GpuReport:
-        """The report under one policy; a step without regions is made one."""
+        """The report under one policy; a step without regions and scans is made a region."""
         with traced_under(policy):
             report = compile_for(self.device, fn, *args, machine_code=self.code)
-        if report.regions or policy == save_everything:
+        scans = any(graph.blocks for graph in report.graphs)
+        if report.regions or scans or policy == save_everything:
             return report
         return compile_for(self.device, remat(fn, policy=policy), *args, machine_code=self.code)
 

@@ -20,8 +20,10 @@ from remat.transforms.compat.gpu.machine import (
 )
 from remat.transforms.compat.gpu.reductions import cut  # how kernels of reductions are cut into blocks
 from remat.transforms.compat.gpu.trace import (
+    Block,  # a block of a scan's steps
     Traced,  # what a step comes down to
     fakes,  # makes fake tensors of the CPU
     line_of,  # the user's line of a node
+    places,  # the user's lines in a stack
     traced,  # the graphs of a step
 )

@@ -6,9 +6,11 @@ import ast
 import contextlib
 import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -26,10 +28,15 @@ aten = torch.ops.aten
 _NO_KERNEL = {
     aten.empty.memory_format,
     aten.empty_strided.default,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
     aten.as_strided.default,
     aten.detach.default,
     aten.alias.default,
 }
+
+_GENERATOR = torch.zeros(16, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -61,19 +68,26 @@ class Execution:
 
     Args:
         chip: what they were lowered for; None for the CPU.
+        kernels: what ops run that launch kernels of their own and call other wrappers: the ops of scans.
 
     Attributes:
-        launches: of the wrapper that ran last.
+        launches: of the wrapper that ran last, and of those that it called.
+        called: how often it called which other wrapper, by its source.
         live, peak: bytes alive now, and the most that were since the last `run` began, above what was handed
             in as the caller's.
     """
 
-    def __init__(self, chip: Chip | None) -> None:
-        self.chip = chip
+    def __init__(
+        self, chip: Chip | None, kernels: Mapping[Any, Callable[..., Any]] = MappingProxyType({})
+    ) -> None:
+        self.chip, self.kernels = chip, kernels
         self.device = DEVICE if chip else torch.device("cpu")
         self.launches: list[Launch] = []
+        self.called: Counter[str] = Counter()
         self.live = self.peak = 0
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._seen = _Watch(self)
+        self._calls: dict[str, Callable[[list[Any]], Any]] = {}  # wrappers that the running one called
         self._callers: dict[int, torch.Tensor] = {}  # storage -> the caller's tensor, which lives on
         self._count: dict[int, int] = {}  # storage -> tensors of it that are alive
         self._sizes: dict[int, int] = {}
@@ -96,12 +110,19 @@ class Execution:
 
     def run(self, source: str, args: list[Any]) -> list[Any]:
         """What `call(args)` of a wrapper returns. `args` is emptied, as compiled code does."""
-        self.launches, self.peak = [], self.live
-        seen = _Watch(self)
+        self.launches, self.called, self.peak = [], Counter(), self.live
+        self._seen, self._calls = _Watch(self), {}
         with self._at_work():
-            call = self._loaded(source, seen)
-            with self._mode, seen, torch.no_grad():
+            call = self._loaded(source)
+            with self._mode, self._seen, torch.no_grad():
                 return list(call(args))
+
+    def call(self, source: str, args: list[Any]) -> list[Any]:
+        """What `call(args)` of a wrapper returns that the running one calls."""
+        self.called[source] += 1
+        if source not in self._calls:
+            self._calls[source] = self._loaded(source)
+        return list(self._calls[source](args))
 
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -112,12 +133,12 @@ class Execution:
             stack.enter_context(mock.patch.object(async_compile, "AsyncCompile", _Kernels))
             yield
 
-    def _loaded(self, source: str, seen: _Watch) -> Callable[[list[Any]], Any]:
+    def _loaded(self, source: str) -> Callable[[list[Any]], Any]:
         names: dict[str, Any] = {"__name__": "wrapper", "__file__": "wrapper"}
         exec(compile(source, "<wrapper>", "exec"), names)
         for value in list(names.values()):
             if isinstance(value, _Kernel):
-                value.seen = seen
+                value.seen = self._seen
         for name, device in (("cuda", DEVICE), ("cpu", "cpu"), ("cpu_pinned", "cpu")):
             names[f"empty_strided_{name}"] = partial(_allocate, device=device)
         names |= dict.fromkeys(("assert_size_stride", "assert_alignment"), lambda *_: None)
@@ -154,6 +175,11 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        kernel = self.execution.kernels.get(func)
+        if kernel is not None:
+            # A comparison of generators reads numbers.
+            with self, mock.patch.object(torch.cuda, "get_rng_state", lambda _: _GENERATOR):
+                return kernel(*args, **kwargs)
         # Results of such an op are there already.
         out = kwargs["out"] if "out" in kwargs else func(*args, **kwargs)
         given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]

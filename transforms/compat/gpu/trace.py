@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -15,6 +17,7 @@ import torch
 from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.traceback import preserve_node_meta
 
 from remat.transforms.compat.aot import teach_inductor
 from remat.transforms.compat.gpu.attention import attention_of_gpus
@@ -33,12 +36,35 @@ class Traced:
         forward: the graph of the forward; of the whole step where that has no backward of its own.
         backward: the graph of the backward, None without one.
         donated: which of the backward's arguments it may write to, as nobody else has them.
+        blocks: of the steps of its scans, one for each graph that a scan compiles.
+        scans: what the graphs name.
     """
 
     joint: list[torch.fx.Node] = field(default_factory=list)
     forward: torch.fx.GraphModule | None = None
     backward: torch.fx.GraphModule | None = None
     donated: list[int] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+    scans: list[Any] = field(default_factory=list)
+
+
+class Block:
+    """A block of a scan's steps: its graph, and what is called in place of compiled code.
+
+    Attributes:
+        graph: its graph, as that of a step without a backward.
+        run: what a call gives for the list of its arguments; results of the right shapes at first.
+    """
+
+    _boxed_call = True
+
+    def __init__(self) -> None:
+        self.graph = Traced()
+        self.run: Callable[[list[Any]], list[Any]] | None = None
+
+    def __call__(self, args: list[Any]) -> list[Any]:
+        assert self.run is not None
+        return self.run(args)
 
 
 @contextlib.contextmanager
@@ -66,23 +92,69 @@ def _strides(t: torch.Tensor) -> tuple[int, ...]:
 
 
 def traced(
-    step: Callable[..., Any], run: Callable[[Callable[..., Any]], None], *, gpu: bool = True
+    step: Callable[..., Any],
+    run: Callable[[Callable[..., Any]], None],
+    *,
+    gpu: bool = True,
+    kernels: Kernels = MappingProxyType({}),
 ) -> Traced:
     """The graphs of a step, inside of `fakes`. `run` calls what it is given, which is the step compiled, and
-    takes gradients. Without `gpu` they are those of this machine's CPU."""
+    takes gradients. Without `gpu` they are those of this machine's CPU. `kernels` are what ops run that
+    compile graphs of their own: the ops of scans."""
     with mock.patch.dict(os.environ, {"TORCH_WARM_POOL": "0"}):
         # Where Triton is installed its import starts processes that compile kernels; here none are.
         import torch._inductor.async_compile  # noqa: F401
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx
-    from torch._inductor.utils import get_donated_idxs
 
     teach_inductor()
-    found = Traced()
+    backend = _Backend(gpu)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_watching(backend.found))
+        if gpu:
+            stack.enter_context(attention_of_gpus())
+            stack.enter_context(_as_on_gpus())
+        run(torch.compile(_own(step), backend=backend, fullgraph=True, dynamic=False))
+        backend.compile_blocks(kernels)
+    return backend.found
 
-    def inner(module: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
-        for node in module.graph.nodes if gpu else ():
-            _refuse(node)
+
+Kernels = Mapping[Any, Callable[..., Any]]
+
+
+class _Backend:
+    """The compiler of a step, and of blocks of its scans' steps: it keeps the graphs and makes no code.
+
+    Attributes:
+        device: where tensors stand while a graph for a GPU is traced.
+    """
+
+    def __init__(self, gpu: bool) -> None:
+        self.found = Traced()
+        self.gpu, self.done = gpu, False
+        self.device = torch.device("cpu") if gpu else None
+
+    def __call__(self, module: torch.fx.GraphModule, inputs: Any) -> Any:
+        from torch._inductor.compile_fx import compile_fx
+
+        if self.gpu:
+            _as_on_cpu(module)
+        if not self.done:
+            return compile_fx(module, inputs, inner_compile=self._inner)
+        block = Block()
+        self.found.blocks.append(block)
+
+        def inner(module: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+            self._check(module)
+            block.graph.forward, block.run = module, _stand_in(module)
+            return block
+
+        with _watching(block.graph):
+            return compile_fx(module, inputs, inner_compile=inner)
+
+    def _inner(self, module: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        from torch._inductor.utils import get_donated_idxs
+
+        self._check(module)
+        found = self.found
         if options.get("is_backward"):
             found.backward, found.donated = module, get_donated_idxs() or []
         elif found.forward is None:
@@ -91,21 +163,33 @@ def traced(
             raise RematError("the step is compiled in several graphs; write it as one function of tensors.")
         return _stand_in(module)
 
-    def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
-        if gpu:
-            _as_on_cpu(module)
-        return compile_fx(module, inputs, inner_compile=inner)
+    def _check(self, module: torch.fx.GraphModule) -> None:
+        for node in module.graph.nodes if self.gpu else ():
+            _refuse(node)
 
-    # What a region wants recomputed is to be seen before any pass of Inductor changes it. Nothing is compiled
-    # here, so Inductor need not start processes for that.
-    watch = config.patch(joint_custom_pre_pass=_Seen(found), fx_graph_cache=False, compile_threads=1)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(watch)
-        if gpu:
-            stack.enter_context(attention_of_gpus())
-            stack.enter_context(_as_on_gpus())
-        run(torch.compile(_own(step), backend=backend, fullgraph=True, dynamic=False))
-    return found
+    def compile_blocks(self, kernels: Kernels) -> None:
+        """Have each scan compile its blocks, as its first run does: run it on tensors without data."""
+        self.done = True
+        # What a region wants recomputed, and the user's lines, stand beside the nodes of a graph.
+        with preserve_node_meta():
+            self._run_scans(kernels)
+
+    def _run_scans(self, kernels: Kernels) -> None:
+        outer = [graph for graph in (self.found.forward, self.found.backward) if graph is not None]
+        # A block that has scans in it comes to this list before they add theirs.
+        inner = (block.graph.forward for block in self.found.blocks)
+        for module in itertools.chain(outer, inner):
+            for node in module.graph.nodes if module is not None else ():
+                if (kernel := kernels.get(node.target)) is not None:
+                    kernel(*torch.fx.map_arg(node.args, lambda given: _like(given.meta["val"])))
+
+
+def _watching(found: Traced) -> contextlib.AbstractContextManager[Any]:
+    """Within, Inductor shows a graph before any of its passes: what a region wants recomputed is there."""
+    from torch._inductor import config
+
+    # Nothing is compiled here, so Inductor need not start processes for that.
+    return config.patch(joint_custom_pre_pass=_Seen(found), fx_graph_cache=False, compile_threads=1)
 
 
 @contextlib.contextmanager
@@ -165,17 +249,18 @@ def _stand_in(module: torch.fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
     (results,) = module.graph.output_node().args
     values = [getattr(r, "meta", {}).get("val", r) for r in results]  # type: ignore[union-attr]
 
-    def made(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-
     def call(args: list[Any]) -> list[Any]:
         args.clear()
-        return [made(value) for value in values]
+        return [_like(value) for value in values]
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
+
+
+def _like(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _refuse(node: torch.fx.Node) -> None:
@@ -194,11 +279,6 @@ def _refuse(node: torch.fx.Node) -> None:
         raise RematError(
             f"how large a result of {name} is depends on numbers, at {line_of(node)}, and the step is "
             "compiled from shapes alone. Write it with a size that is known, as torch.where has."
-        )
-    if name.startswith("remat.scan_"):
-        raise RematError(
-            f"a scan runs its steps one by one, at {line_of(node)}: what they take is in no code of the "
-            "graph. Compile one step of it, or write scan_layers as a loop over regions."
         )
     if isinstance(op, OpOverload) and _on_cpus_alone(op):
         raise RematError(
@@ -220,6 +300,14 @@ def _on_cpus_alone(op: OpOverload) -> bool:
 
 def line_of(node: torch.fx.Node) -> str:
     """`file:line` of the user's code that a node stems from."""
-    found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    found = [place for place in found if place[0] != __file__]
+    found = places(node.meta.get("stack_trace") or "")
     return ":".join(found[-1]) if found else "an unknown line"
+
+
+def places(stack: str) -> list[tuple[str, str]]:
+    """File and line of the calls in a stack, without those of this library that call what users hand it."""
+    found = re.findall(r'File "([^"]+)", line (\d+)', stack)
+    return [place for place in found if place[0] != __file__ and not _OURS.search(place[0])]
+
+
+_OURS = re.compile(r"[/\\]remat[/\\]_")

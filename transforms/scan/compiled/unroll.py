@@ -23,6 +23,7 @@ from remat.transforms.compat import (
     fits_cpu,
     options_of,
     outside_all_modes,
+    stands_on,
     traced_functionally,
     transposes_given,
 )
@@ -147,7 +148,8 @@ class UnrolledStep:
         return [False] * carry + [out for _, out in self._found.get("kept", ((), ()))[1]]
 
     def _lookup(self, key: Any, values: list[torch.Tensor], make: Callable[[], Any]) -> Any:
-        made, full = self.made, (*key, self.size, self.reverse, _signature(values))
+        at = stands_on(self.compiler)
+        made, full = self.made, (*key, self.size, self.reverse, _signature(values, at))
         if full not in made:
             with scoped(owner=made.setdefault("inside", [])):
                 made[full] = make()
@@ -332,13 +334,13 @@ def _traced(
     with outside_all_modes():
         # Not the values themselves: rows lie in larger tensors, and forward-mode AD looks at that.
         with fake_mode([]):
-            like = [_empty(t) for t in values]
+            like = [_empty(t, stands_on(compiler)) for t in values]
         return traced_functionally(function, like, compiler)
 
 
-def _empty(t: torch.Tensor) -> torch.Tensor:
+def _empty(t: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
     sizes, strides = (tuple(map(example_of, s)) for s in (t.shape, t.stride()))
-    return torch.empty_strided(sizes, strides, dtype=t.dtype, device=t.device)
+    return torch.empty_strided(sizes, strides, dtype=t.dtype, device=device or t.device)
 
 
 def dense(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -346,8 +348,8 @@ def dense(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [t.detach().contiguous() for t in tensors]
 
 
-def _signature(values: Sequence[torch.Tensor]) -> Any:
-    return tuple([(t.shape, t.stride(), t.dtype, t.device) for t in values])
+def _signature(values: Sequence[torch.Tensor], device: torch.device | None) -> Any:
+    return tuple([(t.shape, t.stride(), t.dtype, device or t.device) for t in values])
 
 
 def _stacked(columns: Columns) -> list[torch.Tensor]:

@@ -1,5 +1,9 @@
 """Scans in graphs that are being traced for a compiler."""
 
+from remat.transforms.scan.traced.custom_op import (
+    KERNELS,  # what a scan's two ops run, by op
+    living_with,  # within, what the graphs that are traced name lives as long as a list
+)
 from remat.transforms.scan.traced.entry import (
     TracedBody,  # a body as Dynamo's graph
     Whole,  # a scan in eager whose step Dynamo is to trace

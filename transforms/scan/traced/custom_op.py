@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat import above_all, live_with_graph
+from remat.transforms.compat import above_all, live_with_graph, stands_on
 from remat.transforms.context import active, quiet, scoped
 from remat.transforms.entry import run_transparently
 from remat.transforms.errors import RematError
@@ -33,8 +33,10 @@ from remat.transforms.scan.spec import Record, Scan, State, Tensors
 from remat.transforms.state import Ambient, RandomState
 
 _library = torch.library.Library("remat", "FRAGMENT")
-_library.define("scan_forward(str scan, Tensor[] operands) -> Tensor[]")
-_library.define("scan_pull(str scan, bool[] needs, bool[] present, Tensor[] tensors) -> Tensor[]")
+# They ask generators for their state, which a GPU refuses while a CUDA graph is captured.
+_tags = (torch.Tag.cudagraph_unsafe,)
+_library.define("scan_forward(str scan, Tensor[] operands) -> Tensor[]", tags=_tags)
+_library.define("scan_pull(str scan, bool[] needs, bool[] present, Tensor[] tensors) -> Tensor[]", tags=_tags)
 _numbers = itertools.count()
 # A graph holds a string only. What it stands for lives with the code that Dynamo makes of the graph, with the
 # blocks of steps that hold the graph, or, where neither is known, for good.
@@ -69,6 +71,11 @@ class Opaque:
     size: int
     ambient: Ambient
     entries: dict[int, Entry] = field(default_factory=dict)
+
+    @property
+    def elsewhere(self) -> torch.device | None:
+        """Where steps are traced, if code is made for a device that need not be there."""
+        return stands_on(self.compiler)
 
     def entry(self, scan: Scan) -> Entry:
         """What the ops of this scan run; a scan that a level transformed has a step of its own."""
@@ -199,6 +206,8 @@ class Entry:
         return [_buffer(t, rows, host or out, carry[0].device) for t, out in self._tape(flat)]
 
     def forward(self, flat: Tensors) -> list[torch.Tensor]:
+        if self.opaque.elsewhere is not None and self.scan.length % self.opaque.size:
+            raise _left_over(self.scan, self.opaque.size)
         flat = dense(flat)
         rows, buffers = layout(self.scan.spec.schedule, self.scan.length), self._buffers(flat)
         record = Record(self.opaque.ambient, RandomState(flat))
@@ -248,7 +257,11 @@ class Entry:
 
     def fake_forward(self, flat: Tensors) -> list[torch.Tensor]:
         scan = self.scan
-        consts, carry, xs = scan.split(flat)
+        # A step that is traced elsewhere may have that place written into its ops.
+        elsewhere = self.opaque.elsewhere
+        own = flat if elsewhere is None else [torch.empty_like(t, device=elsewhere) for t in flat]
+        device = None if elsewhere is None else flat[0].device
+        consts, carry, xs = scan.split(own)
         first = [x.select(0, 0) for x in xs]
         with (
             torch.no_grad(),
@@ -257,8 +270,17 @@ class Entry:
             unwritten(scan.spec.name, (), carry, first),
         ):
             new, ys = run_transparently(scan.step, (consts, carry, first), {})
-        stacks = [y.new_empty((scan.length, *y.shape)) for y in ys]
-        return [*(t.new_empty(t.shape) for t in new), *stacks, *self._buffers(flat)]
+        stacks = [y.new_empty((scan.length, *y.shape), device=device) for y in ys]
+        return [*(t.new_empty(t.shape, device=device) for t in new), *stacks, *self._buffers(flat)]
+
+
+def _left_over(scan: Scan, size: int) -> RematError:
+    n = scan.length
+    return RematError(
+        f"{scan.spec.name}: its {n} steps are small and are compiled {size} at a time. The {n % size} left "
+        f"over run op by op, and what they take is in no code. Take {n - n % size} steps, or "
+        f"{n - n % size + size}."
+    )
 
 
 def _buffer(
@@ -287,6 +309,11 @@ def _apart(outs: Sequence[torch.Tensor], operands: Tensors) -> list[torch.Tensor
         taken.add(out.untyped_storage()._cdata)
         found.append(out)
     return found
+
+
+def living_with(owner: list[Any]) -> contextlib.AbstractContextManager[None]:
+    """Within, what the graphs that are traced name lives as long as `owner`, not as long as their code."""
+    return scoped(owner=owner)
 
 
 def _entry(key: str) -> Entry:
@@ -323,6 +350,11 @@ def _fake_pull(
     return [t.new_empty(t.shape) for t, need in zip(flat, needs, strict=True) if need]
 
 
+# What the two ops run, by op.
+KERNELS: dict[Any, Callable[..., list[torch.Tensor]]] = {
+    torch.ops.remat.scan_forward.default: _forward,
+    torch.ops.remat.scan_pull.default: _pull,
+}
 _library.impl("scan_forward", _forward, "CompositeExplicitAutograd")
 _library.impl("scan_pull", _pull, "CompositeExplicitAutograd")
 torch.library.register_fake("remat::scan_forward", _fake_forward, lib=_library)
