@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import grad, grad_and_value, hessian, jacrev, jvp, vjp, vmap
 
 from remat import remat, save_everything, save_matmuls, save_nothing
-from tests.helpers import rand, same
+from tests.helpers import crossed, rand, same
 
 Loss = Callable[..., Tensor]
 
@@ -94,3 +94,26 @@ def test_products_of_batches(order):
 def test_hessians_inside(order):
     x, w = rand(1, 2, 4), rand(4, 4)
     with_policies(of_hessians, lambda loss: order(loss, x, w))
+
+
+LIES = {"turned": lambda x: x.t().sin().contiguous().t(), "as usual": Tensor.sin}
+USES = {"linear": torch.nn.functional.linear, "matmul": torch.matmul}
+
+
+@pytest.mark.parametrize(("lies", "use", "nested"), crossed(LIES, USES, [False, True], every=2))
+def test_batches_beside_a_weight_that_plain_autograd_differentiates(lies, use, nested):
+    """What is computed of the weight inside requires gradients in the forward, whoever asks for them."""
+    xs, w = rand(2, 3, 4), rand(4, 4).requires_grad_()
+
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        return USES[use](LIES[lies](x), w.cos())
+
+    def run(loss: Loss) -> Tensor:
+        if nested:
+            inner = loss
+            loss = lambda x, w: remat(inner)(x, w)  # noqa: E731
+        of_one = vmap(grad(lambda x: loss(x, w)))(xs)
+        (of_weight,) = torch.autograd.grad(of_one.square().sum(), w)
+        return of_one.detach().sum(0) + of_weight.sum()
+
+    with_policies(body, run)

@@ -82,7 +82,7 @@ class ClosureConversion(TorchFunctionMode):
         self.table, self.captured = table, captured
         # An id is reused once its tensor is gone, so each entry knows its own.
         self.inside: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._note([*operands, *table.values()])
+        self.note([*operands, *table.values()])
         self.start = next_node()
         self.met: set[int] = set()  # constants that torch functions were given
         self.pulls = False  # whether it is on in a backward, whose own ends and starts are not captured
@@ -134,7 +134,7 @@ class ClosureConversion(TorchFunctionMode):
             out = graded_under(self.in_backward(), *args, **kwargs)
         else:
             out = func(*args, **kwargs)
-        self._note(out)
+        self.note(out)
         return out
 
     def _chosen(self, *args: Any) -> Any:
@@ -187,7 +187,8 @@ class ClosureConversion(TorchFunctionMode):
                 return tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= self.start
             tensor = unwrap_once(tensor)
 
-    def _note(self, out: Any) -> None:
+    def note(self, out: Any) -> None:
+        """Take note of what was made within."""
         if isinstance(out, torch.Tensor):
             self.inside[id(out)] = weakref.ref(out)
             # Transforms inside the region hand out what their wrappers hold.
@@ -196,7 +197,7 @@ class ClosureConversion(TorchFunctionMode):
                 self.inside[id(out)] = weakref.ref(out)
         elif isinstance(out, (tuple, list)):
             for value in out:
-                self._note(value)
+                self.note(value)
 
 
 at_function_apply(ClosureConversion)
@@ -256,7 +257,7 @@ def as_operands(tree: Any) -> Any:
 def made_inside(tensors: Iterable[torch.Tensor]) -> None:
     """Tell every substitution in force that these were made inside its region."""
     for mode in active.swaps:
-        mode._note(list(tensors))
+        mode.note(list(tensors))
 
 
 def innermost() -> ClosureConversion | None:

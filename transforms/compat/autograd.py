@@ -175,11 +175,21 @@ _unwrap_dead_wrappers: Callable[[tuple[Any, ...]], tuple[Any, ...]] = functorch_
 _kinds: list[type[Any]] = []
 
 
+def _told() -> list[Any]:  # the innermost first
+    stack = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+    return [mode for mode in reversed(stack) if isinstance(mode, tuple(_kinds))]
+
+
 def _substituted(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    for i in reversed(range(torch._C._len_torch_function_stack())):
-        if isinstance(mode := torch._C._get_function_stack_at(i), tuple(_kinds)):
-            args = mode.of_apply(args)
+    for mode in _told():
+        args = mode.of_apply(args)
     return args
+
+
+def _noted(made: Any) -> Any:
+    for mode in _told():
+        mode.note(made)
+    return made
 
 
 def at_function_apply(kind: type[Any]) -> None:
@@ -202,12 +212,19 @@ def at_function_apply(kind: type[Any]) -> None:
 
 
 # A transform of torch.func wraps the tensors that it is given for its level, and calls no torch function with
-# them. The two functions that do so are replaced while somebody wants to know. (Tried on 2.11, 2.13, 2.15.)
-_wrapping: Any = (eager_transforms, "_wrap_for_grad"), (functorch_vmap, "_add_batch_dim")
+# them. The two functions that do so are replaced while somebody wants to know, and so is what takes a batch
+# off a result: of one that has none, vmap makes a new tensor. (Tried on 2.11, 2.13, 2.15.)
+_wrapping: Any = (
+    (eager_transforms, "_wrap_for_grad"),
+    (functorch_vmap, "_add_batch_dim"),
+    (functorch_vmap, "_remove_batch_dim"),
+)
 _as_they_are = [getattr(where, name) for where, name in _wrapping]
-_watched = [
+_watched: list[Callable[..., Any]] = [
     (lambda tensor, *level, wrap=wrap: wrap(*_substituted((tensor,)), *level)) for wrap in _as_they_are
 ]
+_unbatched = _watched[-1]
+_watched[-1] = lambda *args: _noted(_unbatched(*args))
 _watchers, _watching = [0], threading.Lock()
 
 

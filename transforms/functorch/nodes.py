@@ -155,7 +155,8 @@ def _backward(ctx: Any, cotangents: tuple[Any, ...], level: int | None) -> list[
     # A pull-back of a pull-back recomputes the same forward, so the same residuals serve.
     source = ctx.residuals or ctx.prim.source
     forward = _as_recorded(replace(ctx.prim, source=source), mask)
-    body = PullBack(forward, len(saved), mask, present, ctx.prim.family.by_levels)
+    around = source is not None and not source.differentiated.issubset(mask)
+    body = PullBack(forward, len(saved), mask, present, ctx.prim.family.by_levels, around)
     # A second derivative still pulls back from the same results of the region.
     ends = ctx.prim.present if ctx.prim.pulls else tuple(present)
     own = None if dead else level

@@ -206,6 +206,7 @@ class PullBack:
     mask: list[int]
     present: list[int]
     by_levels: bool = False
+    around: bool = False  # whether levels below differentiate other operands, which torch looks at
     over: tuple[tuple[tuple[int | None, ...], int, str], ...] = ()
     unused: set[int] = field(default_factory=set)  # places of `mask` that turned out not to matter
 
@@ -219,7 +220,9 @@ class PullBack:
             return smooth_first(self.body(*merged(operands, self.mask, moving)), split)
 
         moving = [operands[i] for i in self.mask]
-        with hooks_aside():
+        # A level takes over, for those below it, whether gradients are on.
+        below = torch.enable_grad() if self.around else contextlib.nullcontext()
+        with hooks_aside(), below:
             made, last = noting(lambda: torch.func.vjp(of, *moving, has_aux=True))
         smooth, vjp, _ = made
         forward_done()
