@@ -228,8 +228,8 @@ def test_a_write_to_zeros_of_forward_mode(inner: bool) -> None:
 
         def block(x: Tensor) -> Tensor:
             part = r(step) if inner else step
-            value, tangent = torch.func.jvp(lambda moving: part(moving, x), (x.cos(),), (x * 3,))
-            return value.sin() * tangent
+            found: Any = torch.func.jvp(lambda moving: part(moving, x), (x.cos(),), (x * 3,))
+            return found[0].sin() * found[1]
 
         return r(block)(x).sum()
 
