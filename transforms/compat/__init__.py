@@ -159,6 +159,7 @@ from remat.transforms.compat.modes import (
     memory_is_real,  # whether new tensors have memory
     modes_active,  # how many dispatch modes are active, torch's own for tracing included
     outside_all_modes,  # step out of every dispatch mode and functorch level
+    uncompiled,  # a function of which Dynamo compiles no frame, nor of what it calls
     uncompiled_branches,  # keeps Dynamo from the branches of torch.cond
     unseen,  # within, ops on `tensor` reach no dispatch mode
     watched,  # whether hooks or a dispatch mode follow what runs here

@@ -40,6 +40,7 @@ from remat.transforms.compat import (
     pop_hooks,
     push_hooks,
     refuse_hooks,
+    uncompiled,
     unwrapped,
 )
 from remat.transforms.compiled import GraphLowering
@@ -61,6 +62,9 @@ from remat.transforms.intermediates import Mirrors, current
 from remat.transforms.pytree import check_results, flatten, merge, split, unflatten
 from remat.transforms.region import Region
 from remat.transforms.state import Ambient, RandomState, device_kinds, note
+
+# Autograd calls it, also from a backward that compiled code has left to Python.
+uncompiled(Frame.unpack)
 
 
 def outermost() -> bool:
@@ -128,6 +132,7 @@ def _only_batched() -> bool:
     return all([level.key() == VMAP for level in level_stack() or ()])
 
 
+@uncompiled
 def _run_frame(
     region: Region, args: tuple[Any, ...], kwargs: dict[str, Any], bind: Callable[..., Region] | None
 ) -> Any:
@@ -154,6 +159,7 @@ def _run_frame(
     return out
 
 
+@uncompiled
 def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     leaves, spec, tensors, at = list(args), None, list(args), []
     if kwargs or not all([isinstance(arg, torch.Tensor) for arg in args]):
