@@ -66,6 +66,10 @@ class DispatchMode(TorchDispatchMode):
             uncompiled(cls.__dict__["__torch_dispatch__"])
 
 
+# What torch.jit.trace writes to, None where it does not.
+jit_trace: Callable[[], Any] = torch._C._get_tracing_state
+
+
 def direct_call(op: Any) -> Callable[..., Any]:
     """What calling `op` comes down to, without the Python method in between."""
     return getattr(op, "_op", op)

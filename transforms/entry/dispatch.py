@@ -35,6 +35,7 @@ from remat.transforms.compat import (
     in_transform,
     is_hook_refusal,
     is_tracing,
+    jit_trace,
     level_stack,
     modes_active,
     pop_hooks,
@@ -86,7 +87,8 @@ def run(
     `bind`: makes the region of this very call, where they differ. In plain autograd it is given the inputs
     and their signature, None where they tell nothing of other calls; elsewhere nothing.
     """
-    if active.transparent:
+    # A program that is written down for elsewhere has no backward.
+    if active.transparent or torch.compiler.is_exporting() or jit_trace() is not None:
         return region.function(*args, **kwargs)
     if in_transform():
         region = region if bind is None else bind()
@@ -243,7 +245,7 @@ class FlatCall:
         self.originals = [weakref.ref(t) for t in unique]
         self.captured = captured
         self.operands = [as_operand(t) for t in (*unique, *captured)]
-        self.bindings = Bindings(reach)
+        self.bindings = Bindings(reach, states=True)
         self.family = Family(region, Ambient(device_kinds(self.operands)), world)
         self.out_leaves: list[Any] = []
         self.out_at: list[int] = []
