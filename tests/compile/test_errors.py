@@ -171,3 +171,25 @@ def test_rules_of_every_kind(made):
 
         torch._dynamo.reset()
         same(compiled(grad(loss))(w), want)
+
+
+# Dynamo's own, where it resumes after a break.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("transform", [False, True], ids=["plain", "grad"])
+def test_after_a_graph_break_dynamo_looks_at_no_frame_of_this_library(transform):
+    """It compiled frames of the engine, and looked at others again in each call (0.2 s for two regions)."""
+    region = remat(graph_break)
+
+    def step(x):
+        if transform:
+            return grad(lambda x: region(region(x)).sum())(x)
+        region(region(x)).sum().backward()
+        return x.grad
+
+    want = step(rand(3).requires_grad_(not transform))
+    run, frames = torch.compile(step, backend="aot_eager"), []
+    for _ in range(3):
+        torch._dynamo.utils.counters.clear()
+        same(run(rand(3).requires_grad_(not transform)), want)
+        frames.append(torch._dynamo.utils.counters["frames"]["total"])
+    assert not any(frames[1:])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,7 @@ from torch import nn
 from torch.func import grad
 
 from remat import checkpoint_policy, remat, save_matmuls, save_nothing, scan_remat
-from tests.compiled import Graphs
+from tests.compiled import Graphs, compiled
 from tests.helpers import rand, same, sparse
 
 LAYER = nn.LayerNorm(4, eps=0.1).double()
@@ -47,3 +49,21 @@ def test_under_a_transform_and_a_budget(policy):
     graphs = Graphs(lambda x, e: WAYS["grad"](region, x, e), dynamic=True)
     for rows, e in ((3, 0.5), (5, 0.25)):
         same(graphs(rand(rows, 4), e), WAYS["grad"](plain, rand(rows, 4), e))
+
+
+@pytest.mark.parametrize("dynamic", [True, None], ids=["from_the_start", "once_it_has_changed"])
+def test_a_float_that_several_regions_read(dynamic):
+    """Dynamo made a value of it in the first region's graph, and died of an assertion in the second."""
+    config = SimpleNamespace(scale=0.5)
+
+    def step(wrap):
+        one = wrap(lambda x: x.sin() * config.scale)
+        other = wrap(lambda x: one(x.cos()) + x**config.scale)
+        return lambda x: other(one(x).exp()).mean() + config.scale
+
+    run, plain = compiled(step(remat), dynamic=dynamic), step(lambda fn: fn)
+    for scale in (0.5, 0.25, 0.125):
+        config.scale = scale
+        x = rand(3, 4).requires_grad_()
+        same(torch.autograd.grad(run(x), x), torch.autograd.grad(plain(x), x))
+        same(compiled(grad(step(remat)), dynamic=True)(x.detach()), grad(plain)(x.detach()))

@@ -165,3 +165,24 @@ def test_the_code_fetches_ahead():
     lines = re.findall(r"= torch.ops.remat.(send|fetch)|torch.ops.remat.arrived.(wait)", sources[-1])
     kinds = ["".join(line) for line in lines]
     assert kinds == ["fetch", "fetch", "wait", "fetch", "wait", "fetch", "wait", "wait"], kinds
+
+
+def test_second_order_where_later_ops_read_results():
+    """The pull-back of a pull-back was taken for the region's: its gradients stood for the results."""
+    w = rand(4, 4).requires_grad_()
+
+    def block(x, total):
+        h = torch.tanh(x @ w)
+        return h, total + h.sum(0), h.detach(), total
+
+    def loss(region, x):
+        total, read = torch.zeros(4, dtype=x.dtype), []
+        for _ in range(3):
+            x, total, again, before = region(x, total)
+            read.append(again * before)
+        return torch.stack([t.square().sum() + t.sum() for t in (x, total, *read)]).sum()
+
+    def twice(region):
+        return grad(lambda x: grad(lambda x: loss(region, x))(x).square().sum())
+
+    same(compiled(twice(remat(block, policy=save_matmuls)))(rand(3, 4)), twice(block)(rand(3, 4)))

@@ -215,3 +215,64 @@ def test_a_captured_tensor_that_a_transform_inside_is_given():
         return (once + forces(once, w)).sum()
 
     same(hessian(scanned)(w), hessian(looped)(w))
+
+
+class Held:
+    __slots__ = ("memory",)
+
+
+def by_attribute(x, w):
+    module = torch.nn.Module()
+    module.memory = torch.zeros_like(x)
+    return recurrent(w, lambda: module.memory, lambda new: setattr(module, "memory", new))
+
+
+def by_slot(x, w):
+    held = Held()
+    held.memory = torch.zeros_like(x)
+    return recurrent(w, lambda: held.memory, lambda new: setattr(held, "memory", new))
+
+
+def by_item(x, w):
+    held = {"memory": torch.zeros_like(x)}
+    return recurrent(w, lambda: held["memory"], lambda new: held.update(memory=new))
+
+
+def by_list(x, w):
+    held = [torch.zeros_like(x)]
+    return recurrent(w, lambda: held[0], lambda new: held.__setitem__(0, new))
+
+
+def by_variable(x, w):
+    memory = torch.zeros_like(x)
+
+    def write(new):
+        nonlocal memory
+        memory = new
+
+    return recurrent(w, lambda: memory, write)
+
+
+def by_item_of_global(x, w):
+    GLOBAL["memory"] = torch.zeros_like(x)
+    return recurrent(w, lambda: GLOBAL["memory"], lambda new: GLOBAL.update(memory=new))
+
+
+def recurrent(w, read, write):
+    def step(x):
+        out = torch.tanh(x @ w + read())
+        write(out.detach())
+        return out * x
+
+    return step
+
+
+@pytest.mark.parametrize("held", [by_attribute, by_slot, by_item, by_list, by_variable, by_item_of_global])
+def test_a_state_that_is_replaced_is_the_old_one_in_the_recomputation(held):
+    """The function ran again on its next state: gradients off by 0.8, silently."""
+
+    def three(wrap):
+        step, x = wrap(held(rand(2, 3), rand(3, 3))), rand(2, 3)
+        return [grad(lambda x: step(step(x)).square().sum())(x + i) for i in range(3)]
+
+    same(three(remat), three(lambda fn: fn))

@@ -181,3 +181,17 @@ def test_torch_cond_that_plain_autograd_differentiates(tree):
     torch.testing.assert_close(*grads)
     region = remat(lambda x: torch.cond(x.sum() > 0, lambda x: (x, x.sin()), lambda x: (-x, x.cos()), (x,)))
     torch.testing.assert_close(torch.func.vmap(region)(x)[1], torch.stack([x[0].sin(), x[1].cos()]))
+
+
+@pytest.mark.parametrize("kept", [save_nothing, save_matmuls], ids=["nothing", "matmuls"])
+def test_compiled(kept):
+    """What the branches are given was mistaken for a number: an error of the backend."""
+    run, plain = (
+        torch.compile(remat(block(torch.cond, W), policy=kept), backend="aot_eager", fullgraph=True),
+        block(by_if, W),
+    )
+    for x in (X, -3 * X):
+        one, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+        torch.testing.assert_close(
+            torch.autograd.grad(run(one).sum(), one), torch.autograd.grad(plain(other).sum(), other)
+        )

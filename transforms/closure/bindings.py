@@ -34,47 +34,113 @@ class Bindings:
     """Which tensors the modules in reach of functions hold, so that a recomputation sees them again.
 
     `torch.func.functional_call` puts other tensors into a module for the time of one call; the recomputation
-    runs after that.
+    runs after that. So it does after a function has put its next state where it found the last one
+    (`self.hidden = hidden.detach()`).
     """
 
-    __slots__ = ("near", "slots")
+    __slots__ = ("near", "others", "slots")
 
-    def __init__(self, reach: Iterable[Any]) -> None:
-        """What modules hold now; `reach`: what functions lead to (`reached`)."""
+    def __init__(self, reach: Iterable[Any], states: bool = False) -> None:
+        """What modules hold now; `reach`: what functions lead to (`reached`).
+
+        `states`: look into attributes, containers and variables as well.
+        """
+        reach = list(reach)
         self.slots = slots_of(*(value for value in reach if isinstance(value, torch.nn.Module)))
+        self.others: tuple[list[Any], list[Any]] = [], []
+        if states:
+            self._add(reach)
         self.near = self._now()
+
+    def _add(self, reach: list[Any]) -> None:
+        """Places that a tensor is in now: others are caches, which a recomputation finds filled."""
+        for table in _tables(reach):
+            keys = [key for key, value in table.items() if isinstance(value, torch.Tensor)]
+            self.slots[0].extend([table] * len(keys))
+            self.slots[1].extend(keys)
+        for holder, key, value in _places(reach):
+            if isinstance(value, torch.Tensor):
+                self.others[0].append(holder)
+                self.others[1].append(key)
 
     def _now(self) -> list[torch.Tensor | None]:
         # In C throughout: it happens twice for every region.
-        return list(map(dict.get, *self.slots))
+        return [*map(dict.get, *self.slots), *map(_held, *self.others)]
 
-    def changed(self) -> list[tuple[dict[str, Any], str, Any]]:
+    def changed(self) -> list[tuple[Any, Any, Any]]:
         """The slots that hold another tensor now."""
-        if all(map(operator.is_, self._now(), self.near)):
+        if all(map(operator.is_, now := self._now(), self.near)):
             return []
         # Sharded parameters are swapped by FSDP itself, in both passes.
+        holders, keys = [*self.slots[0], *self.others[0]], [*self.slots[1], *self.others[1]]
         return [
             (held, key, tensor)
-            for held, key, tensor in zip(*self.slots, self.near, strict=True)
-            if held.get(key) is not tensor
-            and not hasattr(tensor, "placements")
-            and not hasattr(held.get(key), "placements")
+            for held, key, tensor, other in zip(holders, keys, self.near, now, strict=True)
+            if other is not tensor and not hasattr(tensor, "placements") and not hasattr(other, "placements")
         ]
 
     def put_back(self) -> None:
         """Let the modules hold what they held."""
         for held, key, tensor in self.changed():
-            held[key] = tensor
+            _hold(held, key, tensor)
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        before = [(held, key, held.get(key)) for held, key, _ in self.changed()]
+        before = [(held, key, _held(held, key)) for held, key, _ in self.changed()]
         self.put_back()
         try:
             yield
         finally:
             for held, key, tensor in before:
-                held[key] = tensor
+                _hold(held, key, tensor)
+
+
+def _held(holder: Any, key: Any) -> Any:
+    if isinstance(holder, dict):
+        return holder.get(key)
+    if isinstance(holder, list):
+        return holder[key] if key < len(holder) else None
+    try:
+        return getattr(holder, key)
+    except (AttributeError, ValueError):  # a variable that was deleted
+        return None
+
+
+def _hold(holder: Any, key: Any, value: Any) -> None:
+    if isinstance(holder, dict):
+        holder[key] = value
+    elif not isinstance(holder, list):
+        setattr(holder, key, value)
+    elif key < len(holder):
+        holder[key] = value
+
+
+def _tables(reach: list[Any]) -> Iterator[dict[Any, Any]]:
+    """Dictionaries that functions lead to, and those in which objects have their attributes."""
+    for value in reach:
+        if isinstance(value, torch.nn.Module):
+            yield from (part.__dict__ for part in value.modules())
+        elif isinstance(value, dict):
+            yield value
+        elif isinstance(table := getattr(value, "__dict__", None), dict):
+            if not isinstance(value, (types.FunctionType, torch.Tensor)):
+                yield table
+
+
+def _places(reach: list[Any]) -> Iterator[tuple[Any, Any, Any]]:
+    """Where else a tensor can be put: items of lists, variables, slots."""
+    for value in reach:
+        if isinstance(value, list):
+            yield from ((value, i, item) for i, item in enumerate(value))
+        elif isinstance(value, types.FunctionType):
+            yield from (
+                (cell, "cell_contents", _held(cell, "cell_contents")) for cell in value.__closure__ or ()
+            )
+            names = value.__globals__
+            yield from ((names, name, names.get(name)) for name in value.__code__.co_names)
+        elif not isinstance(value, torch.Tensor):
+            slots = [slot for kind in type(value).__mro__ for slot in getattr(kind, "__slots__", ())]
+            yield from ((value, slot, _held(value, slot)) for slot in slots if isinstance(slot, str))
 
 
 def slots_of(*modules: torch.nn.Module) -> Slots:

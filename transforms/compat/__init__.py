@@ -159,9 +159,11 @@ from remat.transforms.compat.modes import (
     fakes_watched,  # note the fake modes that are made meanwhile
     intercept_under_modes,  # run something in place of an operator where a mode is active
     is_fake,  # whether a tensor has no data because it is fake
+    jit_trace,  # what torch.jit.trace writes to, None where it does not
     memory_is_real,  # whether new tensors have memory
     modes_active,  # how many dispatch modes are active, torch's own for tracing included
     outside_all_modes,  # step out of every dispatch mode and functorch level
+    uncompiled,  # a function of which Dynamo compiles no frame, nor of what it calls
     uncompiled_branches,  # keeps Dynamo from the branches of torch.cond
     unseen,  # within, ops on `tensor` reach no dispatch mode
     watched,  # whether hooks or a dispatch mode follow what runs here

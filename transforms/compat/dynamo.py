@@ -10,6 +10,7 @@ Private names of Dynamo. Tried on 2.11.0, 2.13.0 and 2.15.0.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -54,6 +55,7 @@ def libraries_ready() -> bool:
     """
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+    share_floats()
     backends = sys.modules.get("einops._backends")
     if backends is not None and torch.nn.Parameter not in getattr(backends, "_type2backend", {}):
         with unset_fake_temporarily():
@@ -61,6 +63,33 @@ def libraries_ready() -> bool:
             for tensor in (one, torch.nn.Parameter(one)):
                 backends.get_backend(tensor)
     return True
+
+
+def share_floats() -> None:
+    """Have Dynamo make a value of a Python float in the outermost graph, where all regions find it.
+
+    It makes one where the float is first read, in a region's graph, and remembers it. The next region that
+    reads the float finds a value of a graph that is over, and an assertion of Dynamo's fails. Torch's
+    checkpoint dies of the same.
+    """
+    from torch._dynamo.variables.builder import VariableBuilder
+
+    wrap = VariableBuilder.wrap_symfloat
+    if getattr(wrap, "shared", False):
+        return
+
+    @functools.wraps(wrap)
+    def wrap_symfloat(self: Any, value: float) -> Any:
+        output = self.tx.output
+        tracers = output.tracers
+        output.tracers = tracers[:1]
+        try:
+            return wrap(self, value)
+        finally:
+            output.tracers = tracers
+
+    wrap_symfloat.shared = True  # type: ignore[attr-defined]
+    VariableBuilder.wrap_symfloat = wrap_symfloat
 
 
 # Not by the decorator for it, which imports Dynamo: that takes longer than all else.

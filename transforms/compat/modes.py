@@ -13,7 +13,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._C import _autograd as _autograd_c
@@ -27,6 +27,22 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from remat.transforms.compat.autograd import hooks_allowed, top_hooks
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def uncompiled(function: F) -> F:
+    """`function`, of which Dynamo compiles no frame, nor any of what it calls.
+
+    Where a graph breaks in compiled code, Dynamo looks at every frame below, this library's among them. It
+    finds nothing there to compile, and looks again in each call. Explicit calls of `torch.compile` still
+    compile.
+    """
+    frames: Any = torch._C._dynamo.eval_frame  # type: ignore[reportAttributeAccessIssue]
+    skip = frames._FrameAction.SKIP
+    code = function.__code__  # type: ignore[reportFunctionMemberAccess]
+    frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
+    return function
 
 
 # -- dispatch modes -----------------------------------------------------------------------------------
@@ -47,10 +63,11 @@ class DispatchMode(TorchDispatchMode):
         super().__init_subclass__(**kwargs)
         if "__torch_dispatch__" in cls.__dict__:
             # torch.cond compiles itself in eager code: Dynamo meets this frame below it, to be left alone.
-            frames: Any = torch._C._dynamo.eval_frame  # type: ignore[reportAttributeAccessIssue]
-            skip = frames._FrameAction.SKIP
-            strategy = frames._FrameExecStrategy(skip, skip)
-            frames.set_code_exec_strategy(cls.__dict__["__torch_dispatch__"].__code__, strategy)
+            uncompiled(cls.__dict__["__torch_dispatch__"])
+
+
+# What torch.jit.trace writes to, None where it does not.
+jit_trace: Callable[[], Any] = torch._C._get_tracing_state
 
 
 def direct_call(op: Any) -> Callable[..., Any]:

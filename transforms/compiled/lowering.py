@@ -110,17 +110,18 @@ class GraphLowering:
         record: GraphRecord = prim.source.written
         turn = Turn(operands, *prim.cotangents)
         operands = turn.operands
-        plain = isinstance(body, PullBack) and prim.recorded is None and not record.rewritten
+        # The pull-back of a pull-back has more operands than the forward, and other results.
+        first = isinstance(body, PullBack) and body.count == len(record.operands)
+        plain = first and prim.recorded is None and not record.rewritten
         if plain and (late := turn.late_readers(record.results)):
             made, turn.moved = self._early(prim, turn, late), late.moved
             turn.done(made, [value.fetched for value in record.sent()])
             return made
         run = functools.partial(self._pull, prim, operands)
-        # The pull-back of a pull-back has more operands than the forward.
-        if prim.mapped or not isinstance(body, PullBack) or body.count != len(record.operands):
-            made = run()
-        else:
+        if isinstance(body, PullBack) and first and not prim.mapped:
             made = tuple(self.alike.pull(operands, record, body, self.tags, run))
+        else:
+            made = run()
         turn.done(made, [value.fetched for value in record.sent()])
         return made
 

@@ -214,7 +214,9 @@ def _is_number(module: torch.fx.GraphModule, node: torch.fx.Node) -> bool:
         if not isinstance(inner, torch.fx.GraphModule):
             return user.op == "call_method" and user.target == "item"
         places = zip(user.args[2:], inner.graph.find_nodes(op="placeholder"), strict=False)
-        return all(_is_number(inner, place) for given, place in places if given is node)
+        # torch.cond and the like are given their operands in a tuple.
+        met = [place for given, place in places if given is node]
+        return bool(met) and all(_is_number(inner, place) for place in met)
 
     return bool(node.users) and all(map(reads, node.users))
 

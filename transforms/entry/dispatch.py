@@ -35,11 +35,13 @@ from remat.transforms.compat import (
     in_transform,
     is_hook_refusal,
     is_tracing,
+    jit_trace,
     level_stack,
     modes_active,
     pop_hooks,
     push_hooks,
     refuse_hooks,
+    uncompiled,
     unwrapped,
 )
 from remat.transforms.compiled import GraphLowering
@@ -62,6 +64,9 @@ from remat.transforms.pytree import check_results, flatten, merge, split, unflat
 from remat.transforms.region import Region
 from remat.transforms.state import Ambient, RandomState, device_kinds, note
 
+# Autograd calls it, also from a backward that compiled code has left to Python.
+uncompiled(Frame.unpack)
+
 
 def outermost() -> bool:
     """Whether no other region is being recorded or recomputed around here."""
@@ -82,7 +87,8 @@ def run(
     `bind`: makes the region of this very call, where they differ. In plain autograd it is given the inputs
     and their signature, None where they tell nothing of other calls; elsewhere nothing.
     """
-    if active.transparent:
+    # A program that is written down for elsewhere has no backward.
+    if active.transparent or torch.compiler.is_exporting() or jit_trace() is not None:
         return region.function(*args, **kwargs)
     if in_transform():
         region = region if bind is None else bind()
@@ -128,6 +134,7 @@ def _only_batched() -> bool:
     return all([level.key() == VMAP for level in level_stack() or ()])
 
 
+@uncompiled
 def _run_frame(
     region: Region, args: tuple[Any, ...], kwargs: dict[str, Any], bind: Callable[..., Region] | None
 ) -> Any:
@@ -154,6 +161,7 @@ def _run_frame(
     return out
 
 
+@uncompiled
 def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     leaves, spec, tensors, at = list(args), None, list(args), []
     if kwargs or not all([isinstance(arg, torch.Tensor) for arg in args]):
@@ -237,7 +245,7 @@ class FlatCall:
         self.originals = [weakref.ref(t) for t in unique]
         self.captured = captured
         self.operands = [as_operand(t) for t in (*unique, *captured)]
-        self.bindings = Bindings(reach)
+        self.bindings = Bindings(reach, states=True)
         self.family = Family(region, Ambient(device_kinds(self.operands)), world)
         self.out_leaves: list[Any] = []
         self.out_at: list[int] = []

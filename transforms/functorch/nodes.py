@@ -26,6 +26,7 @@ from remat.transforms.compat import (
     is_wrapped,
     level_of,
     next_node,
+    uncompiled,
     unwrap_for_grad,
     unwrap_once,
     unwrapped,
@@ -143,6 +144,7 @@ def _recorded(prim: Prim, mask: list[int]) -> tuple[Prim, Residuals | None]:
     return replace(prim, recorded=recorded, sinks=sinks, masks=masks), residuals
 
 
+@uncompiled
 def _backward(ctx: Any, cotangents: tuple[Any, ...], level: int | None) -> list[Any]:
     grads: list[Any] = [None] * len(ctx.needs_input_grad)
     saved = _saved(ctx)

@@ -1,0 +1,44 @@
+"""Programs without a backward that torch writes down of a model: its regions run as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from remat import checkpoint_policy, remat, save_matmuls, save_nothing
+from remat import nn as remat_nn
+from tests.helpers import rand, same
+
+POLICIES = {"nothing": save_nothing, "matmuls": save_matmuls, "budget": checkpoint_policy(budget=0.5)}
+
+
+def model(policy):
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double() for _ in range(2)]
+    return remat_nn.apply(
+        nn.Sequential(layers[0], remat(layers[1], policy=policy)), layers="0", policy=policy
+    )
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["loose", "strict"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_export_with_a_dynamic_batch(policy, strict):
+    """A size without a value was looked up, and constants of a tape were looked for in the program."""
+    fn = model(POLICIES[policy])
+    sizes = ({0: torch.export.Dim("rows", min=2, max=64)},)
+    program = torch.export.export(fn, (rand(3, 4),), dynamic_shapes=sizes, strict=strict)
+    assert sum("linear" in str(node.target) for node in program.graph.nodes) == 4
+    x = rand(7, 4)
+    same(program.module()(x), fn(x))
+    same(torch.export.export(fn, (rand(3, 4),), strict=strict).module()(rand(3, 4)), fn(rand(3, 4)))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_jit_trace(policy):
+    """The second of its two runs, which it compares, was another graph."""
+    fn = model(POLICIES[policy])
+    traced: Any = torch.jit.trace(fn, (rand(3, 4),))
+    x = rand(5, 4).requires_grad_()
+    same(torch.autograd.grad(traced(x).sin().sum(), x), torch.autograd.grad(fn(x).sin().sum(), x))
