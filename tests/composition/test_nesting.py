@@ -11,6 +11,7 @@ from tests.compiled import Graphs, dots
 from tests.helpers import POLICIES, OpCounter, crossed, rand, same
 
 aten = torch.ops.aten
+W = rand(4, 4)
 
 
 def stack(depth, wrap):
@@ -257,3 +258,29 @@ def test_overlapping_views_of_what_a_region_inside_made(inner, outer):
         same(transform(loss(remat))(x), transform(loss(lambda f: f))(x))
     rows = torch.stack([x, 2 * x])
     same(vmap(grad(loss(remat)))(rows), vmap(grad(loss(lambda f: f)))(rows))
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_a_decision_beside_an_operand_that_is_copied_first(read):
+    """The inner operand is an expanded tensor, copied in the forward alone. What the outer one keeps is
+    the inner one's too, in its recomputation as well."""
+
+    def loss(x, wrap):
+        def block(x):
+            other = (x @ W).tanh()
+
+            def inner(moving, still):
+                chosen = torch.where(still > 0, still, still.sin())
+                return chosen * moving if read else chosen
+
+            wide = x.sum(0, keepdim=True).sin().expand_as(other)
+            return grad(lambda moving: wrap(inner)(moving, other).sum())(wide) + x
+
+        return wrap(block)(x).sum()
+
+    x = rand(3, 4)
+    for run in (
+        lambda fn: torch.autograd.grad(fn(given := x.clone().requires_grad_()), given)[0],
+        lambda fn: grad(fn)(x),
+    ):
+        same(run(lambda x: loss(x, remat)), run(lambda x: loss(x, lambda fn: fn)))

@@ -183,8 +183,8 @@ class Recorder(WriteWatch):
         out = func(*args, **kwargs)
         chance = self.casts and is_cast_of_leaf(func, args)
         at = self._add(func, facts, template, args, kwargs, out, draws_from=state, optional=chance)
-        if around >= 0:
-            self._link(at, around)
+        if self.parent is not None:
+            self._link(self.parent, at, around)
         return out
 
     def _add(
@@ -362,11 +362,11 @@ class Recorder(WriteWatch):
 
     # -- regions inside and around ---------------------------------------------------------------------------
 
-    def _link(self, at: int, around: int) -> None:
-        """Note the number of op `at` on the tape of the region around, if it is one op there."""
-        mode = self.parent
-        if mode is not None and mode.position == around + 1:
-            self.outer[at] = around
+    def _link(self, mode: Any, at: int, around: int) -> None:
+        """Note the number of op `at` on the tape around, if it is one op there beside what need not occur."""
+        place = mode.position - 1
+        if place >= around and all(node.optional for node in mode.tape.nodes[around:place]):
+            self.outer[at] = place
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Meet `tensor` for the first time if it is met again."""
