@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.func import grad, hessian, vmap
 
-from remat import remat, scan_remat
+from remat import RematError, remat, save_matmuls, save_nothing, scan_remat
 from tests.helpers import POLICIES, crossed, jvp, rand, same
 
 GLOBAL: dict[str, torch.Tensor] = {}
@@ -276,3 +276,30 @@ def test_a_state_that_is_replaced_is_the_old_one_in_the_recomputation(held):
         return [grad(lambda x: step(step(x)).square().sum())(x + i) for i in range(3)]
 
     same(three(remat), three(lambda fn: fn))
+
+
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls])
+def test_a_state_that_is_replaced_where_a_function_runs_again_as_a_whole(policy, twice):
+    """A raw look at memory lets it run again in plain autograd, on the next state: right or refused."""
+    w, state = rand(3, 3), {"h": torch.zeros(2, 3, dtype=torch.float64)}
+
+    def step(x):
+        h = torch.tanh(x @ w + state["h"])
+        h.data_ptr()
+        state["h"] = h.detach()
+        return h * x
+
+    region, x = remat(step, policy=policy), rand(2, 3).requires_grad_()
+    out = region(region(x)) if twice else region(x)
+    after = state["h"]
+    with pytest.raises(RematError, match="reads a tensor .* put in the place of the forward's"):
+        out.square().sum().backward()
+    assert state["h"] is after
+
+    # The same numbers in another tensor are no change.
+    state["h"] = torch.zeros(2, 3, dtype=torch.float64)
+    still = remat(lambda x: (h := torch.tanh(x @ w + state["h"])) * (h.data_ptr() > 0), policy=policy)
+    out = still(x).square().sum()
+    state["h"] = state["h"].clone()
+    same(torch.autograd.grad(out, x)[0], torch.autograd.grad(torch.tanh(x @ w).square().sum(), x)[0])

@@ -7,20 +7,21 @@ one tensor are one tensor. Ops and their constants are compared with those of th
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from remat.transforms.closure import standing_in
 from remat.transforms.compat import set_grad_enabled, top_hooks, unseen
-from remat.transforms.context import run_innermost
+from remat.transforms.context import quiet, run_innermost
 from remat.transforms.eager.saved import hook, unhook
 from remat.transforms.errors import RematError, not_repeated
-from remat.transforms.ops import storage
-from remat.transforms.pytree import flatten
+from remat.transforms.ops import Traits, storage
+from remat.transforms.pytree import flatten, smooth
 from remat.transforms.region import recomputing
 from remat.transforms.state import Print, alike, generators_again, prints_of
-from remat.transforms.tape import Needs, Replay, Stop, data_again, lent, versions_again
+from remat.transforms.tape import Needs, Node, Ref, Replay, Stop, data_again, lent, versions_again
 
 if TYPE_CHECKING:
     from remat.transforms.eager.frame import Frame
@@ -107,7 +108,7 @@ class Rerun:
 
     def _replay(self) -> Replay:
         frame, region = self.frame, self.frame.region
-        replay = Replay(
+        replay = _Again(
             frame.tape,
             self.needs,
             frame.kept,
@@ -123,6 +124,16 @@ class Rerun:
             absent=self.absent,
         )
         replay.local = {}
+        arguments = frame.tape.arguments
+        replay.before = {
+            at: held.packed
+            for at, held in frame.held.items()
+            if at >= arguments
+            and held.unpack is None
+            and isinstance(held.packed, torch.Tensor)
+            # A function that gives a tensor other memory does so again.
+            and not frame.replaced
+        }
         return replay
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -174,6 +185,56 @@ class Rerun:
 
     def _differs(self, what: str) -> RematError:
         return RematError(not_repeated(self.frame.region.name, what))
+
+
+class _Again(Replay):
+    """Also compares what ops read from outside, where that is another tensor than in the forward.
+
+    The function may have put its next state in the place of the last one.
+
+    Attributes:
+        before: the tensors that ops of the forward read, by their numbers.
+    """
+
+    before: Mapping[int, torch.Tensor]
+
+    def _run(self, at: int, node: Node, facts: Traits, func: Any, args: Any, kwargs: Any) -> Any:
+        for ref, tensor in _read((node.args, node.kwargs), (args, kwargs)):
+            was = self.before.get(-1 - ref)
+            if was is not None and storage(was) not in self.scratch:
+                if not (_same_place(was, tensor) or quiet(_same_numbers, was, tensor, self.casts)):
+                    raise self._differs(
+                        at,
+                        f"{func} reads a tensor ({list(tensor.shape)}) that was put in the place of the "
+                        "forward's. Pass it as an argument, or write by copy_",
+                    )
+        return super()._run(at, node, facts, func, args, kwargs)
+
+
+def _read(template: Any, value: Any) -> Iterator[tuple[int, torch.Tensor]]:
+    """The tensors from outside among the arguments of an op, each with its number in the template."""
+    if isinstance(template, Ref):
+        if template < 0 and isinstance(value, torch.Tensor):
+            yield int(template), value
+    elif isinstance(template, dict):
+        for key in template.keys() & value.keys():
+            yield from _read(template[key], value[key])
+    elif isinstance(template, (tuple, list)):
+        for one, other in zip(template, value, strict=False):
+            yield from _read(one, other)
+
+
+def _same_place(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors lie at one place in one memory."""
+    return storage(tensor) == storage(other) and tensor.storage_offset() == other.storage_offset()
+
+
+def _same_numbers(tensor: torch.Tensor, other: torch.Tensor, casts: bool) -> bool:
+    if tensor.shape != other.shape or tensor.dtype != other.dtype:
+        return False
+    if smooth(tensor):
+        return alike(prints_of([tensor]), prints_of([other]), casts)
+    return tensor.layout is not torch.strided or torch.equal(tensor, other)
 
 
 def stop_enclosing(hooks: Any) -> None:

@@ -209,7 +209,7 @@ class GuardMode(Recorder):
         around = -1 if self.parent is None else self.parent.position
         out = check.call(*args, **kwargs) if kwargs else check.call(*args)
         if around >= 0:
-            self._link(at, around)
+            self._link(self.parent, at, around)
         self.at = at + 1
         number, table = node.first, self._numbers
         if isinstance(out, torch.Tensor):
