@@ -484,15 +484,16 @@ def _checked(
         library.lookup.cache_clear()
         try:
             found = ours.run(step, seed + at)
-        except RematError as error:
-            return Verdict("refused", str(error))
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise
+            said = str(error) if isinstance(error, RematError) else f"{type(error).__name__}: {error}"
             own = TORCHS.search(str(error)) or "torch.func" in source and OF_TRANSFORMS.search(str(error))
             # What Dynamo or AOTAutograd refuse is loud; the comparison is after wrong numbers.
-            if own or backend is not None:
-                return Verdict("refused", f"{type(error).__name__}: {error}")
+            if backend is not None and not _compiled_alone(source, steps[: at + 1], dtype, backend, seed):
+                return Verdict("refused", f"torch.compile alone runs it. {said}")
+            if own or backend is not None or isinstance(error, RematError):
+                return Verdict("refused", said)
             if STANDING.search(str(error)):
                 return Verdict("standing", f"{type(error).__name__}: {error}")
             return Verdict("failed", f"step {at} raises {type(error).__name__}: {error}")
