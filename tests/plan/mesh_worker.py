@@ -82,8 +82,10 @@ def sharded(rank: int, path: str, ranks: int) -> None:
         size = kept(step)
         return size, [p.grad.to_local() for p in ours.parameters()]  # type: ignore
 
-    size, got = run(f"{path}/plan.json")
-    plain, expected = run(None)
+    # The least of three: what gloo's thread lets go of last, on a busy machine, the profiler takes for kept.
+    (size, got), (plain, expected) = (
+        min((run(plan) for _ in range(3)), key=lambda found: found[0]) for plan in (f"{path}/plan.json", None)
+    )
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
     write(path, rank, (size, plain))
     dist.destroy_process_group()
