@@ -64,7 +64,7 @@ class Bindings:
                 self.others[1].append(key)
 
     def _now(self) -> list[torch.Tensor | None]:
-        # In C throughout: it happens twice for every region.
+        # In C but for attributes and variables: it happens twice for every region.
         return [*map(dict.get, *self.slots), *map(_held, *self.others)]
 
     def changed(self) -> list[tuple[Any, Any, Any]]:

@@ -7,7 +7,7 @@ one tensor are one tensor. Ops and their constants are compared with those of th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +21,7 @@ from remat.transforms.ops import Traits, storage
 from remat.transforms.pytree import flatten, smooth
 from remat.transforms.region import recomputing
 from remat.transforms.state import Print, alike, generators_again, prints_of
-from remat.transforms.tape import Needs, Node, Ref, Replay, Stop, data_again, lent, versions_again
+from remat.transforms.tape import Needs, Node, Replay, Stop, data_again, lent, pairs, versions_again
 
 if TYPE_CHECKING:
     from remat.transforms.eager.frame import Frame
@@ -125,15 +125,9 @@ class Rerun:
         )
         replay.local = {}
         arguments = frame.tape.arguments
-        replay.before = {
-            at: held.packed
-            for at, held in frame.held.items()
-            if at >= arguments
-            and held.unpack is None
-            and isinstance(held.packed, torch.Tensor)
-            # A function that gives a tensor other memory does so again.
-            and not frame.replaced
-        }
+        captured = {at: h.packed for at, h in frame.held.items() if at >= arguments and h.unpack is None}
+        # A function that gives a tensor other memory does so again.
+        replay.before = {} if frame.replaced else captured
         return replay
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -199,8 +193,8 @@ class _Again(Replay):
     before: Mapping[int, torch.Tensor]
 
     def _run(self, at: int, node: Node, facts: Traits, func: Any, args: Any, kwargs: Any) -> Any:
-        for ref, tensor in _read((node.args, node.kwargs), (args, kwargs)):
-            was = self.before.get(-1 - ref)
+        for number, tensor in pairs((node.args, node.kwargs), (args, kwargs)):
+            was = self.before.get(-1 - number)
             if was is not None and storage(was) not in self.scratch:
                 if not (_same_place(was, tensor) or quiet(_same_numbers, was, tensor, self.casts)):
                     raise self._differs(
@@ -209,19 +203,6 @@ class _Again(Replay):
                         "forward's. Pass it as an argument, or write by copy_",
                     )
         return super()._run(at, node, facts, func, args, kwargs)
-
-
-def _read(template: Any, value: Any) -> Iterator[tuple[int, torch.Tensor]]:
-    """The tensors from outside among the arguments of an op, each with its number in the template."""
-    if isinstance(template, Ref):
-        if template < 0 and isinstance(value, torch.Tensor):
-            yield int(template), value
-    elif isinstance(template, dict):
-        for key in template.keys() & value.keys():
-            yield from _read(template[key], value[key])
-    elif isinstance(template, (tuple, list)):
-        for one, other in zip(template, value, strict=False):
-            yield from _read(one, other)
 
 
 def _same_place(tensor: torch.Tensor, other: torch.Tensor) -> bool:

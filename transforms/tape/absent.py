@@ -43,7 +43,7 @@ class Absent:
         `shapes`: and the rest has the shapes of the forward.
         """
         makers = self.tape.makers
-        for number, value in _pairs((node.args, node.kwargs), (args, kwargs)):
+        for number, value in pairs((node.args, node.kwargs), (args, kwargs)):
             if number >= 0 and makers[number] in left:
                 ref, version = self.held.get(number, (None, 0))
                 if ref is None or ref() is not value or version_of(value) != version:
@@ -74,13 +74,14 @@ def _unread_copies(tape: Tape, results: set[int]) -> set[int]:
     return found
 
 
-def _pairs(want: Any, value: Any) -> Iterator[tuple[int, Any]]:
+def pairs(want: Any, value: Any) -> Iterator[tuple[int, Any]]:
     """The numbers in a template, each with the tensor in its place."""
     if type(want) is Ref:
         yield want, value
     elif isinstance(want, (tuple, list)):
-        for one, other in zip(want, value, strict=True):
-            yield from _pairs(one, other)
+        # (Nobody has compared their lengths under determinism_check="none".)
+        for one, other in zip(want, value, strict=False):
+            yield from pairs(one, other)
     elif isinstance(want, dict):
-        for key in want:
-            yield from _pairs(want[key], value[key])
+        for key in want.keys() & value.keys():
+            yield from pairs(want[key], value[key])
