@@ -127,6 +127,33 @@ def test_an_op_runs_again_right_before_its_first_reader(functional):
         assert last < sigmoid < tanh
 
 
+@pytest.mark.parametrize("functional", [False, True])
+@pytest.mark.parametrize("hidden", [4, 16])
+def test_a_wide_activation_is_there_before_the_product_that_makes_its_gradient(hidden, functional):
+    """Or compilers fuse it with its derivative, and hold all that both read and write."""
+
+    def mlps(wrap: Callable[..., Any]) -> Callable[..., Tensor]:
+        block = wrap(lambda w, x: x + F.silu(x @ w[0]) @ w[1])
+        return lambda ws, x: block(ws[1], block(ws[0], x)).square().mean()
+
+    pairs = [(rand(4, hidden), rand(hidden, 4)) for _ in range(2)]
+    ws, x = [tuple(w.requires_grad_(not functional) for w in pair) for pair in pairs], rand(5, 4)
+    loss = mlps(lambda f: remat(f, policy=save_matmuls))
+    graphs = Nodes(grad(loss) if functional else loss)
+    out = graphs(ws, x)
+    flat = [w for pair in ws for w in pair]
+    got = [w for pair in out for w in pair] if functional else torch.autograd.grad(out, flat)
+    plain = grad(mlps(lambda f: f))([tuple(w.detach() for w in pair) for pair in ws], x)
+    same(got, [w for pair in plain for w in pair])
+    waits = [
+        [str(user.target) for user in node.users]
+        for node in graphs.nodes
+        if str(node.target) == "remat.fence.default"
+        and any("remat_recomputed" in after.meta.get("custom", {}) for after in node.args[1])
+    ]
+    assert waits == [["aten.mm.default"]] * (2 if hidden > 4 else 0)
+
+
 # -- what was sent to the host ---------------------------------------------------------------------------
 
 

@@ -2,7 +2,7 @@
 
 Recording and replaying are those of eager, made simple: what nobody reads is dead code that the compiler
 drops, so nothing is skipped or freed here. Values that the selector keeps stay values of the graph.
-Everything that a recomputation starts from passes a fence (`compiled.barrier_placement` says what that is).
+Everything that a recomputation starts from passes a fence (`compiled.barrier` says what that is).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from remat.transforms.compat import (
 )
 from remat.transforms.compiled.barrier import ONCE, UNKNOWN, GraphDedup, fence, fence_below, plain, snapshot
 from remat.transforms.compiled.record import GraphRecord, GraphReplay
-from remat.transforms.compiled.turns import RECOMPUTED, Late, PullSpan, ahead, reads
+from remat.transforms.compiled.turns import RECOMPUTED, Late, PullSpan, ahead, before_products, reads
 from remat.transforms.context import quiet, ranks_met, recordings
 from remat.transforms.errors import RematError
 from remat.transforms.functorch import Prim, PullBack, replaying
@@ -165,6 +165,7 @@ class GraphLowering:
             span = next((NodeSpan(at[0]) for t in after if (at := traced(t)) is not None), None)
             made = tuple((prim.recorded or prim.body)(*fenced))
             if span is not None:
+                before_products(list(span.nodes()))
                 put_off(span)
             return made
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from remat.transforms.compat import OpOverload, nodes_of, unwrapped
+from remat.transforms.compat import OpOverload, example_bytes, nodes_of, unwrapped
 from remat.transforms.compiled.barrier import FENCE
 from remat.transforms.compiled.sent import ARRIVED
 
@@ -98,8 +98,7 @@ class Late:
             node = stack.pop()
             for user in node.users:
                 if since.start < user:
-                    tagged = RECOMPUTED in user.meta.get("custom", {})
-                    if tagged or any(one.has(user) for one in self.before):
+                    if _recomputed(user) or any(one.has(user) for one in self.before):
                         return False
                     self.readers.add(user)
                 elif _is_view(user) and user not in self.known:
@@ -156,6 +155,56 @@ class Late:
         for node in reversed([made[view] for view, (_, base) in self.known.items() if base is not None]):
             if not node.users:
                 first.graph.erase_node(node)
+
+
+_PRODUCTS = frozenset(getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm"))
+
+
+def before_products(nodes: Sequence[Node]) -> None:
+    """Let a wide activation be recomputed before its own gradient is.
+
+    A product makes the gradient of a weight from the activation and a cotangent. Another one makes the
+    activation's gradient from the same cotangent. Compilers are free to do that one first, and to fuse the
+    activation with its derivative then. Such a kernel holds all that both read and write at once. So the
+    other product waits for the activation. Only where the activation is wider than the cotangent, as in an
+    MLP, is the memory worth one more kernel.
+
+    Args:
+        nodes: those of a pull-back, in the order in which they were traced.
+    """
+    wide: dict[Node, list[Node]] = {}  # cotangent -> activations
+    others: dict[Node, list[tuple[Node, Node]]] = {}  # cotangent -> products, each with what it reads of it
+    for node in nodes:
+        if node.target in _PRODUCTS and not _recomputed(node):
+            left, right = [(x, _base(x)) for x in node.args[-2:] if isinstance(x, Node)]
+            for (read, base), (_, beside) in ((left, right), (right, left)):
+                if not _recomputed(beside):
+                    others.setdefault(base, []).append((node, read))
+                elif _bytes(beside) > _bytes(base):
+                    wide.setdefault(base, []).append(beside)
+    for cotangent, activations in wide.items():
+        for product, read in others.get(cotangent, ()):
+            if max(activations) < product:
+                with product.graph.inserting_before(product):
+                    fence = product.graph.call_function(FENCE, (read, activations))
+                fence.meta = {**product.meta, **read.meta}
+                product.replace_input_with(read, fence)
+
+
+def _recomputed(node: Node) -> bool:
+    return RECOMPUTED in node.meta.get("custom", {})
+
+
+def _base(node: Node) -> Node:
+    """What a node is a view of."""
+    while _is_view(node) or node.target is torch.ops.aten._unsafe_view.default:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _bytes(node: Node) -> int:
+    val = node.meta.get("val")
+    return example_bytes(val) if isinstance(val, torch.Tensor) else 0
 
 
 def _behind(nodes: Iterable[Node], start: Node) -> set[Node]:
