@@ -56,6 +56,7 @@ PANELS = (
     Panel("llama3-8b", 2, "func", FUNCTIONAL),
     Panel("llama3-8b", 2, "step", FUNCTIONAL),
     Panel("llama3-8b", 2, "scan", FEW),
+    Panel("llama3-8b", 32, peers=FEW),
     Panel("llama-32k", 2),
     Panel("llama-128k", 1),
     Panel("gpt2-xl", 8, peers=SHORT),

@@ -35,7 +35,15 @@ from remat.transforms.compat import (
 )
 from remat.transforms.compiled.barrier import ONCE, UNKNOWN, GraphDedup, fence, fence_below, plain, snapshot
 from remat.transforms.compiled.record import GraphRecord, GraphReplay
-from remat.transforms.compiled.turns import RECOMPUTED, Late, PullSpan, ahead, before_products, reads
+from remat.transforms.compiled.turns import (
+    PRODUCTS,
+    RECOMPUTED,
+    Late,
+    PullSpan,
+    ahead,
+    before_products,
+    reads,
+)
 from remat.transforms.context import quiet, ranks_met, recordings
 from remat.transforms.errors import RematError
 from remat.transforms.functorch import Prim, PullBack, replaying
@@ -165,7 +173,8 @@ class GraphLowering:
             span = next((NodeSpan(at[0]) for t in after if (at := traced(t)) is not None), None)
             made = tuple((prim.recorded or prim.body)(*fenced))
             if span is not None:
-                before_products(list(span.nodes()))
+                if products := [node for node in span.nodes() if node.target in PRODUCTS]:
+                    before_products(products)
                 put_off(span)
             return made
 

@@ -157,10 +157,11 @@ class Late:
                 first.graph.erase_node(node)
 
 
-_PRODUCTS = frozenset(getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm"))
+_aten = torch.ops.aten
+PRODUCTS = (_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default)
 
 
-def before_products(nodes: Sequence[Node]) -> None:
+def before_products(products: Sequence[Node]) -> None:
     """Let a wide activation be recomputed before its own gradient is.
 
     A product makes the gradient of a weight from the activation and a cotangent. Another one makes the
@@ -170,18 +171,19 @@ def before_products(nodes: Sequence[Node]) -> None:
     MLP, is the memory worth one more kernel.
 
     Args:
-        nodes: those of a pull-back, in the order in which they were traced.
+        products: those of a pull-back, in the order in which they were traced.
     """
     wide: dict[Node, list[Node]] = {}  # cotangent -> activations
     others: dict[Node, list[tuple[Node, Node]]] = {}  # cotangent -> products, each with what it reads of it
-    for node in nodes:
-        if node.target in _PRODUCTS and not _recomputed(node):
-            left, right = [(x, _base(x)) for x in node.args[-2:] if isinstance(x, Node)]
-            for (read, base), (_, beside) in ((left, right), (right, left)):
-                if not _recomputed(beside):
-                    others.setdefault(base, []).append((node, read))
-                elif _bytes(beside) > _bytes(base):
-                    wide.setdefault(base, []).append(beside)
+    for node in products:
+        if _recomputed(node):
+            continue
+        left, right = [(x, _base(x)) for x in node.args[-2:] if isinstance(x, Node)]
+        for (read, base), (_, beside) in ((left, right), (right, left)):
+            if not _recomputed(beside):
+                others.setdefault(base, []).append((node, read))
+            elif _bytes(beside) > _bytes(base):
+                wide.setdefault(base, []).append(beside)
     for cotangent, activations in wide.items():
         for product, read in others.get(cotangent, ()):
             if max(activations) < product:
@@ -197,7 +199,7 @@ def _recomputed(node: Node) -> bool:
 
 def _base(node: Node) -> Node:
     """What a node is a view of."""
-    while _is_view(node) or node.target is torch.ops.aten._unsafe_view.default:
+    while _is_view(node) or node.target is _aten._unsafe_view.default:
         node = node.all_input_nodes[0]
     return node
 
