@@ -15,5 +15,7 @@ from remat.transforms.compiled.names import (
     named,  # an alias of `tensor` that every recording in progress knows by `name`
 )
 from remat.transforms.compiled.turns import (
+    PRODUCTS,  # products of matrices
     RECOMPUTED,  # the key under which a graph's nodes say which call of a region they recompute
+    before_products,  # let a wide activation be recomputed before its own gradient is
 )

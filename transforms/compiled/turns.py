@@ -9,7 +9,7 @@ What a region has sent to the host is fetched before the recomputation that is t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -98,7 +98,7 @@ class Late:
             node = stack.pop()
             for user in node.users:
                 if since.start < user:
-                    if _recomputed(user) or any(one.has(user) for one in self.before):
+                    if recomputed(user) or any(one.has(user) for one in self.before):
                         return False
                     self.readers.add(user)
                 elif _is_view(user) and user not in self.known:
@@ -161,7 +161,12 @@ _aten = torch.ops.aten
 PRODUCTS = (_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default)
 
 
-def before_products(products: Sequence[Node]) -> None:
+def recomputed(node: Node) -> bool:
+    """Whether a node is one of a region's recomputation."""
+    return RECOMPUTED in node.meta.get("custom", {})
+
+
+def before_products(products: Sequence[Node], again: Callable[[Node], bool] = recomputed) -> None:
     """Let a wide activation be recomputed before its own gradient is.
 
     A product makes the gradient of a weight from the activation and a cotangent. Another one makes the
@@ -172,15 +177,16 @@ def before_products(products: Sequence[Node]) -> None:
 
     Args:
         products: those of a pull-back, in the order in which they were traced.
+        again: whether a node is one of the recomputation.
     """
     wide: dict[Node, list[Node]] = {}  # cotangent -> activations
     others: dict[Node, list[tuple[Node, Node]]] = {}  # cotangent -> products, each with what it reads of it
     for node in products:
-        if _recomputed(node):
+        if again(node):
             continue
         left, right = [(x, _base(x)) for x in node.args[-2:] if isinstance(x, Node)]
         for (read, base), (_, beside) in ((left, right), (right, left)):
-            if not _recomputed(beside):
+            if not again(beside):
                 others.setdefault(base, []).append((node, read))
             elif _bytes(beside) > _bytes(base):
                 wide.setdefault(base, []).append(beside)
@@ -191,10 +197,6 @@ def before_products(products: Sequence[Node]) -> None:
                     fence = product.graph.call_function(FENCE, (read, activations))
                 fence.meta = {**product.meta, **read.meta}
                 product.replace_input_with(read, fence)
-
-
-def _recomputed(node: Node) -> bool:
-    return RECOMPUTED in node.meta.get("custom", {})
 
 
 def _base(node: Node) -> Node:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from remat.transforms.compiled import PRODUCTS, before_products
+
 aten = torch.ops.aten
 _FACTORS = "remat_factors"
 _ALIASES = (aten.detach.default, aten.alias.default)
@@ -58,6 +60,20 @@ def _same(node: Node) -> bool:
     operand = node.args[0]
     assert isinstance(operand, Node)
     return operand.meta["val"].shape == node.meta["val"].shape
+
+
+def activations_first(module: torch.fx.GraphModule, cotangents: range) -> None:
+    """Let a wide activation be computed before the product that makes its gradient.
+
+    `cotangents` are positions of inputs.
+    """
+    pulled = {node for i, node in enumerate(module.graph.find_nodes(op="placeholder")) if i in cotangents}
+    for node in module.graph.nodes:
+        if any(operand in pulled for operand in node.all_input_nodes):
+            pulled.add(node)
+    products = [node for node in module.graph.nodes if node.target in PRODUCTS]
+    before_products(products, lambda node: node.op == "call_function" and node not in pulled)
+    module.recompile()
 
 
 def products_joined(module: torch.fx.GraphModule) -> None:

@@ -29,6 +29,7 @@ from remat.transforms.compat import (
 )
 from remat.transforms.context import scoped
 from remat.transforms.scan.compiled.fx_passes import (
+    activations_first,
     added_to_inputs,
     aliases_dropped,
     factors_given,
@@ -186,7 +187,13 @@ class UnrolledStep:
         added = [i for i in consts if i not in factored]
         added_to_inputs(graph, len(added))
         rest = itertools.count()
-        return self._compiled(graph), added, [next(rest) if yes else None for yes in here[a:]], factored
+        cotangents = range(a + b + c, len(values) - tapes)
+        return (
+            self._compiled(graph, cotangents),
+            added,
+            [next(rest) if yes else None for yes in here[a:]],
+            factored,
+        )
 
     def _pulling(
         self,
@@ -307,12 +314,14 @@ class UnrolledStep:
             found.append(None if zero is None else torch.stack([zero if g is None else g for g in column]))
         return found
 
-    def _compiled(self, graph: torch.fx.GraphModule) -> Made:
+    def _compiled(self, graph: torch.fx.GraphModule, cotangents: range = range(0)) -> Made:
         if not results(graph):
             return (lambda *_: ()), []
         inputs = [_empty(node.meta["val"]) for node in graph.graph.find_nodes(op="placeholder")]
         options = options_of(self.compiler)
         if options is None or not fits_cpu(graph, inputs):
+            if options is not None or stands_on(self.compiler):  # others copy what is fenced
+                activations_first(graph, cotangents)
             return compiled_bare(self.compiler, graph, inputs), []
         aliases_dropped(graph)
         given = transposes_given(graph, len(self.consts))
