@@ -171,7 +171,7 @@ def _places(objects: list[Any]) -> Iterator[Place]:
     """Where objects hold tensors: how to read each place, and how to write to it."""
     for value in objects:
         if isinstance(value, torch.nn.Module):
-            for table, key in zip(*slots_of(value), strict=True):
+            for table, key in zip(*slots_of(value.modules()), strict=True):
                 yield partial(table.get, key), partial(table.__setitem__, key)
         elif type(value) in (dict, list):
             for key in list(value) if type(value) is dict else range(len(value)):
