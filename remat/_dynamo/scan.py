@@ -33,7 +33,7 @@ from remat.transforms import (
     split,
     unflatten,
 )
-from remat.transforms.compat import is_tracing
+from remat.transforms.compat import is_tracing, share_floats
 from remat.transforms.entry import Graph
 from remat.transforms.scan import ScanSpec, carry_of, pair_of, structure_of, ys_of
 from remat.transforms.scan.traced import TracedBody, Whole, run, run_whole, showing, shown
@@ -54,6 +54,7 @@ def call_scan(
     """`scan_remat` while Dynamo traces, of what it has checked."""
     if sessions():
         body = refusing(name, body)
+    share_floats()
     _refuse(name, checkpoints, on_step)
     carry, spec = flatten(init)
     rows, x_spec = flatten(xs)
