@@ -59,6 +59,9 @@ class Bindings:
             names += found
         self.near = self._now()
 
+    def _where(self) -> Iterator[tuple[Any, Any]]:
+        return itertools.chain(zip(*self.slots, strict=True), zip(*self.others, strict=True))
+
     def _now(self) -> list[torch.Tensor | None]:
         # In C but for lists, variables and slots: it happens twice for every region.
         return [*map(dict.get, *self.slots), *map(_held, *self.others)]
@@ -68,10 +71,9 @@ class Bindings:
         if all(map(operator.is_, now := self._now(), self.near)):
             return []
         # Sharded parameters are swapped by FSDP itself, in both passes.
-        holders, keys = [*self.slots[0], *self.others[0]], [*self.slots[1], *self.others[1]]
         return [
-            (held, key, tensor)
-            for held, key, tensor, other in zip(holders, keys, self.near, now, strict=True)
+            (*place, tensor)
+            for place, tensor, other in zip(self._where(), self.near, now, strict=True)
             if other is not tensor and not hasattr(tensor, "placements") and not hasattr(other, "placements")
         ]
 
@@ -88,6 +90,17 @@ class Bindings:
             yield
         finally:
             _hold(before)
+
+    @contextlib.contextmanager
+    def replaced(self, by: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+        """Within, each place holds `by(tensor)` where it held a tensor."""
+        places = [(*place, t) for place, t in zip(self._where(), self.near, strict=True) if t is not None]
+        others = [(holder, key, by(tensor)) for holder, key, tensor in places]
+        try:
+            _hold(others)
+            yield
+        finally:
+            _hold(places)
 
 
 def _held(holder: Any, key: Any) -> Any:
@@ -106,7 +119,8 @@ def _hold(places: Iterable[tuple[Any, Any, Any]]) -> None:
         if isinstance(holder, dict):
             holder[key] = value
         elif not isinstance(holder, list):
-            setattr(holder, key, value)
+            # Frozen objects have slots too.
+            (type if isinstance(holder, type) else object).__setattr__(holder, key, value)
         elif key < len(holder):
             holder[key] = value
 
