@@ -9,8 +9,6 @@ the same on every machine. The difference of the two is what blocks after the fi
 
 from __future__ import annotations
 
-import cProfile
-import pstats
 from collections import Counter
 from dataclasses import dataclass
 
@@ -19,6 +17,7 @@ import tyro
 from einops import rearrange
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks.common.measures import python_calls
 from benchmarks.common.models import named
 from benchmarks.common.peers import peer
 from remat.gpu.compile import trace
@@ -65,20 +64,19 @@ def calls(name: str, depth: int) -> Counter[str]:
     with FakeTensorMode():
         problem = named("gpt2-medium", "cpu", depth=depth).problem(torch.device("cpu"), torch.float32, 0)
     loss, leaves = problem.bind(peer(name).around)
-    profile = cProfile.Profile()
-    with peer(name).compiling():
-        profile.enable()
+
+    def compile_both() -> None:
         traces, _ = trace(loss, (leaves(problem.params), problem.batch), {}, gpu=False)
         assert traces.forward is not None and traces.backward is not None
         lowered(traces.forward, None, False, False)
         lowered(traces.backward, None, True, False, traces.donated)
-        profile.disable()
+
     found: Counter[str] = Counter()
-    for (path, _, _), (_, count, *_) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
-        if path.endswith(".py"):
-            found[next((part for part, keys in PARTS.items() if any(k in path for k in keys)), "rest")] += (
-                count
-            )
+    with peer(name).compiling():
+        for path, count in python_calls(compile_both).items():
+            if path.endswith(".py"):
+                part = next((part for part, keys in PARTS.items() if any(k in path for k in keys)), "rest")
+                found[part] += count
     return found
 
 

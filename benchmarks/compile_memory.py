@@ -9,9 +9,7 @@ remat under `.backward()`, where torch's checkpoint takes 46.0; 161.1 under `tor
 from __future__ import annotations
 
 import contextlib
-import cProfile
 import math
-import pstats
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -24,7 +22,7 @@ import torch.utils._pytree as pytree
 import tyro
 from torch import Tensor
 
-from benchmarks.common.measures import recover, told
+from benchmarks.common.measures import python_calls, recover, told
 from benchmarks.common.records import Record, Target, conclude, ratio
 from remat.cli.measure import percentiles, trace_memory
 from remat.cli.rows import Row, rows
@@ -253,9 +251,7 @@ def compile_times(depth: int, width: int, rounds: int = 3) -> Iterator[Record]:
         p20, p50, p80 = percentiles(taken[row.name])
         record = Record("compile_memory", f"compile {depth} blocks", row.name, "processor time", "s")
         yield replace(record, value=p50, p20=p20, p50=p50, p80=p80)
-        with cProfile.Profile() as profile:
-            compile_once(network(mlp, row), weights, x)
-        calls = pstats.Stats(profile).total_calls / 1e6  # type: ignore[attr-defined]
+        calls = python_calls(partial(compile_once, network(mlp, row), weights, x)).total() / 1e6
         mode = f"calls to compile {depth} blocks"
         yield replace(record, mode=mode, metric="Python calls", unit="million", value=calls)
 

@@ -1,13 +1,16 @@
-"""Measures that all kinds of cases share: FLOPs of compiled graphs, interleaved times, errors as text."""
+"""Measures that all kinds of cases share: FLOPs of graphs, interleaved times, calls, errors as text."""
 
 from __future__ import annotations
 
 import contextlib
+import cProfile
 import gc
 import math
 import os
+import pstats
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,6 +145,16 @@ def interleaved(
                 recover(error)
         took = time.perf_counter() - start
     return taken, failed
+
+
+def python_calls(run: Run) -> Counter[str]:
+    """How many calls of functions a run makes, by the file that they are in."""
+    with cProfile.Profile() as profile:
+        run()
+    found: Counter[str] = Counter()
+    for (path, _, _), (_, count, *_) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
+        found[path] += count
+    return found
 
 
 def clock_of(device: str, kind: str) -> Clock:

@@ -16,7 +16,7 @@ import torch
 from remat._dynamo.intermediates import sessions, through
 from remat.policies import Policy, bind, save_everything
 from remat.transforms import RematError, map_only, registered
-from remat.transforms.compat import bypassing_wrapper, is_inner, libraries_ready, made_here
+from remat.transforms.compat import bypassing_wrapper, is_inner, libraries_ready, made_here, share_floats
 from remat.transforms.entry import Given, Graph, outermost_traced, run_graph, run_transparently
 
 # `bypass(enter, fn, *args)` calls `enter(graph of fn)(*operands)` at trace time. Dynamo takes for `enter` a
@@ -41,6 +41,7 @@ def call_planned(label: str, at: str, fn: Callable[..., Any], args: Any, kwargs:
 
 def _called(run: Callable[..., Any], fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     opened = sessions()
+    share_floats()
     if is_inner():
         fn = _returning_its_own(fn)
     if opened:

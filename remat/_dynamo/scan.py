@@ -33,7 +33,7 @@ from remat.transforms import (
     split,
     unflatten,
 )
-from remat.transforms.compat import is_tracing
+from remat.transforms.compat import is_tracing, share_floats
 from remat.transforms.entry import Graph
 from remat.transforms.scan import ScanSpec, carry_of, pair_of, structure_of, ys_of
 from remat.transforms.scan.traced import TracedBody, Whole, run, run_whole, showing, shown
@@ -54,6 +54,7 @@ def call_scan(
     """`scan_remat` while Dynamo traces, of what it has checked."""
     if sessions():
         body = refusing(name, body)
+    share_floats()
     _refuse(name, checkpoints, on_step)
     carry, spec = flatten(init)
     rows, x_spec = flatten(xs)
@@ -65,7 +66,8 @@ def call_scan(
         return init, map_leaves(lambda t: None if t is None else t.new_empty((0, *t.shape)), y)
 
     def first(*operands: torch.Tensor) -> Any:
-        # A region in the body that is given an operand returns it, as a result of its own.
+        # Dynamo's graph has operands in the order of their first use, and looks up an attribute (`h.mT`) of
+        # what it is given outside. A region in the body that is given an alias returns one of its own.
         aliases = [t.view_as(t) for t in operands]
         own, more = aliases[: len(tensors)], aliases[len(tensors) :]
         row = _merged(rows, x_at, [x[0] for x in more], x_spec)

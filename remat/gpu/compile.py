@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import re
-import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,7 +17,7 @@ from remat.debug import Recomputed, RegionNodes, regions_in, uncompiled
 from remat.gpu.cards import card
 from remat.gpu.report import GpuGraph, GpuReport, Kernel
 from remat.transforms import RematError, flatten, leaves_behind, map_only, tree_leaves
-from remat.transforms.closure import in_reach, slots_of
+from remat.transforms.closure import Bindings, reached
 from remat.transforms.compat import dynamo_errors
 from remat.transforms.compat.gpu import (
     Block,
@@ -109,7 +108,9 @@ def _collecting_rarely() -> Iterator[None]:
 def trace(step: Callable[..., Any], args: Any, kwargs: Any, *, gpu: bool = True) -> tuple[Traced, int]:
     """The graphs of a step for a GPU or for the CPU, and the bytes of its arguments and parameters."""
     step = uncompiled(step)
-    with untouched(step, args, kwargs), fakes() as like, _reach_faked(like, step, args, kwargs) as known:
+    # Whatever is in reach holds fake tensors of the CPU meanwhile.
+    held = Bindings(reached(*flatten((step, args, kwargs))[0]), states=True)
+    with untouched(step, args, kwargs), fakes() as like, held.replaced(known := _Known(like)):
         args, kwargs = map_only(torch.Tensor, known, (args, kwargs))
 
         def run(compiled: Callable[..., Any]) -> None:
@@ -145,40 +146,6 @@ class _Known:
     @property
     def bytes(self) -> int:
         return sum(fake.numel() * fake.element_size() for _, fake in self.made.values())
-
-
-@contextlib.contextmanager
-def _reach_faked(like: Any, *roots: Any) -> Iterator[_Known]:
-    """Let modules, containers and closures in reach hold fake tensors of the CPU for a while."""
-    known, before = _Known(like), []
-    leaves, _ = flatten(roots)
-    try:
-        for read, write in _places(list(in_reach(*leaves))):
-            value = read()
-            if isinstance(value, torch.Tensor):
-                before.append((write, value))
-                write(known(value))
-        yield known
-    finally:
-        for write, value in before:
-            write(value)
-
-
-Place = tuple[Callable[[], Any], Callable[[Any], Any]]
-
-
-def _places(objects: list[Any]) -> Iterator[Place]:
-    """Where objects hold tensors: how to read each place, and how to write to it."""
-    for value in objects:
-        if isinstance(value, torch.nn.Module):
-            for table, key in zip(*slots_of(value), strict=True):
-                yield partial(table.get, key), partial(table.__setitem__, key)
-        elif type(value) in (dict, list):
-            for key in list(value) if type(value) is dict else range(len(value)):
-                yield partial(value.__getitem__, key), partial(value.__setitem__, key)
-        elif isinstance(value, types.FunctionType):
-            for cell in value.__closure__ or ():
-                yield partial(getattr, cell, "cell_contents", None), partial(setattr, cell, "cell_contents")
 
 
 @contextlib.contextmanager

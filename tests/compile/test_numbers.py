@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.variables.builder import VariableBuilder
 from torch.func import grad
 
 from remat import checkpoint_policy, remat, save_matmuls, save_nothing, scan_remat
@@ -67,3 +68,34 @@ def test_a_float_that_several_regions_read(dynamic):
         x = rand(3, 4).requires_grad_()
         same(torch.autograd.grad(run(x), x), torch.autograd.grad(plain(x), x))
         same(compiled(grad(step(remat)), dynamic=True)(x.detach()), grad(plain)(x.detach()))
+
+
+def test_a_float_that_two_scans_read():
+    config = SimpleNamespace(scale=0.5)
+
+    def step(h, _):
+        return h.sin() * config.scale, None
+
+    def twice(h):
+        return scan_remat(step, scan_remat(step, h, length=2)[0], length=3)[0].sum()
+
+    run, x = compiled(twice, dynamic=True), rand(3, 4).requires_grad_()
+    same(torch.autograd.grad(run(x), x), torch.autograd.grad(twice(x), x))
+
+
+def test_what_makes_values_of_floats_is_dynamos_own_afterwards():
+    """Regions share a float by another method of Dynamo's, which stayed for good."""
+    usual = VariableBuilder.wrap_symfloat
+    assert usual.__module__ == "torch._dynamo.variables.builder"
+    x, met = rand(3), []
+
+    def seen(x):
+        met.append(VariableBuilder.wrap_symfloat is not usual)
+        return x
+
+    torch.compiler.assume_constant_result(seen)
+    compiled(remat(lambda x: x.sin() * seen(2.0)), dynamic=True)(x)
+    assert met == [True] and VariableBuilder.wrap_symfloat is usual
+    with pytest.raises(RuntimeError):
+        compiled(remat(lambda x: print(x) or x.sin()))(x)
+    assert VariableBuilder.wrap_symfloat is usual

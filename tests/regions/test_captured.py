@@ -1,6 +1,8 @@
 """Tensors that a region takes from elsewhere than its arguments are differentiated in every mode."""
 
 import functools
+import types
+from typing import Any
 
 import pytest
 import torch
@@ -258,6 +260,57 @@ def by_item_of_global(x, w):
     return recurrent(w, lambda: GLOBAL["memory"], lambda new: GLOBAL.update(memory=new))
 
 
+def by_global_that_an_inner_function_names(x, w):
+    global memory_of_file
+    memory_of_file = torch.zeros_like(x)
+
+    def step(x):
+        def write(new):
+            global memory_of_file
+            memory_of_file = new
+
+        return recurrent(w, lambda: memory_of_file, write)(x)
+
+    return step
+
+
+def by_attribute_of_a_function(x, w):
+    def step(x):
+        out = torch.tanh(x @ w + vars(step)["memory"])
+        vars(step)["memory"] = out.detach()
+        return out * x
+
+    vars(step)["memory"] = torch.zeros_like(x)
+    return step
+
+
+def by_attribute_of_a_class(x, w):
+    class Kept:
+        memory = torch.zeros_like(x)
+
+    return recurrent(w, lambda: Kept.memory, lambda new: setattr(Kept, "memory", new))
+
+
+def by_name_in_a_module(x, w):
+    kept: Any = types.ModuleType("kept")
+    kept.memory = torch.zeros_like(x)
+    return recurrent(w, lambda: kept.memory, lambda new: setattr(kept, "memory", new))
+
+
+HOLDERS = [
+    by_attribute,
+    by_slot,
+    by_item,
+    by_list,
+    by_variable,
+    by_item_of_global,
+    by_global_that_an_inner_function_names,
+    by_attribute_of_a_function,
+    by_attribute_of_a_class,
+    by_name_in_a_module,
+]
+
+
 def recurrent(w, read, write):
     def step(x):
         out = torch.tanh(x @ w + read())
@@ -267,7 +320,7 @@ def recurrent(w, read, write):
     return step
 
 
-@pytest.mark.parametrize("held", [by_attribute, by_slot, by_item, by_list, by_variable, by_item_of_global])
+@pytest.mark.parametrize("held", HOLDERS)
 def test_a_state_that_is_replaced_is_the_old_one_in_the_recomputation(held):
     """The function ran again on its next state: gradients off by 0.8, silently."""
 

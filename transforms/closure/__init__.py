@@ -1,11 +1,9 @@
 """What a function closes over, found, named and made an operand."""
 
 from remat.transforms.closure.bindings import (
-    Bindings,  # which tensors the modules in reach hold, so that a recomputation sees them again
+    Bindings,  # which tensors are where in reach, so that a recomputation sees them again
     captured,  # the tensors among what functions lead to that could carry a derivative or a batch dimension
-    in_reach,  # everything that functions, modules and containers lead to
-    reached,  # the same with substitutions off
-    slots_of,  # where modules and those in them hold tensors
+    reached,  # everything that functions, modules and containers lead to
     standing_in,  # a function with other tensors in the place of those it captures
 )
 from remat.transforms.closure.cond import (

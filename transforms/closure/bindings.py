@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import operator
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -46,25 +47,23 @@ class Bindings:
         `states`: look into attributes, containers and variables as well.
         """
         reach = list(reach)
-        self.slots = slots_of(*(value for value in reach if isinstance(value, torch.nn.Module)))
+        parts = _parts(reach)
+        self.slots = slots_of(parts)
         self.others: tuple[list[Any], list[Any]] = [], []
-        if states:
-            self._add(reach)
+        # Places that a tensor is in now: others are caches, which a recomputation finds filled.
+        for holder, keys, values in _places(reach, parts) if states else ():
+            # In C: a long list is passed at every call.
+            found = [*itertools.compress(keys, map(isinstance, values, itertools.repeat(torch.Tensor)))]
+            holders, names = self.slots if isinstance(holder, dict) else self.others
+            holders += [holder] * len(found)
+            names += found
         self.near = self._now()
 
-    def _add(self, reach: list[Any]) -> None:
-        """Places that a tensor is in now: others are caches, which a recomputation finds filled."""
-        for table in _tables(reach):
-            keys = [key for key, value in table.items() if isinstance(value, torch.Tensor)]
-            self.slots[0].extend([table] * len(keys))
-            self.slots[1].extend(keys)
-        for holder, key, value in _places(reach):
-            if isinstance(value, torch.Tensor):
-                self.others[0].append(holder)
-                self.others[1].append(key)
+    def _where(self) -> Iterator[tuple[Any, Any]]:
+        return itertools.chain(zip(*self.slots, strict=True), zip(*self.others, strict=True))
 
     def _now(self) -> list[torch.Tensor | None]:
-        # In C but for attributes and variables: it happens twice for every region.
+        # In C but for lists, variables and slots: it happens twice for every region.
         return [*map(dict.get, *self.slots), *map(_held, *self.others)]
 
     def changed(self) -> list[tuple[Any, Any, Any]]:
@@ -72,27 +71,36 @@ class Bindings:
         if all(map(operator.is_, now := self._now(), self.near)):
             return []
         # Sharded parameters are swapped by FSDP itself, in both passes.
-        holders, keys = [*self.slots[0], *self.others[0]], [*self.slots[1], *self.others[1]]
         return [
-            (held, key, tensor)
-            for held, key, tensor, other in zip(holders, keys, self.near, now, strict=True)
+            (*place, tensor)
+            for place, tensor, other in zip(self._where(), self.near, now, strict=True)
             if other is not tensor and not hasattr(tensor, "placements") and not hasattr(other, "placements")
         ]
 
     def put_back(self) -> None:
         """Let the modules hold what they held."""
-        for held, key, tensor in self.changed():
-            _hold(held, key, tensor)
+        _hold(self.changed())
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        before = [(held, key, _held(held, key)) for held, key, _ in self.changed()]
-        self.put_back()
+        changed = self.changed()
+        before = [(holder, key, _held(holder, key)) for holder, key, _ in changed]
+        _hold(changed)
         try:
             yield
         finally:
-            for held, key, tensor in before:
-                _hold(held, key, tensor)
+            _hold(before)
+
+    @contextlib.contextmanager
+    def replaced(self, by: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+        """Within, each place holds `by(tensor)` where it held a tensor."""
+        places = [(*place, t) for place, t in zip(self._where(), self.near, strict=True) if t is not None]
+        others = [(holder, key, by(tensor)) for holder, key, tensor in places]
+        try:
+            _hold(others)
+            yield
+        finally:
+            _hold(places)
 
 
 def _held(holder: Any, key: Any) -> Any:
@@ -106,46 +114,57 @@ def _held(holder: Any, key: Any) -> Any:
         return None
 
 
-def _hold(holder: Any, key: Any, value: Any) -> None:
-    if isinstance(holder, dict):
-        holder[key] = value
-    elif not isinstance(holder, list):
-        setattr(holder, key, value)
-    elif key < len(holder):
-        holder[key] = value
+def _hold(places: Iterable[tuple[Any, Any, Any]]) -> None:
+    for holder, key, value in places:
+        if isinstance(holder, dict):
+            holder[key] = value
+        elif not isinstance(holder, list):
+            # Frozen objects have slots too.
+            (type if isinstance(holder, type) else object).__setattr__(holder, key, value)
+        elif key < len(holder):
+            holder[key] = value
 
 
-def _tables(reach: list[Any]) -> Iterator[dict[Any, Any]]:
-    """Dictionaries that functions lead to, and those in which objects have their attributes."""
-    for value in reach:
-        if isinstance(value, torch.nn.Module):
-            yield from (part.__dict__ for part in value.modules())
-        elif isinstance(value, dict):
-            yield value
+def _places(reach: list[Any], parts: Iterable[torch.nn.Module]) -> Iterator[tuple[Any, Any, Iterable[Any]]]:
+    """Where a function can put a tensor: a holder, its keys, and what is there now.
+
+    Attributes, slots, items of dictionaries and lists, variables, and what the code names of its file, of
+    classes and of modules.
+    """
+    others = [value for value in reach if not isinstance(value, (torch.Tensor, torch.nn.Module))]
+    for value in (*parts, *others):
+        if isinstance(value, dict):
+            yield value, value, value.values()
+        elif isinstance(value, list):
+            yield value, range(len(value)), value
         elif isinstance(table := getattr(value, "__dict__", None), dict):
-            if not isinstance(value, (types.FunctionType, torch.Tensor)):
-                yield table
+            yield table, table, table.values()
+        if isinstance(value, types.FunctionType):
+            yield from _places_named(value)
+        if slots := _slots(type(value)):
+            yield value, slots, [_held(value, slot) for slot in slots]
 
 
-def _places(reach: list[Any]) -> Iterator[tuple[Any, Any, Any]]:
-    """Where else a tensor can be put: items of lists, variables, slots."""
-    for value in reach:
-        if isinstance(value, list):
-            yield from ((value, i, item) for i, item in enumerate(value))
-        elif isinstance(value, types.FunctionType):
-            yield from (
-                (cell, "cell_contents", _held(cell, "cell_contents")) for cell in value.__closure__ or ()
-            )
-            names = value.__globals__
-            yield from ((names, name, names.get(name)) for name in value.__code__.co_names)
-        elif not isinstance(value, torch.Tensor):
-            slots = [slot for kind in type(value).__mro__ for slot in getattr(kind, "__slots__", ())]
-            yield from ((value, slot, _held(value, slot)) for slot in slots if isinstance(slot, str))
+def _places_named(function: types.FunctionType) -> Iterator[tuple[Any, Any, Iterable[Any]]]:
+    for cell in function.__closure__ or ():
+        yield cell, ("cell_contents",), (_held(cell, "cell_contents"),)
+    names = [*_names(function.__code__)]
+    known = function.__globals__
+    yield known, names, map(known.get, names)
+    for value in (*cells(function), *map(known.get, names)):
+        if isinstance(value, (type, types.ModuleType)):
+            held = vars(value)
+            yield value if isinstance(value, type) else held, names, map(held.get, names)
 
 
-def slots_of(*modules: torch.nn.Module) -> Slots:
-    """Where modules and those in them hold tensors."""
-    parts = dict.fromkeys(part for module in modules for part in module.modules())
+def _parts(values: Iterable[Any]) -> list[torch.nn.Module]:
+    """Modules among these and those in them, once each."""
+    modules = (value for value in values if isinstance(value, torch.nn.Module))
+    return [*dict.fromkeys(part for module in modules for part in module.modules())]
+
+
+def slots_of(parts: Iterable[torch.nn.Module]) -> Slots:
+    """Where modules hold tensors, those in them left out."""
     tables: list[dict[str, Any]] = [t for part in parts for t in (part._parameters, part._buffers)]
     return [t for t in tables for _ in t], [key for t in tables for key in t]
 
@@ -219,10 +238,15 @@ def _inside(value: Any) -> Iterator[Any]:
         yield from _inside_module(value)
     else:
         yield from getattr(value, "__dict__", {}).values()
-        for kind in type(value).__mro__:
-            for slot in getattr(kind, "__slots__", ()):
-                if isinstance(slot, str) and hasattr(value, slot):
-                    yield getattr(value, slot)
+        yield from (getattr(value, slot) for slot in _slots(type(value)) if hasattr(value, slot))
+
+
+@functools.lru_cache(maxsize=1024)
+def _slots(kind: type) -> tuple[str, ...]:
+    """The slots of a class and its bases."""
+    tables = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
+    members = [item for table in tables for item in table.items()]
+    return tuple([name for name, member in members if isinstance(member, types.MemberDescriptorType)])
 
 
 def _inside_module(module: torch.nn.Module) -> Iterator[Any]:
@@ -238,18 +262,19 @@ def _inside_function(function: types.FunctionType) -> Iterator[Any]:
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
     yield from function.__dict__.values()
-    yield from _named_globals(function.__code__, function.__globals__)
-
-
-def _named_globals(code: types.CodeType, names: dict[str, Any]) -> Iterator[Any]:
-    for name in code.co_names:
-        value = names.get(name)
+    known = function.__globals__
+    for value in map(known.get, _names(function.__code__)):
         # Library functions are not walked: what they close over is not the user's. Regions' functions are.
-        if not isinstance(value, types.FunctionType) or value.__globals__ is names or _is_region(value):
+        if not isinstance(value, types.FunctionType) or value.__globals__ is known or _is_region(value):
             yield value
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """What code names: globals and attributes, in functions inside it too."""
+    yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _named_globals(constant, names)
+            yield from _names(constant)
 
 
 def without_dead(tensor: torch.Tensor) -> torch.Tensor:

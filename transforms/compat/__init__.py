@@ -125,6 +125,7 @@ from remat.transforms.compat.dynamo import (
     push,  # let `top()` be `value`, any object that traced code made, until `pop()`
     ready,  # call this before any other function here
     remove_batch_dim,  # by the names that torch.func itself has for them, which Dynamo knows
+    share_floats,  # lets regions and scans that are traced read the same float
     top,  # what was pushed last, None if there is nothing
     traced_depth,  # the number of the innermost functorch level, 0 outside every transform
     traced_unwrap,  # `unwrap_for_grad` under the name that Dynamo knows

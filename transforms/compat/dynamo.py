@@ -10,7 +10,6 @@ Private names of Dynamo. Tried on 2.11.0, 2.13.0 and 2.15.0.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -55,7 +54,6 @@ def libraries_ready() -> bool:
     """
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-    share_floats()
     backends = sys.modules.get("einops._backends")
     if backends is not None and torch.nn.Parameter not in getattr(backends, "_type2backend", {}):
         with unset_fake_temporarily():
@@ -65,36 +63,19 @@ def libraries_ready() -> bool:
     return True
 
 
+# Not by the decorator for it, which imports Dynamo: that takes longer than all else.
+for _function in (ready, libraries_ready):
+    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def share_floats() -> None:
-    """Have Dynamo make a value of a Python float in the outermost graph, where all regions find it.
+    """Call this before a region or a scan is traced: Dynamo then makes a value of a Python float in the
+    outermost graph, where all of them find it, until this trace ends.
 
     It makes one where the float is first read, in a region's graph, and remembers it. The next region that
     reads the float finds a value of a graph that is over, and an assertion of Dynamo's fails. Torch's
     checkpoint dies of the same.
     """
-    from torch._dynamo.variables.builder import VariableBuilder
-
-    wrap = VariableBuilder.wrap_symfloat
-    if getattr(wrap, "shared", False):
-        return
-
-    @functools.wraps(wrap)
-    def wrap_symfloat(self: Any, value: float) -> Any:
-        output = self.tx.output
-        tracers = output.tracers
-        output.tracers = tracers[:1]
-        try:
-            return wrap(self, value)
-        finally:
-            output.tracers = tracers
-
-    wrap_symfloat.shared = True  # type: ignore[attr-defined]
-    VariableBuilder.wrap_symfloat = wrap_symfloat
-
-
-# Not by the decorator for it, which imports Dynamo: that takes longer than all else.
-for _function in (ready, libraries_ready):
-    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def top() -> Any:
@@ -160,6 +141,26 @@ def _stack(tx: Any) -> list[tuple[Any, Any]]:
     return vars(tx.output).setdefault("_remat_stack", [])
 
 
+def _share_floats(_: Any, tx: Any) -> Any:
+    from torch._dynamo.variables.builder import VariableBuilder
+
+    usual = VariableBuilder.wrap_symfloat
+
+    def wrap_symfloat(self: Any, value: float) -> Any:
+        output = self.tx.output
+        tracers = output.tracers
+        output.tracers = tracers[:1]
+        try:
+            return usual(self, value)
+        finally:
+            output.tracers = tracers
+
+    if usual.__module__ != __name__:
+        VariableBuilder.wrap_symfloat = wrap_symfloat
+        tx.output.add_cleanup_hook(lambda: setattr(VariableBuilder, "wrap_symfloat", usual))
+    return _constant(tx, None)
+
+
 def _top(_: Any, tx: Any) -> Any:
     stack = _stack(tx)
     return stack[-1][0] if stack else _constant(tx, None)
@@ -220,6 +221,7 @@ def _depth(_: Any, tx: Any) -> Any:
 
 
 _HANDLERS = {
+    share_floats: _share_floats,
     top: _top,
     is_near: _is_near,
     push: _push,

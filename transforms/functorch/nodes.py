@@ -312,8 +312,7 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
     operands = apart(recorder, operands, {i for mask in prim.masks for i in mask})
     random = RandomState(operands) if region.preserve_rng_state else None
     saved, packed = set[int](), list[tuple[int, int]]()
-    reaches: list[Reachability] = []
-    unseen: list[bool] = []
+    reaches, unseen = list[Reachability](), list[bool]()
     start = next_node()
 
     def watch(tensor: torch.Tensor) -> None:
@@ -337,6 +336,7 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
         watching = selector.watching(levels=True) if selector else contextlib.nullcontext()
         with watching, recorder:
             outs, conversion = noting(prim.recorded or prim.body, *operands)
+            unseen.append(conversion is not None and conversion.hooked)
             strays = recorder.outside[len(operands) :]
             refuse_strays(f"region {region.name!r}", region.function, conversion, strays)
         if ranks_met():

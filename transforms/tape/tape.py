@@ -8,6 +8,7 @@ outlive the call that wrote it. `recorder.Recorder` writes a tape, or holds a la
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import weakref
@@ -253,16 +254,28 @@ def holds_unseen(outs: Sequence[torch.Tensor], start: int) -> bool:
     """Whether a node behind `outs` may read tensors that no saved-tensor hook was told of.
 
     What an autograd.Function writes on its context, in place of calling save_for_backward, it reads in its
-    backward like anything else; so do functions in C++.
+    backward like anything else. So it does with what it closes over, and functions in C++.
     """
     return any(map(_opaque, nodes_behind([t.grad_fn for t in outs], start)))
 
 
 def _opaque(node: Any) -> bool:
     if isinstance(node, torch.autograd.function.BackwardCFunction):
-        return any(_holds_tensor(value, 3) for value in vars(node).values())
+        rule: Any = getattr(type(node), "_forward_cls", None)
+        return any(_holds_tensor(value, 3) for value in (*vars(node).values(), *_closed_over(rule)))
     # What torch knows no Python class for: a function of somebody's C++ extension.
     return type(node).__name__ == "CppFunction"
+
+
+def _closed_over(rule: Any, depth: int = 2) -> Iterator[Any]:
+    """What the backward of an autograd.Function closes over; below functorch levels it is that of another."""
+    for cell in getattr(getattr(rule, "backward", None), "__closure__", None) or ():
+        with contextlib.suppress(ValueError):
+            value = cell.cell_contents
+            if not isinstance(value, type):
+                yield value
+            elif depth:
+                yield from _closed_over(value, depth - 1)
 
 
 def _holds_tensor(value: Any, depth: int) -> bool:
