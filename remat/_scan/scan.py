@@ -15,7 +15,7 @@ from remat._dynamo import call_scan, run_compiled, runs_in_eager
 from remat._region import with_policy
 from remat.policies import Policy, policy_given, save_everything, save_nothing
 from remat.schedules import All, Schedule, Segmented, Sqrt, as_schedule, auto, check_checkpoints
-from remat.transforms import flatten, smooth, unflatten
+from remat.transforms import RematError, flatten, smooth, unflatten
 from remat.transforms.closure import (
     MOST_TRIES,
     Bindings,
@@ -30,6 +30,7 @@ from remat.transforms.compat import (
     dynamo_errors,
     hooks_allowed,
     in_transform,
+    is_hook_refusal,
     storage_key,
     unwrapped,
     watched,
@@ -246,7 +247,15 @@ def _sizes(body: Callable[..., Any], spec: ScanSpec, init: Any, rows: Rows) -> t
     given |= {storage_key(unwrapped(t)) for t in marked if isinstance(t, torch.Tensor)}
     watching = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
     with torch.enable_grad(), hooks_allowed(), watching, _tried(body, spec, init, rows, reach):
-        Body(body, spec, trusted=True)([], marked, [row.select(0, 0) for row in rows])
+        try:
+            Body(body, spec, trusted=True)([], marked, [row.select(0, 0) for row in rows])
+        except RuntimeError as error:
+            if not is_hook_refusal(error):
+                raise
+            raise RematError(
+                f"{spec.name}: checkpoints='auto' cannot measure a step that uses torch.func, which refuses "
+                "saved-tensor hooks. Write a number of carries, or checkpoints='sqrt'."
+            ) from error
     size = sum(unwrapped(t).nbytes for t in carry if isinstance(t, torch.Tensor))
     return size, size + sum(kept.values())
 

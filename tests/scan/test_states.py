@@ -143,3 +143,9 @@ def test_a_policy_of_every_step_lets_bodies_write():
     mine.scanned(x, policy=save_everything, checkpoints="all").sum().backward()
     theirs.looped(x).sum().backward()
     same([mine.weight.grad, *mine.buffers()], [theirs.weight.grad, *theirs.buffers()])
+
+
+def test_auto_refuses_steps_that_it_cannot_measure():
+    with pytest.raises(RematError, match="cannot measure a step that uses torch.func"):
+        body = lambda h, _: (torch.func.grad(lambda a: a.sin().sum())(h), None)  # noqa: E731
+        scan_remat(body, rand(3).requires_grad_(), length=3, checkpoints="auto", budget="1KiB")
