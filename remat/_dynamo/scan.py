@@ -33,7 +33,7 @@ from remat.transforms import (
     split,
     unflatten,
 )
-from remat.transforms.compat import is_tracing, share_floats
+from remat.transforms.compat import hooks_guarded, is_tracing, share_floats
 from remat.transforms.entry import Graph
 from remat.transforms.scan import ScanSpec, carry_of, pair_of, structure_of, ys_of
 from remat.transforms.scan.traced import TracedBody, Whole, run, run_whole, showing, shown
@@ -198,7 +198,7 @@ def run_compiled(body: Callable[..., Any], init: Any, xs: Any, whole: Whole) -> 
         )
     standing = map_only(torch.Tensor, torch.Tensor.detach, init)
     rows = map_only(torch.Tensor, lambda x: x.detach()[:1], xs)
-    with torch.enable_grad(), showing(whole):
+    with torch.enable_grad(), showing(whole), hooks_guarded():
         return entries[key](spec.name, body, standing, rows, spec.reverse, spec.policy)
 
 

@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 
-from remat._core import parse_bytes
+from remat._core import parse_bytes, untouched
 from remat._dynamo import call_scan, run_compiled, runs_in_eager
 from remat._region import with_policy
 from remat.policies import Policy, policy_given, save_everything, save_nothing
 from remat.schedules import All, Schedule, Segmented, Sqrt, as_schedule, auto, check_checkpoints
-from remat.transforms import flatten, smooth, unflatten
-from remat.transforms.closure import MOST_TRIES, Bindings, Missed, captured, changing, reached
+from remat.transforms import RematError, flatten, smooth, unflatten
+from remat.transforms.closure import (
+    MOST_TRIES,
+    Bindings,
+    Missed,
+    captured,
+    changing,
+    reached,
+    swapping,
+)
 from remat.transforms.compat import (
+    dual_level_open,
     dynamo_errors,
     hooks_allowed,
     in_transform,
+    is_hook_refusal,
     storage_key,
     unwrapped,
     watched,
@@ -35,9 +45,11 @@ from remat.transforms.scan import (
     rows_of,
     run,
     structure_of,
+    unwritten,
     with_step_note,
 )
 from remat.transforms.scan.traced import Whole
+from remat.transforms.state import RandomState
 
 C = TypeVar("C")
 Rows = list[torch.Tensor]
@@ -172,25 +184,31 @@ def run_eager(
         # Opaque to an enclosing torch.compile: traced, the loop would be unrolled and its graph grow with n.
         apart: Any = torch.compiler.disable(run_eager)
         return apart(body, spec, init, rows, roots, condition)
-    reach = reached(roots)
-    found = captured(reach)
+    reach, carry = reached(roots), flatten(init)[0]
+    # Where nothing can be differentiated, a step is evaluated once and reads what it captured as it is.
+    live = torch.is_grad_enabled() or in_transform() or swapping() or dual_level_open()
+    replaced = getattr(body, "replaced", ())
+    found = [t for t in captured(reach) if id(t) not in replaced] if live else []
+    random = RandomState([t for t in (*found, *carry, *rows) if isinstance(t, torch.Tensor)])
     for _ in range(MOST_TRIES):
-        step = Body(body, spec, found)
+        step = Body(body, spec, found, trusted=not live)
         options: dict[str, Any] = {"around": Bindings(reach).restored, "offloaded": spec.offloaded}
         if condition is not None:
             options["proceed"] = functools.partial(_proceed, step, condition)
-        scan, operands = make(step, spec, found, flatten(init)[0], rows, **options)
+        scan, operands = make(step, spec, found, carry, rows, **options)
+        again = live and captured(operands)
         try:
-            end, ys = run(scan, operands)
+            with unwritten(spec.name, captured=reach if again else ()):
+                end, ys = run(scan, operands)
         except Missed as missed:
             if missed.around():
                 raise
             if any(tensor is missed.tensor for tensor in found):
                 break
             found = [*found, missed.tensor]
+            random.restore()  # what the broken-off run drew is drawn again
             continue
-        carry = unflatten(end, spec.carry.spec)
-        return carry, step.stacked(ys) if condition is None else None
+        return unflatten(end, spec.carry.spec), step.stacked(ys) if condition is None else None
     raise changing(spec.name)
 
 
@@ -202,7 +220,7 @@ def _proceed(step: Body, condition: Callable[[Any], Any], consts: Any, carry: li
 def _no_ys(body: Callable[..., Any], spec: ScanSpec, init: Any, rows: Rows) -> Any:
     """The ys of a scan without steps: the body is evaluated on zeros to learn their shapes."""
     step = Body(body, spec, trusted=True)
-    with torch.no_grad():
+    with torch.no_grad(), _tried(body, spec, init, rows, reached(body)):
         _, ys = step([], flatten(init)[0], [row.new_zeros(row.shape[1:]) for row in rows])
     return step.stacked([y.new_empty((0, *y.shape)) for y in ys])
 
@@ -210,7 +228,8 @@ def _no_ys(body: Callable[..., Any], spec: ScanSpec, init: Any, rows: Rows) -> A
 def _sizes(body: Callable[..., Any], spec: ScanSpec, init: Any, rows: Rows) -> tuple[int, int]:
     """Bytes of a carry, and of what the backward of one step keeps, from one evaluation of the first step."""
     carry = flatten(init)[0]
-    mine = [t for t in (*carry, *rows, *captured(reached(body))) if isinstance(t, torch.Tensor)]
+    reach = reached(body)
+    mine = [t for t in (*carry, *rows, *captured(reach)) if isinstance(t, torch.Tensor)]
     given = {storage_key(unwrapped(t)) for t in mine}
     kept: dict[int, int] = {}
 
@@ -226,10 +245,26 @@ def _sizes(body: Callable[..., Any], spec: ScanSpec, init: Any, rows: Rows) -> t
     mark = not in_transform()
     marked = [t.detach().requires_grad_() if mark and smooth(t) else t for t in carry]
     given |= {storage_key(unwrapped(t)) for t in marked if isinstance(t, torch.Tensor)}
-    with torch.enable_grad(), hooks_allowed(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        Body(body, spec, trusted=True)([], marked, [row.select(0, 0) for row in rows])
+    watching = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+    with torch.enable_grad(), hooks_allowed(), watching, _tried(body, spec, init, rows, reach):
+        try:
+            Body(body, spec, trusted=True)([], marked, [row.select(0, 0) for row in rows])
+        except RuntimeError as error:
+            if not is_hook_refusal(error):
+                raise
+            raise RematError(
+                f"{spec.name}: checkpoints='auto' cannot measure a step that uses torch.func, which refuses "
+                "saved-tensor hooks. Write a number of carries, or checkpoints='sqrt'."
+            ) from error
     size = sum(unwrapped(t).nbytes for t in carry if isinstance(t, torch.Tensor))
     return size, size + sum(kept.values())
+
+
+@contextlib.contextmanager
+def _tried(body: Any, spec: ScanSpec, init: Any, rows: Rows, reach: list[Any]) -> Iterator[None]:
+    """Within, a step is evaluated for its shapes alone, and leaves no trace."""
+    with untouched(body, init, rows), unwritten(spec.name, captured=reach):
+        yield
 
 
 def _bytes(budget: Any) -> int:

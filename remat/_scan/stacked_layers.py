@@ -46,36 +46,20 @@ def scan_layers(
         >>> scan_layers(blocks[0], stack_params(blocks), torch.ones(2, 4)).shape
         torch.Size([2, 4])
     """
-    apply = block
-    if isinstance(block, torch.nn.Module):
-        # Names only: the module's own parameters must not be taken for captured tensors. (Dynamo sees which
-        # are read, and copies no modules.)
-        frame = _Itself(block) if torch.compiler.is_dynamo_compiling() else _Frame(block)
+    apply, module = block, isinstance(block, torch.nn.Module)
+    if module:
 
         def apply(params: Any, x: Any, *args: Any) -> Any:
-            return torch.func.functional_call(frame.module, params, (x, *args))
+            return torch.func.functional_call(block, params, (x, *args))  # type: ignore[arg-type]
 
     def body(x: Any, params: Any) -> tuple[Any, None]:
         return apply(params, x, *args), None
 
+    if module and not torch.compiler.is_dynamo_compiling():
+        # Its own parameters are not captured: others stand in their place.
+        own = (*block.parameters(), *block.buffers())  # type: ignore[attr-defined]
+        body.replaced = frozenset(map(id, own))  # type: ignore[attr-defined]
     return scan_remat(body, x, stacked_params, policy=policy, checkpoints=checkpoints, **options)[0]
-
-
-class _Itself:
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.module = module
-
-
-class _Frame:
-    """A module without its tensors: its structure, to call with other parameters."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        import copy
-
-        on_meta = {
-            id(t): torch.empty_like(t, device="meta") for t in [*module.parameters(), *module.buffers()]
-        }
-        self.module = copy.deepcopy(module, on_meta)
 
 
 def stack_params(modules: Iterable[torch.nn.Module]) -> Params:

@@ -7,9 +7,16 @@ import torch
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
 from remat import RematError, checkpoint_name, checkpoint_policy, debug, remat, saved_residuals
-from remat.policies import _selector, save_all_but_names, save_everything, save_matmuls, save_names
+from remat.policies import (
+    _selector,
+    offload_names,
+    save_all_but_names,
+    save_everything,
+    save_matmuls,
+    save_names,
+)
 from remat.policies._selector import UnmatchedName
-from tests.helpers import OpCounter, leaves_of, rand
+from tests.helpers import OpCounter, leaves_of, rand, same
 
 
 @pytest.fixture(autouse=True)
@@ -326,3 +333,22 @@ def test_a_name_for_one_of_several_results(mode, bars):
     torch.testing.assert_close(got, expected)
     shapes = [r.shape for r in saved_residuals(region, X) if r.why == "policy"]
     assert ((3,) in shapes) is not bars
+
+
+LAZY = {"conj": lambda h: h.conj(), "adjoint": lambda h: h.mH, "negative": lambda h: h.conj().imag}
+
+
+@pytest.mark.parametrize("policy", [save_names("h"), offload_names("h")])
+@pytest.mark.parametrize("look", LAZY)
+def test_a_name_of_a_lazy_conjugate(look, policy):
+    w = rand(4, 4)
+
+    def loss(x):
+        h = checkpoint_name(LAZY[look](torch.complex(x @ w, x)), "h")
+        return (h.sin() * h).real.sum()
+
+    region, x = remat(loss, policy=policy), rand(4, 4).requires_grad_()
+    expected = torch.autograd.grad(loss(x), x)
+    for _ in range(2):
+        same(torch.autograd.grad(region(x), x), expected)
+    same(torch.func.grad(region)(x.detach()), expected[0])

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat import checkpoint_policy, remat, save_everything, save_matmuls, save_nothing
-from tests.helpers import rand
+from remat import checkpoint_policy, remat, save_everything, save_matmuls, save_nothing, scan_remat
+from tests.helpers import rand, same
 
 POLICIES = {
     "save_nothing": save_nothing,
@@ -193,3 +193,26 @@ def test_of_regions_by_a_transform_amid_two_more(outer: str, middle: str, innerm
 
     for ours, expected in zip(gradients(remat(model, policy=POLICIES[outer])), gradients(plain), strict=True):
         torch.testing.assert_close(ours, expected)
+
+
+def pulled(x, w):
+    """A step down an energy, whose gradient is one of tensors of its own."""
+    with torch.enable_grad():
+        own = x.detach().requires_grad_()
+        down = torch.autograd.grad((own @ w.detach()).square().sum(), own)[0]
+    return torch.tanh(x @ w - 0.1 * down)
+
+
+@pytest.mark.parametrize("around", ["", "region", "scan"])
+def test_under_torch_func_a_function_may_differentiate_on_its_own(around):
+    w, x = rand(4, 4), rand(3, 4)
+    down = 2 * (x @ w) @ w.T  # torch.func refuses requires_grad_ without a region
+    expected = torch.func.grad(lambda x: torch.tanh(x @ w - 0.1 * down).square().sum())(x)
+    region = remat(lambda x: pulled(x, w))
+    ways = {
+        "": region,
+        "region": remat(lambda x: region(x) * 1),
+        "scan": lambda x: scan_remat(lambda h, _: (pulled(h, w), None), x, length=1, policy=save_matmuls)[0],
+    }
+    for _ in range(2):
+        same(torch.func.grad(lambda x: ways[around](x).square().sum())(x), expected)

@@ -257,3 +257,15 @@ def test_a_weights_gradient_is_one_product_of_many_blocks(args, graphs, monkeypa
     torch.testing.assert_close(found, gradients(rnn(w), h[None], xs, args))
     assert ops(graphs[-1])["mm"] == SIZE
     assert products == [len(xs) // SIZE]
+
+
+def test_a_hook_that_a_module_gets_later():
+    net, x = torch.nn.Linear(4, 4), torch.ones(4)
+    scanned = lambda: scan_remat(lambda h, _: (net(h), None), x, length=3, compile="aot_eager")[0]  # noqa: E731
+
+    def doubled(module: Any, args: Any, out: Any) -> Any:
+        return out * 2
+
+    scanned()
+    net.register_forward_hook(doubled)
+    torch.testing.assert_close(scanned(), net(net(net(x))))

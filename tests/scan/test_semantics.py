@@ -263,7 +263,7 @@ def test_auto_keeps_within_its_budget():
     many = body.calls
     body.calls = 0
     scan_remat(body, torch.ones(100), length=50, checkpoints="auto", budget=10**6)[0].sum().backward()
-    assert body.calls == 1 + 2 * 50 < many  # one evaluation measures
+    assert body.calls == 2 * 50 < many  # the one that measures leaves no trace
 
 
 def test_progress():

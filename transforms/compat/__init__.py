@@ -32,6 +32,7 @@ from remat.transforms.compat.aot import (
     dynamo_errors,  # what Dynamo raises where it cannot trace a function
     example_bytes,  # the bytes of a tensor, of the example where sizes are symbolic
     example_of,  # a size as a number
+    hooks_guarded,  # within, Dynamo compiles again for a module that has got a hook
     in_forward_mode,  # whether a forward-mode level is active, torch.func's or a plain one
     level_argument,  # which argument of a function in Dynamo's graph is a level's number
     live_with_graph,  # keep `thing` for as long as the code that Dynamo is making now

@@ -201,6 +201,13 @@ def _translator() -> Any | None:
     return getattr(tls, "current_tx", None)
 
 
+def hooks_guarded() -> contextlib.AbstractContextManager[Any]:
+    """Within, Dynamo compiles again for a module that has got a hook, which it ignores otherwise."""
+    from torch._dynamo import config
+
+    return config.patch(skip_nnmodule_hook_guards=False)
+
+
 def dynamo_errors() -> type[Exception]:
     """What Dynamo raises where it cannot trace a function."""
     from torch._dynamo.exc import TorchDynamoException

@@ -10,6 +10,7 @@ from remat.transforms.eager.rerun import (
     stop_enclosing,  # end the run of an enclosing region's function, where it has all it needs
 )
 from remat.transforms.eager.saved import (
+    Unwatched,  # a value of a forward that only watches what is saved was asked for
     enclosed,  # whether the saved-tensor hooks in force are those of a region
     unread,  # the second of two hooks that only watch what is saved
 )

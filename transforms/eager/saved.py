@@ -176,12 +176,13 @@ def enclosed() -> bool:
     return hooks is not None and belongs_to_region(hooks[0])
 
 
+class Unwatched(BaseException):
+    """A value of a forward that only watches what is saved was asked for: by a backward inside."""
+
+
 def unread(_: Any) -> torch.Tensor:
     """The second of two hooks that only watch what is saved."""
-    raise RematError(
-        "a value of a forward that only watches what is saved was asked for; please report this as a bug in "
-        "remat"
-    )
+    raise Unwatched
 
 
 def watcher(hooks: Hooks | None) -> Callable[[torch.Tensor], Any] | None:

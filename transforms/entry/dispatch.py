@@ -57,7 +57,7 @@ from remat.transforms.context import (
     scoped,
     selective_around,
 )
-from remat.transforms.eager import Frame, Inputs, enclosed, stop_enclosing, unread
+from remat.transforms.eager import Frame, Inputs, Unwatched, enclosed, stop_enclosing, unread
 from remat.transforms.functorch import Aliasing, Family, Prim, World, call
 from remat.transforms.intermediates import Mirrors, current
 from remat.transforms.pytree import check_results, flatten, merge, split, unflatten
@@ -325,25 +325,27 @@ class FlatCall:
         return out, self.taps.found(mirrors)
 
     def _watched(self, function: Any, args: Any, kwargs: Any) -> Any:
-        watch = self.family.watch
-        if watch is None or self.region.cache.uses_func:
+        watch, cache = self.family.watch, self.region.cache
+        if watch is None or cache.uses_func or cache.differentiates:
             self.family.watch = None
             return run_innermost(function, self.region.selector is not None, args, kwargs)
-        # torch.func refuses hooks; these only watch, and their values are never asked for.
+        # torch.func refuses hooks; these only watch. Their values are asked for by a backward inside alone.
         message = hooks_disabled()
         allow_hooks()
         push_hooks(watch, unread)
         try:
             return run_innermost(function, self.region.selector is not None, args, kwargs)
+        except Unwatched:
+            cache.differentiates = True
         except RuntimeError as error:
             if not is_hook_refusal(error):
                 raise
+            cache.uses_func = True
         finally:
             pop_hooks()
             if message is not None:
                 refuse_hooks(message)
-        # The function uses torch.func itself; what the backward reads stays unknown, so all of it runs again.
-        self.region.cache.uses_func = True
+        # The function differentiates inside; what the backward reads stays unknown, so all of it runs again.
         raise WatchingRefused
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -259,6 +259,36 @@ def wrote(name: str, where: str) -> RematError:
     return RematError(
         f"{name}: the body wrote into {where} in place. The recomputation would start from what was written; "
         "make a new tensor (`carry = carry + ...`) instead."
+    )
+
+
+@contextlib.contextmanager
+def unwritten(
+    name: str,
+    keys: Sequence[str] = (),
+    carry: Sequence[Any] = (),
+    x: Sequence[Any] = (),
+    captured: Sequence[Any] = (),
+) -> Iterator[None]:
+    """Raise if what runs within writes into a step's operands; `keys` are those of the carry."""
+    operands = [*carry, *x, *captured]
+    before = [version(t) for t in operands]
+    yield
+    for i, (tensor, old) in enumerate(zip(operands, before, strict=True)):
+        if version(tensor) == old:
+            continue
+        if i < len(carry):
+            raise wrote(name, f"its carry{keys[i] if i < len(keys) else ''}")
+        raise wrote(name, "xs") if i < len(carry) + len(x) else _wrote_outside(name, tensor)
+
+
+def _wrote_outside(name: str, tensor: torch.Tensor) -> RematError:
+    """The error for a body that writes into a tensor that it captured."""
+    return RematError(
+        f"{name}: the body wrote into a captured tensor ({tuple(tensor.shape)}, {tensor.dtype}) in place, "
+        "such as a running statistic. The backward evaluates steps again, and would write again. Put the "
+        "tensor into the carry and return its next value; for batch norm write eval() or "
+        "track_running_stats=False."
     )
 
 

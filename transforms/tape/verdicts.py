@@ -70,6 +70,8 @@ class Verdicts(Mode):
         at, nodes = node.root, self.tape.nodes
         if at < 0 or at in self.tape.last_write or nodes[at] is node or value.storage_offset():
             return None
+        if value.is_conj() or value.is_neg():
+            return None  # it reads that memory as other numbers
         # Size.numel() would make numbers of symbolic sizes, for which the graph then holds alone.
         outs = [m for m in metas(nodes[at].outs) if math.prod(m[0]) == value.numel()]
         return at if any(m[2] is value.dtype for m in outs) else None

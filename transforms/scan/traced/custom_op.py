@@ -14,7 +14,7 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from remat.transforms.entry import run_transparently
 from remat.transforms.errors import RematError
 from remat.transforms.offload import pinned_for, to_host
 from remat.transforms.scan.backward import pull_back
-from remat.transforms.scan.body import version, wrote
+from remat.transforms.scan.body import unwritten
 from remat.transforms.scan.compiled import UnrolledStep, dense
 from remat.transforms.scan.function import run_forward
 from remat.transforms.scan.spec import Record, Scan, State, Tensors
@@ -42,17 +42,6 @@ _numbers = itertools.count()
 # blocks of steps that hold the graph, or, where neither is known, for good.
 _entries: weakref.WeakValueDictionary[str, Entry] = weakref.WeakValueDictionary()
 _for_good: list[Entry] = []
-
-
-@contextlib.contextmanager
-def unwritten(name: str, keys: Sequence[str], carry: Tensors, x: Tensors) -> Iterator[None]:
-    """Raise if what runs within writes into a step's operands; `keys` are those of the carry."""
-    before = [version(t) for t in (*carry, *x)]
-    yield
-    for i, (tensor, old) in enumerate(zip((*carry, *x), before, strict=True)):
-        if version(tensor) != old:
-            key = keys[i] if i < len(keys) else ""
-            raise wrote(name, f"its carry{key}" if i < len(carry) else "xs")
 
 
 @dataclass
@@ -267,7 +256,7 @@ class Entry:
             torch.no_grad(),
             self.surroundings(),
             scoped(evaluating=True),
-            unwritten(scan.spec.name, (), carry, first),
+            unwritten(scan.spec.name, (), carry, first, consts),
         ):
             new, ys = run_transparently(scan.step, (consts, carry, first), {})
         stacks = [y.new_empty((scan.length, *y.shape), device=device) for y in ys]

@@ -36,11 +36,12 @@ from remat.transforms.errors import RematError, user_line
 from remat.transforms.ops import draws as ops_draws
 from remat.transforms.ops import traits
 from remat.transforms.pytree import merge
+from remat.transforms.scan.body import unwritten
 from remat.transforms.scan.compiled import UnrolledStep
 from remat.transforms.scan.function import run as function_run
 from remat.transforms.scan.instructions import Schedule
 from remat.transforms.scan.spec import Leaves, ScanSpec, Tensors, make
-from remat.transforms.scan.traced.custom_op import Opaque, unwritten
+from remat.transforms.scan.traced.custom_op import Opaque
 from remat.transforms.state import Ambient, can_seed, device_kinds, draw, refuse_generator
 
 # Steps whose graph and operands are small are compiled several at a time: a call takes longer than they do.
@@ -221,7 +222,7 @@ class _GraphStep:
                 look = _Looking()
                 with scoped(evaluating=True), look:
                     rows = [x.select(0, 0) for x in xs]
-                    with unwritten(self.name, self.body.keys, carry, rows):
+                    with unwritten(self.name, self.body.keys, carry, rows, consts):
                         run_transparently(self._evaluated, (consts, carry, rows), {})
         return look.found
 
