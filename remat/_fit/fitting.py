@@ -136,6 +136,8 @@ def _step(model: torch.nn.Module, loss: Callable[[Any], Any] | None) -> Callable
     def step(*args: Any, **kwargs: Any) -> Any:
         out = model(*args, **kwargs)
         found = getattr(out, "loss", None) if loss is None else loss(out)
+        if loss is not None:
+            _check_loss(found, out)
         if found is None:
             return out
         rest = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t is not found]
@@ -254,6 +256,19 @@ def _check_differentiated(model: torch.nn.Module, step: WholeStep) -> None:
         f"Nothing in this step of {type(model).__name__} has a gradient: no parameter and no argument "
         "requires one. Write model.requires_grad_() or x.requires_grad_()."
     )
+
+
+def _check_loss(found: Any, out: Any) -> None:
+    if not any(map(_has_gradient, tree_leaves(found))) and any(map(_has_gradient, tree_leaves(out))):
+        kind = "a tensor without a gradient" if isinstance(found, torch.Tensor) else type(found).__name__
+        raise RematError(
+            f"remat.fit: loss gave {kind}, so nothing in the step would be differentiated. Let it return a "
+            "tensor that is computed from the model's result, such as lambda out: out.square().mean()."
+        )
+
+
+def _has_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
 
 
 def _out_of_reach(limit: int, held: HeldBytes, leanest: Chosen, plain: Chosen) -> RematError:

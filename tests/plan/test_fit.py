@@ -130,6 +130,12 @@ def test_regions_that_were_there_are_the_blocks_and_come_back():
             "takes a module",
         ),
         (lambda m, x: remat.fit(m, x, headroom="900TiB"), "leaves nothing"),
+        (lambda m, x: remat.fit(m, x, peak="1GiB", loss=lambda out: None), "loss gave NoneType"),
+        (lambda m, x: remat.fit(m, x, peak="1GiB", loss=lambda out: 3.0), "loss gave float"),
+        (
+            lambda m, x: remat.fit(m, x, peak="1GiB", loss=lambda out: out.detach().sum()),
+            "loss gave a tensor without a gradient",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_said(call, said):
