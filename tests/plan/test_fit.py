@@ -87,6 +87,20 @@ def test_it_plans_for_other_calls_too():
         assert model(tokens).isfinite()
 
 
+def test_the_loss_may_be_a_function_of_the_result():
+    """The model's own loss, or one of its features: what is differentiated is planned."""
+    model, tokens = example()
+    plain = remat.fit(model, tokens, peak="1GiB")
+    same = remat.fit(model, tokens, peak="1GiB", loss=lambda out: out * 2)
+    assert same.plain_bytes == pytest.approx(plain.plain_bytes, rel=0.01)
+    features = torch.nn.Sequential(*[Model().layers[0] for _ in range(3)])
+    x = torch.randn(8, 64, features[0].linear1.in_features, requires_grad=True)
+    summed = remat.fit(features, x, peak="1GiB", loss=lambda out: out.square().sum())
+    half = remat.fit(features, x, peak="1GiB", loss=lambda out: out[:, :1].sum())
+    assert half.plain_bytes <= summed.plain_bytes
+    assert remat.fit(features, x, peak="1GiB").plain_bytes == pytest.approx(summed.plain_bytes, rel=0.1)
+
+
 def test_what_is_held_and_what_is_said_of_a_peak_below():
     model, tokens = example()
     size = sum(p.nbytes for p in model.parameters())
