@@ -94,7 +94,7 @@ def test_the_loss_may_be_a_function_of_the_result():
     same = remat.fit(model, tokens, peak="1GiB", loss=lambda out: out * 2)
     assert same.plain_bytes == pytest.approx(plain.plain_bytes, rel=0.01)
     features = torch.nn.Sequential(*[Model().layers[0] for _ in range(3)])
-    x = torch.randn(8, 64, features[0].linear1.in_features, requires_grad=True)
+    x = torch.randn(8, 64, 64, requires_grad=True)
     summed = remat.fit(features, x, peak="1GiB", loss=lambda out: out.square().sum())
     half = remat.fit(features, x, peak="1GiB", loss=lambda out: out[:, :1].sum())
     assert half.plain_bytes <= summed.plain_bytes
