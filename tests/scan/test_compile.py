@@ -89,9 +89,9 @@ def test_graphs_whatever_the_length_and_none_for_another_closure(args, monkeypat
     made = []
     compiled = UnrolledStep._compiled
 
-    def counted(self, graph):
+    def counted(self, graph, *cotangents):
         made[-1] += 1
-        return compiled(self, graph)
+        return compiled(self, graph, *cotangents)
 
     monkeypatch.setattr(UnrolledStep, "_compiled", counted)
 
@@ -195,9 +195,9 @@ def graphs(monkeypatch):
     found: list[torch.fx.GraphModule] = []
     compiled = UnrolledStep._compiled
 
-    def noted(self, graph):
+    def noted(self, graph, *cotangents):
         found.append(graph)
-        return compiled(self, graph)
+        return compiled(self, graph, *cotangents)
 
     monkeypatch.setattr(UnrolledStep, "_compiled", noted)
     return found
