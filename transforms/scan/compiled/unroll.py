@@ -187,13 +187,8 @@ class UnrolledStep:
         added = [i for i in consts if i not in factored]
         added_to_inputs(graph, len(added))
         rest = itertools.count()
-        cotangents = range(a + b + c, len(values) - tapes)
-        return (
-            self._compiled(graph, cotangents),
-            added,
-            [next(rest) if yes else None for yes in here[a:]],
-            factored,
-        )
+        made = self._compiled(graph, range(a + b + c, len(values) - tapes))
+        return made, added, [next(rest) if yes else None for yes in here[a:]], factored
 
     def _pulling(
         self,
