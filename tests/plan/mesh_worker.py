@@ -33,6 +33,7 @@ def model() -> Decoder:
 def kept(step: Any) -> int:
     """Bytes alive where `step(mark)` marks, in the second of two steps."""
     step(lambda: None)
+    time.sleep(0.1)  # until gloo's thread is done: what it frees later would be missed in the second step
     return trace_memory(step).kept
 
 
@@ -82,9 +83,11 @@ def sharded(rank: int, path: str, ranks: int) -> None:
         size = kept(step)
         return size, [p.grad.to_local() for p in ours.parameters()]  # type: ignore
 
-    # The least of three: what gloo's thread lets go of last, on a busy machine, the profiler takes for kept.
+    # The middle one of three. On a busy machine gloo's thread lets go of a layer's parameters late: the
+    # profiler takes them for kept, or, if they are of an earlier profile, counts them as freed in this one.
     (size, got), (plain, expected) = (
-        min((run(plan) for _ in range(3)), key=lambda found: found[0]) for plan in (f"{path}/plan.json", None)
+        sorted((run(plan) for _ in range(3)), key=lambda found: found[0])[1]
+        for plan in (f"{path}/plan.json", None)
     )
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
     write(path, rank, (size, plain))
