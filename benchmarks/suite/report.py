@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.common.records import RESULTS
-from benchmarks.suite import graph_tables, tables
+from benchmarks.suite import card, graph_tables, tables
 from benchmarks.suite.loaded import Results
 
 ROOT = Path(__file__).parents[2]
@@ -66,6 +66,8 @@ class Report:
             graphs = graph_tables.load(self.results)
             for page, written in graph_tables.pages(graphs).items():
                 rewrite(self.root / page, written)
+            measured = Results.load(self.results / "h200.csv")
+            rewrite(self.root / "docs" / "gpu.md", {"card": card.simulated(graphs, measured)})
         return 0
 
 

@@ -20,7 +20,7 @@ from benchmarks.common.measures import counted as counting
 from benchmarks.common.measures import flops_of, unwrapped
 from benchmarks.common.models import SIZES, Around
 from benchmarks.common.peers import Peer, peer
-from benchmarks.suite import graph_tables, panel, runs
+from benchmarks.suite import card, graph_tables, panel, runs
 from benchmarks.suite.cases import Case, Measured, read
 from benchmarks.suite.fits import largest
 from benchmarks.suite.loaded import Results
@@ -393,6 +393,32 @@ def test_tables_of_graphs_are_what_the_committed_csv_says() -> None:
         page = (ROOT / path).read_text()
         for name, text in texts.items():
             assert filled(page, name, text) == page
+
+
+def on_a_card(peak: float, step: float) -> Results:
+    """Made up: one peer of Llama's four blocks, with a peak in MiB and a step in ms."""
+    case = next(c for c in SUITES["h200"]() if c.name == "panel llama3-8b backward compiled cuda bfloat16")
+    row = replace(Measured.of(case), peer="save_nothing", family="remat")
+    rows = [row.with_value("peak", "bytes", peak * 2**20), row.with_value("step", "ms", step)]
+    return Results("h200", {"accelerator": "NVIDIA H100 80GB HBM3"}, rows, ["2.13.0"] * 2, ["c"] * 2)
+
+
+def test_the_simulation_is_held_against_a_card() -> None:
+    graphs = graph_tables.load(ROOT / "benchmarks" / "results")
+    mode = "llama3-8b, 4 blocks, 1 x 8192, h100, backward"
+    peak, time = (
+        graph_tables.value([row for row in graphs if row["mode"] == mode], "save_nothing", metric)
+        for metric in ("peak", "roofline")
+    )
+    for share, slower, expected in ((1.04, 1.1, "met"), (1.06, 1.1, "missed"), (1.0, 1.2, "missed")):
+        table = card.simulated(graphs, on_a_card(peak * share, time * slower))
+        (line,) = [line for line in table.splitlines() if line.startswith("| llama3")]
+        assert line.endswith(f"{1 / slower - 1:+.1%} | {expected} |")
+    assert "not measured" in card.simulated(graphs, None).lower()
+    # The cases that both have: two blocks in one graph are such, the deep models block by block are not.
+    compiled = [case.built() for case in SUITES["h200"]() if case.compiled and case.mode in ("step", "scan")]
+    shared = {f"{one.name}, {getattr(one, 'depth')} blocks" for one in compiled}  # noqa: B009
+    assert shared == {"llama3-8b, 2 blocks"} <= {", ".join(row["mode"].split(", ")[:2]) for row in graphs}
 
 
 def test_readme_and_docs_are_what_the_committed_csvs_say() -> None:
