@@ -30,6 +30,7 @@ from benchmarks.common.peers import Peer, is_planned, peer
 from benchmarks.common.steps import Step, checking, eager, make_step, own_code
 from benchmarks.suite.cases import NO_TIME, Case, Measured
 from benchmarks.suite.predicted import Predicted, probed_anew
+from benchmarks.suite.suites import PAIRS
 from remat.cli.measure import Work, percentiles, trace_memory
 from remat.cli.measure import seconds as timed
 from remat.cli.steps import difference, tensors, tolerance, unmarked
@@ -106,7 +107,10 @@ class Panel:
     def ratios(
         self, rows: dict[str, Measured], runs: dict[str, Run], times: dict[str, list[float]]
     ) -> Iterator[Measured]:
-        """Planned steps over those of ready policies, of the same round: drift hits both alike."""
+        """Planned steps over those of ready policies, and ours over torch's with the same verdicts.
+
+        Of the same round: drift hits both alike.
+        """
         rivals = [name for name in times if rows[name].family in ("remat", "none") and not is_planned(name)]
         for name in filter(is_planned, times):
             for rival in rivals:
@@ -115,6 +119,10 @@ class Panel:
                     pair = {one: runs[one] for one in (name, rival)}
                     again, _ = interleaved(pair, FURTHER * len(taken), self.clock(), self.deadline)
                     taken += over(again.get(name, []), again.get(rival, []))
+                yield rows[name].with_spread(f"step over {rival}", "ratio", percentiles(taken))
+        for name, rival in PAIRS.items():
+            if name in times and rival in times:
+                taken = over(times[name], times[rival])
                 yield rows[name].with_spread(f"step over {rival}", "ratio", percentiles(taken))
 
     def keeps_no_more(self, rival: str, name: str) -> bool:

@@ -62,6 +62,9 @@ class Report:
         if quick is not None:
             rewrite(self.root / "README.md", {"headline": headline(quick, counted(self.results))})
         rewrite(self.root / "docs" / "benchmarks.md", {"instructions": instructions(counted(self.results))})
+        if paired := Results.load(self.results / "pairs.csv"):
+            text = f"{paired.sentence()}\n\n{tables.pairs_table(paired)}"
+            rewrite(self.root / "docs" / "benchmarks.md", {"compiled": text})
         if (self.results / "graphs.csv").exists():
             graphs = graph_tables.load(self.results)
             for page, written in graph_tables.pages(graphs).items():

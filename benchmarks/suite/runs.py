@@ -44,9 +44,10 @@ PART = 9.3
 class Run:
     """Run a suite, or go on with one that was interrupted."""
 
-    suite: Literal["quick", "cpu", "plans", "h200", "rehearsal", "versions"] = "quick"
+    suite: Literal["quick", "cpu", "plans", "pairs", "h200", "rehearsal", "versions"] = "quick"
     """quick: README's figures, ten minutes on 2 cores. cpu: everything a CPU can do, about an hour.
     plans: budgets against ready policies; fails where a planned point is beaten.
+    pairs: compiled steps of ours beside torch's with the same verdicts.
     h200: published sizes on one GPU, in two parts of ten minutes. rehearsal: its cases in miniature on a CPU,
     for an --out of its own. versions: small cases for each --python."""
     out: Path = RESULTS

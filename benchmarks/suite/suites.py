@@ -170,6 +170,19 @@ def plans() -> list[Case]:
     return [replace(case, clock="process") for case in on_cpu(*eager, *compiled)]
 
 
+def pairs() -> list[Case]:
+    """Compiled steps of ours and of torch's rows with the same verdicts, in turns: which is faster."""
+    peers = (*PAIRS, *PAIRS.values())
+    found = on_cpu(
+        *(
+            panel(model, "backward", peers, 60 * depth, rounds=30, sizes=sizes(depth=depth), compiled=True)
+            for depth in (2, 8)
+            for model in ("llama3-8b", "gpt2-medium")
+        )
+    )
+    return [replace(case, clock="process") for case in found]
+
+
 def h200() -> list[Case]:
     """Published sizes in bfloat16 on one GPU, what the targets are about first; two parts of ten minutes.
 
@@ -252,6 +265,7 @@ SUITES: dict[str, Callable[[], list[Case]]] = {
     "quick": quick,
     "cpu": cpu,
     "plans": plans,
+    "pairs": pairs,
     "h200": h200,
     "rehearsal": rehearsal,
     "versions": versions,

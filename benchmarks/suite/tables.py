@@ -9,6 +9,7 @@ from benchmarks.common.records import Target
 from benchmarks.suite.cases import Measured
 from benchmarks.suite.loaded import MIB, Panel, Results
 from benchmarks.suite.pareto import corner_of, hypervolume, time_ratios, undominated
+from benchmarks.suite.suites import PAIRS
 
 TORCH = ("torch", "torch_remat")
 
@@ -132,6 +133,20 @@ def overhead_table(results: Results) -> str:
     per_op = {(r.peer, versions[id(r)]): r for r in results.rows if r.metric == "overhead per op"}
     lines = [(name(r), shown(r, spread), shown(per_op.get((r.peer, versions[id(r)])), spread)) for r in rows]
     return table(("row", "us a block (p20-p80)", "us an op of its forward"), lines)
+
+
+def pairs_table(results: Results) -> str:
+    """Ours over torch's row with the same verdicts: the peak, and the median of the rounds' ratios."""
+    lines = []
+    for panel in results.panels():
+        for policy, rival in PAIRS.items():
+            mine, theirs = panel.value(policy, "peak"), panel.value(rival, "peak")
+            time = panel.value(policy, f"step over {rival}")
+            if mine and theirs and time:
+                share = (mine.value or math.nan) / (theirs.value or math.nan)
+                rounds = shown(time, lambda r: f"{r.value:.3f} ({r.p20:.3f}-{r.p80:.3f})")
+                lines.append((panel.title, code(policy), code(rival), f"{share:.3f}", rounds))
+    return table(("step", "ours", "torch's", "peak", "time (p20-p80)"), lines)
 
 
 def unmeasured_table(results: Results) -> str:
