@@ -7,21 +7,20 @@ one tensor are one tensor. Ops and their constants are compared with those of th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from remat.transforms.closure import standing_in
 from remat.transforms.compat import set_grad_enabled, top_hooks, unseen
-from remat.transforms.context import quiet, run_innermost
+from remat.transforms.context import run_innermost
 from remat.transforms.eager.saved import hook, unhook
 from remat.transforms.errors import RematError, not_repeated
-from remat.transforms.ops import Traits, storage
-from remat.transforms.pytree import flatten, smooth
+from remat.transforms.ops import storage
+from remat.transforms.pytree import flatten
 from remat.transforms.region import recomputing
 from remat.transforms.state import Print, alike, generators_again, prints_of
-from remat.transforms.tape import Needs, Node, Replay, Stop, data_again, lent, pairs, versions_again
+from remat.transforms.tape import Needs, Operands, Replay, Stop, data_again, lent, versions_again
 
 if TYPE_CHECKING:
     from remat.transforms.eager.frame import Frame
@@ -66,7 +65,8 @@ class Rerun:
 
     def _run(self, frame: Frame, inputs: Inputs) -> dict[int, torch.Tensor]:
         count = range(frame.tape.arguments)
-        args, kwargs = inputs.rebuild([frame.held[at].get(inputs, at).detach() for at in count])
+        given = [frame.held[at].get(inputs, at).detach() for at in count]
+        args, kwargs = inputs.rebuild(given)
         for at, held in frame.held.items():
             if at >= frame.tape.arguments and held.unpack is None:
                 # Only to see that it was not written to.
@@ -86,7 +86,7 @@ class Rerun:
                     stack.enter_context(context)
                 if frame.store is not None:
                     stack.enter_context(frame.store.fetched(None))
-                self.replay = None if frame.tape.loose else stack.enter_context(self._replay())
+                self.replay = None if frame.tape.loose else stack.enter_context(self._replay(given))
                 self._call(args, kwargs)
         except Stop:
             pass
@@ -106,28 +106,30 @@ class Rerun:
         roots = {frame.tape.outside[at].root: held.packed for at, held in frame.held.items()}
         return [(roots[root], before) for root, before in frame.snapshots.items()]
 
-    def _replay(self) -> Replay:
+    def _replay(self, given: list[torch.Tensor]) -> Replay:
         frame, region = self.frame, self.frame.region
-        replay = _Again(
-            frame.tape,
+        check, tape, casts = region.determinism_check != "none", frame.tape, frame.inputs.ambient.casts
+        outside = {at: h.packed for at, h in frame.held.items() if at >= tape.arguments and h.unpack is None}
+        written = set(frame.snapshots)
+        # A function that gives a tensor other memory does so again.
+        compared = check and not frame.replaced
+        replay = Replay(
+            tape,
             self.needs,
             frame.kept,
             random=frame.random if region.preserve_rng_state else {},
             snapshots=[
                 (storage(frame.held[at].packed), frame.snapshots[root])
-                for at, root in ((at, frame.tape.outside[at].root) for at in frame.held)
-                if root in frame.snapshots
+                for at, root in ((at, tape.outside[at].root) for at in frame.held)
+                if root in written
             ],
-            check=region.determinism_check != "none",
+            check=check,
             digest=region.digest,
-            casts=frame.inputs.ambient.casts,
+            casts=casts,
             absent=self.absent,
+            operands=Operands(tape, given, outside, written, casts) if compared else None,
         )
         replay.local = {}
-        arguments = frame.tape.arguments
-        captured = {at: h.packed for at, h in frame.held.items() if at >= arguments and h.unpack is None}
-        # A function that gives a tensor other memory does so again.
-        replay.before = {} if frame.replaced else captured
         return replay
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -179,43 +181,6 @@ class Rerun:
 
     def _differs(self, what: str) -> RematError:
         return RematError(not_repeated(self.frame.region.name, what))
-
-
-class _Again(Replay):
-    """Also compares what ops read from outside, where that is another tensor than in the forward.
-
-    The function may have put its next state in the place of the last one.
-
-    Attributes:
-        before: the tensors that ops of the forward read, by their numbers.
-    """
-
-    before: Mapping[int, torch.Tensor]
-
-    def _run(self, at: int, node: Node, facts: Traits, func: Any, args: Any, kwargs: Any) -> Any:
-        for number, tensor in pairs((node.args, node.kwargs), (args, kwargs)):
-            was = self.before.get(-1 - number)
-            if was is not None and storage(was) not in self.scratch:
-                if not (_same_place(was, tensor) or quiet(_same_numbers, was, tensor, self.casts)):
-                    raise self._differs(
-                        at,
-                        f"{func} reads a tensor ({list(tensor.shape)}) that was put in the place of the "
-                        "forward's. Pass it as an argument, or write by copy_",
-                    )
-        return super()._run(at, node, facts, func, args, kwargs)
-
-
-def _same_place(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors lie at one place in one memory."""
-    return storage(tensor) == storage(other) and tensor.storage_offset() == other.storage_offset()
-
-
-def _same_numbers(tensor: torch.Tensor, other: torch.Tensor, casts: bool) -> bool:
-    if tensor.shape != other.shape or tensor.dtype != other.dtype:
-        return False
-    if smooth(tensor):
-        return alike(prints_of([tensor]), prints_of([other]), casts)
-    return tensor.layout is not torch.strided or torch.equal(tensor, other)
 
 
 def stop_enclosing(hooks: Any) -> None:

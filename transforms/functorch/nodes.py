@@ -387,7 +387,7 @@ def _pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
             recorded.check_unwritten()
             needs = recorded.part(prim.present)
             stack.enter_context(recorded.surroundings(needs))
-            replay = recorded.replay(needs)
+            replay = recorded.replay(needs, operands)
         stack.enter_context(replaying(replay, family.region.name))
         try:
             return tuple(prim.body(*operands))

@@ -1,7 +1,7 @@
 """The ops of a region's forward: recorded, or held against an earlier tape; what of them runs again."""
 
-from remat.transforms.tape.absent import (
-    pairs,  # the numbers in the template of a call, each with the tensor in its place
+from remat.transforms.tape.given import (
+    Operands,  # which tensors ops read in a second run, held against the forward
 )
 from remat.transforms.tape.guard import (
     GuardMode,  # a recorder that expects the ops of an earlier tape

@@ -11,7 +11,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,7 +24,6 @@ from remat.transforms.ops import (
     alike,
     is_cast_of_leaf,
     is_shape_arithmetic,
-    memory_of,
     metadata,
     metas,
     storage,
@@ -36,6 +35,7 @@ from remat.transforms.ops import (
 from remat.transforms.placeholders import stand_in
 from remat.transforms.state import RandomState, generators_again
 from remat.transforms.tape.absent import Absent
+from remat.transforms.tape.given import Operands, let_go
 from remat.transforms.tape.reachability import Reachability
 from remat.transforms.tape.recorder import Recorder
 from remat.transforms.tape.snapshots import Snapshot, data_again, handed_out, lent, octets, versions_again
@@ -58,6 +58,7 @@ class Replay(Mode):
         digest: as for `Recorder`.
         casts: as for `Recorder`.
         absent: ops that may be left out.
+        operands: what is known of the values of this run, None to compare no operands.
     """
 
     def __init__(
@@ -72,8 +73,10 @@ class Replay(Mode):
         digest: Callable[[Any], Any] | None = None,
         casts: bool = False,
         absent: Callable[[], Absent],
+        operands: Operands | None = None,
     ) -> None:
         super().__init__()
+        self.operands = operands
         self.absent, self._left = absent, set[int]()
         self._absent: Absent | None = None
         self.tape, self.needs, self.kept, self.random = tape, needs, kept, random
@@ -115,6 +118,15 @@ class Replay(Mode):
             raise self._differs(at, f"{func} is called with other constants than in the forward")
         if self._left and self._absent and not self._absent.stands_in(node, args, kwargs, self._left):
             raise self._differs(at, f"{func} reads another tensor than in the forward, from a cache")
+        if self.operands is None:
+            return self._do(at, node, facts, func, args, kwargs)
+        if unlike := self.operands.unlike(node, args, kwargs):
+            raise self._differs(at, f"{func} reads {unlike}")
+        out = self._do(at, node, facts, func, args, kwargs)
+        self.operands.made(node, out)
+        return out
+
+    def _do(self, at: int, node: Node, facts: Traits, func: Any, args: Any, kwargs: Any) -> Any:
         if self.scratch:
             args, kwargs = self._on_scratch((args, kwargs))
         action = self.needs.actions[at]
@@ -226,7 +238,7 @@ class Recorded:
         if recorder.parent is not None:
             recorder.share_around()
         kept = {} if tape.loose else recorder.kept
-        given = _let_go(recorder)
+        given = let_go(recorder)
         if packed is not None and not tape.open:
             wanted = {made for made, _ in packed} | _must_run(tape)
             needs = Needs(tape, wanted, kept)
@@ -297,10 +309,12 @@ class Recorded:
                 tensor = given.ref()
                 yield (octets(memory) if tensor is None else tensor), given.snapshot
 
-    def replay(self, needs: Needs) -> Replay | None:
-        """The mode under which the function runs again; None where its ops cannot be compared."""
+    def replay(self, needs: Needs, operands: Sequence[torch.Tensor]) -> Replay | None:
+        """The mode under which the function runs again with its operands; None where its ops cannot be
+        compared."""
         if self.tape.loose:
             return None
+        check = self.region.determinism_check != "none"
         return Replay(
             self.tape,
             needs,
@@ -312,33 +326,18 @@ class Recorded:
                 for g in self.given.values()
                 if g.snapshot is not None and g.memory() is not None
             ],
-            check=self.region.determinism_check != "none",
+            check=check,
             digest=self.region.digest,
             absent=self.absent,
+            operands=self._operands(operands) if check and not self.replaced else None,
         )
 
-
-class _Given(NamedTuple):
-    """A tensor from outside, held by whoever else holds it."""
-
-    ref: weakref.ref[torch.Tensor]
-    memory: weakref.ref[Any]  # which may outlive the tensor
-    version: int
-    storage: int
-    snapshot: Any  # what its memory was before the region wrote to it, or None
-
-
-def _let_go(recorder: Recorder) -> list[_Given]:
-    """The tensors from outside; afterwards the recorder holds none of them."""
-    snapshots, known = recorder.snapshots, recorder.tape.outside
-    given = [
-        _Given(
-            weakref.ref(t), weakref.ref(memory_of(t) or t), version_of(t), storage(t), snapshots.get(o.root)
-        )
-        for t, o in zip(recorder.outside, known, strict=True)
-    ]
-    recorder.outside = []
-    return given
+    def _operands(self, operands: Sequence[torch.Tensor]) -> Operands:
+        tape, given = self.tape, self.given
+        written = {tape.outside[at].root for at, one in given.items() if one.snapshot is not None}
+        living = ((at, one.ref()) for at, one in given.items() if at >= tape.arguments)
+        outside = {at: tensor for at, tensor in living if tensor is not None}
+        return Operands(tape, operands[: tape.arguments], outside, written)
 
 
 def may_be_absent(recorder: Recorder, outs: Sequence[torch.Tensor]) -> Callable[[], Absent]:

@@ -239,7 +239,9 @@ class WriteWatch(Verdicts):
     def replaces(self, tensor: torch.Tensor) -> None:
         """User code is about to give `tensor` other memory."""
         number = self._numbers.of(tensor)
-        if (number is None or number < 0) and all(tensor is not known for known, _ in self.replaced):
+        if number is not None and number >= 0:
+            self.tape.exposed.add(self.tape.root_of(number))
+        elif all(tensor is not known for known, _ in self.replaced):
             self.replaced = (*self.replaced, (tensor, data_of(tensor)))
 
     def look(self, tensor: torch.Tensor) -> None:

@@ -1,0 +1,168 @@
+"""Functions that take another tensor in their recomputation than in their forward, by the same ops.
+
+Under `torch.func`, and where the tape is open, Python runs again. The derivative would be that of another
+function, so it raises.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.func import vjp, vmap
+
+from remat import RematError, remat, save_matmuls, save_nothing
+
+POLICIES = pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=["nothing", "matmuls"])
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+MATRICES = [torch.randn(4, 4, generator=torch.Generator().manual_seed(i)) for i in range(1, 4)]
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.on = nn.Linear(4, 4), nn.Linear(4, 4), True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.first if self.on else self.second)(x).sin().exp()
+
+
+def listed(weights: list[torch.Tensor], state: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
+    return (x @ weights[0 if state["on"] else 2]).sin().exp()
+
+
+def operand(weights: list[torch.Tensor], state: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
+    one, other = x.sin(), x.cos()
+    return (one if state["on"] else other).exp() * one * other
+
+
+def look(weights: list[torch.Tensor], state: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
+    one, other = x.sin().split(2, dim=1)
+    return (one if state["on"] else other).exp() * one * other
+
+
+def constant(weights: list[torch.Tensor], state: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
+    masks = state["masks"]
+    return (x.sin() * masks[0 if state["on"] else 1]).exp()
+
+
+def argument(weights: list[torch.Tensor], state: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
+    # Of two operands that have the same shape.
+    return (x if state["on"] else state["also"]).sin().exp() * x * state["also"]
+
+
+WAYS = [listed, operand, look, constant, argument]
+
+
+def changed(way: Callable[..., torch.Tensor], pull: Callable[..., Any], **options: Any) -> Any:
+    """What a recomputation gives in which the function takes other tensors."""
+    state = {"on": True, "masks": [X.sigmoid(), X.tanh()], "also": X.flip(0)}
+    region = remat(lambda x: way(MATRICES, state, x), **options)
+    return pull(region, lambda on: state.update(on=on))
+
+
+def by_vjp(region: Callable[..., Any], flip: Callable[[bool], None]) -> torch.Tensor:
+    out, back = vjp(region, X)
+    flip(False)
+    return back(torch.ones_like(out))[0]
+
+
+def by_vmap(region: Callable[..., Any], flip: Callable[[bool], None]) -> torch.Tensor:
+    def one(x: torch.Tensor) -> torch.Tensor:
+        out, back = vjp(region, x)
+        flip(False)
+        found = back(torch.ones_like(out))[0]
+        flip(True)
+        return found
+
+    return vmap(one)(X.expand(2, 3, 4))
+
+
+def by_second_order(region: Callable[..., Any], flip: Callable[[bool], None]) -> torch.Tensor:
+    def first(x: torch.Tensor) -> torch.Tensor:
+        out, back = vjp(region, x)
+        return back(torch.ones_like(out))[0]
+
+    out, back = vjp(first, X)
+    flip(False)
+    return back(torch.ones_like(out))[0]
+
+
+@POLICIES
+@pytest.mark.parametrize("pull", [by_vjp, by_vmap, by_second_order], ids=["vjp", "vmap", "second order"])
+@pytest.mark.parametrize("way", WAYS)
+def test_another_tensor_raises(way: Any, pull: Any, policy: Any) -> None:
+    for _ in "12":
+        with pytest.raises(RematError, match=r"at op \d+, aten\.\w+\.\w+ reads a"):
+            changed(way, pull, policy=policy)
+    stays = changed(way, lambda region, flip: pull(region, lambda on: None), policy=policy)
+    plain = changed(way, lambda region, flip: pull(region.__wrapped__, lambda on: None))
+    torch.testing.assert_close(stays, plain)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_another_tensor_raises_in_plain_autograd_where_the_function_runs_again(way: Any) -> None:
+    def raw(*given: Any) -> torch.Tensor:
+        made = torch.empty(1)
+        made.numpy()[...] = 2.0  # by no op: the recorded ops do not tell what is computed
+        return way(*given) * made
+
+    def pull(region: Callable[..., Any], flip: Callable[[bool], None]) -> torch.Tensor:
+        x = X.clone().requires_grad_()
+        out = region(x)
+        flip(False)
+        return torch.autograd.grad(out.sum(), x)[0]
+
+    for _ in "12":
+        with pytest.raises(RematError, match=r"at op \d+, aten\.\w+\.\w+ reads a"):
+            changed(raw, pull)
+    changed(raw, lambda region, flip: pull(region, lambda on: None))
+
+
+@POLICIES
+def test_a_layer_that_is_drawn_by_python(policy: Any) -> None:
+    layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(8)])
+    for draw in (lambda: random.choice(list(layers)), lambda: layers[int(np.random.randint(8))]):
+        region = remat(lambda x: draw()(x).sin(), policy=policy)  # noqa: B023
+        random.seed(0)
+        np.random.seed(0)
+        raised = 0
+        for _ in range(8):
+            out, back = vjp(region, X)
+            try:
+                back(torch.ones_like(out))
+            except RematError:
+                raised += 1
+        assert raised >= 5  # the others drew the same layer twice
+
+
+@POLICIES
+def test_a_flag_of_a_module_that_picks_a_layer(policy: Any) -> None:
+    module = Layers()
+    out, back = vjp(remat(module, policy=policy), X)
+    module.on = False
+    with pytest.raises(RematError, match="reads another tensor"):
+        back(torch.ones_like(out))
+
+
+def test_a_constant_that_is_made_anew_is_the_same() -> None:
+    """It is another tensor in each run, with the same numbers; and it may be there still."""
+    made: list[torch.Tensor] = []
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        made.append(torch.from_numpy(np.arange(4, dtype=np.float32)))
+        return (x.sin() * made[-1]).exp()
+
+    for _ in "12":
+        out, back = vjp(remat(fn), X)
+        want, plain = vjp(fn, X)
+        assert torch.equal(back(torch.ones_like(out))[0], plain(torch.ones_like(want))[0])
+
+
+def test_the_users_word_is_taken() -> None:
+    assert torch.is_tensor(changed(operand, by_vjp, determinism_check="none"))
