@@ -12,6 +12,7 @@ Where Dynamo traces, and on a torch whose registry lies elsewhere, torch's own f
 from __future__ import annotations
 
 import functools
+import math
 import os
 import threading
 import time
@@ -181,3 +182,24 @@ def _keep_whole() -> None:
 
 
 _keep_whole()
+
+
+def constants_alike(want: Any, value: Any) -> bool:
+    """Whether two values in the arguments of an op, tensors aside, are the same to the op."""
+    kind = type(want)
+    if kind is not type(value):
+        return False
+    if kind is float:
+        # 0.0 == -0.0, and nan differs from itself.
+        same_sign = math.copysign(1.0, want) == math.copysign(1.0, value)
+        return (want == value and same_sign) or (want != want and value != value)
+    if kind is complex:
+        return constants_alike(want.real, value.real) and constants_alike(want.imag, value.imag)
+    if kind is list or kind is tuple:
+        return len(want) == len(value) and all(map(constants_alike, want, value))
+    if kind is dict:
+        return want.keys() == value.keys() and all(constants_alike(want[k], value[k]) for k in want)
+    try:
+        return bool(want == value)
+    except NotImplementedError:  # a TorchScript object
+        return want is value

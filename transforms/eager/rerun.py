@@ -7,20 +7,21 @@ one tensor are one tensor. Ops and their constants are compared with those of th
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from remat.transforms.closure import standing_in
 from remat.transforms.compat import set_grad_enabled, top_hooks, unseen
-from remat.transforms.context import run_innermost
+from remat.transforms.context import quiet, run_innermost
 from remat.transforms.eager.saved import hook, unhook
 from remat.transforms.errors import RematError, not_repeated
-from remat.transforms.ops import storage
+from remat.transforms.ops import Operands, storage
 from remat.transforms.pytree import flatten
 from remat.transforms.region import recomputing
-from remat.transforms.state import Print, alike, generators_again, prints_of
-from remat.transforms.tape import Needs, Operands, Replay, Stop, data_again, lent, versions_again
+from remat.transforms.state import Print, alike, generators_again, prints_of, same_numbers
+from remat.transforms.tape import Needs, Replay, Stop, data_again, lent, versions_again
 
 if TYPE_CHECKING:
     from remat.transforms.eager.frame import Frame
@@ -113,6 +114,7 @@ class Rerun:
         written = set(frame.snapshots)
         # A function that gives a tensor other memory does so again.
         compared = check and not frame.replaced
+        same = functools.partial(quiet, functools.partial(same_numbers, casts=casts))
         replay = Replay(
             tape,
             self.needs,
@@ -127,7 +129,7 @@ class Rerun:
             digest=region.digest,
             casts=casts,
             absent=self.absent,
-            operands=Operands(tape, given, outside, written, casts) if compared else None,
+            operands=Operands(tape, given, outside, written, same) if compared else None,
         )
         replay.local = {}
         return replay

@@ -14,6 +14,7 @@ from remat.transforms.eager.rerun import Rerun
 from remat.transforms.eager.residuals import bytes_of
 from remat.transforms.eager.saved import users, watcher
 from remat.transforms.errors import RematError
+from remat.transforms.offload import held_tensors
 from remat.transforms.ops import tensors_in
 from remat.transforms.pytree import flatten, split
 from remat.transforms.sharded import local_tensors, placements_of
@@ -24,7 +25,6 @@ from remat.transforms.tape import (
     Program,
     Reachability,
     Recorder,
-    held_tensors,
     held_values,
     may_be_absent,
     report,

@@ -48,6 +48,7 @@ from remat.transforms.functorch.primitive import (
 )
 from remat.transforms.functorch.results import Results, compared
 from remat.transforms.functorch.rules import hollow_operand, plain_duals
+from remat.transforms.offload import held_tensors
 from remat.transforms.ops import storage
 from remat.transforms.region import agree
 from remat.transforms.state import RandomState, noting
@@ -58,7 +59,6 @@ from remat.transforms.tape import (
     Recorder,
     Tape,
     WriteNotes,
-    held_tensors,
     held_values,
     holds_unseen,
     report,

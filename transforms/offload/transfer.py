@@ -19,7 +19,7 @@ import torch
 
 from remat.transforms.compat import bits, memory_is_real, with_bits
 from remat.transforms.context import scoped
-from remat.transforms.ops import span
+from remat.transforms.ops import span, tensors_in
 
 
 class Lane:
@@ -249,3 +249,8 @@ def away_in(kept: Any) -> Iterable[Away]:
     elif isinstance(kept, (tuple, list)):
         for part in kept:
             yield from away_in(part)
+
+
+def held_tensors(kept: Any) -> list[tuple[torch.Tensor, bool]]:
+    """The tensors that are held for a kept value, and whether each is an offloaded one, on its host."""
+    return [*((away.host, True) for away in away_in(kept)), *((tensor, False) for tensor in tensors_in(kept))]

@@ -15,6 +15,7 @@ from remat.transforms.state.ambient import (
     prints_of,  # what is compared of float tensors that have numbers
     refuse_traced_draws,  # raise where make_fx writes down a recomputation that draws
     registered,  # what users want captured before a forward and put back around its recomputation
+    same_numbers,  # whether two tensors have the same numbers
     switches_put_back,  # leave switches as they are, whatever is turned inside
 )
 from remat.transforms.state.functional_rng import (

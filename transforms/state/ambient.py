@@ -337,3 +337,12 @@ def alike(before: Sequence[Print], found: Sequence[Print], casts: bool) -> bool:
         if any(abs(a - b) > scale for a, b in zip([size, *some], [size2, *some2], strict=True)):
             return False
     return True
+
+
+def same_numbers(tensor: torch.Tensor, other: torch.Tensor, casts: bool = False) -> bool:
+    """Whether two tensors have the same numbers: floats as `alike` has it."""
+    if tensor.shape != other.shape or tensor.dtype != other.dtype:
+        return False
+    if smooth(tensor):
+        return alike(prints_of([tensor]), prints_of([other]), casts)
+    return tensor.layout is not torch.strided or torch.equal(tensor, other)

@@ -1,8 +1,5 @@
 """The ops of a region's forward: recorded, or held against an earlier tape; what of them runs again."""
 
-from remat.transforms.tape.given import (
-    Operands,  # which tensors ops read in a second run, held against the forward
-)
 from remat.transforms.tape.guard import (
     GuardMode,  # a recorder that expects the ops of an earlier tape
 )
@@ -45,7 +42,6 @@ from remat.transforms.tape.tape import (
     Stop,  # ends a recomputation once everything that was asked for is there
     Tape,  # the ops of one run of a region
     ValueNumbering,  # numbers of tensor objects
-    held_tensors,  # the tensors held for a kept value, and which are offloaded
     holds_unseen,  # whether a node may read tensors that no saved-tensor hook was told of
     map_tensors,  # a function applied to the tensors of an op's results
     nodes_behind,  # the autograd nodes behind some, with numbers from a start on

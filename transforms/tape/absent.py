@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from remat.transforms.ops import traits, version_of
-from remat.transforms.tape.tape import Node, Ref, Tape
+from remat.transforms.tape.tape import Node, Tape, pairs
 
 Living = tuple[int, "weakref.ref[torch.Tensor]", int]
 
@@ -72,16 +72,3 @@ def _unread_copies(tape: Tape, results: set[int]) -> set[int]:
         else:
             read.update(node.deps)
     return found
-
-
-def pairs(want: Any, value: Any) -> Iterator[tuple[int, Any]]:
-    """The numbers in a template, each with the tensor in its place."""
-    if type(want) is Ref:
-        yield want, value
-    elif isinstance(want, (tuple, list)):
-        # (Nobody has compared their lengths under determinism_check="none".)
-        for one, other in zip(want, value, strict=False):
-            yield from pairs(one, other)
-    elif isinstance(want, dict):
-        for key in want.keys() & value.keys():
-            yield from pairs(want[key], value[key])

@@ -18,6 +18,7 @@ from remat.transforms.context import active, quiet
 from remat.transforms.offload import send
 from remat.transforms.ops import Decisions, is_shape_arithmetic, memory_of, storage, tensors_in, traits
 from remat.transforms.placeholders import without_data
+from remat.transforms.pytree import constants_alike
 from remat.transforms.state import GeneratorState
 from remat.transforms.tape.recorder import Recorder
 from remat.transforms.tape.tape import (
@@ -28,7 +29,6 @@ from remat.transforms.tape.tape import (
     Ref,
     Tape,
     ValueNumbering,
-    constants_alike,
     map_tensors,
     refs_in,
 )

@@ -20,6 +20,7 @@ from remat.transforms.context import Mode, active, quiet
 from remat.transforms.errors import RematError, not_repeated, written
 from remat.transforms.offload import Store, away_in
 from remat.transforms.ops import (
+    Operands,
     Traits,
     alike,
     is_cast_of_leaf,
@@ -33,13 +34,12 @@ from remat.transforms.ops import (
     without_objects,
 )
 from remat.transforms.placeholders import stand_in
-from remat.transforms.state import RandomState, generators_again
+from remat.transforms.state import RandomState, generators_again, same_numbers
 from remat.transforms.tape.absent import Absent
-from remat.transforms.tape.given import Operands, let_go
 from remat.transforms.tape.reachability import Reachability
 from remat.transforms.tape.recorder import Recorder
 from remat.transforms.tape.snapshots import Snapshot, data_again, handed_out, lent, octets, versions_again
-from remat.transforms.tape.tape import KEPT, SKIP, Needs, Node, Tape, same_constants
+from remat.transforms.tape.tape import KEPT, SKIP, Needs, Node, Tape, let_go, pairs, same_constants
 
 if TYPE_CHECKING:
     from remat.transforms.region import Region
@@ -120,10 +120,10 @@ class Replay(Mode):
             raise self._differs(at, f"{func} reads another tensor than in the forward, from a cache")
         if self.operands is None:
             return self._do(at, node, facts, func, args, kwargs)
-        if unlike := self.operands.unlike(node, args, kwargs):
+        read = () if node.shape_only else pairs((node.args, node.kwargs), (args, kwargs))
+        if unlike := self.operands.unlike(read):
             raise self._differs(at, f"{func} reads {unlike}")
-        out = self._do(at, node, facts, func, args, kwargs)
-        self.operands.made(node, out)
+        self.operands.made(node, out := self._do(at, node, facts, func, args, kwargs))
         return out
 
     def _do(self, at: int, node: Node, facts: Traits, func: Any, args: Any, kwargs: Any) -> Any:
@@ -337,7 +337,9 @@ class Recorded:
         written = {tape.outside[at].root for at, one in given.items() if one.snapshot is not None}
         living = ((at, one.ref()) for at, one in given.items() if at >= tape.arguments)
         outside = {at: tensor for at, tensor in living if tensor is not None}
-        return Operands(tape, operands[: tape.arguments], outside, written)
+        return Operands(
+            tape, operands[: tape.arguments], outside, written, functools.partial(quiet, same_numbers)
+        )
 
 
 def may_be_absent(recorder: Recorder, outs: Sequence[torch.Tensor]) -> Callable[[], Absent]:

@@ -8,18 +8,18 @@ outlive the call that wrote it. `recorder.Recorder` writes a tape, or holds a la
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from remat.transforms.closure import holds_tensors
 from remat.transforms.offload import Elsewhere, away_in
-from remat.transforms.ops import Traits, metas, numel, tensors_in, traits
+from remat.transforms.ops import Traits, memory_of, metas, numel, storage, tensors_in, traits, version_of
+from remat.transforms.pytree import constants_alike
 
 RECOMPUTE, OFFLOAD, SAVE = 0, 1, 2
 RUN, KEPT, SKIP = 0, 1, 2
@@ -261,32 +261,9 @@ def holds_unseen(outs: Sequence[torch.Tensor], start: int) -> bool:
 
 def _opaque(node: Any) -> bool:
     if isinstance(node, torch.autograd.function.BackwardCFunction):
-        rule: Any = getattr(type(node), "_forward_cls", None)
-        return any(_holds_tensor(value, 3) for value in (*vars(node).values(), *_closed_over(rule)))
+        return holds_tensors(node)
     # What torch knows no Python class for: a function of somebody's C++ extension.
     return type(node).__name__ == "CppFunction"
-
-
-def _closed_over(rule: Any, depth: int = 2) -> Iterator[Any]:
-    """What the backward of an autograd.Function closes over; below functorch levels it is that of another."""
-    for cell in getattr(getattr(rule, "backward", None), "__closure__", None) or ():
-        with contextlib.suppress(ValueError):
-            value = cell.cell_contents
-            if not isinstance(value, type):
-                yield value
-            elif depth:
-                yield from _closed_over(value, depth - 1)
-
-
-def _holds_tensor(value: Any, depth: int) -> bool:
-    # Our own nodes hold no tensors there, but say whether they read more than they have saved.
-    if isinstance(value, torch.Tensor) or getattr(type(value), "reads_more", False):
-        return True
-    if isinstance(value, (tuple, list)):
-        parts: Any = value
-    else:
-        parts = (value if isinstance(value, dict) else getattr(value, "__dict__", {})).values()
-    return depth > 0 and any(_holds_tensor(part, depth - 1) for part in parts)
 
 
 def nodes_behind(roots: list[Any], start: int) -> Iterator[Any]:
@@ -333,27 +310,6 @@ class ValueNumbering(dict[int, tuple["weakref.ref[torch.Tensor]", int]]):
                 yield tensor, number
 
 
-def constants_alike(want: Any, value: Any) -> bool:
-    """Whether two values in the arguments of an op, tensors aside, are the same to the op."""
-    kind = type(want)
-    if kind is not type(value):
-        return False
-    if kind is float:
-        # 0.0 == -0.0, and nan differs from itself.
-        same_sign = math.copysign(1.0, want) == math.copysign(1.0, value)
-        return (want == value and same_sign) or (want != want and value != value)
-    if kind is complex:
-        return constants_alike(want.real, value.real) and constants_alike(want.imag, value.imag)
-    if kind is list or kind is tuple:
-        return len(want) == len(value) and all(map(constants_alike, want, value))
-    if kind is dict:
-        return want.keys() == value.keys() and all(constants_alike(want[k], value[k]) for k in want)
-    try:
-        return bool(want == value)
-    except NotImplementedError:  # a TorchScript object
-        return want is value
-
-
 def same_constants(want: Any, value: Any) -> bool:
     """Whether the arguments of a call are those of the forward, tensors aside."""
     if type(want) is Ref or isinstance(value, torch.Tensor):
@@ -380,6 +336,42 @@ def refs_in(template: Any) -> list[int]:
     return found
 
 
+def pairs(want: Any, value: Any) -> Iterator[tuple[int, Any]]:
+    """The numbers in a template, each with the tensor in its place."""
+    if type(want) is Ref:
+        yield want, value
+    elif isinstance(want, (tuple, list)):
+        # (Nobody has compared their lengths under determinism_check="none".)
+        for one, other in zip(want, value, strict=False):
+            yield from pairs(one, other)
+    elif isinstance(want, dict):
+        for key in want.keys() & value.keys():
+            yield from pairs(want[key], value[key])
+
+
+class Given(NamedTuple):
+    """A tensor from outside, held by whoever else holds it."""
+
+    ref: weakref.ref[torch.Tensor]
+    memory: weakref.ref[Any]  # which may outlive the tensor
+    version: int
+    storage: int
+    snapshot: Any  # what its memory was before the region wrote to it, or None
+
+
+def let_go(recorder: Any) -> list[Given]:
+    """The tensors from outside; afterwards the recorder holds none of them."""
+    snapshots, known = recorder.snapshots, recorder.tape.outside
+    given = [
+        Given(
+            weakref.ref(t), weakref.ref(memory_of(t) or t), version_of(t), storage(t), snapshots.get(o.root)
+        )
+        for t, o in zip(recorder.outside, known, strict=True)
+    ]
+    recorder.outside = []
+    return given
+
+
 def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
     """`value`, the result of an op or what is kept of it, with `function` applied to its tensors."""
     if isinstance(value, (torch.Tensor, Elsewhere)):
@@ -387,11 +379,6 @@ def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)([map_tensors(function, v) for v in value])
     return value
-
-
-def held_tensors(kept: Any) -> list[tuple[torch.Tensor, bool]]:
-    """The tensors that are held for a kept value, and whether each is an offloaded one, on its host."""
-    return [*((away.host, True) for away in away_in(kept)), *((tensor, False) for tensor in tensors_in(kept))]
 
 
 def _name(op: Any) -> str:
