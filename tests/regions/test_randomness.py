@@ -115,6 +115,46 @@ def test_nested_regions_draw_the_same_numbers():
     same(run(remat), run(lambda f: f))
 
 
+def _seeded(x, own):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        a = F.dropout(x.sin(), 0.5)
+    return a * F.dropout(x.cos(), 0.5)
+
+
+def _tracked(x, own):
+    """What trackers of states for tensor parallelism do, with a generator of the user's."""
+    before = own.get_state()
+    own.manual_seed(3)
+    a = x.sin() * torch.rand(x.shape, generator=own, dtype=x.dtype)
+    own.set_state(before)
+    return a * x.cos() * torch.rand(x.shape, generator=own, dtype=x.dtype)
+
+
+NESTED_RUNS = {
+    "backward": lambda fn, x: torch.autograd.grad(fn(x.requires_grad_()).sum(), x)[0],
+    "backward, grad inside": lambda fn, x: torch.autograd.grad(
+        (fn(x.requires_grad_()) * grad(lambda a: a.sin().sum())(x)).sum(), x
+    )[0],
+    "grad": lambda fn, x: grad(lambda x: fn(x).sum())(x),
+    "grad of grad": lambda fn, x: grad(lambda x: grad(lambda x: fn(x).sum())(x).sin().sum())(x),
+}
+
+
+@pytest.mark.parametrize("policy", ["nothing", "matmuls"])
+@pytest.mark.parametrize("region", [_seeded, _tracked])
+@pytest.mark.parametrize("how", NESTED_RUNS)
+def test_seeding_inside_a_nested_region(how, region, policy):
+    def steps(make):
+        own = torch.Generator().manual_seed(1)
+        inner = make(lambda x: region(x, own))
+        outer = make(lambda x: inner(x).sin())
+        torch.manual_seed(0)
+        return [NESTED_RUNS[how](outer, rand(8, 8)) for _ in range(2)], torch.get_rng_state(), own.get_state()
+
+    same(steps(lambda f: remat(f, policy=POLICIES[policy])), steps(lambda f: f))
+
+
 @pytest.mark.parametrize("how", ["ops", "transform", "raw memory", "func.grad", "jvp and autograd"])
 def test_generator_of_its_own_in_a_nested_region(how):
     """Where the outer function runs again, the inner region notes states that its draws are to begin from."""
