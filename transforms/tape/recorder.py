@@ -63,7 +63,7 @@ class Recorder(WriteWatch):
             or SAVE. None keeps nothing.
         inputs: the region's argument tensors, which it must not write to.
         digest: a checksum of an op's results to compare bitwise later, or None.
-        casts: whether autocast is on. It caches casts of leaves across regions: whether one happens is chance.
+        casts: whether autocast is on. It caches casts of leaves across regions: whether one happens is luck.
         reruns: whether the recomputation runs the function.
         decisions: whether decisions are kept, whatever the selector says.
 
