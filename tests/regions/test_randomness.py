@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.func import grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from remat import RematError, remat, scan_remat
+from remat import RematError, checkpoint_policy, remat, scan_remat
 from tests.helpers import POLICIES, crossed, jvp, leaves_of, rand, same, unseen, vjp
 
 
@@ -113,6 +113,69 @@ def test_nested_regions_draw_the_same_numbers():
         return out, torch.autograd.grad(out.sum(), x)
 
     same(run(remat), run(lambda f: f))
+
+
+def _seeded(x, own):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        a = F.dropout(x.sin(), 0.5)
+    return a * F.dropout(x.cos(), 0.5)
+
+
+def _tracked(x, own):
+    """What trackers of states for tensor parallelism do, with a generator of the user's."""
+    before = own.get_state()
+    own.manual_seed(3)
+    a = x.sin() * torch.rand(x.shape, generator=own, dtype=x.dtype)
+    own.set_state(before)
+    return a * x.cos() * torch.rand(x.shape, generator=own, dtype=x.dtype)
+
+
+NESTED_RUNS = {
+    "backward": lambda fn, x: torch.autograd.grad(fn(x.requires_grad_()).sum(), x)[0],
+    "backward, grad inside": lambda fn, x: torch.autograd.grad(
+        (fn(x.requires_grad_()) * grad(lambda a: a.sin().sum())(x)).sum(), x
+    )[0],
+    "grad": lambda fn, x: grad(lambda x: fn(x).sum())(x),
+    "grad of grad": lambda fn, x: grad(lambda x: grad(lambda x: fn(x).sum())(x).sin().sum())(x),
+}
+
+
+@pytest.mark.parametrize("policy", ["nothing", "matmuls"])
+@pytest.mark.parametrize("region", [_seeded, _tracked])
+@pytest.mark.parametrize("how", NESTED_RUNS)
+def test_seeding_inside_a_nested_region(how, region, policy):
+    def steps(make):
+        own = torch.Generator().manual_seed(1)
+        inner = make(lambda x: region(x, own))
+        outer = make(lambda x: inner(x).sin())
+        torch.manual_seed(0)
+        return [NESTED_RUNS[how](outer, rand(8, 8)) for _ in range(2)], torch.get_rng_state(), own.get_state()
+
+    same(steps(lambda f: remat(f, policy=POLICIES[policy])), steps(lambda f: f))
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("inside", ["nothing", "everything"])
+@pytest.mark.parametrize("around", ["odd", "even", "nothing"])
+def test_a_backward_of_nested_regions_leaves_the_stream_alone(around, inside, own):
+    """What is kept goes as it is read; what was made of it is drawn again for the other region."""
+    policies = {**POLICIES, "odd": checkpoint_policy(lambda op: op.index % 2 == 1)}
+    policies["even"] = checkpoint_policy(lambda op: op.index % 2 == 0)
+    generator = torch.Generator().manual_seed(1)
+
+    def drop(x):
+        drawn = torch.bernoulli(torch.full_like(x, 0.5), generator=generator)
+        return x * drawn if own else F.dropout(x, 0.5)
+
+    inner = remat(lambda x: drop(drop(x.sin()).exp()) * x, policy=policies[inside])
+    outer = remat(lambda x: inner(x.cos()).sin(), policy=policies[around])
+    for _ in range(2):
+        x = rand(8, 8).requires_grad_()
+        out = outer(x).sum()
+        before = torch.get_rng_state(), generator.get_state()
+        torch.autograd.grad(out, x)
+        same((torch.get_rng_state(), generator.get_state()), before)
 
 
 @pytest.mark.parametrize("how", ["ops", "transform", "raw memory", "func.grad", "jvp and autograd"])

@@ -234,9 +234,9 @@ class Frame(Packer):
                     written = root in recorder.moved or (bool(raw) and storage(tensor) in raw)
             around = recorder.around(tensor) if recorder.local else tensor
             self.held[at] = SavedInput(tensor, inputs.hooks, written, around)
-        self.random = recorder.random if self.program is None or self.program.draws else {}
+        self.random = recorder.random if self.kept or self.program is None or self.program.draws else {}
         if self.kept:
-            # After what is kept was let go of, all may be asked for once more.
+            # After what is kept was let go of, all may be asked for once more, and drawn again.
             self.dropped = dropped_inputs(self, recorder)
 
     def hold_residuals(self, residuals: Residuals) -> None:

@@ -78,8 +78,9 @@ class Rerun:
             with contextlib.ExitStack() as stack:
                 if inputs.random is not None:
                     stack.callback(inputs.random.again().restore)
-                    inputs.random.restore()
                     stack.enter_context(generators_again(frame.random.values()))
+                    # After the others: a function that seeds inside draws first from another state.
+                    inputs.random.restore()
                 stack.enter_context(data_again(frame.replaced))
                 stack.enter_context(lent(frame.raw))
                 stack.enter_context((lent if frame.tape.loose else versions_again)(self._written()))

@@ -63,8 +63,7 @@ class Recorder(WriteWatch):
             or SAVE. None keeps nothing.
         inputs: the region's argument tensors, which it must not write to.
         digest: a checksum of an op's results to compare bitwise later, or None.
-        casts: whether autocast is on. It caches casts of leaves across regions, so that whether such a cast
-            happens in a forward, and in a run of the function again, is chance.
+        casts: whether autocast is on. It caches casts of leaves across regions: whether one happens is luck.
         reruns: whether the recomputation runs the function.
         decisions: whether decisions are kept, whatever the selector says.
 
@@ -74,7 +73,7 @@ class Recorder(WriteWatch):
         random: for every op that draws, the state of its generator before.
         snapshots: memories from outside as they were before the region wrote to them.
         shown: memories from outside that user code has looked at itself, as they were then.
-        moved: memories from outside that torch.distributed frees and fills: it brings what belongs there.
+        moved: memories from outside that torch.distributed frees and fills.
         outer: for every op its number on the tape of the region around, if there is one.
         alive: saved values that are held while the function runs.
     """
@@ -364,7 +363,9 @@ class Recorder(WriteWatch):
 
     def _link(self, mode: Any, at: int, around: int) -> None:
         """Note the number of op `at` on the tape around, if it is one op there beside what need not occur."""
-        place = mode.position - 1
+        place, state = mode.position - 1, self.random.get(at)
+        if state is not None:
+            self.random[at] = getattr(mode, "random", {}).get(place, state)  # a run around has set it since
         if place >= around and all(node.optional for node in mode.tape.nodes[around:place]):
             self.outer[at] = place
 
@@ -375,8 +376,7 @@ class Recorder(WriteWatch):
     def bind(self, tensor: torch.Tensor, number: int) -> None:
         """Let `tensor` be another object with the value of this number: a recomputed copy."""
         self._numbers.add(tensor, number)
-        memory = memory_of(tensor)
-        if memory is not None:
+        if (memory := memory_of(tensor)) is not None:
             self._remember(memory, self.tape.root_of(number), number, tensor)
 
     def living_values(self) -> list[tuple[torch.Tensor, int]]:

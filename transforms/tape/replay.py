@@ -291,8 +291,9 @@ class Recorded:
         with ExitStack() as stack:
             if self.random is not None:
                 stack.callback(self.random.again().restore)
-                self.random.restore()
                 stack.enter_context(generators_again(self.draws.values()))
+                # After the others: a function that seeds inside draws first from another state.
+                self.random.restore()
             if self.replaced:
                 stack.enter_context(data_again(self.replaced))
             if pairs := list(self._written()):
