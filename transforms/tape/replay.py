@@ -311,8 +311,7 @@ class Recorded:
                 yield (octets(memory) if tensor is None else tensor), given.snapshot
 
     def replay(self, needs: Needs, operands: Sequence[torch.Tensor]) -> Replay | None:
-        """The mode under which the function runs again with its operands; None where its ops cannot be
-        compared."""
+        """The mode under which the function runs again; None where its ops cannot be compared."""
         if self.tape.loose:
             return None
         check = self.region.determinism_check != "none"
