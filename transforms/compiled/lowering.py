@@ -34,7 +34,7 @@ from remat.transforms.compat import (
     tracer_at_work,
 )
 from remat.transforms.compiled.barrier import ONCE, UNKNOWN, GraphDedup, fence, fence_below, plain, snapshot
-from remat.transforms.compiled.record import GraphRecord, GraphReplay
+from remat.transforms.compiled.record import GraphRecord, GraphReplay, given_to, parts
 from remat.transforms.compiled.turns import (
     PRODUCTS,
     RECOMPUTED,
@@ -74,6 +74,7 @@ class GraphLowering:
         record, outs = run() if prim.mapped else self.alike.forward(operands, prim.masks, run)
         for sink in prim.sinks:
             sink.written = record
+        given_to(operands)
         if outs and (sent := record.sent()):
             # Or what is sent would stay until the forward ends, or be sent in the backward.
             outs = [quiet(fence_below, outs[0], [value.host for value in sent]), *outs[1:]]
@@ -123,13 +124,14 @@ class GraphLowering:
         plain = first and prim.recorded is None and not record.rewritten
         if plain and (late := turn.late_readers(record.results)):
             made, turn.moved = self._early(prim, turn, late), late.moved
-            turn.done(made, [value.fetched for value in record.sent()])
-            return made
-        run = functools.partial(self._pull, prim, operands)
-        if isinstance(body, PullBack) and first and not prim.mapped:
-            made = tuple(self.alike.pull(operands, record, body, self.tags, run))
         else:
-            made = run()
+            run = functools.partial(self._pull, prim, operands)
+            if isinstance(body, PullBack) and first and not prim.mapped:
+                made = tuple(self.alike.pull(operands, record, body, self.tags, run))
+            else:
+                made = run()
+        if isinstance(body, PullBack) and plain:
+            made = parts(made, [record.operands[i] for i in body.mask])
         turn.done(made, [value.fetched for value in record.sent()])
         return made
 

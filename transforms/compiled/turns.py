@@ -184,7 +184,7 @@ def before_products(products: Sequence[Node], again: Callable[[Node], bool] = re
     for node in products:
         if again(node):
             continue
-        left, right = [(x, _base(x)) for x in node.args[-2:] if isinstance(x, Node)]
+        left, right = [(x, looked_at(x)) for x in node.args[-2:] if isinstance(x, Node)]
         for (read, base), (_, beside) in ((left, right), (right, left)):
             if not again(beside):
                 others.setdefault(base, []).append((node, read))
@@ -199,7 +199,7 @@ def before_products(products: Sequence[Node], again: Callable[[Node], bool] = re
                 product.replace_input_with(read, fence)
 
 
-def _base(node: Node) -> Node:
+def looked_at(node: Node) -> Node:
     """What a node is a view of."""
     while _is_view(node) or node.target is _aten._unsafe_view.default:
         node = node.all_input_nodes[0]
