@@ -184,3 +184,21 @@ def other_ops(rank: int, path: str, sizes: Sizes) -> None:
         said = str(error)
     write(path, rank, said)
     dist.destroy_process_group()
+
+
+def other_mesh(rank: int, path: str, sizes: Sizes) -> None:
+    """One rank leaves its blocks gathered: writes down what each rank is told in the first forward."""
+    from torch.distributed.fsdp import fully_shard
+
+    start(rank, path)
+    ours = remat_nn.apply(Decoder(sizes, 16), plan=f"{path}/plan.json")
+    for layer in ours.layers.values():
+        fully_shard(layer, reshard_after_forward=rank == 0)
+    fully_shard(ours)
+    try:
+        ours(torch.zeros(2, 16, dtype=torch.long))
+        said = "nothing"
+    except RematError as error:
+        said = str(error)
+    write(path, rank, said)
+    dist.destroy_process_group()

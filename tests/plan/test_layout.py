@@ -409,7 +409,7 @@ def test_stages_keep_what_was_planned(tmp_path):
 @NEEDS_GLOO
 @pytest.mark.slow
 def test_ranks_with_different_plans_all_raise(tmp_path):
-    for rank, options in enumerate(({"dp_shard": 2}, {"dp_shard": 2, "optimizer": "sgd"})):
+    for rank, options in enumerate(({"dp_replicate": 2}, {"dp_replicate": 2, "optimizer": "sgd"})):
         tiny(**options).save(tmp_path / f"{rank}.json")
     assert _spawned(mesh_worker.disagreeing, tmp_path, TINY) == ["Rank 1 has another plan than rank 0"] * 2
     for said in _spawned(mesh_worker.other_ops, tmp_path, TINY):

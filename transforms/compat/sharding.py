@@ -217,8 +217,18 @@ def meeting_among(ranks: list[int], seconds: int) -> Meeting | None:
 _tokens: dict[str, tuple[weakref.ref[Any], str]] = {}
 
 
-# Every call of a module runs this.
-_CALL = torch.nn.Module._call_impl.__code__
+# Every call of a module runs these; while a compiler traces it only the first one has a frame.
+_CALLED, _CALL = torch.nn.Module._wrapped_call_impl.__code__, torch.nn.Module._call_impl.__code__
+
+
+def _running(code: Any) -> list[torch.nn.Module]:
+    """The modules that run, the innermost one first."""
+    running, frame = [], sys._getframe(2)
+    while frame is not None:
+        if frame.f_code is code:
+            running.append(frame.f_locals["self"])
+        frame = frame.f_back
+    return running
 
 
 def wrapped_in(
@@ -232,11 +242,7 @@ def wrapped_in(
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is None or not c10d.is_initialized():
         return None
-    running, frame = [], sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _CALL:
-            running.append(frame.f_locals["self"])
-        frame = frame.f_back
+    running = _running(_CALL)
     for root in reversed(running):
         if root in known:
             return None
@@ -269,3 +275,33 @@ def _parameter_groups(module: Any) -> list[Any]:
     if (groups := getattr(state, "_fsdp_param_groups", None)) is None:
         groups = [getattr(state, "_fsdp_param_group", None)]
     return [group for group in groups if group is not None]
+
+
+def data_parallel() -> dict[str, Any]:
+    """How the innermost module that runs and has such a wrapper is spread, in the words of a layout.
+
+    Only what can be seen, nothing where there is no wrapper.
+    """
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    for module in _running(_CALLED) if c10d is not None and c10d.is_initialized() else ():
+        if groups := _parameter_groups(module):
+            return _spread_by_fsdp(groups[0])
+        if ranks := _ranks_of(module, c10d, lambda function: function()):
+            strategy = getattr(module, "sharding_strategy", None)
+            if strategy is None or strategy.name == "NO_SHARD":
+                return {"dp_replicate": len(ranks), "dp_shard": 1}
+            return {"dp_shard": len(ranks)}  # FSDP1
+    return {}
+
+
+def _spread_by_fsdp(group: Any) -> dict[str, Any]:
+    """By FSDP2; `dtype` is that of the parameters, where mixed precision leaves it as it is."""
+    info, mixed, dtype = group.mesh_info, group.mp_policy, group.fsdp_params[0].sharded_param.dtype
+    return {
+        "dp_replicate": getattr(info, "replicate_mesh_size", 1),
+        "dp_shard": getattr(info, "shard_mesh_size", 1),
+        "reshard": group._reshard_after_forward,
+        "dtype": dtype,
+        "param_dtype": mixed.param_dtype or dtype,
+        "reduce_dtype": mixed.reduce_dtype or mixed.param_dtype or dtype,
+    }

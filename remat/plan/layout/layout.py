@@ -105,6 +105,14 @@ class Layout:
         return self.dp_replicate * self.dp_shard * self.tp * self.pp
 
     @property
+    def spread(self) -> tuple[tuple[str, Any], ...]:
+        """What a rank can see of it in FSDP's wrappers, None where that does not count."""
+        # A pipeline's backward leaves parameters gathered in any case.
+        reshard = self.reshard if self.pp == 1 and self.dp_shard > 1 else None
+        found = {"dp_shard": self.dp_shard, "dp_replicate": self.dp_replicate, "reshard": reshard}
+        return *found.items(), ("param_dtype", self.param_dtype), ("reduce_dtype", self.reduce_dtype)
+
+    @property
     def states(self) -> int:
         """Numbers that the optimizer holds for each parameter."""
         return OPTIMIZERS[self.optimizer] if isinstance(self.optimizer, str) else self.optimizer

@@ -148,7 +148,11 @@ class MeshPlan:
         for number, stage in enumerate(self.stages):
             if name in stage.blocks:
                 keeps = stage.blocks[name]
-                return BlockPolicy(name, number, self.programs[keeps.program], keeps.saved, keeps.kept_bytes)
+                # The very last block may stay gathered: its backward comes at once.
+                last = name == list(self.stages[-1].blocks)[-1]
+                spread = tuple([pair for pair in self.layout.spread if pair[0] != "reshard" or not last])
+                ops = self.programs[keeps.program]
+                return BlockPolicy(name, number, ops, keeps.saved, keeps.kept_bytes, spread)
         known = ", ".join(list(self.stages[0].blocks)[:3])
         raise RematError(f"The plan for {self.model} has no block {name!r}; it has {known}, ...")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from remat.plan.layout.trace import block_names
 from remat.plan.plans import WAIT, Plan, carried_out
 from remat.policies import Policy
 from remat.transforms import RematError, local_tensors
+from remat.transforms.compat import data_parallel, is_tracing
 from remat.transforms.region import wrong_anywhere
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ class BlockPolicy(Policy):
         ops: canonical names of its ops.
         saved: positions of those that are saved.
         kept_bytes: as planned.
+        spread: as `Layout.spread` says.
     """
 
     name: str
@@ -55,12 +58,14 @@ class BlockPolicy(Policy):
     ops: tuple[str, ...]
     saved: tuple[int, ...]
     kept_bytes: int
-    # The ranks that have the same blocks; whether they have told each other what is wrong with the ops.
+    spread: tuple[tuple[str, Any], ...] = field(compare=False, repr=False)
+    # The ranks that have the same blocks. After the first call, in which they tell each other what is wrong:
+    # what is wrong with the mesh.
     peers: tuple[int, ...] = field(default=(), compare=False, repr=False)
-    told: list[bool] = field(default_factory=list, compare=False, repr=False)
+    told: list[str | None] = field(default_factory=list, compare=False, repr=False)
 
     def bind(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
-        """The plan for this call, after a look (once for all calls alike) at the block's ops.
+        """The plan for this call, after a look (once for all calls alike) at the block's ops and its mesh.
 
         Raises:
             RematError: they are not those planned for; names the first difference and the rank. In the first
@@ -74,9 +79,9 @@ class BlockPolicy(Policy):
                 raise
             names, wrong = (), f"On {_who()}: {error}"
         if not self.told:
-            self.told.append(True)
-            wrong = wrong_anywhere(self.peers, f"block {self.name}", wrong)
-        if wrong is not None:
+            self.told.append(self._other_mesh())
+            wrong = wrong_anywhere(self.peers, f"block {self.name}", wrong or self.told[0])
+        if (wrong := wrong or self.told[0]) is not None:
             raise RematError(wrong)
         return carried_out([self._plan(names)])
 
@@ -93,6 +98,24 @@ class BlockPolicy(Policy):
             f"{here}, planned was {planned}. A plan holds for one model at one configuration (training "
             "mode, autocast, dtype, parallelize=): plan anew with what this rank runs."
         )
+
+    def _other_mesh(self) -> str | None:
+        """What differs from the layout in how FSDP or DistributedDataParallel spreads the block."""
+        found = data_parallel()
+        if not found and _in_group() and not is_tracing():
+            found = {"dp_shard": 1}  # no wrapper: all of the parameters are here
+        gathered = found.get("dtype")
+        for what, planned in self.spread:
+            if what.endswith("_dtype"):
+                # None stands for the parameters' own, and gradients are reduced in what is gathered.
+                planned = gathered = planned or gathered
+            if planned is not None and found.get(what, planned) != planned:
+                return (
+                    f"The plan does not fit {_who()}: block {self.name} (stage {self.stage}) is trained with "
+                    f"{what}={found[what]}, planned was {what}={planned}. Wrap the model as the plan's layout "
+                    "says, or plan anew for this mesh."
+                )
+        return None
 
     def _plan(self, names: tuple[str, ...]) -> Plan:
         size, nothing = (
@@ -115,8 +138,12 @@ class BlockPolicy(Policy):
         )
 
 
+def _in_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
 def _who() -> str:
-    return f"rank {dist.get_rank()}" if dist.is_available() and dist.is_initialized() else "this process"
+    return f"rank {dist.get_rank()}" if _in_group() else "this process"
 
 
 def place(plan: MeshPlan, model: torch.nn.Module) -> tuple[str | None, list[str]]:
@@ -140,9 +167,11 @@ def place(plan: MeshPlan, model: torch.nn.Module) -> tuple[str | None, list[str]
 
 def first_difference(plan: MeshPlan, model: torch.nn.Module) -> str | None:
     """What a rank has that was not planned for; None where all is as planned."""
-    layout = plan.layout
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() != layout.ranks:
-        return f"there are {dist.get_world_size()} ranks, planned were {layout.ranks}"
+    planned, told = plan.layout.ranks, os.environ.get("WORLD_SIZE", "")
+    if _in_group() and (ranks := dist.get_world_size()) != planned:
+        return f"there are {ranks} ranks, planned were {planned}"
+    if not _in_group() and told.isdigit() and int(told) != planned:
+        return f"there are {told} ranks (WORLD_SIZE), planned were {planned}"
     wrong, known = place(plan, model)
     if wrong is not None:
         return wrong
@@ -176,7 +205,7 @@ def agree(key: str, wrong: str | None, blocks: Sequence[str] = ()) -> tuple[int,
     Raises:
         RematError: names the first such rank, and what is wrong there.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not _in_group():
         if wrong is not None:
             raise RematError(_refusal("this process", wrong))
         return ()
