@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import checkpoint_policy, remat
 from remat._core import DEVICES
@@ -156,6 +157,24 @@ def test_probes_of_every_kind_run(monkeypatch, tmp_path):
     made = [t for some in ran[1:] for one in some for t in (one if isinstance(one, tuple) else (one,))]
     assert {(t.device.type, t.dtype) for t in (ran[0], *made)} == {("cpu", torch.float32)}
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("kind", ["copy", "clone", "math", "tanh"])
+def test_a_probe_moves_the_bytes_that_it_counts(kind):
+    """A sum of a tensor with itself reads one operand, and was counted as three."""
+
+    class Moved(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            storages = {t.untyped_storage() for t in (*args, out) if isinstance(t, torch.Tensor)}
+            moved.append(sum(s.nbytes() for s in storages))
+            return out
+
+    for probe in list(speeds.probes(kind, torch.float32, "cpu"))[:2]:
+        run, moved = probe.make(), []
+        with Moved():
+            run()
+        assert moved == [probe.bytes]
 
 
 def test_a_region_costs_something_once_and_something_for_each_op(probed):
