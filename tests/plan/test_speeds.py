@@ -98,7 +98,8 @@ def test_compiled_chains_move_their_ends_and_compute_what_they_compute(probed):
     size = 64 * 64 * 4
     computed = 2 * size / attained("math") - 2 * size / attained("copy")
     assert price["aten.gelu.default"] == pytest.approx(size / attained("copy") + computed)
-    assert price["aten.add.Tensor"] == pytest.approx(size / attained("copy"))
+    # The chain is one launch, of the op whose result leaves it.
+    assert price["aten.add.Tensor"] == pytest.approx(1e-6 + size / attained("copy"))
 
 
 def test_tensors_without_data_have_the_prices_of_an_h100(probed):
