@@ -29,6 +29,7 @@ from remat.plan import (
     speeds_of,
     step_of,
 )
+from remat.plan.graph import is_view
 
 
 @contextlib.contextmanager
@@ -69,7 +70,8 @@ class Predicted:
             if choice.saved or choice.cost:
                 again = complete(graph.problem(model), choice.saved)
                 assert again is not None
-                total += again.cost + speeds.region(len(graph.ops))
+                ops = sum(not is_view(graph.joint, op) for op in graph.ops)
+                total += again.cost + speeds.region(ops)
         return total
 
     def kept(self, choices: Sequence[Choice]) -> int:

@@ -64,6 +64,17 @@ def test_fused_chains_cost_their_ends():
     )
 
 
+def test_a_view_at_the_end_of_a_fused_chain_hides_no_matmul():
+    """Linear layers look at their operands as matrices: chains between them moved nothing."""
+    x = torch.empty(2, 32, 64, requires_grad=True)
+    linear = torch.nn.functional.linear
+    joint, found = ops(lambda x, w: linear(linear(x, w).sin().cos(), w), x, torch.empty(64, 64))
+    price = {name: Roofline("h100", fused=True).price(joint, op) for name, op in found.items()}
+    one_way = 64 * 64 * 4 / DEVICES["h100"].bandwidth
+    assert price["aten.sin.default"] == price["aten.cos.default"] == one_way
+    assert price["aten.view.default"] == 0
+
+
 def test_timings_are_taken_once_and_kept_on_disk(tmp_path, monkeypatch):
     monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
     _table.cache_clear()

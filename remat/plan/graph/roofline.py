@@ -42,8 +42,8 @@ class Roofline:
         device: a key of `DEVICES`, for the speeds that its vendor gives. A device of this machine ("cpu",
             "cuda", "cuda:1"), for speeds that are probed once and remembered on disk. None means that of the
             op's tensors. The speeds of tensors without data are those of an h100.
-        fused: price as a compiler runs it: a pointwise chain costs the traffic of its ends only. An op whose
-            every reader is pointwise moves nothing.
+        fused: price as a compiler runs it: a pointwise chain costs the traffic of its ends only, and one call
+            where speeds are probed. An op whose every reader is pointwise moves nothing.
 
     Example:
         >>> from remat.plan import Roofline
@@ -70,7 +70,7 @@ class Roofline:
             # The link between devices of this machine is not probed.
             return LATENCY + sent / DEVICES[device if device in DEVICES else "h100"].link
         flops, heavy = flops_of(joint, op), is_heavy(joint, op)
-        moved = self._fused_traffic(joint, op) if self.fused and not heavy else traffic(joint, op)
+        moved = _fused_traffic(joint, op) if self.fused and not heavy else traffic(joint, op)
         if _at_hand(device):
             return self._probed(joint, op, speeds_of(device), flops if heavy else 0.0, moved)
         speed = DEVICES[device]
@@ -91,15 +91,33 @@ class Roofline:
         if not self.fused:
             return speeds.op() + busy if whole else 0.0
         # Fused, an op moves nothing through memory but at the chain's ends; it computes what it computes.
-        copied = speeds.seconds("copy", dtype, whole)
-        return speeds.seconds("copy", dtype, moved) + max(busy - copied, 0.0)
+        computed = max(busy - speeds.seconds("copy", dtype, whole), 0.0)
+        # A chain is one launch, which the op pays whose result leaves it.
+        launch = speeds.call() if whole and any(_to_memory(joint, v) for v in op.outputs) else 0.0
+        return launch + speeds.seconds("copy", dtype, moved) + computed
 
-    def _fused_traffic(self, joint: Joint, op: Op) -> int:
-        """Only what comes from or goes to an op that does not fuse touches memory."""
-        makers, readers = joint.producers, joint.readers
-        read = (v for v in op.reads if v not in makers or is_heavy(joint, makers[v]))
-        made = (o for o in op.outputs if any(is_heavy(joint, r) for r in readers.get(o, ())))
-        return 0 if is_view(joint, op) else sum(joint.values[v].bytes for v in (*read, *made))
+
+def _fused_traffic(joint: Joint, op: Op) -> int:
+    """Only what comes from or goes to an op that does not fuse touches memory."""
+    read = (v for v in op.reads if _from_memory(joint, v))
+    made = (v for v in op.outputs if _to_memory(joint, v))
+    return 0 if is_view(joint, op) else sum(joint.values[v].bytes for v in (*read, *made))
+
+
+def _from_memory(joint: Joint, value: int) -> bool:
+    """Whether no fused op makes it: views fuse with what they look at."""
+    maker = joint.producers.get(value)
+    if maker is None or is_heavy(joint, maker):
+        return True
+    return is_view(joint, maker) and any(_from_memory(joint, v) for v in maker.reads)
+
+
+def _to_memory(joint: Joint, value: int) -> bool:
+    """Whether an op that does not fuse reads it, or a view of it."""
+    return any(
+        is_heavy(joint, op) or (is_view(joint, op) and any(_to_memory(joint, v) for v in op.outputs))
+        for op in joint.readers.get(value, ())
+    )
 
 
 def _at_hand(device: str) -> bool:

@@ -30,7 +30,7 @@ import torch
 
 from remat._region import with_policy
 from remat.plan.graph.disk import read_table, table_path, write_table
-from remat.plan.graph.stopwatch import alone, best_seconds, in_turns
+from remat.plan.graph.stopwatch import alone, best_seconds, in_turns, one_thread
 from remat.policies import save_nothing
 from remat.transforms import RematError
 
@@ -73,7 +73,7 @@ class Speeds:
         return max(self._in_a_step()[0], self.call())
 
     def region(self, ops: int) -> float:
-        """Seconds that a region of eager code with so many ops adds, beside what runs again."""
+        """Seconds that a region of eager code adds beside what runs again: `ops` counts no views."""
         _, once, each = self._in_a_step()
         return max(once, 0.0) + ops * max(each, 0.0)
 
@@ -158,7 +158,9 @@ def time_blocks(device: str) -> list[float]:
         runs += [functools.partial(fn, wide, *given)]
     for between in (lambda y, *_: y, several):
         runs += [functools.partial(step, functools.partial(block, _BLOCK, between))]
-    plain, region, again, short, shorter, anew, bare, filled = in_turns(runs, device)
+    # Of Python and tiny ops, which one thread runs: by its clock other jobs do not count.
+    with one_thread():
+        plain, region, again, short, shorter, anew, bare, filled = in_turns(runs, device)
     most, least = region - plain - again, shorter - short - anew
     each = (most - least) / ((_BLOCK - 1) * 3)
     return [(filled - bare) / (_BLOCK * SEVERAL), least - 3 * each, each]
@@ -214,11 +216,12 @@ def probes(kind: str, dtype: torch.dtype, device: str) -> Iterator[Probe]:
 
 
 def _light(kind: str, count: int, ones: Callable[..., torch.Tensor]) -> Callable[[], torch.Tensor]:
-    x, w = ones(count // 256, 256), ones(256)
-    y = ones(count // 1024, 16, 64).transpose(0, 1) if kind == "clone" else x
+    x, y, w = ones(count // 256, 256), ones(count // 256, 256), ones(256)
+    turned = y.view(-1, 16, 64).transpose(0, 1)
     return {
-        "copy": lambda: x + x,
-        "clone": lambda: y.clone(memory_format=torch.contiguous_format),
+        # Two operands: the second read of one and the same comes from the nearest cache.
+        "copy": lambda: x + y,
+        "clone": lambda: turned.clone(memory_format=torch.contiguous_format),
         "math": lambda: torch.nn.functional.gelu(x),
         "tanh": lambda: x.tanh(),
         "norm": lambda: torch.nn.functional.layer_norm(x, (256,), w, w),
