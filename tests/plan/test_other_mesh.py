@@ -1,4 +1,4 @@
-"""Plans on ranks whose data-parallel mesh is another one: on torch's fake process group, and on two processes."""
+"""Plans on ranks whose data-parallel mesh is another one: on a fake process group, and on two processes."""
 
 from typing import Any
 
@@ -75,5 +75,5 @@ def test_ranks_are_counted_without_a_process_group(monkeypatch):
 def test_all_ranks_raise(tmp_path):
     """One of two does not shard its blocks as planned."""
     tiny(dp_shard=2).save(tmp_path / "plan.json")
-    said = "does not fit rank 1: block layers.0 (stage 0) is trained with reshard=False, planned was reshard=True"
+    said = "rank 1: block layers.0 (stage 0) is trained with reshard=False, planned was reshard=True"
     assert all(said in one for one in _spawned(mesh_worker.other_mesh, tmp_path, TINY))

@@ -14,13 +14,17 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.func import vjp, vmap
+from torch.func import vmap
 
 from remat import RematError, remat, save_matmuls, save_nothing
 
 POLICIES = pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=["nothing", "matmuls"])
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 MATRICES = [torch.randn(4, 4, generator=torch.Generator().manual_seed(i)) for i in range(1, 4)]
+
+
+def vjp(fn: Callable[..., Any], x: Any) -> Any:
+    return torch.func.vjp(fn, x)
 
 
 class Layers(nn.Module):
