@@ -111,9 +111,9 @@ class BlockPolicy(Policy):
                 planned = gathered = planned or gathered
             if planned is not None and found.get(what, planned) != planned:
                 return (
-                    f"The plan does not fit {_who()}: block {self.name} (stage {self.stage}) is trained "
-                    f"with {what}={found[what]}, planned was {what}={planned}. Wrap the model as the plan's layout "
-                    "says, or plan anew for this mesh."
+                    f"The plan does not fit {_who()}: block {self.name} (stage {self.stage}) is trained with "
+                    f"{what}={found[what]}, planned was {what}={planned}. Wrap the model as the layout of "
+                    "the plan says, or plan anew for this mesh."
                 )
         return None
 
