@@ -23,8 +23,9 @@ def best_seconds(call: Callable[[], Any], device: str) -> float:
     """The least mean seconds of a few runs of `call`, after one warm-up.
 
     The least: what else the machine does only ever adds. What one thread of a CPU does is timed by the
-    processor's clock, which does not go on while others have their turn. Several threads wait for the one that
-    has no turn, up to a hundred times as long. So one thread is timed too, and they are said to take no longer.
+    processor's clock, which does not go on while others have their turn. Several threads wait for the one
+    that has no turn, up to a hundred times as long. So one thread is timed too, and they are said to take no
+    longer.
     """
     taken = _least_seconds(call, device)
     if device.startswith("cpu") and torch.get_num_threads() > 1:
