@@ -6,19 +6,25 @@
 Every planner may keep the same bytes between forward and backward; what is on its way to and fro counts. A
 row says by how much a step is longer than one that keeps everything: recomputation, and waiting for the link.
 
-- `joint`: this library's exact plan. `recompute`: the same without a host.
+- `joint`: this library's exact plan. `recompute`: the same without a host. `plan_model`: the whole call, with
+  the tracing of the model.
 - `offload`: nothing is recomputed: as many values go as the bytes ask for, and wait where the link is full.
 - `greedy`: values one by one, by price per byte: those of the lowest price are recomputed, the others
   offloaded while the window lasts, kept while there is room. All blocks alike. So does torchtitan's
   auto_perf_maxing, by its description; its code is not run here.
-Torch's own plans are compared in `benchmarks/planner/gaps.py`: they know no host.
+- `torch dp`, `torch ilp`, `torch greedy`: the cheapest plan of torch's budget that fits, of 41 budgets, all
+  blocks alike. It knows no host.
+
+Who uses the link may use less of the window, as `joint` does: what is on its way takes room.
 """
 
 from __future__ import annotations
 
 import csv
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,9 +32,10 @@ import torch
 from benchmarks.common.models import Around, named
 from benchmarks.common.records import RESULTS
 from remat import checkpoint_policy, remat
-from remat.plan import LINKS, cost_model, plans_by_budget, step_of
+from remat.plan import LINKS, cost_model, plan_model, plans_by_budget, step_of
+from remat.plan.compared import SOLVERS, torch_plan
 from remat.plan.graph import Graph
-from remat.plan.joined import over_link, windows
+from remat.plan.joined import WINDOW_SHARES, over_link, windows
 from remat.plan.model import union
 from remat.plan.solve import INF, Problem, complete, keep_all, least, solve
 
@@ -40,19 +47,42 @@ GIB = 2**30
 Row = tuple[float, float, float, float]
 
 
-def block() -> Graph:
-    """One block's graph, on tensors without data."""
-    model: Any = named("llama3-8b", device="cuda", depth=1)
+def blocks(depth: int) -> tuple[Callable[..., torch.Tensor], torch.Tensor]:
+    """A model of so many blocks, and what it is called with, on tensors without data."""
+    model: Any = named("llama3-8b", device="cuda", depth=depth)
     with torch.device("meta"):
         params = [
             {key: torch.empty(shape, dtype=torch.bfloat16) for key, (shape, _) in model.shapes().items()}
+            for _ in range(depth)
         ]
         x = torch.empty(1, 8192, 4096, dtype=torch.bfloat16, requires_grad=True)
-    for tensor in params[0].values():
+    for tensor in [tensor for block in params for tensor in block.values()]:
         tensor.requires_grad_()
     loss, _ = model.bind(Around(lambda fn: remat(fn, policy=checkpoint_policy(budget=1.0))))
-    step = step_of(lambda x: loss({"blocks": params}, x * 1), (x,), {}, wanted=plans_by_budget, device="h100")
-    return step.graphs[0]
+    return lambda x: loss({"blocks": params}, x * 1), x
+
+
+def one_block() -> Graph:
+    """One block's graph."""
+    fn, x = blocks(1)
+    return step_of(fn, (x,), {}, wanted=plans_by_budget, device="h100").graphs[0]
+
+
+def torch_plans(graph: Graph, problem: Problem, solver: str) -> list[tuple[int, float, float]]:
+    """Bytes that torch's plans keep, what they recompute in seconds, and seconds of planning."""
+    # Torch's partitioner takes functional graphs. A norm here adds its epsilon in place.
+    add = torch.ops.aten.add.Scalar
+    ops = [replace(op, target=add, mutates=()) if op.mutates else op for op in graph.joint.ops]
+    joint, found = replace(graph.joint, ops=tuple(ops)), []
+    for step in range(41):
+        start = time.process_time()
+        plan = torch_plan(joint, step / 40, solver)
+        seconds = time.process_time() - start
+        bases = {joint.family[joint.values[v].storage][0] for v in plan.values}
+        solution = complete(problem, graph.places(bases))
+        assert solution is not None
+        found.append((solution.bytes, solution.cost, seconds))
+    return found
 
 
 class Rivals:
@@ -60,10 +90,12 @@ class Rivals:
 
     def __init__(self, graph: Graph, problem: Problem, speed: float) -> None:
         self.graph, self.problem, self.speed = graph, problem, speed
-        self.window = windows([problem] * 2, speed)[0]
+        self.plans: dict[str, list[tuple[int, float, float]]] = {}
+        window = windows([problem] * 2, speed)[0]
         everything, self.low = keep_all(problem), least(problem)
         assert everything is not None
         self.everything = everything
+        self.windows = [min(share * window, everything.bytes) for share in WINDOW_SHARES]
 
     def joint(self, budget: float) -> Row | None:
         start = time.process_time()
@@ -84,26 +116,36 @@ class Rivals:
         found = solve(union([self.problem] * BLOCKS), budget, time_limit=2.0)
         return found.solution.cost, 0, found.gap, time.process_time() - start
 
+    def plan_model(self, budget: float) -> Row:
+        fn, x = blocks(BLOCKS)
+        start = time.process_time()
+        plan = plan_model(fn, x, budget=int(budget), link=self.speed, device="h100")
+        seconds = time.process_time() - start
+        return plan.cost, sum(region.sent_bytes for region in plan.regions), plan.gap, seconds
+
     def offload(self, budget: float) -> Row | None:
+        return min(filter(None, (self._offload(budget, window) for window in self.windows)), default=None)
+
+    def _offload(self, budget: float, window: float) -> Row | None:
         """All but the block's input goes where it must; what is beyond the window waits, out and in."""
-        room = budget - 2 * self.window
+        room = budget - 2 * window
         must = max(0.0, BLOCKS * self.everything.bytes - room)
         if room < BLOCKS * self.low.bytes:
             return None
         # What the last block keeps is read at once.
-        return 2 * max(0.0, must - (BLOCKS - 1) * self.window) / self.speed, must, 0.0, 0.0
+        return 2 * max(0.0, must - (BLOCKS - 1) * window) / self.speed, must, 0.0, 0.0
 
     def greedy(self, budget: float) -> Row | None:
+        return min(filter(None, (self._greedy(budget, window) for window in self.windows)), default=None)
+
+    def _greedy(self, budget: float, window: float) -> Row | None:
         start = time.process_time()
         kept = set(self.everything.saved)
-        room = (budget - 2 * self.window) / BLOCKS
-        if room < self.low.bytes:
-            return None
         while True:
             solution = complete(self.problem, kept)
             assert solution is not None
-            host = self._sent(solution.saved)
-            if solution.bytes - host * (BLOCKS - 1) / BLOCKS <= room:
+            host = self._sent(solution.saved, window)
+            if BLOCKS * solution.bytes - (BLOCKS - 1) * host + 2 * host <= budget:
                 return BLOCKS * solution.cost, (BLOCKS - 1) * host, 0.0, time.process_time() - start
             tried = [
                 ((other.cost - solution.cost) / (solution.bytes - other.bytes), v)
@@ -114,24 +156,39 @@ class Rivals:
                 return None
             kept.discard(min(tried)[1])
 
-    def _sent(self, saved: frozenset[int]) -> float:
+    def _sent(self, saved: frozenset[int], window: float) -> float:
         """Bytes that go within the window, the largest first."""
-        left = self.window
+        left = window
         for size in sorted((self.problem.size[v] for v in saved if v < len(self.graph.ops)), reverse=True):
             left -= size if size <= left else 0
-        return self.window - left
+        return window - left
+
+    def torch(self, solver: str, budget: float) -> Row | None:
+        if solver not in self.plans:
+            self.plans[solver] = torch_plans(self.graph, self.problem, solver)
+        fitting = [(cost, seconds) for size, cost, seconds in self.plans[solver] if BLOCKS * size <= budget]
+        if not fitting:
+            return None
+        cost, seconds = min(fitting)
+        return BLOCKS * cost, 0.0, 0.0, seconds
 
 
 def rows() -> Iterator[dict[str, str]]:
     """One row for each link, budget and planner."""
-    graph = block()
+    graph = one_block()
     problem = graph.problem(cost_model("roofline", "h100"))
     # A backward is two forwards' worth of matmuls.
     step = 3 * BLOCKS * sum(c for c in problem.cost if c < INF)
     for link in ("pcie5", "gh200"):
         rivals = Rivals(graph, problem, LINKS[link])
-        planners = {"joint": rivals.joint, "recompute": rivals.recompute, "offload": rivals.offload}
-        planners["greedy"] = rivals.greedy
+        planners: dict[str, Callable[[float], Row | None]] = {
+            "joint": rivals.joint,
+            "plan_model": rivals.plan_model,
+            "recompute": rivals.recompute,
+            "offload": rivals.offload,
+            "greedy": rivals.greedy,
+        }
+        planners |= {f"torch {solver}": partial(rivals.torch, solver) for solver in SOLVERS}
         for share in SHARES:
             budget = share * BLOCKS * graph.kept_by_default
             for name, planner in planners.items():

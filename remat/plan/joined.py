@@ -9,7 +9,7 @@ from remat.plan.graph import Graph
 from remat.plan.solve import INF, Joined, Placed, Problem, cheapest, front, place
 
 # Shares of the windows, tried until one fits: what is on its way takes room on the device.
-_SHARES = (1.0, 0.5, 0.25)
+WINDOW_SHARES = (1.0, 0.5, 0.25)
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def over_link(
             fronts[key] = front(problems[at], window, lambda value: value < made)
         return fronts[key]
 
-    for share in _SHARES:
+    for share in WINDOW_SHARES:
         rows = [row(at, share * window) for at, window in enumerate(most)]
         # One region's values leave, or come, while the next one's do.
         moving = 2 * int(max((max(p.host for p in points) for points in rows if points), default=0))
