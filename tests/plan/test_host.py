@@ -111,7 +111,7 @@ def test_equal_layers_are_traced_and_solved_once(monkeypatch):
         assert len(plan.regions) == depth and any(region.sent for region in plan.regions)
         found.append((len(solved), len(problems), len(traced)))
         assert not any(is_fake(o) for o in gc.get_objects() if isinstance(o, torch.Tensor))
-    # The first one, whose input is the model's, is a kind of its own. Each kind is solved with the window, with a
+    # The first one, whose input is the model's, is a kind of its own. Each kind is solved with the window, a
     # smaller one that does no better, and without: for the last region, and to see that the host is worth it.
     assert found == [(6, 2, 1), (12, 4, 2)]
 
