@@ -15,7 +15,7 @@ row says by how much a step is longer than one that keeps everything: recomputat
 - `torch dp`, `torch ilp`, `torch greedy`: the cheapest plan of torch's budget that fits, of 41 budgets, all
   blocks alike. It knows no host.
 
-Who uses the link may use less of the window, as `joint` does: what is on its way takes room.
+Who uses the link may use less of the window, in steps of 1/32: what is on its way takes room.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from remat import checkpoint_policy, remat
 from remat.plan import LINKS, cost_model, plan_model, plans_by_budget, step_of
 from remat.plan.compared import SOLVERS, torch_plan
 from remat.plan.graph import Graph
-from remat.plan.joined import WINDOW_SHARES, over_link, windows
+from remat.plan.joined import over_link, windows
 from remat.plan.model import union
 from remat.plan.solve import INF, Problem, complete, keep_all, least, solve
 
@@ -95,7 +95,8 @@ class Rivals:
         everything, self.low = keep_all(problem), least(problem)
         assert everything is not None
         self.everything = everything
-        self.windows = [min(share * window, everything.bytes) for share in WINDOW_SHARES]
+        most = min(window, everything.bytes)
+        self.windows = [part * most / 32 for part in range(1, 33)]
 
     def joint(self, budget: float) -> Row | None:
         start = time.process_time()

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from remat.plan.graph import Graph
 from remat.plan.solve import INF, Joined, Placed, Problem, cheapest, front, place
 
-# Shares of the windows, tried until one fits: what is on its way takes room on the device.
-WINDOW_SHARES = (1.0, 0.5, 0.25)
+# Shares of the windows that there is room for, tried until the bound rises: what is on its way takes room.
+_SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.25)
 
 
 @dataclass(frozen=True)
@@ -53,16 +53,27 @@ def over_link(
             fronts[key] = front(problems[at], window, lambda value: value < made)
         return fronts[key]
 
-    for share in WINDOW_SHARES:
-        rows = [row(at, share * window) for at, window in enumerate(most)]
+    alone = [row(at, 0.0) for at in range(len(problems))]
+    if not all(alone):
+        return None
+    least, best = INF, None
+    for share in _SHARES:
+        rows = [row(at, share * min(window, budget / 2)) for at, window in enumerate(most)]
+        if not all(rows):
+            continue
         # One region's values leave, or come, while the next one's do.
-        moving = 2 * int(max((max(p.host for p in points) for points in rows if points), default=0))
-        if all(rows) and (joined := place(rows, budget - moving)) is not None:
-            alone = [row(at, 0.0) for at in range(len(problems))]
-            regions, left = _at_home(joined.regions, problems, budget - moving - joined.device)
-            joined = replace(joined, regions=regions, device=budget - int(left))
-            return OverLink(joined, moving, cheapest(alone, budget))
-    return None
+        moving = 2 * int(max(p.host for points in rows for p in points))
+        bound = cheapest(rows, budget - moving)
+        if best is not None and bound >= least:
+            break
+        if bound < INF:
+            least, best = bound, (rows, moving)
+    if best is None or (joined := place(best[0], budget - best[1])) is None:
+        return None
+    moving = best[1]
+    regions, left = _at_home(joined.regions, problems, budget - moving - joined.device)
+    joined = replace(joined, regions=regions, device=budget - int(left))
+    return OverLink(joined, moving, cheapest(alone, budget))
 
 
 def _at_home(

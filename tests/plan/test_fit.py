@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import remat
-from remat import nn
+from remat import checkpoint_policy, nn
 from remat._fit import blocks_of, held_by
 from remat.cli.measure import trace_memory
+from remat.plan import READY, Portfolio, cost_model, plans_by_budget, step_of
 from remat.transforms import RematError
 
 
@@ -69,6 +70,21 @@ def test_a_step_fits_and_is_the_same_step():
     torch.testing.assert_close(gradients(model, tokens), expected, rtol=0, atol=0)
     assert done.per_gib > 0 and "per GiB" in str(done)
     assert not nn.regions(done.remove())
+
+
+@pytest.mark.parametrize("cost", ["flops", "roofline"])
+def test_no_ready_policy_everywhere_is_modelled_cheaper_at_its_own_peak(cost):
+    model, tokens = example()
+    held = held_by(model, (tokens,), None).bytes
+    nn.apply(model, layers="layers.*", policy=checkpoint_policy(budget=1.0))
+    step = step_of(model, (tokens,), {}, wanted=plans_by_budget, device="h100")
+    nn.remove(model)
+    priced = cost_model(cost, "h100")
+    for name, policy in READY.items():
+        alone = Portfolio(step, priced, {name: policy}).uniform()[name]
+        done = remat.fit(model, tokens, peak=alone.peak + held, cost=cost, device="h100")
+        assert done.peak_bytes <= alone.peak + held and done.cost <= alone.cost, name
+        done.remove()
 
 
 def test_it_plans_for_other_calls_too():

@@ -10,11 +10,14 @@ import torch
 from hypothesis import given, settings
 
 from remat import checkpoint_policy, nn, plan_model, remat
-from remat.plan import Plan
+from remat.plan import Plan, Roofline
+from remat.plan.graph import Graph
+from remat.plan.joined import over_link
 from remat.plan.solve.host import front, place
 from remat.plan.solve.problem import INF, Problem, complete, keep_all
 from remat.transforms import RematError
 from remat.transforms.compat import is_fake
+from remat.transforms.joint import record
 from remat.transforms.tape.observers import listen
 from tests.plan.models import GPTBlock
 from tests.plan.problems import frontier, layered, problems
@@ -108,9 +111,28 @@ def test_equal_layers_are_traced_and_solved_once(monkeypatch):
         assert len(plan.regions) == depth and any(region.sent for region in plan.regions)
         found.append((len(solved), len(problems), len(traced)))
         assert not any(is_fake(o) for o in gc.get_objects() if isinstance(o, torch.Tensor))
-    # The first one, whose input is the model's, is a kind of its own. Each kind is solved with the window and
-    # without: for the last region, and to see that the host is worth it.
-    assert found == [(4, 2, 1), (8, 4, 2)]
+    # The first one, whose input is the model's, is a kind of its own. Each kind is solved with the window, a
+    # smaller one that does no better, and without: for the last region, and to see that the host is worth it.
+    assert found == [(6, 2, 1), (12, 4, 2)]
+
+
+@pytest.mark.parametrize("share", [0.08, 0.12, 0.2])
+def test_what_is_on_its_way_leaves_room_for_what_is_kept(share):
+    """Of a fast link as much is used as there is room for. The window was halved twice, then given up."""
+    x = torch.empty(4, 64, 64, device="meta", requires_grad=True)
+    graph, count = Graph(record(GPTBlock(64, 4).to("meta"), (x,))), 16
+    problem = graph.problem(Roofline("h100"))
+    budget = int(share * count * graph.kept_by_default)
+    last, found = front(problem, 0), []
+    for sixteenth in range(17):
+        window = sixteenth / 16 * graph.kept_by_default
+        points = front(problem, window, lambda value: value < len(graph.ops))
+        moving = 2 * max(point.host for point in points)
+        if (placed := place([points] * (count - 1) + [last], budget - moving)) is not None:
+            found.append(placed.cost)
+    mine = over_link([graph] * count, [problem] * count, budget, 1e15)
+    assert mine is not None and mine.joined.device <= budget
+    assert mine.joined.cost <= min(found)
 
 
 def counted(monkeypatch, name, calls):
