@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -158,15 +159,20 @@ def piped(rank: int, path: str, microbatches: int) -> None:
     dist.destroy_process_group()
 
 
+def told(run: Callable[[], Any]) -> str:
+    """The error that a run ends in, "nothing" if it ends well."""
+    try:
+        run()
+    except RematError as error:
+        return str(error)
+    return "nothing"
+
+
 def disagreeing(rank: int, path: str, sizes: Sizes) -> None:
     """Each rank has a plan of its own: writes down what it is told."""
     start(rank, path)
-    try:
-        remat_nn.apply(Decoder(sizes, 16), plan=f"{path}/{rank}.json")
-        said = "nothing"
-    except RematError as error:
-        said = str(error).split(" (")[0]
-    write(path, rank, said)
+    said = told(lambda: remat_nn.apply(Decoder(sizes, 16), plan=f"{path}/{rank}.json"))
+    write(path, rank, said.split(" (")[0])
     dist.destroy_process_group()
 
 
@@ -177,12 +183,7 @@ def other_ops(rank: int, path: str, sizes: Sizes) -> None:
     remat_nn.apply(ours, plan=f"{path}/0.json")
     if rank == 1:
         ours.layers["1"].feed_forward.forward = torch.nn.functional.gelu
-    try:
-        ours(torch.zeros(2, 16, dtype=torch.long))
-        said = "nothing"
-    except RematError as error:
-        said = str(error)
-    write(path, rank, said)
+    write(path, rank, told(lambda: ours(torch.zeros(2, 16, dtype=torch.long))))
     dist.destroy_process_group()
 
 
@@ -195,10 +196,5 @@ def other_mesh(rank: int, path: str, sizes: Sizes) -> None:
     for layer in ours.layers.values():
         fully_shard(layer, reshard_after_forward=rank == 0)
     fully_shard(ours)
-    try:
-        ours(torch.zeros(2, 16, dtype=torch.long))
-        said = "nothing"
-    except RematError as error:
-        said = str(error)
-    write(path, rank, said)
+    write(path, rank, told(lambda: ours(torch.zeros(2, 16, dtype=torch.long))))
     dist.destroy_process_group()
