@@ -2,8 +2,8 @@
 
 A peer is named by a text, which is its row in every table: `none`, `torch checkpoint`, `torch SAC`,
 `torch SAC titan`, `torch budget dp 0.5` (compiled only), `torch_remat`, `torch_remat regions`,
-`jax save_matmuls`, `budget 0.5`, `fit 0.5` (eager only), `names`, or one of our policies as one writes it in
-Python; compiled, each but JAX's also with ` without buffer reuse` behind it.
+`jax save_matmuls`, `budget 0.5`, `fit 0.5` and `fit save_nothing` (eager only), `names`, or one of our
+policies as one writes it in Python; compiled, each but JAX's also with ` without buffer reuse` behind it.
 """
 
 from __future__ import annotations

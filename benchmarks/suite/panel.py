@@ -137,9 +137,9 @@ class Panel:
 
     def promised(self, one: Peer, row: Measured) -> tuple[Peer, list[Measured]]:
         """A planned peer with its regions, and what its plan promises."""
-        kind, share = one.name.split()
+        kind, share = one.name.split(maxsplit=1)
         if kind == "fit":
-            chosen = self.predicted.fit(float(share))
+            chosen = self.predicted.fit(share)
             one = replace(one, around=self.predicted.around(chosen))
             choices, peak = chosen.choices, [row.with_value("predicted peak", "bytes", chosen.peak)]
         else:
@@ -168,8 +168,8 @@ class Panel:
         if one.family == "jax":
             return self.inspect_jax(one, row)
         told = []
-        if self.case.mode == "backward" and self.case.device == "cpu" and not self.case.compiled:
-            if is_planned(one.name):
+        if self.case.mode == "backward" and not self.case.compiled:
+            if one.name.startswith("fit ") or (self.case.device == "cpu" and is_planned(one.name)):
                 one, told = self.promised(one, row)
             elif one.family == "none" and any(map(is_planned, self.case.peers)):
                 self.promises[one.name] = ()

@@ -52,17 +52,17 @@ class Predicted:
 
     def __init__(self, problem: Problem) -> None:
         loss, leaves = problem.bind(Around(lambda fn: remat(fn, policy=checkpoint_policy(budget=1.0))))
-        own = leaves(problem.params)
+        own, self.device = leaves(problem.params), str(problem.batch.device)
         self.run: Callable[[], torch.Tensor] = partial(loss, own, problem.batch)
         step = step_of(loss, (own, problem.batch), {}, wanted=plans_by_budget)
-        self.portfolio = Portfolio(step, cost_model("roofline", "cpu"), READY)
+        self.portfolio = Portfolio(step, cost_model("roofline", self.device), READY)
 
     def seconds(self, choices: Sequence[Choice] = ()) -> float:
         """Of forward and backward, by the speeds at hand: all ops, what runs again, and the regions.
 
         Without choices there are no regions. A view moves nothing, and is called as any op is.
         """
-        step, model, speeds = self.portfolio.step, self.portfolio.model, speeds_of("cpu")
+        step, model, speeds = self.portfolio.step, self.portfolio.model, speeds_of(self.device)
         joints = [step.outside, *(graph.joint for graph in step.graphs)]
         taken = {id(j): sum(model.price(j, op) or speeds.op() for op in j.ops) for j in joints}
         total = sum(taken[id(joint)] for joint in joints)
@@ -96,10 +96,14 @@ class Predicted:
         assert solution is not None
         return measure.choice(solution)
 
-    def fit(self, share: float) -> Chosen:
-        """The choice within a peak: 0 is the lowest that is found, 1 that without remat."""
-        low, high = self.portfolio.leanest().peak, self.portfolio.plain().peak
-        chosen = self.portfolio.within(low + int(share * (high - low)))
+    def fit(self, what: str) -> Chosen:
+        """The choice within the peak of a ready policy, or a share of the way to that without remat."""
+        if what in READY:
+            limit = self.portfolio.uniform()[what].peak
+        else:
+            low, high = self.portfolio.leanest().peak, self.portfolio.plain().peak
+            limit = low + int(float(what) * (high - low))
+        chosen = self.portfolio.within(limit)
         assert chosen is not None
         return chosen
 

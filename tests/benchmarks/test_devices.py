@@ -85,7 +85,7 @@ def rows_of(case: Case, deadline: Deadline = measures.NEVER) -> dict[tuple[str, 
 
 
 def test_the_allocator_of_a_gpu_tells_what_the_profiler_of_a_cpu_does(device: Device) -> None:
-    peers = ("torch checkpoint", "save_nothing", "save_matmuls", "budget 0.5")
+    peers = ("torch checkpoint", "save_nothing", "save_matmuls", "budget 0.5", "fit save_nothing")
     case = tiny(peers=peers, device="cuda", rounds=2)
     case = replace(case, sizes=(*case.sizes[:3], ("seq", 64), ("batch", 4)))
     on_gpu, on_cpu = rows_of(case), rows_of(replace(case, device="cpu", rounds=0))
@@ -95,6 +95,9 @@ def test_the_allocator_of_a_gpu_tells_what_the_profiler_of_a_cpu_does(device: De
             got, expected = (found[name, metric].value or 0.0 for found in (on_gpu, on_cpu))
             # The state of a random generator for each block is seen by the profiler alone: no op makes it.
             assert expected - 2 * 5056 - 0.01 * expected <= got <= 1.01 * expected, (name, metric)
+    # What fits the peak of full recomputation is planned and compared there, too.
+    told, peak = (on_gpu[peers[-1], metric].value or 0.0 for metric in ("predicted peak", "peak"))
+    assert peak <= told + 8 and (peers[-1], "step over save_nothing") in on_gpu
     # Two events a round for each peer. Pairs in doubt take more rounds.
     assert device.calls.count("record") >= 2 * 2 * len(case.peers)
 

@@ -21,6 +21,7 @@ F = torch.nn.functional
 # Seconds that the pretended probe takes for so much work: matmuls are slow, exponentials slower than copies.
 PRETENDED = {"matmul": 1e9, "attention": 5e8, "copy": 1e10, "clone": 1e10, "math": 1e9, "norm": 4e9}
 PRETENDED |= {"tanh": 3e8, "attention backward": 2e8}
+PRETENDED |= {"narrow attention": 3e8, "narrow causal attention": 4e8, "narrow attention backward": 1e8}
 # Seconds of an op in a step, whatever it computes.
 STEP = 4e-6
 
@@ -210,12 +211,23 @@ def test_a_small_block_says_what_an_op_takes_and_what_a_region_adds(monkeypatch,
     assert len(record(speeds.several, weights).ops) == speeds.SEVERAL
 
 
-def test_the_backward_of_attention_has_a_speed_of_its_own(probed):
-    q = torch.empty(1, 2, 8, 16, requires_grad=True)
+@pytest.mark.parametrize(("dim", "narrow"), [(16, "narrow "), (64, "")])
+def test_attention_has_speeds_by_pass_and_by_the_width_of_heads(probed, dim, narrow):
+    q = torch.empty(1, 2, 8, dim, requires_grad=True)
     joint = record(lambda q: F.scaled_dot_product_attention(q, q, q), (q,))
     price = {op.name.split(".")[1]: Roofline().price(joint, op) for op in joint.ops}
-    back = price["_scaled_dot_product_flash_attention_for_cpu_backward"]
-    assert back > 2 * price["_scaled_dot_product_flash_attention_for_cpu"]
+    flops, name = 2 * 8 * 8 * dim, "_scaled_dot_product_flash_attention_for_cpu"
+    assert price[name] == pytest.approx(STEP + 4 * flops / attained(f"{narrow}attention"))
+    back = price[f"{name}_backward"] - STEP
+    assert back == pytest.approx(10 * flops / attained(f"{narrow}attention backward"))
+
+
+def test_a_probe_of_narrow_heads_has_narrow_heads():
+    for kind, dim in (("attention", 64), ("narrow causal attention", 32), ("narrow attention backward", 32)):
+        first = next(speeds.probes(kind, torch.float32, "cpu"))
+        out = first.make()()
+        assert first.work == (10 if "backward" in kind else 4) * 8 * 64 * 64 * dim
+        assert (out[0] if isinstance(out, tuple) else out).shape[-1] == dim
 
 
 def test_timing_an_op_draws_nothing_from_the_users_generator(monkeypatch, tmp_path):

@@ -9,7 +9,7 @@ import torch
 
 from remat._core import DEVICES, op_name
 from remat.plan.graph.flops import bytes_sent, flops_of, is_heavy
-from remat.plan.graph.speeds import Speeds, speeds_of
+from remat.plan.graph.speeds import NARROW, Speeds, speeds_of
 from remat.plan.graph.traffic import is_view, traffic
 from remat.policies import kind_of
 from remat.transforms import RematError, traits
@@ -82,7 +82,7 @@ class Roofline:
         dtype = joint.values[op.outputs[0]].dtype if op.outputs else torch.float32
         if flops:
             busy = max(
-                speeds.seconds(_heavy_kind(op), dtype, flops),
+                speeds.seconds(_heavy_kind(joint, op), dtype, flops),
                 speeds.seconds("copy", torch.float32, traffic(joint, op)),
             )
             return (speeds.call() if self.fused else speeds.op()) + busy
@@ -134,16 +134,17 @@ def _device_of(joint: Joint, op: Op) -> str:
     return "cpu"
 
 
-def _heavy_kind(op: Op) -> str:
+def _heavy_kind(joint: Joint, op: Op) -> str:
     kind = kind_of(op.target)
-    if kind == "attention":
-        if "backward" in op_name(op.target):
-            return "attention backward"
-        schema = getattr(op.target, "_schema", None)
-        names = [argument.name for argument in schema.arguments] if schema is not None else []
-        given = dict(zip(names, op.args, strict=False)) | dict(op.kwargs)
-        return "causal attention" if given.get("is_causal") else "attention"
-    return "convolution" if kind == "convolution" else "matmul"
+    if kind != "attention":
+        return "convolution" if kind == "convolution" else "matmul"
+    narrow = "narrow " if joint.values[op.reads[0]].shape[-1] < NARROW else ""
+    if "backward" in op_name(op.target):
+        return f"{narrow}attention backward"
+    schema = getattr(op.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    given = dict(zip(names, op.args, strict=False)) | dict(op.kwargs)
+    return f"{narrow}causal attention" if given.get("is_causal") else f"{narrow}attention"
 
 
 def _light_kind(op: Op) -> str:

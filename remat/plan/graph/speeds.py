@@ -6,6 +6,7 @@ matmuls, convolutions and attention, and bytes read and written of the others.
 | kind | stands for |
 |---|---|
 | `matmul`, `convolution`, `attention`, `causal attention`, `attention backward` | ops with FLOPs |
+| `narrow attention` and so on | the same of heads narrower than `NARROW`: softmax takes a larger part |
 | `copy` | sums, products, copies: ops as fast as memory |
 | `clone` | a copy into another order of dimensions |
 | `math` | exponentials and the like: `gelu`, `silu`, `exp`, softmax |
@@ -38,6 +39,7 @@ from remat.transforms import RematError
 Curve: TypeAlias = "tuple[tuple[float, float], ...]"
 
 HEAVY = ("matmul", "convolution", "attention", "causal attention", "attention backward")
+NARROW = 48
 LIGHT = ("copy", "clone", "math", "tanh", "norm", "random")
 # No probe is begun that would take longer, by the speed of the one before.
 _LONG = 0.05
@@ -207,7 +209,7 @@ def probes(kind: str, dtype: torch.dtype, device: str) -> Iterator[Probe]:
     """What is timed of a kind, the smallest work first."""
     large = device.startswith("cuda")
     ones = functools.partial(torch.ones, dtype=dtype, device=device)
-    if kind in HEAVY:
+    if kind not in LIGHT:
         yield from _heavy(kind, large, ones, dtype.itemsize)
         return
     for count in (2**14, 2**18, 2**22) if not large else (2**18, 2**22, 2**26):
@@ -245,12 +247,13 @@ def _heavy(kind: str, large: bool, ones: Callable[..., torch.Tensor], item: int)
 
             yield Probe(2.0 * 4 * n**2 * 64 * 64 * 9, 2 * 4 * 64 * n * n * item, convolve)
     else:
-        back, causal = kind == "attention backward", kind == "causal attention"
+        back, causal = kind.endswith("backward"), "causal" in kind
+        dim = 32 if kind.startswith("narrow") else 64
         for rows in (64, 256, 1024) if not large else (512, 2048, 8192):
-            flops = (10.0 if back else 4.0) * 8 * rows**2 * 64
+            flops = (10.0 if back else 4.0) * 8 * rows**2 * dim
 
             def attend(rows: int = rows) -> Callable[[], Any]:
-                given = [ones(1, 8, rows, 64).requires_grad_(back) for _ in "qkv"]
+                given = [ones(1, 8, rows, dim).requires_grad_(back) for _ in "qkv"]
                 with torch.set_grad_enabled(back):
                     run = functools.partial(F.scaled_dot_product_attention, *given, is_causal=causal)
                     if not back:
@@ -259,4 +262,4 @@ def _heavy(kind: str, large: bool, ones: Callable[..., torch.Tensor], item: int)
                 gradient = torch.ones_like(out)
                 return lambda: torch.autograd.grad(out, given, gradient, retain_graph=True)
 
-            yield Probe(flops, (8 if back else 4) * 8 * rows * 64 * item, attend)
+            yield Probe(flops, (8 if back else 4) * 8 * rows * dim * item, attend)
