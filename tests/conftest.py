@@ -11,7 +11,7 @@ import torch
 
 from remat._core import DEVICES
 from remat.plan.graph.disk import table_path, write_table
-from remat.plan.graph.speeds import HEAVY, LIGHT
+from remat.plan.graph.speeds import HEAVY, LIGHT, NARROWED
 from remat.transforms.compat.autograd import hooks_disabled, in_transform, top_hooks
 from tests.helpers import forget, seed_only_what_is_there
 
@@ -29,7 +29,7 @@ def pretend_speeds():
     }
     table = {"call": 0.0, "in a step": [0.0, 0.0, 0.0]}
     for dtype, rate in attained.items():
-        table |= {f"{kind} {dtype}": [[1.0, rate]] for kind in HEAVY}
+        table |= {f"{kind} {dtype}": [[1.0, rate]] for kind in (*HEAVY, *NARROWED)}
         table |= {f"{kind} {dtype}": [[1.0, known.bandwidth]] for kind in LIGHT}
     threads = torch.get_num_threads()
     for count in range(1, 1 + max(threads, 4)):

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from remat import checkpoint_policy, remat, save_nothing, scan_remat
-from remat.plan import BudgetPolicy, Plan, plan_model
+from remat.plan import BudgetPolicy, Flops, Plan, plan_model
 from remat.transforms.errors import RematError
 from remat.transforms.tape.observers import listen
 from tests.helpers import crossed, sparse
@@ -39,12 +39,22 @@ def gradients(fn, module, x):
     return [x.grad, *(p.grad for p in module.parameters())]
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+class Rough(Flops):
+    """FLOPs that tell a ready policy's plan from no better one."""
+
+    accuracy = 1.0
+
+
+@pytest.mark.parametrize(
+    ("dropout", "cost"),
+    [(0.0, "roofline"), (0.3, "roofline"), (0.3, Rough())],
+    ids=["0.0", "0.3", "0.3 ready"],
+)
 @pytest.mark.parametrize("budget", BUDGETS)
-def test_kept_bytes_are_those_planned_and_gradients_right(budget, dropout):
+def test_kept_bytes_are_those_planned_and_gradients_right(budget, dropout, cost):
     torch.manual_seed(1)
     block, x = GPTBlock(32, 4, dropout), torch.randn(2, 8, 32, requires_grad=True)
-    policy = BudgetPolicy(budget)
+    policy = BudgetPolicy(budget, cost)
     plan = policy.plan(block, x * 1)
     expected = gradients(block, block, x)
     with listen() as heard:
@@ -66,7 +76,7 @@ def policy_least(block, x):
     return BudgetPolicy(0).plan(block, x * 1).kept_bytes
 
 
-class Flops(TorchDispatchMode):
+class FlopCount(TorchDispatchMode):
     """Counts by torch's formulas; CPU attention by the one of flash attention, which torch's table lacks."""
 
     def __init__(self):
@@ -92,7 +102,7 @@ def test_recomputed_flops_are_those_planned(budget):
     counts = []
     for fn in (block, remat(block, policy=policy)):
         out = fn(x * 1).sum()
-        with Flops() as counter:
+        with FlopCount() as counter:
             out.backward()
         counts.append(counter.total)
     assert counts[1] - counts[0] == plan.recomputed_flops

@@ -145,7 +145,9 @@ class Graph:
         for decision in self.joint.decisions:
             cost[decision] = INF
         size = [self._size(k) for k in range(len(self.ops))] + [self._input_size(v) for v in self.inputs]
-        reads = [self.places(op.reads) for op in self.ops] + [()] * len(self.inputs)
+        # What `empty_like` is given may be gone when it runs again: its shape is known.
+        reads = [() if traits(op.target).shape_only else self.places(op.reads) for op in self.ops]
+        reads += [()] * len(self.inputs)
         producer = list(range(len(cost)))
         for earlier, later in zip(self.draws, self.draws[1:], strict=False):
             reads[later] += (len(producer),)

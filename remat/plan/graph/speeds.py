@@ -40,6 +40,7 @@ Curve: TypeAlias = "tuple[tuple[float, float], ...]"
 
 HEAVY = ("matmul", "convolution", "attention", "causal attention", "attention backward")
 NARROW = 48
+NARROWED = tuple(f"narrow {kind}" for kind in HEAVY if "attention" in kind)
 LIGHT = ("copy", "clone", "math", "tanh", "norm", "random")
 # No probe is begun that would take longer, by the speed of the one before.
 _LONG = 0.05
