@@ -24,7 +24,7 @@ from remat.policies import save_nothing
 from remat.transforms import value_and_grad
 from remat.transforms.compat import nested
 from tests.compiled import compiled
-from tests.helpers import rand, same
+from tests.helpers import rand, same, sparse
 
 marked = torch.compiler.nested_compile_region
 
@@ -116,7 +116,7 @@ def stepped(run: Callable[..., Tensor], ws: Any, x: Tensor) -> Any:
 # -- what becomes of the graph ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", (save_nothing, save_matmuls), ids=str)
+@pytest.mark.parametrize("policy", sparse([save_nothing, save_matmuls], 2), ids=str)
 def test_equal_blocks_are_one_subgraph_each_way(once, policy):
     ws, x = weights(), rand(4, 8).requires_grad_()
     run, unmarked = (Calls(chain(remat(fn, policy=policy))) for fn in (marked(mlp), mlp))
@@ -311,7 +311,7 @@ def test_what_inductor_cannot_call_is_written_out(once):
         assert run.subgraphs == ([], [])
 
 
-@pytest.mark.parametrize("name", ("backward", "torch.func"))
+@pytest.mark.parametrize("name", sparse(["backward", "torch.func"], 2))
 def test_inductor_writes_a_function_for_all_of_them(name):
     ws, x = weights(6), rand(4, 8).requires_grad_()
     block = remat(marked(mlp), policy=save_matmuls)

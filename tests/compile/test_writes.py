@@ -10,7 +10,7 @@ from torch import Tensor
 
 from remat import checkpoint_policy, remat, save_everything, save_matmuls
 from tests.compiled import compiled
-from tests.helpers import crossed
+from tests.helpers import crossed, sparse
 
 X = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 W = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
@@ -216,7 +216,7 @@ def test_a_write_that_gradients_flow_through_is_refused(case: Any) -> None:
         compiled(lambda x: case(x, remat))(x).backward()
 
 
-@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("inner", sparse([True, False], 2))
 def test_a_write_to_zeros_of_forward_mode(inner: bool) -> None:
     """Such zeros have no memory: they are not kept, or the recomputation would write to ordinary ones."""
 
