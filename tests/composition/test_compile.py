@@ -121,9 +121,9 @@ def check(
 
 
 def of_table(*compositions: str, policies: tuple[str, ...], turn: int = 0) -> Any:
-    """The quick suite has every fourth function; those that share one policy have others."""
+    """The quick suite has every sixth function; those that share one policy have others."""
     # Random draws are other ones when compiled; tests/compile/test_random.py looks at them.
-    return matrix(*compositions, policies=policies, without=("dropout",), stride=4, turn=turn)
+    return matrix(*compositions, policies=policies, without=("dropout",), stride=6, turn=turn)
 
 
 @of_table("backward", policies=("nothing", "rule"))

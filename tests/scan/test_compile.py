@@ -32,7 +32,6 @@ SIZE = 4
 def short_blocks(monkeypatch):
     """Blocks of four steps: what is tested does not depend on it, and less is compiled."""
     monkeypatch.setattr(entry, "BLOCK", SIZE)
-    monkeypatch.setattr(entry, "BLOCK", SIZE)
 
 
 @pytest.fixture

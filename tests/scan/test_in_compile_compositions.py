@@ -10,10 +10,9 @@ from torch.func import grad, vmap
 from remat import remat, save_matmuls, scan_remat
 from remat._scan.stacked_layers import scan_layers, stack_params
 from remat.transforms import value_and_grad
-from remat.transforms.scan.traced.entry import BLOCK
 from tests.compiled import compiled
 from tests.helpers import sparse
-from tests.scan.scans import D, backward, close, make, nested, of_loop, of_scan, step
+from tests.scan.scans import BLOCK, D, backward, close, make, nested, of_loop, of_scan, step
 from tests.scan.scans import fresh as fresh
 
 nn = torch.nn.functional
@@ -191,5 +190,6 @@ def test_what_is_refused(fn):
         compiled(fn)(torch.ones(D))
     # Nothing is left behind in this thread.
     assert scan_remat(lambda h, _: (h * 2, None), torch.ones(1), length=3)[0] == 8
-    args = make(n=4)
-    close(compiled(grad(of_scan("all")))(*args), grad(of_loop())(*args))
+    if fn is casting:  # found while a step was traced
+        args = make(n=4)
+        close(compiled(grad(of_scan("all")))(*args), grad(of_loop())(*args))
