@@ -5,8 +5,6 @@ import functools
 import itertools
 import json
 import re
-import sys
-import types
 from typing import Any
 
 import pytest
@@ -319,37 +317,6 @@ def test_plans_that_cannot_be(options, message):
         model, tokens = Decoder(TINY, TOKENS[1]), torch.empty(TOKENS, dtype=torch.long)
     with pytest.raises(RematError, match=message):
         plan_model(model, tokens, **{"mesh": Layout(), "memory": "1GiB", **options})
-
-
-def test_torchtitan_takes_a_plan(monkeypatch, tmp_path):
-    class ActivationCheckpointing:
-        class Config:
-            preserve_rng_state, determinism_check = True, "default"
-
-        def __init__(self, config):
-            self.config = config
-
-    name = "torchtitan.distributed.activation_checkpoint"
-    if not _there(name):
-        monkeypatch.setitem(
-            sys.modules, name, types.SimpleNamespace(ActivationCheckpointing=ActivationCheckpointing)
-        )
-        monkeypatch.delitem(sys.modules, "remat.interop.torchtitan", raising=False)
-    from remat.interop.torchtitan import PolicyAC
-
-    tiny().save(tmp_path / "plan.json")
-    model = Decoder(TINY, TOKENS[1])
-    PolicyAC(PolicyAC.Config(plan=str(tmp_path / "plan.json"))).apply(model)
-    assert remat_nn.regions(model) == ["layers.0", "layers.1", "layers.2"]
-    monkeypatch.delitem(sys.modules, "remat.interop.torchtitan")
-
-
-def _there(name):
-    try:
-        __import__(name)
-    except ImportError:
-        return False
-    return True
 
 
 # -- processes --------------------------------------------------------------------------------------------
