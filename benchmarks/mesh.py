@@ -2,11 +2,13 @@
 
     python -m benchmarks.mesh     # Llama-3-70B on 64 and 512 devices, Mixtral-8x7B with experts apart
 
-Each line has the job, the seconds that the plan took, this process's memory at the peak, and the plan.
+Prints the plans and the table of `docs/mesh-plans.md`, and writes `results/mesh.csv`. Each job is planned in a
+process of its own, whose CPU time and peak memory are those of planning.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import resource
 import time
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.common.records import Record, save
 from remat import plan_model
 from remat.plan import Layout, MeshPlan
 
@@ -209,17 +212,14 @@ def jobs() -> Iterator[tuple[str, Sizes, tuple[int, int], Layout]]:
     """Name, model, rows and tokens in a row of a microbatch, layout."""
     options: dict[str, Any] = {"parallelize": tensor_parallel, "param_dtype": torch.bfloat16}
     options["reduce_dtype"] = torch.float32
-    yield "Llama-3-70B, 64 H100", LLAMA_70B, (2, 8192), Layout(dp_shard=8, tp=8, **options)
-    layout = Layout(dp_shard=2, tp=8, pp=4, microbatches=16, **options)
-    yield "Llama-3-70B, 64 H100, pipeline", LLAMA_70B, (1, 8192), layout
-    layout = Layout(dp_shard=16, tp=8, pp=4, microbatches=16, **options)
-    yield "Llama-3-70B, 512 H100", LLAMA_70B, (1, 8192), layout
-    yield (
-        "Mixtral-8x7B, 32 H100, 8 ranks of experts",
-        MIXTRAL_8X7B,
-        (1, 8192),
-        Layout(dp_shard=32, ep=8, **options),
-    )
+    name = "Llama-3-70B on 64 H100: `dp_shard=8, tp=8`, 2 x 8192 tokens"
+    yield name, LLAMA_70B, (2, 8192), Layout(dp_shard=8, tp=8, **options)
+    name = "the same, `dp_shard=2, tp=8, pp=4`, 16 microbatches of 8192 tokens"
+    yield name, LLAMA_70B, (1, 8192), Layout(dp_shard=2, tp=8, pp=4, microbatches=16, **options)
+    name = "Llama-3-70B on 512 H100: `dp_shard=16, tp=8, pp=4`"
+    yield name, LLAMA_70B, (1, 8192), Layout(dp_shard=16, tp=8, pp=4, microbatches=16, **options)
+    name = "Mixtral-8x7B on 32 H100: `dp_shard=32, ep=8`, 8192 tokens"
+    yield name, MIXTRAL_8X7B, (1, 8192), Layout(dp_shard=32, ep=8, **options)
 
 
 def planned(sizes: Sizes, tokens: tuple[int, int], layout: Layout, memory: int | str = "79GiB") -> MeshPlan:
@@ -229,10 +229,35 @@ def planned(sizes: Sizes, tokens: tuple[int, int], layout: Layout, memory: int |
     return plan_model(model, microbatch, mesh=layout, memory=memory, device="h100")
 
 
+def measured(number: int) -> list[Record]:
+    """Plans one of the jobs, prints the plan, and says what it took."""
+    name, sizes, tokens, layout = list(jobs())[number]
+    start = time.process_time()
+    plan = planned(sizes, tokens, layout)
+    values = {
+        "planning": ("s", time.process_time() - start),
+        "planner's memory": ("GiB", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20),
+        "a rank's peak": ("GiB", max(stage.peak_bytes for stage in plan.stages) / 2**30),
+        "recomputed": ("%", max(100 * stage.recompute_seconds / stage.seconds for stage in plan.stages)),
+    }
+    print(f"{name}\n{plan}\n", flush=True)
+    return [Record("mesh", name, "plan", metric, *value) for metric, value in values.items()]
+
+
+def row(name: str, values: dict[str, float]) -> str:
+    """A row of the table in the docs."""
+    seconds, memory, peak, again = values.values()
+    return f"| {name} | {seconds:.1f} s | {memory:.2f} GiB | {peak:.1f} GiB | {again:.1f} % |"
+
+
+def main() -> None:
+    spawning = multiprocessing.get_context("spawn")
+    with spawning.Pool(1, maxtasksperchild=1) as pool:
+        found = pool.map(measured, range(len(list(jobs()))), chunksize=1)
+    for records in found:
+        print(row(records[0].mode, {record.metric: record.value or 0.0 for record in records}))
+    print(save("mesh", [record for records in found for record in records]))
+
+
 if __name__ == "__main__":
-    for name, sizes, tokens, layout in jobs():
-        start = time.process_time()
-        plan = planned(sizes, tokens, layout)
-        seconds = time.process_time() - start
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        print(f"{name}: planned in {seconds:.1f} s of CPU time, {most:.2f} GiB in this process\n{plan}\n")
+    main()

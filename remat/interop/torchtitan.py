@@ -1,6 +1,6 @@
 """torchtitan: activation checkpointing by a policy of this library, as one of its config classes.
 
-In a config function: `activation_checkpoint=PolicyAC.Config(policy="save_unbatched_matmuls")`.
+In a config function: `activation_checkpoint=PolicyAC.Config()` keeps what torchtitan's `SelectiveAC` keeps.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing  # type: ignore[reportMissingImports]
+from torchtitan.distributed.activation_checkpoint import (  # type: ignore[reportMissingImports]
+    ActivationCheckpointing,
+    SelectiveAC,
+)
 
 from remat import nn, policies
 from remat._api import checkpoint_policy
@@ -19,10 +22,15 @@ from remat.transforms import RematError
 __all__ = ["PolicyAC"]
 
 _CHECKS = {"default": "metadata"}
+# Of these torchtitan recomputes every second one.
+_MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.linear.default}
 
 
 class PolicyAC(ActivationCheckpointing):
     """Every transformer block is a region; what it keeps is the config's `policy`, or a budget.
+
+    With neither it keeps what torchtitan's own `SelectiveAC` keeps: every second matrix product, attention,
+    reduce-scatters and all-to-alls among them.
 
     Example:
         >>> from remat.interop.torchtitan import PolicyAC  # doctest: +SKIP
@@ -31,7 +39,7 @@ class PolicyAC(ActivationCheckpointing):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ActivationCheckpointing.Config):
-        policy: str = "save_unbatched_matmuls"
+        policy: str | None = None
         """Name of a built-in policy of `remat.policies`; several, joined by `|`, keep what either keeps."""
 
         budget: float | None = None
@@ -55,6 +63,10 @@ class PolicyAC(ActivationCheckpointing):
         """What blocks keep. Override it for policies that no config can spell."""
         if self.config.budget is not None:
             return checkpoint_policy(budget=self.config.budget)
+        if self.config.policy is None:
+            kept = SelectiveAC(SelectiveAC.Config()).get_save_ops()
+            products = policies.save_ops(*kept & _MATMULS)
+            return policies.save_every(2, products) | policies.save_ops(*kept - _MATMULS)
         first, *others = [_ready(name.strip()) for name in self.config.policy.split("|")]
         for other in others:
             first = first | other

@@ -282,6 +282,22 @@ def test_reports_are_of_the_local_program(mesh):
     assert "_c10d_functional.reduce_scatter_tensor" in str(said) and "collective" in str(said)
 
 
+def test_reports_say_how_kept_values_lie(mesh):
+    """Of what a policy keeps, too, where it is a `DTensor`'s local part; bytes are those of the part."""
+    stack = model(mesh, save_matmuls, True)
+    said = remat.explain(stack, torch.randn(2, 16, 32))
+    kept = [(r.shape, r.bytes, r.placements) for r in said.kept if r.why == "policy"]
+    up, down = (64, 64), (64, 32)
+    assert kept == [(up, 64 * 64 * 4, "(Shard(dim=1),)"), (down, 64 * 32 * 4, "(Partial(sum),)")] * 2
+    assert said.to_dict()["kept"][-1].keys() >= {"placements"}
+    table = next(t for t in said.page().tables if "placements" in t.columns)
+    rows = [dict(zip(table.headings, row, strict=True)) for row in table.rows]
+    assert rows[0]["from"].startswith("aten.addmm") and rows[0]["placements"] == "(Shard(dim=1),)"
+    assert any(r["from"] == "0.up.weight" and r["placements"] == "(Shard(dim=0),)" for r in rows)
+    plain = remat.explain(lambda x: x.sin().exp(), torch.ones(3))
+    assert not any("placements" in t.columns for t in plain.page().tables)
+
+
 @pytest.mark.parametrize("policy", [save_nothing, offload_matmuls], ids=repr)
 def test_ways_of_differentiating(mesh, policy):
     """A region in a region, a second backward, one result at a time, a backward inside, hooks around."""

@@ -5,8 +5,6 @@ import functools
 import itertools
 import json
 import re
-import sys
-import types
 from typing import Any
 
 import pytest
@@ -82,14 +80,18 @@ def test_sums_are_those_of_all_choices():
 # -- what a plan holds ------------------------------------------------------------------------------------
 
 
-def test_fixed_bytes_line_by_line():
-    plan = tiny(dp_shard=2, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    lines = plan.stages[0].fixed
+def sizes():
+    """Numbers of a block's parameters, and of those outside of blocks."""
     model = Decoder(TINY, TOKENS[1])
     block = sum(p.numel() for p in model.layers["0"].parameters())
-    outside = sum(p.numel() for p in model.parameters()) - 3 * block
+    return block, sum(p.numel() for p in model.parameters()) - 3 * block
+
+
+def test_fixed_bytes_line_by_line():
+    plan = tiny(dp_shard=2, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    block, outside = sizes()
     stored = (3 * block + outside) * 4 // 2
-    assert lines == {
+    assert plan.stages[0].fixed == {
         "sharded parameters": stored,
         "sharded gradients": stored,
         "optimizer state": 2 * stored,
@@ -99,6 +101,37 @@ def test_fixed_bytes_line_by_line():
         "whole gradients of a layer": 2 * max(block, outside),
         "reduce-scatter buffers": 4 * (block + max(block, outside)),
     }
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"optimizer": "sgd"}, {"optimizer": "lion"}, {"dp_replicate": 2}], ids=str
+)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_fixed_bytes_of_variants(options, reshard):
+    """In float32: what stays gathered, what an optimizer holds, and HSDP, whose copies hold no more."""
+    lines = tiny(dp_shard=2, reshard=reshard, **options).stages[0].fixed
+    block, outside = (4 * count for count in sizes())
+    stored = (3 * block + outside) // 2
+    states = {"sgd": 0, "lion": 1}.get(options.get("optimizer"), 2)
+    gathered = {"gathered outside of layers": outside, "the gathered layer": block}
+    assert lines == {
+        "sharded parameters": stored,
+        "sharded gradients": stored,
+        **({"optimizer state": states * stored} if states else {}),
+        **(gathered if reshard else {"gathered layers": 3 * block + outside}),
+        "the prefetched layer": block,
+        "whole gradients of a layer": max(block, outside),
+        "reduce-scatter buffers": block + max(block, outside),
+    }
+
+
+def test_fixed_bytes_without_shards():
+    """One rank, and under DistributedDataParallel the buckets of gradients beside the gradients."""
+    block, outside = sizes()
+    whole = 4 * (3 * block + outside)
+    alone = {"parameters": whole, "gradients": whole, "optimizer state": 2 * whole}
+    assert tiny().stages[0].fixed == alone
+    assert tiny(dp_replicate=2).stages[0].fixed == alone | {"buckets of gradients": whole}
 
 
 def test_equal_blocks_are_traced_once_and_numbered_ones_are_alike():
@@ -319,37 +352,6 @@ def test_plans_that_cannot_be(options, message):
         model, tokens = Decoder(TINY, TOKENS[1]), torch.empty(TOKENS, dtype=torch.long)
     with pytest.raises(RematError, match=message):
         plan_model(model, tokens, **{"mesh": Layout(), "memory": "1GiB", **options})
-
-
-def test_torchtitan_takes_a_plan(monkeypatch, tmp_path):
-    class ActivationCheckpointing:
-        class Config:
-            preserve_rng_state, determinism_check = True, "default"
-
-        def __init__(self, config):
-            self.config = config
-
-    name = "torchtitan.distributed.activation_checkpoint"
-    if not _there(name):
-        monkeypatch.setitem(
-            sys.modules, name, types.SimpleNamespace(ActivationCheckpointing=ActivationCheckpointing)
-        )
-        monkeypatch.delitem(sys.modules, "remat.interop.torchtitan", raising=False)
-    from remat.interop.torchtitan import PolicyAC
-
-    tiny().save(tmp_path / "plan.json")
-    model = Decoder(TINY, TOKENS[1])
-    PolicyAC(PolicyAC.Config(plan=str(tmp_path / "plan.json"))).apply(model)
-    assert remat_nn.regions(model) == ["layers.0", "layers.1", "layers.2"]
-    monkeypatch.delitem(sys.modules, "remat.interop.torchtitan")
-
-
-def _there(name):
-    try:
-        __import__(name)
-    except ImportError:
-        return False
-    return True
 
 
 # -- processes --------------------------------------------------------------------------------------------

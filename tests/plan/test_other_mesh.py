@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -23,15 +24,19 @@ def four_ranks():
     dist.destroy_process_group()
 
 
-def trained(plan, *, mesh=(4,), wrapped=True, last: Any = None, **options):
+def trained(plan, *, mesh=(4,), wrapped=True, last: Any = None, compiled: str | None = None, **options):
     model: Any = remat_nn.apply(Decoder(TINY, TOKENS[1]), plan=plan)
+    if compiled == "blocks":
+        for layer in model.layers.values():
+            layer.compile(backend="aot_eager", fullgraph=True)
     if wrapped:
         options["mesh"] = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard")[-len(mesh) :])
         for layer in model.layers.values():
             own = {"reshard_after_forward": False} if layer is model.layers["2"] and last else {}
             fully_shard(layer, **{**options, **own})
         fully_shard(model, **options)
-    model(torch.zeros(TOKENS, dtype=torch.long)).sum().backward()
+    run = torch.compile(model, backend="aot_eager") if compiled == "model" else model
+    run(torch.zeros(TOKENS, dtype=torch.long)).sum().backward()
 
 
 def test_the_mesh_that_was_planned(four_ranks):
@@ -60,6 +65,18 @@ LESS = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
 def test_another_mesh(four_ranks, layout, options, said):
     with pytest.raises(RematError, match=f"does not fit rank 0: block layers.0 .* is trained with {said}"):
         trained(tiny(**layout), **options)
+
+
+# (Dynamo itself looks at the gradient of what is no leaf.)
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", ["blocks", "model"])
+def test_compiled_code_compares_the_mesh(four_ranks, compiled):
+    """Where Dynamo traces a block."""
+    torch._dynamo.reset()
+    said = "block layers.0 .* is trained with reshard=False, planned was reshard=True"
+    with pytest.raises(BackendCompilerFailed, match=f"does not fit rank 0: {said}"):
+        trained(tiny(dp_shard=4), reshard_after_forward=False, compiled=compiled)
 
 
 def test_ranks_are_counted_without_a_process_group(monkeypatch):

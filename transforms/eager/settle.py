@@ -161,7 +161,8 @@ def report_frame(frame: Any, recorder: Recorder) -> None:
         maker = nodes[root] if root >= 0 else node
         for tensor, away in held_tensors(value):
             why = "decision" if at in tape.decided else "policy"
-            report(Kept(why, tensor, name, at, maker.op, node.name or maker.name, away))
+            lies = recorder.lies.get(node.first)
+            report(Kept(why, tensor, name, at, maker.op, node.name or maker.name, away, lies))
     for i, ref in enumerate(frame.handles):
         handle = None if ref is None else ref()
         if handle is None or handle.value is None:

@@ -102,7 +102,7 @@ class Recorder(WriteWatch):
         self.snapshots, self.shown = dict[int, Snapshot](), dict[int, Snapshot]()
         self.outer, self.moved = dict[int, int](), set[int]()
         self.kept_bytes = 0  # of what is kept on its device
-        self.alive: dict[int, torch.Tensor] = {}
+        self.alive, self.lies = dict[int, torch.Tensor](), dict[int, str]()
         self._numbers = ValueNumbering()
         # Living memories by the ids of their storage objects: where they come from, and a value in them.
         self._memory: dict[int, tuple[Any, int, int, Any]] = {}

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from remat.transforms.compat import below_levels, data_of, set_data, unwrapped
-from remat.transforms.context import Mode, quiet
+from remat.transforms.context import Mode, active, quiet
 from remat.transforms.errors import RematError, user_line
 from remat.transforms.offload import Elsewhere, away_in, send
 from remat.transforms.ops import Traits, metas, targets, tensors_in
 from remat.transforms.placeholders import Meta
+from remat.transforms.sharded import local_tensors, placements_of
 from remat.transforms.state import GeneratorState
 from remat.transforms.tape.snapshots import Snapshot
 from remat.transforms.tape.tape import RECOMPUTE, SAVE, Node, ValueNumbering, map_tensors
@@ -28,6 +29,7 @@ class Verdicts(Mode):
     kept: dict[int, Any]
     kept_bytes: int
     outer: dict[int, int]
+    lies: dict[int, str]  # for reports, how the wrappers lie whose local tensors these values are
     _kept_in: dict[int, list[int]]  # the ops of which something is kept, by the memory that it lies in
     _numbers: ValueNumbering
 
@@ -35,6 +37,13 @@ class Verdicts(Mode):
     def selective(self) -> bool:
         """Whether anything may be kept."""
         return self.make_selector is not None
+
+    def meet(self, tensor: Any) -> None:
+        """Note that a tensor is around local ones, if it is; for reports, how it lies."""
+        super().meet(tensor)
+        if active.listeners and (lies := placements_of(tensor)) is not None:
+            numbers = map(self._numbers.of, local_tensors([tensor]))
+            self.lies.update([(number, lies) for number in numbers if number is not None])
 
     def judge(self, at: int, verdict: int, out: Any) -> None:
         """Keep `out` for an op, or forget it, as the verdict says."""

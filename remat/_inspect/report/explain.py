@@ -205,17 +205,21 @@ def _region_notes(region: RegionUse, now: Measured, plain: Measured) -> Iterator
 
 def _kept_table(kept: Residuals) -> Table:
     groups = Counter(kept)
+    # Of a `DTensor` it is the local part that is shown.
+    spread = any(r.placements for r in kept)
     rows = [
         (
             format_bytes(r.bytes * times),
             f"{times}" if times > 1 else "",
             _why(r),
             str(r).split(" ")[0],
+            *([r.placements or ""] if spread else []),
             _source(r),
         )
         for r, times in sorted(groups.items(), key=lambda pair: pair[0].bytes * pair[1], reverse=True)
     ]
-    return Table(kept.totals(), (">bytes", ">times", "why", "each", "from"), tuple(rows))
+    placed = ("placements",) if spread else ()
+    return Table(kept.totals(), (">bytes", ">times", "why", "each", *placed, "from"), tuple(rows))
 
 
 def _why(residual: Residual) -> str:
