@@ -22,6 +22,7 @@ from remat.plan import (
     BudgetPolicy,
     Chosen,
     CostModel,
+    Graph,
     Plan,
     Portfolio,
     WholeStep,
@@ -192,14 +193,14 @@ def _policies(portfolio: Portfolio, chosen: Chosen) -> dict[Any, Policy | None]:
         key = id(graph), choice
         if key not in made:
             way = portfolio.carrier(graph, choice, name)
-            made[key] = _fitted(way, portfolio.model) if isinstance(way, Plan) else way
+            made[key] = _fitted(way, portfolio.model, graph) if isinstance(way, Plan) else way
         policies[owner] = made[key]
     return policies
 
 
-def _fitted(plan: Plan, model: CostModel) -> Fitted:
+def _fitted(plan: Plan, model: CostModel, graph: Graph) -> Fitted:
     share = min(1.0, plan.kept_bytes / max(plan.default_bytes, 1))
-    return Fitted(share, model, plan_made=plan)
+    return Fitted(share, model, plan_made=plan, sizes=graph.joint.storages)
 
 
 def _ready(policies: Mapping[str, Policy] | Sequence[Policy]) -> dict[str, Policy]:

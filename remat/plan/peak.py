@@ -1,8 +1,9 @@
 """Live bytes through a step, simulated from the joint graphs: what a byte budget means for the peak.
 
 The model is that of the engine. Between passes a region holds what its plan keeps. In its backward it
-first goes through its forward again, then differentiates; what it kept goes as it is read. In a compiled
-backward what runs again does so right before its first reader.
+first goes through its forward again, then differentiates. What it kept goes as it is read. It stays until the
+end where an argument is gone that all could be made from anew. In a compiled backward what runs again does so
+right before its first reader.
 A storage lives from the op that allocates it to its last reader. What convolutions of a CPU take inside
 counts. Other workspaces and allocator rounding do not, nor what lives before the step (parameters, inputs).
 """
@@ -49,8 +50,9 @@ def profile(graph: Graph, solution: Solution, **options: bool) -> Profile:
     Args:
         options: as for `simulated`.
     """
-    kept = fresh(graph, solution.saved)
-    return simulated(graph, kept, solution.saved, solution.replayed, solution.bytes, **options)
+    kept, saved = fresh(graph, solution.saved), solution.saved
+    stays = not options.get("compiled") and not graph.lent <= saved
+    return simulated(graph, kept, saved, solution.replayed, solution.bytes, stays=stays, **options)
 
 
 def simulated(
@@ -63,6 +65,7 @@ def simulated(
     last: bool = False,
     compiled: bool = False,
     accumulating: bool = False,
+    stays: bool = False,
 ) -> Profile:
     """Simulate a forward after which these storages are kept, with inputs `size` bytes, and its backward.
 
@@ -70,6 +73,7 @@ def simulated(
         last: of the last stage of a chain the result's gradient is not counted: it lives before.
         compiled: the backward is a compiled one, where what runs again does so right before its first reader.
         accumulating: parameters' gradients are added to buffers that live before, and go at once.
+        stays: what is kept goes with the region's backward, not as it is read.
     """
     joint, order = graph.joint, backward_order(graph, saved, replayed, compiled)
     results = {joint.values[v].storage for v in joint.results}
@@ -78,7 +82,8 @@ def simulated(
     if accumulating:
         ended, left = ended - left, set()
     forward = live_bytes(joint, graph.ops, start=set(), forever=kept | results)
-    backward = live_bytes(joint, order, start=kept | tangents, forever=ended, nodes=not compiled)
+    forever = ended | kept if stays else ended
+    backward = live_bytes(joint, order, start=kept | tangents, forever=forever, nodes=not compiled)
     inputs = size - sum(joint.storages[s] for s in kept)
     return Profile(size, forward + inputs, backward + inputs, sum(joint.storages[s] for s in left))
 

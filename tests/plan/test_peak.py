@@ -9,6 +9,7 @@ from remat import checkpoint_policy, remat
 from remat.cli.measure import trace_memory
 from remat.plan import BudgetPolicy, Flops, Plan, plan_model
 from remat.plan.calls import graph_of
+from remat.plan.chain import Measure
 from remat.plan.compared import candidates
 from remat.plan.graph import workspace
 from remat.plan.peak import highest_within, profile, step_peak
@@ -185,9 +186,6 @@ def test_gradients_are_added_up_in_place():
     graph = graph_of(fn, (x,))
     adds = [op for op in graph.joint.backward if op.name == "aten.add.Tensor"]
     assert len(adds) == 2
-    problem = graph.problem(Flops())
-    everything = complete(problem, range(len(problem.size)))
-    assert everything is not None
-    plain = profile(graph, everything)
+    plain = Measure(graph, Flops()).stage().plain
     found = trace_memory(lambda mark: torch.autograd.grad(fn(x), x))
     assert max(plain.forward, plain.backward) == pytest.approx(found.peak, abs=64)

@@ -48,6 +48,14 @@ def test_one_region_peaks_no_higher_than_no_remat(calls: int) -> None:
     assert peak(remat(network, policy=save_matmuls), calls) <= peak(network, calls)
 
 
+@pytest.mark.parametrize("calls", [1, 3], ids=["traced", "followed"])
+def test_an_argument_that_nothing_reads_holds_nothing(calls: int) -> None:
+    """Such as positions, which a model hands to all of its blocks."""
+    positions = torch.arange(64)
+    region = remat(lambda positions, *args: network(*args), policy=save_matmuls)
+    assert peak(lambda *args: region(positions, *args), calls) <= peak(network, calls)
+
+
 @pytest.mark.parametrize("policy", [save_matmuls, save_everything])
 def test_a_retained_graph_keeps_everything(policy: Any) -> None:
     args = arguments()

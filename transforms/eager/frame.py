@@ -235,7 +235,7 @@ class Frame(Packer):
             around = recorder.around(tensor) if recorder.local else tensor
             self.held[at] = SavedInput(tensor, inputs.hooks, written, around)
         self.random = recorder.random if self.kept or self.program is None or self.program.draws else {}
-        if self.kept:
+        if self.kept and self.program is not None:
             # After what is kept was let go of, all may be asked for once more, and drawn again.
             self.dropped = dropped_inputs(self, recorder)
 

@@ -148,13 +148,13 @@ class DroppedInput:
 
 
 def dropped_inputs(frame: Any, recorder: Any) -> dict[int, DroppedInput]:
-    """The tensors from outside that a frame does not hold, by their positions."""
+    """The tensors from outside that a frame would need if it kept nothing, and does not hold: by position."""
     around = recorder.around if recorder.local else lambda tensor: tensor
     known, arguments = frame.tape.outside, frame.tape.arguments
     return {
         at: DroppedInput(tensor, at < arguments, around(tensor), known[at].root in recorder.snapshots)
         for at, tensor in enumerate(recorder.outside)
-        if at not in frame.held
+        if at in frame.program.anew and at not in frame.held
     }
 
 

@@ -77,6 +77,7 @@ class Program:
     """
 
     __slots__ = (
+        "_anew",
         "constants",
         "copied",
         "direct",
@@ -101,8 +102,18 @@ class Program:
         self.draws = any(step.draws for step in self.steps)
         self.direct = tape.direct()
         self.first: list[tuple[int, int]] = []  # wanted values that are there before any step
+        self._anew: frozenset[int] | None = None
         self._take(wanted)
         self.outside = self._free()
+
+    @property
+    def anew(self) -> frozenset[int]:
+        """Positions of the tensors from outside that all saved values take if nothing is kept."""
+        if self._anew is None:
+            places = [place for i, place in enumerate(self.tape.packed) if i not in self.direct]
+            sources = {at for place in places for at in self.tape.sources(*place)}
+            self._anew = Needs(self.tape, sources, {}).outside
+        return self._anew
 
     def _take(self, wanted: Iterable[int]) -> None:
         """Note for every wanted value when it is taken: as soon as it is there and as it was when saved."""

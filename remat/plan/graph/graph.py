@@ -136,6 +136,21 @@ class Graph:
                 )
         return sum(storages.values())
 
+    @cached_property
+    def lent(self) -> frozenset[int]:
+        """Inputs that the region would need if it kept nothing, and that the caller may let go of: as the
+        problem numbers them."""
+        joint, found = self.joint, set[int]()
+        stack = list(joint.saved)
+        while stack:
+            if (number := stack.pop()) not in found:
+                found.add(number)
+                maker = joint.values[number].producer
+                stack += joint.ops[maker].reads if maker >= 0 else ()
+        owned = {v for v in found if joint.values[v].origin == "elsewhere" and v in joint.differentiated}
+        lent = (v for v in found if joint.values[v].origin in ("argument", "elsewhere"))
+        return frozenset(self._input_place[v] for v in lent if v not in owned)
+
     def problem(self, model: CostModel, *, keep_heavy: bool = False) -> Problem:
         """The planning problem under a cost model.
 
