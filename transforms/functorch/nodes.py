@@ -158,7 +158,8 @@ def _backward(ctx: Any, cotangents: tuple[Any, ...], level: int | None) -> list[
     source = ctx.residuals or ctx.prim.source
     forward = _as_recorded(replace(ctx.prim, source=source), mask)
     around = source is not None and not source.differentiated.issubset(mask)
-    body = PullBack(forward, len(saved), mask, present, ctx.prim.family.by_levels, around)
+    levels = ctx.prim.family.by_levels
+    body = PullBack(forward, len(saved), mask, present, levels, around, leveled=level is not None)
     # A second derivative still pulls back from the same results of the region.
     ends = ctx.prim.present if ctx.prim.pulls else tuple(present)
     own = None if dead else level
