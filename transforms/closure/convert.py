@@ -72,18 +72,15 @@ _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _AT_LEVELS: Any = (torch.Tensor.register_hook, _DATA)
 
 
-def _at_its_level(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _at_its_level(
+    level: tuple[str, bool], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     if func != _DATA:
-        hook, pulled = args[1] if len(args) > 1 else kwargs["hook"], list[bool]()
-
-        def once(grad: torch.Tensor) -> Any:
-            # Its own level pulls back first; the others go through the same graph later.
-            if not pulled:
-                pulled.append(True)
-                return hook(grad)
-
-        return (args[0], once), {}
-    if active.leveled and args[0].requires_grad:
+        hook = args[1] if len(args) > 1 else kwargs["hook"]
+        # It is set at the innermost level, which pulls back first; others go through the same graph later.
+        turns = [True] if level[0] == "own" else []
+        return (args[0], lambda grad: hook(grad) if turns and turns.pop() else None), {}
+    if level != ("own", False) and args[0].requires_grad:
         raise RematError(
             "a region that torch.func differentiates twice reads `.data` of a tensor. At one level that cuts "
             "off the derivatives of that level alone, which is lost below the levels. Write `.detach()`."
@@ -154,7 +151,7 @@ class ClosureConversion(TorchFunctionMode):
         if getattr(func, "__name__", "") in PAST_DISPATCH:
             notice(func, args)
         if active.leveled is not None and func in _AT_LEVELS:
-            args, kwargs = _at_its_level(func, args, kwargs)
+            args, kwargs = _at_its_level(active.leveled, func, args, kwargs)
         if func is cond and len(args) == 4 and chosen_here():
             return self._chosen(*args)
         self.pulled = self.pulled or func in _PULLS

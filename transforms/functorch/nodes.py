@@ -159,7 +159,8 @@ def _backward(ctx: Any, cotangents: tuple[Any, ...], level: int | None) -> list[
     forward = _as_recorded(replace(ctx.prim, source=source), mask)
     around = source is not None and not source.differentiated.issubset(mask)
     levels = ctx.prim.family.by_levels
-    body = PullBack(forward, len(saved), mask, present, levels, around, leveled=level is not None)
+    leveled = "inner" if ctx.prim.masks else "own" if level is not None else None
+    body = PullBack(forward, len(saved), mask, present, levels, around, leveled=leveled)
     # A second derivative still pulls back from the same results of the region.
     ends = ctx.prim.present if ctx.prim.pulls else tuple(present)
     own = None if dead else level
