@@ -177,6 +177,7 @@ CHANCES = {
     # A function that runs again changes Python's state again.
     "open": _EAGER | {"NESTED": 3, "MEMORY": 5, "OPEN": 3, "STATE": 3, "REFUSED": 0.2},
     "batched": _FUNC,
+    "traced": _FUNC | {"RANDOM": 0},
     "func": _FUNC | {"LEVELS": 10, "STATE": 8},
     "func plain": _FUNC | {"BUFFERS": 8, "OLD": 6, "MEMORY": 3, "STATE": 6},
     "compile": {"PURE": 48, "WRITES": 16, "BUFFERS": 10, "COMMON": 12, "NESTED": 4, "OLD": 8, "MEMORY": 3},
@@ -230,6 +231,8 @@ class Drawing:
             if "differences" in hows:
                 return "compile random"
             return "compile" if hows <= PLAIN else "compile func"
+        if "linearize" in hows:
+            return "traced"
         return "func plain" if hows <= PLAIN else "batched" if hows & BATCHING else "func"
 
     def program(self, seed: int) -> Program:

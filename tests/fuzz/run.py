@@ -157,6 +157,7 @@ POLICED = re.compile(r'"(?!nothing)(' + "|".join(library.POLICIES) + r')"\)|torc
 TORCHS = re.compile(
     "must implement the jvp function|vmap: (inplace arithmetic|index_put_|scatter_add_|aten::index_copy_)"
     "|Batching rule not implemented"
+    r"|attempting to call Tensor.requires_grad_\(\)|Vmap does not currently support same randomness"
     "|Nested forward mode AD|derivative for .* is not implemented|A carry must have the same shape"
 )
 # Of programs that call a transform inside alone: else an error of this kind is a region's.

@@ -268,9 +268,7 @@ def swapping() -> bool:
 
 def as_operand(tensor: torch.Tensor) -> torch.Tensor:
     """What the enclosing region, if any, has put in the place of `tensor`."""
-    for mode in reversed(active.swaps):
-        return mode.swap(tensor)
-    return tensor
+    return without_dead(active.swaps[-1].swap(tensor) if active.swaps else tensor)
 
 
 def as_operands(tree: Any) -> Any:
