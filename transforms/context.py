@@ -39,6 +39,9 @@ class _Active(threading.local):
     evaluating = False  # whether a step of a scan runs for its shapes alone: a scan in it runs no steps
     shown: Any = None  # the scan in eager that Dynamo is shown stand-ins of, in a list, until it has begun
     attempt: list[Any] | None = None  # the watchers of a run that may begin again
+    # Of the level of torch.func that a function is run again for: "own" where no level inside differentiates,
+    # "inner" where one does; None in plain autograd. And whether levels around differentiate that run, too.
+    leveled: tuple[str, bool] | None = None
     owner: list[Any] | None = None  # holds what must live as long as the steps that are being compiled
 
     def __init__(self) -> None:

@@ -348,7 +348,6 @@ class Operands:
     memory that Python has looked at or replaced.
 
     Args:
-        tape: of the forward.
         arguments: those of this run, in the order of the forward's.
         outside: the other tensors that the forward has read from outside, by their places on the tape.
         written: the numbers of the memories from outside that the function writes to.
@@ -374,24 +373,25 @@ class Operands:
         for number, tensor in enumerate(tensors_in(out), node.first):
             self._add(number, tensor)
 
-    def unlike(self, read: Iterable[tuple[int, torch.Tensor]]) -> str | None:
-        """What an op reads, with the numbers that it read in the forward, that is not that; None if it is."""
+    def unlike(self, read: Iterable[tuple[int, torch.Tensor]], absent: Callable[[], Any]) -> str | None:
+        """What an op reads, with the numbers that it read in the forward, that is not that; None if it is.
+
+        `absent` knows what caches hold: `cache.setdefault(key, make())` makes it anew and reads the first."""
         for number, tensor in read:
             memory, place = memory_of(tensor), self._places.get(number)
             if memory is None or (self._unknown and self.tape.root_of(number) in self._unknown):
                 continue
             if place is not None:
-                if place[0]() is not memory or place[1] != geometry(tensor):
+                there = place[0]() is memory and place[1] == geometry(tensor)
+                if not there and not absent().is_held(number, tensor):
                     return f"another tensor ({list(tensor.shape)}) than in the forward"
                 continue
             was = self.outside.get(-1 - number) if number < 0 else None
             if was is None or (memory_of(was) is memory and geometry(was) == geometry(tensor)):
                 continue
             if not self.same(was, tensor):
-                return (
-                    f"a tensor ({list(tensor.shape)}) that was put in the place of the forward's. Pass it as "
-                    "an argument, or write by copy_"
-                )
+                what = f"a tensor ({list(tensor.shape)}) that was put in the place of the forward's"
+                return f"{what}. Pass it as an argument, or write by copy_"
         return None
 
     def _add(self, number: int, tensor: torch.Tensor) -> None:

@@ -47,6 +47,11 @@ POLICIES = {
     "offload": offload_matmuls,
     "odd": checkpoint_policy(lambda info: info.index % 2 == 0),
     "everything": save_everything,
+    "none": None,
+    "rule": lambda info: info.bytes < 96,
+    "half": checkpoint_policy(budget=0.5, cost="flops"),
+    "bytes": checkpoint_policy(budget="1MiB", cost="flops"),
+    "peak": checkpoint_policy(peak="1MiB", cost="flops"),
 }
 Pair = namedtuple("Pair", ["first", "second"])
 # Whether `R` makes regions, or leaves functions as they are.

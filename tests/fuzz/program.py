@@ -155,24 +155,38 @@ def indented(lines: Any) -> list[str]:
 
 # -- drawing ---------------------------------------------------------------------------------------------
 
-WORDS = {
-    name: getattr(words, name).strip("\n").split("\n\n")
-    for name in ("PURE", "WRITES", "BUFFERS", "RANDOM", "EAGER", "PYTHON", "OPEN", "REFUSED")
+KINDS = (
+    "PURE", "WRITES", "BUFFERS", "RANDOM", "COMMON", "NESTED", "LEVELS", "OLD", "MEMORY", "STATE", "EAGER",
+    "PYTHON", "OPEN", "REFUSED",
+)  # fmt: skip
+WORDS = {name: getattr(words, name).strip("\n").split("\n\n") for name in KINDS}
+# Kinds of words, and how often each is drawn: by flavour, and by what its ways of calling can run.
+_EAGER = {
+    "PURE": 30,
+    "WRITES": 18,
+    "BUFFERS": 10,
+    "RANDOM": 8,
+    "COMMON": 7,
+    "LEVELS": 8,
+    "OLD": 4,
+    "EAGER": 4,
 }
-# Kinds of words, and how often each is drawn.
+_FUNC = {"PURE": 42, "WRITES": 16, "RANDOM": 10, "COMMON": 14, "NESTED": 4}
 CHANCES = {
-    "eager": {
-        "PURE": 30,
-        "WRITES": 18,
-        "BUFFERS": 10,
-        "RANDOM": 8,
-        "EAGER": 22,
-        "PYTHON": 14,
-        "REFUSED": 0.2,
-    },
-    "func": {"PURE": 75, "WRITES": 25},
-    "compile": {"PURE": 60, "WRITES": 20, "BUFFERS": 12},
+    "eager": _EAGER | {"STATE": 6, "PYTHON": 8, "REFUSED": 0.2},
+    # A function that runs again changes Python's state again.
+    "open": _EAGER | {"NESTED": 3, "MEMORY": 5, "OPEN": 3, "STATE": 3, "REFUSED": 0.2},
+    "batched": _FUNC,
+    "traced": _FUNC | {"RANDOM": 0},
+    "func": _FUNC | {"LEVELS": 10, "STATE": 8},
+    "func plain": _FUNC | {"BUFFERS": 8, "OLD": 6, "MEMORY": 3, "STATE": 6},
+    "compile": {"PURE": 48, "WRITES": 16, "BUFFERS": 10, "COMMON": 12, "NESTED": 4, "OLD": 8, "MEMORY": 3},
+    "compile func": {"PURE": 50, "WRITES": 18, "COMMON": 12, "NESTED": 5},
+    "compile random": {"PURE": 40, "WRITES": 16, "RANDOM": 20, "BUFFERS": 6, "COMMON": 8},
 }
+# What transforms inside a program can run, and what they cannot if they batch.
+INSIDE = ("PURE", "PURE", "WRITES", "COMMON", "RANDOM", "LEVELS")
+UNBATCHED = ("RANDOM", "LEVELS")
 HOWS = {
     "eager": {
         "backward": 8, "twice": 2, "partial": 2, "double": 2, "accumulate": 2, "two_forwards": 2, "again": 2,
@@ -185,8 +199,11 @@ HOWS = {
         "third": 0.5, "mixed": 1, "vmap_hessian": 0.5, "linearize": 0.5, "plain_over_grad": 1,
         "plain_over_jvp": 1,
     },
-    "compile": {"backward": 4, "grad": 2, "vmap_grad": 1},
+    "compile": {"backward": 4, "differences": 2, "grad": 2, "vmap_grad": 1},
 }  # fmt: skip
+# Ways of plain autograd, and those that batch a function; the others are levels of `torch.func`.
+PLAIN = {"backward", "double", "differences"}
+BATCHING = {"vmap_grad", "hessian", "jacfwd", "third", "vmap_hessian", "vmap"}
 FLAGS = ("on0", "on1", "on2")
 
 
@@ -195,13 +212,28 @@ class Drawing:
 
     def __init__(self, seed: int, flavour: str) -> None:
         self.dice, self.flavour, self.count = random.Random(f"{flavour}{seed}"), flavour, 0
-        chances = CHANCES[flavour]
-        # A function that runs again changes Python's state again.
+        count = self.dice.randint(2, 4) if flavour == "eager" else self.dice.choice([1, 1, 2])
+        self.steps = [self.step() for _ in range(count)]
+        # Where a function runs again, so does what it does to Python's state.
         self.opens = flavour != "eager" or self.dice.random() < 0.4
-        if flavour == "eager" and self.opens:
-            chances = {"OPEN" if kind == "PYTHON" else kind: chance for kind, chance in chances.items()}
+        chances = CHANCES[self.scene({step["how"] for step in self.steps})]
         self.kinds, self.weights = list(chances), list(chances.values())
         self.policies = ["nothing"] if self.dice.random() < 0.2 else list(POLICIES)
+        if self.policies == ["nothing"]:
+            for step in self.steps:
+                step |= {"bytes": True} if step["how"] in ("backward", "twice", "double") else {}
+
+    def scene(self, hows: set[str]) -> str:
+        """What the program can be made of, by the ways in which it is called."""
+        if self.flavour == "eager":
+            return "open" if self.opens else "eager"
+        if self.flavour == "compile":
+            if "differences" in hows:
+                return "compile random"
+            return "compile" if hows <= PLAIN else "compile func"
+        if "linearize" in hows:
+            return "traced"
+        return "func plain" if hows <= PLAIN else "batched" if hows & BATCHING else "func"
 
     def program(self, seed: int) -> Program:
         dice = self.dice
@@ -209,48 +241,51 @@ class Drawing:
         # What stands in a region for sure.
         body.append(self.region(self.around(["x", "y"], body), 3))
         body += self.body(self.around(["x", "y"], body), dice.randint(0, 2), 3)
-        steps = [self.step() for _ in range(dice.randint(2, 4) if self.flavour == "eager" else 1)]
         dtype = "float32" if self.flavour == "eager" and dice.random() < 0.2 else "float64"
-        return Program(seed, self.flavour, body, body[-1].out, steps, dtype)
+        return Program(seed, self.flavour, body, body[-1].out, self.steps, dtype)
 
     def around(self, names: list[str], body: list[Statement]) -> list[str]:
         return names + [statement.out for statement in body]
 
-    def body(self, names: list[str], length: int, depth: int, functional: bool = False) -> list[Statement]:
+    def body(
+        self, names: list[str], length: int, depth: int, inside: tuple[str, ...] = ()
+    ) -> list[Statement]:
         made: list[Statement] = []
         for _ in range(length):
-            made.append(self.statement(self.around(names, made), depth, functional))
+            made.append(self.statement(self.around(names, made), depth, inside))
         return made
 
-    def statement(self, names: list[str], depth: int, functional: bool) -> Statement:
+    def statement(self, names: list[str], depth: int, inside: tuple[str, ...]) -> Statement:
         dice, chance = self.dice, self.dice.random()
         if depth and chance < 0.2:
-            return self.region(names, depth, functional)
-        if depth and chance < 0.26 and not functional:
+            return self.region(names, depth, inside)
+        if depth and chance < 0.26 and not inside:
             out, ins = self.name(), self.ins(names)
             body = self.body(names, dice.randint(1, 2), depth - 1)
             return Statement(
                 out, ins, body=body, kind="branch", flag=dice.choice(FLAGS), results=(body[-1].out, "")
             )
         kind = dice.choices(self.kinds, self.weights)[0]
-        if functional:
-            kind = dice.choice(["PURE", "PURE", "WRITES"])
+        if inside:
+            kind = dice.choice([kind for kind in inside if kind in self.kinds])
         return Statement(self.name(), self.ins(names), word=dice.choice(WORDS[kind]))
 
-    def region(self, names: list[str], depth: int, functional: bool = False) -> Statement:
+    def region(self, names: list[str], depth: int, inside: tuple[str, ...] = ()) -> Statement:
         dice = self.dice
         out, ins = self.name(), self.ins(names)
         call = dice.choice(["plain"] * 4 + list(CALLS))
         returns = dice.choice(["single"] * 4 + list(RETURNS))
         if self.opens and dice.random() < 0.2:
-            call, returns, functional = dice.choice(list(FUNCTIONAL_CALLS)), "single", True
+            call, returns = dice.choice(list(FUNCTIONAL_CALLS)), "single"
             if self.flavour == "compile" and call == "loop":
                 call = "scan"
+            batched = call == "vmapped" or "RANDOM" not in (inside or INSIDE)
+            inside = tuple([kind for kind in INSIDE if not (batched and kind in UNBATCHED)])
         method = dice.random() < 0.25
         # A closure reads what is around it; a method has its arguments alone.
         own = [f"a{out[1:]}", f"b{out[1:]}"]
         seen = own if method else [*names, *own, *own]
-        body = self.body(seen, dice.randint(1, 4), depth - 1, functional)
+        body = self.body(seen, dice.randint(1, 4), depth - 1, inside)
         results = body[-1].out, dice.choice([s.out for s in body] + own[1:])
         return Statement(
             out, ins, "", body, "region", call, returns, dice.choice(self.policies), "on0", method, results
@@ -267,8 +302,11 @@ class Drawing:
     def step(self) -> dict[str, Any]:
         dice, hows = self.dice, HOWS[self.flavour]
         step: dict[str, Any] = {"how": dice.choices(list(hows), list(hows.values()))[0]}
-        if step["how"] in ("backward", "twice", "double") and self.policies == ["nothing"]:
-            step["bytes"] = True
+        if self.flavour == "func":
+            flips = [flag for flag in FLAGS if dice.random() < 0.1]
+            options = {"flip": flips, "mode": dice.choice([None] * 8 + ["train", "eval"])}
+            options["randomness"] = dice.choice(["same", "different"])
+            return step | {key: value for key, value in options.items() if value != DEFAULTS[key]}
         if self.flavour != "eager":
             return step
         flips = [flag for flag in FLAGS if dice.random() < 0.15]
@@ -288,7 +326,7 @@ class Drawing:
 
 DEFAULTS: dict[str, Any] = {
     "flip": [], "mode": None, "frozen": False, "rows": 3, "autocast": False, "requires": True, "hook": None,
-    "late": False, "factor": None, "bytes": False,
+    "late": False, "factor": None, "bytes": False, "randomness": "same",
 }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch.func import functional_call, grad, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
 from remat import RematError
 from tests.fuzz import library
@@ -73,6 +73,7 @@ class Pass:
 
     def run(self, step: dict[str, Any], seed: int) -> Seen:
         step = DEFAULTS | step
+        self.randomness: str = step["randomness"]
         seeded(seed)
         self._prepare(step)
         with regions(self.ours), warnings.catch_warnings():
@@ -138,6 +139,8 @@ class Pass:
             seen[f"self.{name}"] = pytree.tree_map(
                 lambda v: v.detach().clone() if isinstance(v, Tensor) else v, value
             )
+        if self.backend is not None:
+            return seen  # Compiled code draws other numbers.
         seen["random stream"] = torch.default_generator.get_state()
         seen["own random stream"] = model.generator.get_state()
         seen["Python's random stream"] = hash(random.getstate())
@@ -154,6 +157,7 @@ POLICED = re.compile(r'"(?!nothing)(' + "|".join(library.POLICIES) + r')"\)|torc
 TORCHS = re.compile(
     "must implement the jvp function|vmap: (inplace arithmetic|index_put_|scatter_add_|aten::index_copy_)"
     "|Batching rule not implemented"
+    r"|attempting to call Tensor.requires_grad_\(\)|Vmap does not currently support same randomness"
     "|Nested forward mode AD|derivative for .* is not implemented|A carry must have the same shape"
 )
 # Of programs that call a transform inside alone: else an error of this kind is a region's.
@@ -345,6 +349,27 @@ def anomaly(run: Pass, step: dict[str, Any]) -> Seen:
         return backward(run, step)
 
 
+def differences(run: Pass, step: dict[str, Any]) -> Seen:
+    """Whether the gradient is the slope of the loss: code draws other numbers when it is compiled."""
+    x, y = run.inputs(step)
+    direction, small = y.cos(), 1e-5
+    buffers = [(b, b.clone()) for b in run.model.buffers()]
+
+    def loss(by: float) -> Tensor:
+        seeded(5)
+        for buffer, before in buffers:
+            buffer.copy_(before)
+        return run.loss(x + by * direction, y)
+
+    there = loss(0.0)
+    if not there.requires_grad:
+        return {}
+    slope = (torch.autograd.grad(there, x)[0] * direction).sum()
+    expected = (loss(small) - loss(-small)) / (2 * small)
+    # Nor is it in a program that detaches.
+    return {"at most wrong": not torch.allclose(slope, expected, rtol=1e-4, atol=1e-5)}
+
+
 def forward_ad(run: Pass, step: dict[str, Any]) -> Seen:
     x, y = run.inputs(step)
     with torch.autograd.forward_ad.dual_level():
@@ -368,9 +393,19 @@ def transformed(make: Callable[[Callable[..., Tensor], Pass, Tensor, Tensor], An
             out = run.model(x, y) if parameters is None else functional_call(run.model, parameters, (x, y))
             return total([out])
 
-        return {"derivatives": make(loss, run, x.detach(), y)}
+        def derived(x: Tensor, y: Tensor) -> Any:
+            return make(loss, run, x, y)
+
+        if run.backend is not None:
+            derived = torch.compile(derived, backend=run.backend, fullgraph=True)
+        return {"derivatives": derived(x.detach(), y)}
 
     return way
+
+
+def hessian(loss: Callable[..., Tensor], run: Pass, x: Tensor, y: Tensor) -> Callable[..., Tensor]:
+    """Of a loss by a scale of `x`."""
+    return jacfwd(jacrev(scaled(loss, x, y)), randomness=run.randomness)
 
 
 def parameters(run: Pass) -> dict[str, Tensor]:
@@ -428,32 +463,43 @@ WAYS: dict[str, Callable[..., Seen]] = {
     "update": update,
     "batched": batched,
     "anomaly": anomaly,
+    "differences": differences,
     "forward_ad": forward_ad,
     "grad": transformed(lambda loss, run, x, y: grad(loss, (0, 1))(x, y)),
     "grad_params": transformed(lambda loss, run, x, y: grad(loss, (0, 2))(x, y, parameters(run))),
     "vmap_grad": transformed(
-        lambda loss, run, x, y: vmap(grad(loss), (0, None))(torch.stack([x, x.flip(0)]), y)
+        lambda loss, run, x, y: vmap(grad(loss), (0, None), randomness=run.randomness)(
+            torch.stack([x, x.flip(0)]), y
+        )
     ),
     "jvp": transformed(lambda loss, run, x, y: jvp(loss, (x, y), (y, x))),
     "vjp": transformed(lambda loss, run, x, y: vjp(loss, x, y)[1](x.sum())),  # type: ignore
-    "hessian": transformed(lambda loss, run, x, y: hessian(scaled(loss, x, y))(ONES)),
+    "hessian": transformed(lambda loss, run, x, y: hessian(loss, run, x, y)(ONES)),
     "jacrev": transformed(lambda loss, run, x, y: jacrev(grad(scaled(loss, x, y)))(ONES)),
-    "jacfwd": transformed(lambda loss, run, x, y: jacfwd(scaled(loss, x, y))(ONES)),
+    "jacfwd": transformed(
+        lambda loss, run, x, y: jacfwd(scaled(loss, x, y), randomness=run.randomness)(ONES)
+    ),
     "grad_grad": transformed(lambda loss, run, x, y: grad(lambda x: grad(loss)(x, y).square().sum())(x)),
     "third": transformed(
-        lambda loss, run, x, y: grad(lambda s: hessian(scaled(loss, x, y))(s).square().sum())(ONES)
+        lambda loss, run, x, y: grad(lambda s: hessian(loss, run, x, y)(s).square().sum())(ONES)
     ),
     "mixed": transformed(
         lambda loss, run, x, y: grad(lambda p: grad(loss)(x, y, p).square().sum())(parameters(run))
     ),
     "vmap_hessian": transformed(
-        lambda loss, run, x, y: vmap(lambda x: hessian(scaled(loss, x, y))(ONES))(torch.stack([x, x.flip(0)]))
+        lambda loss, run, x, y: vmap(lambda x: hessian(loss, run, x, y)(ONES), randomness=run.randomness)(
+            torch.stack([x, x.flip(0)])
+        )
     ),
     "linearize": transformed(linearized),
     "plain_over_grad": plain_over_grad,
     "plain_over_jvp": plain_over_jvp,
     "jvp_grad": transformed(lambda loss, run, x, y: jvp(lambda x: grad(loss)(x, y), (x,), (y,))),
-    "vmap": transformed(lambda loss, run, x, y: vmap(loss, (0, None))(torch.stack([x, x.flip(0)]), y)),
+    "vmap": transformed(
+        lambda loss, run, x, y: vmap(loss, (0, None), randomness=run.randomness)(
+            torch.stack([x, x.flip(0)]), y
+        )
+    ),
 }
 
 

@@ -242,8 +242,43 @@ RANDOM = """
 {o} = {a} * torch.normal({b}.detach(), 0.1)
 """
 
-# What only eager code does.
-EAGER = """
+# As PURE, of modules, buffers, contexts and Python.
+COMMON = """
+{o} = {a} * torch.bincount({a}.detach().argmax(1), minlength=4)
+
+{o} = {a}.sin()[{b}.detach()[:, 0].argsort()].exp().tanh()
+
+torch.ops.remat_fuzz.bump(self.steps)
+{o} = {a} * self.steps.clamp(max=4.0)
+
+{o} = self.weighted({a}).sin()
+
+{o} = self.parametrized({a})
+
+{o} = self.attention({a}[None], {a}[None], {a}[None])[0][0]
+
+with torch.autocast("cpu", torch.bfloat16):
+    {o} = self.lin({a}).sin().to({a}.dtype)
+
+with torch.autocast("cpu", enabled=False):
+    {o} = ({a} @ self.w).sin()
+
+{o} = lookup({a}.shape[1]).to({a}.dtype) * {a}
+
+{o} = {a}.sin() if {a} is {b} else {a}.cos() * {b}
+"""
+
+# Transforms inside, which make a region run its function again.
+NESTED = """
+{o} = torch.func.grad(lambda {t}: self.mlp({t}).sum())({a}) * {b}
+
+{o} = torch.func.vmap(lambda {t}: self.lin({t}).sin())({a})
+
+{o} = torch.func.jvp(lambda {t}: {t}.sin() * {b}, ({a},), ({b},))[1]
+"""
+
+# In eager code, under `torch.func` too where nothing is batched.
+LEVELS = """
 {o} = {a} * torch.rand({a}.shape, generator=self.generator, dtype={a}.dtype)
 
 {o} = {a}.sin() if float({a}.detach().sum()) > 0 else {a}.cos()
@@ -255,15 +290,91 @@ EAGER = """
 
 {o} = {a} + {a}[{b} > 0].exp().tanh().sum()
 
-{o} = {a} * torch.bincount({a}.detach().argmax(1), minlength=4)
+{o} = self.gru({a}[None])[0][0]
 
-{o} = {a}.sin()[{b}.detach()[:, 0].argsort()].exp().tanh()
+{o} = torch.sparse.mm(self.adjacency, {a}.t().sin()).t().contiguous()
+
+{t} = torch.empty({a}.shape, dtype={a}.dtype)
+with torch.no_grad():
+    torch.sin({a}, out={t})
+{o} = {a} * {t}
+
+{o} = self.spectral({a}).tanh()
+
+with torch.inference_mode():
+    {t} = {b}.sin()
+{o} = {a} * {t}.clone() if not torch.is_inference_mode_enabled() else {a}.cos()
+
+{o} = self.quantized({a}.detach().float()).to({a}.dtype) * {b}
 
 with torch.enable_grad():
     {t} = {a} if {a}.requires_grad else {a}.detach().requires_grad_()
     {t}2 = torch.autograd.grad({t}.sin().pow(2).sum(), {t}, create_graph=True)[0]
 {o} = {t}2 * {b}
+"""
 
+# Under plain autograd, compilers included.
+OLD = """
+{o} = Old.apply({a})
+
+{o} = Attribute.apply({a}, {b})
+
+{o} = Partly.apply({a}, {b})[0]
+
+{o} = torch.ops.remat_fuzz.new_like({a}) * {b}
+
+{o} = self.renorm(torch.arange(len({a})) % 5) * {a}
+
+{o} = torch.utils.checkpoint.checkpoint(lambda {t}: self.mlp({t}).sin(), {a}, use_reentrant=False)
+"""
+
+# As OLD; the region's function runs again.
+MEMORY = """
+{o} = {a} * torch.from_numpy({b}.detach().sin().numpy().copy())
+
+{o} = {a} * {a}.detach().numpy().mean()
+
+{o} = torch.ops.remat_fuzz.scaled({a}, 2.0)
+
+{o} = RawFill.apply({a})
+
+{o} = {a} * 2
+{o}.detach().numpy()[...] *= 0.5
+"""
+
+# State that a second run of the function finds, or makes, as the first did.
+STATE = """
+torch.manual_seed(7)
+{o} = F.dropout({a}, 0.5)
+
+with torch.random.fork_rng(devices=[]):
+    torch.manual_seed(3)
+    {t} = torch.rand_like({a})
+{o} = {a} * {t} + torch.rand(1, dtype={a}.dtype)
+
+{t} = torch.get_rng_state()
+{o} = F.dropout({a}, 0.5)
+torch.set_rng_state({t})
+
+{o} = {a} * self.cache.setdefault(len({a}), torch.linspace(0.5, 1.5, 4, dtype={a}.dtype))
+
+{o} = {a} * self.cache.setdefault("first", {b}.detach().mean(0).sin())
+
+self.last = {a}.sin()
+{o} = self.last * {b}
+
+{t} = self.last
+self.last = {a}.detach().mean(0)
+{o} = {a} * {t}
+
+{t} = {a}.sin()
+if {t}.requires_grad:
+    {t}.register_hook(lambda g: g * 0.5)
+{o} = {t}.exp().tanh()
+"""
+
+# What only eager code does.
+EAGER = """
 with torch.enable_grad():
     {t} = {a}.detach().requires_grad_()
     {t}2 = torch.autograd.grad(self.lin({t}).tanh().sum(), {t})[0]
@@ -280,73 +391,13 @@ with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 1, lambda t: t):
 with torch.autograd.graph.save_on_cpu():
     {o} = torch.tanh({a} @ self.w)
 
-{o} = Old.apply({a})
-
 {o} = Dirty.apply({a}.sin())
 
-{o} = Attribute.apply({a}, {b})
-
-{o} = Partly.apply({a}, {b})[0]
-
-{o} = torch.ops.remat_fuzz.new_like({a}) * {b}
-
-torch.ops.remat_fuzz.bump(self.steps)
-{o} = {a} * self.steps.clamp(max=4.0)
-
-{o} = self.spectral({a}).tanh()
-
-{o} = self.weighted({a}).sin()
-
-{o} = self.parametrized({a})
-
-{o} = self.instance({a}[None])[0] if len({a}) > 1 else {a}
-
-{o} = self.renorm(torch.arange(len({a})) % 5) * {a}
-
-{o} = self.attention({a}[None], {a}[None], {a}[None])[0][0]
-
-{o} = self.gru({a}[None])[0][0]
-
-{o} = torch.sparse.mm(self.adjacency, {a}.t().sin()).t().contiguous()
-
-{o} = torch.utils.checkpoint.checkpoint(lambda {t}: self.mlp({t}).sin(), {a}, use_reentrant=False)
-
-with torch.autocast("cpu", torch.bfloat16):
-    {o} = self.lin({a}).sin().to({a}.dtype)
-
-with torch.autocast("cpu", enabled=False):
-    {o} = ({a} @ self.w).sin()
-
-with torch.inference_mode():
-    {t} = {b}.sin()
-{o} = {a} * {t}.clone() if not torch.is_inference_mode_enabled() else {a}.cos()
-
-{o} = lookup({a}.shape[1]).to({a}.dtype) * {a}
-
-{t} = torch.empty({a}.shape, dtype={a}.dtype)
-with torch.no_grad():
-    torch.sin({a}, out={t})
-{o} = {a} * {t}
-
-{o} = {a}.sin() if {a} is {b} else {a}.cos() * {b}
-
-{o} = self.quantized({a}.detach().float()).to({a}.dtype) * {b}
+{o} = self.instance({a}.t()[None])[0].t() if len({a}) > 1 else {a}
 """
 
 # Python state, hooks and side effects: once, in a region that runs ops again and not its function.
 PYTHON = """
-torch.manual_seed(7)
-{o} = F.dropout({a}, 0.5)
-
-with torch.random.fork_rng(devices=[]):
-    torch.manual_seed(3)
-    {t} = torch.rand_like({a})
-{o} = {a} * {t} + torch.rand(1, dtype={a}.dtype)
-
-{t} = torch.get_rng_state()
-{o} = F.dropout({a}, 0.5)
-torch.set_rng_state({t})
-
 {o} = {a} * random.random() + np.random.rand()
 
 self.calls += 1
@@ -355,27 +406,11 @@ self.calls += 1
 self.history.append(float({a}.detach().sum()))
 {o} = {a}.sin() * len(self.history)
 
-{o} = {a} * self.cache.setdefault(len({a}), torch.linspace(0.5, 1.5, 4, dtype={a}.dtype))
-
-{o} = {a} * self.cache.setdefault("first", {b}.detach().mean(0).sin())
-
-self.last = {a}.sin()
-{o} = self.last * {b}
-
-{t} = self.last
-self.last = {a}.detach().mean(0)
-{o} = {a} * {t}
-
 self.escaped.append({a}.sin() * 2)
 {o} = {a}.cos()
 
 self.factor = self.factor * 0.5 + 0.25
 {o} = {a}.sin() * self.factor
-
-{t} = {a}.sin()
-if {t}.requires_grad:
-    {t}.register_hook(lambda g: g * 0.5)
-{o} = {t}.exp().tanh()
 
 {t} = {a}.sin()
 if {t}.requires_grad:
@@ -397,23 +432,6 @@ with torch.enable_grad():
 
 # What makes a region run its function again: no Python state in the same program.
 OPEN = """
-{o} = {a} * torch.from_numpy({b}.detach().sin().numpy().copy())
-
-{o} = {a} * {a}.detach().numpy().mean()
-
-{o} = torch.func.grad(lambda {t}: self.mlp({t}).sum())({a}) * {b}
-
-{o} = torch.func.vmap(lambda {t}: self.lin({t}).sin())({a})
-
-{o} = torch.func.jvp(lambda {t}: {t}.sin() * {b}, ({a},), ({b},))[1]
-
-{o} = torch.ops.remat_fuzz.scaled({a}, 2.0)
-
-{o} = RawFill.apply({a})
-
-{o} = {a} * 2
-{o}.detach().numpy()[...] *= 0.5
-
 {t} = {a} + 1
 {t}.data.mul_(2)
 {o} = {t}.sin()

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 import torch.utils.dlpack
 from torch import nn
+from torch.func import grad
 
 from remat import checkpoint_name, checkpoint_policy, remat, save_matmuls, save_nothing, save_ops
-from tests.helpers import same
+from tests.helpers import rand, same
 
 D = torch.float64
 BUFFERS = {
@@ -171,6 +172,14 @@ def test_it_is_as_without_remat(what, form, policy):
     plain, ours = models
     region = remat(ours if form == "module" else (lambda x: ours(x)), policy=policy)
     same(steps(ours, region), steps(plain, plain), 1e-12)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_quantized_module_under_torch_func():
+    """Its weights are an object that every op is given in a new wrapper."""
+    model, x = Common("quantized"), rand(3, 4)
+    region = remat(model.run_quantized)
+    same(grad(lambda x: region(x).sum())(x), grad(lambda x: model.run_quantized(x).sum())(x))
 
 
 @pytest.mark.parametrize("layout", ["coo", "csr"])

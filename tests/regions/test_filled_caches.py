@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.func import grad, hessian, vmap
+from torch.func import grad, hessian, jvp, vmap
 
 from remat import RematError, remat, save_matmuls, save_nothing
 from tests.helpers import rand, same, unseen
@@ -35,6 +35,11 @@ def memoized():
     return lambda x: (x * cached(len(x))).sin() * x
 
 
+def made_each_time():
+    cache: dict[int, Any] = {}
+    return lambda x: (x * cache.setdefault(len(x), table(len(x)))).sin() * x
+
+
 def a_part():
     cache: list[Any] = []
 
@@ -59,7 +64,7 @@ def a_written_mask():
     return fn
 
 
-CACHES = [in_a_dict, memoized, a_part, a_written_mask]
+CACHES = [in_a_dict, memoized, made_each_time, a_part, a_written_mask]
 
 
 def total(fn):
@@ -129,3 +134,15 @@ def test_a_table_that_is_overwritten_before_the_backward_is_told():
     fn.cache[0].add_(1)
     with pytest.raises(RematError):
         torch.autograd.grad(out, x)
+
+
+def test_a_table_in_the_wrapper_of_a_level_that_is_gone():
+    """The next region finds it in its cache."""
+    cache: dict[int, Any] = {}
+    x, y = rand(3, 2), rand(3, 2)
+
+    def loss(x):
+        remat(lambda a, b: a * cache.setdefault(len(x), table(len(x))) * b)(y, x)
+        return remat(lambda b: b.sin() * len(cache))(y).sum() + x.sin().sum()
+
+    same(jvp(grad(loss), (x,), (x,))[1], -x.sin() * x)

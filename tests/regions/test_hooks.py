@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensor
-from torch.func import grad, vmap
+from torch.func import grad, jacrev, vmap
 
 from remat import (
     RematError,
@@ -191,21 +191,56 @@ def test_hooks_are_told_where_a_budget_is_planned():
     assert [what for again, what in heard if not again] == seen
 
 
-def test_gradients_that_hooks_change_are_differentiated_as_by_plain_autograd():
-    """docs/looking.md says so: torch.func itself calls them in the inner pass only."""
+def doubling(x):
+    h = torch.tanh(x)
+    if h.requires_grad:
+        h.register_hook(lambda g: (g * 2).sin())
+    return h.sin()
 
-    def region(x):
-        h = torch.tanh(x)
-        if h.requires_grad:
-            h.register_hook(lambda g: g * 2)
-        return h.sin()
 
+def over_a_level(fn):
+    """Plain autograd over a gradient of `torch.func`."""
     x = X.clone().requires_grad_()
-    (first,) = torch.autograd.grad(region(x).sum(), x, create_graph=True)
-    (plain,) = torch.autograd.grad(first.sum(), x)
-    twice = lambda f: grad(lambda x: grad(lambda x: f(x).sum())(x).sum())(X)  # noqa: E731
-    same(twice(remat(region)), plain)
-    same(2 * twice(region), plain)
+    return torch.autograd.grad(grad(lambda x: fn(x).sin().sum())(x).square().sum(), x)[0]
+
+
+def in_plain_autograd(fn):
+    x = X.clone().requires_grad_()
+    (first,) = torch.autograd.grad(fn(x).sin().sum(), x, create_graph=True)
+    return torch.autograd.grad(first.square().sum(), x)[0]
+
+
+TWICE = {
+    "grad of grad": lambda fn: grad(lambda x: grad(lambda x: fn(x).sin().sum())(x).square().sum())(X),
+    "jacrev of grad": lambda fn: jacrev(grad(lambda x: fn(x).sin().sum()))(X),
+    "autograd over grad": over_a_level,
+    "autograd twice": in_plain_autograd,
+    "autograd over a vmap of grad": lambda fn: over_a_level(lambda x: vmap(fn)(x)),
+    "three levels": lambda fn: grad(lambda x: TWICE["grad of grad"](lambda y: fn(x * y.sin())).sum())(X),
+}
+
+
+@pytest.mark.parametrize("way", TWICE)
+def test_hooks_that_change_gradients_do_so_at_their_own_level(way):
+    """In the pass of that level of torch.func alone, and in both of plain autograd."""
+    region, want = remat(doubling), TWICE[way](doubling)
+    for _ in range(2):
+        same(TWICE[way](region), want)
+
+
+@pytest.mark.parametrize("way", [way for way in TWICE if "vmap" not in way])
+def test_data_that_two_levels_differentiate_is_refused(way):
+    """At a level of torch.func `.data` cuts off the derivatives of that level, and no others."""
+
+    def reads(x):
+        return x.sin() * x.data
+
+    if way == "autograd twice":
+        same(TWICE[way](remat(reads)), TWICE[way](reads))
+        return
+    with pytest.raises(RematError, match=r"Write `\.detach\(\)`"):
+        TWICE[way](remat(reads))
+    same(grad(lambda x: remat(reads)(x).sum())(X), X.cos() * X)
 
 
 def test_hooks_are_told_where_names_are_looked_for():

@@ -67,6 +67,27 @@ _PULLS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 _HOOKS: Any = (torch.Tensor.register_hook, torch.Tensor.grad_fn.__get__)  # type: ignore[attr-defined]
 
 
+# What a level of torch.func has for itself, where one graph below all levels serves those around as well.
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_AT_LEVELS: Any = (torch.Tensor.register_hook, _DATA)
+
+
+def _at_its_level(
+    level: tuple[str, bool], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    if func != _DATA:
+        hook = args[1] if len(args) > 1 else kwargs["hook"]
+        # It is set at the innermost level, which pulls back first; others go through the same graph later.
+        turns = [True] if level[0] == "own" else []
+        return (args[0], lambda grad: hook(grad) if turns and turns.pop() else None), {}
+    if level != ("own", False) and args[0].requires_grad:
+        raise RematError(
+            "a region that torch.func differentiates twice reads `.data` of a tensor. At one level that cuts "
+            "off the derivatives of that level alone, which is lost below the levels. Write `.detach()`."
+        )
+    return args, kwargs
+
+
 class ClosureConversion(TorchFunctionMode):
     """Puts operands in the place of captured tensors, and refuses captured tensors it was not told of.
 
@@ -129,6 +150,8 @@ class ClosureConversion(TorchFunctionMode):
             args, kwargs = self.swap(args), self.swap(kwargs)
         if getattr(func, "__name__", "") in PAST_DISPATCH:
             notice(func, args)
+        if active.leveled is not None and func in _AT_LEVELS:
+            args, kwargs = _at_its_level(active.leveled, func, args, kwargs)
         if func is cond and len(args) == 4 and chosen_here():
             return self._chosen(*args)
         self.pulled = self.pulled or func in _PULLS
@@ -245,9 +268,7 @@ def swapping() -> bool:
 
 def as_operand(tensor: torch.Tensor) -> torch.Tensor:
     """What the enclosing region, if any, has put in the place of `tensor`."""
-    for mode in reversed(active.swaps):
-        return mode.swap(tensor)
-    return tensor
+    return without_dead(active.swaps[-1].swap(tensor) if active.swaps else tensor)
 
 
 def as_operands(tree: Any) -> Any:

@@ -59,6 +59,7 @@ from remat.transforms.compat.autograd import (
     enable_single_level_autograd_function,  # lets those functions run
     engine_grad,  # `torch.autograd.grad` without its checks
     engine_runs,  # whether the running backward will run a node
+    every_level,  # the active functorch levels from the outermost
     forward_ad_active,  # whether a plain `forward_ad.dual_level` is open and one of `tensors` has a tangent
     forward_grad_enabled,  # forward mode on or off
     graded_under,  # `torch.autograd.grad` from inside a torch-function mode, with one on meanwhile
@@ -84,7 +85,7 @@ from remat.transforms.compat.autograd import (
     is_wrapped,  # whether a tensor belongs to a level
     level_of,  # the level that a tensor belongs to
     level_stack,  # all of them, from the outermost; None outside every transform
-    levels,  # the active functorch levels from the outermost
+    levels,  # the same as numbers, kinds and vmap's randomness
     next_node,  # the number that this thread's next autograd node gets
     outside_batched_grads,  # leave the vmap of `is_grads_batched`, under which no op may draw
     pop_hooks,  # take the innermost saved-tensor hooks off

@@ -20,6 +20,7 @@ from torch._functorch import eager_transforms
 from torch._functorch import utils as functorch_utils
 from torch._functorch import vmap as functorch_vmap
 from torch._functorch.pyfunctorch import (
+    retrieve_all_functorch_interpreters,
     retrieve_current_functorch_interpreter,
     temporarily_clear_interpreter_stack,
 )
@@ -358,15 +359,14 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def every_level() -> list[Any]:
+    """The active functorch levels from the outermost."""
+    return retrieve_all_functorch_interpreters() if in_transform() else []
+
+
 def levels() -> list[tuple[int, Any, str]]:
-    """The active functorch levels from the outermost: number, kind (GRAD, VMAP, JVP, ...), vmap's
-    randomness."""
-    found = []
-    for level in level_stack() or ():
-        kind = level.key()
-        chance = _functorch_c.CVmapInterpreterPtr(level).randomness().name.lower() if kind == VMAP else ""
-        found.append((level.level(), kind, chance))
-    return found
+    """The same as numbers, kinds (GRAD, VMAP, JVP, ...) and vmap's randomness."""
+    return [(i.level(), i.key(), i.randomness() if i.key() == VMAP else "") for i in every_level()]
 
 
 def batch_size(level: Any) -> Any:

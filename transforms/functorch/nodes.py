@@ -105,7 +105,7 @@ def _run(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
 
 def _keep(ctx: Any, prim: Prim, operands: Tensors, outs: Tensors, residuals: Residuals | None) -> None:
     """Put on a node what its backward needs."""
-    ctx.prim, ctx.residuals = prim, residuals
+    ctx.prim, ctx.residuals, ctx.leveled = prim, residuals, active.leveled and active.leveled[0]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*[t for t in outs if not (t.is_floating_point() or t.is_complex())])
     if prim.family.world is not None:
@@ -158,7 +158,10 @@ def _backward(ctx: Any, cotangents: tuple[Any, ...], level: int | None) -> list[
     source = ctx.residuals or ctx.prim.source
     forward = _as_recorded(replace(ctx.prim, source=source), mask)
     around = source is not None and not source.differentiated.issubset(mask)
-    body = PullBack(forward, len(saved), mask, present, ctx.prim.family.by_levels, around)
+    levels = ctx.prim.family.by_levels
+    leveled = "inner" if ctx.prim.masks else ctx.leveled if level is None else "own"
+    ctx.leveled = ctx.leveled and "inner"  # the levels around come here later
+    body = PullBack(forward, len(saved), mask, present, levels, around, leveled=leveled)
     # A second derivative still pulls back from the same results of the region.
     ends = ctx.prim.present if ctx.prim.pulls else tuple(present)
     own = None if dead else level

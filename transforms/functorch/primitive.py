@@ -32,7 +32,7 @@ from remat.transforms.compat import (
     restore_vmap,
     unwrap_if_dead,
 )
-from remat.transforms.context import active, quiet, recomputing
+from remat.transforms.context import active, quiet, recomputing, scoped
 from remat.transforms.ops import memory_of, span, storage
 from remat.transforms.pytree import smooth as pytree_smooth
 from remat.transforms.region import Region
@@ -208,6 +208,7 @@ class PullBack:
     by_levels: bool = False
     around: bool = False  # whether levels below differentiate other operands, which torch looks at
     over: tuple[tuple[tuple[int | None, ...], int, str], ...] = ()
+    leveled: str | None = None  # as `active.leveled` has it
     unused: set[int] = field(default_factory=set)  # places of `mask` that turned out not to matter
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -242,7 +243,7 @@ class PullBack:
     def _plainly(self, operands: Tensors, cotangents: Tensors) -> tuple[torch.Tensor, ...]:
         """By plain autograd: quicker, and the only way for functions that torch.func refuses."""
         again = torch.is_grad_enabled() and any(t.requires_grad for t in (*operands, *cotangents))
-        with torch.enable_grad():
+        with torch.enable_grad(), scoped(leveled=self.leveled and (self.leveled, again)):
             leaves = [_variable(operands[i], again) for i in self.mask]
             outs, last = noting(self.body, *merged(operands, self.mask, leaves))
         forward_done()

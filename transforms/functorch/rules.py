@@ -58,10 +58,13 @@ def vmap_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, 
             return call(prim, lowered)
     out_dims: list[Any] = []
     size = level.batch_size()
+    # Whether each example has drawn numbers of its own, which operands without a batch do not show.
+    drawn = randomness == "different" and (prim.own_level or 0) > number
 
     def batched(body: Body) -> Body:
-        if isinstance(body, PullBack) and (pull := body.batched(in_dims, size, randomness)) is not None:
-            out_dims[:] = [0] * len(body.mask)
+        pull = body.batched(in_dims, size, randomness) if isinstance(body, PullBack) and not drawn else None
+        if pull is not None:
+            out_dims[:] = [0] * len(pull.mask)
             return pull
         over = restore_vmap(lambda *ts: tuple(body(*ts)), in_dims, size, randomness)
 

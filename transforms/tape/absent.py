@@ -45,12 +45,16 @@ class Absent:
         makers = self.tape.makers
         for number, value in pairs((node.args, node.kwargs), (args, kwargs)):
             if number >= 0 and makers[number] in left:
-                ref, version = self.held.get(number, (None, 0))
-                if ref is None or ref() is not value or version_of(value) != version:
+                if not self.is_held(number, value):
                     return False
             elif shapes and value.shape != self.tape.meta_of(number)[0]:
                 return False
         return True
+
+    def is_held(self, number: int, value: torch.Tensor) -> bool:
+        """Whether it is what the forward has made and somebody holds, unwritten."""
+        ref, version = self.held.get(number, (None, 0))
+        return ref is not None and ref() is value and version_of(value) == version
 
 
 def _from_no_argument(tape: Tape) -> set[int]:

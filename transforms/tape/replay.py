@@ -121,7 +121,7 @@ class Replay(Mode):
         if self.operands is None:
             return self._do(at, node, facts, func, args, kwargs)
         read = () if node.shape_only else pairs((node.args, node.kwargs), (args, kwargs))
-        if unlike := self.operands.unlike(read):
+        if unlike := self.operands.unlike(read, self.absent):
             raise self._differs(at, f"{func} reads {unlike}")
         self.operands.made(node, out := self._do(at, node, facts, func, args, kwargs))
         return out
