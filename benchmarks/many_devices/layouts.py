@@ -239,13 +239,13 @@ def measure(layout: str, policy: Any, steps: int = 2) -> dict[str, Any]:
     return {"kept": kept, "peak": peak, "sent": work.sent, "work": work, "gradients": found}
 
 
-def rows(layout: str, names: list[str]) -> list[dict[str, Any]]:
+def rows(layout: str, names: list[str], steps: int = 2) -> list[dict[str, Any]]:
     """Measurements of one layout, `none` first, which the others are compared with."""
     made: list[dict[str, Any]] = []
     for name in dict.fromkeys(["none", *names]):
         row: dict[str, Any] = {"policy": name}
         try:
-            row |= measure(layout, POLICIES[name])
+            row |= measure(layout, POLICIES[name], steps)
         except Exception as error:
             row["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             made.append(row)

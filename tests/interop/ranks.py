@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import start_processes
+
+
+def spawned(work: Callable[..., None], args: tuple[Any, ...], ranks: int = 2) -> None:
+    """Run `work(rank, *args)` in so many processes, until all end or one raises.
+
+    They are forks of a process that has imported everything once and has run nothing.
+    """
+    multiprocessing.set_forkserver_preload(["tests.interop.layouts_worker"])
+    start_processes(work, args=args, nprocs=ranks, start_method="forkserver")
 
 
 @contextlib.contextmanager

@@ -2,13 +2,13 @@
 
 import pytest
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
 from tests.interop import ddp_worker
+from tests.interop.ranks import spawned
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
 def test_a_region_that_runs_twice(tmp_path):
     """Gradients of every step, and batch norm's statistics, with and without a static graph."""
-    spawn(ddp_worker.work, args=(str(tmp_path / "store"),), nprocs=2)
+    spawned(ddp_worker.work, (str(tmp_path / "store"),))

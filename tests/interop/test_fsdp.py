@@ -2,11 +2,11 @@
 
 import pytest
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
 from tests.interop import fsdp_worker
+from tests.interop.ranks import spawned
 
 
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
 def test_gradients_of_sharded_parameters(tmp_path):
-    spawn(fsdp_worker.work, args=(str(tmp_path / "store"),), nprocs=2)
+    spawned(fsdp_worker.work, (str(tmp_path / "store"),))

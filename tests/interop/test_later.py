@@ -2,9 +2,9 @@
 
 import pytest
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
 from tests.interop import later_worker
+from tests.interop.ranks import spawned
 
 pytestmark = pytest.mark.skipif(
     not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo"
@@ -15,4 +15,4 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize(("size", "which"), [(2, "later"), (4, "hybrid")])
 def test_processes(tmp_path, size, which):
     """Two: later calls under tensor parallelism. Four: HSDP."""
-    spawn(later_worker.work, args=(str(tmp_path / "store"), size, which), nprocs=size)
+    spawned(later_worker.work, (str(tmp_path / "store"), size, which), size)

@@ -3,13 +3,13 @@ two processes."""
 
 import pytest
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
 from tests.interop import many_worker
+from tests.interop.ranks import spawned
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
 def test_two_processes(tmp_path):
     """Gradients bit for bit, bytes at most those of torch's selective checkpoint; no rank waits for ever."""
-    spawn(many_worker.work, args=(str(tmp_path / "store"),), nprocs=2)
+    spawned(many_worker.work, (str(tmp_path / "store"),))

@@ -110,7 +110,7 @@ def test_prices(group):
 
 
 @pytest.mark.parametrize(
-    ("contracted", "kept"), [(64, c10d.wait_tensor), (1 << 16, aten.mm)], ids=["mm cheap", "mm dear"]
+    ("contracted", "kept"), [(2048, c10d.wait_tensor), (1 << 16, aten.mm)], ids=["mm cheap", "mm dear"]
 )
 def test_a_plan_weighs_a_reduce_scatter_against_a_matmul(group, contracted, kept):
     """Results of one size, of which one may be kept: that which costs more to make again.

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.multiprocessing.spawn import spawn
 
 from benchmarks.mesh import Decoder, Sizes, planned, tensor_parallel
 from remat import RematError, plan_model
@@ -25,6 +24,7 @@ from remat.plan.layout.local import local_program
 from remat.plan.layout.rank import agree
 from remat.plan.layout.stages import Pipe
 from remat.plan.layout.trace import traced
+from tests.interop.ranks import spawned
 from tests.plan import mesh_worker
 
 TINY = Sizes(layers=3, width=32, heads=4, groups=2, hidden=64, vocab=64)
@@ -359,7 +359,7 @@ def test_plans_that_cannot_be(options, message):
 
 def _spawned(work, path, *args, ranks=2):
     (path / "store").unlink(missing_ok=True)
-    spawn(work, args=(str(path), *args), nprocs=ranks)
+    spawned(work, (str(path), *args), ranks)
     return [json.loads((path / f"{rank}.txt").read_text()) for rank in range(ranks)]
 
 
