@@ -24,6 +24,8 @@ from remat.transforms.compat.gpu.attention import attention_of_gpus
 from remat.transforms.compat.gpu.machine import triton_target
 from remat.transforms.errors import RematError
 
+# Which arguments of a graph have the same address in every call, in its `meta`.
+STATIC = "remat_static"
 Made = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -154,6 +156,7 @@ class _Backend:
         from torch._inductor.utils import get_donated_idxs
 
         self._check(module)
+        module.meta[STATIC] = options.get("static_input_idxs") or ()
         found = self.found
         if options.get("is_backward"):
             found.backward, found.donated = module, get_donated_idxs() or []
@@ -270,6 +273,11 @@ def _refuse(node: torch.fx.Node) -> None:
         raise RematError(
             f"the step reads a number from a tensor (`.item()`, `float(t)`), at {line_of(node)}, and is "
             "compiled from shapes alone. Keep it a tensor, or read it outside of the step."
+        )
+    if op in (torch.ops.higher_order.cond, torch.ops.higher_order.while_loop):
+        raise RematError(
+            f"what torch.{name} runs depends on numbers, at {line_of(node)}, and the step is compiled from "
+            "shapes alone. Write torch.where in place of torch.cond, scan_remat in place of a loop."
         )
     # (The same op selects by a mask or by positions: only the former depends on numbers.)
     made = node.meta.get("val")
