@@ -206,6 +206,7 @@ def _survivors(traces: Traced, codes: list[Lowered]) -> list[Recomputed]:
     wanted.add(traces.joint)
     for code in codes:
         found.add(code.nodes)
+        found.add_unread(code.unread)
     return regions_in(wanted, found)
 
 

@@ -31,6 +31,7 @@ class Lowered:
         names: of those arguments.
         outputs: the nodes that `call` returns, by name; None for constants.
         nodes: those of the graph whose values are computed in the code, views and fences included.
+        unread: the others. All that is read of their values is shapes.
         reductions: texts of the kernels of each reduction of the graph; none for the CPU.
         not_capturable: why the code cannot go into a CUDA graph; empty if it can.
         not_in_cpp: why its wrapper cannot be C++; empty if it can.
@@ -42,6 +43,7 @@ class Lowered:
     names: list[str]
     outputs: list[str | None]
     nodes: list[Node]
+    unread: list[Node]
     reductions: dict[Node, list[str]]
     not_capturable: str
     not_in_cpp: str
@@ -100,8 +102,8 @@ def lowered(
             noted = stack.enter_context(reductions_noted())
             source = graph.codegen()[0].value
     computed, why, laid = _computed(graph, before, module), _why_not(graph, module), _laid(outputs, graph)
-    why_no_cpp = _why_no_cpp(graph)
-    return Lowered(_plain(source), inputs, names, outputs, computed, noted, why, why_no_cpp, laid)
+    unread, why_no_cpp = [node for node in before if node not in set(computed)], _why_no_cpp(graph)
+    return Lowered(_plain(source), inputs, names, outputs, computed, unread, noted, why, why_no_cpp, laid)
 
 
 def _inputs(module: GraphModule) -> list[Any]:
