@@ -54,6 +54,15 @@ def grows(x: Tensor) -> Tensor:
     return remat(lambda x: x[x.nonzero()[:, 0]].sin())(x).sum()
 
 
+@torch.library.custom_op("remat_tests::without_fake", mutates_args=())
+def without_fake(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+def no_fake(x: Tensor) -> Tensor:
+    return x.sum() + without_fake(x.detach()).sum()
+
+
 def complex_values(x: Tensor) -> Tensor:
     return torch.linalg.eigvals(x).abs().sum()
 
@@ -149,6 +158,7 @@ def test_one_line_says_what_to_write(capsys, line, told):
         ("grows", "how large a result of aten.nonzero.default is depends on numbers"),
         ("loops", "how many steps a loop takes depends on numbers"),
         ("for_cpus", "remat_tests.on_cpus.default was made for CPUs alone"),
+        ("no_fake", "There was no fake impl registered"),
         ("complex_values", "Inductor makes no code for a GPU of aten."),
     ],
 )

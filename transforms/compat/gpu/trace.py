@@ -313,9 +313,13 @@ def line_of(node: torch.fx.Node) -> str:
 
 
 def places(stack: str) -> list[tuple[str, str]]:
-    """File and line of the calls in a stack, without those of this library that call what users hand it."""
+    """File and line of the calls in a stack, without those of torch, and of this library that call what users
+    hand it."""
     found = re.findall(r'File "([^"]+)", line (\d+)', stack)
-    return [place for place in found if place[0] != __file__ and not _OURS.search(place[0])]
+    called = [place for place in found if place[0] != __file__ and not _OURS.search(place[0])]
+    # An op of the user's is called by torch's code.
+    return [place for place in called if not place[0].startswith(_TORCH)] or called
 
 
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = re.compile(r"[/\\]remat[/\\]_")
