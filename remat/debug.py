@@ -186,6 +186,8 @@ class RegionNodes:
 
     def __init__(self) -> None:
         self.nodes: dict[str, list[torch.fx.Node]] = {}
+        # Those whose values nothing reads: of its input the backward of a pooling reads the shape alone.
+        self.unread: dict[str, list[torch.fx.Node]] = {}
         # What computes the value of a name: a backward gets values under these names.
         self.makers: dict[str, str] = {}
 
@@ -194,9 +196,14 @@ class RegionNodes:
         for node in nodes:
             if node.op == "call_function":
                 self._note_maker(node)
-            key = node.meta.get("custom", {}).get(RECOMPUTED)
-            if key is not None and node.op == "call_function":
+            if key := _region_of(node):
                 self.nodes.setdefault(key, []).append(node)
+
+    def add_unread(self, nodes: Nodes) -> None:
+        """Take note of nodes that a graph has, and its code does not compute."""
+        for node in nodes:
+            if key := _region_of(node):
+                self.unread.setdefault(key, []).append(node)
 
     def _note_maker(self, node: torch.fx.Node) -> None:
         if node.target in _FREE:
@@ -205,6 +212,11 @@ class RegionNodes:
                 self.makers[node.name] = self.makers[source]
         else:
             self.makers[node.name] = str(node.target)
+
+
+def _region_of(node: torch.fx.Node) -> str | None:
+    """The call of a region that a node recomputes."""
+    return node.meta.get("custom", {}).get(RECOMPUTED) if node.op == "call_function" else None
 
 
 def uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -224,7 +236,8 @@ def _compile_and_run(fn: Any, args: Any, kwargs: Any, wanted: RegionNodes, found
 def _read(key: str, wanted: Nodes, graphs: RegionNodes) -> Recomputed:
     found = graphs.nodes.get(key, [])
     ops = _ops(found)
-    return Recomputed(key.partition(" ")[2], _kept(found, graphs.makers), ops, _distinct(wanted) - ops)
+    lost = _distinct(wanted) - ops - _ops(graphs.unread.get(key, ()))
+    return Recomputed(key.partition(" ")[2], _kept(found, graphs.makers), ops, lost)
 
 
 def _kept(found: Nodes, makers: dict[str, str]) -> tuple[Taken, ...]:

@@ -255,7 +255,8 @@ def _check_differentiated(model: torch.nn.Module, step: WholeStep) -> None:
         return
     raise RematError(
         f"Nothing in this step of {type(model).__name__} has a gradient: no parameter and no argument "
-        "requires one. Write model.requires_grad_() or x.requires_grad_()."
+        "requires one, or gradients are off. Write model.requires_grad_() or x.requires_grad_(), outside of "
+        "torch.inference_mode()."
     )
 
 

@@ -13,7 +13,18 @@ from remat.transforms import RematError
 
 # A name, and what compiles the step.
 Row = tuple[str, Callable[[], GpuReport]]
-COLUMNS = ("policy", "kept", "peak", "fits", "launches", "TFLOP", "roofline ms", "spilling")
+COLUMNS = (
+    "policy",
+    "kept",
+    "peak",
+    "fits",
+    "launches",
+    "TFLOP",
+    "roofline ms",
+    "CUDA graph",
+    "C++",
+    "spilling",
+)
 
 
 def show(title: str, device: str, rows: Iterable[Row], json: bool, png: Path | None = None) -> int:
@@ -51,7 +62,18 @@ def plain(name: str, report: GpuReport | str) -> dict[str, Any]:
     """A row as plain data; bytes and seconds in full."""
     if isinstance(report, str):
         return {"policy": name, "error": report}
-    names = ("kept", "peak", "held", "memory", "fits", "flops", "seconds", "survived")
+    names = (
+        "kept",
+        "peak",
+        "held",
+        "memory",
+        "fits",
+        "flops",
+        "seconds",
+        "survived",
+        "not_capturable",
+        "not_in_cpp",
+    )
     spills = sum(kernel.spills or 0 for kernel in report.kernels)
     figures = {key: getattr(report, key) for key in names}
     counts = {"launches": len(report.kernels), "spills": spills, "differing": len(report.differing)}
@@ -78,6 +100,12 @@ def _print(heading: str, found: dict[str, GpuReport | str]) -> None:
         elif report.differing:
             said = f"{name}: other bits than in the forward are possible, as {report.differing[0]}"
             console.print(said, markup=False, soft_wrap=True)
+    reports = [(name, report) for name, report in found.items() if isinstance(report, GpuReport)]
+    for what, key in (("not in a CUDA graph", "not_capturable"), ("no C++ wrapper", "not_in_cpp")):
+        # Policies mostly have one reason in common.
+        for reason in dict.fromkeys(why for _, report in reports if (why := getattr(report, key))):
+            names = ", ".join(name for name, report in reports if getattr(report, key) == reason)
+            console.print(f"{names}: {what}, {reason}", markup=False, soft_wrap=True)
 
 
 def _cells(report: GpuReport) -> list[str]:
@@ -89,6 +117,8 @@ def _cells(report: GpuReport) -> list[str]:
         str(len(report.kernels)),
         f"{report.flops / 1e12:.3g}",
         f"{1e3 * report.seconds:.4g}",
+        "no" if report.not_capturable else "yes",
+        "no" if report.not_in_cpp else "yes",
         str(sum(map(bool, spills))) if spills else "",
     ]
 

@@ -206,6 +206,7 @@ def _survivors(traces: Traced, codes: list[Lowered]) -> list[Recomputed]:
     wanted.add(traces.joint)
     for code in codes:
         found.add(code.nodes)
+        found.add_unread(code.unread)
     return regions_in(wanted, found)
 
 
@@ -288,7 +289,8 @@ class Simulation:
 
 def _graph(code: Lowered, execution: Execution, chip: Chip, speeds: Device, machine_code: bool) -> GpuGraph:
     kernels = tuple(_kernel(launch, chip, speeds, machine_code) for launch in execution.launches)
-    return GpuGraph(code.source, kernels, execution.peak, code.not_capturable, tuple(execution.called))
+    called = tuple(execution.called)
+    return GpuGraph(code.source, kernels, execution.peak, code.not_capturable, called, code.not_in_cpp)
 
 
 def _kernel(launch: Launch, chip: Chip, speeds: Device, machine_code: bool) -> Kernel:

@@ -62,6 +62,7 @@ class GpuGraph:
         peak: the most bytes that are alive while it runs, above what the caller holds. In a backward's are
             what the forward kept, and the gradients.
         not_capturable: what keeps it out of a CUDA graph; empty if nothing does.
+        not_in_cpp: what keeps its wrapper from being C++ (Inductor's option `cpp_wrapper`), likewise.
         blocks: wrappers of the blocks of steps that its scans call, each once, in the order of their first
             calls. Their kernels are among `kernels`, as often as they are called.
 
@@ -78,6 +79,7 @@ class GpuGraph:
     peak: int
     not_capturable: str = ""
     blocks: tuple[str, ...] = ()
+    not_in_cpp: str = ""
 
     @property
     def seconds(self) -> float:
@@ -132,7 +134,12 @@ class GpuReport:
     @cached_property
     def graphs(self) -> tuple[GpuGraph, ...]:
         """Those of the step, in order."""
-        return tuple(g for g in (self.forward, self.backward, self.step) if g is not None)
+        return tuple(self._named.values())
+
+    @property
+    def _named(self) -> dict[str, GpuGraph]:
+        named = {"forward": self.forward, "backward": self.backward, "step": self.step}
+        return {name: graph for name, graph in named.items() if graph is not None}
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -160,6 +167,20 @@ class GpuReport:
         return all(region.survived for region in self.regions)
 
     @property
+    def not_capturable(self) -> str:
+        """What keeps its graphs out of CUDA graphs; empty if nothing does."""
+        return self._reasons("not_capturable")
+
+    @property
+    def not_in_cpp(self) -> str:
+        """What keeps its wrappers from being C++; empty if nothing does."""
+        return self._reasons("not_in_cpp")
+
+    def _reasons(self, key: str) -> str:
+        named = ((name, getattr(graph, key)) for name, graph in self._named.items())
+        return "; ".join(f"{name}: {reason}" for name, reason in named if reason)
+
+    @property
     def fits(self) -> bool:
         """Whether what the caller holds and the peak fit into the card's memory."""
         return self.held + self.peak <= self.memory
@@ -176,9 +197,7 @@ class GpuReport:
         lines += [f"other bits are possible: {line}" for line in self.differing]
         if spilled:
             lines.append(f"{spilled} of the launched kernels spill registers")
-        for name, graph in (("forward", self.forward), ("backward", self.backward), ("step", self.step)):
-            if graph is not None:
-                lines.append(_line(name, graph))
+        lines += [_line(name, graph) for name, graph in self._named.items()]
         return "\n".join(lines)
 
 
@@ -186,6 +205,7 @@ def _line(name: str, graph: GpuGraph) -> str:
     triton = sum(kernel.kind == "triton" for kernel in graph.kernels)
     moved = format_bytes(sum(kernel.bytes for kernel in graph.kernels))
     captured = f"; not in a CUDA graph: {graph.not_capturable}" if graph.not_capturable else ""
+    captured += f"; no C++ wrapper: {graph.not_in_cpp}" if graph.not_in_cpp else ""
     return (
         f"    {name}: {triton} Triton and {len(graph.kernels) - triton} other kernels, {moved} moved, peak "
         f"{format_bytes(graph.peak)}, {1e3 * graph.seconds:.3g} ms{captured}"

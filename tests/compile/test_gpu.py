@@ -166,6 +166,20 @@ def test_what_a_recomputation_computes_twice_is_not_lost(triton):
 
 
 @pytest.mark.slow
+def test_what_only_gives_a_shape_is_not_lost(triton):
+    """The backward of a pooling reads the shape of its input: the convolution that makes it does not run."""
+    region = remat(lambda x, w: x + F.conv2d(F.silu(F.conv2d(x, w, padding=1)), w, padding=1))
+
+    def loss(x: Tensor, w: Tensor) -> Tensor:
+        return region(F.avg_pool2d(region(x, w), 2), w).square().sum()
+
+    x = torch.empty(2, 8, 16, 16, device="meta", requires_grad=True)
+    w = torch.empty(8, 8, 3, 3, device="meta", requires_grad=True)
+    report = compile_for("h100", loss, x, w, machine_code=False)
+    assert report.survived and [region.ops["convolution"] for region in report.regions] == [1, 1]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("card", ["a100", "b200"])
 def test_flex_attention_and_kernels_of_users_are_compiled(triton, card):
     from torch.nn.attention.flex_attention import flex_attention

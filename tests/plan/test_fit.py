@@ -188,6 +188,7 @@ def test_regions_that_were_there_are_the_blocks_and_come_back():
             "found no blocks in Linear",
         ),
         (lambda m, x: remat.fit(m.requires_grad_(False), x, peak="1GiB"), "has a gradient"),
+        (lambda m, x: torch.inference_mode()(lambda: remat.fit(m, x, peak="1GiB"))(), "inference_mode"),
         (lambda m, x: remat.fit(m, x), "peak=... or headroom=..., one of them"),
         (lambda m, x: remat.fit(m, x, peak="20 apples"), "not a peak"),
         (lambda m, x: remat.fit(m, x, peak="1GiB", optimizer="lamb"), "knows no such optimizer"),

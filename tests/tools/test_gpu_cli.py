@@ -46,8 +46,21 @@ def branches(x: Tensor) -> Tensor:
     return x.sin().sum() if x.sum() > 0 else x.sum()
 
 
+def conditional(x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,)).sum()
+
+
 def grows(x: Tensor) -> Tensor:
     return remat(lambda x: x[x.nonzero()[:, 0]].sin())(x).sum()
+
+
+@torch.library.custom_op("remat_tests::without_fake", mutates_args=())
+def without_fake(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+def no_fake(x: Tensor) -> Tensor:
+    return x.sum() + without_fake(x.detach()).sum()
 
 
 def complex_values(x: Tensor) -> Tensor:
@@ -92,6 +105,22 @@ def test_a_table_and_a_chart(capsys, tmp_path, no_compiler):
     assert told["device"] == "b200" and told["rows"][0]["peak"] == 2048 and told["rows"][0]["spills"] == 2
 
 
+def test_what_keeps_a_step_out_of_cuda_graphs_is_told(capsys, monkeypatch):
+    graph = GpuGraph("", (), 0, "aten.index_put_.default, at m.py:3", not_in_cpp="invoke_subgraph, at m.py:4")
+    report = GpuReport("h100", graph, GpuGraph("", (), 0), None, 0, 0, 79 << 30, ())
+    monkeypatch.setattr("remat.cli.commands.gpu.compile_for", lambda *_, **__: report)
+    line = ["gpu", f"{ME}:step", "--input", "8x8", "--policy", "none", "--policy", "save_matmuls"]
+    main(line)
+    said = capsys.readouterr().out
+    assert "CUDA graph" in said and " no " in said
+    assert "none, save_matmuls: not in a CUDA graph, forward: aten.index_put_.default, at m.py:3" in said
+    assert "none, save_matmuls: no C++ wrapper, forward: invoke_subgraph, at m.py:4" in said
+    main([*line, "--json"])
+    row = json.loads(capsys.readouterr().out)["rows"][0]
+    assert row["not_capturable"] == "forward: aten.index_put_.default, at m.py:3"
+    assert row["not_in_cpp"] == "forward: invoke_subgraph, at m.py:4" and "C++" in str(report)
+
+
 def test_without_triton_one_line_says_which(capsys, monkeypatch):
     monkeypatch.setattr("remat.gpu.compile.triton_wanted", lambda: "triton==3.7.0")
     assert main(["gpu", f"{ME}:step", "--input", "8x8"]) == 2
@@ -125,9 +154,11 @@ def test_one_line_says_what_to_write(capsys, line, told):
     [
         ("reads", "reads a number from a tensor (`.item()`, `float(t)`)"),
         ("branches", "Data-dependent branching"),
+        ("conditional", "what torch.cond runs depends on numbers"),
         ("grows", "how large a result of aten.nonzero.default is depends on numbers"),
         ("loops", "how many steps a loop takes depends on numbers"),
         ("for_cpus", "remat_tests.on_cpus.default was made for CPUs alone"),
+        ("no_fake", "There was no fake impl registered"),
         ("complex_values", "Inductor makes no code for a GPU of aten."),
     ],
 )

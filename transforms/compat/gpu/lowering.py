@@ -17,7 +17,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from remat.transforms.compat.gpu.machine import DEVICE, Chip, pretended
 from remat.transforms.compat.gpu.reductions import reductions_noted
-from remat.transforms.compat.gpu.trace import line_of
+from remat.transforms.compat.gpu.trace import STATIC, line_of, places
 from remat.transforms.errors import RematError
 
 
@@ -31,8 +31,10 @@ class Lowered:
         names: of those arguments.
         outputs: the nodes that `call` returns, by name; None for constants.
         nodes: those of the graph whose values are computed in the code, views and fences included.
+        unread: the others. All that is read of their values is shapes.
         reductions: texts of the kernels of each reduction of the graph; none for the CPU.
         not_capturable: why the code cannot go into a CUDA graph; empty if it can.
+        not_in_cpp: why its wrapper cannot be C++; empty if it can.
         strides: how the code lays what it returns, by the names of `outputs`.
     """
 
@@ -41,8 +43,10 @@ class Lowered:
     names: list[str]
     outputs: list[str | None]
     nodes: list[Node]
+    unread: list[Node]
     reductions: dict[Node, list[str]]
     not_capturable: str
+    not_in_cpp: str
     strides: dict[str, tuple[int, ...]]
 
 
@@ -98,7 +102,8 @@ def lowered(
             noted = stack.enter_context(reductions_noted())
             source = graph.codegen()[0].value
     computed, why, laid = _computed(graph, before, module), _why_not(graph, module), _laid(outputs, graph)
-    return Lowered(_plain(source), inputs, names, outputs, computed, noted, why, laid)
+    unread, why_no_cpp = [node for node in before if node not in set(computed)], _why_no_cpp(graph)
+    return Lowered(_plain(source), inputs, names, outputs, computed, unread, noted, why, why_no_cpp, laid)
 
 
 def _inputs(module: GraphModule) -> list[Any]:
@@ -154,7 +159,7 @@ def _retarget(module: GraphModule, mode: Any) -> None:
             if not isinstance(part, GraphModule):
                 continue
             for node in part.graph.nodes:
-                for key in ("val", "example_value"):
+                for key in ("val", "example_value", "eager_input_vals"):
                     if key in node.meta:
                         node.meta[key] = pytree.tree_map(moved, node.meta[key])
                 if node.op == "call_function":
@@ -217,17 +222,48 @@ def _computed(graph: Any, before: list[Node], module: GraphModule) -> list[Node]
     return [node for node in before if node in origins or node not in there]
 
 
+# What regions and scans send to host memory, and fetch.
+_HOST = ("remat.send.default", "remat.fetch.default")
+
+
 def _why_not(graph: Any, module: GraphModule) -> str:
+    """What torch would say against a CUDA graph, and the user's line."""
     from torch._inductor import cudagraph_utils
 
-    reason = graph.disable_cudagraphs_reason
-    if not reason:
-        first = getattr(cudagraph_utils, "get_first_incompatible_cudagraph_node", None)
-        if first is None:
-            from torch._inductor.utils import get_first_incompatible_cudagraph_node as first
-        node = first(module)
-        reason = f"{node.target}, at {line_of(node)}" if node is not None else ""
-    devices = {device.type for device in graph.device_node_mapping} - {DEVICE.type}
-    if not reason and devices:
-        reason = f"operations on {', '.join(sorted(devices))}"
-    return reason or ""
+    if reason := graph.disable_cudagraphs_reason:
+        found = places(reason)
+        return reason.split(". Found from")[0] + (f", at {':'.join(found[-1])}" if found else "")
+    first = getattr(cudagraph_utils, "get_first_incompatible_cudagraph_node", None)
+    if first is None:
+        from torch._inductor.utils import get_first_incompatible_cudagraph_node as first
+    if (node := first(module)) is not None:
+        return f"{node.target}, at {line_of(node)}"
+    for node in module.graph.nodes:
+        if str(node.target) in _HOST:
+            return f"host memory in {node.target}, at {line_of(node)}"
+    for device, node in graph.device_node_mapping.items():
+        if device.type != DEVICE.type:
+            return f"{node.target} on {device.type}, at {line_of(node)}"
+    # What has the same address in every call may be written to: parameters and buffers of modules.
+    static = module.meta.get(STATIC, ())
+    given = list(module.graph.find_nodes(op="placeholder"))
+    for at in graph.mutated_input_idxs:
+        if at not in static:
+            # The copy at the end stems from no line, what it copies does.
+            values = [node for user in given[at].users for node in (user, *user.all_input_nodes)]
+            lines = [line_of(n) for n in values if n.op != "placeholder" and "stack_trace" in n.meta]
+            return f"a write to an argument, at {lines[0] if lines else 'an unknown line'}"
+    return ""
+
+
+def _why_no_cpp(graph: Any) -> str:
+    """What Inductor's C++ wrapper has no code for, and the user's line."""
+    from torch._inductor import ir
+
+    for made in graph.operations:
+        op = getattr(made, "op_overload", None)
+        if isinstance(made, ir.InvokeSubgraph) or isinstance(op, torch._ops.HigherOrderOperator):
+            origins = sorted(made.get_origins())
+            where = line_of(origins[0]) if origins else "an unknown line"
+            return f"{op or 'invoke_subgraph'}, at {where}"
+    return ""

@@ -24,6 +24,8 @@ from remat.transforms.compat.gpu.attention import attention_of_gpus
 from remat.transforms.compat.gpu.machine import triton_target
 from remat.transforms.errors import RematError
 
+# Which arguments of a graph have the same address in every call, in its `meta`.
+STATIC = "remat_static"
 Made = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -154,6 +156,7 @@ class _Backend:
         from torch._inductor.utils import get_donated_idxs
 
         self._check(module)
+        module.meta[STATIC] = options.get("static_input_idxs") or ()
         found = self.found
         if options.get("is_backward"):
             found.backward, found.donated = module, get_donated_idxs() or []
@@ -271,6 +274,11 @@ def _refuse(node: torch.fx.Node) -> None:
             f"the step reads a number from a tensor (`.item()`, `float(t)`), at {line_of(node)}, and is "
             "compiled from shapes alone. Keep it a tensor, or read it outside of the step."
         )
+    if op in (torch.ops.higher_order.cond, torch.ops.higher_order.while_loop):
+        raise RematError(
+            f"what torch.{name} runs depends on numbers, at {line_of(node)}, and the step is compiled from "
+            "shapes alone. Write torch.where in place of torch.cond, scan_remat in place of a loop."
+        )
     # (The same op selects by a mask or by positions: only the former depends on numbers.)
     made = node.meta.get("val")
     sizes = made.shape if isinstance(made, torch.Tensor) else ("unknown",)
@@ -305,9 +313,13 @@ def line_of(node: torch.fx.Node) -> str:
 
 
 def places(stack: str) -> list[tuple[str, str]]:
-    """File and line of the calls in a stack, without those of this library that call what users hand it."""
+    """File and line of the calls in a stack, without those of torch, and of this library that call what users
+    hand it."""
     found = re.findall(r'File "([^"]+)", line (\d+)', stack)
-    return [place for place in found if place[0] != __file__ and not _OURS.search(place[0])]
+    called = [place for place in found if place[0] != __file__ and not _OURS.search(place[0])]
+    # An op of the user's is called by torch's code.
+    return [place for place in called if not place[0].startswith(_TORCH)] or called
 
 
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = re.compile(r"[/\\]remat[/\\]_")

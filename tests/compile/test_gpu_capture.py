@@ -1,0 +1,98 @@
+"""What keeps a step that is compiled for a GPU out of CUDA graphs, and its wrapper from being C++."""
+
+import pytest
+import torch
+
+from remat import offload_matmuls, remat
+from remat.gpu import compile_for
+from tests.compile.test_gpu import triton as triton  # a fixture
+
+pytestmark = pytest.mark.slow
+
+
+@torch.library.custom_op("remat_tests::unsafe", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def unsafe(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+@unsafe.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def told(x):
+    return unsafe(x.detach()).sum() + x.sum()
+
+
+def masked(x):
+    y = x.sin()
+    y[y.detach() > 0] = 0.0
+    return y.sum()
+
+
+STATISTICS = torch.zeros(16, device="meta")
+
+
+def writing(x):
+    STATISTICS.add_(x.detach().sum(0))
+    return x.sin().sum()
+
+
+def offloading(x):
+    return remat(lambda x: (x @ x.T).sin(), policy=offload_matmuls)(x).sum()
+
+
+marked = torch.compiler.nested_compile_region(lambda x: x.sin().cos())
+
+
+def nested(x):
+    return marked(marked(x)).square().sum()
+
+
+class Statistics(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(16)
+
+    def forward(self, x):
+        return self.norm(x).sin().sum()
+
+
+def report(step):
+    return compile_for(
+        "h100", step, torch.empty(8, 16, device="meta", requires_grad=True), machine_code=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("step", "forward", "backward"),
+    [
+        (told, "remat_tests.unsafe.default, at ", ""),
+        (masked, "aten.index_put_.default, at ", "aten.index_put_.default, at "),
+        (writing, "a write to an argument, at ", ""),
+        (offloading, "host memory in remat.send.default, at ", "host memory in remat.fetch.default, at "),
+    ],
+)
+def test_the_reason_is_told_with_its_line(triton, step, forward, backward):
+    found = report(step)
+    assert found.forward and found.backward
+    for graph, expected in ((found.forward, forward), (found.backward, backward)):
+        assert graph.not_capturable.startswith(expected) and bool(expected) == bool(graph.not_capturable)
+        assert not expected or "test_gpu_capture.py:" in graph.not_capturable
+        assert "\n" not in graph.not_capturable and not graph.not_in_cpp
+
+
+def test_buffers_of_modules_may_be_written_to(triton):
+    """They have the same address in every call."""
+    found = report(Statistics().to("meta"))
+    assert not found.not_capturable and not found.not_in_cpp
+
+
+def test_a_marked_region_is_no_call_of_a_cpp_wrapper(triton):
+    found = report(nested)
+    assert not found.not_capturable
+    assert (
+        found.not_in_cpp.startswith("forward: invoke_subgraph, at ")
+        and "backward: invoke" in found.not_in_cpp
+    )
+    assert "test_gpu_capture.py:" in found.not_in_cpp
