@@ -48,6 +48,10 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+# What an architecture needs besides: sizes that must agree with each other.
+OWN = {
+    "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2, "n_groups": 2, "state_size": 8, "chunk_size": 4},
+}
 POLICIES = {"nothing": save_nothing, "matmuls": save_matmuls}
 
 
@@ -61,7 +65,7 @@ def build(kind: str) -> Any:
 
     try:
         config: Any = transformers.AutoConfig.for_model(kind)
-        for name, value in SIZES.items():
+        for name, value in (SIZES | OWN.get(kind, {})).items():
             with contextlib.suppress(Exception):
                 if hasattr(config, name):
                     setattr(config, name, value)

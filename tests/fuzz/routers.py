@@ -26,8 +26,8 @@ from tests.helpers import forget, seed_only_what_is_there
 from tests.policies import test_decisions as routers
 
 POLICIES = [save_nothing, save_matmuls, offload_matmuls]
-# What the noise comes to where nothing flips (tests/policies/test_decisions.py), and what no noise comes to.
-LIMIT, FLIPPED = 1e-3, 1e-2
+# What no noise comes to. What it may come to is `routers.LIMIT`.
+FLIPPED = 1e-2
 
 
 class Case:
@@ -70,15 +70,10 @@ class Case:
         return (compiled(derived) if self.way.startswith("compiled") else derived)(*args)
 
     def off(self) -> float:
-        """How far a call's gradients are from those without remat, by the norm of all; the worse of two."""
+        """How far a call's gradients are from those without remat; the worse of two calls."""
         forget()
-        expected, region = _flat(self.gradients(self.route)), remat(self.route, policy=self.policy)
-        found = [_flat(self.gradients(region)) for _ in range(2)]
-        return max(float((one - expected).norm() / expected.norm()) for one in found)
-
-
-def _flat(gradients: Any) -> Tensor:
-    return torch.cat([gradient.flatten() for gradient in gradients])
+        expected, region = self.gradients(self.route), remat(self.route, policy=self.policy)
+        return max(routers.distance(self.gradients(region), expected) for _ in range(2))
 
 
 def main(arguments: list[str]) -> int:
@@ -100,12 +95,12 @@ def main(arguments: list[str]) -> int:
             print(case, str(error)[:200], flush=True)
             continue
         worst = max(worst, off)
-        kind = "flipped" if off > FLIPPED else "noisy" if off > LIMIT else "same"
+        kind = "flipped" if off > FLIPPED else "noisy" if off > routers.LIMIT else "same"
         counts[kind] += 1
         if kind != "same":
             print(case, f"off by {off:.3g}", flush=True)
     print(f"{dict(counts)}, at most {worst:.3g}")
-    return min(counts["flipped"] + counts["refused"], 1)
+    return int(counts["same"] < sum(counts.values()))
 
 
 if __name__ == "__main__":

@@ -26,8 +26,7 @@ from tests.helpers import forget, rand
 
 TOKENS, WIDTH, EXPERTS = 64, 6, 8
 RUNS = [0]
-# A thousandth of noise, and what it comes to where nothing flips: less than that, but 1.6 times as much for
-# `threshold` under vmap, which multiplies by the noisy score. A tenth of the noise makes a tenth of it.
+# A thousandth of noise, and what it comes to where nothing flips: less than that.
 LIMIT = 1e-3
 
 
@@ -110,10 +109,6 @@ def hashed(x, router, w):
     return torch.einsum("td,tde->te", x, w[(score.detach() * 600).long() % len(w)]) * score.sigmoid()[:, None]
 
 
-def limit(fn):
-    return 2 * LIMIT if fn is threshold else LIMIT
-
-
 BATCHED = [dense, capacity, straight_through, threshold, rounded, bucketed, hashed]
 ALL = [*BATCHED, ragged, sorted_by_expert]
 
@@ -152,6 +147,12 @@ def by_compiled_grad(fn):
     return compiled(grad(loss(fn), (0, 1, 2)))(*given())
 
 
+def distance(got, want):
+    """How far gradients are off, by the norm of all. (One entry has up to twice the noise of its logits.)"""
+    got, want = (torch.cat([t.flatten() for t in gradients]) for gradients in (got, want))
+    return float((got - want).norm() / want.norm())
+
+
 def off(run, fn, **options):
     """How far the gradients of two calls with remat are from those without."""
     forget()
@@ -161,21 +162,20 @@ def off(run, fn, **options):
         RUNS[0] = 0
         torch.manual_seed(0)
         found.append(run(one))
-    pairs = [pair for got in found[1:] for pair in zip(got, found[0], strict=True)]
-    return max(float((got - want).abs().max() / want.abs().max()) for got, want in pairs)
+    return max(distance(got, found[0]) for got in found[1:])
 
 
 @pytest.mark.parametrize("policy", [save_nothing, save_matmuls, offload_matmuls], ids=str)
 @pytest.mark.parametrize("fn", ALL, ids=lambda fn: fn.__name__)
 def test_decisions_do_not_flip_in_plain_autograd(fn, policy):
-    assert off(backward, fn, policy=policy) < limit(fn)
+    assert off(backward, fn, policy=policy) < LIMIT
 
 
 @pytest.mark.parametrize("run", [by_func, by_vmap])
 @pytest.mark.parametrize("fn", BATCHED, ids=lambda fn: fn.__name__)
 def test_decisions_do_not_flip_under_func(fn, run):
-    assert off(run, fn) < limit(fn)
-    assert off(run, fn, policy=save_matmuls) < limit(fn)
+    assert off(run, fn) < LIMIT
+    assert off(run, fn, policy=save_matmuls) < LIMIT
 
 
 def test_decisions_do_not_flip_under_func_where_sizes_depend_on_them():
@@ -185,7 +185,7 @@ def test_decisions_do_not_flip_under_func_where_sizes_depend_on_them():
 @pytest.mark.parametrize("fn", [capacity, bucketed], ids=lambda fn: fn.__name__)
 def test_decisions_do_not_flip_in_compiled_code(fn):
     """Those of a detached value, too, which the compiler's trace takes for another one."""
-    assert off(by_compile, fn) < limit(fn)
+    assert off(by_compile, fn) < LIMIT
 
 
 @pytest.mark.slow
@@ -194,7 +194,7 @@ def test_decisions_do_not_flip_in_compiled_code(fn):
 @pytest.mark.parametrize("policy", [save_nothing, save_matmuls, checkpoint_policy(budget=0.4)], ids=str)
 @pytest.mark.parametrize("fn", BATCHED, ids=lambda fn: fn.__name__)
 def test_every_decision_in_compiled_code(fn, policy, run):
-    assert off(run, fn, policy=policy) < limit(fn)
+    assert off(run, fn, policy=policy) < LIMIT
 
 
 @pytest.mark.slow
@@ -207,8 +207,7 @@ def test_a_region_made_in_compiled_code_has_the_option():
     for keep in (True, False):
         RUNS[0] = 0
         got = by_compile(flips(keep))
-        worst = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, want, strict=True))
-        assert (worst < LIMIT) is keep
+        assert (distance(got, want) < LIMIT) is keep
 
 
 @pytest.mark.parametrize("run", [backward, by_func])
@@ -379,5 +378,4 @@ def test_a_forward_that_leaves_its_tape_keeps_decisions():
             RUNS[0] = 0
             args = [t.requires_grad_() for t in given()]
             found.append(torch.autograd.grad(loss(one)(*args), args, materialize_grads=True))
-        for got, want in zip(found[1], found[0], strict=True):
-            assert float((got - want).abs().max()) < LIMIT * float(want.abs().max()) + 1e-9
+        assert distance(found[1], found[0]) < LIMIT

@@ -16,14 +16,14 @@ from tests.helpers import LiveBytes, crossed, same, sparse, unseen
 
 
 class Fault(TorchDispatchMode):
-    """Raises where the op of this number is to run; counts ops."""
+    """Raises where the op of this number is to run; counts ops, or those called `kind` alone."""
 
-    def __init__(self, at=-1, error=None):
+    def __init__(self, at=-1, error=None, kind=None):
         super().__init__()
-        self.at, self.error, self.count = at, error, 0
+        self.at, self.error, self.kind, self.count = at, error, kind, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
+        self.count += self.kind in (None, func.overloadpacket.__name__)
         if self.count == self.at:
             raise self.error  # pyright: ignore
         return func(*args, **(kwargs or {}))

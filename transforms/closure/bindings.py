@@ -189,8 +189,7 @@ def differentiable(tensor: torch.Tensor) -> bool:
         return True
     # A plain `dual_level`, as `torch.func.linearize` opens one, wraps nothing.
     if dual_level_open():
-        # (An error of torch's: below autograd nobody pushes tangents.)
-        with contextlib.suppress(RuntimeError), below_levels():
+        with below_levels():
             return quiet(has_tangent, tensor)
     return False
 

@@ -30,9 +30,6 @@ from torch._functorch.utils import (
 from torch._functorch.vmap import restore_vmap as restore_vmap
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
-_unpack_dual: Callable[..., Any] = torch._unpack_dual  # pyright: ignore[reportPrivateImportUsage]
-
-
 # -- saved-tensor hooks -------------------------------------------------------------------------------
 # The context manager of torch.autograd.graph costs a Python object and a generator a region; a region may
 # pass 24 times a step, so the frame pushes and pops by hand.
@@ -246,9 +243,7 @@ def dual_level_open() -> bool:
 
 def forward_ad_active(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether a plain `forward_ad.dual_level` is open and one of `tensors` has a tangent."""
-    if not dual_level_open():
-        return False
-    return any(map(has_tangent, tensors))
+    return dual_level_open() and any(map(has_tangent, tensors))
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:
@@ -260,7 +255,12 @@ def has_tangent(tensor: torch.Tensor) -> bool:
 
 def tangent_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """What the innermost level pushes forward of a tensor of its own."""
-    return _unpack_dual(tensor, level=0)[1]
+    try:
+        return torch._unpack_dual(tensor, level=0)[1]  # pyright: ignore[reportPrivateImportUsage]
+    except RuntimeError as error:  # torch's own, below autograd: nobody pushes tangents there
+        if "native::_fw_primal" not in str(error):
+            raise
+        return None
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:

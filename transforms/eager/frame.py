@@ -51,6 +51,7 @@ from remat.transforms.eager.settle import (
     broken_off,
     computed,
     differentiated,
+    drop,
     early_value,
     hold_kept,
     settle,
@@ -159,8 +160,10 @@ class Frame(Packer):
                 settle(self, recorder, out)
                 compare(self, recorder, out)
             hold_kept(self, recorder, out)
-        finally:
-            self.recorder = None
+        except BaseException:
+            drop(self)
+            raise
+        self.recorder = None
         if recorder.selector:
             recorder.selector.finished(self.tape)
         return out
@@ -278,10 +281,7 @@ class Frame(Packer):
         let_go(self)
         self.forget()
         self.task = task
-        if in_transform():
-            with below_levels():
-                self._run(at)
-        else:
+        with below_levels() if in_transform() else _NOTHING:
             self._run(at)
         self.versions = {at: made for at, value in self.values.items() if (made := value._version)}
         noted(self, task)

@@ -74,15 +74,28 @@ def _prints(region: Any, recorder: Recorder, out: Any) -> list[Print] | None:
 def broken_off(frame: Any, recorder: Recorder, error: BaseException) -> None:
     """An exception ends the forward: settle what ran until then, for values may leave with the exception, or
     lie in a module."""
-    # What it holds leads back to the frame through the graph.
-    frame.recorder = None
-    if isinstance(error, Exception):
+    settled = False
+    try:
         # The user's exception goes on. Should a value be asked for after all, that raises.
         with contextlib.suppress(Exception):
-            recorder.leave()
-            frame.tape = recorder.tape
-            settle(frame, recorder, None)
-            hold_kept(frame, recorder, None)
+            if isinstance(error, Exception):
+                recorder.leave()
+                frame.tape = recorder.tape
+                settle(frame, recorder, None)
+                hold_kept(frame, recorder, None)
+                settled = True
+    finally:
+        frame.recorder = None
+        if not settled:
+            drop(frame)
+
+
+def drop(frame: Any) -> None:
+    """Hold nothing, as the forward was broken off: what is not settled leads back to the frame through the
+    graph, and nothing would free it."""
+    frame.recorder = frame.residuals = frame.program = frame.rerun = frame.store = None
+    frame.kept, frame.held, frame.dropped, frame.random, frame.snapshots = {}, {}, {}, {}, {}
+    frame.direct, frame.raw, frame.replaced = {}, [], ()
 
 
 def computed(frame: Any) -> list[int]:
