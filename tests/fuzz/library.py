@@ -36,7 +36,7 @@ __all__ = [
 ]  # fmt: skip
 
 aten = torch.ops.aten
-POLICIES = {
+POLICIES: dict[str, Any] = {
     "nothing": save_nothing,
     "matmuls": save_matmuls,
     "names": save_names("h"),
@@ -49,10 +49,13 @@ POLICIES = {
     "everything": save_everything,
     "none": None,
     "rule": lambda info: info.bytes < 96,
+}
+PLANNED = {
     "half": checkpoint_policy(budget=0.5, cost="flops"),
     "bytes": checkpoint_policy(budget="1MiB", cost="flops"),
     "peak": checkpoint_policy(peak="1MiB", cost="flops"),
 }
+POLICIES |= PLANNED
 Pair = namedtuple("Pair", ["first", "second"])
 # Whether `R` makes regions, or leaves functions as they are.
 on = [True]

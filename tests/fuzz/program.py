@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.fuzz import words
-from tests.fuzz.library import POLICIES
+from tests.fuzz.library import PLANNED, POLICIES
 
 FLAVOURS = ("eager", "func", "compile")
 # How a region is called with two values, and how its function takes them.
@@ -156,13 +156,14 @@ def indented(lines: Any) -> list[str]:
 # -- drawing ---------------------------------------------------------------------------------------------
 
 KINDS = (
-    "PURE", "WRITES", "BUFFERS", "RANDOM", "COMMON", "NESTED", "LEVELS", "OLD", "MEMORY", "STATE", "EAGER",
-    "PYTHON", "OPEN", "REFUSED",
+    "PURE", "FUNCTIONS", "WRITES", "BUFFERS", "RANDOM", "COMMON", "NESTED", "LEVELS", "OLD", "MEMORY",
+    "STATE", "EAGER", "PYTHON", "OPEN", "REFUSED",
 )  # fmt: skip
 WORDS = {name: getattr(words, name).strip("\n").split("\n\n") for name in KINDS}
 # Kinds of words, and how often each is drawn: by flavour, and by what its ways of calling can run.
 _EAGER = {
-    "PURE": 30,
+    "PURE": 28,
+    "FUNCTIONS": 2,
     "WRITES": 18,
     "BUFFERS": 10,
     "RANDOM": 8,
@@ -171,7 +172,7 @@ _EAGER = {
     "OLD": 4,
     "EAGER": 4,
 }
-_FUNC = {"PURE": 42, "WRITES": 16, "RANDOM": 10, "COMMON": 14, "NESTED": 4}
+_FUNC = {"PURE": 38, "FUNCTIONS": 4, "WRITES": 16, "RANDOM": 10, "COMMON": 14, "NESTED": 4}
 CHANCES = {
     "eager": _EAGER | {"STATE": 6, "PYTHON": 8, "REFUSED": 0.2},
     # A function that runs again changes Python's state again.
@@ -185,7 +186,7 @@ CHANCES = {
     "compile random": {"PURE": 40, "WRITES": 16, "RANDOM": 20, "BUFFERS": 6, "COMMON": 8},
 }
 # What transforms inside a program can run, and what they cannot if they batch.
-INSIDE = ("PURE", "PURE", "WRITES", "COMMON", "RANDOM", "LEVELS")
+INSIDE = ("PURE", "PURE", "FUNCTIONS", "WRITES", "COMMON", "RANDOM", "LEVELS")
 UNBATCHED = ("RANDOM", "LEVELS")
 HOWS = {
     "eager": {
@@ -218,8 +219,11 @@ class Drawing:
         self.opens = flavour != "eager" or self.dice.random() < 0.4
         chances = CHANCES[self.scene({step["how"] for step in self.steps})]
         self.kinds, self.weights = list(chances), list(chances.values())
-        self.policies = ["nothing"] if self.dice.random() < 0.2 else list(POLICIES)
-        if self.policies == ["nothing"]:
+        # Planning takes longer than the rest.
+        chance, ready = self.dice.random(), [name for name in POLICIES if name not in PLANNED]
+        self.policies = ["nothing"] if chance < 0.2 else list(POLICIES) if chance < 0.28 else ready
+        # What counts bytes is a mode, which compilers do not take.
+        if self.policies == ["nothing"] and flavour != "compile":
             for step in self.steps:
                 step |= {"bytes": True} if step["how"] in ("backward", "twice", "double") else {}
 

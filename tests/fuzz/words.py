@@ -90,12 +90,6 @@ with torch.no_grad():
 
 {o} = {a} * self.table[torch.arange(len({a})) % 5].sin()
 
-{o} = Doubled.apply({a})
-
-{o} = SavesOutput.apply({a})
-
-{o} = Twin.apply({a}, {b})[0]
-
 {o} = {a} * self.factor + {b} * self.offset
 
 {o} = run_chain([torch.sin, torch.tanh], {a})
@@ -112,6 +106,15 @@ with torch.no_grad():
 {o} = torch.func.functional_call(self.lin, dict(weight=self.w.sin()), ({a},)).tanh()
 
 {o} = grid(len({a}), {a}.dtype) * {a}.sin()
+"""
+
+# As PURE, but compilers refuse Functions with forward derivatives.
+FUNCTIONS = """
+{o} = Doubled.apply({a})
+
+{o} = SavesOutput.apply({a})
+
+{o} = Twin.apply({a}, {b})[0]
 """
 
 # Writes to what the program itself has made: views and memory of every kind.
@@ -279,8 +282,6 @@ NESTED = """
 
 # In eager code, under `torch.func` too where nothing is batched.
 LEVELS = """
-{o} = {a} * torch.rand({a}.shape, generator=self.generator, dtype={a}.dtype)
-
 {o} = {a}.sin() if float({a}.detach().sum()) > 0 else {a}.cos()
 
 {o} = {a} * {b}.detach().sum(0).tolist()[0]
@@ -344,6 +345,8 @@ MEMORY = """
 
 # State that a second run of the function finds, or makes, as the first did.
 STATE = """
+{o} = {a} * torch.rand({a}.shape, generator=self.generator, dtype={a}.dtype)
+
 torch.manual_seed(7)
 {o} = F.dropout({a}, 0.5)
 

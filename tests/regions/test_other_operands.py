@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.func import vmap
 
-from remat import RematError, remat, save_matmuls, save_nothing
+from remat import RematError, remat, save_matmuls, save_nothing, save_ops
 
 POLICIES = pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=["nothing", "matmuls"])
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
@@ -170,3 +170,18 @@ def test_a_constant_that_is_made_anew_is_the_same() -> None:
 
 def test_the_users_word_is_taken() -> None:
     assert torch.is_tensor(changed(operand, by_vjp, determinism_check="none"))
+
+
+def test_a_view_that_is_kept_and_that_a_region_inside_makes_again():
+    """What is kept of it lies apart from its base; the region's results are made of the base."""
+
+    def halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = x.sin()
+        return h[:, :2], h[:, 2:]
+
+    def around(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(remat(halves)(x), 1).sin() * x
+
+    region = remat(around, policy=save_ops(torch.ops.aten.slice))
+    found = torch.func.grad(lambda x: region(x).sum())(X)
+    torch.testing.assert_close(found, X.sin().sin() + X * X.sin().cos() * X.cos())

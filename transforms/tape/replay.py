@@ -20,7 +20,6 @@ from remat.transforms.context import Mode, active, quiet
 from remat.transforms.errors import RematError, not_repeated, written
 from remat.transforms.offload import Store, away_in
 from remat.transforms.ops import (
-    Operands,
     Traits,
     alike,
     is_cast_of_leaf,
@@ -36,6 +35,7 @@ from remat.transforms.ops import (
 from remat.transforms.placeholders import stand_in
 from remat.transforms.state import RandomState, generators_again, same_numbers
 from remat.transforms.tape.absent import Absent
+from remat.transforms.tape.operands import Operands
 from remat.transforms.tape.reachability import Reachability
 from remat.transforms.tape.recorder import Recorder
 from remat.transforms.tape.snapshots import Snapshot, data_again, handed_out, lent, octets, versions_again
