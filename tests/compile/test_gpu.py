@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from remat import RematError, remat, save_matmuls
+from benchmarks.common.models import Around, named
+from remat import RematError, remat, save_matmuls, save_nothing
 from remat.cli.measure import trace_memory
 from remat.gpu import Simulation, compile_for, trace
 from remat.transforms.compat.gpu import lowered
@@ -76,6 +78,29 @@ def test_regions_run_the_forward_once_more_and_cost_nothing_else(triton):
     spills = [max(kernel.spills or 0 for kernel in report.kernels) for report in (plain, ours)]
     assert spills[1] <= spills[0]
     assert all(k.cubin and k.registers for k in ours.kernels if k.kind == "triton")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gpt2-xl", "moe"])
+def test_recomputation_spills_no_more_and_runs_no_kernel_twice(triton, model):
+    small = named(model, depth=1, width=128, heads=4, seq=128, batch=2)
+    problem = small.problem(torch.device("cpu"), torch.bfloat16, 0)
+
+    def compiled(wrap):
+        loss, leaves = problem.bind(Around(wrap))
+        report = compile_for("h100", loss, leaves(problem.params), problem.batch)
+        assert report.forward and report.backward and report.survived
+        spills = max(kernel.spills or 0 for kernel in report.kernels)
+        return extern(report.forward), extern(report.backward), spills
+
+    forward, backward, spills = compiled(lambda fn: fn)
+    products = {"aten.mm", "aten.addmm", "aten.bmm"}
+    assert products & set(forward)
+    for policy, again in ((save_nothing, True), (save_matmuls, False)):
+        ours = compiled(partial(remat, policy=policy))
+        more = ours[1] - backward
+        assert ours[0] == forward and ours[2] <= spills
+        assert not more - forward and bool(products & set(more)) is again
 
 
 def mlp(up: Tensor, down: Tensor, x: Tensor) -> Tensor:
