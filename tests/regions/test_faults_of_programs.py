@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch.nn.functional as F
 from torch.func import grad, hessian, jvp, vmap
 
 from remat import capture, checkpoint_name, offload_matmuls, remat, save_matmuls, scan_remat, while_remat
+from tests.compiled import compiled
 from tests.conftest import ambient
 from tests.helpers import LiveBytes, crossed, forget, rand, same, unseen
 from tests.regions.test_faults import ERRORS, Fault
@@ -122,7 +125,7 @@ def pushed(fn):
     return lambda x: jvp(grad(fn), (x,), (x,))[1]
 
 
-PROGRAMS = {
+PROGRAMS: dict[str, tuple[Any, Any]] = {
     "nested": (nested, backward),
     "buffered": (buffered, backward),
     "function runs again": (runs_again, backward),
@@ -139,15 +142,20 @@ PROGRAMS = {
 }
 
 
+@functools.cache
+def thread_locals():
+    modules = [module for name, module in sys.modules.items() if name.startswith("remat.")]
+    return [value for m in modules for value in vars(m).values() if isinstance(value, threading.local)]
+
+
 def thread_state():
     """How much lies in the engine's thread-locals that say what is going on."""
-    found = {}
-    for module in [m for name, m in sys.modules.items() if name.startswith("remat.")]:
-        for name, local in vars(module).items():
-            if isinstance(local, threading.local):
-                known = vars(local).items()
-                found |= {(name, key): len(v) if hasattr(v, "__len__") else v for key, v in known}
-    return {key: value for key, value in found.items() if key[1] not in ("task", "made", "frames", "last")}
+    found = [
+        (key, len(value) if hasattr(value, "__len__") else value)
+        for local in thread_locals()
+        for key, value in vars(local).items()
+    ]
+    return [(key, value) for key, value in found if key not in ("task", "made", "frames", "last")]
 
 
 def start():
@@ -173,13 +181,17 @@ def broken(run, at, error, kind):
             raise AssertionError(f"the fault at op {at} is lost")
     # Torch's engine itself holds, until its next pass, what it had not come to.
     torch.ones(1, requires_grad=True).exp().sum().backward()
-    gc.collect()
+    if live.bytes:
+        gc.collect()
     return live.bytes
 
 
-def check_faults(make, run_by, policy, error, first, step=1, kind=None):
+def check_faults(name, policy, error, first, step=1, kind=None):
     """Faults at every op (`step` apart, of one kind); `first`: in calls that nothing is known for."""
+    make, run_by = PROGRAMS[name]
     forget()
+    gc.collect()
+    gc.freeze()
     run = run_by(make(lambda fn: remat(fn, policy=policy)))
     expected = outcome(run)
     same(outcome(run)[:-1], outcome(run_by(make(lambda fn: fn)))[:-1], 1e-10)
@@ -200,27 +212,64 @@ def check_faults(make, run_by, policy, error, first, step=1, kind=None):
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_fault_at_every_op(name, error):
-    check_faults(*PROGRAMS[name], None, error, True)
-    check_faults(*PROGRAMS[name], save_matmuls, error, False)
+    check_faults(name, None, error, True)
+    check_faults(name, save_matmuls, error, False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("error", ERRORS)
 def test_a_fault_at_every_op_of_what_is_offloaded(error):
-    check_faults(*PROGRAMS["nested"], offload_matmuls, error, True)
+    check_faults("nested", offload_matmuls, error, True)
 
 
 @pytest.mark.parametrize(("name", "error"), crossed(["scan", "by parts", "batched grad"], ERRORS))
 def test_a_fault_at_some_ops(name, error):
-    check_faults(*PROGRAMS[name], save_matmuls, error, True, 20)
+    check_faults(name, save_matmuls, error, True, 20)
 
 
 @pytest.mark.parametrize("error", ["memory", "interrupt"])
 def test_a_fault_while_it_is_settled_what_to_hold(error):
     """The function itself has succeeded."""
-    check_faults(*PROGRAMS["nested"], save_matmuls, error, True, 5, "detach")
+    check_faults("nested", save_matmuls, error, True, 5, "detach")
 
 
 def test_a_fault_in_the_search_for_tangents():
     """It is not taken for torch's own error below autograd, which says that there are none."""
-    check_faults(*PROGRAMS["jvp of grad"], None, "memory", False, 6, "alias")
+    check_faults("jvp of grad", None, "memory", False, 6, "alias")
+
+
+CALLS: list[Any] = [0, -1, ValueError("")]
+
+
+@torch.library.custom_op("remat_tests::breaks", mutates_args=())
+def breaks(x: torch.Tensor) -> torch.Tensor:
+    """A sine, until the call of the number in `CALLS`."""
+    CALLS[0] += 1
+    if CALLS[0] == CALLS[1]:
+        raise CALLS[2]
+    return x.sin()
+
+
+breaks.register_fake(torch.empty_like)
+breaks.register_autograd(
+    lambda ctx, g: breaks(ctx.saved_tensors[0] + torch.pi / 2) * g,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+)
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_fault_in_compiled_code(error):
+    """In its forward, its recomputation and its backward."""
+    inner = remat(lambda x, w: breaks(torch.tanh(breaks(x) @ w)).exp())
+    torch._dynamo.reset()
+    run = backward(compiled(remat(lambda x, w: breaks(inner(inner(x, w), w)).mean())))
+    expected, before = outcome(run), ambient()
+    CALLS[0] = 0
+    outcome(run)
+    for at in range(1, CALLS[0] + 1):
+        CALLS[:] = 0, at, ERRORS[error]()
+        with pytest.raises(BaseException, match="a fault"):
+            run()
+        CALLS[1] = -1
+        assert ambient() == before
+        same(outcome(run), expected, 0.0)
