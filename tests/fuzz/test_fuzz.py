@@ -46,7 +46,7 @@ def passes(mode: str, seeds: range, plans: bool = True) -> Counter[str]:
 @pytest.mark.parametrize(("mode", "first", "last"), ranges(QUICK, 10_000))
 def test_programs_are_as_without_remat(mode: str, first: int, last: int) -> None:
     kinds = passes(mode, range(first, last), plans=False)
-    assert kinds["same"] >= 0.6 * sum(kinds.values())
+    assert kinds["same"] >= 0.5 * sum(kinds.values())
     # What dead code saves is kept, too (docs/limits.md): a program in a hundred.
     assert mode == "func" or kinds["memory"] <= 1
 
