@@ -73,7 +73,7 @@ _AT_LEVELS: Any = (torch.Tensor.register_hook, _DATA)
 
 
 def _at_its_level(
-    level: tuple[str, bool], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    level: tuple[str, bool], func: Any, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
     if func != _DATA:
         hook = args[1] if len(args) > 1 else kwargs["hook"]
