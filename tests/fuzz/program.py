@@ -134,6 +134,11 @@ class Program:
         lines = [*head, *indented(run), *methods]
         return "\n".join(line.rstrip() for line in lines) + "\n"
 
+    @property
+    def plans(self) -> bool:
+        """Whether a region of it has a budget, which takes longest."""
+        return any(body[at].policy in PLANNED for body, at in self.statements())
+
     def statements(self) -> Iterator[tuple[list[Statement], int]]:
         """Every statement with the list that it stands in, the innermost first."""
         yield from _walk(self.body)

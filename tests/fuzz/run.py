@@ -157,7 +157,7 @@ POLICED = re.compile(r'"(?!nothing)(' + "|".join(library.POLICIES) + r')"\)|torc
 # forward mode finds rules for torch.func's levels alone (docs/limits.md).
 TORCHS = re.compile(
     "must implement the jvp function|vmap: (inplace arithmetic|index_put_|scatter_add_|aten::index_copy_)"
-    "|Batching rule not implemented"
+    "|Batching rule not implemented|Trying to use forward AD with _sparse_addmm"
     r"|attempting to call Tensor.requires_grad_\(\)|Vmap does not currently support same randomness"
     "|Nested forward mode AD|derivative for .* is not implemented|A carry must have the same shape"
 )

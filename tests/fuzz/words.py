@@ -228,9 +228,9 @@ self.mean.mul_(0.5)
 """
 
 RANDOM = """
-{o} = F.dropout({a}, 0.5)
+{o} = F.dropout({a}.contiguous(), 0.5)
 
-{o} = self.drop({a}) * {b}
+{o} = self.drop({a}.contiguous()) * {b}
 
 {o} = {a} * torch.rand_like({a})
 
@@ -348,7 +348,7 @@ STATE = """
 {o} = {a} * torch.rand({a}.shape, generator=self.generator, dtype={a}.dtype)
 
 torch.manual_seed(7)
-{o} = F.dropout({a}, 0.5)
+{o} = F.dropout({a}.contiguous(), 0.5)
 
 with torch.random.fork_rng(devices=[]):
     torch.manual_seed(3)
@@ -356,7 +356,7 @@ with torch.random.fork_rng(devices=[]):
 {o} = {a} * {t} + torch.rand(1, dtype={a}.dtype)
 
 {t} = torch.get_rng_state()
-{o} = F.dropout({a}, 0.5)
+{o} = F.dropout({a}.contiguous(), 0.5)
 torch.set_rng_state({t})
 
 {o} = {a} * self.cache.setdefault(len({a}), torch.linspace(0.5, 1.5, 4, dtype={a}.dtype))

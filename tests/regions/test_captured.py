@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.func import grad, hessian, vmap
+from torch.func import grad, hessian, vjp, vmap
 
 from remat import RematError, remat, save_matmuls, save_nothing, scan_remat
 from tests.helpers import POLICIES, crossed, jvp, rand, same
@@ -356,3 +356,16 @@ def test_a_state_that_is_replaced_where_a_function_runs_again_as_a_whole(policy,
     out = still(x).square().sum()
     state["h"] = state["h"].clone()
     same(torch.autograd.grad(out, x)[0], torch.autograd.grad(torch.tanh(x @ w).square().sum(), x)[0])
+
+
+def test_a_region_in_a_vmapped_one_whose_level_is_gone_in_the_backward():
+    """Of `vjp` the pull-back is called later: what the inner region captures is in that level's wrapper."""
+
+    def of(wrap):
+        def loss(x, y):
+            around = wrap(lambda a, b: wrap(lambda a: x.sin() * 2)(a))
+            return vmap(around)(torch.stack([y, x]), torch.stack([x, x])).sum()
+
+        return vjp(loss, rand(3, 4), rand(3, 4))[1](torch.ones((), dtype=torch.float64))
+
+    same(of(remat), of(lambda fn: fn))

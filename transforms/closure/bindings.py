@@ -204,7 +204,7 @@ def reached(*roots: Any) -> list[Any]:
 def captured(reach: Iterable[Any]) -> list[torch.Tensor]:
     """The tensors among what functions lead to that could carry a derivative or a batch dimension."""
     with functions_as_they_are():
-        return [value for value in reach if torch.is_tensor(value) and differentiable(without_dead(value))]
+        return [value for value in reach if isinstance(value, torch.Tensor) and differentiable(value)]
 
 
 def in_reach(*roots: Any) -> Iterator[Any]:

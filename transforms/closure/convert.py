@@ -73,7 +73,7 @@ _AT_LEVELS: Any = (torch.Tensor.register_hook, _DATA)
 
 
 def _at_its_level(
-    level: tuple[str, bool], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    level: tuple[str, bool], func: Any, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
     if func != _DATA:
         hook = args[1] if len(args) > 1 else kwargs["hook"]
@@ -268,7 +268,9 @@ def swapping() -> bool:
 
 def as_operand(tensor: torch.Tensor) -> torch.Tensor:
     """What the enclosing region, if any, has put in the place of `tensor`."""
-    return without_dead(active.swaps[-1].swap(tensor) if active.swaps else tensor)
+    known = active.swaps[-1].swap(tensor) if active.swaps else tensor
+    # A pull-back may come when its level is gone, whose operands are in wrappers still.
+    return known if known is not tensor or active.rerun else without_dead(tensor)
 
 
 def as_operands(tree: Any) -> Any:
