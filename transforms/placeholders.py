@@ -44,3 +44,17 @@ def stand_in(outs: Any) -> Any:
     if isinstance(outs, Meta):
         return hollow(outs)
     return type(outs)([stand_in(v) for v in outs]) if isinstance(outs, (tuple, list)) else outs
+
+
+class LeftOut:
+    """Stands for what is neither a tensor nor a constant: a group of processes, a collective under way."""
+
+
+LEFT_OUT = LeftOut()
+
+
+def without_objects(value: Any) -> Any:
+    """Arguments or results of a collective as a tape may hold them: its handle holds on to its tensors."""
+    if isinstance(value, (tuple, list)) and not isinstance(value, Meta):
+        return type(value)([without_objects(v) for v in value])
+    return LEFT_OUT if isinstance(value, torch.ScriptObject) else value

@@ -213,7 +213,7 @@ def check_faults(name, policy, error, first, step=1, kind=None):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_fault_at_every_op(name, error):
     check_faults(name, None, error, True)
-    check_faults(name, save_matmuls, error, False)
+    check_faults(name, save_matmuls, error, False, 3)
 
 
 @pytest.mark.slow

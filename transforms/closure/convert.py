@@ -76,10 +76,10 @@ def _at_its_level(
     level: tuple[str, bool], func: Any, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
     if func != _DATA:
-        hook = args[1] if len(args) > 1 else kwargs["hook"]
+        tensor, hook = *args, *kwargs.values()
         # It is set at the innermost level, which pulls back first; others go through the same graph later.
         turns = [True] if level[0] == "own" else []
-        return (args[0], lambda grad: hook(grad) if turns and turns.pop() else None), {}
+        return (tensor, lambda grad: hook(grad) if turns and turns.pop() else None), {}
     if level != ("own", False) and args[0].requires_grad:
         raise RematError(
             "a region that torch.func differentiates twice reads `.data` of a tensor. At one level that cuts "

@@ -17,11 +17,11 @@ from remat.transforms.compat import set_grad_enabled, top_hooks, unseen
 from remat.transforms.context import quiet, run_innermost
 from remat.transforms.eager.saved import hook, unhook
 from remat.transforms.errors import RematError, not_repeated
-from remat.transforms.ops import storage
+from remat.transforms.ops import Operands, storage
 from remat.transforms.pytree import flatten
 from remat.transforms.region import recomputing
 from remat.transforms.state import Print, alike, generators_again, prints_of, same_numbers
-from remat.transforms.tape import Needs, Operands, Replay, Stop, data_again, lent, versions_again
+from remat.transforms.tape import Needs, Replay, Stop, data_again, lent, versions_again
 
 if TYPE_CHECKING:
     from remat.transforms.eager.frame import Frame

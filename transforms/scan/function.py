@@ -35,7 +35,6 @@ from remat.transforms.scan.body import version, wrote
 from remat.transforms.scan.compiled import MOST, UnrolledStep, dense
 from remat.transforms.scan.rules import (
     batch,
-    drawing_apart,
     expand,
     kept_batched,
     kept_for_batch,
@@ -52,6 +51,7 @@ from remat.transforms.scan.spec import (
     Tensors,
     as_in_forward,
     compact,
+    drawing_apart,
     index_states,
     lift_states,
     now,
@@ -69,7 +69,7 @@ def run(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
         # A mode that swaps captured tensors sees torch functions, not Functions: let it see these operands.
         # By an op that traces pass over: of a region's levels each differentiates other operands.
         flat = [torch.ops.aten.alias(t) if smooth(t) and _torch_differentiable(t) else t for t in flat]
-    flat = drawing_apart(scan, flat)
+    flat = drawing_apart(flat)
     # Whoever watches (an enclosing region, offloading hooks) must see the states as saved tensors.
     levels = in_transform()
     plain, ambient = not (levels or top_hooks() or modes_active()), None

@@ -9,14 +9,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat import (
-    VMAP,
-    add_batch_dim,
-    below_levels,
-    dual_level_known_if_any,
-    every_level,
-    restore_vmap,
-)
+from remat.transforms.compat import dual_level_known_if_any, restore_vmap
 from remat.transforms.ops import overlaps
 from remat.transforms.pytree import merge
 from remat.transforms.pytree import smooth as pytree_smooth
@@ -46,21 +39,6 @@ def expand(tensor: torch.Tensor, dim: int | None, size: int, to: int = 0) -> tor
 def with_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Forward-mode AD refuses tensors whose elements share memory, such as a sum's cotangent."""
     return tensor.contiguous() if overlaps(tensor) else tensor
-
-
-def drawing_apart(scan: Scan, flat: Tensors) -> Tensors:
-    """The operands, of which one has a batch for each vmap around in which every example draws for itself:
-    without, torch takes a Function off that level, and it draws once for all."""
-    apart = [level for level in every_level() if level.key() == VMAP and level.randomness() == "different"]
-    smooth = (i for i, tensor in enumerate(flat) if pytree_smooth(tensor))
-    if not apart or (at := next(smooth, None)) is None:
-        return flat
-    tensor = flat[at]
-    for level in apart:
-        with below_levels():
-            zeros = torch.zeros(level.batch_size(), dtype=tensor.dtype, device=tensor.device)
-        tensor = tensor - add_batch_dim(zeros, 0, level.level())
-    return [*flat[:at], tensor, *flat[at + 1 :]]
 
 
 def unbatched(scan: Scan, info: Any, dims: Sequence[int | None]) -> Primals | None:

@@ -10,6 +10,10 @@ from typing import Any, NamedTuple
 import torch
 
 from remat.transforms.compat import (
+    VMAP,
+    add_batch_dim,
+    below_levels,
+    every_level,
     functions_as_they_are,
     modes_active,
     unseen,
@@ -17,7 +21,7 @@ from remat.transforms.compat import (
 )
 from remat.transforms.offload import Copy, to_device, to_host
 from remat.transforms.ops import memory_of
-from remat.transforms.pytree import Spec, flatten, merge
+from remat.transforms.pytree import Spec, flatten, merge, smooth
 from remat.transforms.scan.instructions import Schedule
 from remat.transforms.state import Ambient, Print, RandomState, refuse_traced_draws
 from remat.transforms.tape import Kept, report
@@ -368,3 +372,18 @@ def _is_part(tensor: torch.Tensor) -> bool:
     """Whether a tensor lies in more memory than it fills."""
     memory = memory_of(tensor)
     return memory is not None and memory.nbytes() > tensor.nbytes
+
+
+def drawing_apart(flat: Tensors) -> Tensors:
+    """The operands, of which one has a batch for each vmap around in which every example draws for itself:
+    without, torch takes a Function off that level, and it draws once for all."""
+    apart = [level for level in every_level() if level.key() == VMAP and level.randomness() == "different"]
+    places = (i for i, tensor in enumerate(flat) if smooth(tensor))
+    if not apart or (at := next(places, None)) is None:
+        return flat
+    tensor = flat[at]
+    for level in apart:
+        with below_levels():
+            zeros = torch.zeros(level.batch_size(), dtype=tensor.dtype, device=tensor.device)
+        tensor = tensor - add_batch_dim(zeros, 0, level.level())
+    return [*flat[:at], tensor, *flat[at + 1 :]]

@@ -9,9 +9,6 @@ from remat.transforms.tape.observers import (
     made_by,  # the blocks of memory of an op's results that are not those of its operands, with their keys
     report,  # tell every listener of this thread of a kept tensor
 )
-from remat.transforms.tape.operands import (
-    Operands,  # where the values of a second run lie, to compare what its ops read
-)
 from remat.transforms.tape.program import (
     Program,  # what of a tape has to run for some of the values that autograd saved
 )

@@ -30,8 +30,8 @@ from remat.transforms.ops import (
     targets,
     tensors_in,
     traits,
-    without_objects,
 )
+from remat.transforms.placeholders import without_objects
 from remat.transforms.sharded import wraps
 from remat.transforms.state import GeneratorState
 from remat.transforms.tape.snapshots import Snapshot

@@ -20,6 +20,7 @@ from remat.transforms.context import Mode, active, quiet
 from remat.transforms.errors import RematError, not_repeated, written
 from remat.transforms.offload import Store, away_in
 from remat.transforms.ops import (
+    Operands,
     Traits,
     alike,
     is_cast_of_leaf,
@@ -30,12 +31,10 @@ from remat.transforms.ops import (
     targets,
     traits,
     version_of,
-    without_objects,
 )
-from remat.transforms.placeholders import stand_in
+from remat.transforms.placeholders import stand_in, without_objects
 from remat.transforms.state import RandomState, generators_again, same_numbers
 from remat.transforms.tape.absent import Absent
-from remat.transforms.tape.operands import Operands
 from remat.transforms.tape.reachability import Reachability
 from remat.transforms.tape.recorder import Recorder
 from remat.transforms.tape.snapshots import Snapshot, data_again, handed_out, lent, octets, versions_again
