@@ -17,7 +17,7 @@ from tests.fuzz.shrink import save, shrink
 
 OUT = Path("out/fuzz")
 # Of the quick suite and of the slow one, in tests of so many programs.
-QUICK, SLOW, TOGETHER = (240, 180), (3200, 1800), 20
+QUICK, SLOW, TOGETHER = (320, 220), (3200, 1800), 20
 
 
 def ranges(counts: tuple[int, int], first: int) -> list[tuple[str, int, int]]:
