@@ -257,8 +257,8 @@ def tangent_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """What the innermost level pushes forward of a tensor of its own."""
     try:
         return torch._unpack_dual(tensor, level=0)[1]  # pyright: ignore[reportPrivateImportUsage]
-    except RuntimeError as error:  # torch's own, below autograd: nobody pushes tangents there
-        if "native::_fw_primal" not in str(error):
+    except RuntimeError as error:  # of a sparse tensor, or torch's own below autograd: neither has one
+        if not isinstance(error, NotImplementedError) and "native::_fw_primal" not in str(error):
             raise
         return None
 
