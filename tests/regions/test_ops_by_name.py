@@ -97,9 +97,11 @@ def by_compile(fn, x):
     return backward(compiled(fn), x)
 
 
-def check(run, fn, op):
+def check(run, fn, op, policies=None, nestings=(False, True)):
     x = torch.linspace(0.2, 1.5, 6, dtype=torch.float64)
-    for policy, nested in itertools.product([save_nothing, save_ops(op), save_everything], [False, True]):
+    for policy, nested in itertools.product(
+        policies or [save_nothing, save_ops(op), save_everything], nestings
+    ):
         forget()
         inner = remat(fn, policy=policy)
         region, want = (remat(lambda x: inner(x).sin()), lambda x: fn(x).sin()) if nested else (inner, fn)  # noqa: B023
@@ -122,6 +124,23 @@ def test_it_is_as_without_remat(op, make, run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [plain, with_writes])
-@pytest.mark.parametrize("op", [*READING, *DRAWING])
+@pytest.mark.parametrize("op", READING)
 def test_it_is_so_in_compiled_code(op, make):
     check(by_compile, make(op), op)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [plain, with_writes])
+@pytest.mark.parametrize("op", DRAWING)
+def test_a_kept_draw_is_so_in_compiled_code(op, make):
+    """One that is recomputed needs the tag (docs/limits.md): compilers trace an op by its shapes."""
+    check(by_compile, make(op), op, [save_ops(op), save_everything], (False,))
+
+
+@pytest.mark.slow
+def test_a_draw_with_the_tag_is_recomputed_as_it_was_in_compiled_code():
+    tagged = torch.library.custom_op(
+        "remat_named::tagged", mask, mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+    )
+    tagged.register_fake(torch.empty_like)
+    check(by_compile, plain(tagged), tagged)
