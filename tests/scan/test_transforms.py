@@ -141,6 +141,19 @@ def test_batched_cotangents_of_plain_autograd(args):
     torch.testing.assert_close(ours, expected)
 
 
+def test_batched_cotangents_of_a_step_that_draws(args):
+    """Torch lets no op draw below them; the steps that run again are no part of the batch."""
+    w, h, xs = (a.requires_grad_() for a in args)
+
+    def gradients(scan):
+        torch.manual_seed(0)
+        body = lambda h, x: (torch.dropout(torch.tanh(h @ w + x), 0.5, True), x)  # noqa: E731
+        eye = torch.eye(D, dtype=torch.float64)
+        return torch.autograd.grad(scan(body, h, xs)[0], (w, h, xs), eye, is_grads_batched=True)
+
+    torch.testing.assert_close(gradients(with_schedule(2)), gradients(loop))
+
+
 class Stepper(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -16,6 +16,7 @@ from remat.transforms.compat import (
     is_batched_anyhow,
     is_legacy_batched,
     is_wrapped,
+    outside_batched_grads,
 )
 from remat.transforms.errors import RematError, written
 from remat.transforms.ops import storage, tensors_in, traits
@@ -160,7 +161,8 @@ class _Backward:
         self.scan.tell("reverse", range(stop - 1, start - 1, -1))
 
     def _step(self, k: int, consts: Tensors, carry: Leaves, x: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
-        carry, ys = with_step_note(self.scan, k, consts, carry, x)
+        with outside_batched_grads():
+            carry, ys = with_step_note(self.scan, k, consts, carry, x)
         if k + 1 in self.scan.record.seen:
             self.again[k + 1] = prints_of([*carry, *ys] if k + 1 == self.scan.length else carry)
         return carry, ys
