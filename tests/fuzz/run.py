@@ -161,7 +161,7 @@ TORCHS = re.compile(
     r"|attempting to call Tensor.requires_grad_\(\)|Vmap does not currently support same randomness"
     "|Nested forward mode AD|derivative for .* is not implemented|A carry must have the same shape"
 )
-# Of programs that call a transform inside alone: else an error of this kind is a region's.
+# Of programs with a transform or a scan inside alone: else an error of this kind is a region's.
 OF_TRANSFORMS = re.compile("modified by an inplace operation")
 # Loud faults that stand, of transforms in regions and of scans under transforms (docs/limits.md).
 STANDING = re.compile(
@@ -536,7 +536,8 @@ def _checked(
             if isinstance(error, KeyboardInterrupt):
                 raise
             said = str(error) if isinstance(error, RematError) else f"{type(error).__name__}: {error}"
-            own = TORCHS.search(str(error)) or "torch.func" in source and OF_TRANSFORMS.search(str(error))
+            connected = re.search(r"torch\.func|SCAN|LOOP", source) and OF_TRANSFORMS.search(str(error))
+            own = TORCHS.search(str(error)) or connected
             # What Dynamo or AOTAutograd refuse is loud; the comparison is after wrong numbers.
             if backend is not None and not _compiled_alone(source, steps[: at + 1], dtype, backend, seed):
                 return Verdict("refused", f"torch.compile alone runs it. {said}")
