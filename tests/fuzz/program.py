@@ -220,6 +220,9 @@ class Drawing:
         self.dice, self.flavour, self.count = random.Random(f"{flavour}{seed}"), flavour, 0
         count = self.dice.randint(2, 4) if flavour == "eager" else self.dice.choice([1, 1, 2])
         self.steps = [self.step() for _ in range(count)]
+        # Compiled code draws other numbers: programs that draw are called in the one way that allows for it.
+        if any(step["how"] == "differences" for step in self.steps):
+            self.steps = [step | {"how": "differences"} for step in self.steps]
         # Where a function runs again, so does what it does to Python's state.
         self.opens = flavour != "eager" or self.dice.random() < 0.4
         chances = CHANCES[self.scene({step["how"] for step in self.steps})]

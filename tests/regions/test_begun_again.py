@@ -129,3 +129,59 @@ def test_a_scan_whose_steps_take_forces_in_a_region(policy):
 
     ours = gradients(lambda f: remat(f, policy=policy), scanned)
     same(ours, gradients(lambda f: f, lambda step, x: step(step(step(x)))))
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own generator", "default generator"])
+@pytest.mark.parametrize("around", ["autograd", "grad"])
+def test_a_seed_set_inside_beside_a_transform(around, own):
+    """Broken off after the first draw: what a generator was before the seed is what it begins again with."""
+
+    def stream(make):
+        generator = torch.Generator() if own else torch.default_generator
+        holder: Any = torch.nn.Module()
+        holder._generator = generator
+
+        def region(x):
+            before = holder._generator.get_state()
+            holder._generator.manual_seed(3)
+            mask = torch.rand(3, generator=holder._generator, dtype=x.dtype)
+            holder._generator.set_state(before)
+            noise = torch.rand(3, generator=holder._generator, dtype=x.dtype)
+            return (x * mask + noise).sum() * grad(lambda a: a.sin().sum())(x).sum()
+
+        f, found = make(region), []
+        generator.manual_seed(7)
+        for _ in range(2):
+            x = rand(3).requires_grad_()
+            found.append(grad(f)(x.detach()) if around == "grad" else torch.autograd.grad(f(x), x)[0])
+            found.append(generator.get_state())
+        return found
+
+    same(stream(remat), stream(lambda f: f))
+
+
+def test_vmap_over_a_leaf_that_no_walk_finds_writes_and_draws_once():
+    """Nothing is recomputed in the call that tells of the leaf."""
+
+    def steps(make):
+        module: Any = torch.nn.Module()
+        w = rand(3, seed=2).requires_grad_()
+        hidden, own = iter([w * 3] * 9), torch.Generator().manual_seed(3)
+        module.register_buffer("count", torch.zeros(()))
+
+        def fn(x):
+            module.count += 1
+            return x.sin() * next(hidden) * torch.rand(3, generator=own, dtype=x.dtype)
+
+        region, found = make(fn), []
+        for _ in range(2):
+            out = vmap(region, randomness="same")(rand(2, 3))
+            found += [
+                out.detach(),
+                *torch.autograd.grad(out.sum(), w, retain_graph=True),
+                module.count.clone(),
+                own.get_state(),
+            ]
+        return found
+
+    same(steps(remat), steps(lambda f: f))

@@ -252,9 +252,12 @@ def _inside_module(module: torch.nn.Module) -> Iterator[Any]:
     for part in module.modules():
         yield from part._parameters.values()
         yield from part._buffers.values()
-        # Tensors and callables that hang on a module as plain attributes; of private ones tensors alone.
+        # Tensors and callables that hang on a module as plain attributes; of private ones tensors and
+        # generators alone.
         yield from (
-            v for k, v in part.__dict__.items() if not k.startswith("_") or isinstance(v, torch.Tensor)
+            v
+            for k, v in part.__dict__.items()
+            if not k.startswith("_") or isinstance(v, (torch.Tensor, torch.Generator))
         )
 
 

@@ -114,15 +114,14 @@ def _run_batched(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if not torch.is_grad_enabled():
         return region.function(*args, **kwargs)
     tensors, _ = split(flatten((args, kwargs))[0])
-    if current() or any(_graded(t) for t in (*tensors, *captured(reached(region.function)))):
+    known = (*tensors, *captured(reached(region.function)))
+    if current() or region.cache.hides_leaves or any(_graded(t) for t in known):
         return _run_primitive(region, args, kwargs)
-    random = RandomState(tensors)
     out = region.function(*args, **kwargs)
-    if not any(_graded(t) for t in split(flatten(out)[0])[0]):
-        return out
-    # Something that the function reads, and that the search has not found, is differentiated.
-    random.restore()
-    return _run_primitive(region, args, kwargs)
+    # Where something is differentiated that the search has not found, this call keeps what autograd keeps: a
+    # second run would write and draw twice. Later calls recompute.
+    region.cache.hides_leaves = any(_graded(t) for t in split(flatten(out)[0])[0])
+    return out
 
 
 def _graded(tensor: torch.Tensor) -> bool:
@@ -170,7 +169,7 @@ def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]
     taps = Mirrors(lambda: _dry_run(region, args, kwargs, tensors)) if active.sessions and current() else None
     reach = reached(region.function)
     found = [*captured(reach), *(taps.offsets if taps else ())]
-    random = RandomState(tensors)
+    random = RandomState(tensors, own=reach)
     for _ in range(MOST_TRIES):
         world = GraphLowering(region) if modes_active() and is_tracing() else None
         watches: list[Any] = []
@@ -191,9 +190,10 @@ def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]
                 region.cache.by_levels = True
             elif not not_compiled(error):
                 raise
-        # What the broken-off run drew is drawn again, and what it wrote to memory is written again.
-        random.restore()
+        # What the broken-off run wrote to memory is written again, and what it drew is drawn again. What
+        # generators were before the call comes last: the watch knows them from a draw, after a seed.
         attempt.put_back(watches)
+        random.restore()
     raise changing(region.name)
 
 

@@ -55,14 +55,17 @@ class TraceCache:
         differentiates: whether it was seen to call `torch.autograd.grad` or `backward` on values of its own.
         by_levels: whether plain autograd was seen to refuse it, so that torch.func differentiates it, whose
             decompositions know more derivatives.
+        hides_leaves: whether it was seen to read a leaf that the search for captured tensors has not found.
         agreed: by policies under which ranks have compared what they keep, what calls did with collectives.
     """
 
-    __slots__ = ("__weakref__", "agreed", "by_levels", "by_policy", "differentiates", "uses_func")
+    __slots__ = (
+        "__weakref__", "agreed", "by_levels", "by_policy", "differentiates", "hides_leaves", "uses_func"
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.by_policy: BoundedCache[Hashable, Traces] = BoundedCache(_MOST)
-        self.uses_func = self.differentiates = self.by_levels = False
+        self.uses_func = self.differentiates = self.by_levels = self.hides_leaves = False
         self.agreed: dict[Hashable, set[str]] = {}
 
     def under(self, policy: Hashable) -> Traces:

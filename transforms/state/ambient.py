@@ -213,15 +213,18 @@ def _device_of(args: Any, kwargs: Any) -> torch.device:
 
 
 class RandomState:
-    """Generator states of the CPU and of every device among the arguments.
+    """Generator states of the CPU and of every device among the arguments, and of generators among `own`.
 
     Whoever knows `device_kinds` of the tensors already may say so.
     """
 
-    __slots__ = ("cpu", "devices")
+    __slots__ = ("cpu", "devices", "own")
 
-    def __init__(self, tensors: Sequence[torch.Tensor], kinds: tuple[str, ...] | None = None) -> None:
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], kinds: tuple[str, ...] | None = None, own: Sequence[Any] = ()
+    ) -> None:
         self.cpu = torch.default_generator.get_state()
+        self.own = [(x, x.get_state()) for x in own if isinstance(x, torch.Generator)] if own else ()
         self.devices: Sequence[tuple[torch.device, torch.Tensor]] = ()
         if (kinds or device_kinds(tensors)) != _ONLY_CPU:
             found = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
@@ -231,11 +234,14 @@ class RandomState:
         torch.default_generator.set_state(self.cpu)
         for device, state in self.devices:
             getattr(torch, device.type).set_rng_state(state, device)
+        for generator, state in self.own:
+            generator.set_state(state)
 
     def again(self) -> RandomState:
         """The present state of the same generators."""
         new = RandomState.__new__(RandomState)
         new.cpu = torch.default_generator.get_state()
+        new.own = [(x, x.get_state()) for x, _ in self.own] if self.own else ()
         new.devices = self.devices and [(d, getattr(torch, d.type).get_rng_state(d)) for d, _ in self.devices]
         return new
 
