@@ -12,7 +12,7 @@ from typing import Any
 
 from remat._core import format_bytes, joined_keywords, keywords_apart
 from remat._region import name_of_region
-from remat.plan.calls import looking
+from remat.plan.calls import looked
 from remat.plan.compared import READY, SOLVERS, beaten_by, measured, ready, torch_plan
 from remat.plan.graph import CostModel, Graph, cost_model
 from remat.plan.plans import Plan
@@ -162,8 +162,7 @@ def pareto(
         [256, 256, 512]
     """
     model, given = cost_model(cost, device), joined_keywords(keywords, kwargs)
-    with looking(fn, args, given):
-        graph = Graph(record(fn, args, given))
+    graph = looked(lambda _, hooks: Graph(record(fn, args, given, hooks=hooks)), fn, args, given)
     name = name_of_region(fn)
     graph.check_differentiated(name)
     problem = graph.problem(model)

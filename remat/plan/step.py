@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from remat._core import format_bytes
-from remat.plan.calls import Regions, looking
+from remat.plan.calls import Regions, looked
 from remat.plan.chain import Choice, Measure, Stage
 from remat.plan.graph import CostModel, Graph, workspace
 from remat.plan.peak import gradients_left, node_ends
@@ -164,8 +164,14 @@ def step_of(
 ) -> WholeStep:
     """Record a step without data: `wanted` says by a region's policy whether it is left out and planned."""
     regions, keywords = Regions(wanted), dict(kwargs)
-    with planned_for(device), looking(fn, args, keywords), regions.meeting():
-        outside = record(fn, args, keywords)
+
+    def recorded(_: Any, hooks: bool) -> Joint:
+        regions.found.clear()
+        with regions.meeting():
+            return record(fn, args, keywords, hooks=hooks)
+
+    with planned_for(device):
+        outside = looked(recorded, fn, args, keywords)
     if len(regions.found) != len(outside.holes):
         raise RematError("The regions of this step are not all met outside of torch.func's transforms.")
     shared = _shared(outside)

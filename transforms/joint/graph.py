@@ -7,6 +7,7 @@ here be carried out there. `detach`, which autograd inserts when it saves an out
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -198,6 +199,7 @@ def record(
     functional: bool = False,
     held: Iterable[int] = (),
     backward: bool = True,
+    hooks: bool = True,
 ) -> Joint:
     """The joint graph of `fn(*args, **kwargs)`, from metadata alone: nothing is computed or allocated.
 
@@ -205,9 +207,10 @@ def record(
     grad state are those of the call; gradients are enabled. With `functional`, `fn` differentiates by itself:
     it is called with a switch before its arguments, and calls that between its forward and its backward.
     `held`: which leaves of the arguments somebody else holds; what Dynamo has traced says so itself.
-    Without `backward` the graph ends with the forward. What meanwhile calls `left_out` is a hole in it.
-    Nobody collects named values meanwhile, and `is_recomputing()` is true: what counts or prints has its turn
-    in the run proper.
+    Without `backward` the graph ends with the forward. Without `hooks` what the backward reads stands in for
+    what autograd packs: torch.func inside `fn` refuses saved-tensor hooks. What meanwhile calls `left_out` is
+    a hole in it. Nobody collects named values meanwhile, and `is_recomputing()` is true: what counts or prints
+    has its turn in the run proper.
 
     Raises:
         NotOnFakes: where the function looks at data (`.item()`, a branch on a value) or an op has no fake
@@ -224,7 +227,7 @@ def record(
     ):
         token = around.set(recorder)
         try:
-            run = _run_functional if functional else functools.partial(_run, backward=backward)
+            run = _run_functional if functional else functools.partial(_run, backward=backward, hooks=hooks)
             held = getattr(fn, "held", held)
             results = _trace(fn, args, kwargs or {}, recorder, run, held)
         finally:
@@ -294,10 +297,12 @@ def _run(
     recorder: JointRecorder,
     inputs: list[torch.Tensor],
     backward: bool,
+    hooks: bool,
 ) -> tuple[int, ...]:
     """Forward, then `backward` from fake cotangents; returns the numbers of the results."""
-    # By hooks in any case: those of a recording around must not see what it saves.
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda t: t):
+    # By hooks where they are allowed: those of a recording around must not see what it saves.
+    packing = torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda t: t)
+    with torch.enable_grad(), packing if hooks else contextlib.nullcontext():
         out = fn(*args, **kwargs)
     results = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
     numbers = tuple(recorder.number(t) for t in results)
@@ -316,6 +321,8 @@ def _run(
         graded = [(recorder.number(t), g) for t, g in zip(wanted, found, strict=True) if g is not None]
         recorder.differentiated = tuple(number for number, _ in graded)
         recorder.gradients = tuple(recorder.number(g) for _, g in graded)
+    if not hooks:
+        recorder.saved = _read_in_backward(recorder)
     return numbers
 
 
@@ -332,6 +339,11 @@ def _run_functional(
         recorder.in_forward = False
 
     fn(switch, *args, **kwargs)
-    made = {o for op in recorder.ops if not op.forward for o in op.outputs}
-    recorder.saved = {r: None for op in recorder.ops if not op.forward for r in op.reads if r not in made}
+    recorder.saved = _read_in_backward(recorder)
     return ()
+
+
+def _read_in_backward(recorder: JointRecorder) -> dict[int, None]:
+    """The values that the backward reads and has not made."""
+    made = {o for op in recorder.ops if not op.forward for o in op.outputs}
+    return {r: None for op in recorder.ops if not op.forward for r in op.reads if r not in made}

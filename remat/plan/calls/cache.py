@@ -9,7 +9,7 @@ import torch
 
 from remat._core import warn_user
 from remat.plan.calls.keys import call_key
-from remat.plan.calls.looking import looking
+from remat.plan.calls.looking import Notes, looked
 from remat.plan.calls.trusted import Trust
 from remat.plan.graph import Graph
 from remat.transforms import BoundedCache, Key, flatten
@@ -153,8 +153,7 @@ class _Call:
         """The graph, by a look where nobody has looked."""
         found = None if self.key is None else _GRAPHS.recall(self.key)
         if found is None:
-            with looking(self.fn, self.args, self.kwargs):
-                found = self._recorded()
+            found = self._look(lambda notes, hooks: self._recorded(hooks))
             if self.key is not None:
                 _GRAPHS[self.key] = found
         return found
@@ -178,14 +177,16 @@ class _Call:
         return found
 
     def _careful(self) -> Graph | None:
-        with looking(self.fn, self.args, self.kwargs) as notes:
-            return self._recorded() if notes.once is None else None
+        return self._look(lambda notes, hooks: self._recorded(hooks) if notes.once is None else None)
 
-    def _recorded(self) -> Graph:
+    def _look(self, make: Callable[[Notes, bool], Any]) -> Any:
+        return looked(make, self.fn, self.args, self.kwargs)
+
+    def _recorded(self, hooks: bool) -> Graph:
         if self.peeled is None:
-            return Graph(record(self.fn, self.args, self.kwargs))
+            return Graph(record(self.fn, self.args, self.kwargs, hooks=hooks))
         # Torch's planner can be asked about the same graph where there are no levels.
-        return Graph(record_peeled(self.fn, self.peeled), False)
+        return Graph(record_peeled(self.fn, self.peeled, hooks), False)
 
     def held(self) -> tuple[bool, ...]:
         """Which of its tensors somebody else holds: parameters, and leaves in containers."""

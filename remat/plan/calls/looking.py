@@ -6,14 +6,17 @@ import contextlib
 import gc
 import sys
 import types
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 
 from remat._core import Notes, untouched
 from remat.transforms import RematError
-from remat.transforms.compat import fakes_watched, is_fake
+from remat.transforms.compat import fakes_watched, is_fake, is_hook_refusal
+from remat.transforms.joint import NotOnFakes
+
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -38,6 +41,21 @@ def looking(*roots: Any) -> Iterator[Notes]:
             gc.collect(generation)
     if left := [mode for mode in modes if mode() is not None]:
         _refuse(left, roots[0])
+
+
+def looked(make: Callable[[Notes, bool], T], *roots: Any) -> T:
+    """What `make` makes of a look; it is told whether hooks on saved tensors may be used.
+
+    The look begins again without them where torch.func, used inside the function, refuses them.
+    """
+    try:
+        with looking(*roots) as notes:
+            return make(notes, True)
+    except NotOnFakes as error:
+        if not is_hook_refusal(error):
+            raise
+    with looking(*roots) as notes:
+        return make(notes, False)
 
 
 @contextlib.contextmanager
