@@ -209,8 +209,8 @@ def record(
     `held`: which leaves of the arguments somebody else holds; what Dynamo has traced says so itself.
     Without `backward` the graph ends with the forward. Without `hooks` what the backward reads stands in for
     what autograd packs: torch.func inside `fn` refuses saved-tensor hooks. What meanwhile calls `left_out` is
-    a hole in it. Nobody collects named values meanwhile, and `is_recomputing()` is true: what counts or prints
-    has its turn in the run proper.
+    a hole in it. Nobody collects named values meanwhile, and `is_recomputing()` is true: what counts has its
+    turn in the run proper.
 
     Raises:
         NotOnFakes: where the function looks at data (`.item()`, a branch on a value) or an op has no fake
