@@ -3,7 +3,8 @@
 import torch
 from torch.func import grad, vmap
 
-from tests.helpers import batched, check, inexact, loss_of, matrix, scalar
+from remat import remat
+from tests.helpers import batched, check, inexact, loss_of, matrix, rand, same, scalar
 
 
 def vmapped(fn):
@@ -47,3 +48,16 @@ def test_per_sample_gradients(name, policy):
         return (), per_sample(torch.stack([first, first, first]), *rest)
 
     check(name, policy, run)
+
+
+def test_a_tensor_passed_with_and_without_a_derivative():
+    """Below the levels both operands are one tensor; only the one that counts for nothing is differentiated."""
+
+    def region(a, b):
+        q = b[None, None]
+        return torch.nn.functional.scaled_dot_product_attention(q, q.sin(), q)[0, 0]
+
+    def run(f):
+        return vmap(lambda x: grad(lambda a: f(a, x).sum())(x))(rand(5, 3, 4))
+
+    same(run(remat(region)), run(region))

@@ -350,6 +350,11 @@ def apart(recorder: Recorder, operands: Tensors, at: set[int]) -> list[torch.Ten
             given[i] = quiet(operands[i].view_as, operands[i])
         recorder.forget(operands[i])
         recorder.bind(given[i], number)
+    replaced = {id(operands[i]) for i in at}
+    for i, operand in enumerate(operands):
+        # Passed without a derivative as well, the tensor itself is that operand.
+        if i not in at and id(operand) in replaced:
+            recorder.bind(operand, -1 - i)
     return given
 
 
