@@ -51,7 +51,7 @@ def test_per_sample_gradients(name, policy):
 
 
 def test_a_tensor_passed_with_and_without_a_derivative():
-    """Below the levels both operands are one tensor; only the one that counts for nothing is differentiated."""
+    """Below the levels both are one tensor; only what counts for nothing is differentiated."""
 
     def region(a, b):
         q = b[None, None]
