@@ -8,7 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from remat import remat, save_everything, save_matmuls, save_nothing, save_ops
+from remat import (
+    checkpoint_name,
+    remat,
+    save_all_but_names,
+    save_everything,
+    save_matmuls,
+    save_names,
+    save_nothing,
+    save_ops,
+)
 from tests.compiled import compiled
 from tests.helpers import crossed, sparse
 
@@ -215,3 +224,18 @@ def test_a_region_inside_returns_what_it_is_given(case: str) -> None:
     torch.testing.assert_close(made, expected, rtol=0, atol=1e-12)
     made = compiled(torch.func.grad(lambda x: loss(x, remat)))(X)
     torch.testing.assert_close(made, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:.*asks for 'other'")
+@pytest.mark.parametrize("policy", [save_names("h"), save_all_but_names("h"), save_all_but_names("other")])
+def test_kept_conjugates_stay_lazy(policy: Any) -> None:
+    """An op of a lazy conjugate is another op for a compiler than that of an ordinary tensor."""
+
+    def fn(x: Tensor) -> Tensor:
+        z = checkpoint_name(torch.complex(hidden(x), x).conj(), "h")
+        return (z * z.sin()).real * z.imag.cos()
+
+    x = X.clone().requires_grad_()
+    out = compiled(lambda x: remat(fn, policy=policy)(x))(x)
+    found, expected = (torch.autograd.grad(y.sum(), x)[0] for y in (out, fn(x)))
+    torch.testing.assert_close(found, expected)

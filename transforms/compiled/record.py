@@ -173,9 +173,9 @@ class GraphRecord(Verdicts):
             self.writers[graph_storage(tensor)] = at
 
     def judge(self, at: int, verdict: int, out: Any) -> None:
-        # Zeros of forward mode have no memory. A value of the graph would be an ordinary tensor, with which
-        # other ops run.
-        if not any(t._is_zerotensor() for t in tensors_in(out)):
+        # A value of the graph would be an ordinary tensor, with which other ops run. Zeros of forward mode
+        # have no memory, and lazy conjugates are seen anew in the memory that may be kept.
+        if not any(t._is_zerotensor() or t.is_conj() or t.is_neg() for t in tensors_in(out)):
             super().judge(at, verdict, out)
 
     def _number_of(self, tensor: torch.Tensor) -> int:
