@@ -103,6 +103,7 @@ def test_plain_autograd_through_all_that_is_captured(transform):
     same(grads[2], grads[0])
 
 
+@pytest.mark.slow
 def test_nested_regions_of_several_calls():
     def loss(wrap):
         inner = wrap(lambda x, w: checkpoint_name(torch.tanh(x @ w), "h").sin())
@@ -116,6 +117,7 @@ def test_nested_regions_of_several_calls():
         )
 
 
+@pytest.mark.slow
 @transforms
 def test_names_under_levels_that_the_function_opens(transform):
     def rows(wrap, around):
@@ -131,6 +133,7 @@ def test_names_under_levels_that_the_function_opens(transform):
         same(compiled(vmap(got))(rand(2, 4, 3)), vmap(want)(rand(2, 4, 3)))
 
 
+@pytest.mark.slow
 def test_gradients_of_arguments():
     def f(a, b, c):
         loss = loss_of(remat)
@@ -241,6 +244,7 @@ def test_recomputation_survives():
     assert_recomputed(capture_grads(loss_of(remat), NAMES), W, X, ops=["tanh"])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:A budget of")  # a small region's inputs are all that it keeps
 @transforms
 def test_policies_speak_of_names_and_plans_hold(transform):
@@ -250,6 +254,7 @@ def test_policies_speak_of_names_and_plans_hold(transform):
         same(compiled(transform(loss_of(lambda f, p=policy: remat(f, policy=p)), "h"))(W, X), want)
 
 
+@pytest.mark.slow
 @transforms
 def test_one_graph_serves_all_sizes(transform):
     graphs = Graphs(transform(loss_of(remat), NAMES), dynamic=True)

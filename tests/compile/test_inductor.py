@@ -73,7 +73,8 @@ def plain(fn):
     return fn
 
 
-@pytest.mark.parametrize("by", sparse([by_backward, by_grad], 2), ids=lambda by: by.__name__)
+@pytest.mark.slow
+@pytest.mark.parametrize("by", [by_backward, by_grad], ids=lambda by: by.__name__)
 def test_memory_is_saved_and_gradients_are_right(by):
     weights, x = inputs()
     peaks, gradients = [], []

@@ -76,16 +76,15 @@ def simulated(loss: Any, x: Tensor) -> int:
     return max(peak, run.execution.peak)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("way", "policy"),
     [
         (in_a_row, save_nothing),
-        *(pytest.param(way, save_nothing, marks=pytest.mark.slow) for way in (with_context, of_two_inputs)),
-        *(
-            pytest.param(way, save_matmuls, marks=pytest.mark.slow)
-            for way in (with_context, in_a_row, of_two_inputs)
-        ),
+        (with_context, save_nothing),
+        (of_two_inputs, save_matmuls),
+        (in_a_row, save_matmuls),
     ],
 )
 def test_two_traversals_take_no_more_than_eager(way: Any, policy: Any) -> None:

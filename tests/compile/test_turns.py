@@ -194,6 +194,7 @@ def test_the_code_fetches_ahead():
     assert kinds == ["fetch", "fetch", "wait", "fetch", "wait", "fetch", "wait", "wait"], kinds
 
 
+@pytest.mark.slow
 def test_second_order_where_later_ops_read_results():
     """The pull-back of a pull-back was taken for the region's: its gradients stood for the results."""
     w = rand(4, 4).requires_grad_()

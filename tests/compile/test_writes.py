@@ -216,6 +216,7 @@ def test_a_write_that_gradients_flow_through_is_refused(case: Any) -> None:
         compiled(lambda x: case(x, remat))(x).backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", sparse([True, False], 2))
 def test_a_write_to_zeros_of_forward_mode(inner: bool) -> None:
     """Such zeros have no memory: they are not kept, or the recomputation would write to ordinary ones."""

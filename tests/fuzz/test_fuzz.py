@@ -17,7 +17,7 @@ from tests.fuzz.shrink import save, shrink
 
 OUT = Path("out/fuzz")
 # Of the quick suite and of the slow one, in tests of so many programs.
-QUICK, SLOW, TOGETHER = (320, 220), (3200, 1800), 20
+QUICK, SLOW, TOGETHER = (380, 120), (3600, 900), 20
 
 
 def ranges(counts: tuple[int, int], first: int) -> list[tuple[str, int, int]]:
@@ -60,7 +60,7 @@ def test_more_programs_are_as_without_remat(mode: str, first: int, last: int) ->
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("first", range(30_000, 30_060, 10))
+@pytest.mark.parametrize("first", range(30_000, 30_040, 10))
 def test_compiled_programs_are_as_without_remat(first: int) -> None:
     passes("aot_eager", range(first, first + 10))
 

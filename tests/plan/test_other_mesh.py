@@ -39,6 +39,7 @@ def trained(plan, *, mesh=(4,), wrapped=True, last: Any = None, compiled: str | 
     run(torch.zeros(TOKENS, dtype=torch.long)).sum().backward()
 
 
+@pytest.mark.slow
 def test_the_mesh_that_was_planned(four_ranks):
     trained(tiny(dp_shard=4))
     trained(tiny(dp_shard=4), last=True)

@@ -36,6 +36,7 @@ def compiled_plan(model, x, **options):
     return plan_graph(graph_of(model, (x * 1,)), BudgetPolicy(**options), "deep", compiled=True)
 
 
+@pytest.mark.slow
 def test_a_wider_peak_never_recomputes_more():
     model, x = deep(8)
     low, high = (compiled_plan(model, x, budget=b) for b in (0, 1.0))

@@ -96,6 +96,7 @@ def test_a_fault_at_any_op_leaves_the_next_step_right(error, policy, runs_again)
     same(step(model, x)[:-1], expected[:-1], 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", sparse(["exception", "memory"], 2))
 def test_a_fault_under_func_grad(error):
     torch.manual_seed(0)

@@ -97,7 +97,7 @@ def by_compile(fn, x):
     return backward(compiled(fn), x)
 
 
-def check(run, fn, op, policies=None, nestings=(False, True)):
+def check(run, fn, op, policies=None, nestings=(False, True), calls=2):
     x = torch.linspace(0.2, 1.5, 6, dtype=torch.float64)
     for policy, nested in itertools.product(
         policies or [save_nothing, save_ops(op), save_everything], nestings
@@ -105,7 +105,7 @@ def check(run, fn, op, policies=None, nestings=(False, True)):
         forget()
         inner = remat(fn, policy=policy)
         region, want = (remat(lambda x: inner(x).sin()), lambda x: fn(x).sin()) if nested else (inner, fn)  # noqa: B023
-        for _ in range(2):
+        for _ in range(calls):
             found = []
             for one in (want, region):
                 torch._dynamo.reset()
@@ -116,17 +116,16 @@ def check(run, fn, op, policies=None, nestings=(False, True)):
 
 @pytest.mark.parametrize(
     ("op", "make", "run"),
-    crossed([*READING, *DRAWING], [plain, with_writes, before_a_draw], [backward, by_grad, by_vmap]),
+    crossed([*READING, *DRAWING], [plain, with_writes, before_a_draw], [backward, by_grad, by_vmap], every=6),
 )
 def test_it_is_as_without_remat(op, make, run):
     check(run, make(op), op)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [plain, with_writes])
-@pytest.mark.parametrize("op", READING)
+@pytest.mark.parametrize(("op", "make"), zip(READING, itertools.cycle([plain, with_writes])))
 def test_it_is_so_in_compiled_code(op, make):
-    check(by_compile, make(op), op)
+    check(by_compile, make(op), op, calls=1)
 
 
 @pytest.mark.slow
@@ -134,7 +133,7 @@ def test_it_is_so_in_compiled_code(op, make):
 @pytest.mark.parametrize("op", DRAWING)
 def test_a_kept_draw_is_so_in_compiled_code(op, make):
     """One that is recomputed needs the tag (docs/limits.md): compilers trace an op by its shapes."""
-    check(by_compile, make(op), op, [save_ops(op), save_everything], (False,))
+    check(by_compile, make(op), op, [save_ops(op), save_everything], (False,), calls=1)
 
 
 @pytest.mark.slow

@@ -236,6 +236,7 @@ def test_policies_inside_compiled_steps(name, args, graphs):
     assert again == tuple(SIZE * count for count in expected)
 
 
+@pytest.mark.slow
 def test_policies_in_segments_of_compiled_steps(args):
     w, h, xs = args
     run = lambda **options: gradients(gated(w), h, xs, args, policy=save_matmuls, **options)  # noqa: E731

@@ -117,6 +117,7 @@ def test_no_recompilation():
     assert run.frames == frames
 
 
+@pytest.mark.slow
 def test_another_length_is_right():
     run = compiled(of_scan("sqrt"))
     for n in (N, 5):
@@ -124,6 +125,7 @@ def test_another_length_is_right():
         close(backward(run, args), backward(of_loop(), args))
 
 
+@pytest.mark.slow
 def test_few_carries_are_kept():
     def kept(checkpoints):
         torch._dynamo.reset()
@@ -145,6 +147,7 @@ def test_large_steps_are_compiled_one_at_a_time():
     assert made == [1, 1]
 
 
+@pytest.mark.slow
 def test_trees_constants_and_captured_modules():
     cell = torch.nn.GRUCell(D, D, dtype=torch.float64)
     w, h, xs = make()
@@ -168,6 +171,7 @@ def test_trees_constants_and_captured_modules():
     close(found, torch.autograd.grad(loss(*leaves), targets))
 
 
+@pytest.mark.slow
 def test_budgets_of_a_scan():
     """Floats that differ from call to call, and a plan for a step among other ops."""
 

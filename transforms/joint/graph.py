@@ -344,6 +344,7 @@ def _run_functional(
 
 
 def _read_in_backward(recorder: JointRecorder) -> dict[int, None]:
-    """The values that the backward reads and has not made."""
+    """The values that the backward reads and has neither made nor been given."""
     made = {o for op in recorder.ops if not op.forward for o in op.outputs}
+    made |= {number for number, value in enumerate(recorder.values) if value.origin == "tangent"}
     return {r: None for op in recorder.ops if not op.forward for r in op.reads if r not in made}
