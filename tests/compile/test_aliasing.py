@@ -166,7 +166,13 @@ def turned(x: Tensor) -> Any:
 
 @pytest.mark.parametrize(
     ("inner", "kept", "around", "transformed"),
-    crossed([in_halves, argument_in_halves, turned], KEEPING, ["nothing", "matmuls", "all"], [False, True], every=6),
+    crossed(
+        [in_halves, argument_in_halves, turned],
+        KEEPING,
+        ["nothing", "matmuls", "all"],
+        [False, True],
+        every=6,
+    ),
 )
 def test_a_region_inside_keeps_views_that_one_around_does_not(
     inner: Any, kept: str, around: str, transformed: bool

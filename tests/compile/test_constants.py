@@ -9,7 +9,7 @@ from torch.func import grad, vmap
 
 from remat import remat, save_matmuls, save_nothing, save_ops
 from tests.compiled import Graphs, compiled
-from tests.helpers import gradients, rand, same
+from tests.helpers import gradients, rand, same, sparse
 from tests.rotary import Alone, angles, block, chain, inputs, rotate
 
 

@@ -18,7 +18,7 @@ from remat import remat, save_matmuls, save_nothing
 from remat.cli.measure import trace_memory
 from remat.transforms.compat import inductor as _taught  # noqa: F401
 from tests.compiled import compiled
-from tests.helpers import rand, same, sparse
+from tests.helpers import rand, same
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ from remat._fit import blocks_of, held_by
 from remat.cli.measure import trace_memory
 from remat.plan import READY, Portfolio, cost_model, plans_by_budget, step_of
 from remat.transforms import RematError
+from tests.helpers import sparse
 from tests.plan.models import LlamaBlock
 
 
