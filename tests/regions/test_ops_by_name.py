@@ -123,7 +123,7 @@ def test_it_is_as_without_remat(op, make, run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("op", "make"), zip(READING, itertools.cycle([plain, with_writes])))
+@pytest.mark.parametrize(("op", "make"), list(zip(READING, itertools.cycle([plain, with_writes]))))
 def test_it_is_so_in_compiled_code(op, make):
     check(by_compile, make(op), op, calls=1)
 
