@@ -35,7 +35,7 @@ def traced(monkeypatch):
     """The names of functions traced for a plan."""
     found = []
     record = cache.record
-    monkeypatch.setattr(cache, "record", lambda fn, *rest: found.append(fn) or record(fn, *rest))
+    monkeypatch.setattr(cache, "record", lambda fn, *a, **k: found.append(fn) or record(fn, *a, **k))
     cache._GRAPHS.clear(), cache._LEARNED.clear(), cache._ALIKE.clear(), cache._KNOWN.clear()
     return found
 

@@ -242,6 +242,7 @@ def record(
         gradients=recorder.gradients,
         differentiated=recorder.differentiated,
         holes=holes_of(recorder),
+        hooked=hooks,
     )
 
 

@@ -133,6 +133,7 @@ class Joint:
         gradients: the values that the backward ends in, of those inputs that have a gradient.
         differentiated: those inputs, in the same order.
         holes: the calls that were left out, in order.
+        hooked: whether hooks told what is saved.
 
     Nothing in it holds a tensor, a module or a function of the user's: joint graphs are kept in caches.
     """
@@ -145,6 +146,7 @@ class Joint:
     gradients: tuple[int, ...] = ()
     differentiated: tuple[int, ...] = ()
     holes: tuple[Hole, ...] = ()
+    hooked: bool = True
 
     @functools.cached_property
     def forward(self) -> tuple[Op, ...]:

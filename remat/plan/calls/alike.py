@@ -106,7 +106,7 @@ class Regions:
     def _same(self, graph: Graph, fn: Callable[..., Any], args: Any, kwargs: Any) -> bool:
         """Whether a call runs the forward of a graph; what is differentiated is part of their keys."""
         joint = graph.joint
-        other = record(fn, args, kwargs, backward=False, hooks=False)
+        other = record(fn, args, kwargs, backward=False, hooks=joint.hooked)
         made = [(op.name, op.args, op.kwargs, op.reads, op.outputs) for op in other.ops]
         seen = [(op.name, op.args, op.kwargs, op.reads, op.outputs) for op in joint.forward]
         return made == seen and other.values == joint.values[: len(other.values)]
