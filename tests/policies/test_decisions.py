@@ -22,7 +22,7 @@ from remat import (
 )
 from remat.nn import apply_to
 from tests.compiled import compiled
-from tests.helpers import forget, rand
+from tests.helpers import crossed, forget, rand
 
 TOKENS, WIDTH, EXPERTS = 64, 6, 8
 RUNS = [0]
@@ -189,13 +189,8 @@ def test_decisions_do_not_flip_in_compiled_code(fn):
 
 
 # Every function, policy and way; of their combinations every second one.
-HALF = [
-    pytest.param(fn, policy, run, id=f"{fn.__name__}-{policy}-{run.__name__}")
-    for i, fn in enumerate(BATCHED)
-    for k, policy in enumerate([save_nothing, save_matmuls, checkpoint_policy(budget=0.4)])
-    for m, run in enumerate([by_compile, by_compiled_grad])
-    if (i + k + m) % 2 == 0
-]
+KEEPING = [save_nothing, save_matmuls, checkpoint_policy(budget=0.4)]
+HALF = [p for p in crossed(BATCHED, KEEPING, [by_compile, by_compiled_grad], every=2) if not p.marks]
 
 
 @pytest.mark.slow

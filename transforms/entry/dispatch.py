@@ -114,8 +114,8 @@ def _run_batched(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if not torch.is_grad_enabled():
         return region.function(*args, **kwargs)
     tensors, _ = split(flatten((args, kwargs))[0])
-    known = (*tensors, *captured(reached(region.function)))
-    if current() or region.cache.hides_leaves or any(_graded(t) for t in known):
+    hidden = region.cache.hides_leaves
+    if current() or hidden or any(_graded(t) for t in (*tensors, *captured(reached(region.function)))):
         return _run_primitive(region, args, kwargs)
     out = region.function(*args, **kwargs)
     # Where something is differentiated that the search has not found, this call keeps what autograd keeps: a

@@ -92,7 +92,7 @@ def _stand_alone(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
         return tensor.detach().requires_grad_(requires_grad)
 
 
-def record_peeled(fn: Callable[..., Any], call: Peeled, hooks: bool = True) -> Joint:
+def record_peeled(fn: Callable[..., Any], call: Peeled, hooks: bool) -> Joint:
     """The joint graph of what the levels run at the bottom."""
     count = call.spec.num_leaves
 
