@@ -189,7 +189,8 @@ def run_eager(
     live = torch.is_grad_enabled() or in_transform() or swapping() or dual_level_open()
     replaced = getattr(body, "replaced", ())
     found = [t for t in captured(reach) if id(t) not in replaced] if live else []
-    random = RandomState([t for t in (*found, *carry, *rows) if isinstance(t, torch.Tensor)])
+    given = [t for t in (*found, *carry, *rows) if isinstance(t, torch.Tensor)]
+    random = RandomState(given, own=reach)
     for _ in range(MOST_TRIES):
         step = Body(body, spec, found, trusted=not live)
         options: dict[str, Any] = {"around": Bindings(reach).restored, "offloaded": spec.offloaded}

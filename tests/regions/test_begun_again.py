@@ -185,3 +185,16 @@ def test_vmap_over_a_leaf_that_no_walk_finds_writes_and_draws_once():
         return found
 
     same(steps(remat), steps(lambda f: f))
+
+
+def test_a_scan_that_begins_again_draws_from_an_own_generator_once():
+    def drawn(scan):
+        w, own = rand(3, seed=1).requires_grad_(), torch.Generator().manual_seed(5)
+        hidden = iter([w * 2] * 50)
+        out = scan(lambda c: (c * torch.rand(3, generator=own) * next(hidden)).sin(), rand(3))
+        return out.detach(), own.get_state()
+
+    def scanned(step, x):
+        return scan_remat(lambda c, _: (step(c), None), x, length=3)[0]
+
+    same(drawn(scanned), drawn(lambda step, x: step(step(step(x)))))
