@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from remat._core import Decision, OpInfo, format_bytes
 from remat._region import with_policy
 from remat.plan.budget import check_peak
-from remat.plan.calls import looking
+from remat.plan.calls import looked
 from remat.plan.chain import Chain, Choice, Measure, Part, Stage, best_parts
 from remat.plan.graph import CostModel, Graph, cost_model
 from remat.plan.plans import Following, Plan
@@ -136,8 +136,7 @@ def plan_chain(
     if not stages:
         raise RematError("plan_chain got no stages: write plan_chain([block1, block2], x, peak='20GiB').")
     limit, model = check_peak(peak), cost_model(cost, device, compiled=compiled)
-    with looking(stages, x, args):
-        graphs = trace(stages, x, args)
+    graphs = looked(lambda _, hooks: trace(stages, x, args, hooks), stages, x, args)
     if not any(graph.joint.gradients for graph in graphs[0]):
         graphs[0][0].check_differentiated("this chain")
     task = Task(list(stages), graphs, model, compiled, accumulating)
@@ -259,8 +258,10 @@ def _sequence(functions: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
     return run
 
 
-def trace(stages: Stages, x: Any, args: tuple[Any, ...]) -> tuple[list[Graph], list[Graph]]:
-    """The joint graphs of the stages and of pairs of neighbours."""
+def trace(
+    stages: Stages, x: Any, args: tuple[Any, ...], hooks: bool = True
+) -> tuple[list[Graph], list[Graph]]:
+    """The joint graphs of the stages and of pairs of neighbours, by hooks on saved tensors or without."""
     inputs: list[Any] = []
 
     def through(x: Any, *args: Any) -> tuple[Any, ...]:
@@ -274,7 +275,7 @@ def trace(stages: Stages, x: Any, args: tuple[Any, ...]) -> tuple[list[Graph], l
     def graph(first: int, count: int) -> Graph:
         run = _sequence(stages[first : first + count])
         # What all stages share is held by the caller, as what a function captures is.
-        return Graph(record(functools.partial(_with, run, args), (inputs[first],)))
+        return Graph(record(functools.partial(_with, run, args), (inputs[first],), hooks=hooks))
 
     alone = [graph(k, 1) for k in range(len(stages))]
     pairs: list[Graph] = []

@@ -151,6 +151,7 @@ def test_the_engine_keeps_to_the_plan(share):
         assert flops - plain == plan.recomputed_flops
 
 
+@pytest.mark.slow
 def test_the_lowest_peak_takes_nested_regions():
     stages, x = halves(6)
     x = x.requires_grad_() * 1
@@ -177,6 +178,7 @@ def test_sixteen_gpt_blocks_in_full_size():
     assert live.peak - 2 * y.nbytes <= plan.peak_bytes - x.nbytes <= TORCH_LOWEST * 4 // 5
 
 
+@pytest.mark.slow
 def test_a_wider_peak_never_costs_more():
     stages, x = halves(3)
     x = x.requires_grad_() * 1
@@ -207,6 +209,29 @@ def test_under_compile_and_torch_func(compiled):
     torch.testing.assert_close(gradients(run, stages, x.detach()), expected)
     pulled = torch.func.grad(lambda x: plan(x).square().sum())(x.detach())
     torch.testing.assert_close(pulled, expected[0])
+
+
+def test_stages_may_use_torch_func_inside():
+    """torch.func refuses the hooks on saved tensors by which a look sees what autograd keeps."""
+
+    class Force(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.randn(16, 16) / 4)
+
+        def forward(self, x):
+            h = torch.tanh(x @ self.w) @ self.w
+            return torch.func.grad(lambda a: torch.tanh(a @ self.w).sum())(h) * h
+
+    torch.manual_seed(0)
+    stages, x = [Force() for _ in range(3)], torch.randn(64, 16, requires_grad=True)
+    kept = []
+    for peak in ("1GiB", int(1.1 * lowest_of(stages, x * 1))):
+        plan = plan_chain(stages, x * 1, peak=peak)
+        kept.append(plan.kept_bytes)
+        theirs = gradients(through(stages), stages, x.detach())
+        torch.testing.assert_close(gradients(plan, stages, x.detach()), theirs)
+    assert kept[0] > kept[1]
 
 
 def test_trees_and_what_all_stages_share():

@@ -16,7 +16,7 @@ from benchmarks.mesh import Decoder, Sizes, planned, tensor_parallel
 from remat import RematError, plan_model
 from remat import nn as remat_nn
 from remat.cli.measure import trace_memory
-from remat.plan import Layout, MeshPlan
+from remat.plan import BudgetPolicy, Layout, MeshPlan
 from remat.plan.graph import cost_model
 from remat.plan.layout.knapsack import Repeated, added, single
 from remat.plan.layout.links import Linked
@@ -144,6 +144,20 @@ def test_equal_blocks_are_traced_once_and_numbered_ones_are_alike():
     several = plan_model(model, torch.ones(2, 4), mesh=Layout(layers="*"), memory="1MiB")
     programs = [keeps.program for keeps in several.stages[0].blocks.values()]
     assert len(set(programs)) == 2 and programs.count(programs[3]) == 1
+
+
+def test_blocks_may_use_torch_func_inside():
+    """torch.func refuses the hooks on saved tensors by which a look sees what autograd keeps."""
+
+    class Force(nn.Linear):
+        def forward(self, input):
+            h = torch.tanh(super().forward(input))
+            return torch.func.grad(lambda a: torch.tanh(a @ self.weight).sum())(h) * h
+
+    model, x = nn.Sequential(*[Force(16, 16) for _ in range(3)]), torch.ones(64, 16)
+    plan = plan_model(model, x, mesh=Layout(layers="*"), memory="1GiB")
+    alone = BudgetPolicy(1.0).plan(model[1], x.requires_grad_() * 1)
+    assert [block.kept_bytes for block in plan.stages[0].blocks.values()] == [alone.kept_bytes] * 3
 
 
 def test_tensor_parallel_plans_are_of_the_local_program():

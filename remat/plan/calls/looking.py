@@ -48,14 +48,22 @@ def looked(make: Callable[[Notes, bool], T], *roots: Any) -> T:
 
     The look begins again without them where torch.func, used inside the function, refuses them.
     """
-    try:
+
+    def look(hooks: bool) -> T:
         with looking(*roots) as notes:
-            return make(notes, True)
+            return make(notes, hooks)
+
+    return with_hooks_or_without(look)
+
+
+def with_hooks_or_without(make: Callable[[bool], T]) -> T:
+    """What `make` makes: with hooks on saved tensors, or without them where torch.func refuses them."""
+    try:
+        return make(True)
     except NotOnFakes as error:
         if not is_hook_refusal(error):
             raise
-    with looking(*roots) as notes:
-        return make(notes, False)
+    return make(False)
 
 
 @contextlib.contextmanager
