@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 # The stamp is newer than the two files that decide what is installed, or the environment is brought up to date.
 STAMP := $(VENV)/.installed
 
+# Python writes byte code down even where the shell says not to: every process would compile the tests anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: sweep test test-all test-packages test-versions fuzz lint format bench docs docs-version docs-serve screenshots build release clean
 
 sweep: $(STAMP)

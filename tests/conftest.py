@@ -60,6 +60,10 @@ def ambient():
 CLEAN = ambient()
 
 
+# At its own pace Python searches the heap of torch again and again. Tests that are about memory collect themselves.
+gc.set_threshold(100_000, 20, 100)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def few_objects_to_collect():
     """What earlier modules left behind is not searched again by every collection that a test asks for."""

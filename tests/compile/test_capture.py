@@ -87,6 +87,7 @@ def test_the_function_itself_and_in_other_code(transform):
     same(compiled(lambda w, x: transform(loss_of(remat), NAMES)(w, x))(W, X), want)
 
 
+@pytest.mark.slow
 @transforms
 def test_plain_autograd_through_all_that_is_captured(transform):
     grads = []
@@ -196,6 +197,7 @@ def test_what_the_result_does_not_depend_on(transform):
     equal(vmap(transform(f, "unused")), X)
 
 
+@pytest.mark.slow
 @transforms
 def test_captures_in_captures(transform):
     def outer(wrap):

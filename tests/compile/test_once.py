@@ -155,6 +155,7 @@ def test_only_marked_regions_are_calls(once):
     assert run.subgraphs == ([2], [2])
 
 
+@pytest.mark.slow
 def test_another_length(once):
     ws, x, longer = weights(), rand(4, 8).requires_grad_(), rand(6, 8).requires_grad_()
     for dynamic, expected in ((False, ([4], [4])), (None, ([], []))):
@@ -268,6 +269,7 @@ def test_a_region_within_what_is_marked(once):
     same(found, expected, 1e-12)
 
 
+@pytest.mark.slow
 def test_a_mark_around_regions_warns():
     ws, x = weights(), rand(4, 8).requires_grad_()
     with pytest.warns(UserWarning, match=r"'mlp' is part of .*Mark the region's own"):

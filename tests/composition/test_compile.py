@@ -151,7 +151,7 @@ TURNS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "run", "policy"), sparse(TURNS, 6))
+@pytest.mark.parametrize(("name", "run", "policy"), sparse(TURNS, 9))
 def test_other_transforms(name, run, policy):
     check(name, policy, run)
 

@@ -110,7 +110,7 @@ def test_blocks_that_share_tables_peak_as_planned(dtype):
         model.zero_grad(set_to_none=True)
 
 
-@pytest.mark.parametrize("cost", ["flops", "roofline"])
+@pytest.mark.parametrize("cost", sparse(["roofline", "flops"], 2))
 def test_no_ready_policy_everywhere_is_modelled_cheaper_at_its_own_peak(cost):
     model, tokens = example()
     held = held_by(model, (tokens,), None).bytes

@@ -108,6 +108,7 @@ def test_gradients_under_a_peak_are_those_without():
     torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_peak_beside_a_budget_keeps_to_both():
     model, x = deep()
     plan = budgeted(checkpoint_policy(budget=0.5, peak="1GiB")).plan(model, x * 1)

@@ -88,6 +88,7 @@ def test_randomness_of_vmap(randomness):
     assert rows[0].equal(rows[1]) == (randomness == "same")
 
 
+@pytest.mark.slow
 def test_layers():
     layer = lambda: torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)  # noqa: E731
     blocks = torch.nn.ModuleList(layer() for _ in range(3)).eval()

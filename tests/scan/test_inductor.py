@@ -111,6 +111,7 @@ def test_small_products_are_sums_in_one_kernel(args, monkeypatch):
     assert len(graphs) == 16 and all(graphs)
 
 
+@pytest.mark.slow
 def test_inside_torch_compile(args):
     w, h, xs = args
 

@@ -70,8 +70,7 @@ def test_torch_checkpoint_under_vmap_is_recorded_as_an_error(
     assert got["save_nothing"]["error"] is None
 
 
-@pytest.mark.parametrize("mode", ["backward", "func"])
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize(("mode", "name"), crossed(["backward", "func"], ["gpt2", "llama"], every=3))
 def test_sweep_of_hugging_face_models(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, mode: str
 ) -> None:

@@ -427,6 +427,7 @@ def test_command(capsys, tmp_path, monkeypatch):
     assert "block under 2 policies" in shown and "save_matmuls | save_attention" in shown
 
 
+@pytest.mark.slow
 def test_the_module_is_a_command():
     command = [sys.executable, "-m", "remat", "explain", "torch:tanh", "--input", "4x8"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])

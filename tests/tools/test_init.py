@@ -20,6 +20,7 @@ def made(capsys, out, *line):
     return out.read_text()
 
 
+@pytest.mark.slow
 def test_the_script_of_a_config_file_runs(capsys, tmp_path, monkeypatch):
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"model_type": "llama", "intermediate_size": 32, **TINY}))
