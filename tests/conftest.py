@@ -60,7 +60,7 @@ def ambient():
 CLEAN = ambient()
 
 
-# At its own pace Python searches the heap of torch again and again. Tests that are about memory collect themselves.
+# At its own pace Python searches all of torch again and again. Tests of memory collect for themselves.
 gc.set_threshold(100_000, 20, 100)
 
 
