@@ -37,7 +37,7 @@ from remat.cli.steps import difference, tensors, tolerance, unmarked
 from remat.plan import Choice
 
 # A plan that seems to be beaten by so much takes so many times the rounds more, with its rival alone.
-DOUBT, FURTHER = 1.01, 2
+DOUBT, FURTHER = 1.01, 3
 
 
 class WrongGradient(Exception):
@@ -118,7 +118,9 @@ class Panel:
                 if percentiles(taken)[1] > DOUBT and self.keeps_no_more(rival, name):
                     pair = {one: runs[one] for one in (name, rival)}
                     again, _ = interleaved(pair, FURTHER * len(taken), self.clock(), self.deadline)
-                    taken += over(again.get(name, []), again.get(rival, []))
+                    fresh = over(again.get(name, []), again.get(rival, []))
+                    # By the first rounds this pair was chosen, so by chance they tell against the plan.
+                    taken = fresh if len(fresh) >= len(taken) else taken + fresh
                 yield rows[name].with_spread(f"step over {rival}", "ratio", percentiles(taken))
         for name, rival in PAIRS.items():
             if name in times and rival in times:
