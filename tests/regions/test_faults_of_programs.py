@@ -189,7 +189,7 @@ def broken(run, at, error, kind):
 def check_faults(name, policy, errors, first, step=1, kind=None):
     """Faults of every kind at every op (`step` apart, of one kind), and then the call itself.
 
-    `first`: in calls that nothing is known for.
+    `first`: in calls that nothing is known for. In a program of many ops the kinds of faults take turns.
     """
     make, run_by = PROGRAMS[name]
     forget()
@@ -202,8 +202,9 @@ def check_faults(name, policy, errors, first, step=1, kind=None):
     start()
     with counted:
         run()
+    kinds, many = list(errors), counted.count > 100
     for at in range(1, counted.count + 1, step):
-        for error in errors:
+        for error in kinds[at % len(kinds) :][:1] if many else kinds:
             if first:
                 forget()
             assert broken(run, at, error, kind) == 0, f"op {at}, {error}"

@@ -48,11 +48,8 @@ TRANSFORMS = {
 
 
 # Blocks of steps, which "sqrt" compiles, take long under every level of derivatives.
-QUICK = ("vmap of grad",)
-TURNS = sparse((pytest.param(t, 2, id=f"{t}-2") for t in TRANSFORMS), 5) + [
-    pytest.param(t, "sqrt", id=f"{t}-sqrt", marks=[] if t in QUICK else [pytest.mark.slow])
-    for t in TRANSFORMS
-]
+BLOCKS = sparse(pytest.param(t, "sqrt", id=f"{t}-sqrt") for t in ("vmap of grad", "jvp of grad", "hessian"))
+TURNS = sparse((pytest.param(t, 2, id=f"{t}-2") for t in TRANSFORMS), 5) + BLOCKS
 
 
 @pytest.mark.parametrize(("transform", "checkpoints"), TURNS)
