@@ -290,7 +290,8 @@ class Recorded:
         with ExitStack() as stack:
             if self.random is not None:
                 stack.callback(self.random.again().restore)
-                stack.enter_context(generators_again(self.draws.values()))
+                unheld = self.region.name if self.tape.loose else None
+                stack.enter_context(generators_again(self.draws.values(), unheld))
                 # After the others: a function that seeds inside draws first from another state.
                 self.random.restore()
             if self.replaced:
