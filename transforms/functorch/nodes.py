@@ -173,8 +173,8 @@ def _backward(ctx: Any, cotangents: tuple[Any, ...], level: int | None) -> list[
         ctx.residuals = Residuals() if ctx.residuals.recorded is None else None
         ctx.prim = replace(ctx.prim, body=_freed)
     for place, (i, grad) in enumerate(zip(mask, made, strict=True)):
-        # No gradient is None in plain autograd; torch.func wants zeros.
-        grads[first + i] = None if level is None and place in body.unused else grad
+        # Nothing goes on to where no gradient is.
+        grads[first + i] = None if place in body.unused else grad
     return grads
 
 
