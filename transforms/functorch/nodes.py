@@ -230,9 +230,9 @@ class BottomNode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, prim: Prim, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        mask = [i for i, t in enumerate(operands) if t.requires_grad]
-        run, residuals = _recorded(prim, mask)
-        outs = _run(run, operands)
+        run, residuals = _recorded(prim, [i for i, t in enumerate(operands) if t.requires_grad])
+        with forward_grad_enabled(True):  # off in here, and the function may push tangents itself
+            outs = _run(run, operands)
         _keep(ctx, prim, operands, outs, residuals)
         return outs
 
