@@ -159,6 +159,7 @@ TORCHS = re.compile(
     "must implement the jvp function|vmap: (inplace arithmetic|index_put_|scatter_add_|aten::index_copy_)"
     "|Batching rule not implemented|Trying to use forward AD with _sparse_addmm"
     r"|attempting to call Tensor.requires_grad_\(\)|Vmap does not currently support same randomness"
+    "|value out of a tracing tensor"
     "|Nested forward mode AD|derivative for .* is not implemented|A carry must have the same shape"
 )
 # Of programs with a transform or a scan inside alone: else an error of this kind is a region's.

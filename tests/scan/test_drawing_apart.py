@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.func import grad, jvp, vmap
+from torch.func import grad, jvp, vjp, vmap
 from torch.nn.functional import dropout
 
 from remat import remat, scan_remat
@@ -24,6 +24,7 @@ X = torch.linspace(-1, 1, 6, dtype=torch.float64)
 APART = {
     "vmap": lambda fn, i: fn(X).sum() * i,
     "vmap of grad": lambda fn, i: grad(lambda x: fn(x).sum())(X).sum() * i,
+    "vmap of vjp": lambda fn, i: vjp(fn, X)[1](X * i)[0].sum(),  # the level is gone when it is pulled back
     "vmap of jvp": lambda fn, i: jvp(lambda x: fn(x).sum(), (X,), (X,))[1] * i,
 }
 

@@ -53,6 +53,7 @@ from remat.transforms.context import (
     on_scratch,
     planning,
     quiet,
+    recordings,
     run_innermost,
     scoped,
     selective_around,
@@ -174,6 +175,7 @@ def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]
         world = GraphLowering(region) if modes_active() and is_tracing() else None
         watches: list[Any] = []
         attempt = FlatCall(region, leaves, spec, at, tensors, found, reach, taps, world)
+        begun = [(mode, mode.position) for mode in recordings()]
         try:
             with scoped(attempt=watches):
                 return attempt()
@@ -183,6 +185,7 @@ def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]
             if any(t is missed.tensor for t in found):
                 break
             found.append(missed.tensor)
+            begun = []  # a recomputation of the region around misses it again
         except WatchingRefused:
             pass
         except Exception as error:
@@ -190,6 +193,10 @@ def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]
                 region.cache.by_levels = True
             elif not not_compiled(error):
                 raise
+        for mode, first in begun:
+            mode.leave()
+            for node in mode.tape.nodes[first:]:
+                node.optional = True  # the function around runs without them, if it runs again
         # What the broken-off run wrote to memory is written again, and what it drew is drawn again. What
         # generators were before the call comes last: the watch knows them from a draw, after a seed.
         attempt.put_back(watches)
