@@ -169,7 +169,7 @@ def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]
         tensors, at = split(leaves)
     taps = Mirrors(lambda: _dry_run(region, args, kwargs, tensors)) if active.sessions and current() else None
     reach = reached(region.function)
-    found = [*captured(reach), *(taps.offsets if taps else ())]
+    found = [*filter(_known_around, captured(reach)), *(taps.offsets if taps else ())]
     random = RandomState(tensors, own=reach)
     for _ in range(MOST_TRIES):
         world = GraphLowering(region) if modes_active() and is_tracing() else None
@@ -202,6 +202,15 @@ def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]
         attempt.put_back(watches)
         random.restore()
     raise changing(region.name)
+
+
+def _known_around(tensor: torch.Tensor) -> bool:
+    """Whether a region or a scan around has a captured tensor, too. Not so where that runs again, and an
+    attribute has become another one since its forward: should the function read it, it is met there."""
+    try:
+        return as_operand(tensor) is not None
+    except Missed:
+        return False
 
 
 def _dry_run(region: Region, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
