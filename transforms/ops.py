@@ -232,7 +232,9 @@ def span(shape: Any, stride: Any) -> int:
 
 
 def overlaps(tensor: torch.Tensor) -> bool:
-    """Whether elements of a tensor share memory, as those of an expanded one do."""
+    """Whether elements of a tensor share memory, as those of an expanded one do, or as zeros have none."""
+    if tensor._is_zerotensor():
+        return True
     return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 

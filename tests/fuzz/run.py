@@ -159,6 +159,7 @@ TORCHS = re.compile(
     "must implement the jvp function|vmap: (inplace arithmetic|index_put_|scatter_add_|aten::index_copy_)"
     "|Batching rule not implemented|Trying to use forward AD with _sparse_addmm"
     r"|attempting to call Tensor.requires_grad_\(\)|Vmap does not currently support same randomness"
+    "|value out of a tracing tensor"
     "|Nested forward mode AD|derivative for .* is not implemented|A carry must have the same shape"
 )
 # Of programs with a transform or a scan inside alone: else an error of this kind is a region's.
@@ -167,6 +168,8 @@ OF_TRANSFORMS = re.compile("modified by an inplace operation")
 STANDING = re.compile(
     "setStorage: sizes|doesn't match the broadcast shape"
     "|forward AD with _scaled_dot_product"
+    # A cache filled under two levels, of which torch takes off one: torch alone dies in the next call.
+    r"|level\.has_value\(\)"
     # torch's formula for logsumexp: the derivative of its tangent.
     "|which is output 0 of Exp, is at version 1"
     # The one for norms: their third derivative by what requires gradients and counts for nothing.

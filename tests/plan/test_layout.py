@@ -24,6 +24,7 @@ from remat.plan.layout.local import local_program
 from remat.plan.layout.rank import agree
 from remat.plan.layout.stages import Pipe
 from remat.plan.layout.trace import traced
+from tests.helpers import TORCH
 from tests.interop.ranks import spawned
 from tests.plan import mesh_worker
 
@@ -123,6 +124,18 @@ def test_fixed_bytes_of_variants(options, reshard):
         "whole gradients of a layer": max(block, outside),
         "reduce-scatter buffers": block + max(block, outside),
     }
+
+
+def test_gradients_are_reduced_as_this_torch_does():
+    half, own = torch.bfloat16, torch.float32
+    buffers = {
+        dtype: tiny(dp_shard=2, param_dtype=half, reduce_dtype=dtype)
+        .stages[0]
+        .fixed["reduce-scatter buffers"]
+        for dtype in (None, half, own)
+    }
+    assert buffers[half] < buffers[own]
+    assert buffers[None] == buffers[half if TORCH < (2, 15) else own]
 
 
 def test_fixed_bytes_without_shards():

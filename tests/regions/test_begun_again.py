@@ -198,3 +198,17 @@ def test_a_scan_that_begins_again_draws_from_an_own_generator_once():
         return scan_remat(lambda c, _: (step(c), None), x, length=3)[0]
 
     same(drawn(scanned), drawn(lambda step, x: step(step(step(x)))))
+
+
+def test_what_a_region_inside_has_begun_is_no_part_of_the_one_around():
+    """Its transform refuses the hooks of a first run; a recomputation knows that, and makes no first run."""
+
+    def run(remat):
+        def forces(b):
+            return grad(lambda a: a.tanh().sum())(b.sin() * x) * b
+
+        x, y = rand(3), rand(2, 3)
+        region = remat(lambda y: remat(forces)(y) * x, policy=save_matmuls)
+        return vmap(grad(lambda y: region(y).sum()))(y)
+
+    same(run(remat), run(lambda f, policy=None: f))

@@ -159,6 +159,18 @@ def test_what_only_an_unused_output_needs_is_not_recomputed(ops_of):
 
 
 @BACKWARDS
+def test_a_region_that_counts_for_nothing_is_not_recomputed(ops_of):
+    """Another one captures its result, and uses it for nothing."""
+
+    def f(x):
+        made = remat(lambda x: x.exp().tan())(x)
+        return remat(lambda x: (made * 2, x.sin())[1])(x)
+
+    ops = ops_of(f, rand(3))
+    assert (ops["exp"], ops["tan"]) == (0, 0)
+
+
+@BACKWARDS
 def test_chain_of_additions_needs_nothing(ops_of):
     ops = ops_of(remat(lambda x: (x + 1) * 3 - x.sum() + torch.zeros(3)), rand(3))
     assert ops["add"] + ops["sub"] + ops["zeros"] <= 1  # the one sums two gradients

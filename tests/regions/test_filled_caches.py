@@ -64,7 +64,22 @@ def a_written_mask():
     return fn
 
 
-CACHES = [in_a_dict, memoized, made_each_time, a_part, a_written_mask]
+class Tables(dict[int, Any]):
+    def same(self, x):
+        return x
+
+
+def read_by_a_region_inside():
+    tables = Tables()
+
+    def fn(x):
+        remat(tables.same)(x)  # what its method belongs to leads to the cache
+        return (x * tables.setdefault(len(x), table(len(x)))).sin() * x
+
+    return fn
+
+
+CACHES = [in_a_dict, memoized, made_each_time, a_part, a_written_mask, read_by_a_region_inside]
 
 
 def total(fn):

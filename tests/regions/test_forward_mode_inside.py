@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from remat import RematError, remat
 from tests.helpers import rand, same
@@ -61,3 +62,18 @@ def test_it_goes_unasked_by_the_users_word():
     module = Switched()
     region = remat(module, determinism_check="none")
     assert len(steps(module, region, lambda module: setattr(module, "noise", 0.1))) == 4
+
+
+def test_a_plain_dual_level_under_plain_autograd_and_a_transform():
+    """Plain autograd's node of the region is one in whose forward torch turns forward mode off."""
+
+    def push(x):
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(forward_ad.make_dual(x, x.sin()).exp()).tangent
+
+    def second(push):
+        x = rand(3).requires_grad_()
+        (first,) = torch.autograd.grad(torch.func.grad(lambda x: push(x).sum())(x).square().sum(), x)
+        return first
+
+    same(second(remat(push)), second(push))

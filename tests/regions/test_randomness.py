@@ -228,14 +228,17 @@ def test_vmap_refuses_random_ops_as_without_remat():
 
 
 @pytest.mark.parametrize("by", ["autograd", "func"])
-@pytest.mark.parametrize("kind", ["region", "read unseen", "scan"])
+@pytest.mark.parametrize("kind", ["region", "read unseen", "scan", "forward mode inside"])
 def test_draws_in_a_graph_of_make_fx_are_refused(by, kind):
     """The graph has no generator states: forward and recomputation would draw two masks, as in torch's."""
 
     def f(x):
         if kind == "scan":
             return scan_remat(lambda c, _: (F.dropout(c.exp(), 0.5), None), x, length=2, checkpoints=1)[0]
-        return remat(lambda x: F.dropout((x + unseen(x) if kind == "read unseen" else x).exp(), 0.5))(x)
+        noise = lambda x: F.dropout((x + unseen(x) if kind == "read unseen" else x).exp(), 0.5)  # noqa: E731
+        if kind == "forward mode inside":
+            return remat(lambda x: torch.func.jvp(noise, (x,), (x.sin(),))[1])(x)
+        return remat(noise)(x)
 
     def step(x):
         if by == "func":
@@ -244,3 +247,10 @@ def test_draws_in_a_graph_of_make_fx_are_refused(by, kind):
 
     with pytest.raises(RematError, match="make_fx"):
         make_fx(step)(torch.randn(3, requires_grad=by == "autograd"))
+
+
+def test_draws_in_a_gradient_that_linearize_traces_are_refused():
+    """By make_fx: a graph that draws two masks, where no ops of the recomputation can be compared."""
+    force = torch.func.grad(lambda x: remat(lambda x: F.dropout(x.exp(), 0.5))(x).sum())
+    with pytest.raises(RematError, match="make_fx"):
+        torch.func.linearize(force, rand(3))

@@ -96,3 +96,26 @@ def test_operands_that_a_compiled_body_returns(body):
     same(compiled(grad(loss(scan_remat), (0, 1)))(h, xs), expected)
     h, xs = h.requires_grad_(), xs.requires_grad_()
     same(torch.autograd.grad(compiled(loss(scan_remat))(h, xs), (h, xs)), expected)
+
+
+def test_an_attribute_set_after_the_scan_that_only_the_search_finds():
+    """A region inside is a method, so the search for what it captures finds it when steps run again."""
+
+    class Layer(torch.nn.Module):
+        last = None
+
+        def step(self, h):
+            return h.sin() * 2
+
+        def run(self, x, remat):
+            h = LOOPS["scan"](lambda h: remat(self.step)(h) * x, x)
+            self.last = h.sin()
+            return self.last * x
+
+    def second(remat):
+        layer, x = Layer(), rand(3).requires_grad_()
+        out = remat(lambda x: layer.run(x, remat))(x)
+        (first,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), x)
+
+    same(second(remat), second(lambda f: f))

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.func import grad, hessian, vmap
 
-from remat import remat, save_everything, save_matmuls, save_nothing, scan_remat
-from tests.helpers import LiveBytes, OpCounter
+from remat import remat, save_everything, save_matmuls, save_nothing, save_ops, scan_remat
+from tests.helpers import LiveBytes, OpCounter, same
 
 N, D = 5, 4
 W = torch.randn(D, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) / 2
@@ -108,3 +108,16 @@ def test_regions_of_the_same_code_around_other_schedules():
     for checkpoints in ("sqrt", 2, 3, "sqrt", 1):
         region = remat(lambda x, w, c=checkpoints: scanned(x, w, c), policy=save_matmuls)
         torch.testing.assert_close(in_backward(region)[1], expected)
+
+
+@pytest.mark.parametrize("checkpoints", [1, 2, "all"])
+def test_steps_draw_again_what_the_region_around_keeps(checkpoints):
+    """A kept draw is handed out, and the scan notes where the generators are after it, as after any."""
+    step = lambda h: h * X.sin()[:, torch.randperm(D)]  # noqa: E731
+    scan = lambda x: scan_remat(lambda h, _: (step(h), None), x, length=3, checkpoints=checkpoints)[0]  # noqa: E731
+
+    def run(fn):
+        torch.manual_seed(0)
+        return grad(lambda x: fn(x).sum())(X), torch.rand(1)
+
+    same(run(remat(scan, policy=save_ops(torch.ops.aten.randperm))), run(lambda x: step(step(step(x)))))

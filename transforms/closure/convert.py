@@ -179,10 +179,11 @@ class ClosureConversion(TorchFunctionMode):
             if not differentiable(value):
                 if self.reads:
                     self.met.add(id(value))
-            elif modes_active() >= self.modes and not self.is_inside(value):
+            elif modes_active() >= self.modes:
+                # A cache may hold it that an earlier run has filled; a region inside then knows it, too.
                 if not differentiable(bare := without_dead(value)):
                     return bare
-                if self.trials and is_fake(value):
+                if self.is_inside(value) or self.trials and is_fake(value):
                     return value
                 raise Missed(value, self)
             return value

@@ -178,6 +178,7 @@ from remat.transforms.compat.nested import (
     written_in,  # a graph with all calls of subgraphs written in
 )
 from remat.transforms.compat.sharding import (
+    REDUCES_AS_GATHERED,  # whether FSDP2 reduces gradients in the dtype in which it gathers
     Meeting,  # a group of ranks, and the store by which it has met
     bookkeeping_aside,  # how wrappers of modules are to run what is for ends of their own
     data_parallel,  # how the module that runs is spread by FSDP or DistributedDataParallel

@@ -277,6 +277,11 @@ def _parameter_groups(module: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
+# Whether FSDP2 reduces gradients in the dtype in which it gathers, where nobody says; since torch 2.15 in that of
+# the parameters.
+REDUCES_AS_GATHERED = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15)
+
+
 def data_parallel() -> dict[str, Any]:
     """How the innermost module that runs and has such a wrapper is spread, in the words of a layout.
 
@@ -296,12 +301,14 @@ def data_parallel() -> dict[str, Any]:
 
 def _spread_by_fsdp(group: Any) -> dict[str, Any]:
     """By FSDP2; `dtype` is that of the parameters, where mixed precision leaves it as it is."""
-    info, mixed, dtype = group.mesh_info, group.mp_policy, group.fsdp_params[0].sharded_param.dtype
+    info, first = group.mesh_info, group.fsdp_params[0]
+    mixed, dtype = first.mp_policy, first.sharded_param.dtype  # 2.15 has no policy of the group
+    gathered = mixed.param_dtype or dtype
     return {
         "dp_replicate": getattr(info, "replicate_mesh_size", 1),
         "dp_shard": getattr(info, "shard_mesh_size", 1),
         "reshard": group._reshard_after_forward,
         "dtype": dtype,
-        "param_dtype": mixed.param_dtype or dtype,
-        "reduce_dtype": mixed.reduce_dtype or mixed.param_dtype or dtype,
+        "param_dtype": gathered,
+        "reduce_dtype": mixed.reduce_dtype or (gathered if REDUCES_AS_GATHERED else dtype),
     }

@@ -78,7 +78,8 @@ class Rerun:
             with contextlib.ExitStack() as stack:
                 if inputs.random is not None:
                     stack.callback(inputs.random.again().restore)
-                    stack.enter_context(generators_again(frame.random.values()))
+                    unheld = frame.region.name if frame.tape.loose else None
+                    stack.enter_context(generators_again(frame.random.values(), unheld))
                     # After the others: a function that seeds inside draws first from another state.
                     inputs.random.restore()
                 stack.enter_context(data_again(frame.replaced))

@@ -53,6 +53,7 @@ from remat.transforms.context import (
     on_scratch,
     planning,
     quiet,
+    recordings,
     run_innermost,
     scoped,
     selective_around,
@@ -168,12 +169,13 @@ def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]
         tensors, at = split(leaves)
     taps = Mirrors(lambda: _dry_run(region, args, kwargs, tensors)) if active.sessions and current() else None
     reach = reached(region.function)
-    found = [*captured(reach), *(taps.offsets if taps else ())]
+    found = [*filter(_known_around, captured(reach)), *(taps.offsets if taps else ())]
     random = RandomState(tensors, own=reach)
     for _ in range(MOST_TRIES):
         world = GraphLowering(region) if modes_active() and is_tracing() else None
         watches: list[Any] = []
         attempt = FlatCall(region, leaves, spec, at, tensors, found, reach, taps, world)
+        begun = [(mode, mode.position) for mode in recordings()]
         try:
             with scoped(attempt=watches):
                 return attempt()
@@ -183,6 +185,7 @@ def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]
             if any(t is missed.tensor for t in found):
                 break
             found.append(missed.tensor)
+            begun = []  # a recomputation of the region around misses it again
         except WatchingRefused:
             pass
         except Exception as error:
@@ -190,11 +193,24 @@ def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]
                 region.cache.by_levels = True
             elif not not_compiled(error):
                 raise
+        for mode, first in begun:
+            mode.leave()
+            for node in mode.tape.nodes[first:]:
+                node.optional = True  # the function around runs without them, if it runs again
         # What the broken-off run wrote to memory is written again, and what it drew is drawn again. What
         # generators were before the call comes last: the watch knows them from a draw, after a seed.
         attempt.put_back(watches)
         random.restore()
     raise changing(region.name)
+
+
+def _known_around(tensor: torch.Tensor) -> bool:
+    """Whether a region or a scan around has a captured tensor, too. Not so where that runs again, and an
+    attribute has become another one since its forward: should the function read it, it is met there."""
+    try:
+        return as_operand(tensor) is not None
+    except Missed:
+        return False
 
 
 def _dry_run(region: Region, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:

@@ -173,8 +173,8 @@ def _backward(ctx: Any, cotangents: tuple[Any, ...], level: int | None) -> list[
         ctx.residuals = Residuals() if ctx.residuals.recorded is None else None
         ctx.prim = replace(ctx.prim, body=_freed)
     for place, (i, grad) in enumerate(zip(mask, made, strict=True)):
-        # No gradient is None in plain autograd; torch.func wants zeros.
-        grads[first + i] = None if level is None and place in body.unused else grad
+        # Nothing goes on to where no gradient is.
+        grads[first + i] = None if place in body.unused else grad
     return grads
 
 
@@ -230,9 +230,9 @@ class BottomNode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, prim: Prim, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        mask = [i for i, t in enumerate(operands) if t.requires_grad]
-        run, residuals = _recorded(prim, mask)
-        outs = _run(run, operands)
+        run, residuals = _recorded(prim, [i for i, t in enumerate(operands) if t.requires_grad])
+        with forward_grad_enabled(True):  # off in here, and the function may push tangents itself
+            outs = _run(run, operands)
         _keep(ctx, prim, operands, outs, residuals)
         return outs
 

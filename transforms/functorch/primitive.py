@@ -49,6 +49,7 @@ class Residuals:
     def __init__(self) -> None:
         self.recorded: Recorded | None = None
         self.differentiated = set[int]()  # the operands that this node or one of another level differentiates
+        self.apart = set[int]()  # the levels of vmaps in which each example has run for itself
         self.written: Any = None  # in a traced graph: what its `World` noted in the forward
 
     def needs(self, tensor: torch.Tensor) -> bool:

@@ -46,7 +46,7 @@ class Results:
         around = [number for number, kind, _ in levels() if kind == JVP][::-1]
         with torch.no_grad(), functions_as_they_are():
             parts = quiet(_below, {(): outs}, around)
-        found = {order: [_print(t) for t in tensors] for order, tensors in parts.items()}
+            found = {order: [_print(t) for t in tensors] for order, tensors in parts.items()}
         if self.before is None:
             self.before, self.levels = found, len(around)
             return
@@ -74,7 +74,8 @@ def compared(family: Family, recorded: Recorded, outs: Sequence[torch.Tensor]) -
     results = family.results
     if results is None:  # forward mode inside the function, and none around it
         results = Results(family)
-        results.before = {(): [_print(t) for t in outs]}
+        with functions_as_they_are():
+            results.before = {(): [_print(t) for t in outs]}
     recorded.storages = None  # results depend on operands that the backward alone would not read
     return results
 

@@ -58,8 +58,10 @@ def vmap_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, 
             return call(prim, lowered)
     out_dims: list[Any] = []
     size = level.batch_size()
-    # Whether each example has drawn numbers of its own, which operands without a batch do not show.
-    drawn = randomness == "different" and (prim.own_level or 0) > number
+    for sink in prim.sinks:
+        sink.apart.add(number)
+    # Each example may have drawn numbers of its own, which operands without a batch do not show.
+    drawn = randomness == "different" and prim.source is not None and number in prim.source.apart
 
     def batched(body: Body) -> Body:
         pull = body.batched(in_dims, size, randomness) if isinstance(body, PullBack) and not drawn else None

@@ -69,7 +69,9 @@ def run(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
         # A mode that swaps captured tensors sees torch functions, not Functions: let it see these operands.
         # By an op that traces pass over: of a region's levels each differentiates other operands.
         flat = [torch.ops.aten.alias(t) if smooth(t) and _torch_differentiable(t) else t for t in flat]
-    flat = drawing_apart(flat)
+    flat = drawing_apart(scan, flat)
+    for mode in active.stack:
+        mode.tape.scanned = True
     # Whoever watches (an enclosing region, offloading hooks) must see the states as saved tensors.
     levels = in_transform()
     plain, ambient = not (levels or top_hooks() or modes_active()), None

@@ -38,7 +38,7 @@ def expand(tensor: torch.Tensor, dim: int | None, size: int, to: int = 0) -> tor
 
 def with_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Forward-mode AD refuses tensors whose elements share memory, such as a sum's cotangent."""
-    return tensor.contiguous() if overlaps(tensor) else tensor
+    return tensor.clone(memory_format=torch.contiguous_format) if overlaps(tensor) else tensor
 
 
 def unbatched(scan: Scan, info: Any, dims: Sequence[int | None]) -> Primals | None:

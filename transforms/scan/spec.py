@@ -374,11 +374,13 @@ def _is_part(tensor: torch.Tensor) -> bool:
     return memory is not None and memory.nbytes() > tensor.nbytes
 
 
-def drawing_apart(flat: Tensors) -> Tensors:
+def drawing_apart(scan: Scan, flat: Tensors) -> Tensors:
     """The operands, of which one has a batch for each vmap around in which every example draws for itself:
-    without, torch takes a Function off that level, and it draws once for all."""
+    without, torch takes a Function off that level, and it draws once for all. One of the carry, if any will
+    do: all of that gets a batch, and torch writes no batch into memory that has none."""
     apart = [level for level in every_level() if level.key() == VMAP and level.randomness() == "different"]
-    places = (i for i, tensor in enumerate(flat) if smooth(tensor))
+    carry = range(scan.sizes[0], sum(scan.sizes[:2]))
+    places = (i for i in (*carry, *range(len(flat))) if smooth(flat[i]))
     if not apart or (at := next(places, None)) is None:
         return flat
     tensor = flat[at]

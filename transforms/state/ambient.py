@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -176,16 +176,20 @@ def refuse_traced_draws(region: str) -> None:
     if traced_as_it_runs():
         raise RematError(
             f"the recomputation of {region!r} draws random numbers while make_fx writes it down, and the "
-            "graph would draw others than in its forward. Trace with torch.compile, or draw outside."
+            "graph would draw others than in its forward. Trace with torch.compile, draw outside, or write "
+            "torch.func.jvp in the place of torch.func.linearize."
         )
 
 
 @contextlib.contextmanager
-def generators_again(states: Iterable[GeneratorState]) -> Iterator[None]:
+def generators_again(states: Collection[GeneratorState], unheld: str | None = None) -> Iterator[None]:
     """Within, generators begin where the first state of each says; afterwards they are as now.
 
-    A region inside notes the state that an op of its own is about to draw from before the op runs.
+    A region inside notes the state that an op of its own is about to draw from before the op runs. `unheld`:
+    the name of the region that runs again, where none of its draws has a state of its own.
     """
+    if unheld is not None and states:
+        refuse_traced_draws(unheld)
     found: dict[Any, GeneratorState] = {}
     for state in states:
         found.setdefault(state.device if state.generator is None else id(state.generator), state)

@@ -130,6 +130,9 @@ class Replay(Mode):
             args, kwargs = self._on_scratch((args, kwargs))
         action = self.needs.actions[at]
         if action == KEPT:
+            if node.draws and self.tape.scanned:
+                # A scan inside notes where the generators are, for the steps that its own backward runs.
+                self._run(at, node, facts, func, args, kwargs)
             return self._hand_out(at)
         # A view is made: one that is written through tells autograd where in its base the gradient belongs.
         # So are `squeeze_` and the like, which change the tensor object itself, and zeros known to torch;
@@ -175,8 +178,7 @@ class Replay(Mode):
         """What follows belongs to the backward, which goes through this pass: no op may be missing."""
         at = self._next()
         if at < len(self.tape.nodes):
-            what = f"the recomputation ends where the forward ran {self.tape.nodes[at].op}"
-            raise self._differs(at, what)
+            raise self._differs(at, f"the recomputation ends where the forward ran {self.tape.nodes[at].op}")
         self.done = True
 
     def _run(self, at: int, node: Node, facts: Traits, func: Any, args: Any, kwargs: Any) -> Any:
@@ -279,10 +281,8 @@ class Recorded:
         for given in self.given.values():
             tensor = given.ref()
             if given.snapshot is None and tensor is not None and version_of(tensor) != given.version:
-                function = self.region.function
-                raise RematError(
-                    written(f"region {self.region.name!r}", tensor, of_captured(function, tensor))
-                )
+                name = of_captured(self.region.function, tensor)
+                raise RematError(written(f"region {self.region.name!r}", tensor, name))
 
     @contextmanager
     def surroundings(self, needs: Needs) -> Iterator[None]:
@@ -290,7 +290,8 @@ class Recorded:
         with ExitStack() as stack:
             if self.random is not None:
                 stack.callback(self.random.again().restore)
-                stack.enter_context(generators_again(self.draws.values()))
+                unheld = self.region.name if self.tape.loose else None
+                stack.enter_context(generators_again(self.draws.values(), unheld))
                 # After the others: a function that seeds inside draws first from another state.
                 self.random.restore()
             if self.replaced:

@@ -83,6 +83,7 @@ class Tape:
         open: why the ops do not tell all that was computed, None where they do.
         loose: forward-mode derivatives inside: torch leaves out tangents known to be zero, by rules that
             differ between the passes. Where user code runs again, its ops cannot be compared.
+        scanned: a scan runs inside.
         sharded: parameters are gathered inside, without gradients, and not in both passes (FSDP2's hooks see
             to it that they are there). Where user code runs again, what runs without gradients is left out.
         groups: names of the groups of collectives inside that are no functional ops.
@@ -111,7 +112,7 @@ class Tape:
         self.groups: set[str] = set()
         self.bookkeeping: set[int] = set()
         self.open: str | None = None
-        self.loose = self.sharded = self.meta = self.sized_by_data = False
+        self.loose = self.scanned = self.sharded = self.meta = self.sized_by_data = False
         self.cacheable = True  # whether another forward may be held against it
 
     def root_of(self, number: int) -> int:

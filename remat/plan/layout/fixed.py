@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from remat.plan.layout.layout import Layout
 from remat.plan.layout.local import Weight
+from remat.transforms.compat import REDUCES_AS_GATHERED
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ def _whole(unit: Sequence[Weight], layout: Layout) -> tuple[int, int, int]:
         count, dtype = math.prod(weight.local), layout.param_dtype or weight.dtype
         gathered += count * dtype.itemsize
         made += count * dtype.itemsize * weight.trained
-        reduced += count * (layout.reduce_dtype or dtype).itemsize * weight.trained
+        unsaid = dtype if REDUCES_AS_GATHERED else weight.dtype
+        reduced += count * (layout.reduce_dtype or unsaid).itemsize * weight.trained
     return gathered, made, reduced
 
 

@@ -34,7 +34,8 @@ class Layout:
         reshard: whether FSDP2 frees a block's parameters after its forward.
         optimizer: "adamw", "adam", "lion", "momentum", "muon", "sgd", or how many numbers of its dtype are
             held for each parameter.
-        param_dtype, reduce_dtype: those of FSDP2's mixed precision; None means the parameter's own.
+        param_dtype, reduce_dtype: those of FSDP2's mixed precision; None means the parameter's own. Until
+            torch 2.15 gradients are then reduced in `param_dtype`, as FSDP2 does.
         parallelize: how tensor and expert parallelism spread the model. A plan as `parallelize_module` takes
             it, or a function of the model and the device mesh that does it in place. The mesh has those of
             the dimensions "ep" and "tp" that are above 1. None means the plan that a Hugging Face model
