@@ -10,7 +10,7 @@ DOCS = RESULTS.parents[1] / "docs" / "without-gpu.md"
 CARDS = {"80GB": 80e9 / 2**30, "40GB": 40e9 / 2**30}
 
 
-def test_planning_published_models_takes_seconds_and_under_a_gib():
+def test_planning_published_models_takes_under_a_gib():
     """And the page has the rows of the file."""
     found: dict[str, dict[str, float]] = {}
     with (RESULTS / "published.csv").open(newline="") as file:
@@ -23,6 +23,3 @@ def test_planning_published_models_takes_seconds_and_under_a_gib():
         assert values["planner's memory"] < 1, step
         most = next(size for card, size in CARDS.items() if card in STEPS[step].split())
         assert values["peak"] <= most < values["peak without remat"], step
-    for step in ("Llama-3-70B", "Mixtral"):
-        (values,) = (values for name, values in found.items() if name.startswith(step))
-        assert values["planning"] < 10, step
