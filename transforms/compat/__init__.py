@@ -178,13 +178,13 @@ from remat.transforms.compat.nested import (
     written_in,  # a graph with all calls of subgraphs written in
 )
 from remat.transforms.compat.sharding import (
-    REDUCES_AS_GATHERED,  # whether FSDP2 reduces gradients in the dtype in which it gathers
     Meeting,  # a group of ranks, and the store by which it has met
     bookkeeping_aside,  # how wrappers of modules are to run what is for ends of their own
     data_parallel,  # how the module that runs is spread by FSDP or DistributedDataParallel
     groups_in,  # the groups that a collective is called with
     meeting_among,  # these ranks, as `meeting_of`
     meeting_of,  # the ranks of the group of this name
+    reduced_in,  # the dtype in which FSDP2 reduces gradients
     sharding_aside,  # how DTensor is to run what it propagates shardings by
     wrapped_in,  # the module around a call whose gradients ranks reduce
 )

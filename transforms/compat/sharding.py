@@ -277,9 +277,10 @@ def _parameter_groups(module: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
-# FSDP2 reduces gradients, where nobody says in which dtype, in what it gathers; since torch 2.15 in the
-# dtype of the parameters.
-REDUCES_AS_GATHERED = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15)
+def reduced_in(said: Any, gathered: Any, own: Any) -> Any:
+    """The dtype in which FSDP2 reduces gradients: what is said, else the one in which it gathers; since torch
+    2.15 the parameters' own."""
+    return said or (gathered if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15) else own)
 
 
 def data_parallel() -> dict[str, Any]:
@@ -310,5 +311,5 @@ def _spread_by_fsdp(group: Any) -> dict[str, Any]:
         "reshard": group._reshard_after_forward,
         "dtype": dtype,
         "param_dtype": gathered,
-        "reduce_dtype": mixed.reduce_dtype or (gathered if REDUCES_AS_GATHERED else dtype),
+        "reduce_dtype": reduced_in(mixed.reduce_dtype, gathered, dtype),
     }

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from remat.plan.layout.layout import Layout
 from remat.plan.layout.local import Weight
-from remat.transforms.compat import REDUCES_AS_GATHERED
+from remat.transforms.compat import reduced_in
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,7 @@ def _whole(unit: Sequence[Weight], layout: Layout) -> tuple[int, int, int]:
         count, dtype = math.prod(weight.local), layout.param_dtype or weight.dtype
         gathered += count * dtype.itemsize
         made += count * dtype.itemsize * weight.trained
-        unsaid = dtype if REDUCES_AS_GATHERED else weight.dtype
-        reduced += count * (layout.reduce_dtype or unsaid).itemsize * weight.trained
+        reduced += count * reduced_in(layout.reduce_dtype, dtype, weight.dtype).itemsize * weight.trained
     return gathered, made, reduced
 
 

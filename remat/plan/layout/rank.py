@@ -17,7 +17,7 @@ from remat.plan.layout.trace import block_names
 from remat.plan.plans import WAIT, Plan, carried_out
 from remat.policies import Policy
 from remat.transforms import RematError, local_tensors
-from remat.transforms.compat import REDUCES_AS_GATHERED, data_parallel, is_tracing
+from remat.transforms.compat import data_parallel, is_tracing, reduced_in
 from remat.transforms.region import wrong_anywhere
 
 if TYPE_CHECKING:
@@ -104,12 +104,12 @@ class BlockPolicy(Policy):
         found = data_parallel()
         if not found and _in_group() and not is_tracing():
             found = {"dp_shard": 1}  # no wrapper: all of the parameters are here
-        gathered = found.get("dtype")
+        own = gathered = found.get("dtype")
         for what, planned in self.spread:
-            if what.endswith("_dtype"):
-                # None stands for the parameters' own, and until torch 2.15 for what is gathered.
-                planned = planned or gathered
-                gathered = planned if REDUCES_AS_GATHERED else gathered
+            if what == "param_dtype":
+                planned = gathered = planned or own
+            elif what == "reduce_dtype":
+                planned = reduced_in(planned, gathered, own)
             if planned is not None and found.get(what, planned) != planned:
                 return (
                     f"The plan does not fit {_who()}: block {self.name} (stage {self.stage}) is trained with "
