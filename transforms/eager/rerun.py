@@ -20,7 +20,7 @@ from remat.transforms.errors import RematError, not_repeated
 from remat.transforms.ops import Operands, storage
 from remat.transforms.pytree import flatten
 from remat.transforms.region import recomputing
-from remat.transforms.state import Print, alike, generators_again, prints_of, same_numbers
+from remat.transforms.state import Print, alike, drawing_again, prints_of, same_numbers
 from remat.transforms.tape import Needs, Replay, Stop, data_again, lent, versions_again
 
 if TYPE_CHECKING:
@@ -76,12 +76,8 @@ class Rerun:
         self.values, self.count = {}, 0
         try:
             with contextlib.ExitStack() as stack:
-                if inputs.random is not None:
-                    stack.callback(inputs.random.again().restore)
-                    unheld = frame.region.name if frame.tape.loose else None
-                    stack.enter_context(generators_again(frame.random.values(), unheld))
-                    # After the others: a function that seeds inside draws first from another state.
-                    inputs.random.restore()
+                unheld = frame.region.name if frame.tape.loose else None
+                stack.enter_context(drawing_again(inputs.random, frame.random.values(), unheld))
                 stack.enter_context(data_again(frame.replaced))
                 stack.enter_context(lent(frame.raw))
                 stack.enter_context((lent if frame.tape.loose else versions_again)(self._written()))

@@ -7,6 +7,7 @@ from remat.transforms.state.ambient import (
     RandomState,  # generator states of the CPU and of every device among the arguments
     alike,  # whether two runs had the same results, as far as prints tell
     device_kinds,  # the kinds of device among `tensors`, the CPU always first
+    drawing_again,  # around a run of a function again: generators as at its start
     generators_again,  # let generators begin where they were, and leave them as they are
     in_backward,  # that substitution again, for the backward
     note,  # a function has run under this substitution, or as it is

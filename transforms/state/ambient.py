@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -182,14 +182,11 @@ def refuse_traced_draws(region: str) -> None:
 
 
 @contextlib.contextmanager
-def generators_again(states: Collection[GeneratorState], unheld: str | None = None) -> Iterator[None]:
+def generators_again(states: Iterable[GeneratorState]) -> Iterator[None]:
     """Within, generators begin where the first state of each says; afterwards they are as now.
 
-    A region inside notes the state that an op of its own is about to draw from before the op runs. `unheld`:
-    the name of the region that runs again, where none of its draws has a state of its own.
+    A region inside notes the state that an op of its own is about to draw from before the op runs.
     """
-    if unheld is not None and states:
-        refuse_traced_draws(unheld)
     found: dict[Any, GeneratorState] = {}
     for state in states:
         found.setdefault(state.device if state.generator is None else id(state.generator), state)
@@ -248,6 +245,29 @@ class RandomState:
         new.own = [(x, x.get_state()) for x, _ in self.own] if self.own else ()
         new.devices = self.devices and [(d, getattr(torch, d.type).get_rng_state(d)) for d, _ in self.devices]
         return new
+
+
+@contextlib.contextmanager
+def drawing_again(
+    random: RandomState | None, states: Collection[GeneratorState], unheld: str | None
+) -> Iterator[None]:
+    """Around a run of a function again: all generators are as they were at its start, afterwards as now.
+
+    `states`: those that its ops drew from. `unheld`: its name, where no op is given the state of its own.
+    """
+    if random is None:
+        yield
+        return
+    if unheld is not None and states:
+        refuse_traced_draws(unheld)
+    now = random.again()
+    try:
+        with generators_again(states):
+            # After the others: a function that seeds inside draws first from another state.
+            random.restore()
+            yield
+    finally:
+        now.restore()
 
 
 # -- the operands that stood for captured tensors -----------------------------------------------------------

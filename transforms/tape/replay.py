@@ -33,7 +33,7 @@ from remat.transforms.ops import (
     version_of,
 )
 from remat.transforms.placeholders import stand_in, without_objects
-from remat.transforms.state import RandomState, generators_again, same_numbers
+from remat.transforms.state import RandomState, drawing_again, same_numbers
 from remat.transforms.tape.absent import Absent
 from remat.transforms.tape.reachability import Reachability
 from remat.transforms.tape.recorder import Recorder
@@ -288,12 +288,8 @@ class Recorded:
     def surroundings(self, needs: Needs) -> Iterator[None]:
         """Around a run of the function again: generators as they were, and what is kept on its way."""
         with ExitStack() as stack:
-            if self.random is not None:
-                stack.callback(self.random.again().restore)
-                unheld = self.region.name if self.tape.loose else None
-                stack.enter_context(generators_again(self.draws.values(), unheld))
-                # After the others: a function that seeds inside draws first from another state.
-                self.random.restore()
+            unheld = self.region.name if self.tape.loose else None
+            stack.enter_context(drawing_again(self.random, self.draws.values(), unheld))
             if self.replaced:
                 stack.enter_context(data_again(self.replaced))
             if pairs := list(self._written()):
