@@ -93,6 +93,15 @@ def save(name: str, records: Sequence[Record], folder: Path = RESULTS, beside: b
     return path
 
 
+def by_mode(name: str) -> dict[str, dict[str, float]]:
+    """What `name`.csv has: the value of each metric, by mode."""
+    found: dict[str, dict[str, float]] = {}
+    with (RESULTS / f"{name}.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            found.setdefault(row["mode"], {})[row["metric"]] = float(row["value"])
+    return found
+
+
 def measurement(row: dict[str, Any]) -> tuple[str, ...]:
     """What a line of a CSV measures, and with which torch."""
     return tuple([row[key] for key in ("torch", "mode", "policy", "metric")])

@@ -160,10 +160,10 @@ def plans() -> list[Case]:
     sized += [(model, sizes(depth=8), count) for model, count in eight.items()]
     # Whose attention takes longest.
     sized += [("gpt2-xl", sizes(depth=2), 10), ("llama-32k", sizes(depth=2), 7), ("llama-128k", (), 3)]
+    longest = {"llama-128k": 300}
     eager = [
-        panel(model, "backward", (*peers, *FITS), seconds, rounds=count, sizes=size)
+        panel(model, "backward", (*peers, *FITS), longest.get(model, 100), rounds=count, sizes=size)
         for model, size, count in sized
-        for seconds in (300 if model == "llama-128k" else 100,)
     ]
     compiled = [
         panel(model, mode, peers, 300, rounds=20, sizes=sizes(depth=depth), compiled=True)

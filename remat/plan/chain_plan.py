@@ -258,9 +258,7 @@ def _sequence(functions: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
     return run
 
 
-def trace(
-    stages: Stages, x: Any, args: tuple[Any, ...], hooks: bool = True
-) -> tuple[list[Graph], list[Graph]]:
+def trace(stages: Stages, x: Any, args: tuple[Any, ...], hooks: bool) -> tuple[list[Graph], list[Graph]]:
     """The joint graphs of the stages and of pairs of neighbours, by hooks on saved tensors or without."""
     inputs: list[Any] = []
 

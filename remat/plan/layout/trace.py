@@ -45,7 +45,7 @@ class TracedModel:
 
 
 def traced(
-    local: Local, chosen: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], hooks: bool = True
+    local: Local, chosen: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], hooks: bool
 ) -> TracedModel:
     """Trace a local program on fake arguments; `chosen` are the names of its blocks.
 
