@@ -1,5 +1,6 @@
 """Transforms inside a region that are handed captured tensors; and runs that begin again when one is met."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -131,22 +132,26 @@ def test_a_scan_whose_steps_take_forces_in_a_region(policy):
     same(ours, gradients(lambda f: f, lambda step, x: step(step(step(x)))))
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["own generator", "default generator"])
+@pytest.mark.parametrize("place", ["attribute", "container", "tracker", "default"])
 @pytest.mark.parametrize("around", ["autograd", "grad"])
-def test_a_seed_set_inside_beside_a_transform(around, own):
+def test_a_seed_set_inside_beside_a_transform(around, place):
     """Broken off after the first draw: what a generator was before the seed is what it begins again with."""
 
     def stream(make):
-        generator = torch.Generator() if own else torch.default_generator
+        generator = torch.default_generator if place == "default" else torch.Generator()
         holder: Any = torch.nn.Module()
-        holder._generator = generator
+        holder._generator = generator if place in ("attribute", "default") else None
+        holder._streams = {"noise": [generator]} if place == "container" else {}
+        holder._tracker = SimpleNamespace(streams={"noise": generator} if place == "tracker" else {})
 
         def region(x):
-            before = holder._generator.get_state()
-            holder._generator.manual_seed(3)
-            mask = torch.rand(3, generator=holder._generator, dtype=x.dtype)
-            holder._generator.set_state(before)
-            noise = torch.rand(3, generator=holder._generator, dtype=x.dtype)
+            own = holder._generator or (holder._streams or holder._tracker.streams)["noise"]
+            own = own[0] if isinstance(own, list) else own
+            before = own.get_state()
+            own.manual_seed(3)
+            mask = torch.rand(3, generator=own, dtype=x.dtype)
+            own.set_state(before)
+            noise = torch.rand(3, generator=own, dtype=x.dtype)
             return (x * mask + noise).sum() * grad(lambda a: a.sin().sum())(x).sum()
 
         f, found = make(region), []

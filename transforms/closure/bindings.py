@@ -180,7 +180,9 @@ def cells(function: types.FunctionType) -> Iterator[Any]:
 
 _ATOMS = (str, bytes, int, float, complex, type(None), type, types.ModuleType, torch.dtype, torch.device)
 
-_MOST = 100_000
+_MOST, _FEW = 100_000, 100
+# Attributes that every module has.
+_MODULES_OWN = frozenset(vars(torch.nn.Module()))
 
 
 def differentiable(tensor: torch.Tensor) -> bool:
@@ -254,11 +256,22 @@ def _inside_module(module: torch.nn.Module) -> Iterator[Any]:
         yield from part._buffers.values()
         # Tensors and callables that hang on a module as plain attributes; of private ones tensors and
         # generators alone.
-        yield from (
-            v
-            for k, v in part.__dict__.items()
-            if not k.startswith("_") or isinstance(v, (torch.Tensor, torch.Generator))
-        )
+        for name, value in part.__dict__.items():
+            if not name.startswith("_") or isinstance(value, (torch.Tensor, torch.Generator)):
+                yield value
+            elif name not in _MODULES_OWN:
+                yield from _generators(value)
+
+
+def _generators(value: Any, depth: int = 2) -> Iterator[torch.Generator]:
+    """Those in containers and objects: a tracker of random streams. Long ones hold something else."""
+    if isinstance(value, torch.Generator):
+        yield value
+    elif depth and not isinstance(value, (*_ATOMS, torch.Tensor, torch.nn.Module)):
+        inside = value if isinstance(value, (list, tuple, dict)) else getattr(value, "__dict__", ())
+        if 0 < len(inside) <= _FEW:
+            for one in inside.values() if isinstance(inside, Mapping) else inside:
+                yield from _generators(one, depth - 1)
 
 
 def _inside_function(function: types.FunctionType) -> Iterator[Any]:
