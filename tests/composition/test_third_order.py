@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev, jvp
 
 from remat import remat, save_matmuls
+from tests.helpers import crossed
 
 X = torch.linspace(-1, 2, 4, dtype=torch.float64)
 Y = X.flip(0).cos()
@@ -56,9 +57,9 @@ ORDERS: dict[str, Callable[[Callable[[Tensor], Tensor]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("policy", [None, save_matmuls], ids=["nothing", "matmuls"])
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize(
+    ("function", "order", "policy"), crossed(FUNCTIONS, ORDERS, [None, save_matmuls], every=4)
+)
 def test_third_derivatives(function: str, order: str, policy: Any) -> None:
     make, differentiate = FUNCTIONS[function], ORDERS[order]
     region = remat if policy is None else lambda f: remat(f, policy=policy)

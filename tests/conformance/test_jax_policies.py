@@ -1,5 +1,7 @@
 """JAX's own tests of jax.checkpoint, continued: policies, names, what is kept; see test_jax_remat.py."""
 
+import contextlib
+import logging
 import re
 
 import pytest
@@ -333,19 +335,33 @@ def test_remat_offload_dot_with_no_batch_dims_jaxpr():
 
 
 @pytest.mark.parametrize("run", ["backward", "grad"])
-def test_remat_residual_logging(caplog, run):
+def test_remat_residual_logging(run):
     """Inputs, intermediates, or both, by JAX's three policies. The two exponentials are ours: a region that
     could save next to nothing keeps all."""
-    caplog.set_level("DEBUG", logger="remat")
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
 
     def f(x):
         return jax_cos(jax_sin(x).exp().exp().sum())
 
+    @contextlib.contextmanager
+    def listening(name, level):
+        log, messages[:] = logging.getLogger(name), []
+        before = log.level
+        log.addHandler(handler)
+        log.setLevel(level)
+        try:
+            yield
+        finally:
+            log.removeHandler(handler)
+            log.setLevel(before)
+
     def logged(policy):
-        caplog.clear()
         region = remat(f, policy=policy, name="block")
-        grad(region)(X) if run == "grad" else region(X.clone().requires_grad_()).backward()
-        (message,) = caplog.messages
+        with listening("remat", "DEBUG"):
+            grad(region)(X) if run == "grad" else region(X.clone().requires_grad_()).backward()
+        (message,) = messages
         assert message.startswith("region 'block' saving ")
         return message
 
@@ -358,11 +374,9 @@ def test_remat_residual_logging(caplog, run):
     assert "saving inputs" in some and "and saving these intermediates:" in some
     assert "aten.cos.default" in some and "aten.sin" not in some and "aten.exp" not in some
     # Without a listener nothing is said, and a debugger of something else is none.
-    caplog.set_level("DEBUG")
-    caplog.set_level("NOTSET", logger="remat")
-    caplog.clear()
-    grad(remat(f))(X)
-    assert not caplog.messages
+    with listening(None, "DEBUG"):
+        grad(remat(f))(X)
+    assert not messages
 
 
 def test_outer_policy_wins():

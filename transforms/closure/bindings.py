@@ -21,9 +21,7 @@ from remat.transforms.compat import (
     dual_level_open,
     functions_as_they_are,
     has_tangent,
-    is_dead,
     is_wrapped,
-    unwrap_once,
 )
 from remat.transforms.context import quiet
 
@@ -268,10 +266,15 @@ def _generators(value: Any, depth: int = 2) -> Iterator[torch.Generator]:
     if isinstance(value, torch.Generator):
         yield value
     elif depth and not isinstance(value, (*_ATOMS, torch.Tensor, torch.nn.Module)):
-        inside = value if isinstance(value, (list, tuple, dict)) else getattr(value, "__dict__", ())
-        if 0 < len(inside) <= _FEW:
-            for one in inside.values() if isinstance(inside, Mapping) else inside:
-                yield from _generators(one, depth - 1)
+        for one in inside if len(inside := _contents(value)) <= _FEW else ():
+            yield from _generators(one, depth - 1)
+
+
+def _contents(value: Any) -> Any:
+    """What a container or an object holds."""
+    if isinstance(value, (tuple, list)):
+        return value
+    return (value if isinstance(value, dict) else getattr(value, "__dict__", {})).values()
 
 
 def _inside_function(function: types.FunctionType) -> Iterator[Any]:
@@ -292,13 +295,6 @@ def _names(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names(constant)
-
-
-def without_dead(tensor: torch.Tensor) -> torch.Tensor:
-    """What a cache holds, without the wrappers of levels that are gone: torch takes one off, and no more."""
-    while is_wrapped(tensor) and is_dead(tensor):
-        tensor = unwrap_once(tensor)
-    return tensor
 
 
 # -- a function that captures what it is also given ----------------------------------------------------------
@@ -398,8 +394,4 @@ def _holds_tensor(value: Any, depth: int) -> bool:
     # Our own nodes hold no tensors there, but say whether they read more than they have saved.
     if isinstance(value, torch.Tensor) or getattr(type(value), "reads_more", False):
         return True
-    if isinstance(value, (tuple, list)):
-        parts: Any = value
-    else:
-        parts = (value if isinstance(value, dict) else getattr(value, "__dict__", {})).values()
-    return depth > 0 and any(_holds_tensor(part, depth - 1) for part in parts)
+    return depth > 0 and any(_holds_tensor(part, depth - 1) for part in _contents(value))

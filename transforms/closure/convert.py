@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from remat.transforms.closure.bindings import differentiable, without_dead
+from remat.transforms.closure.bindings import differentiable
 from remat.transforms.closure.cond import choose, chosen_here
 from remat.transforms.closure.paths import of_captured
 from remat.transforms.compat import (
@@ -181,7 +181,7 @@ class ClosureConversion(TorchFunctionMode):
                     self.met.add(id(value))
             elif modes_active() >= self.modes:
                 # A cache may hold it that an earlier run has filled; a region inside then knows it, too.
-                if not differentiable(bare := without_dead(value)):
+                if not differentiable(bare := _without_dead(value)):
                     return bare
                 if self.is_inside(value) or self.trials and is_fake(value):
                     return value
@@ -271,7 +271,7 @@ def as_operand(tensor: torch.Tensor) -> torch.Tensor:
     """What the enclosing region, if any, has put in the place of `tensor`."""
     known = active.swaps[-1].swap(tensor) if active.swaps else tensor
     # A pull-back may come when its level is gone, whose operands are in wrappers still.
-    return known if known is not tensor or active.rerun else without_dead(tensor)
+    return known if known is not tensor or active.rerun else _without_dead(tensor)
 
 
 def as_operands(tree: Any) -> Any:
@@ -373,3 +373,10 @@ class StrayWatch(DispatchMode):
 
     def _add(self, tensor: torch.Tensor) -> None:
         self._known[id(tensor)] = weakref.ref(tensor)
+
+
+def _without_dead(tensor: torch.Tensor) -> torch.Tensor:
+    """What a cache holds, without the wrappers of levels that are gone: torch takes one off, and no more."""
+    while is_wrapped(tensor) and is_dead(tensor):
+        tensor = unwrap_once(tensor)
+    return tensor
