@@ -74,6 +74,10 @@ def check(path: Path) -> int:
         if errors := [error for panel in panels for error in missed(panel, metric)]:
             middle, most = statistics.median(errors), max(errors)
             print(f"predicted {metric}: median error {middle:.1%}, most {most:.1%}, of {len(errors)}")
+    for model in dict.fromkeys(panel.rows[0].model for panel in panels):
+        own = [error for panel in panels if panel.rows[0].model == model for error in missed(panel, "step")]
+        if own:
+            print(f"predicted step of {model}: median error {statistics.median(own):.1%}, of {len(own)}")
     return int(lost[1] > 0 or total == 0)
 
 

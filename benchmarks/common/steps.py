@@ -116,7 +116,7 @@ def checking() -> None:
 def own_code(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn` under a code object of its own: Dynamo counts recompilations, and tries guards, for each alone."""
 
-    def call(*args: Any) -> Any:
-        return fn(*args)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs)
 
     return types.FunctionType(call.__code__.replace(), globals(), "call", None, call.__closure__)

@@ -6,6 +6,7 @@ import csv
 import itertools
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,21 @@ def test_whole_steps_and_scans_have_the_right_gradients(mode: str) -> None:
     assert all(
         (row.value or 0) < 1e-5 for (_, metric), row in rows.items() if metric == "gradient difference"
     )
+
+
+@pytest.mark.parametrize("name", ["none", "save_nothing"])
+def test_blocks_are_compiled_in_the_first_step_and_not_again(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers hands out another function of a layer in every call."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    case = tiny("hf-llama", "blocks", compiled=True)
+    problem = panel.problem_of(case)
+    step, graphs = panel.compiled_step(case, problem, peer(name)), []
+    for _ in range(3):
+        step(problem.params, problem.batch, lambda: None)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert 0 < graphs[0] == graphs[1] == graphs[2]
 
 
 def test_the_step_writes_its_gradients_into_the_weights() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 from typing import Any
 
 import torch
@@ -106,6 +107,9 @@ class Loss:
         self.own = dict(module.named_parameters())
         # The seam of transformers: layers that know how to be checkpointed.
         self.layers: list[Any] = [m for m in module.modules() if hasattr(m, "gradient_checkpointing")]
+        # What `wrap` made of each layer. A new one for every call would be compiled anew for every call.
+        self.wrap: Wrap | None = None
+        self.wrapped: dict[Any, Any] = {}
 
     def leaves(self, params: Params) -> Params:
         """The module's own parameters, set to the numbers of `params`.
@@ -118,9 +122,11 @@ class Loss:
         return dict(self.own)
 
     def __call__(self, params: Params, tokens: Tensor, wrap: Wrap) -> Tensor:
+        if wrap is not self.wrap:
+            self.wrap, self.wrapped = wrap, {}
         for layer in self.layers:
             layer.gradient_checkpointing = True
-            layer._gradient_checkpointing_func = lambda fn, *args: wrap(fn)(*args)
+            layer._gradient_checkpointing_func = self.checkpointed
         # A sequence without a batch dimension comes from vmap.
         rows = tokens if tokens.dim() > 1 else tokens[None]
         inputs = {"input_ids": rows[:, :-1], "use_cache": False}
@@ -128,3 +134,13 @@ class Loss:
         output = self.module(**inputs) if mine else functional_call(self.module, params, (), inputs)
         logits = output.logits
         return F.cross_entropy(logits.flatten(0, -2).float(), rows[:, 1:].flatten())
+
+    def checkpointed(self, fn: functools.partial[Any], *args: Any) -> Any:
+        """Calls a layer wrapped; transformers gives the layer's function with keywords of this very call."""
+        layer = fn.func, *fn.args
+        assert self.wrap is not None
+        if torch.compiler.is_compiling():  # one graph of all layers, made once
+            return self.wrap(fn)(*args)
+        if layer not in self.wrapped:
+            self.wrapped[layer] = self.wrap(functools.partial(*layer))
+        return self.wrapped[layer](*args, **fn.keywords)
