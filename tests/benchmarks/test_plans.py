@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.common.records import RESULTS
 from benchmarks.plans import beaten, check, planned
 from benchmarks.suite.cases import Case, Measured
 from benchmarks.suite.loaded import Results
@@ -71,6 +72,13 @@ def test_a_budget_bounds_what_is_kept_and_rounds_are_compared_one_by_one(tmp_pat
     assert [point.name for point, _ in beaten(more, at_peak=True)] == ["budget 0.7"]
     ratio = row.with_value("step over save_matmuls", "ratio", 1.01)
     assert beaten(replace(panel, rows=[*panel.rows, ratio]), at_peak=True) == []
+
+
+def test_the_committed_run_is_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(RESULTS / "plans.csv") == 0
+    page = (RESULTS.parents[1] / "docs" / "benchmarks.md").read_text()
+    said = [line for line in capsys.readouterr().out.splitlines() if "is beaten at its peak by" not in line]
+    assert said and "\n".join(said) in page
 
 
 def test_nothing_to_look_at_is_no_success(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ F = torch.nn.functional
 # Seconds that the pretended probe takes for so much work: matmuls are slow, exponentials slower than copies.
 PRETENDED = {"matmul": 1e9, "attention": 5e8, "copy": 1e10, "clone": 1e10, "math": 1e9, "norm": 4e9}
 PRETENDED |= {"tanh": 3e8, "attention backward": 2e8}
-PRETENDED |= {"narrow attention": 3e8, "narrow causal attention": 4e8, "narrow attention backward": 1e8}
+PRETENDED |= {"narrow attention": 3e8, "narrow attention backward": 1e8}
 # Seconds of an op in a step, whatever it computes.
 STEP = 4e-6
 
@@ -222,8 +222,19 @@ def test_attention_has_speeds_by_pass_and_by_the_width_of_heads(probed, dim, nar
     assert back == pytest.approx(10 * flops / attained(f"{narrow}attention backward"))
 
 
+def test_a_causal_mask_spares_blocks_of_keys(probed):
+    def prices(rows, causal):
+        q = torch.empty(1, 1, rows, 64, requires_grad=True)
+        joint = record(lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=causal), (q,))
+        return [Roofline().price(joint, op) - STEP for op in joint.ops if "attention" in op.name]
+
+    for rows, share in ((256, 1.0), (1024, 0.75), (2048, 0.625)):
+        expected = [share * seconds for seconds in prices(rows, False)]
+        assert len(expected) == 2 and prices(rows, True) == pytest.approx(expected)
+
+
 def test_a_probe_of_narrow_heads_has_narrow_heads():
-    for kind, dim in (("attention", 64), ("narrow causal attention", 32), ("narrow attention backward", 32)):
+    for kind, dim in (("attention", 64), ("narrow attention", 32), ("narrow attention backward", 32)):
         first = next(speeds.probes(kind, torch.float32, "cpu"))
         out = first.make()()
         assert first.work == (10 if "backward" in kind else 4) * 8 * 64 * 64 * dim

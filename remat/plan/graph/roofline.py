@@ -29,6 +29,8 @@ _LIGHT = {
 }
 # Exponents for which torch multiplies, divides, or takes roots.
 _PLAIN_POWERS = (0.5, 1, 2, 3, -0.5, -1, -2)
+# Keys in a block of the kernels of torch (`kvSplitSize`) and of FlashAttention-2.
+_KEYS_ON_CPU, _KEYS_ON_GPU = 512, 128
 # What it takes until a collective begins to send.
 LATENCY = 10e-6
 _SPEED_OF = {name: kind for kind, names in _LIGHT.items() for name in names.split()}
@@ -82,7 +84,7 @@ class Roofline:
         dtype = joint.values[op.outputs[0]].dtype if op.outputs else torch.float32
         if flops:
             busy = max(
-                speeds.seconds(_heavy_kind(joint, op), dtype, flops),
+                speeds.seconds(_heavy_kind(joint, op), dtype, flops * _computed(joint, op, speeds.device)),
                 speeds.seconds("copy", torch.float32, traffic(joint, op)),
             )
             return (speeds.call() if self.fused else speeds.op()) + busy
@@ -139,12 +141,19 @@ def _heavy_kind(joint: Joint, op: Op) -> str:
     if kind != "attention":
         return "convolution" if kind == "convolution" else "matmul"
     narrow = "narrow " if joint.values[op.reads[0]].shape[-1] < NARROW else ""
-    if "backward" in op_name(op.target):
-        return f"{narrow}attention backward"
+    return f"{narrow}attention backward" if "backward" in op_name(op.target) else f"{narrow}attention"
+
+
+def _computed(joint: Joint, op: Op, device: str) -> float:
+    """The share of an op's FLOPs that its kernel computes: a causal mask hides whole blocks of keys."""
     schema = getattr(op.target, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
     given = dict(zip(names, op.args, strict=False)) | dict(op.kwargs)
-    return f"{narrow}causal attention" if given.get("is_causal") else f"{narrow}attention"
+    if not given.get("is_causal"):
+        return 1.0
+    rows = joint.values[op.reads[0]].shape[-2]
+    block = _KEYS_ON_CPU if device == "cpu" else _KEYS_ON_GPU
+    return min(1.0, (rows + block) / (2 * rows))
 
 
 def _light_kind(op: Op) -> str:

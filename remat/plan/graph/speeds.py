@@ -5,7 +5,7 @@ matmuls, convolutions and attention, and bytes read and written of the others.
 
 | kind | stands for |
 |---|---|
-| `matmul`, `convolution`, `attention`, `causal attention`, `attention backward` | ops with FLOPs |
+| `matmul`, `convolution`, `attention`, `attention backward` | ops with FLOPs |
 | `narrow attention` and so on | the same of heads narrower than `NARROW`: softmax takes a larger part |
 | `copy` | sums, products, copies: ops as fast as memory |
 | `clone` | a copy into another order of dimensions |
@@ -38,7 +38,7 @@ from remat.transforms import RematError
 # (work, work per second), the smallest work first.
 Curve: TypeAlias = "tuple[tuple[float, float], ...]"
 
-HEAVY = ("matmul", "convolution", "attention", "causal attention", "attention backward")
+HEAVY = ("matmul", "convolution", "attention", "attention backward")
 NARROW = 48
 NARROWED = tuple(f"narrow {kind}" for kind in HEAVY if "attention" in kind)
 LIGHT = ("copy", "clone", "math", "tanh", "norm", "random")
@@ -248,7 +248,7 @@ def _heavy(kind: str, large: bool, ones: Callable[..., torch.Tensor], item: int)
 
             yield Probe(2.0 * 4 * n**2 * 64 * 64 * 9, 2 * 4 * 64 * n * n * item, convolve)
     else:
-        back, causal = kind.endswith("backward"), "causal" in kind
+        back = kind.endswith("backward")
         dim = 32 if kind.startswith("narrow") else 64
         for rows in (64, 256, 1024) if not large else (512, 2048, 8192):
             flops = (10.0 if back else 4.0) * 8 * rows**2 * dim
@@ -256,7 +256,7 @@ def _heavy(kind: str, large: bool, ones: Callable[..., torch.Tensor], item: int)
             def attend(rows: int = rows) -> Callable[[], Any]:
                 given = [ones(1, 8, rows, dim).requires_grad_(back) for _ in "qkv"]
                 with torch.set_grad_enabled(back):
-                    run = functools.partial(F.scaled_dot_product_attention, *given, is_causal=causal)
+                    run = functools.partial(F.scaled_dot_product_attention, *given)
                     if not back:
                         return run
                     out = run()
