@@ -1,6 +1,7 @@
 """Plans carried out: what is kept is what was planned, and gradients are those without remat."""
 
 import gc
+import warnings
 from functools import partial
 
 import pytest
@@ -13,7 +14,7 @@ from remat import checkpoint_policy, remat, save_nothing, saved_residuals, scan_
 from remat.plan import BudgetPolicy, Flops, Plan, plan_model
 from remat.transforms.errors import RematError
 from remat.transforms.tape.observers import listen
-from tests.helpers import crossed, sparse
+from tests.helpers import crossed, same, sparse
 from tests.plan.models import GPTBlock
 
 BUDGETS = (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, "free")
@@ -365,3 +366,20 @@ def test_functions_that_use_torch_func_inside_are_planned(transform):
     plans = [BudgetPolicy(budget).plan(forces, x.requires_grad_()) for budget in (1.0, 0.5)]
     assert saved_residuals(forces, x).kept_bytes == 2888
     assert [plan.kept_bytes for plan in plans] == [2888, 1160]
+
+
+def test_a_budget_around_a_function_that_calls_a_compiled_module():
+    """What `torch.compile` makes of a module has no `training` of its own."""
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)).double()
+    fast, x = (
+        torch.compile(net, backend="aot_eager"),
+        torch.ones(3, 4, dtype=torch.float64, requires_grad=True),
+    )
+
+    def gradients(f):
+        return [g for _ in range(2) for g in torch.autograd.grad(f(x).sin().sum(), (x, *net.parameters()))]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ours = gradients(remat(lambda x: fast(x), policy=checkpoint_policy(budget=0.5)))
+    same(ours, gradients(net))

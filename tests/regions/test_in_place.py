@@ -332,3 +332,27 @@ def test_a_view_of_a_buffer_that_a_later_call_overwrites(inner, policy):
             outs = [region(x).sin().sum() for x in inputs]
             found += [torch.autograd.grad(outs[i], inputs[i])[0] for i in (1, 0)]
     same(found[4:], found[:4])
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("policy", [None, save_matmuls])
+def test_an_op_that_resizes_what_it_writes_to(policy, nested):
+    """Observers of quantization have no channels before their first call, and scales for one."""
+
+    def gradients(make):
+        on, empty = torch.ones(1), torch.tensor([])
+        observed = [empty.clone(), empty.clone(), torch.ones(1), torch.zeros(1, dtype=torch.int)]
+        w, found = rand(4, 3, dtype=torch.float32).requires_grad_(), []
+
+        def layer(x):
+            given = (w, on, on, *observed, 0.01, -128, 127, 0, True, True)
+            return (x @ torch.ops.aten.fused_moving_avg_obs_fake_quant(*given).T).sin()
+
+        region = make(lambda x: make(layer)(x) * 2) if nested else make(layer)
+        for step in range(3):
+            x = rand(2, 3, seed=step, dtype=torch.float32).requires_grad_()
+            found += torch.autograd.grad(region(x).sum(), (x, w))
+            found += [t.clone() for t in observed]
+        return found
+
+    same(gradients(lambda f: remat(f, policy=policy)), gradients(lambda f: f))

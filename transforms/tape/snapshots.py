@@ -97,20 +97,21 @@ def handed_out(kept: Any, copied: bool) -> Any:
 class Snapshot:
     """A copy of the memory of a tensor: all of it, so that every view of it can be had again."""
 
-    __slots__ = ("memory", "tensor", "version")
+    __slots__ = ("layout", "memory", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.version = version_of(tensor)
+        self.version, self.layout = version_of(tensor), None
         memory = memory_of(tensor) if type(tensor) in (torch.Tensor, torch.nn.Parameter) else None
         if memory is None or tensor.is_meta or not memory_is_real():
             self.memory, self.tensor = None, tensor.detach().clone()
         else:
             self.memory, self.tensor = memory.clone(), None
+            self.layout = tensor.storage_offset(), tensor.shape, tensor.stride()
 
     def copy(self) -> Snapshot:
         """Another one, to be written to."""
         made = Snapshot.__new__(Snapshot)
-        made.version = self.version
+        made.version, made.layout = self.version, self.layout
         made.memory = None if self.memory is None else self.memory.clone()
         made.tensor = None if self.tensor is None else self.tensor.clone()
         return made
@@ -149,6 +150,10 @@ class Snapshot:
             assert self.tensor is not None
             return self.tensor
         empty = torch.empty(0, dtype=like.dtype, device=like.device)
+        there = memory_of(like)
+        if there is not None and self.layout is not None and self.memory.nbytes() < there.nbytes():
+            # An op has resized it since, as observers of quantization do, and resizes this copy again.
+            return empty.set_(self.memory.clone(), *self.layout)
         return empty.set_(self.memory, like.storage_offset(), like.shape, like.stride())
 
     def tensors(self) -> list[torch.Tensor]:

@@ -208,7 +208,7 @@ class _Look:
             found.append(Identity(type(module)))
         else:
             found.append(Identity(module) if not found else id(module))
-        found += (type(module).__qualname__, held["training"], *parameters, *buffers, *children)
+        found += (type(module).__qualname__, held.get("training"), *parameters, *buffers, *children)
         hooked = held["_forward_hooks"] or held["_forward_pre_hooks"]
         if hooked or held["_backward_hooks"] or held["_backward_pre_hooks"]:
             for name in _HOOKS:
