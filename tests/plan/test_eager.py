@@ -371,10 +371,8 @@ def test_functions_that_use_torch_func_inside_are_planned(transform):
 def test_a_budget_around_a_function_that_calls_a_compiled_module():
     """What `torch.compile` makes of a module has no `training` of its own."""
     net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)).double()
-    fast, x = (
-        torch.compile(net, backend="aot_eager"),
-        torch.ones(3, 4, dtype=torch.float64, requires_grad=True),
-    )
+    fast = torch.compile(net, backend="aot_eager")
+    x = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
 
     def gradients(f):
         return [g for _ in range(2) for g in torch.autograd.grad(f(x).sin().sum(), (x, *net.parameters()))]

@@ -177,6 +177,7 @@ def cells(function: types.FunctionType) -> Iterator[Any]:
 # -- what a function captures ----------------------------------------------------------------------------
 
 _ATOMS = (str, bytes, int, float, complex, type(None), type, types.ModuleType, torch.dtype, torch.device)
+_NO_CONTAINERS = (*_ATOMS, torch.Tensor, torch.nn.Module)
 
 _MOST, _FEW = 100_000, 100
 # Attributes that every module has.
@@ -265,7 +266,7 @@ def _generators(value: Any, depth: int = 2) -> Iterator[torch.Generator]:
     """Those in containers and objects: a tracker of random streams. Long ones hold something else."""
     if isinstance(value, torch.Generator):
         yield value
-    elif depth and not isinstance(value, (*_ATOMS, torch.Tensor, torch.nn.Module)):
+    elif depth and not isinstance(value, _NO_CONTAINERS):
         for one in inside if len(inside := _contents(value)) <= _FEW else ():
             yield from _generators(one, depth - 1)
 

@@ -137,10 +137,10 @@ class Loss:
 
     def checkpointed(self, fn: functools.partial[Any], *args: Any) -> Any:
         """Calls a layer wrapped; transformers gives the layer's function with keywords of this very call."""
-        layer = fn.func, *fn.args
         assert self.wrap is not None
         if torch.compiler.is_compiling():  # one graph of all layers, made once
             return self.wrap(fn)(*args)
+        layer = fn.func, *fn.args
         if layer not in self.wrapped:
             self.wrapped[layer] = self.wrap(functools.partial(*layer))
         return self.wrapped[layer](*args, **fn.keywords)
