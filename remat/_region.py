@@ -210,6 +210,16 @@ class ModuleView(torch.nn.Module):
     def __wrapped__(self) -> torch.nn.Module:
         return self._remat[0]
 
+    @property
+    def __class__(self) -> Any:
+        # torch.export gives a shared module a stand-in of a subclass, which a slot would forbid. Regions run
+        # as they are there.
+        return type(self._remat[0]) if torch.compiler.is_exporting() else type(self)
+
+    @__class__.setter
+    def __class__(self, cls: Any) -> None:
+        vars(object)["__class__"].__set__(self, cls)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _wrap, self._remat[:2]
 

@@ -165,10 +165,14 @@ def plans() -> list[Case]:
         panel(model, "backward", (*peers, *FITS), longest.get(model, 100), rounds=count, sizes=size)
         for model, size, count in sized
     ]
+    whole = {model: (sizes(depth=2), 20) for model in (*eight, "hf-gpt2")}
+    whole |= {"unet": (sizes(depth=3), 10), "llama-32k": (sizes(depth=2), 5)}
     compiled = [
-        panel(model, mode, peers, 300, rounds=20, sizes=sizes(depth=depth), compiled=True)
-        for mode, depth in (("backward", 2), ("blocks", 8))
-        for model in ("vit-l", "hf-llama", "moe")
+        panel(model, "backward", peers, 300, rounds=count, sizes=size, compiled=True)
+        for model, (size, count) in whole.items()
+    ]
+    compiled += [
+        panel(model, "blocks", peers, 300, rounds=20, sizes=sizes(depth=8), compiled=True) for model in eight
     ]
     return [replace(case, clock="process") for case in on_cpu(*eager, *compiled)]
 

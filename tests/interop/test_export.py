@@ -35,6 +35,28 @@ def test_export_with_a_dynamic_batch(policy, strict):
     same(torch.export.export(fn, (rand(3, 4),), strict=strict).module()(rand(3, 4)), fn(rand(3, 4)))
 
 
+class Both(nn.Module):
+    """One module under two names, of which one is a region."""
+
+    def __init__(self, policy):
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
+        self.region = remat(self.layer, policy=policy)
+
+    def forward(self, x):
+        return self.region(x) + self.layer(x)
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["loose", "strict"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_export_of_a_module_that_is_also_held_as_itself(policy, strict):
+    """Torch's stand-ins of shared modules could not be made of a region's class, which has a slot."""
+    fn = Both(POLICIES[policy])
+    x = rand(3, 4)
+    same(torch.export.export(fn, (x,), strict=strict).module()(x), fn(x))
+    assert type(fn.region) is fn.region.__class__ is not nn.Sequential
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_jit_trace(policy):
     """The second of its two runs, which it compares, was another graph."""
