@@ -73,10 +73,10 @@ class Traits:
         self.conditional: int | None = None  # position of the flag on which the writes depend
         self.view = self.inplace = False
         # What it makes is looked at by torch itself: a tangent that is known to be zero has no memory.
-        self.looked_at = torch.Tag.inplace_view in getattr(op, "tags", ())
-        self.looked_at = self.looked_at or op is torch.ops.aten._efficientzerotensor.default
+        self.changes_shape = torch.Tag.inplace_view in getattr(op, "tags", ())
+        self.looked_at = self.changes_shape or op is torch.ops.aten._efficientzerotensor.default
         self.name, ours = _basename(op), getattr(op, "namespace", "") == "aten"
-        name = self.name
+        name, self.native = self.name, ours
         # By their names, which mean something among torch's own ops only.
         self.shape_only = ours and (name.endswith("_like") or name.startswith("new_"))
         self.uninitialized = ours and name.startswith(("empty", "new_empty"))

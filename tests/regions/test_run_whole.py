@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from remat import remat, save_matmuls, save_nothing
-from tests.helpers import LiveBytes, rand, unseen
+from remat import RematError, remat, save_matmuls, save_nothing
+from tests.helpers import LiveBytes, rand, same, unseen
 
 
 def nested(x: Any, y: Any, region: Callable[..., Any]) -> Any:
@@ -165,3 +165,45 @@ def test_what_is_captured_and_given_may_be_assigned_to():
     assert loss(remat, x).equal(loss(lambda f: f, x))
     torch.testing.assert_close(torch.func.vmap(lambda x: loss(remat, x))(x), (6 * x * x).sum(-1))
     assert want.equal(12 * x)
+
+
+def sobol(a):
+    """Torch's kernel fills what `empty` made, and an op in place is the first to touch it."""
+    return (a + torch.quasirandom.SobolEngine(4).draw(3, dtype=a.dtype)).sin()
+
+
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=repr)
+def test_an_op_in_place_is_not_what_filled_empty_memory(policy):
+    want = grads(lambda region: region(sobol))
+    same(grads(lambda region: region(sobol), lambda f: remat(f, policy=policy)), want)
+
+
+def test_an_engine_that_has_gone_on_is_told_of():
+    engine = torch.quasirandom.SobolEngine(4)
+    region = remat(lambda a: (a + engine.draw(3, dtype=a.dtype)).sin())
+    out = region(rand(3, 4).requires_grad_()).sum()
+    with pytest.raises(RematError, match="does not repeat its forward"):
+        out.backward()
+
+
+def test_python_does_not_run_again_where_ops_fill_empty_memory():
+    calls = []
+
+    def fn(a):
+        calls.append(a)
+        parts, mask = torch.empty_like(a), a > 0
+        parts.t_().t_()
+        parts[mask] = a[mask] * 2
+        parts[~mask] = 1.0
+        scaled = torch.mul(parts.detach(), 2, out=torch.empty_like(parts.detach()))
+        rows = a.new_empty(2, 4).normal_()
+        return (parts.sin() * scaled.add_(1) * rows[:1].mul_(2)).exp()
+
+    def make(region):
+        torch.manual_seed(0)
+        return region(lambda a: fn(a))
+
+    want = grads(make)
+    del calls[:]
+    same(grads(make, remat), want)
+    assert len(calls) == 2

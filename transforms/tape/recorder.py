@@ -44,7 +44,6 @@ from remat.transforms.tape.tape import (
     Tape,
     ValueNumbering,
     is_graded,
-    refs_in,
 )
 from remat.transforms.tape.verdicts import WriteWatch
 
@@ -345,9 +344,7 @@ class Recorder(WriteWatch):
     def _link_operands(self, node: Node, facts: Traits, args: Any) -> None:
         tape, deps, external = self.tape, [], []
         node.shape_only = facts.shape_only and _is_plain(args) and not tape.sized_by_data
-        # Of such an op the first operand is the one whose numbers do not matter.
-        read = (node.args[1:], node.kwargs) if node.shape_only else (node.args, node.kwargs)
-        for number in refs_in(read):
+        for number in node.reads():
             maker = tape.makers[number] if number >= 0 else -1
             if number >= 0:
                 deps.append(maker)

@@ -20,6 +20,7 @@ from remat.transforms.closure import holds_tensors
 from remat.transforms.offload import Elsewhere, away_in
 from remat.transforms.ops import Traits, memory_of, metas, numel, storage, tensors_in, traits, version_of
 from remat.transforms.pytree import constants_alike
+from remat.transforms.tape.unseen import is_read_first
 
 RECOMPUTE, OFFLOAD, SAVE = 0, 1, 2
 RUN, KEPT, SKIP = 0, 1, 2
@@ -52,6 +53,11 @@ class Node:
     place: str | None  # the user's line, where somebody wants to know, or may want to
     digest: Any  # checksum of its results, for bitwise comparison
     check: Any  # what a later call is compared by, once it was asked for
+
+    def reads(self) -> list[int]:
+        """The numbers of the values that it reads."""
+        # Of an op that makes a tensor like its first operand, that operand's numbers do not matter.
+        return refs_in((self.args[1:], self.kwargs) if self.shape_only else (self.args, self.kwargs))
 
 
 class Outside:
@@ -243,12 +249,10 @@ def _reach(tape: Tape, wanted: Iterable[int], kept: Mapping[int, Any]) -> dict[i
     return live
 
 
-def _fills_unseen(tape: Tape, live: dict[int, bool]) -> bool:
+def _fills_unseen(tape: Tape, live: Iterable[int]) -> bool:
     """Whether a needed value came about unseen: a raw kernel, such as Triton's, fills what `empty` made."""
-    return any(
-        traits(tape.nodes[i].op).uninitialized and i not in tape.last_write and numel(tape.nodes[i].outs)
-        for i in live
-    )
+    made = [i for i in live if traits(tape.nodes[i].op).uninitialized and numel(tape.nodes[i].outs)]
+    return any(i not in tape.last_write or is_read_first(tape, i) for i in made)
 
 
 def holds_unseen(outs: Sequence[torch.Tensor], start: int) -> bool:
@@ -380,7 +384,3 @@ def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)([map_tensors(function, v) for v in value])
     return value
-
-
-def _name(op: Any) -> str:
-    return getattr(getattr(op, "_schema", None), "name", "").rpartition("::")[2]
