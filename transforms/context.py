@@ -206,7 +206,8 @@ def repeated(function: Callable[..., Any]) -> Any:
 # from then on. (An extension that asks for the pointer in C++ is not seen.) Nor is it an op to set
 # `tensor.data`.
 DOORS = frozenset(
-    "__set__ data_ptr numpy __array__ untyped_storage storage __dlpack__ to_dlpack const_data_ptr".split()
+    "__set__ data_ptr numpy __array__ untyped_storage storage __dlpack__ const_data_ptr "
+    "apply_ map_ map2_".split()
 )
 _DATA = torch.Tensor.data
 # What Python makes numbers of, past the dispatcher. Where a function runs again they are to be there again.

@@ -71,7 +71,7 @@ class Traits:
         self.random = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
         self.writes: tuple[str | int, ...] = ()
         self.conditional: int | None = None  # position of the flag on which the writes depend
-        self.view = self.inplace = False
+        self.view = self.inplace = self.only_shape = False
         # What it makes is looked at by torch itself: a tangent that is known to be zero has no memory.
         self.changes_shape = torch.Tag.inplace_view in getattr(op, "tags", ())
         self.looked_at = self.changes_shape or op is torch.ops.aten._efficientzerotensor.default
@@ -98,6 +98,7 @@ class Traits:
         aliases = any(ret.alias_info is not None for ret in schema.returns)
         self.view = (aliases and not self.writes) or op is torch.ops.aten._unsafe_view.default
         self.inplace = aliases and bool(self.writes)
+        self.only_shape = self.changes_shape and not name.startswith(("resize", "set_"))
 
 
 # By id, because an OpOverload computes its hash in Python; the op itself is held, so its id stays its own.

@@ -47,7 +47,7 @@ def stand_in(outs: Any) -> Any:
 
 
 class LeftOut:
-    """Stands for what is neither a tensor nor a constant: a group of processes, a collective under way."""
+    """Stands for what is neither a tensor nor a constant: a group of processes, a collective, a storage."""
 
 
 LEFT_OUT = LeftOut()

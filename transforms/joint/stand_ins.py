@@ -33,6 +33,9 @@ from remat.transforms.intermediates import only
 from remat.transforms.joint.attention import ATTENTION, as_on_target
 from remat.transforms.pytree import flatten, unflatten
 
+# Whoever goes to the memory of a fake reads and writes at address 0, which ends the process.
+_RAW = frozenset({"data_ptr", "apply_", "map_", "map2_", "__dlpack__"})
+
 
 class StandIns(TorchFunctionMode):
     """Puts a fake of `mode` in the place of every real tensor."""
@@ -45,6 +48,8 @@ class StandIns(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = self.swapped(args), self.swapped(kwargs or {})
+        if getattr(func, "__name__", "") in _RAW:
+            raise TypeError(f"{func.__name__} goes to memory, which they have not")
         if func is ATTENTION and (kernel := as_on_target(args, kwargs)) is not None:
             return kernel()
         return func(*args, **kwargs)

@@ -7,6 +7,7 @@ value and reattaches its history itself.
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch
 from remat.transforms.compat import direct_call, outside_all_modes, set_grad_enabled
 from remat.transforms.context import active, quiet
 from remat.transforms.errors import RematError, not_repeated
-from remat.transforms.ops import tensors_in
+from remat.transforms.ops import tensors_in, traits
 from remat.transforms.placeholders import Meta
 from remat.transforms.tape.constants import constants_of
 from remat.transforms.tape.snapshots import handed_out
@@ -262,11 +263,18 @@ def _step(tape: Tape, needs: Needs, at: int) -> Step:
         step.draws = False
         return step
     step.call, step.args, step.kwargs = direct_call(node.op), node.args, node.kwargs
+    if traits(node.op).changes_shape:
+        step.call = functools.partial(_on_alias, step.call)
     if node.shape_only:
         step.args, step.kwargs = _like(tape, at)
     step.flat = [(i, int(arg)) for i, arg in enumerate(step.args) if type(arg) is Ref]
     step.nested = [i for i, arg in enumerate(step.args) if isinstance(arg, (list, tuple)) and refs_in(arg)]
     return step
+
+
+def _on_alias(call: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Let an op change the shape of one tensor of those that share a value: `k = h.detach(); k.t_()`."""
+    return call(tensor.data, *args, **kwargs)
 
 
 def _like(tape: Tape, at: int) -> tuple[Any, Any]:

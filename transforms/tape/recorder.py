@@ -27,11 +27,10 @@ from remat.transforms.ops import (
     metadata,
     read_by,
     storage,
-    targets,
     tensors_in,
     traits,
 )
-from remat.transforms.placeholders import without_objects
+from remat.transforms.placeholders import LEFT_OUT, without_objects
 from remat.transforms.sharded import wraps
 from remat.transforms.state import GeneratorState
 from remat.transforms.tape.snapshots import Snapshot
@@ -45,6 +44,7 @@ from remat.transforms.tape.tape import (
     ValueNumbering,
     is_graded,
 )
+from remat.transforms.tape.unseen import memory_around
 from remat.transforms.tape.verdicts import WriteWatch
 
 _as_strided = torch.ops.aten.as_strided.default
@@ -218,7 +218,7 @@ class Recorder(WriteWatch):
             tape.open = tape.open or f"it calls {func}, which computes less where nothing requires grad"
         if facts.higher_order:
             tape.open = tape.open or f"it calls {func}, an operator on functions"
-        node.written = tuple([self.root(t) for t in targets(facts, args, kwargs)]) if facts.writes else ()
+        node.written = tuple(map(self.root, self._written(facts, args, kwargs))) if facts.writes else ()
         if node.written:
             node.overwrites = tuple([i for root in node.written for i in self._kept_in.get(root, ())])
         node.root = self._root_of_results(at, facts, args, out)
@@ -231,8 +231,7 @@ class Recorder(WriteWatch):
             number = len(tape.makers)
             tape.makers.append(at)
             self._numbers.add(tensor, number)
-            if (memory := memory_of(tensor)) is not None:
-                self._remember(memory, node.root, number, tensor)
+            self._remember(memory_of(tensor), node.root, number, tensor)
         if self.digest is not None and not facts.uninitialized:
             node.digest = quiet(self.digest, out)
         self._decide(at, node, facts, args, kwargs, out)
@@ -264,6 +263,7 @@ class Recorder(WriteWatch):
             self.tape.cacheable = False
             if isinstance(value, (torch.UntypedStorage, torch.TypedStorage)):
                 self.tape.open = "it takes the storage of a tensor"
+                return LEFT_OUT
         return value
 
     def number(self, tensor: torch.Tensor) -> int:
@@ -271,21 +271,29 @@ class Recorder(WriteWatch):
         number = self._numbers.of(tensor)
         return self._unknown(tensor) if number is None else number
 
+    def _known(self, memory: Any) -> tuple[Any, int, int, Any] | None:
+        """What is known of a memory, by its storage object."""
+        known = self._memory.get(id(memory))
+        return known if known is not None and known[0]() is memory else None
+
     def _unknown(self, tensor: torch.Tensor) -> int:
         memory = memory_of(tensor)
-        known = self._memory.get(id(memory)) if memory is not None else None
-        if known is None or known[0]() is not memory or known[1] < 0:
+        known, offset = self._known(memory), tensor.storage_offset() if memory is not None else 0
+        if known is None and self.tape.nodes and not tensor.requires_grad:
+            known, offset = memory_around(self._memory.values(), tensor)
+        if known is None or known[1] < 0:
             return self._from_outside(tensor)
-        # Autograd, `.data` and C++ make aliases that no dispatch mode sees.
+        # Autograd, `.data`, DLPack and C++ make aliases that no dispatch mode sees.
         _, root, number, base = known
-        if geometry(tensor) == base:
+        self._remember(memory, root, number, tensor)
+        if geometry(tensor) == base and offset == tensor.storage_offset():
             self._numbers.add(tensor, number)
             return number
         self.tape.cacheable = False
         if base[0] is not tensor.dtype or base[1] != tensor.is_conj() or tensor.is_neg():
             self.tape.open = self.tape.open or "it looks at memory as another dtype, unseen"
             return self._from_outside(tensor)
-        there = list(tensor.shape), list(tensor.stride()), int(tensor.storage_offset())
+        there = list(tensor.shape), list(tensor.stride()), int(offset)
         template = (Ref(number), *there), {}
         self._add(_as_strided, traits(_as_strided), template, (), {}, tensor, optional=True)
         found = self._numbers.of(tensor)
@@ -303,33 +311,29 @@ class Recorder(WriteWatch):
         self.outside.append(tensor)
         if self._numbers.of(tensor) is None:
             self._numbers.add(tensor, number)
-        memory = memory_of(tensor)
-        known = self._memory.get(id(memory)) if memory is not None else None
-        root = known[1] if known is not None and known[0]() is memory and known[1] < 0 else number
+        known = self._known(memory := memory_of(tensor))
+        root = known[1] if known is not None and known[1] < 0 else number
         self.tape.outside.append(Outside(metadata(tensor), root))
         if on_scratch() and (now := scratch_around(storage(tensor))):
             # A run of the region around has a copy, where views of it lie, and may write to it later.
             self.snapshots.setdefault(root, quiet(now.copy))
             if now.place is not None:
                 self._remember(now.place, root, number, tensor)
-        if memory is not None:
-            self._remember(memory, root, number, tensor)
+        self._remember(memory, root, number, tensor)
         return number
 
     def _remember(self, memory: Any, root: int, number: int, tensor: torch.Tensor) -> None:
-        known = self._memory.get(id(memory))
-        if known is None or known[0]() is not memory:
+        if memory is not None and self._known(memory) is None:
             self._memory[id(memory)] = weakref.ref(memory), root, number, geometry(tensor)
 
     def _root_of_results(self, at: int, facts: Traits, args: Any, out: Any) -> int:
         """The memory that the results of an op lie in, whatever its schema says of aliases."""
         for tensor in tensors_in(out):
-            number = self._numbers.of(tensor)
-            if number is not None:
-                return self.tape.root_of(number)  # written in place
-            memory = memory_of(tensor)
-            known = self._memory.get(id(memory)) if memory is not None else None
-            if known is not None and known[0]() is memory:
+            known, number = self._known(memory_of(tensor)), self._numbers.of(tensor)
+            # What is written in place has a number; `set_` gives it other memory.
+            if number is not None and (known is None or facts.name != "set_"):
+                return self.tape.root_of(number)
+            if known is not None:
                 return known[1]
         if facts.view or facts.inplace:
             first = next(iter(tensors_in(args)), None)
@@ -373,8 +377,7 @@ class Recorder(WriteWatch):
     def bind(self, tensor: torch.Tensor, number: int) -> None:
         """Let `tensor` be another object with the value of this number: a recomputed copy."""
         self._numbers.add(tensor, number)
-        if (memory := memory_of(tensor)) is not None:
-            self._remember(memory, self.tape.root_of(number), number, tensor)
+        self._remember(memory_of(tensor), self.tape.root_of(number), number, tensor)
 
     def living_values(self) -> list[tuple[torch.Tensor, int]]:
         """The tensors that ops have made and that somebody holds."""

@@ -234,6 +234,7 @@ class Recorded:
         self.region, self.tape, self.random = region, recorder.tape, random
         self.draws, self.packed, self.replaced = recorder.random, packed or [], recorder.replaced
         self.reach: Reachability | None = None
+        self.raw = recorder.raw_writes(but=recorder.snapshots) if recorder.shown else []
         tape = self.tape
         everything = range(len(tape.nodes))
         if recorder.parent is not None:
@@ -292,6 +293,8 @@ class Recorded:
             stack.enter_context(drawing_again(self.random, self.draws.values(), unheld))
             if self.replaced:
                 stack.enter_context(data_again(self.replaced))
+            if self.raw:
+                stack.enter_context(lent(self.raw))
             if pairs := list(self._written()):
                 stack.enter_context((lent if self.tape.loose else versions_again)(pairs))
             if self.store is not None:

@@ -1,10 +1,18 @@
-"""Memory that a raw kernel fills, past torch: what tells of it is an op that reads what none has filled."""
+"""Memory that others fill or share, past torch.
+
+A raw kernel is no op: what tells of it is an op that reads what none has filled. What tells of a second
+storage around one memory is its address.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from remat.transforms.ops import traits
+import torch
+
+from remat.transforms.compat import memory_is_real
+from remat.transforms.ops import memory_of, traits
 
 # Torch's own ops that write into what they are given and do not read it. Some leave a part of it as it is.
 _FILLS = frozenset(
@@ -24,7 +32,7 @@ def is_read_first(tape: Any, empty: int) -> bool:
         if empty in node.written:
             if not facts.changes_shape:
                 return _reads_target(tape, node, facts, empty)
-        elif not facts.view and any(tape.root_of(n) == empty for n in node.reads()):
+        elif not (facts.view or facts.only_shape) and any(tape.root_of(n) == empty for n in node.reads()):
             return True
     return False
 
@@ -36,3 +44,30 @@ def _reads_target(tape: Any, node: Any, facts: Any, root: int) -> bool:
         return False
     # `index_put_(..., accumulate=True)` adds.
     return facts.name not in _FILLS or any(arg is True for arg in node.args)
+
+
+def memory_around(known: Iterable[Any], tensor: torch.Tensor) -> tuple[Any, int]:
+    """The known memory in which `tensor` lies, and where, though its storage is another.
+
+    DLPack and extensions make storages of their own around memory that they are given.
+    """
+    memory = memory_of(tensor)
+    first = _address(memory) if tensor.numel() else None
+    if memory is None or first is None or not memory_is_real():
+        return None, 0
+    first += int(tensor.storage_offset()) * tensor.element_size()
+    for entry in known:
+        there = entry[0]() if entry[1] >= 0 else None
+        start = _address(there)
+        if there is not None and start is not None and there.device == memory.device:
+            if start <= first < start + there.nbytes():
+                return entry, (first - start) // tensor.element_size()
+    return None, 0
+
+
+def _address(memory: Any) -> int | None:
+    """Where a memory begins; None where there is none, as of meta tensors and of zeros known to torch."""
+    try:
+        return memory.data_ptr() or None if memory is not None else None
+    except RuntimeError:
+        return None

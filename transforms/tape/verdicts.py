@@ -4,7 +4,7 @@ overwrite, held as it was."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -185,7 +185,7 @@ class WriteWatch(Verdicts):
     def _before_write(self, func: Any, facts: Traits, args: Any, kwargs: Any) -> None:
         if facts.collective or (self.tape.sharded and not torch.is_grad_enabled()):
             return
-        for tensor in targets(facts, args, kwargs):
+        for tensor in self._written(facts, args, kwargs):
             root = self.root(tensor)
             if root >= 0:
                 self._copy_kept(self._kept_in.get(root, ()))
@@ -194,16 +194,24 @@ class WriteWatch(Verdicts):
             elif root not in self.snapshots:
                 self._snapshot(root)
 
+    def _written(self, facts: Traits, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
+        """The tensors whose memory a call writes to.
+
+        None if it gives another shape to a tensor object of the region's own, as `t_` does."""
+        if facts.only_shape and not any(args[0] is tensor for tensor in self.outside):
+            return ()
+        return targets(facts, args, kwargs)
+
     def _snapshot(self, root: int) -> None:
         """Hold memory from outside as it is before the region writes to it, for the recomputation."""
         self.snapshots[root] = quiet(Snapshot, self.outside[-1 - root])
 
-    def raw_writes(self) -> list[tuple[torch.Tensor, Snapshot]]:
+    def raw_writes(self, but: Container[int] = ()) -> list[tuple[torch.Tensor, Snapshot]]:
         """Memories from outside that user code wrote to past torch's dispatcher, as they were before."""
         found = []
         for root, before in self.shown.items():
             tensor = self.outside[-1 - root]
-            if not quiet(before.differs, tensor):
+            if root in but or not quiet(before.differs, tensor):
                 continue
             if any(self.tape.outside[i].root == root for i in range(self.tape.arguments)):
                 raise RematError(self._refusal("a raw kernel or NumPy", tensor))

@@ -1,0 +1,184 @@
+"""Tensors that share memory in ways that no op tells, and ops that give one of them another shape."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack
+
+from remat import RematError, checkpoint_policy, remat, save_matmuls, save_nothing
+from tests.helpers import rand, same
+
+BUFFER = rand(4, 4, seed=7)
+
+
+def transposed_alias(h, w):
+    k = h.detach()
+    k.t_()
+    return h * h.exp() * k
+
+
+def transposed_original(h, w):
+    h = h.clone()
+    k = h.detach()
+    h.transpose_(0, 1)
+    return h * k
+
+
+def strided_alias(h, w):
+    k = h.data
+    k.as_strided_((4, 4), (1, 4))
+    return h * h * k
+
+
+def resized_alias(h, w):
+    k = h.detach()
+    k.resize_(2, 4).add_(1)
+    return h[:2] * k * h[2:]
+
+
+def transposed_alias_of_outside(h, w):
+    k = BUFFER.detach()
+    k.t_()
+    k[0].add_(1)
+    return h * (h @ k) * BUFFER.clone()
+
+
+def memory_set(h, w):
+    k = torch.empty(0, dtype=h.dtype).set_(h.detach())
+    k.add_(1)
+    return h * h
+
+
+def memory_set_to_outside(h, w):
+    k = torch.empty(0, dtype=h.dtype).set_(BUFFER)
+    k.add_(1)
+    return h * BUFFER * k
+
+
+def memory_set_to_a_storage(h, w):
+    k = torch.empty(0, dtype=h.dtype).set_(h.detach().clone().untyped_storage(), 0, (4, 4), (1, 4))
+    return h * k * k
+
+
+def deep_copy(h, w):
+    parts = copy.deepcopy([h.detach(), h.detach()[0]])
+    parts[1].add_(1)
+    return h * parts[0]
+
+
+def python_writes(h, w):
+    k = h.detach().clone()
+    k.map_(w.detach(), lambda a, b: a * b + 1)
+    k.map2_(k, k, lambda a, b, c: a * b - c)
+    k.apply_(lambda a: a * 2)
+    return h * k * k
+
+
+def python_writes_outside(h, w):
+    BUFFER.apply_(lambda a: a * 0.5 + 1)
+    return h * BUFFER * BUFFER
+
+
+def raw_writes_outside(h, w):
+    size = BUFFER.numel()
+    there = (ctypes.c_double * size).from_address(BUFFER.data_ptr())
+    np.frombuffer(there, dtype=np.float64)[:] *= 0.5
+    return h * BUFFER * BUFFER
+
+
+def legacy_dlpack(h, w):
+    k = from_dlpack(to_dlpack(h.detach()))
+    k.view(-1)[3:7].add_(1)
+    return h * h
+
+
+def legacy_dlpack_of_a_part(h, w):
+    k = from_dlpack(to_dlpack(h.detach()[1:]))
+    h.detach().mul_(3)
+    return h[1:] * h[1:] * k
+
+
+def legacy_dlpack_as_another_dtype(h, w):
+    k = from_dlpack(to_dlpack(h.detach().view(torch.int64)))
+    k.bitwise_and_(-(1 << 45))
+    return h * h
+
+
+# Torch itself refuses them below a transform, or (`.data`) gives the derivative of another function.
+EAGER = (strided_alias, resized_alias, memory_set, memory_set_to_a_storage, deep_copy, python_writes)
+EAGER += (legacy_dlpack, legacy_dlpack_of_a_part, legacy_dlpack_as_another_dtype, transposed_alias_of_outside)
+BOTH = (transposed_alias, transposed_original)
+BOTH += (memory_set_to_outside, python_writes_outside, raw_writes_outside)
+# What needs data is planned from its first call on, with a warning; so are budgets that are too small.
+pytestmark = pytest.mark.filterwarnings("ignore:.*(cannot be planned|below the least)")
+POLICIES = {"nothing": save_nothing, "matmuls": save_matmuls, "budget": checkpoint_policy(budget=0.5)}
+
+
+def plainly(region, x, w):
+    x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+    return torch.autograd.grad(region(x, w).sum(), (x, w))
+
+
+def nested(region, x, w):
+    return plainly(remat(lambda x, w: region(x.cos(), w).tanh()), x, w)
+
+
+def twice(region, x, w):
+    x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+    slopes = torch.autograd.grad(region(x, w).sum(), (x, w), create_graph=True)
+    return torch.autograd.grad(sum(s.sin().sum() for s in slopes), (x, w))
+
+
+def by_grad(region, x, w):
+    return torch.func.grad(lambda x, w: region(x, w).sum(), (0, 1))(x, w)
+
+
+def two_calls(fn: Any, way: Callable[..., Any], wrap: Callable[[Any], Any]) -> list[Any]:
+    BUFFER.copy_(rand(4, 4, seed=7))
+    region = wrap(lambda x, w: fn((x @ w).sin(), w))
+    return [*(way(region, rand(4, 4, seed=n), rand(4, 4, seed=5)) for n in range(2)), BUFFER.clone()]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("way", [plainly, nested, twice], ids=lambda way: way.__name__)
+@pytest.mark.parametrize("fn", [*EAGER, *BOTH], ids=lambda fn: fn.__name__)
+def test_plain_autograd(fn, way, policy):
+    want = two_calls(fn, plainly if way is nested else way, lambda f: f)
+    if way is nested:
+        around = lambda f: lambda x, w: f(x.cos(), w).tanh()  # noqa: E731
+        want = two_calls(fn, plainly, around)
+    same(two_calls(fn, way, lambda f: remat(f, policy=POLICIES[policy])), want)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("fn", BOTH, ids=lambda fn: fn.__name__)
+def test_torch_func(fn, policy):
+    wrap = lambda f: remat(f, policy=POLICIES[policy])  # noqa: E731
+    same(two_calls(fn, by_grad, wrap), two_calls(fn, by_grad, lambda f: f))
+
+
+def test_an_alias_of_an_argument():
+    """It has a shape of its own; only to change that of the argument itself is refused."""
+
+    def fn(x, m):
+        k = m.detach()
+        k.t_()
+        return x.sin() * k
+
+    x, m = rand(4, 4).requires_grad_(), rand(4, 4, seed=1)
+    same(torch.autograd.grad(remat(fn)(x, m).sum(), x), (x.cos() * m.t(),))
+    with pytest.raises(RematError, match="argument"):
+        remat(lambda x, m: x * m.t_())(x, m)
+    assert m.equal(rand(4, 4, seed=1))
+
+
+def test_what_needs_data_is_told_of_before_it_ends_the_process():
+    with pytest.warns(UserWarning, match="data_ptr goes to memory"):
+        remat(lambda x: raw_writes_outside(x.sin(), x), policy=checkpoint_policy(budget=0.5))(rand(4, 4))
