@@ -34,6 +34,7 @@ from remat.transforms.grad import (
 )
 from remat.transforms.ops import (
     draws,  # whether this call of a random op really draws numbers
+    metadata,  # the results of an op with their tensors replaced by their metadata
     targets,  # the tensors that a call writes to
     tensors_in,  # the tensors among the arguments or results of an op
     traits,  # the traits of `op`, from a table filled as ops are met

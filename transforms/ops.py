@@ -75,8 +75,7 @@ class Traits:
         # What it makes is looked at by torch itself: a tangent that is known to be zero has no memory.
         self.changes_shape = torch.Tag.inplace_view in getattr(op, "tags", ())
         self.looked_at = self.changes_shape or op is torch.ops.aten._efficientzerotensor.default
-        self.name, ours = _basename(op), getattr(op, "namespace", "") == "aten"
-        name, self.native = self.name, ours
+        self.name, self.native = name, ours = _basename(op), getattr(op, "namespace", "") == "aten"
         # By their names, which mean something among torch's own ops only.
         self.shape_only = ours and (name.endswith("_like") or name.startswith("new_"))
         self.uninitialized = ours and name.startswith(("empty", "new_empty"))
@@ -161,8 +160,10 @@ def tensors_in(values: Any) -> Iterable[torch.Tensor]:
 def metadata(out: Any) -> Any:
     """`out` with its tensors replaced by their metadata."""
     if isinstance(out, torch.Tensor):
-        stride = out.stride() if out.layout is torch.strided else None
-        return Meta((out.shape, stride, out.dtype, out.device))
+        if out.layout is torch.strided and not out.is_nested:
+            return Meta((out.shape, out.stride(), out.dtype, out.device))
+        shape = torch.Size((out.size(0), out.numel())) if out.layout is torch.strided else out.shape
+        return Meta((shape, None, out.dtype, out.device))
     if isinstance(out, (tuple, list)):
         return type(out)([metadata(v) for v in out])
     return out
@@ -215,13 +216,16 @@ def storage(tensor: torch.Tensor) -> int:
         return id(tensor)
 
 
-def memory_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """The storage object of a tensor, which lives as long as its memory; None for tensors that have none."""
-    if tensor.layout is not torch.strided:
+def memory_of(tensor: torch.Tensor, values: bool = False) -> torch.UntypedStorage | None:
+    """The storage object of a tensor, or of a sparse one's `values`, which lives as long as its memory."""
+    sparse = tensor.layout is not torch.strided or tensor.is_nested
+    if sparse and not (values and str(tensor.layout).startswith("torch.sparse")):
         return None
     try:
         # Whoever watches torch functions would take this for a call of the user's.
         with functions_as_they_are():
+            if sparse:
+                tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
             return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None

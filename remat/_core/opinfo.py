@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms import map_only
+from remat.transforms import map_only, metadata
 
 
 class Decision(enum.Enum):
@@ -62,8 +62,8 @@ class TensorMeta:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorMeta:
-        stride = tuple(tensor.stride()) if tensor.layout == torch.strided else ()
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.device, stride)
+        shape, stride, dtype, device = metadata(tensor)
+        return cls(tuple(shape), dtype, device, tuple(stride or ()))
 
 
 @dataclass(frozen=True)

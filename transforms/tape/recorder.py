@@ -329,7 +329,7 @@ class Recorder(WriteWatch):
     def _root_of_results(self, at: int, facts: Traits, args: Any, out: Any) -> int:
         """The memory that the results of an op lie in, whatever its schema says of aliases."""
         for tensor in tensors_in(out):
-            known, number = self._known(memory_of(tensor)), self._numbers.of(tensor)
+            known, number = self._known(memory_of(tensor, values=True)), self._numbers.of(tensor)
             # What is written in place has a number; `set_` gives it other memory.
             if number is not None and (known is None or facts.name != "set_"):
                 return self.tape.root_of(number)

@@ -334,7 +334,7 @@ class Recorded:
     def _operands(self, operands: Sequence[torch.Tensor]) -> Operands:
         tape, given = self.tape, self.given
         written = {tape.outside[at].root for at, one in given.items() if one.snapshot is not None}
-        living = ((at, one.ref()) for at, one in given.items() if at >= tape.arguments)
+        living = ((at, one.there()) for at, one in given.items() if at >= tape.arguments)
         outside = {at: tensor for at, tensor in living if tensor is not None}
         return Operands(
             tape, operands[: tape.arguments], outside, written, functools.partial(quiet, same_numbers)

@@ -17,11 +17,14 @@ from typing import Any, NamedTuple
 import torch
 
 from remat.transforms.closure import holds_tensors
+from remat.transforms.context import quiet
 from remat.transforms.offload import Elsewhere, away_in
 from remat.transforms.ops import Traits, memory_of, metas, numel, storage, tensors_in, traits, version_of
 from remat.transforms.pytree import constants_alike
 from remat.transforms.tape.unseen import is_read_first
 
+# Bytes of a tensor from outside that a region under `torch.func` may hold without being told to.
+_SMALL = 1 << 20
 RECOMPUTE, OFFLOAD, SAVE = 0, 1, 2
 RUN, KEPT, SKIP = 0, 1, 2
 
@@ -362,19 +365,29 @@ class Given(NamedTuple):
     version: int
     storage: int
     snapshot: Any  # what its memory was before the region wrote to it, or None
+    alias: torch.Tensor | None  # of what is small: numbers to compare, should the tensor be gone
+
+    def there(self) -> torch.Tensor | None:
+        """The tensor, or what has its numbers."""
+        tensor = self.ref()
+        return self.alias if tensor is None else tensor
 
 
 def let_go(recorder: Any) -> list[Given]:
-    """The tensors from outside; afterwards the recorder holds none of them."""
-    snapshots, known = recorder.snapshots, recorder.tape.outside
-    given = [
-        Given(
-            weakref.ref(t), weakref.ref(memory_of(t) or t), version_of(t), storage(t), snapshots.get(o.root)
-        )
-        for t, o in zip(recorder.outside, known, strict=True)
-    ]
+    """The tensors from outside; afterwards nobody holds them for it, but small ones without derivatives.
+
+    Those may be what Python made of its own random numbers: another run may make others."""
+    given, tape = list[Given](), recorder.tape
+    for at, (t, known) in enumerate(zip(recorder.outside, tape.outside, strict=True)):
+        alias = quiet(t.detach) if at >= tape.arguments and _is_small(t) else None
+        memory, before = weakref.ref(memory_of(t) or t), recorder.snapshots.get(known.root)
+        given.append(Given(weakref.ref(t), memory, version_of(t), storage(t), before, alias))
     recorder.outside = []
     return given
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    return type(tensor) is torch.Tensor and not tensor.requires_grad and 0 < tensor.nbytes <= _SMALL
 
 
 def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:

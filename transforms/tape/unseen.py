@@ -52,22 +52,23 @@ def memory_around(known: Iterable[Any], tensor: torch.Tensor) -> tuple[Any, int]
     DLPack and extensions make storages of their own around memory that they are given.
     """
     memory = memory_of(tensor)
-    first = _address(memory) if tensor.numel() else None
-    if memory is None or first is None or not memory_is_real():
+    if memory is None or type(tensor) is not torch.Tensor or not tensor.numel() or not memory_is_real():
+        return None, 0
+    if (first := _address(memory)) is None:
         return None, 0
     first += int(tensor.storage_offset()) * tensor.element_size()
     for entry in known:
         there = entry[0]() if entry[1] >= 0 else None
-        start = _address(there)
-        if there is not None and start is not None and there.device == memory.device:
-            if start <= first < start + there.nbytes():
-                return entry, (first - start) // tensor.element_size()
+        if there is None or there.device != memory.device or (start := _address(there)) is None:
+            continue
+        if start <= first < start + there.nbytes():
+            return entry, (first - start) // tensor.element_size()
     return None, 0
 
 
 def _address(memory: Any) -> int | None:
     """Where a memory begins; None where there is none, as of meta tensors and of zeros known to torch."""
     try:
-        return memory.data_ptr() or None if memory is not None else None
+        return memory.data_ptr() or None
     except RuntimeError:
         return None
