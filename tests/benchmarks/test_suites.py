@@ -103,6 +103,14 @@ def test_blocks_are_compiled_in_the_first_step_and_not_again(
     assert 0 < graphs[0] == graphs[1] == graphs[2]
 
 
+@pytest.mark.slow
+def test_a_whole_step_of_transformers_is_compiled_after_an_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each peer has a wrapper of its own, a partial: Dynamo cannot compare two."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    case = tiny("hf-llama", compiled=True, peers=("save_nothing",), rounds=0)
+    assert not [row.error for row in Panel.of(case).run() if row.error]
+
+
 def test_the_step_writes_its_gradients_into_the_weights() -> None:
     case = tiny(mode="step")
     one, other = Panel.of(case), Panel.of(replace(case, mode="func"))

@@ -122,7 +122,8 @@ class Loss:
         return dict(self.own)
 
     def __call__(self, params: Params, tokens: Tensor, wrap: Wrap) -> Tensor:
-        if wrap is not self.wrap:
+        # Dynamo cannot compare two partials.
+        if torch.compiler.is_compiling() or wrap is not self.wrap:
             self.wrap, self.wrapped = wrap, {}
         for layer in self.layers:
             layer.gradient_checkpointing = True
