@@ -117,7 +117,9 @@ class Pass:
     @functools.cached_property
     def lean(self) -> bool:
         """Whether its bytes can be compared: what it writes to, a region holds as it was before."""
-        held = r"self\.(steps|mean|queue|bn|last|escaped|cache|spectral|instance|renorm|gru)|numpy|\.data\b"
+        held = (
+            r"self\.(steps|mean|queue|bn|last|escaped|cache|spectral|instance|renorm|gru)|numpy|map_|\.data\b"
+        )
         held += r"|torch\.func"
         return re.search(held, self.source) is None
 

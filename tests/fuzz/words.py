@@ -312,6 +312,11 @@ with torch.enable_grad():
     {t} = {a} if {a}.requires_grad else {a}.detach().requires_grad_()
     {t}2 = torch.autograd.grad({t}.sin().pow(2).sum(), {t}, create_graph=True)[0]
 {o} = {t}2 * {b}
+
+{t} = {a}.sin()
+{t}2 = {t}.detach()
+{t}2.t_()
+{o} = {t} * {t}.exp() * {t}2.t()
 """
 
 # Under plain autograd, compilers included.
@@ -397,6 +402,25 @@ with torch.autograd.graph.save_on_cpu():
 {o} = Dirty.apply({a}.sin())
 
 {o} = self.instance({a}.t()[None])[0].t() if len({a}) > 1 else {a}
+
+{t} = {a}.sin()
+{t}2 = torch.empty(0, dtype={a}.dtype).set_({t}.detach())
+{t}2.mul_(2)
+{o} = {t} * {t}
+
+{t} = {a}.sin()
+{t}2 = {t}.data
+{t}2.transpose_(0, 1).mul_(0.5)
+{o} = {t} * {t}
+
+{t} = {b}.detach().clone()
+{t}.map_({a}.detach(), lambda p, q: p * q + 1)
+{o} = {a} * {t}
+
+{t} = {b}.detach().sum(0)
+{t}2 = torch.sparse_coo_tensor(torch.arange(4).repeat(2, 1), {t}, (4, 4))
+{t}.mul_(2)
+{o} = torch.sparse.mm({t}2, {a}.t()).t().contiguous()
 """
 
 # Python state, hooks and side effects: once, in a region that runs ops again and not its function.

@@ -206,6 +206,19 @@ def test_a_tensor_that_python_draws_and_nobody_holds(fn: Any, policy: Any) -> No
         torch.testing.assert_close(back(torch.ones_like(out)), plain(torch.ones_like(want)))
 
 
+@POLICIES
+def test_a_sparse_matrix_from_outside(policy: Any) -> None:
+    adjacency = torch.eye(3).to_sparse()
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.mm(adjacency, x.sin()).exp()
+
+    for _ in "12":
+        out, back = vjp(remat(fn, policy=policy), X)
+        want, plain = vjp(fn, X)
+        torch.testing.assert_close(back(torch.ones_like(out)), plain(torch.ones_like(want)))
+
+
 def test_the_users_word_is_taken() -> None:
     assert torch.is_tensor(changed(operand, by_vjp, determinism_check="none"))
 

@@ -387,7 +387,8 @@ def let_go(recorder: Any) -> list[Given]:
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
-    return type(tensor) is torch.Tensor and not tensor.requires_grad and 0 < tensor.nbytes <= _SMALL
+    plain = type(tensor) is torch.Tensor and memory_of(tensor) is not None and not tensor.requires_grad
+    return plain and 0 < tensor.nbytes <= _SMALL
 
 
 def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
