@@ -117,10 +117,8 @@ class Pass:
     @functools.cached_property
     def lean(self) -> bool:
         """Whether its bytes can be compared: what it writes to, a region holds as it was before."""
-        held = (
-            r"self\.(steps|mean|queue|bn|last|escaped|cache|spectral|instance|renorm|gru)|numpy|map_|\.data\b"
-        )
-        held += r"|torch\.func"
+        held = r"self\.(steps|mean|queue|bn|last|escaped|cache|spectral|instance|renorm|gru)|numpy|\.data\b"
+        held += r"|torch\.func|map_"
         return re.search(held, self.source) is None
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
