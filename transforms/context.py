@@ -201,14 +201,12 @@ def repeated(function: Callable[..., Any]) -> Any:
             mode.tape.bookkeeping.update(range(first, mode.position))
 
 
-# A raw kernel (Triton, ctypes, NumPy on shared memory) writes without an op and without a new version. Every
-# door to raw memory that Python code has is a torch function. What lies in memory that was shown is unknown
-# from then on. (An extension that asks for the pointer in C++ is not seen.) Nor is it an op to set
-# `tensor.data`.
-DOORS = frozenset(
-    "__set__ data_ptr numpy __array__ untyped_storage storage __dlpack__ const_data_ptr "
-    "apply_ map_ map2_".split()
-)
+# A raw kernel (Triton, ctypes, NumPy on shared memory) writes without an op and without a new version. Doors
+# to raw memory that Python code has are torch functions, but for the old `to_dlpack` (`tape/unseen.py`). What
+# lies in memory that was shown is unknown from then on. (An extension that asks for the pointer in C++ is not
+# seen.) Nor is it an op to set `tensor.data`. ADDRESSES are read and written, whether memory is there or not.
+ADDRESSES = frozenset("data_ptr const_data_ptr __dlpack__ apply_ map_ map2_".split())
+DOORS = ADDRESSES | {"__set__", "numpy", "__array__", "untyped_storage", "storage"}
 _DATA = torch.Tensor.data
 # What Python makes numbers of, past the dispatcher. Where a function runs again they are to be there again.
 _LOOK = "tolist"

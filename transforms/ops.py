@@ -75,7 +75,8 @@ class Traits:
         # What it makes is looked at by torch itself: a tangent that is known to be zero has no memory.
         self.changes_shape = torch.Tag.inplace_view in getattr(op, "tags", ())
         self.looked_at = self.changes_shape or op is torch.ops.aten._efficientzerotensor.default
-        self.name, self.native = name, ours = _basename(op), getattr(op, "namespace", "") == "aten"
+        self.name, self.native = _basename(op), getattr(op, "namespace", "") == "aten"
+        name, ours = self.name, self.native
         # By their names, which mean something among torch's own ops only.
         self.shape_only = ours and (name.endswith("_like") or name.startswith("new_"))
         self.uninitialized = ours and name.startswith(("empty", "new_empty"))

@@ -21,8 +21,9 @@ def public(module: Any) -> set[str]:
 
 def test_every_policy_of_jax_is_there() -> None:
     theirs, ours = public(jax.checkpoint_policies), public(the_jax.checkpoint_policies)
-    # Ours has the names of newer versions, too.
-    assert len(theirs) >= 12 and theirs <= ours
+    # Newer versions have classes in the place of functions that make policies; ours has both.
+    makers = {name for name in theirs if name.split("_")[0] in ("save", "offload")}
+    assert len(theirs) >= 12 and ours == theirs | {name.title().replace("_", "") for name in makers}
     for name in theirs:
         made = getattr(the_jax.checkpoint_policies, name)
         takes = inspect.signature(getattr(jax.checkpoint_policies, name)).parameters

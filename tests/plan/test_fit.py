@@ -93,6 +93,7 @@ class Llama(torch.nn.Module):
         return x.float().square().mean()
 
 
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
 @pytest.mark.parametrize("dtype", sparse([torch.bfloat16, torch.float32], 2))
 def test_blocks_that_share_tables_peak_as_planned(dtype):
     """A plan may keep the wide copy of a block's input in place of the input, which is gone then."""
@@ -106,9 +107,10 @@ def test_blocks_that_share_tables_peak_as_planned(dtype):
     lowest = int(found[1])
     for limit in (lowest, (lowest + plain.peak_bytes) // 2):
         done = remat.fit(model, x, peak=limit, cost="flops")
-        # Products in bfloat16 take scratch memory on some CPUs.
-        within = 0.05 if dtype is torch.bfloat16 else 0.001
-        assert done.applied and measured(model, x) == pytest.approx(done.peak_bytes - held, rel=within)
+        # Its products in bfloat16 take scratch memory on some CPUs.
+        with torch.backends.mkldnn.flags(enabled=False):
+            peak = measured(model, x)
+        assert done.applied and peak == pytest.approx(done.peak_bytes - held, rel=0.001)
         model.zero_grad(set_to_none=True)
 
 

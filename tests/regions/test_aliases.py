@@ -185,10 +185,10 @@ def two_calls(fn: Any, way: Callable[..., Any], wrap: Callable[[Any], Any]) -> l
 @pytest.mark.parametrize("way", [plainly, nested, twice], ids=lambda way: way.__name__)
 @pytest.mark.parametrize("fn", [*EAGER, *BOTH], ids=lambda fn: fn.__name__)
 def test_plain_autograd(fn, way, policy):
-    want = two_calls(fn, plainly if way is nested else way, lambda f: f)
     if way is nested:
-        around = lambda f: lambda x, w: f(x.cos(), w).tanh()  # noqa: E731
-        want = two_calls(fn, plainly, around)
+        want = two_calls(fn, plainly, lambda f: lambda x, w: f(x.cos(), w).tanh())
+    else:
+        want = two_calls(fn, way, lambda f: f)
     same(two_calls(fn, way, lambda f: remat(f, policy=POLICIES[policy])), want)
 
 

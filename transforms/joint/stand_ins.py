@@ -27,14 +27,11 @@ from remat.transforms.compat import (
     outside_all_modes,
     without_module_trackers,
 )
-from remat.transforms.context import planning, quiet
+from remat.transforms.context import ADDRESSES, planning, quiet
 from remat.transforms.errors import RematError
 from remat.transforms.intermediates import only
 from remat.transforms.joint.attention import ATTENTION, as_on_target
 from remat.transforms.pytree import flatten, unflatten
-
-# Whoever goes to the memory of a fake reads and writes at address 0, which ends the process.
-_RAW = frozenset({"data_ptr", "apply_", "map_", "map2_", "__dlpack__"})
 
 
 class StandIns(TorchFunctionMode):
@@ -48,7 +45,8 @@ class StandIns(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = self.swapped(args), self.swapped(kwargs or {})
-        if getattr(func, "__name__", "") in _RAW:
+        if getattr(func, "__name__", "") in ADDRESSES:
+            # Of a fake that is 0: whoever went there would end the process.
             raise TypeError(f"{func.__name__} goes to memory, which they have not")
         if func is ATTENTION and (kernel := as_on_target(args, kwargs)) is not None:
             return kernel()

@@ -295,11 +295,9 @@ class Recorder(WriteWatch):
             return self._from_outside(tensor)
         there = list(tensor.shape), list(tensor.stride()), int(offset)
         template = (Ref(number), *there), {}
-        self._add(_as_strided, traits(_as_strided), template, (), {}, tensor, optional=True)
-        found = self._numbers.of(tensor)
-        assert found is not None
-        self.tape.nodes[-1].root = root
-        return found
+        at = self._add(_as_strided, traits(_as_strided), template, (), {}, tensor, optional=True)
+        self.tape.nodes[at].root = root
+        return self.tape.nodes[at].first
 
     def _from_outside(self, tensor: torch.Tensor) -> int:
         if is_lazy(tensor):
@@ -329,12 +327,13 @@ class Recorder(WriteWatch):
     def _root_of_results(self, at: int, facts: Traits, args: Any, out: Any) -> int:
         """The memory that the results of an op lie in, whatever its schema says of aliases."""
         for tensor in tensors_in(out):
-            known, number = self._known(memory_of(tensor, values=True)), self._numbers.of(tensor)
+            number = self._numbers.of(tensor)
             # What is written in place has a number; `set_` gives it other memory.
-            if number is not None and (known is None or facts.name != "set_"):
-                return self.tape.root_of(number)
-            if known is not None:
+            made = number is None or facts.name == "set_"
+            if made and (known := self._known(memory_of(tensor, values=True))) is not None:
                 return known[1]
+            if number is not None:
+                return self.tape.root_of(number)
         if facts.view or facts.inplace:
             first = next(iter(tensors_in(args)), None)
             if first is not None and memory_of(first) is None:

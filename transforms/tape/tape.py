@@ -379,16 +379,13 @@ def let_go(recorder: Any) -> list[Given]:
     Those may be what Python made of its own random numbers: another run may make others."""
     given, tape = list[Given](), recorder.tape
     for at, (t, known) in enumerate(zip(recorder.outside, tape.outside, strict=True)):
-        alias = quiet(t.detach) if at >= tape.arguments and _is_small(t) else None
-        memory, before = weakref.ref(memory_of(t) or t), recorder.snapshots.get(known.root)
-        given.append(Given(weakref.ref(t), memory, version_of(t), storage(t), before, alias))
+        memory, before = memory_of(t), recorder.snapshots.get(known.root)
+        small = type(t) is torch.Tensor and memory is not None and 0 < t.nbytes <= _SMALL
+        alias = quiet(t.detach) if small and at >= tape.arguments and not t.requires_grad else None
+        there = weakref.ref(memory or t)
+        given.append(Given(weakref.ref(t), there, version_of(t), storage(t), before, alias))
     recorder.outside = []
     return given
-
-
-def _is_small(tensor: torch.Tensor) -> bool:
-    plain = type(tensor) is torch.Tensor and memory_of(tensor) is not None and not tensor.requires_grad
-    return plain and 0 < tensor.nbytes <= _SMALL
 
 
 def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
