@@ -1,6 +1,7 @@
 """One process of test_many: regions around and inside of what shards modules, and ranks that do not agree."""
 
 import functools
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +26,10 @@ from remat.cli.measure import trace_memory
 from remat.debug import assert_recomputed
 from remat.transforms.region import agreement, wrapped
 from tests.interop.ranks import group_of
+
+# Gloo's threads free some gathered parameters, in about one step of six, and the profiler does not see them
+# do it: such a step seems to keep a block more. The least of so many steps is what is kept.
+STEPS = 12
 
 aten = torch.ops.aten
 SAC = functools.partial(create_selective_checkpoint_contexts, [aten.mm.default, aten.addmm.default])
@@ -94,8 +99,7 @@ class Gathers(TorchDispatchMode):
 
 
 def train(layout: str, policy: Any) -> tuple[list[torch.Tensor], list[int], int]:
-    """The gradients of three steps; what further ones keep (what threads of gloo free is missed); and the
-    all-gathers of a last one."""
+    """The gradients of three steps; what further ones keep; and the all-gathers of a last one."""
     stack, found = stacked(layout, policy), []
 
     def step(mark: Callable[[], None]) -> None:
@@ -110,7 +114,7 @@ def train(layout: str, policy: Any) -> tuple[list[torch.Tensor], list[int], int]
         grads: list[Any] = [p.grad for p in stack.parameters()]
         found += [g.to_local() if hasattr(g, "to_local") else g.clone() for g in grads if g is not None]
     kept = []
-    for _ in range(3):
+    for _ in range(STEPS):
         stack.zero_grad()
         kept.append(trace_memory(step).kept)
     with Gathers() as gathers:
@@ -160,12 +164,12 @@ def compiled() -> None:
             loss.backward()
 
         kept = []
-        for _ in range(3):
+        for _ in range(STEPS):
             stack.zero_grad()
             kept.append(trace_memory(step).kept)
         grads: list[Any] = [p.grad for p in stack.parameters()]
         assert not counters["graph_break"] and counters["stats"]["unique_graphs"] == 1
-        found[policy] = [g.to_local() for g in grads], min(kept[1:])
+        found[policy] = [g.to_local() for g in grads], min(kept)
     expected, most = found.pop(None)
     for policy, (grads, kept) in found.items():
         torch.testing.assert_close(grads, expected, rtol=1e-6, atol=1e-7)
@@ -318,6 +322,7 @@ def alone() -> None:
 
 
 def work(rank: int, path: str) -> None:
+    gc.freeze()  # `trace_memory` collects garbage before each step: not among what was imported
     with group_of(rank, path, seconds=900):
         disagreeing()
         disagreeing_inside()
