@@ -217,3 +217,62 @@ def test_what_a_region_inside_has_begun_is_no_part_of_the_one_around():
         return vmap(grad(lambda y: region(y).sum()))(y)
 
     same(run(remat), run(lambda f, policy=None: f))
+
+
+class Stores(torch.nn.Module):
+    """Keeps results of the last step, each with its graph, and reads others that it has stored."""
+
+    def __init__(self, around: Any, reads: int) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(rand(3, 3, seed=1))
+        self.around, self.reads, self.losses = around, reads, []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.made = [self.w.sin() / (i + 1) for i in range(self.reads)]
+        out = self.around(lambda a: sum([a @ made for made in self.made], a @ self.w).tanh(), x)
+        self.last, self.box, self.losses = (
+            out.sin().sum(),
+            {"out": out * 2},
+            [*self.losses[-1:], out.cos().sum()],
+        )
+        return self.last + self.losses[-1] + out.square().sum()
+
+
+@pytest.mark.parametrize("reads", [0, 2, 60])
+@pytest.mark.parametrize("around", ["vmap", "scan"])
+def test_results_that_a_module_has_stored_are_no_operands(around, reads):
+    """A backward would go on through the last step's graph, which is freed."""
+    ways = {
+        "vmap": (lambda f, x: vmap(remat(f))(x), lambda f, x: vmap(f)(x)),
+        "scan": (lambda f, x: scan_remat(lambda c, _: (f(c), None), x, length=2)[0], lambda f, x: f(f(x))),
+    }
+
+    def steps(way):
+        module, found = Stores(way, reads), []
+        for _ in range(3):
+            out = module(rand(2, 3))
+            found += [out.detach(), *torch.autograd.grad(out, [module.w])]
+        return found
+
+    ours, plain = map(steps, ways[around])
+    same(ours, plain)
+
+
+@pytest.mark.parametrize("inside", [remat, lambda f: f], ids=["region", "plain"])
+def test_a_step_of_a_scan_may_store_its_result(inside):
+    def steps(scan):
+        module, found = torch.nn.Linear(3, 3).double(), list[Any]()
+        module.weight.data.copy_(rand(3, 3, seed=1))
+
+        def step(a):
+            module.last = (a @ module.weight).tanh()
+            return module.last * 2
+
+        for _ in range(3):
+            x = rand(2, 3).requires_grad_()
+            (first,) = torch.autograd.grad(scan(inside(step), x).square().sum(), x, create_graph=True)
+            found += [first, *torch.autograd.grad(first.square().sum(), (x, module.weight))]
+        return found
+
+    scanned = steps(lambda f, x: scan_remat(lambda c, _: (f(c), None), x, length=3)[0])
+    same(scanned, steps(lambda f, x: f(f(f(x)))))

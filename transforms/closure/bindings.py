@@ -21,6 +21,7 @@ from remat.transforms.compat import (
     dual_level_open,
     functions_as_they_are,
     has_tangent,
+    is_freed,
     is_wrapped,
 )
 from remat.transforms.context import quiet
@@ -205,7 +206,8 @@ def reached(*roots: Any) -> list[Any]:
 def captured(reach: Iterable[Any]) -> list[torch.Tensor]:
     """The tensors among what functions lead to that could carry a derivative or a batch dimension."""
     with functions_as_they_are():
-        return [value for value in reach if isinstance(value, torch.Tensor) and differentiable(value)]
+        found = [value for value in reach if isinstance(value, torch.Tensor) and differentiable(value)]
+        return [t for t in found if is_wrapped(t) or t.is_leaf or not is_freed(t)]  # such are stored losses
 
 
 def in_reach(*roots: Any) -> Iterator[Any]:

@@ -149,6 +149,9 @@ from remat.transforms.compat.fx import (
 from remat.transforms.compat.gathered import (
     nothing_gathered,  # within, wrappers of modules gather nothing: tensors made there stand for parameters
 )
+from remat.transforms.compat.graph import (
+    is_freed,  # whether a backward has freed the graph behind a tensor
+)
 from remat.transforms.compat.modes import (
     DispatchMode,  # a dispatch mode without the switch that torch wraps around each of its calls
     HigherOrderOperator,  # an operator on functions
