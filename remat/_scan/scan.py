@@ -20,9 +20,12 @@ from remat.transforms.closure import (
     MOST_TRIES,
     Bindings,
     Missed,
+    anew,
     captured,
     changing,
+    places_of,
     reached,
+    refuse_derivatives,
     swapping,
 )
 from remat.transforms.compat import (
@@ -209,8 +212,45 @@ def run_eager(
             found = [*found, missed.tensor]
             random.restore()  # what the broken-off run drew is drawn again
             continue
+        if again:
+            _refuse_stored(body, spec, init, rows, roots, {id(value) for value in reach}, again)
         return unflatten(end, spec.carry.spec), step.stacked(ys) if condition is None else None
     raise changing(spec.name)
+
+
+def _refuse_stored(
+    body: Callable[..., Any], spec: ScanSpec, init: Any, rows: Rows, roots: Any, known: set[int], anchors: Any
+) -> None:
+    """Tensors that steps have stored, and not returned, refuse derivatives: the scan knows none."""
+    new = [t for t in reached(roots) if isinstance(t, torch.Tensor) and id(t) not in known]
+    if not new:
+        return
+    # Tables that a first step caches depend on nothing. One more step tells: it stores anew what does depend.
+    with torch.enable_grad(), hooks_allowed(), _tried(body, spec, init, rows, reached(roots)):
+        before = {id(value): value for value in reached(roots)}
+        Body(body, spec, trusted=True)([], _marked(init), [row.select(0, 0) for row in rows])
+        fresh = anew(roots, before)
+        left = {id(value) for value in reached(roots)}
+        lists = {id(holder) for holder, _, _ in places_of(roots, fresh) if isinstance(holder, list)}
+        added = [value for holder, _, value in places_of(roots, new) if id(holder) in lists]
+    kept = left.difference(map(id, added))
+    stored = [t for t in new if id(t) not in kept] if fresh else []
+    if stored:
+        refuse_derivatives(
+            roots,
+            stored,
+            anchors,
+            f"{spec.name}: its body stores a tensor (on a module, in a container or in a variable), and does "
+            "not return it, so that its derivative is not known. Return it among the ys, or in the carry; or "
+            "store its `.detach()`.",
+        )
+
+
+def _marked(init: Any) -> list[Any]:
+    """A carry whose derivatives are followed. Under functorch it is tracked as it is, or else its part of the
+    tape is no part of the derivative."""
+    mark = not in_transform()
+    return [t.detach().requires_grad_() if mark and smooth(t) else t for t in flatten(init)[0]]
 
 
 def _proceed(step: Body, condition: Callable[[Any], Any], consts: Any, carry: list[Any]) -> Any:
@@ -241,10 +281,7 @@ def _sizes(body: Callable[..., Any], spec: ScanSpec, init: Any, rows: Rows) -> t
             kept[key] = plain.untyped_storage().nbytes()
         return tensor
 
-    # Under functorch the carry is tracked as it is, or else its part of the tape is no part of the
-    # derivative.
-    mark = not in_transform()
-    marked = [t.detach().requires_grad_() if mark and smooth(t) else t for t in carry]
+    marked = _marked(init)
     given |= {storage_key(unwrapped(t)) for t in marked if isinstance(t, torch.Tensor)}
     watching = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
     with torch.enable_grad(), hooks_allowed(), watching, _tried(body, spec, init, rows, reach):

@@ -101,6 +101,7 @@ class Base(nn.Module):
         self.cache: dict[Any, Tensor] = {}
         self.escaped: list[Tensor] = []
         self.last = torch.full((4,), 0.5)
+        self.noted: Tensor | None = None  # a result that other parts of the same call read
         self.generator = torch.Generator().manual_seed(5)
 
 

@@ -128,6 +128,7 @@ class Pass:
             call = torch.compile(self.model, backend=self.backend, fullgraph=True)
         parts = [call(x, y), *self.model.escaped]
         self.model.escaped.clear()
+        self.model.noted = None
         # Connected to every leaf: a transform inside may connect its results to what does not count.
         return total(parts) + sum((0 * leaf.double()).sum() for leaf in self.leaves(x))
 

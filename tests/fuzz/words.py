@@ -375,6 +375,11 @@ self.last = {a}.sin()
 self.last = {a}.detach().mean(0)
 {o} = {a} * {t}
 
+self.noted = {a}.sin()
+{o} = {b}.cos()
+
+{o} = {a} if self.noted is None else {a} * self.noted.mean().tanh()
+
 {t} = {a}.sin()
 if {t}.requires_grad:
     {t}.register_hook(lambda g: g * 0.5)

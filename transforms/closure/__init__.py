@@ -32,3 +32,11 @@ from remat.transforms.closure.paths import (
     of_arguments,  # position among the leaves of (args, kwargs) -> path
     of_captured,  # the path of a tensor that `fn` closes over, None if it is not found
 )
+from remat.transforms.closure.stored import (
+    Stored,  # what one call of a region stores where it does not return it
+    anew,  # tensors that a function leads to beside known ones, if they carry a derivative or a batch
+    places_of,  # where a function, or what it leads to, holds tensors
+    refuse_derivatives,  # have tensors that a function has stored refuse derivatives
+    refuse_given,  # raise where a function has stored a result in a container that it was given
+    stored_first,  # what a first run of a region has stored, as further results
+)

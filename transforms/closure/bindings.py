@@ -21,7 +21,7 @@ from remat.transforms.compat import (
     dual_level_open,
     functions_as_they_are,
     has_tangent,
-    is_freed,
+    is_stale,
     is_wrapped,
 )
 from remat.transforms.context import quiet
@@ -46,11 +46,11 @@ class Bindings:
         `states`: look into attributes, containers and variables as well.
         """
         reach = list(reach)
-        parts = _parts(reach)
+        parts = parts_of(reach)
         self.slots = slots_of(parts)
         self.others: tuple[list[Any], list[Any]] = [], []
         # Places that a tensor is in now: others are caches, which a recomputation finds filled.
-        for holder, keys, values in _places(reach, parts) if states else ():
+        for holder, keys, values in places(reach, parts) if states else ():
             # In C: a long list is passed at every call.
             found = [*itertools.compress(keys, map(isinstance, values, itertools.repeat(torch.Tensor)))]
             holders, names = self.slots if isinstance(holder, dict) else self.others
@@ -78,28 +78,28 @@ class Bindings:
 
     def put_back(self) -> None:
         """Let the modules hold what they held."""
-        _hold(self.changed())
+        hold(self.changed())
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         changed = self.changed()
         before = [(holder, key, _held(holder, key)) for holder, key, _ in changed]
-        _hold(changed)
+        hold(changed)
         try:
             yield
         finally:
-            _hold(before)
+            hold(before)
 
     @contextlib.contextmanager
     def replaced(self, by: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
         """Within, each place holds `by(tensor)` where it held a tensor."""
-        places = [(*place, t) for place, t in zip(self._where(), self.near, strict=True) if t is not None]
-        others = [(holder, key, by(tensor)) for holder, key, tensor in places]
+        near = [(*place, t) for place, t in zip(self._where(), self.near, strict=True) if t is not None]
+        others = [(holder, key, by(tensor)) for holder, key, tensor in near]
         try:
-            _hold(others)
+            hold(others)
             yield
         finally:
-            _hold(places)
+            hold(near)
 
 
 def _held(holder: Any, key: Any) -> Any:
@@ -113,8 +113,9 @@ def _held(holder: Any, key: Any) -> Any:
         return None
 
 
-def _hold(places: Iterable[tuple[Any, Any, Any]]) -> None:
-    for holder, key, value in places:
+def hold(given: Iterable[tuple[Any, Any, Any]]) -> None:
+    """Put values where holders have their keys."""
+    for holder, key, value in given:
         if isinstance(holder, dict):
             holder[key] = value
         elif not isinstance(holder, list):
@@ -124,11 +125,10 @@ def _hold(places: Iterable[tuple[Any, Any, Any]]) -> None:
             holder[key] = value
 
 
-def _places(reach: list[Any], parts: Iterable[torch.nn.Module]) -> Iterator[tuple[Any, Any, Iterable[Any]]]:
+def places(reach: list[Any], parts: Iterable[torch.nn.Module]) -> Iterator[tuple[Any, Any, Iterable[Any]]]:
     """Where a function can put a tensor: a holder, its keys, and what is there now.
 
-    Attributes, slots, items of dictionaries and lists, variables, and what the code names of its file, of
-    classes and of modules.
+    Attributes, slots, items of dictionaries and lists, variables; what code names of files, classes, modules.
     """
     others = [value for value in reach if not isinstance(value, (torch.Tensor, torch.nn.Module))]
     for value in (*parts, *others):
@@ -156,7 +156,7 @@ def _places_named(function: types.FunctionType) -> Iterator[tuple[Any, Any, Iter
             yield value if isinstance(value, type) else held, names, map(held.get, names)
 
 
-def _parts(values: Iterable[Any]) -> list[torch.nn.Module]:
+def parts_of(values: Iterable[Any]) -> list[torch.nn.Module]:
     """Modules among these and those in them, once each."""
     modules = (value for value in values if isinstance(value, torch.nn.Module))
     return [*dict.fromkeys(part for module in modules for part in module.modules())]
@@ -207,7 +207,7 @@ def captured(reach: Iterable[Any]) -> list[torch.Tensor]:
     """The tensors among what functions lead to that could carry a derivative or a batch dimension."""
     with functions_as_they_are():
         found = [value for value in reach if isinstance(value, torch.Tensor) and differentiable(value)]
-        return [t for t in found if is_wrapped(t) or t.is_leaf or not is_freed(t)]  # such are stored losses
+        return [t for t in found if t.is_leaf and not is_wrapped(t) or not is_stale(t)]
 
 
 def in_reach(*roots: Any) -> Iterator[Any]:
@@ -245,7 +245,6 @@ def _inside(value: Any) -> Iterator[Any]:
 
 @functools.lru_cache(maxsize=1024)
 def _slots(kind: type) -> tuple[str, ...]:
-    """The slots of a class and its bases."""
     tables = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
     members = [item for table in tables for item in table.items()]
     return tuple([name for name, member in members if isinstance(member, types.MemberDescriptorType)])

@@ -150,7 +150,7 @@ from remat.transforms.compat.gathered import (
     nothing_gathered,  # within, wrappers of modules gather nothing: tensors made there stand for parameters
 )
 from remat.transforms.compat.graph import (
-    is_freed,  # whether a backward has freed the graph behind a tensor
+    is_stale,  # whether a tensor is left from an earlier step, and its graph or its vmap is gone
 )
 from remat.transforms.compat.modes import (
     DispatchMode,  # a dispatch mode without the switch that torch wraps around each of its calls

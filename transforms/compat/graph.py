@@ -10,6 +10,17 @@ from typing import Any
 
 import torch
 
+from remat.transforms.compat.autograd import (
+    VMAP,
+    is_batched,
+    is_dead,
+    is_wrapped,
+    level_of,
+    level_stack,
+    running_node,
+    unwrap_once,
+)
+
 _MOST = 100
 
 
@@ -19,15 +30,29 @@ def _slots(kind: type) -> tuple[str, ...]:
     return tuple([name for name in dir(kind) if name.startswith("_raw_saved_")])
 
 
-def is_freed(tensor: torch.Tensor) -> bool:
-    """Whether a backward has freed the graph behind a tensor, or a part of it: of its nearest 100 nodes.
+def is_stale(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is left from an earlier step: its levels are gone, its graph is freed, or it refuses.
 
-    A node that had such a tensor as its operand would lead a backward there, whether it is read or not.
+    A node with such a tensor as its operand would lead a backward there, whether it is read or not. Of the
+    graph the nearest 100 nodes are asked.
     """
-    nodes: list[Any] = [tensor.grad_fn]
+    # In a backward levels may be gone whose tensors run again.
+    if is_wrapped(tensor) and running_node() is None:
+        dead = is_dead(tensor)
+        while is_wrapped(tensor) and is_dead(tensor):
+            tensor = unwrap_once(tensor)
+        if dead and not (is_wrapped(tensor) or tensor.requires_grad):
+            return True
+        kinds = {level.level(): level.key() for level in level_stack() or ()} if is_batched(tensor) else {}
+        while is_batched(tensor):
+            if kinds.get(level_of(tensor)) != VMAP:
+                return True
+            tensor = unwrap_once(tensor)
+    nodes: list[Any] = [] if is_wrapped(tensor) or tensor.is_leaf else [tensor.grad_fn]
     seen = set[Any]()
     for node in nodes:  # they grow
-        if any(_gone(node, name) for name in _slots(type(node))):
+        refuses = getattr(getattr(node, "_forward_cls", None), "refuses", False)
+        if refuses or any(_gone(node, name) for name in _slots(type(node))):
             return True
         for after, _ in node.next_functions:
             if after is not None and after not in seen and len(nodes) < _MOST:

@@ -16,6 +16,7 @@ from remat.transforms.closure import (
     Bindings,
     ClosureConversion,
     Missed,
+    Stored,
     as_operand,
     captured,
     changing,
@@ -24,7 +25,9 @@ from remat.transforms.closure import (
     made_inside,
     not_compiled,
     reached,
+    refuse_given,
     standing_in,
+    stored_first,
 )
 from remat.transforms.compat import (
     VMAP,
@@ -168,7 +171,8 @@ def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]
         leaves, spec = flatten((args, kwargs))
         tensors, at = split(leaves)
     taps = Mirrors(lambda: _dry_run(region, args, kwargs, tensors)) if active.sessions and current() else None
-    reach = reached(region.function)
+    others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+    reach = reached(region.function, *others)
     found = [*filter(_known_around, captured(reach)), *(taps.offsets if taps else ())]
     random = RandomState(tensors, own=reach)
     for _ in range(MOST_TRIES):
@@ -267,6 +271,10 @@ class FlatCall:
         self.out_at: list[int] = []
         self.out_spec: Any = None  # that of a single tensor is None
         self.aliasing = Aliasing()
+        # What the function stores, in what it is given too, is what its first run brings in reach.
+        self.others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+        self.known: Any = {id(v): v for v in reach if isinstance(v, torch.Tensor)}
+        self.stored: Stored | None = None
 
     def put_back(self, watches: list[Any]) -> None:
         """Undo what a run that was broken off has written; `watches` have noted that, the innermost last."""
@@ -285,9 +293,11 @@ class FlatCall:
         outs = quiet(rebuilt, outs, self.operands) if whole else rebuilt(outs, self.operands)
         if self.out_spec is None:
             return outs[0]
-        out, named = unflatten(merge(self.out_leaves, self.out_at, list(outs)), self.out_spec)
+        out, named, stored = unflatten(merge(self.out_leaves, self.out_at, list(outs)), self.out_spec)
         if self.taps is not None:
             self.taps.pass_on(named)
+        if self.stored is not None:
+            self.stored.put(stored)
         return out
 
     def body(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -314,18 +324,38 @@ class FlatCall:
             conversion,
             kept_whole() if cond_met.is_set() else _NOTHING,
         ):
+            if self.stored is not None:
+                self.stored.begins_again((function, *self.others))
             run = functools.partial(self._watched, function)
             out, named = self._tapped(run, args, kwargs, table) if self.taps else (run(args, kwargs), ())
+            stored = [] if self.stored is None else self._stored_again(self.stored, function)
+        if any([isinstance(arg, (dict, list, tuple)) for arg in (*args, *kwargs.values())]):
+            refuse_given(self.region.name, (args, kwargs), own, out)
         note(conversion)
-        if self.taps is None and isinstance(out, torch.Tensor):
+        if self.known is not None:
+            stored = self._stored_first(self.known)
+        if self.taps is None and isinstance(out, torch.Tensor) and not stored:
             return self._leaving([table.get(id(out), out)], operands)
         check_results(out, self.region.name)
-        self.out_leaves, self.out_spec = flatten((out, named))
+        self.out_leaves, self.out_spec = flatten((out, named, stored))
         tensors, self.out_at = split(self.out_leaves)
         self.out_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in self.out_leaves]
         # A captured tensor may be returned as it is, without any torch call that would have met it.
         tensors = [table.get(id(t), t) for t in tensors]
         return self._leaving(tensors, operands)
+
+    def _stored_first(self, known: dict[int, Any]) -> list[torch.Tensor]:
+        region, self.known = self.region, None
+        roots = (region.function, *self.others)
+        if all(not isinstance(v, torch.Tensor) or id(v) in known for v in reached(*roots)):
+            return []
+        found, self.stored = stored_first(region.name, roots, known)
+        return found
+
+    def _stored_again(self, stored: Stored, function: Any) -> list[torch.Tensor]:
+        present, first = self.family.present, len(self.out_at) - len(stored.ids)
+        some = present is None or self.aliasing.specs is not None or any(i >= first for i in present)
+        return stored.found_again((function, *self.others), some)
 
     def _leaving(self, results: list[torch.Tensor], operands: tuple[torch.Tensor, ...]) -> Any:
         outs = self.aliasing.leaving(results, operands)

@@ -379,8 +379,8 @@ def _report(recorded: Recorded, sink: Residuals, operands: Tensors) -> None:
 
 def _pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
     """Run a region again as it ran in its forward, and pull its cotangents back."""
-    family, source = prim.family, prim.source
-    recorded = None if source is None else source.recorded
+    family, recorded = prim.family, None if prim.source is None else prim.source.recorded
+    family.present = prim.present
     with contextlib.ExitStack() as stack:
         stack.enter_context(with_memory(operands))
         if family.ambient.must_be_restored():

@@ -85,6 +85,7 @@ class Family:
     made: Callable[[Tensors], None] | None = None
     # The `Results` that every run of the function is to meet, where ops cannot be compared.
     results: Any = None
+    present: Any = None  # while it is pulled back: that of the `Prim`
 
     @property
     def by_levels(self) -> bool:

@@ -210,6 +210,8 @@ def tangents_of(run: Run, scan: Scan, flat: Tensors, tangents: Cotangents) -> li
     )
     with as_in_forward(scan, seeded=True):
         end, ys = run(dual, operands)
+    if scan.length in scan.record.seen:
+        check_seen(scan, {scan.length: prints_here(end[: len(carry)])})
     carries = dict(zip(at, end[len(carry) :], strict=True))
     dys = iter(ys[len(shape[0]) :])
     return [*(carries.get(i) for i in scan.tensors), *(next(dys) if f else None for f in shape[0])]

@@ -1,0 +1,216 @@
+"""Tensors that a function stores where it does not return them: on modules, in containers, in variables.
+
+Under torch.func they belong to the levels below the region, and would be constants to who reads them later.
+So they leave the region as further results, which take their places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from remat.transforms.closure.bindings import Bindings, hold, parts_of, places, reached
+from remat.transforms.compat import (
+    functions_as_they_are,
+    has_tangent,
+    in_forward_mode,
+    is_batched,
+    is_wrapped,
+    unwrap_once,
+)
+from remat.transforms.context import quiet
+from remat.transforms.errors import RematError
+from remat.transforms.pytree import flatten
+
+# A holder, a key in it, and what is there: a tensor, or a tuple with tensors in it.
+Place = tuple[Any, Any, Any]
+
+
+def places_of(function: Any, tensors: Iterable[torch.Tensor]) -> list[Place]:
+    """Where a function, or what it leads to, holds these."""
+    wanted = dict.fromkeys(map(id, tensors))
+    with functions_as_they_are():
+        reach = reached(function)
+        return [
+            (holder, key, value)
+            for holder, keys, values in places(reach, parts_of(reach))
+            for key, value in zip([*keys], [*values], strict=True)
+            if _with_others(value, wanted) is not value
+        ]
+
+
+def anew(function: Any, known: Mapping[int, Any]) -> list[torch.Tensor]:
+    """Tensors that a function leads to beside the known ones, if they carry a derivative or a batch."""
+    found = [t for t in reached(function) if isinstance(t, torch.Tensor) and id(t) not in known]
+    return [t for t in found if _is_graded(t) or is_batched(_without_grads(t))]
+
+
+def refuse_given(name: str, containers: Any, given: Iterable[torch.Tensor], out: Any) -> None:
+    """Raise where a function has stored a result in a container among its arguments, and does not return it;
+    `given` are its arguments."""
+    known = {*map(id, given), *map(id, flatten(out)[0])}
+    new = [t for t in flatten(containers)[0] if isinstance(t, torch.Tensor) and id(t) not in known]
+    if any(_is_graded(t) or is_wrapped(t) for t in new):
+        raise RematError(
+            f"region {name!r} stores a result in a dict or list among its arguments. Under torch.func it has "
+            "a copy of those, as in JAX, and the result would be lost. Return it; or copy the container "
+            "first, if the region alone reads it."
+        )
+
+
+def stored_first(
+    name: str, function: Any, known: Mapping[int, Any]
+) -> tuple[list[torch.Tensor], Stored | None]:
+    """What a first run of a region has stored."""
+    found = anew(function, known)
+    with functions_as_they_are():
+        # What nothing differentiates, a table or a state, is a constant; its levels will be gone.
+        new = [t for t in reached(function) if isinstance(t, torch.Tensor) and id(t) not in known]
+        rest = [t for t in new if is_wrapped(t) and all(t is not o for o in found)]
+        others = {id(t): _without_grads(t) for t in rest}
+    hold([(holder, key, _with_others(value, others)) for holder, key, value in places_of(function, rest)])
+    return found, Stored(name, function, found) if found else None
+
+
+def _without_grads(tensor: torch.Tensor) -> torch.Tensor:
+    with functions_as_they_are():
+        while is_wrapped(tensor) and not is_batched(tensor):
+            tensor = unwrap_once(tensor)
+    return tensor
+
+
+def refuse_derivatives(
+    function: Any, stored: Iterable[torch.Tensor], anchors: Iterable[torch.Tensor], said: str
+) -> None:
+    """Have tensors that a function has stored refuse the derivatives that `anchors` have."""
+    others = dict[int, Any]()
+    for tensor in stored:
+        plain = _without_grads(tensor)
+        if is_batched(plain) or in_forward_mode():  # by a level that is gone; or tangents would be asked now
+            others[id(tensor)] = Lost(said)
+        else:
+            others[id(tensor)] = quiet(Refusing.apply, plain, said, *anchors)
+    found = places_of(function, stored)
+    hold([(holder, key, _with_others(value, others)) for holder, key, value in found])
+
+
+class Lost:
+    """Stands for a tensor of a level that is gone."""
+
+    def __init__(self, said: str) -> None:
+        self.said = said
+
+    def __getattr__(self, name: str) -> Any:
+        raise (AttributeError(name) if name.startswith("__") else RematError(self.said))
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise RematError(self.said)
+
+    __torch_function__ = __getitem__ = __len__ = __iter__ = __bool__ = __float__ = __int__ = __array__ = (
+        _refuse
+    )
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __pow__ = __rpow__ = __matmul__ = __rmatmul__ = __neg__ = __abs__ = __lt__ = __le__ = __gt__ = __ge__ = (
+        _refuse
+    )
+
+
+class Refusing(torch.autograd.Function):
+    """A value whose derivatives are not known."""
+
+    generate_vmap_rule = True
+    refuses = True
+
+    @staticmethod
+    def forward(value: torch.Tensor, said: str, *anchors: torch.Tensor) -> torch.Tensor:
+        """The value."""
+        return value.view_as(value)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Keep the message."""
+        ctx.said = inputs[1]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        """Raise, if there is anything to pull back."""
+        if cotangents[0] is not None:
+            raise RematError(ctx.said)
+        return (None,) * len(ctx.needs_input_grad)
+
+
+class Stored:
+    """What one call of a region has stored, in all runs of its function.
+
+    Args:
+        name: the region.
+        roots: its function, and the objects that it is given.
+        tensors: what its first run has stored.
+    """
+
+    def __init__(self, name: str, roots: Any, tensors: list[torch.Tensor]) -> None:
+        self.name = name
+        self.ids = [id(t) for t in tensors]
+        self.like = [(tuple(t.shape), t.dtype, t.device) for t in tensors]
+        self.graded = [_is_graded(t) for t in tensors]
+        self.before, self.bindings = dict[int, Any](), Bindings(())
+        self.places = places_of(roots, tensors)
+
+    def put(self, made: list[torch.Tensor]) -> None:
+        """Store the region's results in the places of what its first run has stored."""
+        cut = [t if graded else quiet(t.detach) for t, graded in zip(made, self.graded, strict=True)]
+        others = dict(zip(self.ids, cut, strict=True))
+        hold([(holder, key, _with_others(value, others)) for holder, key, value in self.places])
+        # Their graph holds this, and Python's garbage collector does not see through graphs.
+        self.places = []
+
+    def begins_again(self, roots: Any) -> None:
+        """The function is about to run again."""
+        reach = reached(roots)
+        self.before = {id(v): v for v in reach if isinstance(v, torch.Tensor)}
+        self.bindings = Bindings(reach, states=True)
+
+    def found_again(self, roots: Any, wanted: bool) -> list[torch.Tensor]:
+        """What a further run has stored, one for one; `wanted`: whether somebody reads it."""
+        found = anew(roots, self.before)
+        self.bindings.put_back()
+        self.before, self.bindings = {}, Bindings(())
+        if [tuple(t.shape) for t in found] == [shape for shape, _, _ in self.like]:
+            return found
+        if wanted:
+            raise RematError(
+                f"region {self.name!r}: its forward stored {len(self.like)} tensors on modules or in "
+                f"containers, and its recomputation {len(found)}. The derivatives of those that were used "
+                "would be lost. Return them, or store them in both runs."
+            )
+        return [quiet(_zeros, *like) for like in self.like]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _with_others(value: Any, others: Mapping[int, Any]) -> Any:
+    """`value` with others in the places of tensors with these ids, in tuples too."""
+    if isinstance(value, torch.Tensor):
+        return others.get(id(value), value)
+    if not isinstance(value, tuple):
+        return value
+    parts = [_with_others(part, others) for part in value]
+    if all(one is other for one, other in zip(parts, value, strict=True)):
+        return value
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+
+
+def _is_graded(tensor: torch.Tensor) -> bool:
+    """Whether any level differentiates a tensor."""
+    with functions_as_they_are():
+        while True:
+            if tensor.requires_grad or (in_forward_mode() and quiet(has_tangent, tensor)):
+                return True
+            if not is_wrapped(tensor):
+                return False
+            tensor = unwrap_once(tensor)
