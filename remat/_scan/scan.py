@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -231,7 +232,7 @@ def _refuse_stored(
         Body(body, spec, trusted=True)([], _marked(init), [row.select(0, 0) for row in rows])
         fresh = anew(roots, before)
         left = {id(value) for value in reached(roots)}
-        lists = {id(holder) for holder, _, _ in places_of(roots, fresh) if isinstance(holder, list)}
+        lists = {id(holder) for holder, _, _ in places_of(roots, fresh) if isinstance(holder, (list, deque))}
         added = [value for holder, _, value in places_of(roots, new) if id(holder) in lists]
     kept = left.difference(map(id, added))
     stored = [t for t in new if id(t) not in kept] if fresh else []

@@ -1,6 +1,8 @@
 """What a function stores where it does not return it: on modules, in containers, in variables."""
 
 import collections
+import contextvars
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +26,7 @@ class Model(torch.nn.Module):
         self.around, self.put, self.get = around, put, get
         self.box: dict[str, Any] = {}
         self.hidden = torch.ones(3, dtype=torch.float64)
+        self.register_buffer("buffer", torch.ones(3, dtype=torch.float64))
 
     def block(self, x: torch.Tensor) -> torch.Tensor:
         h = torch.tanh(x @ self.w)
@@ -32,6 +35,7 @@ class Model(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.losses: list[torch.Tensor] = []
+        self._private: dict[str, Any] = {"last": collections.deque(maxlen=1)}
         LOG.clear()
         out = self.around(self.block)(x)
         return out.sum() + (self.get(self) * x.cos()).sum()
@@ -58,6 +62,8 @@ STORES: dict[str, tuple[Any, Any]] = {
     "view": (setting("aux", lambda h, x: h[0]), lambda m: m.aux),
     "weight": (setting("aux", lambda h, x: x.mean(0)), lambda m: m.aux + m.w.sum(0)),
     "list": (lambda m, h, x: m.losses.append(h.square().mean()), lambda m: sum(m.losses)),
+    "deque": (lambda m, h, x: m._private["last"].append(h.cos()), lambda m: m._private["last"][0]),
+    "buffer": (lambda m, h, x: setattr(m, "buffer", m.buffer + h.detach().mean(0)), lambda m: m.buffer),
     "dict": (lambda m, h, x: m.box.update(a=h.sum()), lambda m: m.box["a"]),
     "made": (setting("box", lambda h, x: {"a": [h.cos(), h]}), lambda m: m.box["a"][0] * m.box["a"][1]),
     "tuple": (setting("aux", lambda h, x: (h.sum(), (h.cos(), 3))), lambda m: m.aux[0] * m.aux[1][0]),
@@ -90,7 +96,7 @@ def calls(model: Model) -> dict[str, Any]:
 
 
 # Torch itself dies of a tensor that two levels left behind.
-TORCH_DIES = {("state", "grad(grad)"), ("state", "hessian"), ("table", "grad(grad)"), ("table", "hessian")}
+TORCH_DIES = [(store, call) for store in ("state", "table", "buffer") for call in ("grad(grad)", "hessian")]
 ALL = [(store, call) for store in STORES for call in calls(Model(None, None, None))]
 
 
@@ -120,6 +126,44 @@ def test_a_tensor_is_stored_on_objects_that_a_region_is_given_and_in_variables()
         return grad(loss)(rand(3, 3, seed=1))
 
     same(value(remat), value(lambda f: f))
+
+
+HIDDEN: dict[str, tuple[Any, Any]] = {
+    "set": (lambda held, h: held.seen.add(h), lambda held: sum(held.seen)),
+    "class": (lambda held, h: setattr(type(held), "shared", h), lambda held: held.shared),
+    "partial": (
+        lambda held, h: setattr(held, "call", functools.partial(torch.mul, h)),
+        lambda held: held.call(held.two),
+    ),
+    "tensor": (lambda held, h: setattr(held.two, "note", h), lambda held: held.two.note),
+    "context variable": (lambda held, h: VARIABLE.set(h), lambda held: VARIABLE.get()),
+}
+VARIABLE = contextvars.ContextVar[torch.Tensor]("VARIABLE")
+
+
+@pytest.mark.parametrize(
+    "call", [grad, lambda f: lambda w: jvp(f, (w,), (w,)), lambda f: lambda w: vmap(grad(f))(w[None])]
+)
+@pytest.mark.parametrize("where", HIDDEN)
+def test_what_is_stored_where_nobody_finds_it_refuses_every_use(where, call):
+    put, get = HIDDEN[where]
+    used, x = True, rand(2, 3)
+
+    def loss(w):
+        held = type("Held", (), {"seen": set(), "two": torch.tensor(2.0)})()
+
+        def region(x):
+            h = (x @ w).tanh().sum()
+            put(held, h)
+            return h
+
+        out = remat(region)(x)
+        return out + get(held) if used else out
+
+    with pytest.raises(RematError, match="without returning it"):
+        call(loss)(rand(3, 3, seed=1))
+    used = False
+    call(loss)(rand(3, 3, seed=1))
 
 
 def test_what_a_recomputation_does_not_store_again_is_told_of():

@@ -1,7 +1,6 @@
 """Where a function holds its tensors: what a recomputation puts back in modules, and what a call captures.
 
-Captured tensors are found by a walk over cells, defaults, bound objects, modules, containers and the globals
-that code names.
+Captured tensors are found by a walk over cells, defaults, objects, modules, containers and named globals.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import functools
 import itertools
 import operator
 import types
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -105,7 +105,7 @@ class Bindings:
 def _held(holder: Any, key: Any) -> Any:
     if isinstance(holder, dict):
         return holder.get(key)
-    if isinstance(holder, list):
+    if isinstance(holder, (list, deque)):
         return holder[key] if key < len(holder) else None
     try:
         return getattr(holder, key)
@@ -118,7 +118,7 @@ def hold(given: Iterable[tuple[Any, Any, Any]]) -> None:
     for holder, key, value in given:
         if isinstance(holder, dict):
             holder[key] = value
-        elif not isinstance(holder, list):
+        elif not isinstance(holder, (list, deque)):
             # Frozen objects have slots too.
             (type if isinstance(holder, type) else object).__setattr__(holder, key, value)
         elif key < len(holder):
@@ -134,7 +134,7 @@ def places(reach: list[Any], parts: Iterable[torch.nn.Module]) -> Iterator[tuple
     for value in (*parts, *others):
         if isinstance(value, dict):
             yield value, value, value.values()
-        elif isinstance(value, list):
+        elif isinstance(value, (list, deque)):
             yield value, range(len(value)), value
         elif isinstance(table := getattr(value, "__dict__", None), dict):
             yield table, table, table.values()
@@ -181,7 +181,7 @@ _ATOMS = (str, bytes, int, float, complex, type(None), type, types.ModuleType, t
 _NO_CONTAINERS = (*_ATOMS, torch.Tensor, torch.nn.Module)
 
 _MOST, _FEW = 100_000, 100
-# Attributes that every module has.
+_WALKED = (torch.Tensor, torch.Generator, list, tuple, dict, deque)
 _MODULES_OWN = frozenset(vars(torch.nn.Module()))
 
 
@@ -234,7 +234,7 @@ def _inside(value: Any) -> Iterator[Any]:
         yield from (value.__self__, value.__func__)
     elif isinstance(value, dict):
         yield from value.values()
-    elif isinstance(value, (list, tuple, set, frozenset)):
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
         yield from value
     elif isinstance(value, torch.nn.Module):
         yield from _inside_module(value)
@@ -254,10 +254,9 @@ def _inside_module(module: torch.nn.Module) -> Iterator[Any]:
     for part in module.modules():
         yield from part._parameters.values()
         yield from part._buffers.values()
-        # Tensors and callables that hang on a module as plain attributes; of private ones tensors and
-        # generators alone.
+        # What hangs on a module as a plain attribute; of private objects generators alone.
         for name, value in part.__dict__.items():
-            if not name.startswith("_") or isinstance(value, (torch.Tensor, torch.Generator)):
+            if name not in _MODULES_OWN and (not name.startswith("_") or isinstance(value, _WALKED)):
                 yield value
             elif name not in _MODULES_OWN:
                 yield from _generators(value)

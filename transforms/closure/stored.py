@@ -28,22 +28,25 @@ from remat.transforms.pytree import flatten
 Place = tuple[Any, Any, Any]
 
 
-def places_of(function: Any, tensors: Iterable[torch.Tensor]) -> list[Place]:
-    """Where a function, or what it leads to, holds these."""
+def places_of(roots: Any, tensors: Iterable[torch.Tensor]) -> list[Place]:
+    """Where functions and objects, or what they lead to, hold these."""
     wanted = dict.fromkeys(map(id, tensors))
     with functions_as_they_are():
-        reach = reached(function)
+        reach = reached(roots)
+        parts = parts_of(reach)
+        tables = [table for part in parts for table in (part._parameters, part._buffers)]
+        every = [*places(reach, parts), *((table, table.keys(), table.values()) for table in tables)]
         return [
             (holder, key, value)
-            for holder, keys, values in places(reach, parts_of(reach))
+            for holder, keys, values in every
             for key, value in zip([*keys], [*values], strict=True)
             if _with_others(value, wanted) is not value
         ]
 
 
-def anew(function: Any, known: Mapping[int, Any]) -> list[torch.Tensor]:
-    """Tensors that a function leads to beside the known ones, if they carry a derivative or a batch."""
-    found = [t for t in reached(function) if isinstance(t, torch.Tensor) and id(t) not in known]
+def anew(roots: Any, known: Mapping[int, Any]) -> list[torch.Tensor]:
+    """Tensors that these lead to beside the known ones, if they carry a derivative or a batch."""
+    found = [t for t in reached(roots) if isinstance(t, torch.Tensor) and id(t) not in known]
     return [t for t in found if _is_graded(t) or is_batched(_without_grads(t))]
 
 
@@ -60,18 +63,16 @@ def refuse_given(name: str, containers: Any, given: Iterable[torch.Tensor], out:
         )
 
 
-def stored_first(
-    name: str, function: Any, known: Mapping[int, Any]
-) -> tuple[list[torch.Tensor], Stored | None]:
+def stored_first(name: str, roots: Any, known: Mapping[int, Any]) -> tuple[list[torch.Tensor], Stored | None]:
     """What a first run of a region has stored."""
-    found = anew(function, known)
+    found = anew(roots, known)
     with functions_as_they_are():
         # What nothing differentiates, a table or a state, is a constant; its levels will be gone.
-        new = [t for t in reached(function) if isinstance(t, torch.Tensor) and id(t) not in known]
+        new = [t for t in reached(roots) if isinstance(t, torch.Tensor) and id(t) not in known]
         rest = [t for t in new if is_wrapped(t) and all(t is not o for o in found)]
         others = {id(t): _without_grads(t) for t in rest}
-    hold([(holder, key, _with_others(value, others)) for holder, key, value in places_of(function, rest)])
-    return found, Stored(name, function, found) if found else None
+    hold([(holder, key, _with_others(value, others)) for holder, key, value in places_of(roots, rest)])
+    return found, Stored(name, roots, found) if found else None
 
 
 def _without_grads(tensor: torch.Tensor) -> torch.Tensor:
@@ -82,7 +83,7 @@ def _without_grads(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_derivatives(
-    function: Any, stored: Iterable[torch.Tensor], anchors: Iterable[torch.Tensor], said: str
+    roots: Any, stored: Iterable[torch.Tensor], anchors: Iterable[torch.Tensor], said: str
 ) -> None:
     """Have tensors that a function has stored refuse the derivatives that `anchors` have."""
     others = dict[int, Any]()
@@ -92,7 +93,7 @@ def refuse_derivatives(
             others[id(tensor)] = Lost(said)
         else:
             others[id(tensor)] = quiet(Refusing.apply, plain, said, *anchors)
-    found = places_of(function, stored)
+    found = places_of(roots, stored)
     hold([(holder, key, _with_others(value, others)) for holder, key, value in found])
 
 
@@ -115,6 +116,27 @@ class Lost:
     __pow__ = __rpow__ = __matmul__ = __rmatmul__ = __neg__ = __abs__ = __lt__ = __le__ = __gt__ = __ge__ = (
         _refuse
     )
+
+
+class LostTensor(torch.Tensor):
+    """What a tensor becomes that a region has left where nobody finds it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RematError(
+            f"{getattr(func, '__name__', func)} is given a tensor that a region has stored without returning "
+            "it. It lies where remat does not find it: in a set, a partial, a class, a private object or a "
+            "context variable. So its derivatives are lost under torch.func. Return it; or store it as an "
+            "attribute or in a list of a module; or store its `.detach()`."
+        )
+
+
+def refuse_lost(left: Iterable[torch.Tensor]) -> None:
+    """Have tensors refuse every use that a run has made and that live on, so that somebody holds them."""
+    for tensor in left:
+        carries = in_forward_mode() or _is_graded(tensor) or is_batched(_without_grads(tensor))
+        if carries and type(tensor) is torch.Tensor:
+            tensor.__class__ = LostTensor
 
 
 class Refusing(torch.autograd.Function):
@@ -173,14 +195,21 @@ class Stored:
         self.before = {id(v): v for v in reach if isinstance(v, torch.Tensor)}
         self.bindings = Bindings(reach, states=True)
 
-    def found_again(self, roots: Any, wanted: bool) -> list[torch.Tensor]:
-        """What a further run has stored, one for one; `wanted`: whether somebody reads it."""
+    def found_again(self, roots: Any, present: Any, specs: Any, count: int) -> list[torch.Tensor]:
+        """What a further run has stored, one for one.
+
+        Args:
+            roots: as they are in this run.
+            present: which of the region's `count` results have a cotangent, None for all.
+            specs: of results that are made of others, None where all leave the node.
+        """
         found = anew(roots, self.before)
         self.bindings.put_back()
         self.before, self.bindings = {}, Bindings(())
         if [tuple(t.shape) for t in found] == [shape for shape, _, _ in self.like]:
             return found
-        if wanted:
+        first = count - len(self.ids)
+        if present is None or specs is not None or any(i >= first for i in present):
             raise RematError(
                 f"region {self.name!r}: its forward stored {len(self.like)} tensors on modules or in "
                 f"containers, and its recomputation {len(found)}. The derivatives of those that were used "

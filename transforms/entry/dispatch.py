@@ -26,6 +26,7 @@ from remat.transforms.closure import (
     not_compiled,
     reached,
     refuse_given,
+    refuse_lost,
     standing_in,
     stored_first,
 )
@@ -38,6 +39,7 @@ from remat.transforms.compat import (
     in_transform,
     is_hook_refusal,
     is_tracing,
+    is_wrapped,
     jit_trace,
     level_stack,
     modes_active,
@@ -228,8 +230,6 @@ def _dry_run(region: Region, args: Any, kwargs: Any, tensors: list[torch.Tensor]
 
 # -- the call as one of a primitive --------------------------------------------------------------------
 
-_NOTHING = contextlib.nullcontext()
-
 
 class FlatCall:
     """A region's call with every tensor it depends on as a flat operand.
@@ -267,14 +267,14 @@ class FlatCall:
         self.operands = [as_operand(t) for t in (*unique, *captured)]
         self.bindings = Bindings(reach, states=True)
         self.family = Family(region, Ambient(device_kinds(self.operands)), world)
-        self.out_leaves: list[Any] = []
-        self.out_at: list[int] = []
+        self.out_leaves, self.out_at = list[Any](), list[int]()
         self.out_spec: Any = None  # that of a single tensor is None
         self.aliasing = Aliasing()
         # What the function stores, in what it is given too, is what its first run brings in reach.
         self.others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
         self.known: Any = {id(v): v for v in reach if isinstance(v, torch.Tensor)}
         self.stored: Stored | None = None
+        self.made: Any = ()  # weak references to what that run has made
 
     def put_back(self, watches: list[Any]) -> None:
         """Undo what a run that was broken off has written; `watches` have noted that, the innermost last."""
@@ -291,13 +291,18 @@ class FlatCall:
         # No ops of the user's: a region around, whose two runs may come here by other ways, counts none.
         whole = self.family.world is None
         outs = quiet(rebuilt, outs, self.operands) if whole else rebuilt(outs, self.operands)
-        if self.out_spec is None:
-            return outs[0]
-        out, named, stored = unflatten(merge(self.out_leaves, self.out_at, list(outs)), self.out_spec)
+        out, named, stored = outs[0], (), []
+        if self.out_spec is not None:
+            out, named, stored = unflatten(merge(self.out_leaves, self.out_at, list(outs)), self.out_spec)
         if self.taps is not None:
             self.taps.pass_on(named)
         if self.stored is not None:
             self.stored.put(stored)
+        made, self.made = self.made, ()
+        with functions_as_they_are():
+            left = [t for ref in made if (t := ref()) is not None and (is_wrapped(t) or t.requires_grad)]
+        if left and not self.family.as_it_is:
+            refuse_lost(left)
         return out
 
     def body(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -322,17 +327,19 @@ class FlatCall:
             standing_in(self.region.function, given) as function,
             self.bindings.restored(),
             conversion,
-            kept_whole() if cond_met.is_set() else _NOTHING,
+            kept_whole() if cond_met.is_set() else contextlib.nullcontext(),
         ):
             if self.stored is not None:
                 self.stored.begins_again((function, *self.others))
             run = functools.partial(self._watched, function)
             out, named = self._tapped(run, args, kwargs, table) if self.taps else (run(args, kwargs), ())
-            stored = [] if self.stored is None else self._stored_again(self.stored, function)
+            again = (function, *self.others), self.family.present, self.aliasing.specs, len(self.out_at)
+            stored = [] if self.stored is None else self.stored.found_again(*again)
         if any([isinstance(arg, (dict, list, tuple)) for arg in (*args, *kwargs.values())]):
             refuse_given(self.region.name, (args, kwargs), own, out)
         note(conversion)
         if self.known is not None:
+            self.made = conversion.made() if self.family.world is None else ()
             stored = self._stored_first(self.known)
         if self.taps is None and isinstance(out, torch.Tensor) and not stored:
             return self._leaving([table.get(id(out), out)], operands)
@@ -345,17 +352,11 @@ class FlatCall:
         return self._leaving(tensors, operands)
 
     def _stored_first(self, known: dict[int, Any]) -> list[torch.Tensor]:
-        region, self.known = self.region, None
-        roots = (region.function, *self.others)
+        region, roots, self.known = self.region, (self.region.function, *self.others), None
         if all(not isinstance(v, torch.Tensor) or id(v) in known for v in reached(*roots)):
             return []
         found, self.stored = stored_first(region.name, roots, known)
         return found
-
-    def _stored_again(self, stored: Stored, function: Any) -> list[torch.Tensor]:
-        present, first = self.family.present, len(self.out_at) - len(stored.ids)
-        some = present is None or self.aliasing.specs is not None or any(i >= first for i in present)
-        return stored.found_again((function, *self.others), some)
 
     def _leaving(self, results: list[torch.Tensor], operands: tuple[torch.Tensor, ...]) -> Any:
         outs = self.aliasing.leaving(results, operands)
