@@ -276,3 +276,24 @@ def test_a_step_of_a_scan_may_store_its_result(inside):
 
     scanned = steps(lambda f, x: scan_remat(lambda c, _: (f(c), None), x, length=3)[0])
     same(scanned, steps(lambda f, x: f(f(f(x)))))
+
+
+@pytest.mark.parametrize("around", ["region", "scan"])
+def test_a_hidden_tensor_of_a_level_that_is_gone_is_met_in_a_scan_inside(around):
+    """`jacrev` pulls back when its level is gone; the scan inside took the tensor for a constant."""
+
+    def scanned(f):
+        return lambda x: scan_remat(lambda c, _: (f(c), None), x, length=2)[0]
+
+    def jacobians(outer, inner):
+        def of(w, x):
+            hidden = iter([w * 2] * 500)
+            return outer(lambda a: inner(lambda b: (b * next(hidden)).sin())(a) * 2)(x)
+
+        return jacrev(of, (0, 1))(rand(3), rand(3, seed=1))
+
+    def twice(f):
+        return lambda x: f(f(x))
+
+    ours = jacobians(remat if around == "region" else scanned, scanned)
+    same(ours, jacobians(twice if around == "scan" else lambda f: f, twice))

@@ -183,8 +183,10 @@ class ClosureConversion(TorchFunctionMode):
                 if self.reads:
                     self.met.add(id(value))
             elif modes_active() >= self.modes:
-                # A cache may hold it that an earlier run has filled; a region inside then knows it, too.
-                if not differentiable(bare := _without_dead(value)):
+                # A cache may hold it that an earlier run has filled; a region inside then knows it, too. One
+                # around may capture it, whose level is gone in its backward.
+                around = any([id(value) in mode.table for mode in active.swaps if mode is not self])
+                if not around and not differentiable(bare := _without_dead(value)):
                     return bare
                 if self.is_inside(value) or self.trials and is_fake(value):
                     return value
