@@ -1,8 +1,6 @@
 """What a function stores where it does not return it: on modules, in containers, in variables."""
 
 import collections
-import contextvars
-import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -126,44 +124,6 @@ def test_a_tensor_is_stored_on_objects_that_a_region_is_given_and_in_variables()
         return grad(loss)(rand(3, 3, seed=1))
 
     same(value(remat), value(lambda f: f))
-
-
-HIDDEN: dict[str, tuple[Any, Any]] = {
-    "set": (lambda held, h: held.seen.add(h), lambda held: sum(held.seen)),
-    "class": (lambda held, h: setattr(type(held), "shared", h), lambda held: held.shared),
-    "partial": (
-        lambda held, h: setattr(held, "call", functools.partial(torch.mul, h)),
-        lambda held: held.call(held.two),
-    ),
-    "tensor": (lambda held, h: setattr(held.two, "note", h), lambda held: held.two.note),
-    "context variable": (lambda held, h: VARIABLE.set(h), lambda held: VARIABLE.get()),
-}
-VARIABLE = contextvars.ContextVar[torch.Tensor]("VARIABLE")
-
-
-@pytest.mark.parametrize(
-    "call", [grad, lambda f: lambda w: jvp(f, (w,), (w,)), lambda f: lambda w: vmap(grad(f))(w[None])]
-)
-@pytest.mark.parametrize("where", HIDDEN)
-def test_what_is_stored_where_nobody_finds_it_refuses_every_use(where, call):
-    put, get = HIDDEN[where]
-    used, x = True, rand(2, 3)
-
-    def loss(w):
-        held = type("Held", (), {"seen": set(), "two": torch.tensor(2.0)})()
-
-        def region(x):
-            h = (x @ w).tanh().sum()
-            put(held, h)
-            return h
-
-        out = remat(region)(x)
-        return out + get(held) if used else out
-
-    with pytest.raises(RematError, match="without returning it"):
-        call(loss)(rand(3, 3, seed=1))
-    used = False
-    call(loss)(rand(3, 3, seed=1))
 
 
 def test_what_a_recomputation_does_not_store_again_is_told_of():

@@ -38,6 +38,5 @@ from remat.transforms.closure.stored import (
     places_of,  # where a function, or what it leads to, holds tensors
     refuse_derivatives,  # have tensors that a function has stored refuse derivatives
     refuse_given,  # raise where a function has stored a result in a container that it was given
-    refuse_lost,  # have tensors refuse every use that a region has stored where nobody finds them
     stored_first,  # what a first run of a region has stored, as further results
 )

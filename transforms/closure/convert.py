@@ -25,7 +25,6 @@ from remat.transforms.closure.bindings import differentiable
 from remat.transforms.closure.cond import choose, chosen_here
 from remat.transforms.closure.paths import of_captured
 from remat.transforms.compat import (
-    JVP,
     DispatchMode,
     OpOverload,
     at_function_apply,
@@ -33,19 +32,17 @@ from remat.transforms.compat import (
     dual_level_open,
     functions_as_they_are,
     graded_under,
-    has_tangent,
     is_batched,
     is_dead,
     is_fake,
     is_wrapped,
-    level_stack,
     modes_active,
     next_node,
     unwrap_once,
     unwrapped,
     watch_transforms,
 )
-from remat.transforms.context import PAST_DISPATCH, active, notice, quiet
+from remat.transforms.context import PAST_DISPATCH, active, notice
 from remat.transforms.errors import RematError
 from remat.transforms.pytree import flatten, smooth, tree_leaves, unflatten
 
@@ -219,14 +216,6 @@ class ClosureConversion(TorchFunctionMode):
                 # What an autograd.Function returned was never the result of a torch call.
                 return tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= self.start
             tensor = unwrap_once(tensor)
-
-    def made(self) -> list[weakref.ref[torch.Tensor]]:
-        """What was made within; in forward mode, whose levels forget it, what has tangents or gradients."""
-        if all([level.key() != JVP for level in level_stack() or ()]):
-            return [*self.inside.values()]
-        alive = [(ref, t) for ref in self.inside.values() if (t := ref()) is not None]
-        with functions_as_they_are():
-            return [ref for ref, t in alive if t.requires_grad or quiet(has_tangent, t)]
 
     def note(self, out: Any) -> None:
         """Take note of what was made within."""

@@ -118,27 +118,6 @@ class Lost:
     )
 
 
-class LostTensor(torch.Tensor):
-    """What a tensor becomes that a region has left where nobody finds it."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise RematError(
-            f"{getattr(func, '__name__', func)} is given a tensor that a region has stored without returning "
-            "it. It lies where remat does not find it: in a set, a partial, a class, a private object or a "
-            "context variable. So its derivatives are lost under torch.func. Return it; or store it as an "
-            "attribute or in a list of a module; or store its `.detach()`."
-        )
-
-
-def refuse_lost(left: Iterable[torch.Tensor]) -> None:
-    """Have tensors refuse every use that a run has made and that live on, so that somebody holds them."""
-    for tensor in left:
-        carries = in_forward_mode() or _is_graded(tensor) or is_batched(_without_grads(tensor))
-        if carries and type(tensor) is torch.Tensor:
-            tensor.__class__ = LostTensor
-
-
 class Refusing(torch.autograd.Function):
     """A value whose derivatives are not known."""
 

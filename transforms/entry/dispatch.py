@@ -26,7 +26,6 @@ from remat.transforms.closure import (
     not_compiled,
     reached,
     refuse_given,
-    refuse_lost,
     standing_in,
     stored_first,
 )
@@ -39,7 +38,6 @@ from remat.transforms.compat import (
     in_transform,
     is_hook_refusal,
     is_tracing,
-    is_wrapped,
     jit_trace,
     level_stack,
     modes_active,
@@ -274,7 +272,6 @@ class FlatCall:
         self.others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
         self.known: Any = {id(v): v for v in reach if isinstance(v, torch.Tensor)}
         self.stored: Stored | None = None
-        self.made: Any = ()  # weak references to what that run has made
 
     def put_back(self, watches: list[Any]) -> None:
         """Undo what a run that was broken off has written; `watches` have noted that, the innermost last."""
@@ -298,11 +295,6 @@ class FlatCall:
             self.taps.pass_on(named)
         if self.stored is not None:
             self.stored.put(stored)
-        made, self.made = self.made, ()
-        with functions_as_they_are():
-            left = [t for ref in made if (t := ref()) is not None and (is_wrapped(t) or t.requires_grad)]
-        if left and not self.family.as_it_is:
-            refuse_lost(left)
         return out
 
     def body(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -339,7 +331,6 @@ class FlatCall:
             refuse_given(self.region.name, (args, kwargs), own, out)
         note(conversion)
         if self.known is not None:
-            self.made = conversion.made() if self.family.world is None else ()
             stored = self._stored_first(self.known)
         if self.taps is None and isinstance(out, torch.Tensor) and not stored:
             return self._leaving([table.get(id(out), out)], operands)

@@ -86,7 +86,6 @@ class Family:
     # The `Results` that every run of the function is to meet, where ops cannot be compared.
     results: Any = None
     present: Any = None  # while it is pulled back: that of the `Prim`
-    as_it_is: bool = False  # whether it ran above its levels, and autograd has its graph
 
     @property
     def by_levels(self) -> bool:
@@ -154,7 +153,6 @@ def call(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
     found = _rules.get(None if level is None else level.key())
     if found is None:
         # torch.func.functionalize: nothing to save there, the function runs as it is.
-        prim.family.as_it_is = True
         return tuple(prim.body(*operands))
     return found(level, prim, operands)
 
