@@ -165,6 +165,18 @@ def test_a_result_stored_in_a_container_among_the_arguments_is_refused(call):
     )
 
 
+def test_a_table_may_be_stored_in_a_container_among_the_arguments():
+    def loss(w):
+        def region(x, cache):
+            cache.setdefault("table", torch.arange(3.0, dtype=torch.float64).cos())
+            return ((x @ w) * cache["table"]).tanh().sum()
+
+        return remat(region)(rand(2, 3), {})
+
+    w, table = rand(3, 3, seed=1), torch.arange(3.0, dtype=torch.float64).cos()
+    same(grad(loss)(w), grad(lambda w: ((rand(2, 3) @ w) * table).tanh().sum())(w))
+
+
 def scanned(f: Any) -> Any:
     return lambda x: scan_remat(lambda c, _: (f(c), None), x, length=2)[0]
 

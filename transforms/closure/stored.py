@@ -47,7 +47,7 @@ def places_of(roots: Any, tensors: Iterable[torch.Tensor]) -> list[Place]:
 def anew(roots: Any, known: Mapping[int, Any]) -> list[torch.Tensor]:
     """Tensors that these lead to beside the known ones, if they carry a derivative or a batch."""
     found = [t for t in reached(roots) if isinstance(t, torch.Tensor) and id(t) not in known]
-    return [t for t in found if _is_graded(t) or is_batched(_without_grads(t))]
+    return [t for t in found if _carries(t)]
 
 
 def refuse_given(name: str, containers: Any, given: Iterable[torch.Tensor], out: Any) -> None:
@@ -55,7 +55,7 @@ def refuse_given(name: str, containers: Any, given: Iterable[torch.Tensor], out:
     `given` are its arguments."""
     known = {*map(id, given), *map(id, flatten(out)[0])}
     new = [t for t in flatten(containers)[0] if isinstance(t, torch.Tensor) and id(t) not in known]
-    if any(_is_graded(t) or is_wrapped(t) for t in new):
+    if any(_carries(t) for t in new):
         raise RematError(
             f"region {name!r} stores a result in a dict or list among its arguments. Under torch.func it has "
             "a copy of those, as in JAX, and the result would be lost. Return it; or copy the container "
@@ -211,6 +211,11 @@ def _with_others(value: Any, others: Mapping[int, Any]) -> Any:
     if all(one is other for one, other in zip(parts, value, strict=True)):
         return value
     return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+
+
+def _carries(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a derivative or a batch: others are constants, as tables are."""
+    return _is_graded(tensor) or is_batched(_without_grads(tensor))
 
 
 def _is_graded(tensor: torch.Tensor) -> bool:
