@@ -32,7 +32,9 @@ from remat.transforms.compat import (
     TorchDispatchMode,
     in_transform,
     is_strided,
+    listed,
     next_node,
+    saved_slots,
     storage_key,
     unwrapped,
 )
@@ -349,11 +351,9 @@ def _saved_by(nodes: Iterable[Any]) -> Iterator[Tensor]:
         # An in-place op on a view hides its node inside this one.
         if node.name().endswith("CopySlices"):
             raise _Unreadable
-        for attribute in dir(node):
-            if attribute.startswith("_raw_saved_"):
-                value = getattr(node, attribute)
-                for slot in value if isinstance(value, (tuple, list)) else (value,):
-                    _look_into(slot, found)
+        for attribute in saved_slots(type(node)):
+            for slot in listed(getattr(node, attribute)):
+                _look_into(slot, found)
         yield from found
         found.clear()
 

@@ -227,14 +227,15 @@ def _refuse_stored(
     if not new:
         return
     # Tables that a first step caches depend on nothing. One more step tells: it stores anew what does depend.
-    with torch.enable_grad(), hooks_allowed(), _tried(body, spec, init, rows, reached(roots)):
-        before = {id(value): value for value in reached(roots)}
+    before = reached(roots)
+    with torch.enable_grad(), hooks_allowed(), _tried(body, spec, init, rows, before):
         Body(body, spec, trusted=True)([], _marked(init), [row.select(0, 0) for row in rows])
-        fresh = anew(roots, before)
-        left = {id(value) for value in reached(roots)}
-        lists = {id(holder) for holder, _, _ in places_of(roots, fresh) if isinstance(holder, (list, deque))}
-        added = [value for holder, _, value in places_of(roots, new) if id(holder) in lists]
-    kept = left.difference(map(id, added))
+        now = reached(roots)
+        fresh = anew(now, {*map(id, before)})
+        found = places_of(roots, map(id, fresh))
+        lists = {id(holder) for holder, _, _ in found if isinstance(holder, (list, deque))}
+        added = [value for holder, _, value in places_of(roots, map(id, new)) if id(holder) in lists]
+    kept = {*map(id, now)}.difference(map(id, added))
     stored = [t for t in new if id(t) not in kept] if fresh else []
     if stored:
         refuse_derivatives(

@@ -219,6 +219,10 @@ def test_what_a_region_inside_has_begun_is_no_part_of_the_one_around():
     same(run(remat), run(lambda f, policy=None: f))
 
 
+def scanned(f: Any, length: int = 2) -> Any:
+    return lambda x: scan_remat(lambda c, _: (f(c), None), x, length=length)[0]
+
+
 class Stores(torch.nn.Module):
     """Keeps results of the last step, each with its graph, and reads others that it has stored."""
 
@@ -244,7 +248,7 @@ def test_results_that_a_module_has_stored_are_no_operands(around, reads):
     """A backward would go on through the last step's graph, which is freed."""
     ways = {
         "vmap": (lambda f, x: vmap(remat(f))(x), lambda f, x: vmap(f)(x)),
-        "scan": (lambda f, x: scan_remat(lambda c, _: (f(c), None), x, length=2)[0], lambda f, x: f(f(x))),
+        "scan": (lambda f, x: scanned(f)(x), lambda f, x: f(f(x))),
     }
 
     def steps(way):
@@ -274,16 +278,12 @@ def test_a_step_of_a_scan_may_store_its_result(inside):
             found += [first, *torch.autograd.grad(first.square().sum(), (x, module.weight))]
         return found
 
-    scanned = steps(lambda f, x: scan_remat(lambda c, _: (f(c), None), x, length=3)[0])
-    same(scanned, steps(lambda f, x: f(f(f(x)))))
+    same(steps(lambda f, x: scanned(f, 3)(x)), steps(lambda f, x: f(f(f(x)))))
 
 
 @pytest.mark.parametrize("around", ["region", "scan"])
 def test_a_hidden_tensor_of_a_level_that_is_gone_is_met_in_a_scan_inside(around):
     """`jacrev` pulls back when its level is gone; the scan inside took the tensor for a constant."""
-
-    def scanned(f):
-        return lambda x: scan_remat(lambda c, _: (f(c), None), x, length=2)[0]
 
     def jacobians(outer, inner):
         def of(w, x):

@@ -34,8 +34,8 @@ from remat.transforms.closure.paths import (
 )
 from remat.transforms.closure.stored import (
     Stored,  # what one call of a region stores where it does not return it
-    anew,  # tensors that a function leads to beside known ones, if they carry a derivative or a batch
-    places_of,  # where a function, or what it leads to, holds tensors
+    anew,  # tensors in reach beside known ones, if they carry a derivative or a batch
+    places_of,  # where a function, or what it leads to, holds tensors, given their ids
     refuse_derivatives,  # have tensors that a function has stored refuse derivatives
     refuse_given,  # raise where a function has stored a result in a container that it was given
     stored_first,  # what a first run of a region has stored, as further results

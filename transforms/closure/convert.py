@@ -182,8 +182,7 @@ class ClosureConversion(TorchFunctionMode):
             elif modes_active() >= self.modes:
                 # A cache may hold it that an earlier run has filled; a region inside then knows it, too. One
                 # around may capture it, whose level is gone in its backward.
-                around = any([id(value) in mode.table for mode in active.swaps if mode is not self])
-                if not around and not differentiable(bare := _without_dead(value)):
+                if not (differentiable(bare := _without_dead(value)) or self._around_captures(value)):
                     return bare
                 if self.is_inside(value) or self.trials and is_fake(value):
                     return value
@@ -194,6 +193,9 @@ class ClosureConversion(TorchFunctionMode):
         if type(value) is dict:
             return {k: self.swap(v) for k, v in value.items()}
         return value
+
+    def _around_captures(self, tensor: torch.Tensor) -> bool:
+        return any([id(tensor) in mode.table for mode in active.swaps if mode is not self])
 
     def of_apply(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Arguments of an `autograd.Function` or a transform, as a torch function would be given them."""

@@ -6,12 +6,12 @@ So they leave the region as further results, which take their places.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import torch
 
-from remat.transforms.closure.bindings import Bindings, hold, parts_of, places, reached
+from remat.transforms.closure.bindings import Bindings, hold, parts_of, places, reached, slots_of
 from remat.transforms.compat import (
     functions_as_they_are,
     has_tangent,
@@ -28,26 +28,21 @@ from remat.transforms.pytree import flatten
 Place = tuple[Any, Any, Any]
 
 
-def places_of(roots: Any, tensors: Iterable[torch.Tensor]) -> list[Place]:
-    """Where functions and objects, or what they lead to, hold these."""
-    wanted = dict.fromkeys(map(id, tensors))
+def places_of(roots: Any, ids: Iterable[int]) -> list[Place]:
+    """Where functions and objects, or what they lead to, hold the tensors with these ids."""
+    wanted = dict.fromkeys(ids)
     with functions_as_they_are():
         reach = reached(roots)
         parts = parts_of(reach)
-        tables = [table for part in parts for table in (part._parameters, part._buffers)]
-        every = [*places(reach, parts), *((table, table.keys(), table.values()) for table in tables)]
-        return [
-            (holder, key, value)
-            for holder, keys, values in every
-            for key, value in zip([*keys], [*values], strict=True)
-            if _with_others(value, wanted) is not value
-        ]
+        every = [(table, key, table[key]) for table, key in zip(*slots_of(parts), strict=True)]
+        for holder, keys, values in places(reach, parts):
+            every += [(holder, key, value) for key, value in zip([*keys], [*values], strict=True)]
+        return [place for place in every if _with_others(place[2], wanted) is not place[2]]
 
 
-def anew(roots: Any, known: Mapping[int, Any]) -> list[torch.Tensor]:
-    """Tensors that these lead to beside the known ones, if they carry a derivative or a batch."""
-    found = [t for t in reached(roots) if isinstance(t, torch.Tensor) and id(t) not in known]
-    return [t for t in found if _carries(t)]
+def anew(reach: Iterable[Any], known: Container[int]) -> list[torch.Tensor]:
+    """Tensors in reach beside the known ones, if they carry a derivative or a batch."""
+    return [t for t in reach if isinstance(t, torch.Tensor) and id(t) not in known and _carries(t)]
 
 
 def refuse_given(name: str, containers: Any, given: Iterable[torch.Tensor], out: Any) -> None:
@@ -63,15 +58,13 @@ def refuse_given(name: str, containers: Any, given: Iterable[torch.Tensor], out:
         )
 
 
-def stored_first(name: str, roots: Any, known: Mapping[int, Any]) -> tuple[list[torch.Tensor], Stored | None]:
-    """What a first run of a region has stored."""
-    found = anew(roots, known)
-    with functions_as_they_are():
-        # What nothing differentiates, a table or a state, is a constant; its levels will be gone.
-        new = [t for t in reached(roots) if isinstance(t, torch.Tensor) and id(t) not in known]
-        rest = [t for t in new if is_wrapped(t) and all(t is not o for o in found)]
-        others = {id(t): _without_grads(t) for t in rest}
-    hold([(holder, key, _with_others(value, others)) for holder, key, value in places_of(roots, rest)])
+def stored_first(name: str, roots: Any, new: list[torch.Tensor]) -> tuple[list[torch.Tensor], Stored | None]:
+    """What a first run of a region has stored, of the tensors that it has brought in reach."""
+    found = [t for t in new if _carries(t)]
+    # What nothing differentiates, a table or a state, is a constant; its levels will be gone.
+    rest = {id(t): _without_grads(t) for t in new if is_wrapped(t) and not _carries(t)}
+    if rest:
+        hold([(*at, _with_others(value, rest)) for *at, value in places_of(roots, rest)])
     return found, Stored(name, roots, found) if found else None
 
 
@@ -93,8 +86,7 @@ def refuse_derivatives(
             others[id(tensor)] = Lost(said)
         else:
             others[id(tensor)] = quiet(Refusing.apply, plain, said, *anchors)
-    found = places_of(roots, stored)
-    hold([(holder, key, _with_others(value, others)) for holder, key, value in found])
+    hold([(*at, _with_others(value, others)) for *at, value in places_of(roots, others)])
 
 
 class Lost:
@@ -158,13 +150,13 @@ class Stored:
         self.like = [(tuple(t.shape), t.dtype, t.device) for t in tensors]
         self.graded = [_is_graded(t) for t in tensors]
         self.before, self.bindings = dict[int, Any](), Bindings(())
-        self.places = places_of(roots, tensors)
+        self.places = places_of(roots, self.ids)
 
     def put(self, made: list[torch.Tensor]) -> None:
         """Store the region's results in the places of what its first run has stored."""
         cut = [t if graded else quiet(t.detach) for t, graded in zip(made, self.graded, strict=True)]
         others = dict(zip(self.ids, cut, strict=True))
-        hold([(holder, key, _with_others(value, others)) for holder, key, value in self.places])
+        hold([(*at, _with_others(value, others)) for *at, value in self.places])
         # Their graph holds this, and Python's garbage collector does not see through graphs.
         self.places = []
 
@@ -182,7 +174,7 @@ class Stored:
             present: which of the region's `count` results have a cotangent, None for all.
             specs: of results that are made of others, None where all leave the node.
         """
-        found = anew(roots, self.before)
+        found = anew(reached(roots), self.before)
         self.bindings.put_back()
         self.before, self.bindings = {}, Bindings(())
         if [tuple(t.shape) for t in found] == [shape for shape, _, _ in self.like]:

@@ -151,6 +151,8 @@ from remat.transforms.compat.gathered import (
 )
 from remat.transforms.compat.graph import (
     is_stale,  # whether a tensor is left from an earlier step, and its graph or its vmap is gone
+    listed,  # what such a slot holds: a saved tensor, or several
+    saved_slots,  # where a node of a kind saves tensors
 )
 from remat.transforms.compat.modes import (
     DispatchMode,  # a dispatch mode without the switch that torch wraps around each of its calls

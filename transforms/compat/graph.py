@@ -25,7 +25,7 @@ _MOST = 100
 
 
 @functools.lru_cache(maxsize=1024)
-def _slots(kind: type) -> tuple[str, ...]:
+def saved_slots(kind: type) -> tuple[str, ...]:
     """Where a node of this kind saves tensors. (`_saved_...` unpacks one, `_raw_saved_...` does not.)"""
     return tuple([name for name in dir(kind) if name.startswith("_raw_saved_")])
 
@@ -52,7 +52,7 @@ def is_stale(tensor: torch.Tensor) -> bool:
     seen = set[Any]()
     for node in nodes:  # they grow
         refuses = getattr(getattr(node, "_forward_cls", None), "refuses", False)
-        if refuses or any(_gone(node, name) for name in _slots(type(node))):
+        if refuses or any(_gone(node, name) for name in saved_slots(type(node))):
             return True
         for after, _ in node.next_functions:
             if after is not None and after not in seen and len(nodes) < _MOST:
@@ -65,12 +65,13 @@ def _gone(node: Any, name: str) -> bool:
     try:
         slots = getattr(node, name)
         # A hook would run, and ours compute something again; what is freed has none. (2.11 does not tell.)
-        if not any(getattr(slot, "unpack_hook", True) for slot in _listed(slots)):
+        if not any(getattr(slot, "unpack_hook", True) for slot in listed(slots)):
             getattr(node, name.removeprefix("_raw"), None)
     except RuntimeError as error:
         return "a second time" in str(error)
     return False
 
 
-def _listed(value: Any) -> Any:
+def listed(value: Any) -> Any:
+    """What one such slot holds: a saved tensor, or several."""
     return value if isinstance(value, (tuple, list)) else (value,)

@@ -178,7 +178,7 @@ def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]
     for _ in range(MOST_TRIES):
         world = GraphLowering(region) if modes_active() and is_tracing() else None
         watches: list[Any] = []
-        attempt = FlatCall(region, leaves, spec, at, tensors, found, reach, taps, world)
+        attempt = FlatCall(region, leaves, spec, at, tensors, others, found, reach, taps, world)
         begun = [(mode, mode.position) for mode in recordings()]
         try:
             with scoped(attempt=watches):
@@ -234,7 +234,7 @@ class FlatCall:
 
     Args:
         region: what is called.
-        leaves: of the arguments; those at the positions `at` are `tensors`.
+        leaves: of the arguments; those at the positions `at` are `tensors`, the rest `others`.
         spec: the structure of the arguments, None where they are tensors alone.
         captured: what the function reads besides: tensors it closes over, offsets of captures.
         reach: what the function leads to.
@@ -249,6 +249,7 @@ class FlatCall:
         spec: Any,
         at: Any,
         tensors: Any,
+        others: Any,
         captured: Any,
         reach: Any,
         taps: Any,
@@ -269,7 +270,7 @@ class FlatCall:
         self.out_spec: Any = None  # that of a single tensor is None
         self.aliasing = Aliasing()
         # What the function stores, in what it is given too, is what its first run brings in reach.
-        self.others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+        self.others = others
         self.known: Any = {id(v): v for v in reach if isinstance(v, torch.Tensor)}
         self.stored: Stored | None = None
 
@@ -325,12 +326,14 @@ class FlatCall:
                 self.stored.begins_again((function, *self.others))
             run = functools.partial(self._watched, function)
             out, named = self._tapped(run, args, kwargs, table) if self.taps else (run(args, kwargs), ())
-            again = (function, *self.others), self.family.present, self.aliasing.specs, len(self.out_at)
-            stored = [] if self.stored is None else self.stored.found_again(*again)
-        if any([isinstance(arg, (dict, list, tuple)) for arg in (*args, *kwargs.values())]):
-            refuse_given(self.region.name, (args, kwargs), own, out)
+            stored: list[torch.Tensor] = []
+            if self.stored is not None:
+                again = self.family.present, self.aliasing.specs, len(self.out_at)
+                stored = self.stored.found_again((function, *self.others), *again)
         note(conversion)
         if self.known is not None:
+            if any([isinstance(arg, (dict, list, tuple)) for arg in (*args, *kwargs.values())]):
+                refuse_given(self.region.name, (args, kwargs), own, out)
             stored = self._stored_first(self.known)
         if self.taps is None and isinstance(out, torch.Tensor) and not stored:
             return self._leaving([table.get(id(out), out)], operands)
@@ -344,10 +347,9 @@ class FlatCall:
 
     def _stored_first(self, known: dict[int, Any]) -> list[torch.Tensor]:
         region, roots, self.known = self.region, (self.region.function, *self.others), None
-        if all(not isinstance(v, torch.Tensor) or id(v) in known for v in reached(*roots)):
-            return []
-        found, self.stored = stored_first(region.name, roots, known)
-        return found
+        new = [v for v in reached(*roots) if isinstance(v, torch.Tensor) and id(v) not in known]
+        stored, self.stored = stored_first(region.name, roots, new) if new else ([], None)
+        return stored
 
     def _leaving(self, results: list[torch.Tensor], operands: tuple[torch.Tensor, ...]) -> Any:
         outs = self.aliasing.leaving(results, operands)
