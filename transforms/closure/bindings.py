@@ -182,6 +182,7 @@ _NO_CONTAINERS = (*_ATOMS, torch.Tensor, torch.nn.Module)
 
 _MOST, _FEW = 100_000, 100
 _WALKED = (torch.Tensor, torch.Generator, list, tuple, dict, deque)
+# Attributes that every module has.
 _MODULES_OWN = frozenset(vars(torch.nn.Module()))
 
 
@@ -245,6 +246,7 @@ def _inside(value: Any) -> Iterator[Any]:
 
 @functools.lru_cache(maxsize=1024)
 def _slots(kind: type) -> tuple[str, ...]:
+    """The slots of a class and its bases."""
     tables = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
     members = [item for table in tables for item in table.items()]
     return tuple([name for name, member in members if isinstance(member, types.MemberDescriptorType)])
