@@ -4,7 +4,7 @@
 
 On a CPU the host is where the device's values are, too: what is sent there is told apart by the lane that it
 takes. The bytes are exact, and the same at every run. Seconds mean something on a GPU only, where the case
-`panel llama3-8b depth=16 backward eager` of the suite `h200` measures them.
+`panel llama3-8b depth=16 backward eager` of the suite `card` measures them.
 """
 
 from __future__ import annotations

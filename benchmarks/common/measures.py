@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import cProfile
+import fcntl
 import gc
 import math
 import os
@@ -65,6 +66,31 @@ class Deadline:
 
 
 NEVER = Deadline()
+
+
+class Turn:
+    """Processes that share a machine: all of them prepare at once, and one at a time is timed.
+
+    They lock a file: together while they prepare, alone while one is timed. So the first is timed when none
+    prepares any more.
+
+    Attributes:
+        until: when what is timed has to end.
+    """
+
+    def __init__(self, file: Path | None = None, until: Deadline = NEVER) -> None:
+        self.until = until
+        self._file = None if file is None else file.open("w")
+
+    def together(self) -> None:
+        self._lock(fcntl.LOCK_SH)
+
+    def alone(self) -> None:
+        self._lock(fcntl.LOCK_EX)
+
+    def _lock(self, kind: int) -> None:
+        if self._file is not None:
+            fcntl.flock(self._file, kind)
 
 
 class GraphFlops(CustomGraphPass):

@@ -1,4 +1,4 @@
-"""How far what is compiled for a card (`benchmarks.graphs`) is from what a card measures (suite `h200`)."""
+"""How far what is compiled for a card (`benchmarks.graphs`) is from what a card measures (suite `card`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def simulated(rows: list[Row], results: Results | None) -> str:
     """
     found = list(_compared(rows, results)) if results else []
     if not found:
-        return "Not measured: there is no `benchmarks/results/h200.csv`, or it has none of these steps.\n"
+        return "Not measured: there is no `benchmarks/results/card.csv`, or it has none of these steps.\n"
     heads = ("step", "peer", "peak MiB", "simulated", "off", "step ms", "simulated", "off", "verdict")
     return tables.table(heads, found)
 
@@ -34,7 +34,7 @@ def _compared(rows: list[Row], results: Results) -> Iterator[tuple[str, ...]]:
             if peak != peak:  # this peer was not compiled
                 continue
             errors = {"peak": peak / (point.memory / MIB) - 1}
-            if card.upper() in results.context["accelerator"].upper():
+            if card.upper() in results.context["hardware"].upper():
                 errors["time"] = roofline / point.time - 1
             met = all(abs(error) <= MOST[what] for what, error in errors.items())
             time = f"{errors['time']:+.1%}" if "time" in errors else "another card"

@@ -35,6 +35,8 @@ class Case:
         threads: of the CPU; 0 leaves them as they are.
         clock: "wall", or "process" for the process's CPU time: what others take of the machine does not count
             then. For one thread on a CPU.
+        alone: not beside other cases while it prepares: its memory is most of the machine, or it has next to
+            nothing to prepare.
         seconds: how long it may be expected to take, for the time left and the time limit.
     """
 
@@ -53,6 +55,7 @@ class Case:
     seed: int = 0
     threads: int = 0
     clock: str = "wall"
+    alone: bool = False
     seconds: float = 10.0
 
     @property

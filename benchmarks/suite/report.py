@@ -14,22 +14,22 @@ from benchmarks.suite import card, graph_tables, tables
 from benchmarks.suite.loaded import Results
 
 ROOT = Path(__file__).parents[2]
-Suite = Literal["quick", "cpu", "h200", "versions"]
+Suite = Literal["quick", "cpu", "card", "versions"]
 SUITES: dict[Suite, str] = {
     "quick": "Quick: README's figures",
     "cpu": "All models and modes on a CPU",
-    "h200": "One H200",
+    "card": "One GPU",
     "versions": "Versions of torch",
 }
 # The page of each suite: a reader of one should not load the pictures of all.
 PAGES: dict[Suite, str] = {
     "quick": "benchmarks.md",
-    "h200": "benchmarks.md",
+    "card": "benchmarks.md",
     "cpu": "benchmarks-cpu.md",
     "versions": "benchmarks-cpu.md",
 }
 # Suites with figures. The others' tables are many, and a page should load fast.
-DRAWN: tuple[Suite, ...] = ("quick", "h200")
+DRAWN: tuple[Suite, ...] = ("quick", "card")
 # README's table: the first compiled panel of the quick suite.
 HEADLINE = "quick"
 
@@ -69,7 +69,7 @@ class Report:
             graphs = graph_tables.load(self.results)
             for page, written in graph_tables.pages(graphs).items():
                 rewrite(self.root / page, written)
-            measured = Results.load(self.results / "h200.csv")
+            measured = Results.load(self.results / "card.csv")
             rewrite(self.root / "docs" / "gpu.md", {"card": card.simulated(graphs, measured)})
         return 0
 

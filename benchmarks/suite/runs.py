@@ -14,8 +14,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,6 +38,8 @@ ROOT = Path(__file__).parents[2]
 PATIENCE, HURRY = (8.0, 300.0), (1.5, 30.0)
 # Seconds in which no process gets anywhere: most go into importing torch.
 LEAST = 15.0
+# The shares of the time after which panels that run side by side are prepared, and timed.
+TOGETHER = (0.55, 0.75)
 # A part of a suite, in minutes: of ten, what is left is for starting, for stopping and for the files.
 PART = 9.3
 
@@ -44,20 +48,24 @@ PART = 9.3
 class Run:
     """Run a suite, or go on with one that was interrupted."""
 
-    suite: Literal["quick", "cpu", "plans", "pairs", "h200", "rehearsal", "versions"] = "quick"
+    suite: Literal["quick", "cpu", "plans", "pairs", "card", "rehearsal", "versions"] = "quick"
     """quick: README's figures, ten minutes on 2 cores. cpu: everything a CPU can do, about an hour.
     plans: budgets against ready policies; fails where a planned point is beaten.
     pairs: compiled steps of ours beside torch's with the same verdicts.
-    h200: published sizes on one GPU, in two parts of ten minutes. rehearsal: its cases in miniature on a CPU,
+    card: published sizes on one GPU, in two parts of ten minutes. rehearsal: its cases in miniature on a CPU,
     for an --out of its own. versions: small cases for each --python."""
     out: Path = RESULTS
     """Folder for SUITE.csv."""
     part: int = 0
-    """h200 only: 1 or 2, the first or the second half of the cases; 0: all."""
+    """card only: 1 or 2, the first or the second half of the cases; 0: all."""
     minutes: float = 0.0
     """Stop after so many; what was not reached is recorded as not run. 0: no limit, 9.3 for a part."""
     python: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """An interpreter to run the cases with, and with its torch; may be given several times."""
+    jobs: int = 1
+    """Panels that prepare at the same time, each in its process; then one at a time is timed. For a
+    GPU, where compiling on one core takes longest. Of `--minutes` half is for the first, a fifth for the
+    second, and the rest for the other cases."""
     fresh: bool = False
     """Measure everything anew. Otherwise cases of this commit that are in the CSV already are left out."""
     dry_run: bool = False
@@ -69,10 +77,10 @@ class Run:
         if self.dry_run:
             from benchmarks.suite.dry import show
 
-            parts = [cases] if self.part or self.suite != "h200" else [halves(cases, part) for part in (1, 2)]
-            return show(parts, limit if self.suite != "h200" else PART)
+            parts = [cases] if self.part or self.suite != "card" else [halves(cases, part) for part in (1, 2)]
+            return show(parts, limit if self.suite != "card" else PART)
         path = self.out / f"{self.suite}.csv"
-        status = execute(cases, path, self.python or (sys.executable,), limit, self.fresh)
+        status = execute(cases, path, self.python or (sys.executable,), limit, self.fresh, self.jobs)
         return check(path) or status if self.suite == "plans" else status
 
 
@@ -88,7 +96,9 @@ def halves(cases: list[Case], part: int) -> list[Case]:
     return first if part == 1 else cases[len(first) :]
 
 
-def execute(cases: list[Case], path: Path, pythons: tuple[str, ...], minutes: float, fresh: bool) -> int:
+def execute(
+    cases: list[Case], path: Path, pythons: tuple[str, ...], minutes: float, fresh: bool, jobs: int = 1
+) -> int:
     """Runs what is not in the CSV yet; the exit status, 1 when a process failed or time ran out."""
     versions = {python: torch_version(python) for python in pythons}
     wanted = [(python, case) for python in pythons for case in cases]
@@ -98,11 +108,16 @@ def execute(cases: list[Case], path: Path, pythons: tuple[str, ...], minutes: fl
     # All is there: no interrupted run, so measure again. Rows of the other part or torch stay.
     again = keys if keys <= done else keys - done
     todo = [(python, case) for python, case in wanted if (case.name, versions[python]) in again]
+    count = len(todo)
     path.parent.mkdir(parents=True, exist_ok=True)
     write(path, [row for row in old if key_of(row) not in again])
     watch = Watch(sum(case.seconds for _, case in todo), time.perf_counter() + 60 * minutes)
     failures = skipped = 0
     with watch.shown(len(todo)) as advance:
+        if jobs > 1:
+            panels = [(python, case) for python, case in todo if case.kind == "panel" and not case.alone]
+            failures = beside_each_other(panels, path, watch, advance, jobs)
+            todo = [job for job in todo if job not in panels]
         for python, case in todo:
             if not watch.allows(case):
                 skipped += 1
@@ -113,8 +128,27 @@ def execute(cases: list[Case], path: Path, pythons: tuple[str, ...], minutes: fl
             write(path, rows, append=True)
             failures += bool(error)
             advance(case, time.perf_counter() - start, error)
-    print(f"{path}: {len(todo) - skipped} cases, {failures} failed, {skipped} not run for lack of time")
+    print(f"{path}: {count - skipped} cases, {failures} failed, {skipped} not run for lack of time")
     return int(bool(failures or skipped))
+
+
+def beside_each_other(todo: list[tuple[str, Case]], path: Path, watch: Watch, advance: Any, jobs: int) -> int:
+    """All these panels, `jobs` of them at a time up to where they are timed; how many failed."""
+    writing, left = threading.Lock(), watch.left()
+    ends = [time.time() + share * left for share in TOGETHER]
+
+    def one(job: tuple[str, Case]) -> bool:
+        python, case = job
+        start = time.perf_counter()
+        rows, error = run_case(case, python, watch.left(), (*ends, lock))
+        with writing:
+            write(path, rows, append=True)
+            advance(case, time.perf_counter() - start, error)
+        return bool(error)
+
+    with tempfile.NamedTemporaryFile() as file, ThreadPoolExecutor(jobs) as pool:
+        lock = file.name
+        return sum(pool.map(one, todo))
 
 
 class Watch:
@@ -160,13 +194,21 @@ class Watch:
             yield advance
 
 
-def run_case(case: Case, python: str, timeout: float) -> tuple[list[dict[str, Any]], str]:
-    """The rows of one case; and, where its process failed, why: that is the last row then."""
+def run_case(
+    case: Case, python: str, timeout: float, beside: tuple[float, float, str] | None = None
+) -> tuple[list[dict[str, Any]], str]:
+    """The rows of one case; and, where its process failed, why: that is the last row then.
+
+    Args:
+        beside: of a case that runs beside others, when its preparations and when its times have to end, and
+            the file that all lock.
+    """
     with tempfile.TemporaryDirectory() as folder:
         todo, rows = Path(folder) / "case.json", Path(folder) / "rows.jsonl"
         todo.write_text(case.to_json())
         rows.touch()
-        command = [python, "-m", "benchmarks.suite.worker", str(todo), str(rows), str(time.time() + timeout)]
+        ends = [str(time.time() + timeout)] if beside is None else [str(beside[0]), beside[2], str(beside[1])]
+        command = [python, "-m", "benchmarks.suite.worker", str(todo), str(rows), *ends]
         error = ended(command, os.environ | settings(case, folder), Path(folder) / "said", timeout)
         # A line that a process was stopped in has no end.
         found = [json.loads(line) for line in rows.read_text().splitlines(True) if line.endswith("\n")]

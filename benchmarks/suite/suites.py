@@ -190,50 +190,59 @@ def pairs() -> list[Case]:
     return [replace(case, clock="process") for case in found]
 
 
-def h200() -> list[Case]:
-    """Published sizes in bfloat16 on one GPU, what the targets are about first; two parts of ten minutes.
+def card() -> list[Case]:
+    """Published sizes in bfloat16 on one GPU: ten minutes with `--jobs 9`, what matters most first.
 
-    Deep models are compiled block by block, in seconds whatever their depth; whole graphs are of two or four.
+    Whole graphs are those that `benchmarks.graphs` compiles for a card: the simulation is held against these.
+    Deep models are compiled block by block, in seconds whatever their depth.
     """
     main = (
-        *TORCH[:2], "save_nothing", "save_matmuls", *BUDGETS[1:4], *PLANNED[1:4], *JAX[1:3], OURS[-1],
-        "torch SAC titan", ALTERNATE, "torch_remat", "torch_remat regions",
+        *TORCH[:3], "torch_remat regions", "save_nothing", "save_matmuls", OURS[-1], ALTERNATE, NAMED,
+        BUDGETS[2], *PLANNED[1:4], *JAX[1:3],
     )  # fmt: skip
-    short = (*TORCH[:2], "save_nothing", "save_matmuls", BUDGETS[2], PLANNED[2])
-    xl = (*short, *JAX[1:3], OURS[-1], "torch SAC titan", ALTERNATE)
-    basic = ("torch checkpoint", "save_nothing", "save_matmuls", *JAX[1:3])
-    few = (*MEMORY[1:], "budget 0.5")
-    every = (*TORCH, *OURS, ALTERNATE, *PLANNED[::2], "offload_matmuls")
+    whole = (
+        *TORCH[:3],
+        "torch_remat regions",
+        *OURS[:2],
+        OURS[-1],
+        ALTERNATE,
+        NAMED,
+        BUDGETS[2],
+        *PLANNED[1:3],
+    )
+    short = (*TORCH[:2], *OURS[:2], OURS[-1], PLANNED[2])
+    functional = (*OURS[:2], OURS[-1], PLANNED[2])
+    few = (*MEMORY[1:], PLANNED[2])
     compiled = {"compiled": True, "rounds": 8}
     return on_gpu(
-        panel("llama3-8b", "blocks", main, 250, compiled=True, rounds=6, sizes=sizes(depth=8)),
-        fit("llama3-8b", "batch", 1, 120 << 10, (*MEMORY, "budget 0.5"), 60, sizes=sizes(seq=4096)),
-        panel("llama3-8b", "blocks", few, 125, compiled=True, rounds=4, sizes=sizes(depth=32)),
-        panel("gpt2-xl", "blocks", xl, 120, **compiled),
-        # The second call begins about here.
-        panel("llama3-8b", "backward", few, 60, **compiled),
-        # Offload, and a fit at the peak of full recomputation, in eager.
-        panel("llama3-8b", "backward", (*OFFLOAD, LEAN), 40, rounds=6, sizes=sizes(depth=16)),
-        panel("moe", "blocks", (*short, *JAX[1:3]), 55, **compiled),
-        panel("llama-32k", "blocks", (*few, JAX[1]), 100, compiled=True, rounds=4),
-        panel("llama-128k", "blocks", (*basic[:3], JAX[1]), 110, compiled=True, rounds=3),
-        # As `benchmarks.graphs` compiles them for a card: the simulation is held against these.
-        panel("llama3-8b", "step", basic, 40, **compiled, sizes=sizes(depth=2)),
-        panel("llama3-8b", "scan", basic, 40, **compiled, sizes=sizes(depth=2)),
-        panel("llama3-8b", "backward", every, 30, rounds=4),
-        panel("gpt2-medium", "vmap", (*FUNCTIONAL, *few[2:]), 15, rounds=6, sizes=sizes(depth=8)),
-        fit("llama3-8b", "seq", 2048, 120 << 10, MEMORY, 25),
-        Case("compile", "llama3-8b", ("none", *basic[:2]), compiled=True, seconds=25),
-        panel("vit-l", "blocks", few, 25, **compiled),
-        panel("hf-llama", "backward", few, 15, rounds=8),
-        panel("unet", "backward", few, 15, rounds=8),
+        panel("llama3-8b", "blocks", main, 60, compiled=True, rounds=6, sizes=sizes(depth=8)),
+        panel("llama3-8b", "backward", whole, 60, **compiled),
+        panel("llama3-8b", "step", (*functional, *JAX[1:3]), 30, **compiled, sizes=sizes(depth=2)),
+        panel("llama3-8b", "func", functional, 30, **compiled, sizes=sizes(depth=2)),
+        panel("llama3-8b", "scan", (*MEMORY[1:], *JAX[1:3]), 30, **compiled, sizes=sizes(depth=2)),
+        panel("llama-32k", "backward", short, 40, compiled=True, rounds=4),
+        panel("gpt2-xl", "backward", short, 40, **compiled),
+        panel("moe", "backward", short, 40, **compiled, sizes=sizes(depth=4)),
+        panel("vit-l", "backward", short, 40, **compiled, sizes=sizes(depth=4)),
+        panel("hf-llama", "backward", few, 30, **compiled, sizes=sizes(depth=4)),
+        panel("unet", "backward", few, 40, **compiled),
+        # In eager: offload, and a fit at the peak of full recomputation.
+        panel("llama3-8b", "backward", (*OFFLOAD, LEAN), 30, rounds=6, alone=True, sizes=sizes(depth=8)),
+        panel("llama3-8b", "backward", (*TORCH, *OURS, ALTERNATE, *PLANNED[::2]), 30, rounds=6, alone=True),
+        panel("gpt2-medium", "vmap", (*FUNCTIONAL, *few[2:]), 15, rounds=6, alone=True, sizes=sizes(depth=8)),
+        panel(
+            "llama3-8b", "blocks", few[:-1], 60, compiled=True, rounds=3, alone=True, sizes=sizes(depth=32)
+        ),
+        fit("llama3-8b", "batch", 1, 70 << 10, few[:-1], 60, sizes=sizes(seq=4096)),
+        panel("llama-128k", "backward", few[:-1], 60, compiled=True, rounds=2, alone=True),
+        Case("compile", "llama3-8b", ("none", *TORCH[:1], OURS[0]), compiled=True, seconds=25),
     )
 
 
 def rehearsal() -> list[Case]:
-    """Every case of `h200` in miniature on a CPU: what breaks there at any size should break here first."""
+    """Every case of `card` in miniature on a CPU: what breaks there at any size should break here first."""
     found: dict[str, Case] = {}
-    for case in h200():
+    for case in card():
         small = {"width": 64, "heads": 4, "seq": 32, "batch": 2} | {"depth": 2}
         if case.model == "unet":
             small = {"width": 16, "seq": 8, "batch": 2, "depth": 2}
@@ -273,7 +282,7 @@ SUITES: dict[str, Callable[[], list[Case]]] = {
     "cpu": cpu,
     "plans": plans,
     "pairs": pairs,
-    "h200": h200,
+    "card": card,
     "rehearsal": rehearsal,
     "versions": versions,
 }

@@ -1,7 +1,8 @@
 """Runs one case: `python -m benchmarks.suite.worker CASE.json ROWS.jsonl TIME`, started by `benchmarks run`.
 
 At that time (seconds since the epoch) it is stopped: what would not be done by then is left out, and its rows
-say so.
+say so. For a panel `LOCK TIMED` may follow: a file that the processes beside this one lock too, and when
+rounds have to end. TIME is when all before them has to end, then.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.common.measures import NEVER, Deadline
+from benchmarks.common.measures import NEVER, Deadline, Turn
 from benchmarks.common.records import Record, commit
 from benchmarks.suite.cases import Case, Measured
 from benchmarks.suite.fits import fits
@@ -27,8 +29,10 @@ from remat.cli.commands.env import machine
 from remat.cli.measure import Work
 
 
-def panel(case: Case, deadline: Deadline) -> Iterator[Measured]:
-    return Panel.of(case, deadline).run()
+def panel(case: Case, deadline: Deadline, turn: Turn | None = None) -> Iterator[Measured]:
+    if turn is not None:
+        turn.together()
+    return Panel.of(case, deadline, turn).run()
 
 
 def records(case: Case, deadline: Deadline) -> Iterator[Measured]:
@@ -75,7 +79,7 @@ def context(case: Case) -> dict[str, Any]:
     return machine(case.device) | {"commit": commit()}
 
 
-def main(case_file: Path, rows_file: Path, deadline: Deadline = NEVER) -> None:
+def main(case_file: Path, rows_file: Path, deadline: Deadline = NEVER, turn: Turn | None = None) -> None:
     # What peers warn of (slow kernels under vmap, names that a model lacks, budgets out of reach) is known.
     warnings.simplefilter("ignore")
     case = Case.from_json(case_file.read_text())
@@ -87,12 +91,15 @@ def main(case_file: Path, rows_file: Path, deadline: Deadline = NEVER) -> None:
     torch._dynamo.config.recompile_limit = 64
     shared = context(case)
     with rows_file.open("a") as file:
-        for row in KINDS[case.kind](case, deadline):
+        run = KINDS[case.kind] if turn is None else partial(panel, turn=turn)
+        for row in run(case, deadline):
             print(json.dumps(shared | asdict(row)), file=file, flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), Deadline.until(float(sys.argv[3])))
+    paths, ends = [Path(path) for path in (*sys.argv[1:3], *sys.argv[4:5])], sys.argv[3::2]
+    deadlines = [Deadline.until(float(end)) for end in ends]
+    main(*paths[:2], deadlines[0], Turn(paths[2], deadlines[1]) if len(paths) > 2 else None)
     # Some peers leave threads of their own behind, which need not be waited for.
     sys.stdout.flush()
     os._exit(0)

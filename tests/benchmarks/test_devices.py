@@ -248,7 +248,7 @@ def test_cases_that_were_not_reached_are_rows_and_run_the_next_time(
 ) -> None:
     calls: list[str] = []
     monkeypatch.setattr(runs, "run_case", stub(calls))
-    path = tmp_path / "h200.csv"
+    path = tmp_path / "card.csv"
     cases = [tiny(seconds=2.0), tiny("moe", seconds=500.0)]
     assert runs.execute(cases, path, (sys.executable,), 1.0, fresh=False) == 1
     with path.open(newline="") as file:
@@ -293,7 +293,7 @@ def test_an_estimate_is_what_a_step_takes() -> None:
 
 
 def test_models_of_the_gpu_suite_fit_without_remat() -> None:
-    cases = [case for case in SUITES["h200"]() if case.kind == "panel" and not case.model.startswith("hf")]
+    cases = [case for case in SUITES["card"]() if case.kind == "panel" and not case.model.startswith("hf")]
     for case in cases[:1] + [case for case in cases if dict(case.sizes).get("depth") == 32]:
         found = estimate(case)
         assert not found.error and 0 < found.lean < found.plain
@@ -304,7 +304,7 @@ def test_the_rehearsal_has_every_kind_of_case_of_the_gpu_suite() -> None:
     def kinds(suite: str) -> set[tuple[Any, ...]]:
         return {(case.kind, case.model, case.mode, case.compiled, case.dtype) for case in SUITES[suite]()}
 
-    assert kinds("rehearsal") == kinds("h200")
+    assert kinds("rehearsal") == kinds("card")
     assert all(case.device == "cpu" for case in SUITES["rehearsal"]())
 
 

@@ -284,7 +284,7 @@ def test_a_run_goes_on_where_it_stopped_and_tries_failures_again(tmp_path: Path,
 
 def test_the_second_part_of_a_suite_leaves_the_rows_of_the_first(tmp_path: Path, monkeypatch: Any) -> None:
     calls: list[str] = []
-    path = tmp_path / "h200.csv"
+    path = tmp_path / "card.csv"
     monkeypatch.setattr(runs, "run_case", stub(calls))
     for case in (tiny(), tiny("moe"), tiny("moe")):
         runs.execute([case], path, (sys.executable,), 5.0, fresh=False)
@@ -307,7 +307,7 @@ def test_no_case_is_started_that_would_end_too_late(tmp_path: Path, monkeypatch:
     calls: list[str] = []
     monkeypatch.setattr(runs, "run_case", stub(calls))
     cases = [tiny(seconds=500.0), tiny("moe", seconds=2.0)]
-    assert runs.execute(cases, tmp_path / "h200.csv", (sys.executable,), 1.0, fresh=False) == 1
+    assert runs.execute(cases, tmp_path / "card.csv", (sys.executable,), 1.0, fresh=False) == 1
     assert calls == [cases[1].name]
 
 
@@ -336,7 +336,7 @@ def test_the_cases_of_a_suite_can_be_told_apart_built_and_sent(suite: str) -> No
 
 
 def test_the_two_parts_of_a_suite_are_all_of_it_and_fit_into_ten_minutes() -> None:
-    cases = SUITES["h200"]()
+    cases = SUITES["card"]()
     parts = [runs.halves(cases, part) for part in (1, 2)]
     assert parts[0] + parts[1] == cases
     assert all(sum(case.seconds for case in part) < 600 for part in parts)
@@ -388,7 +388,7 @@ def test_a_report_is_made_of_the_csv(tmp_path: Path) -> None:
     assert "Abacus 3000" in readme and "| `save_matmuls` |  | 50.0 |  | 11.4 (10.4-20.0) |  |" in readme
     assert "| `torch checkpoint` | broke \\| badly |" in readme
     assert (tmp_path / "docs" / "figures" / "quick_pareto.png").stat().st_size > 1000
-    assert "there is no `benchmarks/results/h200.csv`" in docs
+    assert "there is no `benchmarks/results/card.csv`" in docs
     # JAX's point is not dominated: the nearest of ours needs 11.4 / 9 of its time.
     assert "`jax save_matmuls` (1.25)" in docs or "`jax save_matmuls` (1.27)" in docs
     assert "seq within 1 MiB cpu float32 | stopped after 9 s |" in docs
@@ -421,10 +421,10 @@ def test_tables_of_graphs_are_what_the_committed_csv_says() -> None:
 
 def on_a_card(peak: float, step: float) -> Results:
     """Made up: one peer of Llama's four blocks, with a peak in MiB and a step in ms."""
-    case = next(c for c in SUITES["h200"]() if c.name == "panel llama3-8b backward compiled cuda bfloat16")
+    case = next(c for c in SUITES["card"]() if c.name == "panel llama3-8b backward compiled cuda bfloat16")
     row = replace(Measured.of(case), peer="save_nothing", family="remat")
     rows = [row.with_value("peak", "bytes", peak * 2**20), row.with_value("step", "ms", step)]
-    return Results("h200", {"accelerator": "NVIDIA H100 80GB HBM3"}, rows, ["2.13.0"] * 2, ["c"] * 2)
+    return Results("card", {"hardware": "NVIDIA H100 80GB HBM3"}, rows, ["2.13.0"] * 2, ["c"] * 2)
 
 
 def test_the_simulation_is_held_against_a_card() -> None:
@@ -440,7 +440,7 @@ def test_the_simulation_is_held_against_a_card() -> None:
         assert line.endswith(f"{1 / slower - 1:+.1%} | {expected} |")
     assert "not measured" in card.simulated(graphs, None).lower()
     # The cases that both have: two blocks in one graph are such, the deep models block by block are not.
-    compiled = [case.built() for case in SUITES["h200"]() if case.compiled and case.mode in ("step", "scan")]
+    compiled = [case.built() for case in SUITES["card"]() if case.compiled and case.mode in ("step", "scan")]
     shared = {f"{one.name}, {getattr(one, 'depth')} blocks" for one in compiled}  # noqa: B009
     assert shared == {"llama3-8b, 2 blocks"} <= {", ".join(row["mode"].split(", ")[:2]) for row in graphs}
 

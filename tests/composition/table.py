@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,6 +28,8 @@ from remat.policies import (
 aten = torch.ops.aten
 
 ASKED = [0]
+# Where arguments are: REMAT_TEST_DEVICE=cuda runs the table on a card.
+DEVICE = torch.device(os.environ.get("REMAT_TEST_DEVICE", "cpu"))
 
 
 def every_second(info: Any) -> bool:
@@ -77,7 +80,7 @@ def case(*, lacks: str = "") -> Callable[[Build], Build]:
 def rand(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
     """Numbers that depend on the shape and the seed alone, never on the global generator."""
     generator = torch.Generator().manual_seed(seed + 7 * sum(shape))
-    return torch.randn(*shape, dtype=dtype, generator=generator)
+    return torch.randn(*shape, dtype=dtype, generator=generator).to(DEVICE)
 
 
 # -- the functions ------------------------------------------------------------------------------------
@@ -285,7 +288,7 @@ def integers(wrap):
         return torch.sigmoid(h @ w).gather(1, ids[:, None]), ids + 1
 
     return lambda ids, table, w: wrap(block)(ids, table, w)[0], (
-        torch.tensor([0, 2, 1]),
+        torch.tensor([0, 2, 1], device=DEVICE),
         rand(3, 4),
         rand(4, 3),
     )

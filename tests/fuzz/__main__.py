@@ -1,6 +1,6 @@
 """`make fuzz`: programs drawn at random, with regions and without; what fails is made small and saved.
 
-make fuzz ARGS='--seeds 0:1000 --modes eager,func,aot_eager,inductor --out out/fuzz'
+make fuzz ARGS='--seeds 0:1000 --modes eager,func,aot_eager,inductor --out out/fuzz --device cuda'
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from tests.fuzz import library
 from tests.fuzz.program import draw
 from tests.fuzz.run import Verdict, check
 from tests.fuzz.shrink import save, shrink
@@ -48,12 +49,17 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seeds", default="0:1000", help="first:last")
     parser.add_argument("--modes", default="eager,func", help=f"of {', '.join(MODES)}")
     parser.add_argument("--out", type=Path, default=Path("out/fuzz"), help="where failing programs are saved")
+    parser.add_argument("--device", default="cpu", help="where programs run: cpu, cuda")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop each mode after so many")
     parser.add_argument("--no-shrink", action="store_true", help="save them as they were drawn")
     parser.add_argument("--refused", action="store_true", help="save and shrink what is refused, too")
     options = parser.parse_args(arguments)
     first, last = map(int, options.seeds.split(":"))
     torch.set_num_threads(1)
     seed_only_what_is_there()
+    library.device[0] = torch.device(options.device)
+    if options.device != "cpu":
+        torch.set_default_device(options.device)  # what programs make without a word of where
     failed = 0
     for mode in options.modes.split(","):
         flavour, backend = MODES[mode]
@@ -61,6 +67,8 @@ def main(arguments: list[str]) -> int:
         refused: Counter[str] = Counter()
         start = time.monotonic()
         for seed in range(first, last):
+            if time.monotonic() - start > options.seconds:
+                break
             verdict = one(seed, mode)
             kinds[verdict.kind] += 1
             if verdict.kind == "refused":
@@ -70,7 +78,7 @@ def main(arguments: list[str]) -> int:
                 if not options.no_shrink:
                     program = shrink(program, verdict, backend)
                 print(save(options.out, program, verdict, backend), verdict.what[:200], flush=True)
-        each = 1e3 * (time.monotonic() - start) / max(1, last - first)
+        each = 1e3 * (time.monotonic() - start) / max(1, kinds.total())
         print(f"{mode}: {dict(kinds)}, {each:.0f} ms each")
         for message, count in refused.most_common():
             print(f"  refused {count}: {message}")

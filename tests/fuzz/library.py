@@ -59,6 +59,8 @@ POLICIES |= PLANNED
 Pair = namedtuple("Pair", ["first", "second"])
 # Whether `R` makes regions, or leaves functions as they are.
 on = [True]
+# Where models, inputs and whatever programs make are; random streams are this device's.
+device = [torch.device("cpu")]
 
 
 def R(fn: Callable[..., Any], policy: str = "nothing") -> Callable[..., Any]:
@@ -102,7 +104,7 @@ class Base(nn.Module):
         self.escaped: list[Tensor] = []
         self.last = torch.full((4,), 0.5)
         self.noted: Tensor | None = None  # a result that other parts of the same call read
-        self.generator = torch.Generator().manual_seed(5)
+        self.generator = torch.Generator(device[0]).manual_seed(5)
 
 
 def run_chain(functions: list[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:

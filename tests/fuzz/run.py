@@ -88,7 +88,8 @@ class Pass:
 
     def inputs(self, step: dict[str, Any]) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(step["rows"])
-        x, y = torch.randn(2, step["rows"], 4, generator=generator, dtype=self.dtype).unbind(0)
+        both = torch.randn(2, step["rows"], 4, generator=generator, dtype=self.dtype, device="cpu")
+        x, y = both.to(library.device[0]).unbind(0)
         return x.clone().requires_grad_(step["requires"]), y.clone()
 
     def _prepare(self, step: dict[str, Any]) -> None:
@@ -144,6 +145,8 @@ class Pass:
         if not self.streams:
             return seen
         seen["random stream"] = torch.default_generator.get_state()
+        if library.device[0].type == "cuda":
+            seen["random stream of the card"] = torch.cuda.get_rng_state(library.device[0])
         seen["own random stream"] = model.generator.get_state()
         seen["Python's random stream"] = hash(random.getstate())
         seen["NumPy's random stream"] = int(np.random.get_state()[1].sum()), np.random.get_state()[2]  # type: ignore
