@@ -15,10 +15,15 @@ from remat.transforms.compiled.barrier import as_fenced, fence_fake, on_local
 from remat.transforms.offload import Elsewhere, lane, to_device, to_host
 
 _library = torch.library.Library("remat", "FRAGMENT")
-_library.define("send(Tensor value) -> Tensor")
-_library.define("fetch(Tensor host, Device device, Tensor[] after) -> Tensor")
-_library.define("arrived(Tensor value, Tensor[] after) -> Tensor")
-_library.define("arrived.wait(Tensor value) -> ()")
+# A CUDA graph holds no host memory, and its replay asks nobody whether a copy has arrived: torch cuts the graph
+# here and captures the parts.
+for _schema in (
+    "send(Tensor value) -> Tensor",
+    "fetch(Tensor host, Device device, Tensor[] after) -> Tensor",
+    "arrived(Tensor value, Tensor[] after) -> Tensor",
+    "arrived.wait(Tensor value) -> ()",
+):
+    _library.define(_schema, tags=(torch.Tag.cudagraph_unsafe,))
 
 # By the address of what was fetched: the mark that says when it is there.
 _marks: dict[int, Any] = {}

@@ -60,7 +60,7 @@ from remat.transforms.scan.spec import (
     uncached_casts,
     with_step_note,
 )
-from remat.transforms.state import Ambient, RandomState, device_kinds, prints_here
+from remat.transforms.state import Ambient, RandomState, default_device, device_kinds, prints_here
 
 
 def run(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
@@ -73,11 +73,10 @@ def run(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     for mode in active.stack:
         mode.tape.scanned = True
     # Whoever watches (an enclosing region, offloading hooks) must see the states as saved tensors.
-    levels = in_transform()
-    plain, ambient = not (levels or top_hooks() or modes_active()), None
-    if scan.opaque is not None:
-        plain, ambient = False, scan.opaque.ambient
-    scan = replace(scan, plain=plain, levels=levels, record=Record(ambient))
+    levels, opaque = in_transform(), scan.opaque
+    plain = opaque is None and not (levels or top_hooks() or modes_active())
+    record, here = Record(None if opaque is None else opaque.ambient), default_device() or scan.device
+    scan = replace(scan, plain=plain, levels=levels, device=here, record=record)
     scan.record.compared = torch.is_grad_enabled() and any(map(_torch_differentiable, flat))
     out = _Scan.apply(scan, *flat)
     if active.listeners and scan.record.compared:
@@ -101,7 +100,7 @@ class _Scan(torch.autograd.Function):
         if scan.opaque is not None:
             scan.record.final = [None] * len(scan.carry)
             return tuple(scan.opaque.forward(scan, flat))
-        with torch.no_grad():
+        with torch.no_grad(), scan.device or nullcontext():
             carry, ys = run_forward(scan, flat)
         scan.record.final = [None if i in scan.tensors else v for i, v in enumerate(carry)]
         index_states(scan, flat)

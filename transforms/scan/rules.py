@@ -82,8 +82,8 @@ def batch(
         def one(consts: Tensors, tensors: Tensors, x: Tensors) -> tuple[Any, Any]:
             before = scan.whole(tensors, carry)
             full, ys = scan.step(consts, before, x)
-            if scan.proceed is not None:  # an example that is done keeps its carry
-                more = torch.as_tensor(scan.proceed(consts, before))
+            more = scan.proceed(consts, before) if scan.proceed is not None else None
+            if isinstance(more, torch.Tensor):  # an example that is done keeps its carry
                 full = [
                     torch.where(more, b, a) if i in scan.tensors else b
                     for i, (a, b) in enumerate(zip(before, full, strict=True))
@@ -112,7 +112,8 @@ def _batch_condition(scan: Scan, const_dims: list[int | None]) -> Callable[[Tens
     def proceed(consts: Tensors, carry: Leaves) -> Any:
         def one(consts: Tensors, tensors: Tensors) -> torch.Tensor:
             assert scan.proceed is not None
-            return torch.as_tensor(scan.proceed(consts, scan.whole(tensors, carry)))
+            more = scan.proceed(consts, scan.whole(tensors, carry))
+            return more if isinstance(more, torch.Tensor) else torch.tensor(more, device="cpu")
 
         over = (list(const_dims), [0] * len(scan.tensors))
         return torch.vmap(one, in_dims=over)(list(consts), [carry[i] for i in scan.tensors]).any()

@@ -162,6 +162,8 @@ class Scan:
     # dimensions. (jacrev is such a vmap.) Steps are evaluated again without them; only pulling is batched.
     over: tuple[tuple[int, str], ...] = ()
     values: Primals | None = None
+    # The default device at the call. Inside of a Function torch.func has put all torch-function modes aside.
+    device: torch.device | None = None
 
     @property
     def reverse(self) -> bool:

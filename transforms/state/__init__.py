@@ -6,6 +6,7 @@ from remat.transforms.state.ambient import (
     Print,  # what is compared of a float tensor
     RandomState,  # generator states of the CPU and of every device among the arguments
     alike,  # whether two runs had the same results, as far as prints tell
+    default_device,  # that of an enclosing `with torch.device(...)` or `set_default_device`, or None
     device_kinds,  # the kinds of device among `tensors`, the CPU always first
     drawing_again,  # around a run of a function again: generators as at its start
     generators_again,  # let generators begin where they were, and leave them as they are

@@ -47,7 +47,7 @@ class Ambient:
     def __init__(self, device_types: Sequence[str]) -> None:
         self.switches = [read() for read in _READERS]
         self.captured = [(replay, capture()) for capture, replay in registered.values()] if registered else ()
-        self.device = _default_device() if function_modes() else None
+        self.device = default_device()
         # Whether autocast was on for any of the devices, and what it cast to.
         self.casts = False
         self.autocast: tuple[tuple[str, torch.dtype | None], ...] = _NO_AUTOCAST
@@ -92,7 +92,7 @@ def switches_put_back() -> Iterator[None]:
         _write_switches(before)
 
 
-def _default_device() -> torch.device | None:
+def default_device() -> torch.device | None:
     """The device of an enclosing `with torch.device(...)` or `set_default_device`, None without one."""
     for i in reversed(range(function_modes())):
         mode = function_mode_at(i)

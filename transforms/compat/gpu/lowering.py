@@ -237,10 +237,8 @@ def _why_not(graph: Any, module: GraphModule) -> str:
     if first is None:
         from torch._inductor.utils import get_first_incompatible_cudagraph_node as first
     if (node := first(module)) is not None:
-        return f"{node.target}, at {line_of(node)}"
-    for node in module.graph.nodes:
-        if str(node.target) in _HOST:
-            return f"host memory in {node.target}, at {line_of(node)}"
+        what = "host memory in " if str(node.target) in _HOST else ""
+        return f"{what}{node.target}, at {line_of(node)}"
     for device, node in graph.device_node_mapping.items():
         if device.type != DEVICE.type:
             return f"{node.target} on {device.type}, at {line_of(node)}"
