@@ -122,6 +122,19 @@ def _sdpa_backward(*args: Any, **_: Any) -> float:
     return 2.5 * _sdpa(*queries[1:4])
 
 
+# Keys in a block of the kernels of torch (`kvSplitSize`) and of FlashAttention-2.
+_KEYS_ON_CPU, _KEYS_ON_GPU = 512, 128
+
+
+def causal_share(op: Any, args: Any, kwargs: Any, rows: int, *, on_cpu: bool = False) -> float:
+    """The share of an op's FLOPs that its kernel computes: a causal mask hides whole blocks of keys."""
+    schema = getattr(op, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    block = _KEYS_ON_CPU if on_cpu else _KEYS_ON_GPU
+    return min(1.0, (rows + block) / (2 * rows)) if given.get("is_causal") else 1.0
+
+
 def _linear(x: torch.Size, weight: torch.Size, *_: Any, **__: Any) -> int:
     return 2 * math.prod(x) * weight[0]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from remat._core import Device, known_flops, untouched
+from remat._core import Device, causal_share, known_flops, untouched
 from remat.debug import Recomputed, RegionNodes, regions_in, uncompiled
 from remat.gpu.cards import card
 from remat.gpu.report import GpuGraph, GpuReport, Kernel
@@ -307,6 +307,13 @@ def _kernel(launch: Launch, chip: Chip, speeds: Device, machine_code: bool) -> K
     flops = known_flops(launch.op, launch.args, launch.kwargs, launch.outputs, is_hollow) or 0
     types = {leaf.dtype for leaf in tree_leaves((launch.args, launch.kwargs)) if isinstance(leaf, Hollow)}
     half = bool(types & {torch.float16, torch.bfloat16})
-    seconds = max(moved, flops / (speeds.half if half else speeds.single))
+    share = causal_share(launch.op, launch.args, launch.kwargs, _rows(launch)) if flops else 1.0
+    seconds = max(moved, share * flops / (speeds.half if half else speeds.single))
     name = launch.name.removesuffix(".default").removesuffix(".out")
     return Kernel(name, "extern", launch.read, launch.written, flops, seconds, launch.live)
+
+
+def _rows(launch: Launch) -> int:
+    """Of an attention op's queries: its operands begin with tensors of such rows."""
+    first = next((arg for arg in launch.args if isinstance(arg, Hollow) and len(arg.shape) > 1), None)
+    return first.shape[-2] if first else 1

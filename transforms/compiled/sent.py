@@ -15,8 +15,8 @@ from remat.transforms.compiled.barrier import as_fenced, fence_fake, on_local
 from remat.transforms.offload import Elsewhere, lane, to_device, to_host
 
 _library = torch.library.Library("remat", "FRAGMENT")
-# A CUDA graph holds no host memory, and its replay asks nobody whether a copy has arrived: torch cuts the graph
-# here and captures the parts.
+# A CUDA graph holds no host memory, and its replay asks nobody whether a copy has arrived: torch cuts the
+# graph here and captures the parts.
 for _schema in (
     "send(Tensor value) -> Tensor",
     "fetch(Tensor host, Device device, Tensor[] after) -> Tensor",

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from remat._core import DEVICES, op_name
+from remat._core import DEVICES, causal_share, op_name
 from remat.plan.graph.flops import bytes_sent, flops_of, is_heavy
 from remat.plan.graph.speeds import NARROW, Speeds, speeds_of
 from remat.plan.graph.traffic import is_view, traffic
@@ -29,8 +29,6 @@ _LIGHT = {
 }
 # Exponents for which torch multiplies, divides, or takes roots.
 _PLAIN_POWERS = (0.5, 1, 2, 3, -0.5, -1, -2)
-# Keys in a block of the kernels of torch (`kvSplitSize`) and of FlashAttention-2.
-_KEYS_ON_CPU, _KEYS_ON_GPU = 512, 128
 # What it takes until a collective begins to send.
 LATENCY = 10e-6
 _SPEED_OF = {name: kind for kind, names in _LIGHT.items() for name in names.split()}
@@ -146,14 +144,8 @@ def _heavy_kind(joint: Joint, op: Op) -> str:
 
 def _computed(joint: Joint, op: Op, device: str) -> float:
     """The share of an op's FLOPs that its kernel computes: a causal mask hides whole blocks of keys."""
-    schema = getattr(op.target, "_schema", None)
-    names = [argument.name for argument in schema.arguments] if schema is not None else []
-    given = dict(zip(names, op.args, strict=False)) | dict(op.kwargs)
-    if not given.get("is_causal"):
-        return 1.0
     rows = joint.values[op.reads[0]].shape[-2]
-    block = _KEYS_ON_CPU if device == "cpu" else _KEYS_ON_GPU
-    return min(1.0, (rows + block) / (2 * rows))
+    return causal_share(op.target, op.args, op.kwargs, rows, on_cpu=device == "cpu")
 
 
 def _light_kind(op: Op) -> str:

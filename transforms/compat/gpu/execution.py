@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.transforms.compat.aot import example_of
+from remat.transforms.compat.gpu.attention import workspace
 from remat.transforms.compat.gpu.machine import DEVICE, Chip, pretended
 
 aten = torch.ops.aten
@@ -157,6 +158,10 @@ class Execution:
         self._count[key] += 1
         weakref.finalize(tensor, self._gone, key)
 
+    def note_inside(self, size: int) -> None:
+        """Count memory that a kernel takes while it runs, and that nobody sees."""
+        self.peak = max(self.peak, self.live + size)
+
     def _gone(self, key: int) -> None:
         self._count[key] -= 1
         if not self._count[key]:
@@ -193,6 +198,7 @@ class _Watch(TorchDispatchMode):
             if at is None:
                 return out
             func, args = args[at], args[at + 1 :]
+        self.execution.note_inside(workspace(func, args))
         # (An op without results waits for something.)
         if (
             made
