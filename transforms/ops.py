@@ -28,6 +28,7 @@ _IGNORED = {
     _aten.to.dtype_layout,
     _aten.to.dtype,
     torch.ops.prim.device.default,
+    *(getattr(_aten.set_, name) for name in ("source_Storage", "source_Storage_storage_offset")),
 }
 # Ops that other processes take part in. Functional ones are ops as others are, which a policy may keep; of
 # the rest, which write and hand out what is to be waited for, a tape does not tell all.

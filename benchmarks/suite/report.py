@@ -71,6 +71,8 @@ class Report:
                 rewrite(self.root / page, written)
             measured = Results.load(self.results / "card.csv")
             rewrite(self.root / "docs" / "gpu.md", {"card": card.simulated(graphs, measured)})
+            if measured:
+                rewrite(self.root / "README.md", {"card": headline(measured, {})})
         return 0
 
 

@@ -38,6 +38,7 @@ from remat.transforms.compat.gpu import (
     triton_wanted,
 )
 from remat.transforms.compiled import RECOMPUTED
+from remat.transforms.joint import attention_workspace, is_attention_backward
 from remat.transforms.scan.traced import KERNELS, living_with
 
 
@@ -258,7 +259,7 @@ class Simulation:
     """
 
     def __init__(self, code: Lowered, chip: Chip | None, blocks: Sequence[Block] = ()) -> None:
-        self.execution = Execution(chip, KERNELS)
+        self.execution = Execution(chip, KERNELS, _inside)
         self.kept = 0
         self.blocks = [self._lowered(block, chip) for block in blocks]
         self._code = code
@@ -317,3 +318,8 @@ def _rows(launch: Launch) -> int:
     """Of an attention op's queries: its operands begin with tensors of such rows."""
     first = next((arg for arg in launch.args if isinstance(arg, Hollow) and len(arg.shape) > 1), None)
     return first.shape[-2] if first else 1
+
+
+def _inside(op: Any, args: Sequence[Any]) -> int:
+    """Bytes that an op's kernel takes beside its operands and results; cuBLAS's are not known."""
+    return attention_workspace(args[1], args[2]) if is_attention_backward(op) else 0

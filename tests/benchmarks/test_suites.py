@@ -452,6 +452,8 @@ def test_readme_and_docs_are_what_the_committed_csvs_say() -> None:
     readme = (ROOT / "README.md").read_text()
     counts = counted(folder)
     assert filled(readme, "headline", headline(quick, counts)) == readme
+    measured = Results.load(folder / "card.csv")
+    assert measured is not None and filled(readme, "card", headline(measured, {})) == readme
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     assert filled(page, "instructions", instructions(counts)) == page
     for suite in REPORTED:

@@ -56,6 +56,7 @@ WAYS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
 @pytest.mark.parametrize(
     "fn", [scanned, looped, counted, remat(scanned)], ids=["scan", "numbers", "loop", "region"]
 )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from remat.transforms.compiled.barrier import as_fenced, fence_fake, on_local
-from remat.transforms.offload import Elsewhere, lane, to_device, to_host
+from remat.transforms.offload import Elsewhere, copied_to_host, lane, to_device
 
 _library = torch.library.Library("remat", "FRAGMENT")
 # A CUDA graph holds no host memory, and its replay asks nobody whether a copy has arrived: torch cuts the
@@ -30,10 +30,7 @@ _marks: dict[int, Any] = {}
 
 
 def _send(value: torch.Tensor) -> torch.Tensor:
-    copy = to_host(value)
-    # Compilers give the value's memory to the next kernel that asks.
-    copy.wait()
-    return copy.tensor
+    return copied_to_host(value)
 
 
 def _fetch(host: torch.Tensor, device: torch.device, after: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -1,6 +1,8 @@
 """The joint graph of a function, forward and backward, for those who plan."""
 
 from remat.transforms.joint.attention import (
+    attention_workspace,  # bytes that the backward of a GPU's attention takes beside what it reads and makes
+    is_attention_backward,  # whether an op is that
     planned_for,  # within, tensors without a device are planned for this one
     target_kind,  # that kind
 )

@@ -5,6 +5,7 @@ from remat.transforms.offload.transfer import (
     Copy,  # a copy that is on its way
     Elsewhere,  # a kept value that is not on its device
     away_in,  # the values among what is kept of an op that lie in host memory
+    copied_to_host,  # a copy in host memory, made where the device computes
     held_tensors,  # the tensors held for a kept value, and which are offloaded
     lane,  # how a tensor travels to the host, or from there
     pinned_for,  # whether such a tensor goes to pinned memory

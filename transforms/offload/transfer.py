@@ -146,6 +146,19 @@ def to_host(tensor: torch.Tensor, into: torch.Tensor | None = None) -> Copy:
     return Copy(copy, by, mark)
 
 
+def copied_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory, made where the device computes: what it computes next comes after the copy.
+
+    For graphs of compilers, which give the value's memory to the next kernel that asks. So nothing could run
+    beside the copy, and the memory of a CUDA graph takes no marks of other streams.
+    """
+    tensor = tensor.resolve_conj().resolve_neg()
+    if not isinstance(lane(tensor), StreamLane):
+        return to_host(tensor).tensor
+    host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
 def to_device(host: torch.Tensor, device: torch.device) -> Copy:
     """Begin to copy a tensor that was sent from `device` back: once it has come to the host."""
     by = lane(host, device)

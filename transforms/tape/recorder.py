@@ -30,7 +30,7 @@ from remat.transforms.ops import (
     tensors_in,
     traits,
 )
-from remat.transforms.placeholders import LEFT_OUT, without_objects
+from remat.transforms.placeholders import without_objects
 from remat.transforms.sharded import wraps
 from remat.transforms.state import GeneratorState
 from remat.transforms.tape.snapshots import Snapshot
@@ -45,7 +45,7 @@ from remat.transforms.tape.tape import (
     is_graded,
 )
 from remat.transforms.tape.unseen import memory_around
-from remat.transforms.tape.verdicts import WriteWatch
+from remat.transforms.tape.verdicts import OWN_DRAWS, WriteWatch
 
 _as_strided = torch.ops.aten.as_strided.default
 # What stands in a template as it is, and means the same in another call.
@@ -149,6 +149,8 @@ class Recorder(WriteWatch):
         first = next(iter(tensors_in(args)), None)
         number = self.bound(first) if first is not None else None
         out = func(*args, **kwargs)
+        if facts.name == "set_":
+            return self.other_memory(out, number)
         if self.local is not None and wraps(out):
             return out  # around `first`
         if not isinstance(out, torch.Tensor) or first is None or out is first:
@@ -242,6 +244,8 @@ class Recorder(WriteWatch):
         asked = not facts.writes or facts.conditional is not None
         if self.selector is not None and asked and not active.unasked and not node.optional:
             self.judge(at, self.selector.decide(at, node, args, kwargs, out), out)
+        if facts.name in OWN_DRAWS:
+            self.keep_own_draws(at, facts, args, out)
         if self.decisions is not None:
             decides = self.decisions.meets(at, node, facts, read_by(node, self.tape), bool(node.verdict))
             if decides and not active.unasked:
@@ -259,11 +263,7 @@ class Recorder(WriteWatch):
             return {k: self._template(v) for k, v in value.items()}
         if isinstance(value, (tuple, list)) and any(True for _ in tensors_in(value)):
             return tuple([self._template(v) for v in value])
-        if not isinstance(value, (*_PLAIN, tuple, list)):
-            self.tape.cacheable = False
-            if isinstance(value, (torch.UntypedStorage, torch.TypedStorage)):
-                self.tape.open = "it takes the storage of a tensor"
-                return LEFT_OUT
+        self.tape.cacheable = self.tape.cacheable and isinstance(value, (*_PLAIN, tuple, list))
         return value
 
     def number(self, tensor: torch.Tensor) -> int:

@@ -20,6 +20,9 @@ from remat.transforms.state import GeneratorState
 from remat.transforms.tape.snapshots import Snapshot
 from remat.transforms.tape.tape import RECOMPUTE, SAVE, Node, ValueNumbering, map_tensors
 
+# Dropout between the layers of an RNN: where its probability is among the arguments, and whether it trains.
+OWN_DRAWS = {"_cudnn_rnn": (11, 12), "miopen_rnn": (9, 10)}
+
 
 class Verdicts(Mode):
     """The part of a recorder that keeps values (see `recorder.Recorder`)."""
@@ -56,6 +59,19 @@ class Verdicts(Mode):
             self._kept_in.setdefault(node.root, []).append(at)
             if verdict == SAVE:
                 self.kept_bytes += sum(t.numel() * t.element_size() for t in tensors_in(out))
+
+    def keep_own_draws(self, at: int, facts: Traits, args: Any, out: Any) -> None:
+        """Keep what a kernel drew from a random state of its own: no generator makes it again."""
+        p, trains = OWN_DRAWS[facts.name]
+        if args[trains] and args[p] > 0:
+            self.judge(at, self.tape.nodes[at].verdict or SAVE, out)
+
+    def other_memory(self, tensor: Any, number: int | None) -> Any:
+        """A tensor that was given the memory of a storage: who reads it finds out what it looks at."""
+        if number is None or number < 0:
+            self.tape.open = self.tape.open or "it gives a tensor from outside other memory"
+        self._numbers.pop(id(tensor), None)
+        return tensor
 
     def _hold(self, at: int, node: Node, verdict: int, out: Any) -> Any:
         """What is kept of an op's results under this verdict, SAVE or OFFLOAD."""

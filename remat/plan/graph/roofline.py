@@ -144,7 +144,7 @@ def _heavy_kind(joint: Joint, op: Op) -> str:
 
 def _computed(joint: Joint, op: Op, device: str) -> float:
     """The share of an op's FLOPs that its kernel computes: a causal mask hides whole blocks of keys."""
-    rows = joint.values[op.reads[0]].shape[-2]
+    *_, rows, _ = (1, 1, *joint.values[op.reads[0]].shape)
     return causal_share(op.target, op.args, op.kwargs, rows, on_cpu=device == "cpu")
 
 

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from remat.transforms.joint import Joint, Op
+from remat.transforms.joint import Joint, Op, attention_workspace, is_attention_backward
 
 
 def is_view(joint: Joint, op: Op) -> bool:
@@ -32,8 +32,11 @@ def workspace(joint: Joint, op: Op) -> int:
     """Bytes that live while an op runs, besides what it reads and makes.
 
     On a CPU oneDNN copies what a convolution reads, and what its backward makes, into blocks of channels; one
-    by one pixel needs none.
+    by one pixel needs none. On a GPU the backward of fused attention adds up in float32.
     """
+    if is_attention_backward(op.target):
+        query, key = (joint.values[ref.id] for ref in op.args[1:3])
+        return attention_workspace(query, key)
     if op.target is not _CONVOLUTION and op.target is not _CONVOLUTION_BACKWARD:
         return 0
     back = op.target is _CONVOLUTION_BACKWARD

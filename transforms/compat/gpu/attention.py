@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -111,26 +111,3 @@ def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.T
     wide = mask.shape[-1]
     padded = _padded(mask, 16)[..., :wide] if wide % 16 else mask
     return padded.expand(query.shape[0], query.shape[1], query.shape[-2], key.shape[-2])
-
-
-_BACKWARDS = tuple(
-    getattr(aten, f"_scaled_dot_product_{kind}_attention_backward").default
-    for kind in ("flash", "efficient", "cudnn")
-)
-
-
-def workspace(op: Any, args: Sequence[Any]) -> int:
-    """Bytes that an op's kernel takes while it runs: of attention's backward, as measured on an H100.
-
-    The gradient of the queries is added up in float32, with two numbers a row. Where queries share keys, each
-    head has gradients of its own of both. Source: `mha_bwd` of FlashAttention (`flash_api.cpp`). cuDNN's
-    kernel took as much, within 1 MiB, at five shapes under torch 2.11.0.
-    """
-    if op not in _BACKWARDS:
-        return 0
-    query, key = args[1], args[2]
-    batch, heads, rows, wide = query.shape
-    size = 4 * batch * heads * rows * (wide + 2)
-    if key.shape[1] != heads:
-        size += 2 * batch * heads * key.shape[2] * wide * query.itemsize
-    return size

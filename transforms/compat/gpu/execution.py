@@ -21,7 +21,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.transforms.compat.aot import example_of
-from remat.transforms.compat.gpu.attention import workspace
 from remat.transforms.compat.gpu.machine import DEVICE, Chip, pretended
 
 aten = torch.ops.aten
@@ -70,6 +69,7 @@ class Execution:
     Args:
         chip: what they were lowered for; None for the CPU.
         kernels: what ops run that launch kernels of their own and call other wrappers: the ops of scans.
+        inside: bytes that an op's kernel takes while it runs, beside its operands and results.
 
     Attributes:
         launches: of the wrapper that ran last, and of those that it called.
@@ -79,9 +79,12 @@ class Execution:
     """
 
     def __init__(
-        self, chip: Chip | None, kernels: Mapping[Any, Callable[..., Any]] = MappingProxyType({})
+        self,
+        chip: Chip | None,
+        kernels: Mapping[Any, Callable[..., Any]] = MappingProxyType({}),
+        inside: Callable[[Any, Sequence[Any]], int] = lambda op, args: 0,
     ) -> None:
-        self.chip, self.kernels = chip, kernels
+        self.chip, self.kernels, self.inside = chip, kernels, inside
         self.device = DEVICE if chip else torch.device("cpu")
         self.launches: list[Launch] = []
         self.called: Counter[str] = Counter()
@@ -198,7 +201,7 @@ class _Watch(TorchDispatchMode):
             if at is None:
                 return out
             func, args = args[at], args[at + 1 :]
-        self.execution.note_inside(workspace(func, args))
+        self.execution.note_inside(self.execution.inside(func, args))
         # (An op without results waits for something.)
         if (
             made
