@@ -134,13 +134,14 @@ def execute(
 
 def beside_each_other(todo: list[tuple[str, Case]], path: Path, watch: Watch, advance: Any, jobs: int) -> int:
     """All these panels, `jobs` of them at a time up to where they are timed; how many failed."""
-    writing, left = threading.Lock(), watch.left()
-    ends = [time.time() + share * left for share in TOGETHER]
+    writing, left = threading.Lock(), min(watch.left(), sum(watch.patience(case) for _, case in todo))
+    began = time.perf_counter()
+    prepared, timed = (time.time() + share * left for share in TOGETHER)
 
     def one(job: tuple[str, Case]) -> bool:
         python, case = job
         start = time.perf_counter()
-        rows, error = run_case(case, python, watch.left(), (*ends, lock))
+        rows, error = run_case(case, python, max(began + left - start, 0.0), (prepared, timed, lock))
         with writing:
             write(path, rows, append=True)
             advance(case, time.perf_counter() - start, error)

@@ -97,9 +97,9 @@ def main(case_file: Path, rows_file: Path, deadline: Deadline = NEVER, turn: Tur
 
 
 if __name__ == "__main__":
-    paths, ends = [Path(path) for path in (*sys.argv[1:3], *sys.argv[4:5])], sys.argv[3::2]
-    deadlines = [Deadline.until(float(end)) for end in ends]
-    main(*paths[:2], deadlines[0], Turn(paths[2], deadlines[1]) if len(paths) > 2 else None)
+    case_file, rows_file, end, *beside = sys.argv[1:]
+    turn = Turn(Path(beside[0]), Deadline.until(float(beside[1]))) if beside else None
+    main(Path(case_file), Path(rows_file), Deadline.until(float(end)), turn)
     # Some peers leave threads of their own behind, which need not be waited for.
     sys.stdout.flush()
     os._exit(0)

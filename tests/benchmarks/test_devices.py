@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks.common import jax_peer, measures
-from benchmarks.common.measures import Deadline, interleaved, on_gpu, recover
+from benchmarks.common.measures import Deadline, Turn, interleaved, on_gpu, recover
 from benchmarks.common.models import Around, Problem
 from benchmarks.common.peers import Peer, peer
 from benchmarks.suite import fits, panel, runs
@@ -311,3 +312,28 @@ def test_the_rehearsal_has_every_kind_of_case_of_the_gpu_suite() -> None:
 def test_a_row_names_no_folder_of_this_machine() -> None:
     error = RuntimeError(f"at {measures.ROOT}/benchmarks/common/models.py:225, object at 0x7f00")
     assert measures.told(error) == "RuntimeError: at benchmarks/common/models.py:225, object at 0x"
+
+
+def test_one_is_timed_when_none_prepares_any_more(tmp_path: Path) -> None:
+    told: list[str] = []
+    first, second = Turn(tmp_path / "lock"), Turn(tmp_path / "lock")
+    first.together()
+    second.together()
+    waiting = threading.Thread(target=lambda: (first.alone(), told.append("timed")))
+    waiting.start()
+    waiting.join(0.2)
+    told.append("prepared")
+    assert second._file is not None
+    second._file.close()  # as when its process ends
+    waiting.join(20)
+    assert told == ["prepared", "timed"]
+
+
+def test_panels_that_prepare_side_by_side_have_all_rows(tmp_path: Path) -> None:
+    cases = [tiny(rounds=1), tiny("moe", rounds=1), tiny("moe", rounds=1, mode="func", alone=True)]
+    path = tmp_path / "card.csv"
+    assert runs.execute(cases, path, (sys.executable,), 3.0, fresh=True, jobs=2) == 0
+    with path.open(newline="") as file:
+        found = {(line["case"], line["peer"], line["metric"]) for line in csv.DictReader(file)}
+    wanted = {(case.name, peer, what) for case in cases for peer in case.peers for what in ("peak", "step")}
+    assert wanted <= found

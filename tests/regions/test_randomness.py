@@ -291,7 +291,9 @@ def test_what_cudnn_drops_out_by_its_own_state_is_kept(cudnn: list[int], p: floa
     def layer(x: Tensor) -> Tensor:
         calls[0] += 1
         h = x.new_zeros(1, 3, 4)
-        out = torch._cudnn_rnn(x.sin(), [w], 1, None, h, None, 0, 4, 0, 1, True, p, True, False, [], None)
+        out = torch.ops.aten._cudnn_rnn(
+            x.sin(), [w], 1, None, h, None, 0, 4, 0, 1, True, p, True, False, [], None
+        )
         return out[0].sin()
 
     def derivative(fn: Any) -> Tensor:
