@@ -40,6 +40,45 @@ def test_attention_is_that_of_the_device_planned_for(device, dtype, options, ker
     assert joint.values[joint.results[0]].shape == (2, 8, 64, width)
 
 
+@pytest.mark.parametrize("device", ["h100", "cpu"])
+def test_norms_and_dropout_are_those_of_the_device_planned_for(device):
+    """An H100 recorded these ops, and saved what is counted here, under torch 2.11."""
+    x = torch.empty(4, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    w = torch.empty(64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    with planned_for(device):
+        joint = record(lambda x, w: F.dropout(F.rms_norm(x, (64,), w), 0.1), (x, w))
+    forward = [op.name.split(".")[1] for op in joint.forward]
+    backward = [op.name.split(".")[1] for op in joint.backward]
+    fused = ["_fused_rms_norm", "native_dropout"]
+    assert forward == fused if device == "h100" else not {*forward} & {*fused}
+    assert [joint.values[g].shape for g in joint.gradients] == [(4, 64), (64,)]
+    if device == "h100":
+        assert backward == ["native_dropout_backward", "_fused_rms_norm_backward"]
+        # The factor of each row and the mask: what autograd saves beside its operands.
+        saved = sum(joint.values[v].bytes for v in {v for op in joint.backward for v in op.reads} if v >= 2)
+        assert saved == 4 * 4 + 4 * 64 + 2 * 2 * 4 * 64, saved
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize(
+    ("call", "alone"),
+    [
+        (lambda x, w: F.dropout(x, 0.1, training=False), True),
+        (lambda x, w: F.dropout(x, 0.0), True),
+        (lambda x, w: F.rms_norm(x, (64,), w.float()), True),
+        (lambda x, w: F.rms_norm(x, (64,)), False),
+        (lambda x, w: F.dropout(x.clone(), 0.5, inplace=True), True),
+    ],
+)
+def test_what_a_gpu_takes_apart_is_planned_so(call, alone):
+    x = torch.empty(4, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    w = torch.empty(64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    with planned_for("h100"):
+        joint = record(call, (x, w))
+    names = {op.name.split(".")[1] for op in joint.ops}
+    assert bool(names & {"_fused_rms_norm", "native_dropout"}) is not alone
+
+
 class Block(torch.nn.Module):
     def __init__(self, number, width=16):
         super().__init__()

@@ -44,7 +44,7 @@ def as_on_target(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], 
     Sources: `aten/src/ATen/native/transformers/sdp_utils_cpp.h` and `cuda/sdp_utils.cpp` of torch 2.13.
     """
     query = args[0] if args else kwargs.get("query")
-    if not isinstance(query, torch.Tensor) or query.dim() != 4 or not _elsewhere(query.device.type):
+    if not isinstance(query, torch.Tensor) or query.dim() != 4 or not elsewhere(query.device.type):
         return None
     call = _Attention(*args, **kwargs)
     if query.device.type == "meta" and _target.get() == "cpu":
@@ -55,7 +55,7 @@ def as_on_target(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], 
     return call.efficient if switches.mem_efficient_sdp_enabled() and call.equal_heads() else None
 
 
-def _elsewhere(kind: str) -> bool:
+def elsewhere(kind: str) -> bool:
     """Whether tensors are of a device that is not here."""
     return kind == "meta" or (kind == "cuda" and not torch.cuda.is_available())
 

@@ -30,7 +30,7 @@ from remat.transforms.compat import (
 from remat.transforms.context import ADDRESSES, planning, quiet
 from remat.transforms.errors import RematError
 from remat.transforms.intermediates import only
-from remat.transforms.joint.attention import ATTENTION, as_on_target
+from remat.transforms.joint.fused import kernel_of_target
 from remat.transforms.pytree import flatten, unflatten
 
 
@@ -48,7 +48,7 @@ class StandIns(TorchFunctionMode):
         if getattr(func, "__name__", "") in ADDRESSES:
             # Of a fake that is 0: whoever went there would end the process.
             raise TypeError(f"{func.__name__} goes to memory, which they have not")
-        if func is ATTENTION and (kernel := as_on_target(args, kwargs)) is not None:
+        if (kernel := kernel_of_target(func, args, kwargs)) is not None:
             return kernel()
         return func(*args, **kwargs)
 
