@@ -6,6 +6,7 @@ from remat.transforms.compat.ambient import (
     bits,  # whether the numbers in a tensor's memory stand for their conjugates, and for their negatives
     data_of,  # the data of a tensor, of which no torch-function mode is told
     function_mode_at,  # the torch-function mode at this place, from the outermost
+    function_mode_on,  # put a torch-function mode on top
     function_modes,  # how many torch-function modes are active
     functions_as_they_are,  # a context without torch-function modes
     is_strided,  # whether `value` is a tensor with one block of memory behind it

@@ -45,6 +45,16 @@ function_mode_at: Callable[[int], Any] = torch._C._get_function_stack_at
 DeviceContext = torch.utils._device.DeviceContext
 
 
+@contextlib.contextmanager
+def function_mode_on(mode: Any) -> Iterator[None]:
+    """Put a torch-function mode on top, without what its class does when it is entered."""
+    torch._C._push_on_torch_function_stack(mode)
+    try:
+        yield
+    finally:
+        torch._C._pop_torch_function_stack()
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """An address that aliases share: the storage object (works for fake tensors, which have no data)."""
     # A pack hook may ask while a torch-function mode is on, which would take this for a call of the user's.

@@ -262,7 +262,7 @@ def dedup_key(region: Region, operands: Sequence[Any], ambient: Ambient) -> Hash
     if code is None or any(x is UNKNOWN for x in rest):
         return None
     tags = plain(tags_now(), {})
-    around = (tuple(ambient.switches), ambient.autocast, ambient.device)
+    around = (tuple(ambient.switches), ambient.autocast, ambient.modes)
     levels = (graph.depth, depth(), graph.once)
     found = (region.name, region.key, region.preserve_rng_state, code, tuple(rest), tags, around, levels)
     return None if tags is UNKNOWN else found

@@ -60,7 +60,7 @@ from remat.transforms.scan.spec import (
     uncached_casts,
     with_step_note,
 )
-from remat.transforms.state import Ambient, RandomState, default_device, device_kinds, prints_here
+from remat.transforms.state import Ambient, RandomState, device_kinds, modes_again, prints_here, user_modes
 
 
 def run(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
@@ -75,8 +75,8 @@ def run(scan: Scan, flat: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
     # Whoever watches (an enclosing region, offloading hooks) must see the states as saved tensors.
     levels, opaque = in_transform(), scan.opaque
     plain = opaque is None and not (levels or top_hooks() or modes_active())
-    record, here = Record(None if opaque is None else opaque.ambient), default_device() or scan.device
-    scan = replace(scan, plain=plain, levels=levels, device=here, record=record)
+    record, modes = Record(None if opaque is None else opaque.ambient), user_modes() or scan.modes
+    scan = replace(scan, plain=plain, levels=levels, modes=modes, record=record)
     scan.record.compared = torch.is_grad_enabled() and any(map(_torch_differentiable, flat))
     out = _Scan.apply(scan, *flat)
     if active.listeners and scan.record.compared:
@@ -100,7 +100,7 @@ class _Scan(torch.autograd.Function):
         if scan.opaque is not None:
             scan.record.final = [None] * len(scan.carry)
             return tuple(scan.opaque.forward(scan, flat))
-        with torch.no_grad(), scan.device or nullcontext():
+        with torch.no_grad(), modes_again(scan.modes):
             carry, ys = run_forward(scan, flat)
         scan.record.final = [None if i in scan.tensors else v for i, v in enumerate(carry)]
         index_states(scan, flat)

@@ -162,8 +162,8 @@ class Scan:
     # dimensions. (jacrev is such a vmap.) Steps are evaluated again without them; only pulling is batched.
     over: tuple[tuple[int, str], ...] = ()
     values: Primals | None = None
-    # The default device at the call. Inside of a Function torch.func has put all torch-function modes aside.
-    device: torch.device | None = None
+    # The user's at the call. Inside of a Function torch.func has put all torch-function modes aside.
+    modes: tuple[Any, ...] = ()
 
     @property
     def reverse(self) -> bool:

@@ -6,11 +6,11 @@ from remat.transforms.state.ambient import (
     Print,  # what is compared of a float tensor
     RandomState,  # generator states of the CPU and of every device among the arguments
     alike,  # whether two runs had the same results, as far as prints tell
-    default_device,  # that of an enclosing `with torch.device(...)` or `set_default_device`, or None
     device_kinds,  # the kinds of device among `tensors`, the CPU always first
     drawing_again,  # around a run of a function again: generators as at its start
     generators_again,  # let generators begin where they were, and leave them as they are
     in_backward,  # that substitution again, for the backward
+    modes_again,  # have the user's torch-function modes on, those aside that are
     note,  # a function has run under this substitution, or as it is
     noting,  # what a function returns, and the substitution of captured tensors that it ran under
     prints_here,  # `prints_of`, none where ops are left out
@@ -19,6 +19,7 @@ from remat.transforms.state.ambient import (
     registered,  # what users want captured before a forward and put back around its recomputation
     same_numbers,  # whether two tensors have the same numbers
     switches_put_back,  # leave switches as they are, whatever is turned inside
+    user_modes,  # the user's torch-function modes that are on, and the default device
 )
 from remat.transforms.state.functional_rng import (
     can_seed,  # whether `draw` knows this op

@@ -16,6 +16,7 @@ from remat.transforms.compat import (
     DeviceContext,
     autocasting,
     function_mode_at,
+    function_mode_on,
     function_modes,
     functions_as_they_are,
     graph_task,
@@ -40,14 +41,15 @@ registered: dict[object, tuple[Callable[[], Any], Callable[[Any], Any]]] = {}
 
 
 class Ambient:
-    """A snapshot of switches, autocast, default device and users' own state; `restored()` puts it back."""
+    """A snapshot of switches, autocast, the user's torch-function modes, a default device among them, and
+    users' own state; `restored()` puts it back."""
 
-    __slots__ = ("autocast", "captured", "casts", "device", "switches")
+    __slots__ = ("autocast", "captured", "casts", "modes", "switches")
 
     def __init__(self, device_types: Sequence[str]) -> None:
         self.switches = [read() for read in _READERS]
         self.captured = [(replay, capture()) for capture, replay in registered.values()] if registered else ()
-        self.device = default_device()
+        self.modes = user_modes()
         # Whether autocast was on for any of the devices, and what it cast to.
         self.casts = False
         self.autocast: tuple[tuple[str, torch.dtype | None], ...] = _NO_AUTOCAST
@@ -63,8 +65,7 @@ class Ambient:
             _write_switches(self.switches)
             for kind, dtype in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=casts and dtype is not None))
-            if self.device is not None:
-                stack.enter_context(self.device)
+            stack.enter_context(modes_again(self.modes))
             for replay, captured in self.captured:
                 stack.enter_context(replay(captured))
             yield
@@ -75,7 +76,7 @@ class Ambient:
 
     def differs(self) -> bool:
         """Whether the present state is another than the snapshot."""
-        if self.captured or self.device is not None or _switches_now() != self.switches:
+        if self.captured or _switches_now() != self.switches or (self.modes and self.modes != user_modes()):
             return True
         if not self.casts and not autocasting():
             return False
@@ -92,13 +93,26 @@ def switches_put_back() -> Iterator[None]:
         _write_switches(before)
 
 
-def default_device() -> torch.device | None:
-    """The device of an enclosing `with torch.device(...)` or `set_default_device`, None without one."""
-    for i in reversed(range(function_modes())):
-        mode = function_mode_at(i)
-        if isinstance(mode, DeviceContext):
-            return mode.device
-    return None
+def user_modes() -> tuple[Any, ...]:
+    """The user's torch-function modes that are on, the outermost first, and in the place of a default device
+    the device. Those of torch and of regions are not the user's."""
+    found = [function_mode_at(i) for i in range(function_modes())]
+    return tuple(
+        mode.device if isinstance(mode, DeviceContext) else mode
+        for mode in found
+        if isinstance(mode, DeviceContext) or not type(mode).__module__.startswith(("torch.", "remat."))
+    )
+
+
+@contextlib.contextmanager
+def modes_again(modes: Sequence[Any]) -> Iterator[None]:
+    """Within, these are on, too."""
+    there = user_modes() if modes else ()
+    with contextlib.ExitStack() as stack:
+        for mode in modes:
+            if mode not in there:
+                stack.enter_context(mode if isinstance(mode, torch.device) else function_mode_on(mode))
+        yield
 
 
 # The backward pass at hand, and the switches as its first recomputation found them: nobody turns them between

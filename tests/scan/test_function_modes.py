@@ -1,4 +1,4 @@
-"""Steps see the default device of the call, under transforms and in recomputations."""
+"""Steps see the torch-function modes of the call, under transforms and in recomputations."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.func import grad, jvp, linearize, vjp, vmap
+from torch.overrides import TorchFunctionMode
 
 from remat import remat, scan_remat, while_remat
 from tests.helpers import rand
@@ -71,3 +72,66 @@ def test_steps_see_the_default_device(way: str, fn: Any) -> None:
             found = WAYS[way](fn, x)
         assert set(SEEN) == {"meta"}
         torch.testing.assert_close(found, expected)
+
+
+class Doubled(TorchFunctionMode):
+    """Changes what a function of torch gives, and counts how often it is entered."""
+
+    entered = 0
+
+    def __enter__(self) -> Any:
+        self.entered += 1
+        return super().__enter__()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * 2 if func in (torch.sin, Tensor.sin) else out
+
+
+def regions(x: Tensor) -> Tensor:
+    return remat(step)(remat(step)(x))
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
+@pytest.mark.parametrize(
+    "fn", [scanned, looped, regions, remat(scanned)], ids=["scan", "loop", "regions", "region"]
+)
+@pytest.mark.parametrize("way", [*WAYS, "forward alone"])
+def test_a_mode_changes_the_steps_as_it_does_without(way: str, fn: Any) -> None:
+    x = rand(3, 4)
+
+    def derivative(fn: Any, mode: Any) -> Tensor:
+        if way != "forward alone":
+            with mode:
+                return WAYS[way](fn, x)
+        y = x.clone().requires_grad_()
+        with mode:
+            out = fn(y).sum()
+        return torch.autograd.grad(out, y)[0]
+
+    expected = derivative(plain, Doubled())
+    for _ in range(2):
+        mode = Doubled()
+        torch.testing.assert_close(derivative(fn, mode), expected)
+        assert mode.entered == 1
+
+
+def test_two_modes_and_a_device_are_in_their_order() -> None:
+    told: list[str] = []
+
+    class Told(TorchFunctionMode):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is Tensor.sin:
+                told.append(self.name)
+            return func(*args, **(kwargs or {}))
+
+    x = rand(3, 4)
+    with Told("outer"), torch.device("meta"), Told("inner"):
+        grad(total(scanned))(x)
+    assert told[:4] == ["inner", "outer"] * 2 and set(zip(told[::2], told[1::2], strict=True)) == {
+        ("inner", "outer")
+    }
