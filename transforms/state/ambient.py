@@ -96,7 +96,9 @@ def switches_put_back() -> Iterator[None]:
 def user_modes() -> tuple[Any, ...]:
     """The user's torch-function modes that are on, the outermost first, and in the place of a default device
     the device. Those of torch and of regions are not the user's."""
-    found = [function_mode_at(i) for i in range(function_modes())]
+    if not (count := function_modes()):
+        return ()
+    found = [function_mode_at(i) for i in range(count)]
     return tuple(
         mode.device if isinstance(mode, DeviceContext) else mode
         for mode in found

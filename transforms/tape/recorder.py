@@ -244,7 +244,7 @@ class Recorder(WriteWatch):
         asked = not facts.writes or facts.conditional is not None
         if self.selector is not None and asked and not active.unasked and not node.optional:
             self.judge(at, self.selector.decide(at, node, args, kwargs, out), out)
-        if facts.name in OWN_DRAWS:
+        if facts.name in OWN_DRAWS and facts.native:
             self.keep_own_draws(at, facts, args, out)
         if self.decisions is not None:
             decides = self.decisions.meets(at, node, facts, read_by(node, self.tape), bool(node.verdict))
