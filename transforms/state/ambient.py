@@ -65,9 +65,12 @@ class Ambient:
             _write_switches(self.switches)
             for kind, dtype in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=casts and dtype is not None))
-            stack.enter_context(modes_again(self.modes))
+            before = user_modes() if self.captured else ()
             for replay, captured in self.captured:
                 stack.enter_context(replay(captured))
+            # Who has a mode put back by a replay of theirs needs no second one.
+            put_back = {type(mode) for mode in user_modes() if mode not in before} if self.captured else ()
+            stack.enter_context(modes_again([mode for mode in self.modes if type(mode) not in put_back]))
             yield
 
     def must_be_restored(self) -> bool:
