@@ -78,19 +78,15 @@ class Turn:
         until: when what is timed has to end.
     """
 
-    def __init__(self, file: Path | None = None, until: Deadline = NEVER) -> None:
+    def __init__(self, file: Path, until: Deadline = NEVER) -> None:
         self.until = until
-        self._file = None if file is None else file.open("w")
+        self._file = file.open("w")
 
     def together(self) -> None:
-        self._lock(fcntl.LOCK_SH)
+        fcntl.flock(self._file, fcntl.LOCK_SH)
 
     def alone(self) -> None:
-        self._lock(fcntl.LOCK_EX)
-
-    def _lock(self, kind: int) -> None:
-        if self._file is not None:
-            fcntl.flock(self._file, kind)
+        fcntl.flock(self._file, fcntl.LOCK_EX)
 
 
 class GraphFlops(CustomGraphPass):

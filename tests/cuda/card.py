@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from remat import checkpoint_name, remat
+from remat.cli.measure import trace_memory
 
 ON_A_CARD = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 WIDTH, HEADS, LENGTH = 256, 4, 128
@@ -92,13 +92,8 @@ def bytes_of(step: Callable[[Callable[[], None]], Any]) -> tuple[int, int]:
     """What is kept between forward and backward, and the peak, above what was there before."""
     for _ in range(2):
         step(lambda: None)  # what the first steps set up, such as workspaces of cuBLAS
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before, kept = torch.cuda.memory_allocated(), [0]
-    step(lambda: kept.__setitem__(0, torch.cuda.memory_allocated() - before))
-    torch.cuda.synchronize()
-    return kept[0], torch.cuda.max_memory_allocated() - before
+    found = trace_memory(step, "cuda")
+    return found.kept, found.peak
 
 
 def step_of(model: nn.Module, x: Tensor) -> Callable[[Callable[[], None]], Any]:

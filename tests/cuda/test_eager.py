@@ -267,46 +267,41 @@ def test_fit_keeps_its_promise_on_the_card() -> None:
     assert peak <= 1.05 * 0.5 * most
 
 
-def test_a_region_is_captured_in_a_graph_of_the_card() -> None:
-    """`torch.cuda.graph` around forward and backward: nothing in a region asks the card for a number."""
-    plain, ours = models(policy=save_matmuls, preserve_rng_state=False)
-    x = batch()
-    expected = gradients(plain, plain, x)
+def captured(model: Model, x: Tensor) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+    """A graph of a step, and the loss and gradients that a replay writes."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
-            torch.autograd.grad(ours(x), list(ours.parameters()))
+            torch.autograd.grad(model(x), list(model.parameters()))
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        loss = ours(x)
-        found = torch.autograd.grad(loss, list(ours.parameters()))
+        loss = model(x)
+        found = torch.autograd.grad(loss, list(model.parameters()))
+    return graph, [loss.detach(), *found]
+
+
+def test_a_region_is_captured_in_a_graph_of_the_card() -> None:
+    """`torch.cuda.graph` around forward and backward: nothing in a region asks the card for a number."""
+    plain, ours = models(policy=save_matmuls, preserve_rng_state=False)
+    x = batch()
+    graph, found = captured(ours, x)
     x.copy_(batch(9))
     graph.replay()
     torch.cuda.synchronize()
-    x2 = batch(9)
-    expected = gradients(plain, plain, x2)
-    same([loss.detach(), *found], expected[:-1])
+    expected = gradients(plain, plain, batch(9))
+    same(found, expected[:-1])
 
 
 def test_captured_with_the_default_of_random_states() -> None:
     plain, ours = models(policy=save_matmuls)
     x = batch()
     expected = gradients(plain, plain, x)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            torch.autograd.grad(ours(x), list(ours.parameters()))
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = ours(x)
-        found = torch.autograd.grad(loss, list(ours.parameters()))
+    graph, found = captured(ours, x)
     graph.replay()
     torch.cuda.synchronize()
-    same([loss.detach(), *found], expected[:-1])
+    same(found, expected[:-1])
 
 
 def test_a_block_of_the_card_and_one_of_the_host() -> None:
