@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 _VERSION = re.compile(r'^__version__ = "([^"]+)"$', re.MULTILINE)
 # A table with a column aligned to the right has numbers.
 _FIGURES = re.compile(r'<table>(?=\s*<thead>(?:(?!</thead>).)*align="right)', re.DOTALL)
+_CELL = re.compile(r"<td[^>]*>.*?</td>", re.DOTALL)
 _OUTSIDE = re.compile(r"\]\(\.\./([^)\s]+)\)")
 
 
@@ -42,5 +43,9 @@ def on_page_markdown(markdown: str, *, config: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Tables of figures are not searched: every page loads the index, and nobody looks for a number in it."""
+    """Tables of figures are not searched: every page loads the index, and nobody looks for a number in it.
+
+    A bar in a cell is escaped in Markdown. In code Python-Markdown shows the backslash, unlike GitHub.
+    """
+    html = _CELL.sub(lambda cell: cell[0].replace(r"\|", "|"), html)
     return _FIGURES.sub("<table data-search-exclude>", html)

@@ -24,8 +24,8 @@ SUITES: dict[Suite, str] = {
 # The page of each suite: a reader of one should not load the pictures of all.
 PAGES: dict[Suite, str] = {
     "quick": "benchmarks.md",
-    "card": "benchmarks.md",
     "cpu": "benchmarks-cpu.md",
+    "card": "benchmarks-gpu.md",
     "versions": "benchmarks-cpu.md",
 }
 # Suites with figures. The others' tables are many, and a page should load fast.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 
 from benchmarks.common.records import Target
@@ -43,7 +44,8 @@ def panel_table(panel: Panel) -> str:
 
     def line(peer: str) -> Sequence[str]:
         if panel.error(peer):
-            return (code(peer), panel.error(peer).replace("|", "\\|"), "", "", "", "")
+            error = textwrap.shorten(panel.error(peer), 100, placeholder=" ...")
+            return (code(peer), error.replace("|", "\\|"), "", "", "", "")
         value = lambda metric: panel.value(peer, metric)  # noqa: E731
         return (
             code(peer),
