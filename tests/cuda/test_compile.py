@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.func import grad, vmap
 
-from remat import checkpoint_policy, remat, scan_remat
+from remat import RematError, checkpoint_policy, remat, scan_remat
 from remat.policies import offload_matmuls, save_attention, save_matmuls, save_names, save_nothing
 from tests.cuda.card import ON_A_CARD, batch, bytes_of, gradients, models, near, same, step_of
 
@@ -160,8 +160,7 @@ def test_a_kernel_that_writes_in_place(policy: str) -> None:
     for _ in range(2):
         try:
             got = torch.autograd.grad(remat(block, policy=POLICIES[policy])(x, w).square().sum(), (x, w))
-        except Exception as error:
-            print(type(error).__name__, str(error)[:300])
+        except RematError:
             continue
         same(list(got), list(expected))
 

@@ -37,6 +37,10 @@ class Lane:
             into = torch.empty_like(tensor, device=device, pin_memory=pinned_for(tensor, tensor.device))
         return into.copy_(tensor), None
 
+    def copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in host memory, made where the device computes: what it computes next comes after."""
+        return self.send(tensor)[0]
+
     def fetch(self, host: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Any]:
         """A copy on the device of a tensor that was sent."""
         return torch.empty_like(host, device=device).copy_(host), None
@@ -67,6 +71,9 @@ class StreamLane(Lane):
     def send(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> tuple[torch.Tensor, Any]:
         host = torch.empty_like(tensor, device="cpu", pin_memory=True) if into is None else into
         return host, self._copy(host, tensor, tensor)
+
+    def copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
     def fetch(self, host: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Any]:
         tensor = torch.empty_like(host, device=device)
@@ -153,10 +160,8 @@ def copied_to_host(tensor: torch.Tensor) -> torch.Tensor:
     beside the copy, and the memory of a CUDA graph takes no marks of other streams.
     """
     tensor = tensor.resolve_conj().resolve_neg()
-    if not isinstance(lane(tensor), StreamLane):
-        return to_host(tensor).tensor
-    host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
+    with scoped(travelling="host"):
+        return lane(tensor).copied(tensor)
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> Copy:
