@@ -331,8 +331,9 @@ class HuggingFace(Transformer):
         module = getattr(model.loss, "module")  # noqa: B009
 
         def bind(around: Around) -> tuple[Loss, Leaves]:
-            # A module of its own for each peer, which sets attributes of its layers; the weights are shared.
-            own = ModuleLoss(copy.deepcopy(module, {id(p): p for p in module.parameters()}))
+            # A module of its own for each peer, which sets attributes of its layers; the tensors are shared.
+            shared = {id(t): t for t in (*module.parameters(), *module.buffers())}
+            own = ModuleLoss(copy.deepcopy(module, shared))
             return partial(own, wrap=around.wrap), own.leaves
 
         return Problem(model.params, tokens, bind)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,10 +32,26 @@ def build_hf(name: str, sizes: Sizes, dtype: torch.dtype, device: torch.device, 
         # Dropout goes: rows are compared number by number, and a draw per row would differ.
         if isinstance(getattr(config, key), float) and ("dropout" in key or key.endswith("pdrop")):
             setattr(config, key, 0.0)
-    with device if device.type == "meta" else contextlib.nullcontext():
+    with _in(dtype), device if device.type == "meta" else contextlib.nullcontext():
         module = module_of(config, given, attn_implementation="sdpa")
-    loss = Loss(module.to(device, dtype).train())
+    if device.type not in (
+        "cpu",
+        "meta",
+    ):  # a module of fake tensors cannot be moved at all
+        module = module.to(device)
+    loss = Loss(module.train())
     return Model({key: p.detach() for key, p in loss.own.items()}, loss, loss.leaves)
+
+
+@contextlib.contextmanager
+def _in(dtype: torch.dtype) -> Iterator[None]:
+    """Weights made within have this dtype; positions and tables keep what the model gives them."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def transformers_for(given: str) -> Any:
