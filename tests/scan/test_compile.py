@@ -66,6 +66,27 @@ def test_gradients(checkpoints, reverse, args):
     torch.testing.assert_close(found, gradients(rnn(w), h, xs, args, reverse=reverse))
 
 
+@pytest.mark.parametrize("size", [1, SIZE])
+@pytest.mark.parametrize("n", sparse([3, SIZE, 2 * SIZE + 1]))
+@pytest.mark.parametrize("checkpoints", ["all", "sqrt"])
+def test_rows_whose_gradient_does_not_reach_the_last_steps(checkpoints, n, size, monkeypatch):
+    monkeypatch.setattr(entry, "BLOCK", size)
+    torch.manual_seed(0)
+    w, h, xs = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((D, D), (D,), (n, D)))
+
+    def delayed(carry, x):
+        a, b, c = carry
+        return (a * 0.5 + x.sin(), b + a.cos(), c + (b @ w).tanh()), None
+
+    def loss(**options):
+        return scan_remat(delayed, (h, h, h), xs, **options)[0][2].square().sum()
+
+    expected = torch.autograd.grad(loss(), (w, h, xs))
+    inside = torch.compile(lambda: loss(checkpoints=checkpoints), backend="aot_eager")
+    for compiled in (lambda: loss(checkpoints=checkpoints, compile="aot_eager"), inside):
+        torch.testing.assert_close(torch.autograd.grad(compiled(), (w, h, xs)), expected)
+
+
 def test_trees_modules_and_plain_numbers(args):
     w, h, xs = args
     cell = torch.nn.GRUCell(D, D, dtype=torch.float64)

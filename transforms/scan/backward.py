@@ -248,10 +248,19 @@ class _Backward:
             # They are as large as all rows together: gone before the next tensor of xs has its rows.
             for by_x in found:
                 by_x[i] = None
-            if parts[0] is not None:
-                out = self.scan.block([self._x_grad(i)], start, stop - start)[0]
-                torch.cat(parts if self.scan.reverse else parts[::-1], out=out)
+            self._put_blocks(i, parts if self.scan.reverse else parts[::-1], range(start, stop))
         self.scan.tell("reverse", range(stop - 1, start - 1, -1))
+
+    def _put_blocks(self, i: int, parts: list[torch.Tensor | None], steps: range) -> None:
+        """Gradients of the rows of an x, block by block as they lie; None where none comes to a block."""
+        found = [part for part in parts if part is not None]
+        if len(found) == len(parts) and len(steps) == self.scan.length:
+            self.x_grads[i] = torch.cat(found, out=self.xs[i].new_empty(self.xs[i].shape))
+        elif found:
+            whole = self.scan.block([self._x_grad(i)], steps.start, len(steps))[0]
+            for part, rows in zip(parts, whole.chunk(len(parts)), strict=True):
+                if part is not None:
+                    rows.copy_(part)
 
     def _x_grad(self, i: int) -> torch.Tensor:
         found = self.x_grads[i]

@@ -53,6 +53,23 @@ def put_in_place(module: torch.fx.GraphModule, count: int, tapes: int) -> list[b
     return [bool(node.users) for node in inputs[len(inputs) - tapes :]] if tapes else []
 
 
+def only_rows_viewed(module: torch.fx.GraphModule) -> None:
+    """Let the gradient of an only row be a view of it: `select_backward` copies it into zeros.
+
+    Dynamo's graph of a step takes its row out of a tensor of one row. What reads the result may count on
+    its layout, which is that of the row if that one is contiguous.
+    """
+    graph: Any = module.graph
+    for node in graph.find_nodes(op="call_function", target=aten.select_backward.default):
+        row, sizes, dim, _ = node.args
+        if sizes[dim] == 1 and row.meta["val"].is_contiguous():
+            with graph.inserting_before(node):
+                view = graph.call_function(aten.unsqueeze.default, (row, dim))
+            view.meta = dict(node.meta)
+            node.replace_all_uses_with(view)
+    _clean(module)
+
+
 def _same(node: Node) -> bool:
     """Whether a node is its operand under another name."""
     if node.target is not aten.view.default:

@@ -33,6 +33,7 @@ from remat.transforms.scan.compiled.fx_passes import (
     added_to_inputs,
     aliases_dropped,
     factors_given,
+    only_rows_viewed,
     products_joined,
     put_in_place,
     results,
@@ -236,6 +237,7 @@ class UnrolledStep:
             return [*outs, *known, *made]
 
         graph = _traced(gradient, values, self.compiler)
+        only_rows_viewed(graph)
         reads = put_in_place(graph, self.size * tapes, tapes)
         products_joined(graph)
         return graph, tuple(found), reads
