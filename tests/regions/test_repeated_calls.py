@@ -250,6 +250,22 @@ def test_another_argument_in_the_same_op():
     )
 
 
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls])
+@pytest.mark.parametrize("read", [0, 1, 2, 3])
+def test_results_that_have_a_history_in_later_calls_alone(policy, read):
+    """What an argument passes through as is a leaf in a model's first block, and a result in the next."""
+
+    def block(x, w, skip):
+        h = (x @ w).sin()
+        return skip, h, (h * 2).cos(), skip * h
+
+    run = remat(block, policy=policy)
+    leaves = [rand(3, 3).requires_grad_() for _ in range(3)]
+    for passed in (lambda t: t, lambda t: t * 1, lambda t: t, lambda t: t * 1):
+        got, expected = (fn(*map(passed, leaves))[read].square().sum() for fn in (run, block))
+        same(*(torch.autograd.grad(end, leaves, allow_unused=True) for end in (got, expected)))
+
+
 def test_arguments_that_are_views_of_one_tensor():
     """Where in it they lie is no part of a call's signature."""
     fn = lambda q, k, w: ((q.T @ w).exp() * k.T.exp()).sin()  # noqa: E731

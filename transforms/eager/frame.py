@@ -207,7 +207,7 @@ class Frame(Packer):
         if program is None or not tape.cacheable or tape.meta or self.region.digest is not None:
             return None
         held, kept = frozenset(self.held), frozenset(self.kept) | tape.lent
-        ends = None if self.reach is None else self.reach.behind
+        ends = None if self.reach is None else self.reach.ends
         residual, nodes, self.later = self.residuals is not None, self.nodes, set()
         return CachedTrace(tape, program, kept, held, residual, ends, nodes, self.later)
 

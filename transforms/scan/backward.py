@@ -239,8 +239,7 @@ class _Backward:
             carry, tape = next(supply)
             for i, ct in zip(at, y_rows.pop(), strict=True):
                 y_cts[i] = ct
-            cts = self.carry_cts, y_cts
-            self.carry_cts, by_x = blocks.pull(carry, rows.pop(), tape, cts, needs, sums)
+            self.carry_cts, by_x = blocks.pull(carry, rows.pop(), tape, (self.carry_cts, y_cts), needs, sums)
             found.append(by_x)
         self.const_grads = sums.result()
         for i in range(len(self.xs)):

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from remat.transforms.compat import engine_runs, running_node
 from remat.transforms.tape.tape import nodes_behind
+
+
+class Ends(NamedTuple):
+    """The nodes that made the results of a forward, -1 for those of others, and the nodes behind each."""
+
+    numbers: tuple[int, ...]
+    behind: tuple[frozenset[int], ...]
 
 
 class Reachability:
@@ -22,16 +29,17 @@ class Reachability:
     Args:
         outs: tensors among the results.
         start: the number of the first node that the region made.
-        behind: for each of them the nodes behind it, where they are known.
+        known: what is behind the results of a forward with the same nodes.
     """
 
-    __slots__ = ("behind", "everything", "outs", "start")
+    __slots__ = ("behind", "ends", "everything", "outs", "start")
 
-    def __init__(
-        self, outs: Sequence[torch.Tensor], start: int, behind: tuple[frozenset[int], ...] | None = None
-    ) -> None:
+    def __init__(self, outs: Sequence[torch.Tensor], start: int, known: Ends | None = None) -> None:
         self.outs, self.start = [weakref.ref(t) for t in outs], start
-        self.behind = behind or tuple([_behind(t.grad_fn, start) for t in outs])
+        numbers = tuple([_number(t.grad_fn, start) for t in outs])
+        if known is None or known.numbers != numbers:  # the same nodes, and other results of them
+            known = Ends(numbers, tuple([_behind(t.grad_fn, start) for t in outs]))
+        self.ends, self.behind = known, known.behind
         self.everything: frozenset[int] = frozenset().union(*self.behind)
 
     @property
@@ -59,6 +67,10 @@ class Reachability:
         if not any(number in self.behind[i] for i in present):
             present += [i for i, nodes in enumerate(self.behind) if number in nodes]
         return self.idle_without(present)
+
+
+def _number(node: Any, start: int) -> int:
+    return max(node._sequence_nr() - start, -1)
 
 
 def _behind(node: Any, start: int) -> frozenset[int]:

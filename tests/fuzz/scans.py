@@ -1,0 +1,195 @@
+"""`python -m tests.fuzz.scans`: scans of bodies drawn at random, against the same loop in plain Python.
+
+Bodies have several carries that read each other, each or none of them the rows, so that a gradient comes to a
+row or a weight only some steps later, or never. Some carries are numbers' tensors that count, some pass
+through. The loss reads a few of the last carries and of the ys. Each program is differentiated in one way, with
+steps compiled or not, in blocks of one step or of four.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import grad, jvp, vmap
+
+from remat import RematError, remat, save_everything, save_matmuls, save_nothing, scan_remat
+from remat.transforms.scan.traced import entry
+from tests.compiled import compiled
+from tests.helpers import forget
+
+EAGER = ("backward", "second", "grad", "vmap", "jvp", "jvp of grad", "in a region")
+COMPILED = ("steps", "compiled", "compiled grad", "compiled vmap", "compiled second")
+POLICIES = {"nothing": save_nothing, "matmuls": save_matmuls, "everything": save_everything}
+WIDTH = 3
+
+
+class Case:
+    """The program of a number."""
+
+    def __init__(self, seed: int, ways: Sequence[str]) -> None:
+        dice = self.dice = random.Random(f"scan{seed}")
+        self.seed, self.way = seed, dice.choice(ways)
+        self.carries, self.rows = dice.randint(1, 4), dice.randint(0, 2)
+        self.ys, self.consts = dice.randint(0, 2), dice.randint(1, 2)
+        self.length, self.block = dice.choice([1, 2, 3, 4, 5, 8, 9]), dice.choice([1, 4])
+        self.reverse, self.policy = dice.random() < 0.3, dice.choice(list(POLICIES))
+        self.checkpoints = dice.choice(["all", "sqrt", "sqrt", dice.randint(1, 3)])
+        values = [f"c{i}" for i in range(self.carries)]
+        inputs = [*values, *(f"x{i}" for i in range(self.rows))]
+        self.body = [self.term(inputs, values[i]) for i in range(self.carries)]
+        self.out = [self.term([*inputs, *(f"n{i}" for i in range(self.carries))]) for _ in range(self.ys)]
+        results = [*(f"c{i}" for i in range(self.carries)), *(f"y{i}" for i in range(self.ys))]
+        self.read = dice.sample(results, dice.randint(1, len(results)))
+        self.edge = dice.choice(["all", "all", "first", "last"])  # which rows of the ys
+
+    def term(self, inputs: list[str], own: str = "") -> str:
+        """What a carry becomes, or a y is: an expression of carries, rows and weights."""
+        dice, kinds = self.dice, ["mix", "mix", "product", "gate", "alone"]
+        kind = dice.choice([*kinds, "same", "move"] if own else kinds)
+        a, b = dice.choice(inputs), dice.choice(inputs)
+        w = f"w{dice.randrange(self.consts)}"
+        return {
+            "mix": f"({own or a} * 0.5 + {b}.sin())",
+            "product": f"torch.tanh({a} @ {w} + {own or b})",
+            "gate": f"({a}.sigmoid() * {b})",
+            "alone": f"{a}.cos()",
+            "same": own,  # passes through
+            "move": a,  # another one's value, one step later
+        }[kind]
+
+    def __str__(self) -> str:
+        steps = f"{self.length} steps, blocks of {self.block}, {self.checkpoints}, {self.policy}"
+        body = ", ".join([*self.body, *self.out])
+        turned = ", reverse" if self.reverse else ""
+        return f"seed {self.seed}: {self.way}, {steps}{turned}: {body} -> {self.edge} of {self.read}"
+
+    def arguments(self) -> list[Tensor]:
+        """Weights, first carries, rows."""
+        make = torch.Generator().manual_seed(self.seed)
+        shapes = [(WIDTH, WIDTH)] * self.consts + [(2, WIDTH)] * self.carries
+        shapes += [(self.length, 2, WIDTH)] * self.rows
+        return [torch.randn(shape, generator=make, dtype=torch.float64) for shape in shapes]
+
+    def loss(self, scan: Callable[..., Any]) -> Callable[..., Tensor]:
+        """Of weights, first carries and rows; `scan(body, carry, xs)` is a scan or a loop."""
+        code = compile(f"[{', '.join(self.body)}]", "body", "eval")
+        more = compile(f"[{', '.join(self.out)}]", "ys", "eval")
+
+        def loss(*args: Tensor) -> Tensor:
+            weights = {f"w{i}": w for i, w in enumerate(args[: self.consts])}
+            init = args[self.consts : self.consts + self.carries]
+            xs = args[self.consts + self.carries :]
+
+            def body(carry: Any, x: Any) -> Any:
+                names = weights | {f"c{i}": c for i, c in enumerate(carry)} | {"torch": torch}
+                names |= {f"x{i}": row for i, row in enumerate(x or ())}
+                new = eval(code, names)
+                return tuple(new), tuple(eval(more, names | {f"n{i}": c for i, c in enumerate(new)}))
+
+            end, ys = scan(body, tuple(init), tuple(xs) or None)
+            rows = {"all": slice(None), "first": 0, "last": -1}[self.edge]
+            named = {f"c{i}": c for i, c in enumerate(end)} | {f"y{i}": y[rows] for i, y in enumerate(ys)}
+            # `unused` is in every program: torch.func and autograd then agree on what is zero.
+            unused = sum((a * 0).sum() for a in args)
+            return sum((named[name].square() * (k + 1)).sum() for k, name in enumerate(self.read)) + unused
+
+        return loss
+
+    def loop(self, body: Any, carry: Any, xs: Any) -> Any:
+        steps, ys = list(range(self.length)), {}
+        for k in reversed(steps) if self.reverse else steps:
+            carry, ys[k] = body(carry, None if xs is None else tuple(x[k] for x in xs))
+        return carry, tuple(torch.stack([ys[k][i] for k in steps]) for i in range(self.ys))
+
+    def scan(self, body: Any, carry: Any, xs: Any) -> Any:
+        options: dict[str, Any] = {"checkpoints": self.checkpoints, "policy": POLICIES[self.policy]}
+        if self.way == "steps":
+            options["compile"] = "aot_eager"
+        return scan_remat(body, carry, xs, length=self.length, reverse=self.reverse, **options)
+
+    def derivatives(self, scan: Callable[..., Any], compile: bool) -> Any:
+        """The value and its derivatives, as the program's way says."""
+        loss, args, way = self.loss(scan), self.arguments(), self.way.removeprefix("compiled ")
+        every = tuple(range(len(args)))
+        torch._dynamo.reset()
+        wrap = compiled if compile and self.way.startswith("compiled") else (lambda fn: fn)
+        if way == "in a region" and compile:
+            loss = remat(loss, policy=POLICIES[self.policy])
+        if way == "grad":
+            return wrap(grad(loss, every))(*args)
+        if way == "vmap":
+            lanes = [torch.stack([a, a.flip(0)]) for a in args]
+            return wrap(vmap(grad(loss, every)))(*lanes)
+        if way == "jvp":
+            return jvp(loss, tuple(args), tuple(a.cos() for a in args))
+        if way == "jvp of grad":
+            return jvp(grad(loss, every), tuple(args), tuple(a.cos() for a in args))
+        for a in args:
+            a.requires_grad_()
+        value = wrap(loss)(*args)
+        first = torch.autograd.grad(value, args, create_graph=way == "second")
+        if way != "second":
+            return value.detach(), first
+        along = sum((g * a.detach().cos()).sum() for g, a in zip(first, args, strict=True))
+        return first, torch.autograd.grad(along, args, allow_unused=True, materialize_grads=True)
+
+    def off(self) -> float:
+        """How far the derivatives are from the loop's, by the largest entry."""
+        forget()
+        before, entry.BLOCK = entry.BLOCK, self.block
+        try:
+            got = self.derivatives(self.scan, True)
+        finally:
+            entry.BLOCK = before
+        pairs = zip(_leaves(got), _leaves(self.derivatives(self.loop, False)), strict=True)
+        return max(float((a - b).abs().max() / (1 + b.abs().max())) for a, b in pairs)
+
+
+def _leaves(tree: Any) -> list[Tensor]:
+    return [tree.detach()] if isinstance(tree, Tensor) else [leaf for part in tree for leaf in _leaves(part)]
+
+
+def differ(seeds: range, ways: Sequence[str]) -> tuple[Counter[str], list[str]]:
+    """How many programs came out the same, were refused or not; and those that were not."""
+    counts: Counter[str] = Counter()
+    found: list[str] = []
+    for seed in seeds:
+        case = Case(seed, ways)
+        try:
+            off = case.off()
+        except RematError as error:
+            counts["refused"] += 1
+            found.append(f"{case}\n    {str(error)[:200]}")
+            continue
+        except Exception as error:
+            counts["failed"] += 1
+            found.append(f"{case}\n    {type(error).__name__}: {str(error)[:200]}")
+            continue
+        counts["same" if off < 1e-9 else "WRONG"] += 1
+        if not off < 1e-9:
+            found.append(f"{case}\n    off by {off:.3g}")
+    return counts, found
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.scans", description=__doc__)
+    parser.add_argument("--seeds", default="0:1000", help="first:last")
+    parser.add_argument("--ways", default=",".join(EAGER), help=f"of {', '.join((*EAGER, *COMPILED))}")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    counts, found = differ(range(*map(int, options.seeds.split(":"))), options.ways.split(","))
+    print(*found, dict(counts), sep="\n")
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
