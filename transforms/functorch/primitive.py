@@ -220,7 +220,10 @@ class PullBack:
         split: list[list[int]] = [[]]
 
         def of(*moving: torch.Tensor) -> Any:
-            return smooth_first(self.body(*merged(operands, self.mask, moving)), split)
+            outs = self.body(*merged(operands, self.mask, moving))
+            # Only these: behind the others are values that nobody recomputed, and zero times NaN is NaN.
+            made = smooth_first([outs[i] for i in self.present], split)
+            return made if made[0] else ((moving[0].new_zeros(()),), ())
 
         moving = [operands[i] for i in self.mask]
         # A level takes over, for those below it, whether gradients are on.
@@ -231,10 +234,7 @@ class PullBack:
         forward_done()
 
         def pull(*cotangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            given = dict(zip(self.present, cotangents, strict=True))
-            full = [
-                given[i] if i in given else torch.zeros_like(t) for i, t in zip(split[0], smooth, strict=True)
-            ]
+            full = [cotangents[k] for k in split[0]] or [torch.zeros_like(t) for t in smooth]
             # Some ops (silu) have a backward for either; only the one for more derivatives has tangents.
             again = torch.is_grad_enabled() or in_forward_mode()
             with in_backward(last):

@@ -70,7 +70,7 @@ class Reachability:
 
 
 def _number(node: Any, start: int) -> int:
-    return max(node._sequence_nr() - start, -1)
+    return -1 if node is None else max(node._sequence_nr() - start, -1)
 
 
 def _behind(node: Any, start: int) -> frozenset[int]:
