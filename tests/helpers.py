@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -27,6 +28,20 @@ from tests.composition.table import rand as rand
 # For what torch itself does otherwise in some versions.
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 FEW = ("nothing", "matmuls", "rule")
+
+
+@contextlib.contextmanager
+def nan_where_nobody_wrote() -> Iterator[None]:
+    """Torch fills what it allocates within, so that a number that nobody computed is seen."""
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def forget() -> None:
@@ -110,7 +125,7 @@ def check(name: str, policy: str, run: Run, order: int = 1, policed: bool = True
             if there were no remat, and equal to itself.
     """
     build = CASES[name].build
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), nan_where_nobody_wrote():
         # Of torch, and of a name that most functions of the table do not give.
         for text in (
             "There is a performance drop because",

@@ -262,8 +262,9 @@ def test_results_that_have_a_history_in_later_calls_alone(policy, read):
     run = remat(block, policy=policy)
     leaves = [rand(3, 3).requires_grad_() for _ in range(3)]
     for passed in (lambda t: t, lambda t: t * 1, lambda t: t, lambda t: t * 1):
-        got, expected = (fn(*map(passed, leaves))[read].square().sum() for fn in (run, block))
-        same(*(torch.autograd.grad(end, leaves, allow_unused=True) for end in (got, expected)))
+        ends = [fn(*map(passed, leaves))[read].square().sum() for fn in (run, block)]
+        got, expected = (torch.autograd.grad(end, leaves, allow_unused=True) for end in ends)
+        same(got, expected)
 
 
 def test_arguments_that_are_views_of_one_tensor():
