@@ -13,6 +13,7 @@ from torch.func import grad, hessian, jacrev, jvp, vmap
 from remat import checkpoint_policy, save_matmuls, save_nothing, scan_remat
 from remat.schedules import Multilevel, Revolve, Segmented
 from remat.transforms import value_and_grad
+from remat.transforms.scan.traced import custom_op, entry
 from remat.transforms.scan.traced.custom_op import _entries, _for_good
 from tests.compiled import Graphs, compiled, ops
 from tests.helpers import sparse
@@ -142,6 +143,23 @@ def test_large_steps_are_compiled_one_at_a_time():
     close(compiled(grad(loss), run)(h), grad(loss)(h))
     made = [graph["tanh"] for graph in run.graphs if graph["tanh"]]
     assert made == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("batched", "n", "stacked"), [(False, 3, False), (False, 600, True), (True, 3, True)]
+)
+def test_what_large_steps_keep_is_copied_only_into_stacks(batched, n, stacked, monkeypatch):
+    """Copies double what is written. Beyond some hundred results, and under vmap, there are stacks."""
+    monkeypatch.setattr(entry, "BLOCK", 1)
+    copies, put = [], custom_op._put
+    monkeypatch.setattr(custom_op, "_put", lambda *args: copies.append(1) or put(*args))
+    if batched:
+        args, of = make(2, n=n), lambda fn: vmap(grad(fn, (0, 1, 2)))
+        close(compiled(of(of_scan("all")))(*args), of(of_loop())(*args))
+    else:
+        args = make(n=n)
+        close(backward(compiled(of_scan("all")), args), backward(of_loop(), args))
+    assert bool(copies) is (batched or n > 500)
 
 
 @pytest.mark.slow

@@ -179,6 +179,7 @@ from remat.transforms.compat.modes import (
 )
 from remat.transforms.compat.nested import (
     SUBGRAPH_CALL,  # torch's operator on a subgraph, None where there is none
+    in_cuda_graphs,  # whether what is traced now runs in CUDA graphs
     lowered_once,  # whether a compiler is at work that lowers a subgraph once for all of its calls
     unmarked,  # the function that `torch.compiler.nested_compile_region` has marked
     written_in,  # a graph with all calls of subgraphs written in

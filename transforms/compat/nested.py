@@ -32,7 +32,16 @@ def lowered_once() -> bool:
         return False
     from torch._inductor import config
 
-    return not (config.cpp_wrapper or config.triton.cudagraphs)
+    return not (config.cpp_wrapper or in_cuda_graphs())
+
+
+def in_cuda_graphs() -> bool:
+    """Whether what is traced now runs in CUDA graphs, whose results the next run may overwrite."""
+    if options_of(at_work()) is None:
+        return False
+    from torch._inductor import config
+
+    return config.triton.cudagraphs
 
 
 # -- calls that the user has marked ------------------------------------------------------------------------

@@ -38,6 +38,8 @@ _tags = (torch.Tag.cudagraph_unsafe,)
 _library.define("scan_forward(str scan, Tensor[] operands) -> Tensor[]", tags=_tags)
 _library.define("scan_pull(str scan, bool[] needs, bool[] present, Tensor[] tensors) -> Tensor[]", tags=_tags)
 _numbers = itertools.count()
+# Tensors of tapes that are results of their own at most: each is a node or two of a graph.
+_RESULTS = 512
 # A graph holds a string only. What it stands for lives with the code that Dynamo makes of the graph, with the
 # blocks of steps that hold the graph, or, where neither is known, for good.
 _entries: weakref.WeakValueDictionary[str, Entry] = weakref.WeakValueDictionary()
@@ -53,12 +55,15 @@ class Opaque:
         compiler: (graph, inputs) -> callable; None runs steps as they are.
         size: steps compiled at a time.
         ambient: the surroundings in which the steps' ops are traced.
+        stacked: whether the tapes of all blocks are rows of stacks. A vmap around counts on that, and in CUDA
+            graphs a block's results may lie where those of the next one will.
     """
 
     name: str
     compiler: Callable[..., Any] | None
     size: int
     ambient: Ambient
+    stacked: bool
     entries: dict[int, Entry] = field(default_factory=dict)
 
     @property
@@ -140,29 +145,31 @@ class _Slots(dict[Any, State]):
         super().__setitem__(slot, state)
 
 
-class _Tapes(dict[int, list[torch.Tensor]]):
-    """The tapes of the blocks, each in its row of one tensor of shape [blocks, size, ...]."""
+class _Tapes(dict[int, Any]):
+    """The tapes of the blocks, `rows` having those of each: rows of stacks, or what the blocks return."""
 
-    def __init__(self, size: int, buffers: list[torch.Tensor], device: torch.device) -> None:
+    def __init__(self, size: int, rows: list[list[torch.Tensor]], device: torch.device) -> None:
         super().__init__()
-        self.size, self.buffers, self.device = size, buffers, device
-        # Of every block, what it has in each buffer.
-        self.rows = list(zip(*(buffer.unbind(0) for buffer in buffers), strict=True))
+        self.size, self.rows, self.device = size, rows, device
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __setitem__(self, step: int, tape: list[torch.Tensor]) -> None:
-        for row, tensor in zip(self.rows[step // self.size], tape, strict=True):
-            _put(row, tensor)
+        row = self.rows[step // self.size]
+        if not row:
+            row += tape
+            return
+        for place, tensor in zip(row, tape, strict=True):
+            _put(place, tensor)
 
     def pop(self, step: int, *_: Any) -> list[torch.Tensor]:
         return list(self.rows[step // self.size])
 
     def carry(self, step: int, count: int) -> list[torch.Tensor]:
         """The carry before a block: the last one of the block before."""
-        rows = [b.select(0, step // self.size - 1).select(0, -1) for b in self.buffers[:count]]
-        return [row.to(self.device) for row in rows]
+        before = self.rows[step // self.size - 1][:count]
+        return [t.select(0, -1).to(self.device) for t in before]
 
 
 class Entry:
@@ -175,14 +182,21 @@ class Entry:
             blocks = UnrolledStep(scan.step, opaque.size, scan.reverse, opaque.compiler, scan.selector)
             scan = replace(scan, blocks=blocks)
         self.scan = scan
-        self.tape = 0  # how many tensors a tape has
+        self.tape = 0  # how many results of the forward are of tapes
 
-    def _tape(self, flat: Tensors) -> list[tuple[torch.Tensor, bool]]:
-        """What a block's tape has of each step, and which of it belongs on the host."""
+    @property
+    def blocks(self) -> int:
+        return self.scan.length // self.opaque.size
+
+    def _tape(self, flat: Tensors) -> tuple[list[tuple[torch.Tensor, bool]], bool]:
+        """What a block's tape has of each step, and which of it belongs on the host; whether every block's
+        are results of their own. A stack of large ones would cost a copy of each."""
         consts, carry, xs = self.scan.split(flat)
         found = self.scan.blocks.at(consts).tape_of(carry, xs)
-        self.tape = len(found)
-        return found
+        own = self.opaque.size == 1 and not self.opaque.stacked and len(found) * self.blocks <= _RESULTS
+        own &= self.scan.offloaded is None and not any(away for _, away in found)
+        self.tape = len(found) * (self.blocks if own else 1)
+        return found, own
 
     def _buffers(self, flat: Tensors) -> list[torch.Tensor]:
         """Where what the forward keeps is to lie."""
@@ -191,25 +205,38 @@ class Entry:
         if not self.scan.taped:
             count = rows_kept(self.scan)
             return [_buffer(t, (count,), host) for t in carry if count]
-        rows = self.scan.length // self.opaque.size, self.opaque.size
-        return [_buffer(t, rows, host or out, carry[0].device) for t, out in self._tape(flat)]
+        tape, own = self._tape(flat)
+        size, device = self.opaque.size, carry[0].device
+        if own:
+            return [_buffer(t, (size,), False, device) for _ in range(self.blocks) for t, _ in tape]
+        return [_buffer(t, (self.blocks, size), host or away, device) for t, away in tape]
+
+    def _tapes(self, flat: Tensors, rows: list[list[torch.Tensor]]) -> _Tapes:
+        return _Tapes(self.opaque.size, rows, flat[self.scan.sizes[0]].device)
 
     def forward(self, flat: Tensors) -> list[torch.Tensor]:
         if self.opaque.elsewhere is not None and self.scan.length % self.opaque.size:
             raise _left_over(self.scan, self.opaque.size)
         flat = dense(flat)
-        rows, buffers = layout(self.scan.spec.schedule, self.scan.length), self._buffers(flat)
-        record = Record(self.opaque.ambient, RandomState(flat))
-        if self.scan.taped:
-            record.tapes = _Tapes(self.opaque.size, buffers, flat[self.scan.sizes[0]].device)
+        record, taped = Record(self.opaque.ambient, RandomState(flat)), self.scan.taped
+        own = taped and self._tape(flat)[1]
+        buffers = [] if own else self._buffers(flat)
+        rows = [[] for _ in range(self.blocks)] if own else _unstacked(buffers) if taped else []
+        if taped:
+            record.tapes = self._tapes(flat, rows)
         else:
-            record.states = _Slots(rows, buffers)
+            record.states = _Slots(layout(self.scan.spec.schedule, self.scan.length), buffers)
         scan = replace(self.scan, record=record, buffered=True)
         with torch.no_grad(), self.surroundings():
             carry, ys = run_forward(scan, flat)
+        if own:
+            buffers = [t for row in rows for t in row]
+        # What is kept comes first, so that it is not what is copied.
+        found = _apart([*buffers, *carry, *ys], flat)
+        buffers, found = found[: len(buffers)], found[len(buffers) :]
         for buffer in buffers:
             buffer.scan = self  # type: ignore[attr-defined]  the backward may outlive the compiled code
-        return [*_apart([*carry, *ys], flat), *buffers]
+        return [*found, *buffers]
 
     def pull(self, flat: Tensors, kept: Tensors, needs: Any, cts: Any) -> list[torch.Tensor]:
         flat = dense(flat)
@@ -217,8 +244,9 @@ class Entry:
         a, b, _ = self.scan.sizes
         record, tapes = Record(self.opaque.ambient, RandomState(flat)), None
         if self.scan.taped:
-            tapes = _Tapes(self.opaque.size, list(kept), flat[a].device)
-            if len(kept) == len(self._tape(flat)):
+            tape, own = self._tape(flat)
+            tapes = self._tapes(flat, _in_turn(kept, self.blocks) if own else _unstacked(kept))
+            if len(tapes.rows[0]) == len(tape):
                 record.tapes = tapes
 
         def kept_carry(step: int, row: int) -> list[torch.Tensor]:
@@ -261,6 +289,17 @@ class Entry:
             new, ys = run_transparently(scan.step, (consts, carry, first), {})
         stacks = [y.new_empty((scan.length, *y.shape), device=device) for y in ys]
         return [*(t.new_empty(t.shape, device=device) for t in new), *stacks, *self._buffers(flat)]
+
+
+def _unstacked(buffers: Tensors) -> list[list[torch.Tensor]]:
+    """Of every block, its row of each stack."""
+    return [list(row) for row in zip(*(buffer.unbind(0) for buffer in buffers), strict=True)]
+
+
+def _in_turn(kept: Tensors, count: int) -> list[list[torch.Tensor]]:
+    """Of `count` blocks, what each has kept."""
+    each = len(kept) // count
+    return [list(kept[i * each : (i + 1) * each]) for i in range(count)]
 
 
 def _left_over(scan: Scan, size: int) -> RematError:

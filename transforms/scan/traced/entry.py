@@ -25,6 +25,8 @@ from remat.transforms.compat import (
     example_of,
     fake_mode,
     hooks_as_they_are,
+    in_cuda_graphs,
+    in_transform,
     is_tracing,
     outside_all_modes,
     unwind_levels,
@@ -116,7 +118,8 @@ def run(spec: ScanSpec, body: TracedBody, operands: tuple[Any, ...], selector: A
             spec = replace(spec, schedule=schedule)
             options |= {"taped": schedule.keeps_tapes, "selector": selector}
         ambient = Ambient(device_kinds([*consts, *carry, *xs]))
-        options["opaque"] = Opaque(spec.name, compiler, size, ambient)
+        stacked = in_transform() or in_cuda_graphs()
+        options["opaque"] = Opaque(spec.name, compiler, size, ambient, stacked)
     scan, flat = make(step, spec, consts, carry, xs, **options)
     try:
         with dual_level_known_if_any():
