@@ -34,8 +34,7 @@ def while_remat(
         body: carry -> carry of the same structure, shapes, dtypes and Python types.
         init: the first carry.
         checkpoints: the number of kept carries, the first one counted, or an `Online` schedule. Left out it
-        is
-            taken from `max_steps`, as the least number with which no step is recomputed more than once.
+            is taken from `max_steps`, as the least number with which no step is recomputed more than once.
         max_steps: stop after so many steps, whatever `cond` says.
         on_step: called with ("forward" | "advance" | "reverse", step) after each evaluation.
 

@@ -3,7 +3,7 @@
 Bodies have several carries that read each other, each or none of them the rows, so that a gradient comes to a
 row or a weight only some steps later, or never. Some pass through. The loss reads a few of the last carries
 and of the ys. Each program is differentiated in one way, with steps compiled or not, in blocks of one step or
-of four.
+of four. Some scans are loops of unknown length (`while_remat`), some keep their carries in host memory.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ import torch
 from torch import Tensor
 from torch.func import grad, jvp, vmap
 
-from remat import RematError, remat, save_everything, save_matmuls, save_nothing, scan_remat
+from remat import RematError, remat, save_everything, save_matmuls, save_nothing, scan_remat, while_remat
 from remat.transforms.scan.traced import entry
 from tests.compiled import compiled
 from tests.helpers import forget, nan_where_nobody_wrote
 
 EAGER = ("backward", "second", "grad", "vmap", "jvp", "jvp of grad", "in a region")
+# Compiled steps draw other numbers than the loop, and transforms of them in another order.
+DRAWS = ("backward", "second", "in a region")
 COMPILED = ("steps", "compiled", "compiled grad", "compiled vmap")
 POLICIES = {"nothing": save_nothing, "matmuls": save_matmuls, "everything": save_everything}
 WIDTH = 3
@@ -42,6 +44,8 @@ class Case:
         self.length, self.block = dice.choice([1, 2, 3, 4, 5, 8, 9]), dice.choice([1, 4])
         self.reverse, self.policy = dice.random() < 0.3, dice.choice(list(POLICIES))
         self.checkpoints = dice.choice(["all", "sqrt", "sqrt", dice.randint(1, 3)])
+        self.loops = not (self.rows or self.ys) and self.way in EAGER
+        self.offload = dice.random() < 0.2 and not self.loops
         values = [f"c{i}" for i in range(self.carries)]
         inputs = [*values, *(f"x{i}" for i in range(self.rows))]
         self.body = [self.term(inputs, values[i]) for i in range(self.carries)]
@@ -53,6 +57,7 @@ class Case:
     def term(self, inputs: list[str], own: str = "") -> str:
         """What a carry becomes, or a y is: an expression of carries, rows and weights."""
         dice, kinds = self.dice, ["mix", "mix", "product", "gate", "alone"]
+        kinds += ["drop"] * (self.way in DRAWS)
         kind = dice.choice([*kinds, "same", "move"] if own else kinds)
         a, b = dice.choice(inputs), dice.choice(inputs)
         w = f"w{dice.randrange(self.consts)}"
@@ -61,6 +66,7 @@ class Case:
             "product": f"torch.tanh({a} @ {w} + {own or b})",
             "gate": f"({a}.sigmoid() * {b})",
             "alone": f"{a}.cos()",
+            "drop": f"torch.nn.functional.dropout({a}, 0.5)",
             "same": own,  # passes through
             "move": a,  # another one's value, one step later
         }[kind]
@@ -68,8 +74,8 @@ class Case:
     def __str__(self) -> str:
         steps = f"{self.length} steps, blocks of {self.block}, {self.checkpoints}, {self.policy}"
         body = ", ".join([*self.body, *self.out])
-        turned = ", reverse" if self.reverse else ""
-        return f"seed {self.seed}: {self.way}, {steps}{turned}: {body} -> {self.edge} of {self.read}"
+        flags = "".join(f", {flag}" for flag in ("reverse", "loops", "offload") if getattr(self, flag))
+        return f"seed {self.seed}: {self.way}, {steps}{flags}: {body} -> {self.edge} of {self.read}"
 
     def arguments(self) -> list[Tensor]:
         """Weights, first carries, rows."""
@@ -122,7 +128,12 @@ def make(weights):
         return carry, tuple(torch.stack([ys[k][i] for k in steps]) for i in range(self.ys))
 
     def scan(self, body: Any, carry: Any, xs: Any) -> Any:
+        if self.loops:
+            again = lambda c: (body(c[0], None)[0], c[1] + 1)  # noqa: E731
+            kept = self.checkpoints if isinstance(self.checkpoints, int) else 2
+            return while_remat(lambda c: c[1] < self.length, again, (carry, 0), checkpoints=kept)[0], ()
         options: dict[str, Any] = {"checkpoints": self.checkpoints, "policy": POLICIES[self.policy]}
+        options["offload"] = self.offload
         if self.way == "steps":
             options["compile"] = "aot_eager"
         return scan_remat(body, carry, xs, length=self.length, reverse=self.reverse, **options)
@@ -131,6 +142,7 @@ def make(weights):
         """The value and its derivatives, as the program's way says."""
         loss, args, way = self.loss(scan), self.arguments(), self.way.removeprefix("compiled ")
         every = tuple(range(len(args)))
+        torch.manual_seed(self.seed)
         torch._dynamo.reset()
         wrap = compiled if compile and self.way.startswith("compiled") else (lambda fn: fn)
         if way == "in a region" and compile:
