@@ -3,7 +3,8 @@
 Bodies have several carries that read each other, each or none of them the rows, so that a gradient comes to a
 row or a weight only some steps later, or never. Some pass through. The loss reads a few of the last carries
 and of the ys. Each program is differentiated in one way, with steps compiled or not, in blocks of one step or
-of four. Some scans are loops of unknown length (`while_remat`), some keep their carries in host memory.
+of four. Some scans are loops of unknown length (`while_remat`), some keep their carries in host memory, and
+some are no scans but a region for each step.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Case:
         self.checkpoints = dice.choice(["all", "sqrt", "sqrt", dice.randint(1, 3)])
         self.loops = not (self.rows or self.ys) and self.way in EAGER
         self.offload = dice.random() < 0.2 and not self.loops
+        self.regions = dice.random() < 0.3 and self.way != "steps"
         values = [f"c{i}" for i in range(self.carries)]
         inputs = [*values, *(f"x{i}" for i in range(self.rows))]
         self.body = [self.term(inputs, values[i]) for i in range(self.carries)]
@@ -74,7 +76,9 @@ class Case:
     def __str__(self) -> str:
         steps = f"{self.length} steps, blocks of {self.block}, {self.checkpoints}, {self.policy}"
         body = ", ".join([*self.body, *self.out])
-        flags = "".join(f", {flag}" for flag in ("reverse", "loops", "offload") if getattr(self, flag))
+        flags = "".join(
+            f", {flag}" for flag in ("reverse", "loops", "offload", "regions") if getattr(self, flag)
+        )
         return f"seed {self.seed}: {self.way}, {steps}{flags}: {body} -> {self.edge} of {self.read}"
 
     def arguments(self) -> list[Tensor]:
@@ -128,6 +132,8 @@ def make(weights):
         return carry, tuple(torch.stack([ys[k][i] for k in steps]) for i in range(self.ys))
 
     def scan(self, body: Any, carry: Any, xs: Any) -> Any:
+        if self.regions:
+            return self.loop(remat(body, policy=POLICIES[self.policy]), carry, xs)
         if self.loops:
             again = lambda c: (body(c[0], None)[0], c[1] + 1)  # noqa: E731
             kept = self.checkpoints if isinstance(self.checkpoints, int) else 2
