@@ -19,19 +19,45 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import grad, jvp, vmap
+from torch.func import grad, jacfwd, jacrev, jvp, vmap
 
 from remat import RematError, remat, save_everything, save_matmuls, save_nothing, scan_remat, while_remat
 from remat.transforms.scan.traced import entry
 from tests.compiled import compiled
 from tests.helpers import forget, nan_where_nobody_wrote
 
-EAGER = ("backward", "second", "grad", "vmap", "jvp", "jvp of grad", "in a region")
+# From a loss and the numbers of its arguments; each vmap has examples of its own.
+TRANSFORMS: dict[str, Callable[[Any, tuple[int, ...]], Callable[..., Any]]] = {
+    "grad": lambda f, every: grad(f, every),
+    "vmap of grad": lambda f, every: vmap(grad(f, every)),
+    "vmap of vmap of grad": lambda f, every: vmap(vmap(grad(f, every))),
+    "grad of vmap": lambda f, every: grad(lambda *a: vmap(f)(*a).sum(), every),
+    "vmap of weights": lambda f, every: vmap(grad(f, every), (0, *(None for _ in every[1:]))),
+    "jvp": lambda f, _: lambda *a: jvp(f, a, cosines(a)),
+    "vmap of jvp": lambda f, _: vmap(lambda *a: jvp(f, a, cosines(a))),
+    "jvp of grad": lambda f, every: lambda *a: jvp(grad(f, every), a, cosines(a)),
+    "vmap of jvp of grad": lambda f, every: vmap(lambda *a: jvp(grad(f, every), a, cosines(a))),
+    "grad of jvp": lambda f, every: grad(lambda *a: jvp(f, a, cosines(a))[1], every),
+    "grad of grad": lambda f, every: grad(lambda *a: along(grad(f, every)(*a), a), every),
+    "jacrev of grad": lambda f, _: jacrev(grad(f)),
+    "jacfwd": lambda f, every: jacfwd(f, every),
+}
+EAGER = ("backward", "second", "in a region", *TRANSFORMS)
 # Compiled steps draw other numbers than the loop, and transforms of them in another order.
 DRAWS = ("backward", "second", "in a region")
-COMPILED = ("steps", "compiled", "compiled grad", "compiled vmap")
+COMPILED = ("steps", "compiled", "compiled grad", "compiled vmap of grad")
 POLICIES = {"nothing": save_nothing, "matmuls": save_matmuls, "everything": save_everything}
 WIDTH = 3
+
+
+def cosines(args: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """A direction."""
+    return tuple(a.detach().cos() for a in args)
+
+
+def along(gradients: Sequence[Tensor], args: Sequence[Tensor]) -> Tensor:
+    """The gradients' sum in that direction."""
+    return torch.stack([(g * c).sum() for g, c in zip(gradients, cosines(args), strict=True)]).sum()
 
 
 class Case:
@@ -147,30 +173,23 @@ def make(weights):
     def derivatives(self, scan: Callable[..., Any], compile: bool) -> Any:
         """The value and its derivatives, as the program's way says."""
         loss, args, way = self.loss(scan), self.arguments(), self.way.removeprefix("compiled ")
-        every = tuple(range(len(args)))
         torch.manual_seed(self.seed)
         torch._dynamo.reset()
         wrap = compiled if compile and self.way.startswith("compiled") else (lambda fn: fn)
         if way == "in a region" and compile:
             loss = remat(loss, policy=POLICIES[self.policy])
-        if way == "grad":
-            return wrap(grad(loss, every))(*args)
-        if way == "vmap":
-            lanes = [torch.stack([a, a.flip(0)]) for a in args]
-            return wrap(vmap(grad(loss, every)))(*lanes)
-        if way == "jvp":
-            return jvp(loss, tuple(args), tuple(a.cos() for a in args))
-        if way == "jvp of grad":
-            return jvp(grad(loss, every), tuple(args), tuple(a.cos() for a in args))
+        if way in TRANSFORMS:
+            batched = 1 if way.endswith("weights") else len(args)
+            for _ in range(way.count("vmap")):
+                args[:batched] = [torch.stack([a, a.flip(0)]) for a in args[:batched]]
+            return wrap(TRANSFORMS[way](loss, tuple(range(len(args)))))(*args)
         for a in args:
             a.requires_grad_()
         value = wrap(loss)(*args)
         first = torch.autograd.grad(value, args, create_graph=way == "second")
         if way != "second":
             return value.detach(), first
-        parts = [(g * a.detach().cos()).sum() for g, a in zip(first, args, strict=True)]
-        along = torch.stack(parts).sum()
-        return first, torch.autograd.grad(along, args, allow_unused=True, materialize_grads=True)
+        return first, torch.autograd.grad(along(first, args), args, allow_unused=True, materialize_grads=True)
 
     def off(self) -> float:
         """How far the derivatives are from the loop's, by the largest entry."""
