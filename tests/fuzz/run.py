@@ -84,7 +84,12 @@ class Pass:
             cast = torch.autocast("cpu", torch.bfloat16) if casts else contextlib.nullcontext()
             with cast:
                 seen = WAYS[step["how"]](self, step)
-        return seen | self.state()
+        state = self.state()
+        if step["how"] == "differences":  # what is drawn comes to buffers and attributes, too
+            state = pytree.tree_map(
+                lambda v: v.shape if isinstance(v, Tensor) and v.is_floating_point() else v, state
+            )
+        return seen | state
 
     def inputs(self, step: dict[str, Any]) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(step["rows"])
