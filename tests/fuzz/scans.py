@@ -10,11 +10,13 @@ some are no scans but a region for each step.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,8 +65,9 @@ def along(gradients: Sequence[Tensor], args: Sequence[Tensor]) -> Tensor:
 class Case:
     """The program of a number."""
 
-    def __init__(self, seed: int, ways: Sequence[str]) -> None:
+    def __init__(self, seed: int, ways: Sequence[str], backend: str = "aot_eager") -> None:
         dice = self.dice = random.Random(f"scan{seed}")
+        self.backend = backend
         self.seed, self.way = seed, dice.choice(ways)
         self.carries, self.rows = dice.randint(1, 4), dice.randint(0, 2)
         self.ys, self.consts = dice.randint(0, 2), dice.randint(1, 2)
@@ -167,7 +170,7 @@ def make(weights):
         options: dict[str, Any] = {"checkpoints": self.checkpoints, "policy": POLICIES[self.policy]}
         options["offload"] = self.offload
         if self.way == "steps":
-            options["compile"] = "aot_eager"
+            options["compile"] = self.backend
         return scan_remat(body, carry, xs, length=self.length, reverse=self.reverse, **options)
 
     def derivatives(self, scan: Callable[..., Any], compile: bool) -> Any:
@@ -175,7 +178,8 @@ def make(weights):
         loss, args, way = self.loss(scan), self.arguments(), self.way.removeprefix("compiled ")
         torch.manual_seed(self.seed)
         torch._dynamo.reset()
-        wrap = compiled if compile and self.way.startswith("compiled") else (lambda fn: fn)
+        wrapped = compile and self.way.startswith("compiled")
+        wrap = partial(compiled, backend=self.backend) if wrapped else lambda fn: fn
         if way == "in a region" and compile:
             loss = remat(loss, policy=POLICIES[self.policy])
         if way in TRANSFORMS:
@@ -207,14 +211,16 @@ def _leaves(tree: Any) -> list[Tensor]:
     return [tree.detach()] if isinstance(tree, Tensor) else [leaf for part in tree for leaf in _leaves(part)]
 
 
-def differ(seeds: range, ways: Sequence[str]) -> tuple[Counter[str], list[str]]:
+def differ(seeds: range, ways: Sequence[str], backend: str = "aot_eager") -> tuple[Counter[str], list[str]]:
     """How many programs came out the same, were refused or not; and those that were not."""
     counts: Counter[str] = Counter()
     found: list[str] = []
     for seed in seeds:
-        case = Case(seed, ways)
+        case = Case(seed, ways, backend)
+        # Inductor makes other code where torch fills memory.
+        filled = nan_where_nobody_wrote() if backend != "inductor" else contextlib.nullcontext()
         try:
-            with nan_where_nobody_wrote():
+            with filled:
                 off = case.off()
         except RematError as error:
             counts["refused"] += 1
@@ -234,12 +240,13 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz.scans", description=__doc__)
     parser.add_argument("--seeds", default="0:1000", help="first:last")
     parser.add_argument("--ways", default=",".join(EAGER), help=f"of {', '.join((*EAGER, *COMPILED))}")
+    parser.add_argument("--backend", default="aot_eager", help="of the compiled ways: aot_eager, inductor")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     total: Counter[str] = Counter()
     for seed in range(*map(int, options.seeds.split(":"))):
-        counts, found = differ(range(seed, seed + 1), options.ways.split(","))
+        counts, found = differ(range(seed, seed + 1), options.ways.split(","), options.backend)
         total += counts
         if found:
             print(*found, flush=True)

@@ -70,7 +70,7 @@ def compiled_for_cpu(
         out.meta["user_visible_output_idxs"] = list(range(len(out.args[0])))
         fakes = [node.meta["val"] for node in lowered.graph.find_nodes(op="placeholder")]
         made: Any = compile_fx_inner(lowered, fakes, cpp_wrapper=True, is_inference=True)
-    call = made.current_callable
+    call = getattr(made, "current_callable", made)  # a graph without ops is its own code
 
     def run(*values: torch.Tensor, made: Any = made) -> Any:  # `made` cleans up when it is let go of
         return call(list(values))
