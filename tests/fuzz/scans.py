@@ -69,8 +69,10 @@ class Case:
         dice = self.dice = random.Random(f"scan{seed}")
         self.backend = backend
         self.seed, self.way = seed, dice.choice(ways)
-        self.carries, self.rows = dice.randint(1, 4), dice.randint(0, 2)
-        self.ys, self.consts = dice.randint(0, 2), dice.randint(1, 2)
+        self.carries = dice.choice([0, *range(1, 5), *range(1, 5)])
+        # Without a carry it maps its rows.
+        least = int(not self.carries)
+        self.rows, self.ys, self.consts = dice.randint(least, 2), dice.randint(least, 2), dice.randint(1, 2)
         self.length, self.block = dice.choice([1, 2, 3, 4, 5, 8, 9]), dice.choice([1, 4])
         self.reverse, self.policy = dice.random() < 0.3, dice.choice(list(POLICIES))
         self.checkpoints = dice.choice(["all", "sqrt", "sqrt", dice.randint(1, 3)])
@@ -126,7 +128,7 @@ class Case:
 def make(weights):
     {names("w", self.consts)} = weights
     def body(carry, x):
-        {names("c", self.carries)} = carry
+        {names("c", self.carries) or "_"} = carry
         {names("x", self.rows) or "_"} = x
         {"; ".join(lines)}
         return ({names("n", self.carries)}), ({names("y", self.ys)})

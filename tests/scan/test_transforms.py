@@ -47,6 +47,16 @@ def nested(scan: Callable[..., Any]) -> Callable[..., torch.Tensor]:
     return loss
 
 
+def mapped(scan: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+    """Without a carry: rows are mapped, as by `jax.lax.map`."""
+
+    def loss(w: torch.Tensor, h: torch.Tensor, xs: torch.Tensor) -> torch.Tensor:
+        _, ys = scan(lambda none, x: (none, torch.tanh(x @ w + h) * x), None, xs)
+        return (ys**3).sum()
+
+    return loss
+
+
 @pytest.fixture
 def args() -> tuple[torch.Tensor, ...]:
     torch.manual_seed(0)
@@ -80,7 +90,7 @@ COMPOSITIONS: dict[str, Callable[[Callable[..., Any], tuple[torch.Tensor, ...]],
 }
 
 
-@pytest.mark.parametrize("model", [rnn, nested])
+@pytest.mark.parametrize("model", [rnn, nested, mapped])
 @pytest.mark.parametrize("checkpoints", sparse([2, "sqrt"], 2))
 @pytest.mark.parametrize("composition", COMPOSITIONS)
 def test_composition(composition, model, checkpoints, args):

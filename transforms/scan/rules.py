@@ -99,6 +99,7 @@ def batch(
         over = (list(const_dims), inner[a : a + b], list(x_dims))
         of = restore_vmap(one, over, info.batch_size, info.randomness)
         (new, ys), dims = of(list(consts), [carry[i] for i in scan.tensors], list(x))
+        dims = dims if new or ys else ([], [])
         ys = placed(ys, dims[1], values.ys if values else 0)
         return scan.whole(placed(new, dims[0], kept), static), ys
 
@@ -188,12 +189,13 @@ def tangents_of(run: Run, scan: Scan, flat: Tensors, tangents: Cotangents) -> li
             out[:] = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in new]
             # Tensors must leave the level as results: those without derivative go as auxiliary ones.
             others = [new[i] for i in scan.tensors if i not in at], [y for y in ys if not pytree_smooth(y)]
-            return ([new[i] for i in at], [y for y in ys if pytree_smooth(y)]), others
+            smooth = [new[i] for i in at], [y for y in ys if pytree_smooth(y)]
+            return (*smooth, [] if any(smooth) else [torch.zeros(())]), others  # torch.func wants a result
 
         out: Leaves = []
         with dual_level_known_if_any():
             results: Any = torch.func.jvp(floats, (primals,), ([list(dk), dc, list(dx)],), has_aux=True)
-        (new, ys), (dnew, dys), (fixed, fixed_ys) = results
+        (new, ys, _), (dnew, dys, _), (fixed, fixed_ys) = results
         out = merge(out, [*at, *(i for i in scan.tensors if i not in at)], [*new, *fixed])
         smooth, rest = iter(ys), iter(fixed_ys)
         return [*out, *dnew], [*(next(smooth) if f else next(rest) for f in shape[0]), *dys]

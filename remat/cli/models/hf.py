@@ -34,10 +34,8 @@ def build_hf(name: str, sizes: Sizes, dtype: torch.dtype, device: torch.device, 
             setattr(config, key, 0.0)
     with _in(dtype), device if device.type == "meta" else contextlib.nullcontext():
         module = module_of(config, given, attn_implementation="sdpa")
-    if device.type not in (
-        "cpu",
-        "meta",
-    ):  # a module of fake tensors cannot be moved at all
+    # A module of fake tensors cannot be moved at all.
+    if device.type not in ("cpu", "meta"):
         module = module.to(device)
     loss = Loss(module.train())
     return Model({key: p.detach() for key, p in loss.own.items()}, loss, loss.leaves)

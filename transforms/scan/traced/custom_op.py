@@ -86,14 +86,14 @@ class Opaque:
     def kept(self, scan: Scan) -> int:
         """How many results of the forward are kept carries."""
         if scan.taped:
-            return self.entry(scan).tape
+            return self.entry(scan).tape or 0
         return len(scan.tensors) if rows_kept(scan) else 0
 
     def forward(self, scan: Scan, flat: Tensors) -> list[torch.Tensor]:
         """The tensors of the last carry, ys, and the kept carries."""
         entry = self.entry(scan)
         found = torch.ops.remat.scan_forward.default(entry.key, list(flat))
-        if scan.taped and not entry.tape:
+        if scan.taped and entry.tape is None:
             # A region around that repeats its forward has handed out what the op returned there.
             quiet(torch.ops.remat.scan_forward.default, entry.key, list(flat))
         return found
@@ -182,7 +182,7 @@ class Entry:
             blocks = UnrolledStep(scan.step, opaque.size, scan.reverse, opaque.compiler, scan.selector)
             scan = replace(scan, blocks=blocks)
         self.scan = scan
-        self.tape = 0  # how many results of the forward are of tapes
+        self.tape: int | None = None  # how many results of the forward are of tapes, once that is known
 
     @property
     def blocks(self) -> int:
@@ -206,13 +206,17 @@ class Entry:
             count = rows_kept(self.scan)
             return [_buffer(t, (count,), host) for t in carry if count]
         tape, own = self._tape(flat)
-        size, device = self.opaque.size, carry[0].device
+        size, device = self.opaque.size, self._device(flat)
         if own:
             return [_buffer(t, (size,), False, device) for _ in range(self.blocks) for t, _ in tape]
         return [_buffer(t, (self.blocks, size), host or away, device) for t, away in tape]
 
+    def _device(self, flat: Tensors) -> torch.device:
+        """That of the carry; a scan that only maps its rows has no tensor there."""
+        return (flat[self.scan.sizes[0] :] or flat)[0].device
+
     def _tapes(self, flat: Tensors, rows: list[list[torch.Tensor]]) -> _Tapes:
-        return _Tapes(self.opaque.size, rows, flat[self.scan.sizes[0]].device)
+        return _Tapes(self.opaque.size, rows, self._device(flat))
 
     def forward(self, flat: Tensors) -> list[torch.Tensor]:
         if self.opaque.elsewhere is not None and self.scan.length % self.opaque.size:
@@ -221,7 +225,7 @@ class Entry:
         record, taped = Record(self.opaque.ambient, RandomState(flat)), self.scan.taped
         own = taped and self._tape(flat)[1]
         buffers = [] if own else self._buffers(flat)
-        rows = [[] for _ in range(self.blocks)] if own else _unstacked(buffers) if taped else []
+        rows = _unstacked(buffers, self.blocks) if taped else []
         if taped:
             record.tapes = self._tapes(flat, rows)
         else:
@@ -245,7 +249,7 @@ class Entry:
         record, tapes = Record(self.opaque.ambient, RandomState(flat)), None
         if self.scan.taped:
             tape, own = self._tape(flat)
-            tapes = self._tapes(flat, _in_turn(kept, self.blocks) if own else _unstacked(kept))
+            tapes = self._tapes(flat, (_in_turn if own else _unstacked)(kept, self.blocks))
             if len(tapes.rows[0]) == len(tape):
                 record.tapes = tapes
 
@@ -291,9 +295,10 @@ class Entry:
         return [*(t.new_empty(t.shape, device=device) for t in new), *stacks, *self._buffers(flat)]
 
 
-def _unstacked(buffers: Tensors) -> list[list[torch.Tensor]]:
-    """Of every block, its row of each stack."""
-    return [list(row) for row in zip(*(buffer.unbind(0) for buffer in buffers), strict=True)]
+def _unstacked(buffers: Tensors, count: int) -> list[list[torch.Tensor]]:
+    """Of `count` blocks, the row of each stack."""
+    columns = [buffer.unbind(0) for buffer in buffers]
+    return [[column[k] for column in columns] for k in range(count)]
 
 
 def _in_turn(kept: Tensors, count: int) -> list[list[torch.Tensor]]:
