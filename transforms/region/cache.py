@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from remat.transforms.caches import BoundedCache
-from remat.transforms.tape import Program, Tape
+from remat.transforms.tape import Ends, Program, Tape
 
 # How many signatures of calls, or policies, are told apart; what was used least recently goes first.
 _MOST = 32
@@ -28,7 +28,7 @@ class CachedTrace:
         kept: the ops whose results are kept.
         held: the tensors from outside that are held, by their positions on the tape.
         residual: whether all that autograd saves is held instead, as the smaller thing.
-        ends: the autograd nodes behind each result, where they differ.
+        ends: the autograd nodes that made the results, and those behind each, where these differ.
         nodes: how many autograd nodes the forward made.
         later: the saved values that a backward in parts reads again, as far as one was seen.
     """
@@ -38,7 +38,7 @@ class CachedTrace:
     kept: frozenset[int]
     held: frozenset[int]
     residual: bool
-    ends: tuple[frozenset[int], ...] | None
+    ends: Ends | None
     nodes: int
     later: set[int]
 

@@ -13,6 +13,7 @@ from remat.transforms.tape.program import (
     Program,  # what of a tape has to run for some of the values that autograd saved
 )
 from remat.transforms.tape.reachability import (
+    Ends,  # the nodes that made the results of a forward, and those behind each
     Reachability,  # the results of one forward with the autograd nodes behind each
 )
 from remat.transforms.tape.recorder import (
