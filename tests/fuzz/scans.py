@@ -10,7 +10,6 @@ some are no scans but a region for each step.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import random
 import sys
 import warnings
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.func import grad, jacfwd, jacrev, jvp, vmap
+from torch.utils._pytree import tree_leaves
 
 from remat import RematError, remat, save_everything, save_matmuls, save_nothing, scan_remat, while_remat
 from remat.transforms.scan.traced import entry
@@ -205,12 +205,8 @@ def make(weights):
             got = self.derivatives(self.scan, True)
         finally:
             entry.BLOCK = before
-        pairs = zip(_leaves(got), _leaves(self.derivatives(self.loop, False)), strict=True)
-        return max(float((a - b).abs().max() / (1 + b.abs().max())) for a, b in pairs)
-
-
-def _leaves(tree: Any) -> list[Tensor]:
-    return [tree.detach()] if isinstance(tree, Tensor) else [leaf for part in tree for leaf in _leaves(part)]
+        pairs = zip(tree_leaves(got), tree_leaves(self.derivatives(self.loop, False)), strict=True)
+        return max(((a - b).abs().max() / (1 + b.abs().max())).item() for a, b in pairs)
 
 
 def differ(seeds: range, ways: Sequence[str], backend: str = "aot_eager") -> tuple[Counter[str], list[str]]:
@@ -219,10 +215,8 @@ def differ(seeds: range, ways: Sequence[str], backend: str = "aot_eager") -> tup
     found: list[str] = []
     for seed in seeds:
         case = Case(seed, ways, backend)
-        # Inductor makes other code where torch fills memory.
-        filled = nan_where_nobody_wrote() if backend != "inductor" else contextlib.nullcontext()
         try:
-            with filled:
+            with nan_where_nobody_wrote(backend):
                 off = case.off()
         except RematError as error:
             counts["refused"] += 1

@@ -159,7 +159,7 @@ def test_what_large_steps_keep_is_copied_only_into_stacks(batched, n, stacked, m
     else:
         args = make(n=n)
         close(backward(compiled(of_scan("all")), args), backward(of_loop(), args))
-    assert bool(copies) is (batched or n > 500)
+    assert bool(copies) is stacked
 
 
 @pytest.mark.slow

@@ -99,7 +99,7 @@ def batch(
         over = (list(const_dims), inner[a : a + b], list(x_dims))
         of = restore_vmap(one, over, info.batch_size, info.randomness)
         (new, ys), dims = of(list(consts), [carry[i] for i in scan.tensors], list(x))
-        dims = dims if new or ys else ([], [])
+        dims = dims if new or ys else ([], [])  # torch has none for no results
         ys = placed(ys, dims[1], values.ys if values else 0)
         return scan.whole(placed(new, dims[0], kept), static), ys
 

@@ -191,6 +191,8 @@ class Entry:
     def _tape(self, flat: Tensors) -> tuple[list[tuple[torch.Tensor, bool]], bool]:
         """What a block's tape has of each step, and which of it belongs on the host; whether every block's
         are results of their own. A stack of large ones would cost a copy of each."""
+        if not self.scan.taped:
+            return [], False
         consts, carry, xs = self.scan.split(flat)
         found = self.scan.blocks.at(consts).tape_of(carry, xs)
         own = self.opaque.size == 1 and not self.opaque.stacked and len(found) * self.blocks <= _RESULTS
@@ -198,14 +200,13 @@ class Entry:
         self.tape = len(found) * (self.blocks if own else 1)
         return found, own
 
-    def _buffers(self, flat: Tensors) -> list[torch.Tensor]:
-        """Where what the forward keeps is to lie."""
+    def _buffers(self, flat: Tensors, tape: list[tuple[torch.Tensor, bool]], own: bool) -> list[torch.Tensor]:
+        """Where what the forward keeps is to lie; `tape` and `own`: as `_tape` has them."""
         _, carry, _ = self.scan.split(flat)
         host = self.scan.offloaded is not None
         if not self.scan.taped:
             count = rows_kept(self.scan)
             return [_buffer(t, (count,), host) for t in carry if count]
-        tape, own = self._tape(flat)
         size, device = self.opaque.size, self._device(flat)
         if own:
             return [_buffer(t, (size,), False, device) for _ in range(self.blocks) for t, _ in tape]
@@ -223,8 +224,8 @@ class Entry:
             raise _left_over(self.scan, self.opaque.size)
         flat = dense(flat)
         record, taped = Record(self.opaque.ambient, RandomState(flat)), self.scan.taped
-        own = taped and self._tape(flat)[1]
-        buffers = [] if own else self._buffers(flat)
+        tape, own = self._tape(flat)
+        buffers = [] if own else self._buffers(flat, tape, own)
         rows = _unstacked(buffers, self.blocks) if taped else []
         if taped:
             record.tapes = self._tapes(flat, rows)
@@ -292,7 +293,11 @@ class Entry:
         ):
             new, ys = run_transparently(scan.step, (consts, carry, first), {})
         stacks = [y.new_empty((scan.length, *y.shape), device=device) for y in ys]
-        return [*(t.new_empty(t.shape, device=device) for t in new), *stacks, *self._buffers(flat)]
+        return [
+            *(t.new_empty(t.shape, device=device) for t in new),
+            *stacks,
+            *self._buffers(flat, *self._tape(flat)),
+        ]
 
 
 def _unstacked(buffers: Tensors, count: int) -> list[list[torch.Tensor]]:
