@@ -3,8 +3,9 @@
 Bodies have several carries that read each other, each or none of them the rows, so that a gradient comes to a
 row or a weight only some steps later, or never. Some pass through. The loss reads a few of the last carries
 and of the ys. Each program is differentiated in one way, with steps compiled or not, in blocks of one step or
-of four. Some scans are loops of unknown length (`while_remat`), some keep their carries in host memory, and
-some are no scans but a region for each step.
+of four. Some use transforms of `torch.func` inside, of carries, weights and constants. Some scans are loops
+of unknown length (`while_remat`), some keep their carries in host memory, and some are no scans but a region
+for each step.
 """
 
 from __future__ import annotations
@@ -50,6 +51,24 @@ DRAWS = ("backward", "second", "in a region")
 COMPILED = ("steps", "compiled", "compiled grad", "compiled vmap of grad")
 POLICIES = {"nothing": save_nothing, "matmuls": save_matmuls, "everything": save_everything}
 WIDTH = 3
+# Transforms inside a step, by what they differentiate or batch; K is a constant that a step captures.
+INNER = (
+    "func.grad(lambda t: (t.sin() * {b} + (t @ {w}).cos()).sum())({a})",
+    "func.grad(lambda t: (t * {a}.sin() + t.sin() * {b}.cos()).square().sum())(K)",
+    "func.grad(lambda p: ({a} @ p['w']).tanh().sum())(dict(w={w}))['w'].sum(0) * {b}",
+    "func.vjp(lambda t: (t @ {w}).sin(), {a})[1]({b})[0]",
+    "func.vjp(lambda t: (t * {a}).sin(), K)[1]({b})[0]",
+    "func.jacrev(lambda t: (t * {b}).sin())({a}).sum((0, 1))",
+    "func.jacrev(lambda t: (t * {b}).sin())(K).sum((0, 1)) * {a}",
+    "func.jacfwd(lambda t: (t * {b}).sin())({a}).sum((0, 1))",
+    "func.jacfwd(lambda t: (t * {b}).sin())(K).sum((0, 1)) * {a}",
+    "func.jvp(lambda t: (t @ {w}).tanh(), ({a},), ({b},))[1]",
+    "func.jvp(lambda t: (t * {a}).tanh(), (K,), (K,))[1] * {b}",
+    "func.vmap(lambda t, u: (t @ {w} * u).tanh())({a}, {b})",
+    "func.vmap(lambda t: (t * {a}).sin().sum(0))(K) * {b}",
+    "func.vmap(func.grad(lambda t, u: (t.sin() * u).sum()), (0, None))({a}, {b}[0])",
+    "func.hessian(lambda t: (t.sin() * {b}.cos()).square().sum())({a}).sum((0, 1))",
+)
 
 
 def cosines(args: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -90,7 +109,7 @@ class Case:
     def term(self, inputs: list[str], own: str = "") -> str:
         """What a carry becomes, or a y is: an expression of carries, rows and weights."""
         dice, kinds = self.dice, ["mix", "mix", "product", "gate", "alone"]
-        kinds += ["drop"] * (self.way in DRAWS)
+        kinds += ["drop"] * (self.way in DRAWS) + ["inner"] * (self.way in EAGER)
         kind = dice.choice([*kinds, "same", "move"] if own else kinds)
         a, b = dice.choice(inputs), dice.choice(inputs)
         w = f"w{dice.randrange(self.consts)}"
@@ -100,6 +119,7 @@ class Case:
             "gate": f"({a}.sigmoid() * {b})",
             "alone": f"{a}.cos()",
             "drop": f"torch.nn.functional.dropout({a}, 0.5)",
+            "inner": dice.choice(INNER).format(a=a, b=b, w=w),
             "same": own,  # passes through
             "move": a,  # another one's value, one step later
         }[kind]
@@ -134,7 +154,8 @@ def make(weights):
         return ({names("n", self.carries)}), ({names("y", self.ys)})
     return body
 """
-        found: dict[str, Any] = {"torch": torch}
+        constant = torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.float64).view(2, WIDTH)
+        found: dict[str, Any] = {"torch": torch, "func": torch.func, "K": constant}
         exec(source, found)
         return found["make"]
 

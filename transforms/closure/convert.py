@@ -180,6 +180,9 @@ class ClosureConversion(TorchFunctionMode):
                 if self.reads:
                     self.met.add(id(value))
             elif modes_active() >= self.modes:
+                # What `torch.func.vjp` inside returns pulls back through wrappers of a level that is gone.
+                if value.requires_grad and self.is_inside(value):
+                    return value
                 # A cache may hold it that an earlier run has filled; a region inside then knows it, too. One
                 # around may capture it, whose level is gone in its backward.
                 if not (differentiable(bare := _without_dead(value)) or self._around_captures(value)):
@@ -230,6 +233,11 @@ class ClosureConversion(TorchFunctionMode):
         elif isinstance(out, (tuple, list)):
             for value in out:
                 self.note(value)
+
+    def note_wrapper(self, wrapper: torch.Tensor) -> None:
+        """Take note of what a transform inside has put around a tensor, which was swapped before if need be."""
+        if modes_active() >= self.modes:
+            self.inside[id(wrapper)] = weakref.ref(wrapper)
 
 
 at_function_apply(ClosureConversion)

@@ -184,9 +184,9 @@ def _substituted(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return args
 
 
-def _noted(made: Any) -> Any:
+def _noted(made: Any, how: str = "note") -> Any:
     for mode in _told():
-        mode.note(made)
+        getattr(mode, how)(made)
     return made
 
 
@@ -210,8 +210,8 @@ def at_function_apply(kind: type[Any]) -> None:
 
 
 # A transform of torch.func wraps the tensors that it is given for its level, and calls no torch function with
-# them. The two functions that do so are replaced while somebody wants to know, and so is what takes a batch
-# off a result: of one that has none, vmap makes a new tensor. (Tried on 2.11, 2.13, 2.15.)
+# them. The functions that do so are replaced while somebody wants to know, and so is what takes a batch off
+# a result: of one that has none, vmap makes a new tensor. (Tried on 2.11, 2.13, 2.15.)
 _wrapping: Any = (
     (eager_transforms, "_wrap_for_grad"),
     (functorch_vmap, "_add_batch_dim"),
@@ -219,7 +219,8 @@ _wrapping: Any = (
 )
 _as_they_are = [getattr(where, name) for where, name in _wrapping]
 _watched: list[Callable[..., Any]] = [
-    (lambda tensor, *level, wrap=wrap: wrap(*_substituted((tensor,)), *level)) for wrap in _as_they_are
+    (lambda tensor, *level, wrap=wrap: _noted(wrap(*_substituted((tensor,)), *level), "note_wrapper"))
+    for wrap in _as_they_are
 ]
 _unbatched = _watched[-1]
 _watched[-1] = lambda *args: _noted(_unbatched(*args))
