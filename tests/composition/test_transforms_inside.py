@@ -17,7 +17,7 @@ def energy(a, h):
     return (a.sin() * h.cos()).sum() + (a * h).prod()
 
 
-# What a step becomes, of what it has (h), of a tensor that it captures (y), and of `energy`, or a region of it.
+# What a step makes of what it has (h), of a tensor that it captures (y), and of `energy` or a region of it.
 INSIDE = {
     "grad": lambda h, y, e: grad(lambda a: e(a, h))(y),
     "grad of an argument": lambda h, y, e: grad(lambda a: e(y, a))(h),
@@ -36,12 +36,14 @@ INSIDE = {
 AROUND = {
     "region": lambda step: lambda x: remat(step)(remat(step, policy=save_matmuls)(x)),
     "scan": lambda step: lambda x: scan_remat(lambda c, _: (step(c), None), x, length=2)[0],
-    "scan, all kept": lambda step: lambda x: scan_remat(
-        lambda c, _: (step(c), None), x, length=2, checkpoints="all", policy=save_matmuls
-    )[0],
-    "loop": lambda step: lambda x: while_remat(
-        lambda c: c[1] < 2, lambda c: (step(c[0]), c[1] + 1), (x, 0), checkpoints=2
-    )[0],
+    "scan, all kept": lambda step: (
+        lambda x: scan_remat(
+            lambda c, _: (step(c), None), x, length=2, checkpoints="all", policy=save_matmuls
+        )[0]
+    ),
+    "loop": lambda step: (
+        lambda x: while_remat(lambda c: c[1] < 2, lambda c: (step(c[0]), c[1] + 1), (x, 0), checkpoints=2)[0]
+    ),
 }
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import re
 import sys
 import warnings
 from collections import Counter
@@ -20,7 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, func
 from torch.func import grad, jacfwd, jacrev, jvp, vmap
 from torch.utils._pytree import tree_leaves
 
@@ -69,6 +70,88 @@ INNER = (
     "func.vmap(func.grad(lambda t, u: (t.sin() * u).sum()), (0, None))({a}, {b}[0])",
     "func.hessian(lambda t: (t.sin() * {b}.cos()).square().sum())({a}).sum((0, 1))",
 )
+FORWARD = re.compile("jvp|jacfwd|hessian")
+
+
+class Cube(torch.autograd.Function):
+    """With a rule of its own for every transform."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        return 3 * ctx.saved_tensors[0] ** 2 * cotangents[0]
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return 3 * ctx.saved_tensors[0] ** 2 * tangents[0]
+
+
+def force(a: Tensor, b: Tensor) -> Tensor:
+    """By plain autograd."""
+    with torch.enable_grad():
+        own = a.detach().requires_grad_()
+        return torch.autograd.grad((own.sin() * b.detach()).sum(), own)[0] * b
+
+
+def written(a: Tensor, b: Tensor) -> Tensor:
+    made = a.sin()
+    made[:, 0] = b[:, 1] * a[:, 2]
+    made[0].mul_(2).add_(b[1])
+    return made.view(-1)[1:].mul_(0.5).cos().sum() + made
+
+
+def turned(a: Tensor, b: Tensor) -> Tensor:
+    """Through complex numbers."""
+    return (torch.complex(a, b) * torch.complex(b, a.sin())).imag.tanh()
+
+
+def picked(a: Tensor, b: Tensor) -> Tensor:
+    """By decisions."""
+    best = a.argmax(1, keepdim=True)
+    return torch.where(a > b, a.sin(), b * 0.5) + b.gather(1, best) + torch.sort(a, 1)[0].cos()
+
+
+def within(a: Tensor, b: Tensor) -> Tensor:
+    """By a scan inside."""
+    if not on[0]:
+        for row in b.unbind():
+            a = (a * row).sin() + 0.5 * a
+        return a
+    return scan_remat(lambda c, x: ((c * x).sin() + 0.5 * c, None), a, b)[0]
+
+
+def apart(a: Tensor, b: Tensor) -> Tensor:
+    """By a region inside."""
+    inner = lambda a, b: (a.tanh() @ b.T) @ b.sin()  # noqa: E731
+    return (remat(inner, policy=save_matmuls) if on[0] else inner)(a, b).tanh()
+
+
+def cut(a: Tensor, b: Tensor) -> Tensor:
+    """With parts that no gradient passes."""
+    with torch.no_grad():
+        scale = a.cos() + 2
+    return a / scale + b.detach().sin() * a
+
+
+def chosen(a: Tensor, b: Tensor) -> Tensor:
+    """By `autograd.Function`, and what forgets its own results."""
+    parts = torch.cat([Cube.apply(a.tanh()), b], 1).split(WIDTH, 1)
+    return parts[0] * parts[1].unsqueeze(0).expand(1, -1, -1)[0]
+
+
+# Whether regions and scans inside are made.
+on = [True]
+HELPERS = (written, turned, picked, within, apart, cut, chosen)
 
 
 def cosines(args: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -109,17 +192,24 @@ class Case:
     def term(self, inputs: list[str], own: str = "") -> str:
         """What a carry becomes, or a y is: an expression of carries, rows and weights."""
         dice, kinds = self.dice, ["mix", "mix", "product", "gate", "alone"]
-        kinds += ["drop"] * (self.way in DRAWS) + ["inner"] * (self.way in EAGER)
+        kinds += ["drop"] * (self.way in DRAWS) + ["inner", "helper"]
         kind = dice.choice([*kinds, "same", "move"] if own else kinds)
         a, b = dice.choice(inputs), dice.choice(inputs)
         w = f"w{dice.randrange(self.consts)}"
+        # All of a carry is batched, and what `written` makes may not be (docs/limits.md). Dynamo traces no
+        # `jvp` of the user's.
+        barred = {written: self.way == "vmap of weights", chosen: self.way in COMPILED}
+        helpers = [f for f in (*HELPERS, *[force] * (self.way in DRAWS)) if not barred.get(f)]
+        # Where Dynamo does not trace forward mode inside vmap, it leaves a level open.
+        inner = [t for t in INNER if self.way in EAGER or not FORWARD.search(t)]
         return {
             "mix": f"({own or a} * 0.5 + {b}.sin())",
             "product": f"torch.tanh({a} @ {w} + {own or b})",
             "gate": f"({a}.sigmoid() * {b})",
             "alone": f"{a}.cos()",
             "drop": f"torch.nn.functional.dropout({a}, 0.5)",
-            "inner": dice.choice(INNER).format(a=a, b=b, w=w),
+            "inner": dice.choice(inner).format(a=a, b=b, w=w),
+            "helper": f"{dice.choice(helpers).__name__}({a}, {b})",
             "same": own,  # passes through
             "move": a,  # another one's value, one step later
         }[kind]
@@ -145,7 +235,7 @@ class Case:
         lines = [f"n{i} = {term}" for i, term in enumerate(self.body)]
         lines += [f"y{i} = {term}" for i, term in enumerate(self.out)]
         source = f"""
-def make(weights):
+def make(weights, K):
     {names("w", self.consts)} = weights
     def body(carry, x):
         {names("c", self.carries) or "_"} = carry
@@ -155,9 +245,10 @@ def make(weights):
     return body
 """
         constant = torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.float64).view(2, WIDTH)
-        found: dict[str, Any] = {"torch": torch, "func": torch.func, "K": constant}
+        found: dict[str, Any] = {"__name__": __name__, "torch": torch, "func": func}
+        found |= {helper.__name__: helper for helper in (*HELPERS, force)}
         exec(source, found)
-        return found["make"]
+        return partial(found["make"], K=constant)
 
     def loss(self, scan: Callable[..., Any]) -> Callable[..., Tensor]:
         """Of weights, first carries and rows; `scan(body, carry, xs)` is a scan or a loop."""
@@ -218,6 +309,18 @@ def make(weights):
             return value.detach(), first
         return first, torch.autograd.grad(along(first, args), args, allow_unused=True, materialize_grads=True)
 
+    def fails_alone(self) -> bool:
+        """Whether torch does not take the loop either."""
+        on[0] = False
+        try:
+            for compile in (False, True):
+                self.derivatives(self.loop, compile)
+        except Exception:
+            return True
+        finally:
+            on[0] = True
+        return False
+
     def off(self) -> float:
         """How far the derivatives are from the loop's, by the largest entry."""
         forget()
@@ -226,7 +329,11 @@ def make(weights):
             got = self.derivatives(self.scan, True)
         finally:
             entry.BLOCK = before
-        pairs = zip(tree_leaves(got), tree_leaves(self.derivatives(self.loop, False)), strict=True)
+        on[0] = False
+        try:
+            pairs = zip(tree_leaves(got), tree_leaves(self.derivatives(self.loop, False)), strict=True)
+        finally:
+            on[0] = True
         return max(((a - b).abs().max() / (1 + b.abs().max())).item() for a, b in pairs)
 
 
@@ -244,6 +351,9 @@ def differ(seeds: range, ways: Sequence[str], backend: str = "aot_eager") -> tup
             found.append(f"{case}\n    {str(error)[:200]}")
             continue
         except Exception as error:
+            if case.fails_alone():
+                counts["invalid"] += 1
+                continue
             counts["failed"] += 1
             found.append(f"{case}\n    {type(error).__name__}: {str(error)[:200]}")
             continue
@@ -268,7 +378,7 @@ def main(arguments: list[str]) -> int:
         if found:
             print(*found, flush=True)
     print(dict(total))
-    return int(total["same"] < total.total())
+    return int(total["same"] + total["invalid"] < total.total())
 
 
 if __name__ == "__main__":

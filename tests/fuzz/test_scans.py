@@ -11,7 +11,8 @@ TOGETHER = 50
 
 def same(seeds: range, ways: tuple[str, ...], backend: str = "aot_eager") -> None:
     counts, found = differ(seeds, ways, backend)
-    assert found == [] and counts["same"] == len(seeds)
+    assert found == [] and counts["same"] + counts["invalid"] == len(seeds)
+    assert counts["same"] > 0.9 * len(seeds)
 
 
 @pytest.mark.parametrize("first", range(0, 200, TOGETHER))

@@ -235,7 +235,7 @@ class ClosureConversion(TorchFunctionMode):
                 self.note(value)
 
     def note_wrapper(self, wrapper: torch.Tensor) -> None:
-        """Take note of what a transform inside has put around a tensor, which was swapped before if need be."""
+        """Take note of what a transform inside has put around a tensor, which is swapped by now."""
         if modes_active() >= self.modes:
             self.inside[id(wrapper)] = weakref.ref(wrapper)
 

@@ -364,7 +364,8 @@ def _print_of(tensor: torch.Tensor) -> Print:
         plain = torch.view_as_real(plain.resolve_conj())
     some = plain.reshape(-1)[:: plain.numel() // 8 + 1]
     norm = torch.linalg.vector_norm(plain, dtype=torch.promote_types(plain.dtype, torch.float32))
-    read = (norm.item(), some.tolist()) if plain.is_cpu else (norm, some.clone())
+    some = some.clone()  # of zeros that take no memory, too, which `tolist` refuses
+    read = (norm.item(), some.tolist()) if plain.is_cpu else (norm, some)
     return Print(tensor.shape, tensor.dtype, *read)
 
 
