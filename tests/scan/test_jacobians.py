@@ -174,3 +174,29 @@ def test_a_gradient_of_a_tangent_where_a_step_has_no_derivative_by_a_capture():
     step = lambda h: h * h.detach()  # noqa: E731
     found = second(lambda x: scan_remat(lambda h, _: (step(h) + 0 * x, None), x, length=2)[0])
     torch.testing.assert_close(found, second(lambda x: step(step(x))))
+
+
+OLD_VMAP = {
+    "jacobian": lambda f, x: torch.autograd.functional.jacobian(
+        f, x, vectorize=True, strategy="forward-mode"
+    ),
+    "hessian": lambda f, x: torch.autograd.functional.hessian(
+        lambda x: f(x).sum(), x, vectorize=True, outer_jacobian_strategy="forward-mode"
+    ),
+}
+
+
+# Not the Hessian of scans in scans: torch cannot detach what it batches there, and says so.
+@pytest.mark.parametrize(
+    ("way", "inner"), [*[("jacobian", i) for i in ("steps", "regions", "scans")], ("hessian", "regions")]
+)
+def test_tangents_that_the_vmap_from_before_functorch_batches(way, inner):
+    """`torch.autograd.functional` has no level that could be asked."""
+    step = lambda h: (h * 2).sin() * h  # noqa: E731
+    inside = {
+        "steps": step,
+        "regions": remat(step),
+        "scans": lambda h: scan_remat(lambda c, _: (step(c), None), h, length=1)[0],
+    }[inner]
+    scanned = lambda x: scan_remat(lambda c, _: (inside(c), None), x, length=2)[0]  # noqa: E731
+    torch.testing.assert_close(OLD_VMAP[way](scanned, H), OLD_VMAP[way](lambda x: step(step(x)), H))

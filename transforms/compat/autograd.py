@@ -258,8 +258,9 @@ def tangent_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """What the innermost level pushes forward of a tensor of its own."""
     try:
         return torch._unpack_dual(tensor, level=0)[1]  # pyright: ignore[reportPrivateImportUsage]
-    except RuntimeError as error:  # of a sparse tensor, or torch's own below autograd: neither has one
-        if not isinstance(error, NotImplementedError) and "native::_fw_primal" not in str(error):
+    except RuntimeError as error:  # sparse ones have none; nor, below autograd, torch's own and old batches
+        known = "native::_fw_primal" in str(error) or "aten::_unpack_dual" in str(error)
+        if not known and not isinstance(error, NotImplementedError):
             raise
         return None
 
@@ -303,8 +304,7 @@ def is_batched_below(tensor: torch.Tensor) -> bool:
 def is_batched_anyhow(tensor: torch.Tensor) -> bool:
     """Whether writing `tensor` into a plain tensor would fail for a batch dimension.
 
-    `torch.autograd.grad(..., is_grads_batched=True)` uses the vmap from before functorch, which has no level.
-    """
+    `torch.autograd.grad(..., is_grads_batched=True)` uses the vmap from before functorch, without a level."""
     return is_wrapped(tensor) or is_legacy_batched(tensor)
 
 

@@ -21,6 +21,7 @@ from remat.transforms.compat import (
     functions_as_they_are,
     graph_task,
     in_transform,
+    is_legacy_batched,
     modes_active,
     outside_all_modes,
     outside_batched_grads,
@@ -355,7 +356,7 @@ def prints_here(tensors: Sequence[Any]) -> list[Print]:
 
 def _has_numbers(tensor: torch.Tensor) -> bool:
     plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_meta
-    return plain and smooth(tensor)
+    return plain and smooth(tensor) and not is_legacy_batched(tensor)
 
 
 def _print_of(tensor: torch.Tensor) -> Print:
