@@ -6,6 +6,7 @@ import functools
 import inspect
 import os
 import types
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -350,14 +351,24 @@ class _Static:
         return self.fn(*args, **self.settled, **kwargs)
 
 
+class _Method:
+    """A method of one module: others of the module may differ in all that calls teach."""
+
+
+# By modules, and the code of their methods.
+_methods: weakref.WeakKeyDictionary[torch.nn.Module, dict[Any, _Method]] = weakref.WeakKeyDictionary()
+
+
 def anchor(fn: Any) -> Any:
-    """The object with whose life what was learnt about `fn` ends: a module, or a function's code."""
+    """The object with whose life what was learnt about `fn` ends: a module, its method, a function's code."""
     if isinstance(fn, functools.partial):
         return anchor(fn.func)
     if isinstance(fn, (BoundRegion, ModuleView)):
         return anchor(fn.__wrapped__)  # type: ignore[attr-defined]
     if isinstance(fn, types.MethodType):
-        return fn.__self__ if isinstance(fn.__self__, torch.nn.Module) else anchor(fn.__func__)
+        if not isinstance(fn.__self__, torch.nn.Module):
+            return anchor(fn.__func__)
+        return _methods.setdefault(fn.__self__, {}).setdefault(anchor(fn.__func__), _Method())
     if isinstance(fn, types.FunctionType):
         return anchor(fn.__wrapped__) if hasattr(fn, "__wrapped__") else fn.__code__
     if isinstance(fn, _Static):

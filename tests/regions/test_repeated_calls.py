@@ -311,3 +311,30 @@ def test_calls_without_data(policy):
             for _ in range(2):
                 args = leaves_of((torch.randn(3, 3), torch.randn(3, 3)))
                 assert all(g is not None and g.shape == (3, 3) for g in gradients(region(*args), args))
+
+
+class Net(nn.Module):
+    """One method looks at numbers, so that it runs again as a whole; another cannot run under hooks."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(rand(3))
+
+    def looks(self, x):
+        scaled = x * self.weight
+        return scaled * float(scaled.detach().numpy().mean())
+
+    def forces(self, x):
+        return torch.func.grad(lambda t: (t.sin() * x).sum())(x)
+
+    def block(self, x):
+        return x.sin() * remat(self.looks)(x)
+
+
+def test_methods_of_a_module_do_not_teach_each_other():
+    net, x = Net(), rand(3).requires_grad_()
+    for _ in range(2):
+        out = remat(net.block)(x)
+        remat(net.forces)(x)  # between the forward and the backward of the other
+        got = torch.autograd.grad(out.sum(), (x, net.weight))
+        same(got, torch.autograd.grad((x.sin() * net.looks(x)).sum(), (x, net.weight)))
