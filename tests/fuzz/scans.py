@@ -28,6 +28,8 @@ from torch.utils._pytree import tree_leaves
 from remat import RematError, remat, save_everything, save_matmuls, save_nothing, scan_remat, while_remat
 from remat.transforms.scan.traced import entry
 from tests.compiled import compiled
+from tests.fuzz.library import Doubled, R, on
+from tests.fuzz.run import regions
 from tests.helpers import forget, nan_where_nobody_wrote
 
 # From a loss and the numbers of its arguments; each vmap has examples of its own.
@@ -73,29 +75,6 @@ INNER = (
 FORWARD = re.compile("jvp|jacfwd|hessian")
 
 
-class Cube(torch.autograd.Function):
-    """With a rule of its own for every transform."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x**3
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Any) -> Any:
-        return 3 * ctx.saved_tensors[0] ** 2 * cotangents[0]
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        return 3 * ctx.saved_tensors[0] ** 2 * tangents[0]
-
-
 def force(a: Tensor, b: Tensor) -> Tensor:
     """By plain autograd."""
     with torch.enable_grad():
@@ -133,7 +112,7 @@ def within(a: Tensor, b: Tensor) -> Tensor:
 def apart(a: Tensor, b: Tensor) -> Tensor:
     """By a region inside."""
     inner = lambda a, b: (a.tanh() @ b.T) @ b.sin()  # noqa: E731
-    return (remat(inner, policy=save_matmuls) if on[0] else inner)(a, b).tanh()
+    return R(inner, "matmuls")(a, b).tanh()
 
 
 def cut(a: Tensor, b: Tensor) -> Tensor:
@@ -145,12 +124,10 @@ def cut(a: Tensor, b: Tensor) -> Tensor:
 
 def chosen(a: Tensor, b: Tensor) -> Tensor:
     """By `autograd.Function`, and what forgets its own results."""
-    parts = torch.cat([Cube.apply(a.tanh()), b], 1).split(WIDTH, 1)
+    parts = torch.cat([Doubled.apply(a), b], 1).split(WIDTH, 1)
     return parts[0] * parts[1].unsqueeze(0).expand(1, -1, -1)[0]
 
 
-# Whether regions and scans inside are made.
-on = [True]
 HELPERS = (written, turned, picked, within, apart, cut, chosen)
 
 
@@ -311,14 +288,12 @@ def make(weights, K):
 
     def fails_alone(self) -> bool:
         """Whether torch does not take the loop either."""
-        on[0] = False
         try:
-            for compile in (False, True):
-                self.derivatives(self.loop, compile)
+            with regions(False):
+                for compile in (False, True):
+                    self.derivatives(self.loop, compile)
         except Exception:
             return True
-        finally:
-            on[0] = True
         return False
 
     def off(self) -> float:
@@ -329,11 +304,8 @@ def make(weights, K):
             got = self.derivatives(self.scan, True)
         finally:
             entry.BLOCK = before
-        on[0] = False
-        try:
+        with regions(False):
             pairs = zip(tree_leaves(got), tree_leaves(self.derivatives(self.loop, False)), strict=True)
-        finally:
-            on[0] = True
         return max(((a - b).abs().max() / (1 + b.abs().max())).item() for a, b in pairs)
 
 

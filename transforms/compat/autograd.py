@@ -184,7 +184,7 @@ def _substituted(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return args
 
 
-def _noted(made: Any, how: str = "note") -> Any:
+def _noted(made: Any, how: str) -> Any:
     for mode in _told():
         getattr(mode, how)(made)
     return made
@@ -213,17 +213,15 @@ def at_function_apply(kind: type[Any]) -> None:
 # them. The functions that do so are replaced while somebody wants to know, and so is what takes a batch off
 # a result: of one that has none, vmap makes a new tensor. (Tried on 2.11, 2.13, 2.15.)
 _wrapping: Any = (
-    (eager_transforms, "_wrap_for_grad"),
-    (functorch_vmap, "_add_batch_dim"),
-    (functorch_vmap, "_remove_batch_dim"),
+    (eager_transforms, "_wrap_for_grad", "note_wrapper"),
+    (functorch_vmap, "_add_batch_dim", "note_wrapper"),
+    (functorch_vmap, "_remove_batch_dim", "note"),
 )
-_as_they_are = [getattr(where, name) for where, name in _wrapping]
+_as_they_are = [getattr(where, name) for where, name, _ in _wrapping]
 _watched: list[Callable[..., Any]] = [
-    (lambda tensor, *level, wrap=wrap: _noted(wrap(*_substituted((tensor,)), *level), "note_wrapper"))
-    for wrap in _as_they_are
+    (lambda tensor, *level, wrap=wrap, how=how: _noted(wrap(*_substituted((tensor,)), *level), how))
+    for wrap, (_, _, how) in zip(_as_they_are, _wrapping, strict=True)
 ]
-_unbatched = _watched[-1]
-_watched[-1] = lambda *args: _noted(_unbatched(*args))
 _watchers, _watching = [0], threading.Lock()
 
 
@@ -233,7 +231,7 @@ def watch_transforms(more: int) -> None:
         _watchers[0] += more
         if _watchers[0] == max(more, 0):  # the first one comes, or the last one goes
             now = _watched if more > 0 else _as_they_are
-            for (where, name), function in zip(_wrapping, now, strict=True):
+            for (where, name, _), function in zip(_wrapping, now, strict=True):
                 setattr(where, name, function)
 
 
@@ -304,7 +302,8 @@ def is_batched_below(tensor: torch.Tensor) -> bool:
 def is_batched_anyhow(tensor: torch.Tensor) -> bool:
     """Whether writing `tensor` into a plain tensor would fail for a batch dimension.
 
-    `torch.autograd.grad(..., is_grads_batched=True)` uses the vmap from before functorch, without a level."""
+    `torch.autograd.grad(..., is_grads_batched=True)` uses the vmap from before functorch, which has no level.
+    """
     return is_wrapped(tensor) or is_legacy_batched(tensor)
 
 
