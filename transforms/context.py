@@ -15,7 +15,7 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.overrides import TorchFunctionMode
 
-from remat.transforms.compat import DispatchMode, profiling, sharding_aside
+from remat.transforms.compat import DispatchMode, functions_as_they_are, profiling, sharding_aside
 from remat.transforms.sharded import is_wrapper, local_tensors, wraps
 
 if TYPE_CHECKING:
@@ -276,6 +276,12 @@ def quiet(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
     finally:
         active.quiet = before
+
+
+def node_of(tensor: torch.Tensor) -> Any:
+    """The autograd node of a tensor. No torch-function mode, such as that of a region around, sees us ask."""
+    with functions_as_they_are():
+        return tensor.grad_fn
 
 
 def unasked(function: Callable[..., Any], *args: Any) -> Any:

@@ -113,6 +113,40 @@ def test_a_cache_that_the_forward_fills(make, way, policy):
         same(WAYS[way](region), want)
 
 
+class Filling(torch.nn.Module):
+    """Two regions read a table that the first has made; a third, which uses torch.func, holds a result."""
+
+    def __init__(self, region):
+        super().__init__()
+        self.region, self.tables, self.lin = region, dict[int, Any](), torch.nn.Linear(2, 2).to(D)
+
+    def scaled(self, x):
+        if len(x) not in self.tables:
+            self.tables[len(x)] = table(len(x)).float()
+        return self.tables[len(x)].to(D) * x
+
+    def whole(self, x):
+        scaled = self.region(self.scaled)(self.region(self.scaled)(x))
+
+        def last(a):
+            torch.func.grad(lambda t: self.lin(t).sum())(a).mul(a)
+            return scaled
+
+        return self.region(last)(x)
+
+    def forward(self, x):
+        return self.region(self.whole)(x)
+
+
+def test_a_table_that_is_there_as_several_tensors():
+    """Regions inside take aliases of what they read."""
+    torch.manual_seed(0)
+    model = Filling(remat)
+    for _ in range(2):
+        model.tables.clear()
+        same(plainly(model), plainly(lambda x: x * table(3).float().to(D).square()))
+
+
 def another_table():
     cache: list[Any] = []
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.func import grad
 
-from remat import RematError, remat, save_matmuls, save_nothing
-from tests.helpers import LiveBytes, rand, same, unseen
+from remat import RematError, remat, save_matmuls, save_nothing, save_ops, while_remat
+from tests.helpers import LiveBytes, nan_where_nobody_wrote, rand, same, unseen
 
 
 def nested(x: Any, y: Any, region: Callable[..., Any]) -> Any:
@@ -207,3 +208,67 @@ def test_python_does_not_run_again_where_ops_fill_empty_memory():
     del calls[:]
     same(grads(make, remat), want)
     assert len(calls) == 2
+
+
+def test_a_region_that_a_second_run_enters_otherwise():
+    """The forward of a loop's step runs without gradients; under autocast operands are views of ours."""
+
+    def found(region, repeated):
+        x, y = rand(3, 4).requires_grad_(), rand(3, 4, seed=1).requires_grad_()
+
+        def step(a, b):
+            region(lambda t: a)(a)
+            return b.sin()[a.detach()[:, 0].argsort()].exp()
+
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = repeated(lambda h: region(step)(h, y), x)
+        (first,) = torch.autograd.grad(out.sin().sum(), y, create_graph=True)
+        return first, torch.autograd.grad(first.square().sum(), y)[0]
+
+    def by_loop(step, x):
+        more, twice = (lambda c: c[1] < 2), (lambda c: (step(c[0]), c[1] + 1))
+        return while_remat(more, twice, (x, torch.tensor(0)), checkpoints=2, max_steps=5)[0]
+
+    same(found(remat, by_loop), found(lambda fn: fn, lambda step, x: step(step(x))))
+
+
+def test_what_the_engine_asks_is_no_hook_of_the_functions():
+    """Its look at the graph of a region inside: `grad_fn`, by which hooks are set, too."""
+
+    def found(region):
+        x = rand(3, 4).requires_grad_()
+
+        def outer(a):
+            v = a.sin()
+
+            def inner(t):
+                region(lambda b: t.exp() * 1.5)(a) + 1
+                return a * x.sin().clone()
+
+            by_torch_func = grad(lambda t: region(inner)(t).sum())(v)
+            return by_torch_func * a + torch.autograd.grad(v.sin().sum(), v, create_graph=True)[0]
+
+        return [torch.autograd.grad(region(outer)(x).sum(), x)[0] for _ in range(2)]
+
+    same(found(remat), found(lambda fn: fn))
+
+
+def test_results_of_a_region_inside_that_depend_on_less_than_it_is_given():
+    """The pull-back, at a level, takes all of them for results of each argument, and reads the more."""
+    y = rand(3, 4, seed=1)
+
+    def found(region):
+        def outer(a):
+            first, second = region(lambda p, q: (q.detach(), q))(a, y)
+            inner = first * 1.5 + second
+            return inner * (inner > 0).double() * a
+
+        def first_order(scale, x):
+            return grad(
+                lambda x: (region(outer, policy=save_ops(torch.ops.aten.mul.Tensor))(x) * scale).sum()
+            )(x)
+
+        return grad(lambda scale: first_order(scale, rand(3, 4)).sum())(rand(3, 4, seed=2))
+
+    with nan_where_nobody_wrote():
+        same(found(remat), found(lambda fn, policy=None: fn))

@@ -42,7 +42,7 @@ from remat.transforms.compat import (
     unwrapped,
     watch_transforms,
 )
-from remat.transforms.context import PAST_DISPATCH, active, notice
+from remat.transforms.context import PAST_DISPATCH, active, node_of, notice
 from remat.transforms.errors import RematError
 from remat.transforms.pytree import flatten, smooth, tree_leaves, unflatten
 
@@ -219,7 +219,8 @@ class ClosureConversion(TorchFunctionMode):
                 return True
             if not is_wrapped(tensor):
                 # What an autograd.Function returned was never the result of a torch call.
-                return tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= self.start
+                node = node_of(tensor)
+                return node is not None and node._sequence_nr() >= self.start
             tensor = unwrap_once(tensor)
 
     def note(self, out: Any) -> None:

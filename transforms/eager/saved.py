@@ -199,6 +199,12 @@ def watcher(hooks: Hooks | None) -> Callable[[torch.Tensor], Any] | None:
     return None
 
 
+def watched() -> bool:
+    """Whether a region that runs below functorch levels watches what is saved, with no region in between."""
+    hooks = top_hooks()
+    return hooks is not None and hooks[1] is unread
+
+
 # -- what recomputed values become when a backward pass ends -------------------------------------------------
 #
 # Most are read in their pass, and go. Two kinds outlive it:

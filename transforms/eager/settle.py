@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from remat.transforms.compat import graph_task
-from remat.transforms.context import active, quiet
+from remat.transforms.context import active, node_of, quiet
 from remat.transforms.eager.rerun import Rerun
 from remat.transforms.eager.residuals import bytes_of
 from remat.transforms.eager.saved import users, watcher
@@ -111,7 +111,7 @@ def sources(frame: Any, wanted: list[int]) -> set[int]:
 
 def differentiated(out: Any) -> list[torch.Tensor]:
     """The results with a history."""
-    return [t for t in split(flatten(out)[0])[0] if t.grad_fn is not None]
+    return [t for t in split(flatten(out)[0])[0] if node_of(t) is not None]
 
 
 def _prefer_residuals(frame: Any, recorder: Recorder) -> None:

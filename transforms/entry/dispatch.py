@@ -61,7 +61,7 @@ from remat.transforms.context import (
     scoped,
     selective_around,
 )
-from remat.transforms.eager import Frame, Inputs, Unwatched, enclosed, stop_enclosing, unread
+from remat.transforms.eager import Frame, Inputs, Unwatched, enclosed, stop_enclosing, unread, watched
 from remat.transforms.functorch import Aliasing, Family, Prim, World, call
 from remat.transforms.intermediates import Mirrors, current
 from remat.transforms.pytree import check_results, flatten, merge, split, unflatten
@@ -99,8 +99,10 @@ def run(
         return _run_batched(region, args, kwargs) if _only_batched() else _run_primitive(region, args, kwargs)
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return region.function(*args, **kwargs)
-    # AOTAutograd without Dynamo calls no hooks.
-    if not (region.cache.uses_func or hooks_disabled() is not None or (modes_active() and is_tracing())):
+    # AOTAutograd without Dynamo calls no hooks. A region around, below levels, sees what is saved, and its
+    # pull-back, perhaps at a level, must have the same nodes.
+    unhooked = hooks_disabled() is not None or (modes_active() and is_tracing())
+    if not (unhooked or watched() or region.cache.uses_func):
         try:
             return _run_frame(region, args, kwargs, bind)
         except RuntimeError as error:
@@ -218,10 +220,11 @@ def _known_around(tensor: torch.Tensor) -> bool:
 
 
 def _dry_run(region: Region, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
+    """Run the function for its names. A region around has no such ops where its pull-back runs it again."""
     random = RandomState(tensors)
     try:
         with torch.no_grad(), planning(region.name):
-            run_transparently(region.function, args, kwargs)
+            quiet(run_transparently, region.function, args, kwargs)
     finally:
         random.restore()
 
@@ -301,7 +304,8 @@ class FlatCall:
     def body(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self.family.ambient.casts:
             # Autocast caches casts of leaves; below the levels every operand would be one, above them none.
-            operands = tuple([t.view_as(t) for t in operands])
+            # A region around, whose two runs may come here by other ways, counts no views of ours.
+            operands = tuple([quiet(t.view_as, t) for t in operands])
         made_inside(operands)  # for regions around, of which no torch call has told them
         captured = operands[self.count :]
         own = tuple([operands[i] for i in self.places])

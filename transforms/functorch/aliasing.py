@@ -23,7 +23,7 @@ from remat.transforms.compat import (
     unwrap_once,
     unwrapped,
 )
-from remat.transforms.context import quiet
+from remat.transforms.context import node_of, quiet
 from remat.transforms.functorch.primitive import cut_off
 
 Tensors = Sequence[torch.Tensor]
@@ -206,7 +206,7 @@ def _follows(part: torch.Tensor, whole: torch.Tensor) -> bool:
         return False
     while part.requires_grad == whole.requires_grad:
         # `whole` may be a leaf.
-        if part.requires_grad and (part.grad_fn is None or cut_off(whole)):
+        if part.requires_grad and (node_of(part) is None or cut_off(whole)):
             return False
         wrapped = is_wrapped(part)
         if wrapped != is_wrapped(whole):

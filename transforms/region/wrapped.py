@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from remat.transforms.compat import meeting_among, wrapped_in
-from remat.transforms.context import quiet
+from remat.transforms.context import node_of, quiet
 from remat.transforms.errors import RematError
 from remat.transforms.pytree import flatten
 from remat.transforms.region.agreement import agree, first_difference, loosely, meeting_number
@@ -145,8 +145,8 @@ def _run_again(frame: Any) -> frozenset[int] | None:
 
 
 def _node_of(results: Any) -> Any:
-    tensors = [leaf for leaf in flatten(results)[0] if isinstance(leaf, torch.Tensor)]
-    return next((tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None), None)
+    nodes = [node_of(leaf) for leaf in flatten(results)[0] if isinstance(leaf, torch.Tensor)]
+    return next((node for node in nodes if node is not None), None)
 
 
 def _note(region: Any, recorder: Any, results: Any) -> None:

@@ -32,8 +32,11 @@ class Absent:
         self.tape = tape
         # Under FSDP what brings parameters runs without gradients, and is no part of the sequence.
         filled = set[int]() if tape.sharded else _from_no_argument(tape)
-        found = ((n, ref, version) for n, ref, version in living if tape.makers[n] in filled)
-        self.held = {n: (ref, version) for n, ref, version in found if ref() is not None}
+        # A value may be there as several tensors: a region inside takes an alias of what it reads.
+        self.held: dict[int, list[tuple[weakref.ref[torch.Tensor], int]]] = {}
+        for number, ref, version in living:
+            if tape.makers[number] in filled and ref() is not None:
+                self.held.setdefault(number, []).append((ref, version))
         self.filled = filled if self.held else set[int]()
         self.ops = self.filled | _unread_copies(tape, results)
 
@@ -53,8 +56,8 @@ class Absent:
 
     def is_held(self, number: int, value: torch.Tensor) -> bool:
         """Whether it is what the forward has made and somebody holds, unwritten."""
-        ref, version = self.held.get(number, (None, 0))
-        return ref is not None and ref() is value and version_of(value) == version
+        held = self.held.get(number, ())
+        return any(ref() is value and version_of(value) == version for ref, version in held)
 
 
 def _from_no_argument(tape: Tape) -> set[int]:

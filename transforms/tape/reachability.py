@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from remat.transforms.compat import engine_runs, running_node
+from remat.transforms.context import node_of
 from remat.transforms.tape.tape import nodes_behind
 
 
@@ -36,9 +37,9 @@ class Reachability:
 
     def __init__(self, outs: Sequence[torch.Tensor], start: int, known: Ends | None = None) -> None:
         self.outs, self.start = [weakref.ref(t) for t in outs], start
-        numbers = tuple([_number(t.grad_fn, start) for t in outs])
+        numbers = tuple([_number(node_of(t), start) for t in outs])
         if known is None or known.numbers != numbers:  # the same nodes, and other results of them
-            known = Ends(numbers, tuple([_behind(t.grad_fn, start) for t in outs]))
+            known = Ends(numbers, tuple([_behind(node_of(t), start) for t in outs]))
         self.ends, self.behind = known, known.behind
         self.everything: frozenset[int] = frozenset().union(*self.behind)
 
@@ -59,7 +60,8 @@ class Reachability:
         for i, ref in enumerate(self.outs):
             out = ref()
             # Of a result that is gone nobody knows whether something was computed from it.
-            if out is None or out.grad_fn is None or engine_runs(out.grad_fn):
+            node = None if out is None else node_of(out)
+            if node is None or engine_runs(node):
                 present.append(i)
         # The engine does not say so of the node that the pass started from, if it is a single one.
         node = running_node()

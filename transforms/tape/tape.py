@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from remat.transforms.closure import holds_tensors
-from remat.transforms.context import quiet
+from remat.transforms.context import node_of, quiet
 from remat.transforms.offload import Elsewhere, away_in
 from remat.transforms.ops import Traits, memory_of, metas, numel, storage, tensors_in, traits, version_of
 from remat.transforms.pytree import constants_alike
@@ -264,7 +264,7 @@ def holds_unseen(outs: Sequence[torch.Tensor], start: int) -> bool:
     What an autograd.Function writes on its context, in place of calling save_for_backward, it reads in its
     backward like anything else. So it does with what it closes over, and functions in C++.
     """
-    return any(map(_opaque, nodes_behind([t.grad_fn for t in outs], start)))
+    return any(map(_opaque, nodes_behind(list(map(node_of, outs)), start)))
 
 
 def _opaque(node: Any) -> bool:
