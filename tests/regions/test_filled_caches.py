@@ -79,7 +79,29 @@ def read_by_a_region_inside():
     return fn
 
 
-CACHES = [in_a_dict, memoized, made_each_time, a_part, a_written_mask, read_by_a_region_inside]
+def of_the_first_batch():
+    cache: dict[str, Any] = {}
+    return lambda x: (x * cache.setdefault("scale", x.detach().mean(0).cos())).sin() * x
+
+
+def filled_by_a_region_inside():
+    cache: dict[int, Any] = {}
+
+    def inner(x, scale):
+        return (x * cache.setdefault(len(x), table(len(x))) * scale).sin()
+
+    return lambda x: remat(inner)(x, x.cos()) * remat(inner)(x.sin(), x)
+
+
+CACHES = [
+    in_a_dict,
+    memoized,
+    made_each_time,
+    a_part,
+    a_written_mask,
+    read_by_a_region_inside,
+    filled_by_a_region_inside,
+]
 
 
 def total(fn):
@@ -109,6 +131,17 @@ def test_a_cache_that_the_forward_fills(make, way, policy):
         return (lambda x: fn(x) * (x + unseen(x, 0.5)).tanh()) if way.startswith("a raw") else fn
 
     want, region = WAYS[way](beside(make())), remat(beside(make()), policy=policy)
+    for _ in range(2):
+        same(WAYS[way](region), want)
+
+
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=repr)
+@pytest.mark.parametrize("way", ["grad", "a raw kernel beside it"])
+def test_what_is_made_of_the_first_batch(way, policy):
+    """A second run makes it anew, and reads the first. (A vmap is gone by the second call, in torch, too.)"""
+    plain, fn = of_the_first_batch(), of_the_first_batch()
+    region = remat((lambda x: fn(x) * (x + unseen(x, 0.5)).tanh()) if "raw" in way else fn, policy=policy)
+    want = WAYS[way]((lambda x: plain(x) * (x + 0.5).tanh()) if "raw" in way else plain)
     for _ in range(2):
         same(WAYS[way](region), want)
 

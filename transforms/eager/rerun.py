@@ -152,8 +152,10 @@ class Rerun:
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Take the next value that the function saves."""
-        tape = self.frame.tape
-        at, self.count = self.count, self.count + 1
+        tape, at = self.frame.tape, self.count
+        if self.frame.inner and self._made_inside(tensor, at):
+            return tensor
+        self.count += 1
         if at >= len(tape.packed):
             raise self._differs(f"it packs more than the {len(tape.packed)} values of the forward")
         # An op's own result, packed as it is, would hold on to the op: nothing frees that cycle.
@@ -164,6 +166,11 @@ class Rerun:
         if self.complete:
             raise Stop
         return alias
+
+    def _made_inside(self, tensor: torch.Tensor, at: int) -> bool:
+        """Whether a region inside now holds what it has made itself in the forward: a cache has it since."""
+        number, packed = self.absent().number_of(tensor), self.frame.tape.packed
+        return number is not None and (at >= len(packed) or packed[at][0] != number)
 
     def _check(self, at: int, tensor: torch.Tensor) -> None:
         if self.frame.region.determinism_check == "none":

@@ -20,7 +20,8 @@ class Absent:
     There are two kinds. Copies and views that no op reads: autograd makes such for writes in place, where an
     operand is differentiated, and the run for one of several levels may differentiate less. And ops that do
     not depend on arguments, if somebody holds what came of them: a cache that the forward has filled (masks,
-    rotary tables). Who reads such a value in the second run must read the very tensor.
+    rotary tables). Who reads such a value in the second run must read the very tensor. And who reads the very
+    tensor of another value, in place of the one made anew, reads what the first call has put by.
 
     Args:
         tape: of the forward.
@@ -35,9 +36,9 @@ class Absent:
         # A value may be there as several tensors: a region inside takes an alias of what it reads.
         self.held: dict[int, list[tuple[weakref.ref[torch.Tensor], int]]] = {}
         for number, ref, version in living:
-            if tape.makers[number] in filled and ref() is not None:
+            if ref() is not None:
                 self.held.setdefault(number, []).append((ref, version))
-        self.filled = filled if self.held else set[int]()
+        self.filled = filled if any(tape.makers[number] in filled for number in self.held) else set[int]()
         self.ops = self.filled | _unread_copies(tape, results)
 
     def stands_in(self, node: Node, args: Any, kwargs: Any, left: set[int], *, shapes: bool = False) -> bool:
@@ -58,6 +59,10 @@ class Absent:
         """Whether it is what the forward has made and somebody holds, unwritten."""
         held = self.held.get(number, ())
         return any(ref() is value and version_of(value) == version for ref, version in held)
+
+    def number_of(self, value: torch.Tensor) -> int | None:
+        """The number of such a value, None if it is none."""
+        return next((number for number in self.held if self.is_held(number, value)), None)
 
 
 def _from_no_argument(tape: Tape) -> set[int]:
