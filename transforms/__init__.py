@@ -18,6 +18,7 @@ from remat.transforms.context import (
 )
 from remat.transforms.errors import (
     RematError,  # raised when a region cannot be rematerialized correctly
+    changing,  # the message for a function that reads another captured tensor whenever it starts over
     is_user_frame,  # whether a stack frame runs code of neither torch nor this library
     user_line,  # `user_place` for messages
     user_place,  # `file:line (function)` of the user's innermost frame

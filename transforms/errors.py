@@ -81,3 +81,12 @@ def not_repeated(region: str, what: str) -> str:
         "it is random in a way torch does not restore (Python's or NumPy's generator); (c) an argument was "
         "changed. Make the function depend on its arguments only."
     )
+
+
+def changing(name: str) -> str:
+    """The message for a function that reads another captured tensor whenever it starts over."""
+    return (
+        f"region {name!r} reads tensors that carry derivatives and that change from run to run, so they "
+        "cannot be made operands. Pass them as arguments. (Such are those that torch.func.linearize puts "
+        "into its graph. Torch itself loses their derivatives, without remat too: write torch.func.jvp.)"
+    )

@@ -16,14 +16,14 @@ from remat._dynamo import call_scan, run_compiled, runs_in_eager
 from remat._region import with_policy
 from remat.policies import Policy, policy_given, save_everything, save_nothing
 from remat.schedules import All, Schedule, Segmented, Sqrt, as_schedule, auto, check_checkpoints
-from remat.transforms import RematError, flatten, smooth, unflatten
+from remat.transforms import RematError, changing, flatten, smooth, unflatten
 from remat.transforms.closure import (
     MOST_TRIES,
     Bindings,
     Missed,
     anew,
     captured,
-    changing,
+    known_around,
     places_of,
     reached,
     refuse_derivatives,
@@ -192,7 +192,7 @@ def run_eager(
     # Where nothing can be differentiated, a step is evaluated once and reads what it captured as it is.
     live = torch.is_grad_enabled() or in_transform() or swapping() or dual_level_open()
     replaced = getattr(body, "replaced", ())
-    found = [t for t in captured(reach) if id(t) not in replaced] if live else []
+    found = [t for t in captured(reach) if id(t) not in replaced and known_around(t)] if live else []
     given = [t for t in (*found, *carry, *rows) if isinstance(t, torch.Tensor)]
     random = RandomState(given, own=reach)
     for _ in range(MOST_TRIES):
@@ -216,7 +216,7 @@ def run_eager(
         if again:
             _refuse_stored(body, spec, init, rows, roots, {id(value) for value in reach}, again)
         return unflatten(end, spec.carry.spec), step.stacked(ys) if condition is None else None
-    raise changing(spec.name)
+    raise RematError(changing(spec.name))
 
 
 def _refuse_stored(

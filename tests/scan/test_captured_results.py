@@ -6,7 +6,7 @@ from torch.func import grad, hessian, jacrev, jvp, vmap
 
 from remat import remat, scan_remat, while_remat
 from tests.compiled import compiled
-from tests.helpers import crossed, rand, same, sparse
+from tests.helpers import crossed, loop, rand, same, sparse
 
 LOOPS = {
     "scan": lambda body, h: scan_remat(lambda h, _: (body(h), None), h, length=2, checkpoints=1)[0],
@@ -119,3 +119,30 @@ def test_an_attribute_set_after_the_scan_that_only_the_search_finds():
         return torch.autograd.grad(first.square().sum(), x)
 
     same(second(remat), second(lambda f: f))
+
+
+class Notes(torch.nn.Module):
+    """Stores a result of a region, in which a step of a scan leads to it."""
+
+    def __init__(self, region, scan):
+        super().__init__()
+        self.lin, self.region, self.scan = torch.nn.Linear(3, 3).double(), region, scan
+
+    def forward(self, x):
+        rows = rand(2, 3, seed=1)
+
+        def whole(x):
+            last, _ = self.scan(lambda carry, row: (self.lin(carry + row).sin(), row), x, rows)
+            self.noted = last.sin()
+            return last
+
+        return self.region(whole)(x).sum() + self.noted.cos().sum()
+
+
+def test_a_step_that_leads_to_what_a_region_around_stores():
+    """The second run of the region finds the result of the first, and does not read it."""
+    model = Notes(remat, scan_remat)
+    plain = Notes(lambda fn: fn, loop)
+    plain.lin = model.lin
+    for _ in range(2):
+        same(grad(model)(rand(3)), grad(plain)(rand(3)))

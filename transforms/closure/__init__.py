@@ -19,8 +19,8 @@ from remat.transforms.closure.convert import (
     StrayWatch,  # notes the tensors that ops meet and did not make
     as_operand,  # what the enclosing region, if any, has put in the place of `tensor`
     as_operands,  # `tree` with what the enclosing region has put in the place of its tensors
-    changing,  # what to raise when every start over meets another captured tensor
     innermost,  # the substitution in force on this thread
+    known_around,  # whether a region or a scan around has a captured tensor, too
     made_inside,  # tell every substitution in force that these were made inside its region
     read_again,  # what to raise when a recomputation meets a captured tensor that the forward did not
     refuse_strays,  # raise where ops met a tensor whose derivative would be lost

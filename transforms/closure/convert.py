@@ -257,15 +257,6 @@ def trial() -> Iterator[None]:
             mode.trials -= 1
 
 
-def changing(name: str) -> RematError:
-    """What to raise when every start over meets another captured tensor."""
-    return RematError(
-        f"region {name!r} reads tensors that carry derivatives and that change from run to run, so they "
-        "cannot be made operands. Pass them as arguments. (Such are those that torch.func.linearize puts "
-        "into its graph. Torch itself loses their derivatives, without remat too: write torch.func.jvp.)"
-    )
-
-
 def read_again(name: str, missed: Missed) -> RematError:
     """What to raise when a recomputation meets a captured tensor that the forward did not."""
     return RematError(
@@ -285,6 +276,15 @@ def as_operand(tensor: torch.Tensor) -> torch.Tensor:
     known = active.swaps[-1].swap(tensor) if active.swaps else tensor
     # A pull-back may come when its level is gone, whose operands are in wrappers still.
     return known if known is not tensor or active.rerun else _without_dead(tensor)
+
+
+def known_around(tensor: torch.Tensor) -> bool:
+    """Whether a region or scan around, if any, has a captured tensor, too. Not so where that runs again, and
+    an attribute has become another one since its forward: should the function read it, it is met there."""
+    with contextlib.suppress(Missed):
+        as_operand(tensor)
+        return True
+    return False
 
 
 def as_operands(tree: Any) -> Any:

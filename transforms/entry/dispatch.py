@@ -19,9 +19,9 @@ from remat.transforms.closure import (
     Stored,
     as_operand,
     captured,
-    changing,
     cond_met,
     kept_whole,
+    known_around,
     made_inside,
     not_compiled,
     reached,
@@ -62,6 +62,7 @@ from remat.transforms.context import (
     selective_around,
 )
 from remat.transforms.eager import Frame, Inputs, Unwatched, enclosed, stop_enclosing, unread, watched
+from remat.transforms.errors import RematError, changing
 from remat.transforms.functorch import Aliasing, Family, Prim, World, call
 from remat.transforms.intermediates import Mirrors, current
 from remat.transforms.pytree import check_results, flatten, merge, split, unflatten
@@ -175,7 +176,7 @@ def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]
     taps = Mirrors(lambda: _dry_run(region, args, kwargs, tensors)) if active.sessions and current() else None
     others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
     reach = reached(region.function, *others)
-    found = [*filter(_known_around, captured(reach)), *(taps.offsets if taps else ())]
+    found = [*filter(known_around, captured(reach)), *(taps.offsets if taps else ())]
     random = RandomState(tensors, own=reach)
     for _ in range(MOST_TRIES):
         world = GraphLowering(region) if modes_active() and is_tracing() else None
@@ -207,16 +208,7 @@ def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]
         # generators were before the call comes last: the watch knows them from a draw, after a seed.
         attempt.put_back(watches)
         random.restore()
-    raise changing(region.name)
-
-
-def _known_around(tensor: torch.Tensor) -> bool:
-    """Whether a region or a scan around has a captured tensor, too. Not so where that runs again, and an
-    attribute has become another one since its forward: should the function read it, it is met there."""
-    try:
-        return as_operand(tensor) is not None
-    except Missed:
-        return False
+    raise RematError(changing(region.name))
 
 
 def _dry_run(region: Region, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:

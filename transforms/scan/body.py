@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from remat.transforms.closure import ClosureConversion, StrayWatch, made_inside, refuse_strays, swapping
-from remat.transforms.compat import is_wrapped, unwrapped
+from remat.transforms.compat import functions_as_they_are, is_wrapped, unwrapped
 from remat.transforms.context import active
 from remat.transforms.errors import RematError
 from remat.transforms.intermediates import Refusal, current, only
@@ -154,7 +154,8 @@ def version(leaf: Any) -> int:
         return 0
     # The wrapper that vmap makes does not count.
     plain = unwrapped(leaf) if is_wrapped(leaf) else leaf
-    return 0 if plain.is_inference() else plain._version
+    with functions_as_they_are():  # a region around would take it for a call of the function's
+        return 0 if plain.is_inference() else plain._version
 
 
 # -- what is checked, eager or traced ----------------------------------------------------------------------
