@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.func import grad
+from torch.func import grad, vmap
 
 from remat import RematError, remat, save_matmuls, save_nothing, save_ops, while_remat
 from tests.helpers import LiveBytes, nan_where_nobody_wrote, rand, same, unseen
@@ -272,3 +272,17 @@ def test_results_of_a_region_inside_that_depend_on_less_than_it_is_given():
 
     with nan_where_nobody_wrote():
         same(found(remat), found(lambda fn, policy=None: fn))
+
+
+def test_a_region_inside_that_captures_an_argument_under_vmap_and_autocast():
+    def found(region):
+        x, y = rand(2, 3, 4).requires_grad_(), rand(3, 4, seed=1).requires_grad_()
+
+        def outer(a):
+            return region(lambda: (a / (1 + a**2)) @ y.mT)()
+
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = vmap(region(outer))(x)
+        return torch.autograd.grad(out.square().sum(), (x, y))
+
+    same(found(remat), found(lambda fn: fn))

@@ -132,7 +132,7 @@ class Notes(torch.nn.Module):
         rows = rand(2, 3, seed=1)
 
         def whole(x):
-            last, _ = self.scan(lambda carry, row: (self.lin(carry + row).sin(), row), x, rows)
+            last, _ = self.scan(lambda carry, row: (torch.sin(self.lin(carry + row)), row), x, rows)
             self.noted = last.sin()
             return last
 

@@ -296,8 +296,8 @@ class FlatCall:
     def body(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self.family.ambient.casts:
             # Autocast caches casts of leaves; below the levels every operand would be one, above them none.
-            # A region around, whose two runs may come here by other ways, counts no views of ours.
-            operands = tuple([quiet(t.view_as, t) for t in operands])
+            # A region around, whose two runs may come here by other ways, counts no aliases as ops.
+            operands = tuple([torch.ops.aten.alias.default(t) for t in operands])
         made_inside(operands)  # for regions around, of which no torch call has told them
         captured = operands[self.count :]
         own = tuple([operands[i] for i in self.places])
