@@ -42,6 +42,7 @@ class _Active(threading.local):
     # Of the level of torch.func that a function is run again for: "own" where no level inside differentiates,
     # "inner" where one does; None in plain autograd. And whether levels around differentiate that run, too.
     leveled: tuple[str, bool] | None = None
+    again: Any = None  # of what calls have taught: how much of it a function that runs again may know
     owner: list[Any] | None = None  # holds what must live as long as the steps that are being compiled
 
     def __init__(self) -> None:

@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.func import grad
 
 from remat import RematError, checkpoint_policy, remat, save_matmuls, save_nothing, save_ops
 from remat.transforms.eager import Frame
-from tests.helpers import OpCounter, gradients, leaves_of, rand, same, scalar
+from tests.helpers import OpCounter, gradients, leaves_of, rand, same, scalar, unseen
 
 aten = torch.ops.aten
 
@@ -338,3 +339,28 @@ def test_methods_of_a_module_do_not_teach_each_other():
         remat(net.forces)(x)  # between the forward and the backward of the other
         got = torch.autograd.grad(out.sum(), (x, net.weight))
         same(got, torch.autograd.grad((x.sin() * net.looks(x)).sum(), (x, net.weight)))
+
+
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=repr)
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_second_run_knows_what_its_forward_knew(policy, calls):
+    """That a region inside uses torch.func is seen in its first call. A recomputation of that call goes the
+    same way, and those of later calls the new one."""
+
+    def found(region):
+        x, y = rand(3, 4).requires_grad_(), rand(3, 4, seed=1).requires_grad_()
+
+        def outer(a):
+            v = a.sin() * (a + unseen(a, 0.5)).tanh()
+
+            def inner(b):
+                force = grad(lambda t: (t.exp() * y).sum())(b) * b
+                replaced = v * 2
+                replaced.data = replaced.data.sin()
+                return replaced * b * force
+
+            return sum(region(inner)(a) for _ in range(calls))
+
+        return [torch.autograd.grad(region(outer)(x).sum(), (x, y)) for _ in range(2)]
+
+    same(found(lambda fn: remat(fn, policy=policy)), found(lambda fn: fn))

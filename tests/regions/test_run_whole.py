@@ -286,3 +286,21 @@ def test_a_region_inside_that_captures_an_argument_under_vmap_and_autocast():
         return torch.autograd.grad(out.square().sum(), (x, y))
 
     same(found(remat), found(lambda fn: fn))
+
+
+def test_a_region_inside_that_finds_a_weight_cast_already():
+    """Autocast caches casts of weights, for the second run, too, if it is on around the backward."""
+
+    def found(region):
+        torch.manual_seed(0)
+        x, lin = rand(3, 4).float().requires_grad_(), nn.Linear(4, 4)
+
+        def outer(a):
+            replaced = a * 2
+            replaced.data = replaced.data.sin()
+            return region(lambda b: lin(b.sin()).sin())(a) * (replaced * a).cos()
+
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return torch.autograd.grad(region(outer)(x).sum(), (x, lin.weight))
+
+    same(found(remat), found(lambda fn: fn))

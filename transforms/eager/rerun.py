@@ -14,12 +14,12 @@ import torch
 
 from remat.transforms.closure import standing_in
 from remat.transforms.compat import set_grad_enabled, top_hooks, unseen
-from remat.transforms.context import quiet, run_innermost
+from remat.transforms.context import quiet, run_innermost, scoped
 from remat.transforms.eager.saved import hook, unhook
 from remat.transforms.errors import RematError, not_repeated
 from remat.transforms.ops import Operands, storage
 from remat.transforms.pytree import flatten
-from remat.transforms.region import recomputing
+from remat.transforms.region import Again, recomputing
 from remat.transforms.state import Print, alike, drawing_again, prints_of, same_numbers
 from remat.transforms.tape import Needs, Replay, Stop, data_again, lent, versions_again
 
@@ -76,6 +76,7 @@ class Rerun:
         self.values, self.count = {}, 0
         try:
             with contextlib.ExitStack() as stack:
+                stack.enter_context(scoped(again=Again(inputs.lessons)))
                 unheld = frame.region.name if frame.tape.loose else None
                 stack.enter_context(drawing_again(inputs.random, frame.random.values(), unheld))
                 stack.enter_context(data_again(frame.replaced))

@@ -375,7 +375,7 @@ def _hooks_aside(message: str) -> Iterator[None]:
     """
     with hooks_aside(lambda pair: belongs_to_region(pair[0])) as taken:
         for hook, _ in taken:
-            hook.__self__.inputs.region.cache.uses_func = True
+            hook.__self__.inputs.region.cache.saw_func()
         with _refusing_hooks(message):
             yield
 

@@ -103,13 +103,13 @@ def run(
     # AOTAutograd without Dynamo calls no hooks. A region around, below levels, sees what is saved, and its
     # pull-back, perhaps at a level, must have the same nodes.
     unhooked = hooks_disabled() is not None or (modes_active() and is_tracing())
-    if not (unhooked or watched() or region.cache.uses_func):
+    if not (unhooked or watched() or (region.cache.uses_func and region.cache.knew_func())):
         try:
             return _run_frame(region, args, kwargs, bind)
         except RuntimeError as error:
             if not is_hook_refusal(error):
                 raise
-        region.cache.uses_func = True
+        region.cache.saw_func()
     return _run_primitive(region if bind is None else bind(), args, kwargs)
 
 
@@ -376,7 +376,7 @@ class FlatCall:
         except RuntimeError as error:
             if not is_hook_refusal(error):
                 raise
-            cache.uses_func = True
+            cache.saw_func()
         finally:
             pop_hooks()
             if message is not None:

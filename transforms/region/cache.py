@@ -1,7 +1,8 @@
 """What one forward of a region tells of later ones: the tape that they are held against, op by op.
 
 Nothing of it is believed before it is seen again. A later forward compares each op before it runs, and turns
-into a recording where it leaves the tape. So what is kept here saves time, and changes nothing.
+into a recording where it leaves the tape. So what is kept here saves time, and changes nothing. A function
+that runs again goes the way of its forward, whatever calls have taught since.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from remat.transforms.caches import BoundedCache
+from remat.transforms.context import active
 from remat.transforms.tape import Ends, Program, Tape
 
 # How many signatures of calls, or policies, are told apart; what was used least recently goes first.
 _MOST = 32
+# How many regions were seen to use torch.func so far, in a list.
+lessons = [0]
 _caches: weakref.WeakKeyDictionary[Any, TraceCache] = weakref.WeakKeyDictionary()
 
 
@@ -51,7 +55,8 @@ class TraceCache:
     """What is known of one function.
 
     Attributes:
-        uses_func: whether it was seen to use torch.func inside; then it cannot run under saved-tensor hooks.
+        uses_func: the number of the lesson that it uses torch.func inside, 0 if it was not seen to. Then it
+            cannot run under saved-tensor hooks.
         differentiates: whether it was seen to call `torch.autograd.grad` or `backward` on values of its own.
         by_levels: whether plain autograd was seen to refuse it, so that torch.func differentiates it, whose
             decompositions know more derivatives.
@@ -65,12 +70,35 @@ class TraceCache:
 
     def __init__(self) -> None:
         self.by_policy: BoundedCache[Hashable, Traces] = BoundedCache(_MOST)
-        self.uses_func = self.differentiates = self.by_levels = self.hides_leaves = False
+        self.differentiates = self.by_levels = self.hides_leaves = False
+        self.uses_func = 0
         self.agreed: dict[Hashable, set[str]] = {}
+
+    def saw_func(self) -> None:
+        """It uses torch.func."""
+        if active.again is not None:
+            active.again.seen.add(self)
+        if not self.uses_func:
+            lessons[0] += 1
+            self.uses_func = lessons[0]
+
+    def knew_func(self) -> bool:
+        """Whether the code that runs here may know that, in its forward or in a second run of it."""
+        again = active.again
+        return again is None or self.uses_func <= again.lessons or self in again.seen
 
     def under(self, policy: Hashable) -> Traces:
         """Traces by the signatures of calls, under the policies with this key."""
         return self.by_policy.made(policy, lambda: BoundedCache(_MOST))
+
+
+class Again:
+    """What a function that runs again may know: the lessons before its forward, and those of this run."""
+
+    __slots__ = ("lessons", "seen")
+
+    def __init__(self, lessons: int) -> None:
+        self.lessons, self.seen = lessons, set[TraceCache]()
 
 
 def cache_of(anchor: Any) -> TraceCache:

@@ -344,8 +344,10 @@ class Recorded:
 def may_be_absent(recorder: Recorder, outs: Sequence[torch.Tensor]) -> Callable[[], Absent]:
     """What a second run of the function may leave out, found when a run differs."""
     tape, results = recorder.tape, {recorder.number(t) for t in outs}
-    values = recorder.living_values()
-    living = [(n, weakref.ref(t), version_of(t)) for t, n in values if n >= 0 and not t.requires_grad]
+    values = [(t, n) for t, n in recorder.living_values() if n >= 0]
+    # Of what has a history only autocast's casts of leaves are handed from region to region.
+    casts = {n for _, n in values if tape.nodes[tape.makers[n]].optional}
+    living = [(n, weakref.ref(t), version_of(t)) for t, n in values if n in casts or not t.requires_grad]
     return functools.cache(lambda: Absent(tape, living, results))
 
 
