@@ -128,8 +128,7 @@ class Replay(Mode):
     def _do(self, at: int, node: Node, facts: Traits, func: Any, args: Any, kwargs: Any) -> Any:
         if self.scratch:
             args, kwargs = self._on_scratch((args, kwargs))
-        action = self.needs.actions[at]
-        if action == KEPT:
+        if (action := self.needs.actions[at]) == KEPT:
             if node.draws and self.tape.scanned:
                 # A scan inside notes where the generators are, for the steps that its own backward runs.
                 self._run(at, node, facts, func, args, kwargs)
