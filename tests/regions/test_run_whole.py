@@ -11,7 +11,16 @@ import torch
 from torch import nn
 from torch.func import grad, vmap
 
-from remat import RematError, remat, save_matmuls, save_nothing, save_ops, while_remat
+from remat import (
+    RematError,
+    checkpoint_name,
+    checkpoint_policy,
+    remat,
+    save_matmuls,
+    save_nothing,
+    save_ops,
+    while_remat,
+)
 from tests.helpers import LiveBytes, nan_where_nobody_wrote, rand, same, unseen
 
 
@@ -304,3 +313,28 @@ def test_a_region_inside_that_finds_a_weight_cast_already():
             return torch.autograd.grad(region(outer)(x).sum(), (x, lin.weight))
 
     same(found(remat), found(lambda fn: fn))
+
+
+def test_a_kept_view_that_a_region_inside_is_given():
+    """What it is a view of runs again, into other memory: the two values are told apart."""
+    every_other = checkpoint_policy(lambda info: info.index % 2 == 0)
+
+    def found(region):
+        w = rand(4, 4, seed=1).requires_grad_()
+
+        def loss(x, y):
+            def outer(a):
+                view = checkpoint_name(torch.tanh(x @ w), "h")
+
+                def inner(b, c):
+                    (b.sin() + a).exp()
+                    return b, c
+
+                b, c = region(inner)(view, a)
+                return b * 1.5 + c
+
+            return region(outer, policy=every_other)(y).sin().sum()
+
+        return grad(loss, (0, 1))(rand(3, 4), rand(3, 4, seed=2))
+
+    same(found(remat), found(lambda fn, policy=None: fn))

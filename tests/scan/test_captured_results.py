@@ -1,5 +1,7 @@
 """What bodies capture and no torch call has met: results returned as they are, constants given to regions."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.func import grad, hessian, jacrev, jvp, vmap
@@ -124,9 +126,13 @@ def test_an_attribute_set_after_the_scan_that_only_the_search_finds():
 class Notes(torch.nn.Module):
     """Stores a result of a region, in which a step of a scan leads to it."""
 
+    scan: Any
+    region: Any
+
     def __init__(self, region, scan):
         super().__init__()
-        self.lin, self.region, self.scan = torch.nn.Linear(3, 3).double(), region, scan
+        self.region, self.scan = region, scan
+        self.lin = torch.nn.Linear(3, 3).double()
 
     def forward(self, x):
         rows = rand(2, 3, seed=1)

@@ -32,7 +32,7 @@ from remat.transforms.compat import (
     unwrapped,
     wrap_for_grad,
 )
-from remat.transforms.context import active, inside, quiet, ranks_met
+from remat.transforms.context import active, inside, ranks_met
 from remat.transforms.errors import RematError
 from remat.transforms.functorch.primitive import (
     Prim,
@@ -100,7 +100,7 @@ def _run(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
         outs = _forward(prim, operands) if world is None else world.forward(prim, operands)
     # A result that is an operand itself would be taken for an in-place result by autograd.Function.
     taken = {id(t) for t in operands}
-    return tuple([quiet(t.view_as, t) if id(t) in taken else t for t in outs])
+    return tuple([torch.ops.aten.alias.default(t) if id(t) in taken else t for t in outs])
 
 
 def _keep(ctx: Any, prim: Prim, operands: Tensors, outs: Tensors, residuals: Residuals | None) -> None:

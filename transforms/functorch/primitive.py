@@ -32,7 +32,7 @@ from remat.transforms.compat import (
     restore_vmap,
     unwrap_if_dead,
 )
-from remat.transforms.context import active, quiet, recomputing, scoped
+from remat.transforms.context import active, recomputing, scoped
 from remat.transforms.ops import memory_of, span, storage
 from remat.transforms.pytree import smooth as pytree_smooth
 from remat.transforms.region import Region
@@ -334,7 +334,7 @@ def _batched_first(pull: Body, in_dims: tuple[int | None, ...], size: int, rando
 
 def _variable(tensor: torch.Tensor, again: bool) -> torch.Tensor:
     # An alias each, so that one tensor passed twice gets two gradients.
-    return quiet(tensor.view_as, tensor) if again and tensor.requires_grad else _leaf(tensor)
+    return torch.ops.aten.alias.default(tensor) if again and tensor.requires_grad else _leaf(tensor)
 
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:
@@ -343,13 +343,13 @@ def _leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 def apart(recorder: Recorder, operands: Tensors, at: set[int]) -> list[torch.Tensor]:
     """Other objects in the place of the operands at `at`: an op that meets the tensor itself has it from
-    elsewhere, with no derivative."""
+    elsewhere, with no derivative. Regions around know aliases by what they are of."""
     given = list(operands)
     numbers = {i: recorder.number(operands[i]) for i in at}
     for i, number in numbers.items():
         # A write to the tensor, as of `Embedding(max_norm)`, would spoil a view made without gradients.
         with torch.enable_grad():
-            given[i] = quiet(operands[i].view_as, operands[i])
+            given[i] = torch.ops.aten.alias.default(operands[i])
         recorder.forget(operands[i])
         recorder.bind(given[i], number)
     replaced = {id(operands[i]) for i in at}
