@@ -573,7 +573,10 @@ def _checked(
                 expected = plain.run(step, seed - 1)
             except Exception:
                 continue  # The program keeps a graph whose backward has run.
-            found = ours.run(step, seed - 1)
+            try:
+                found = ours.run(step, seed - 1)
+            except Exception as error:
+                return Verdict("failed", f"the next ordinary call raises {type(error).__name__}: {error}")
             if (what := difference(found, expected, allowed)) is not None:
                 return Verdict("failed", f"the next ordinary call, {what}")
     return Verdict("same")

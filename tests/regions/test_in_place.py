@@ -22,7 +22,7 @@ from remat.policies import (
     save_ops,
     save_unbatched_matmuls,
 )
-from tests.helpers import crossed, rand, same, scalar
+from tests.helpers import crossed, rand, same, scalar, unseen
 
 aten = torch.ops.aten
 # Asked op by op, which `save_everything` itself is not.
@@ -356,3 +356,35 @@ def test_an_op_that_resizes_what_it_writes_to(policy, nested):
         return found
 
     same(gradients(lambda f: remat(f, policy=policy)), gradients(lambda f: f))
+
+
+def by_a_transform_inside(x):
+    return grad(lambda t: t.sin().square().sum())(x) * x * 1
+
+
+def beside_a_raw_kernel(x):
+    return (x + unseen(x, 0.5)).sin() * x * 1
+
+
+@pytest.mark.parametrize("policy", [save_everything, save_ops(torch.ops.aten.mul.Tensor)], ids=repr)
+@pytest.mark.parametrize(
+    ("way", "fn"),
+    [
+        ("backward", by_a_transform_inside),
+        ("backward", beside_a_raw_kernel),
+        ("grad", by_a_transform_inside),
+    ],
+)
+def test_a_kept_result_that_the_caller_writes_to(way, fn, policy):
+    """Its op runs again, where the function does; elsewhere no backward reads it."""
+
+    def found(region):
+        x = rand(3, 4).requires_grad_(way == "backward")
+
+        def loss(x):
+            return region(fn)(x).add_(1).sin().sum()
+
+        # The second call knows whether it takes a transform.
+        return [grad(loss)(x) if way == "grad" else torch.autograd.grad(loss(x), x)[0] for _ in range(2)]
+
+    same(found(lambda fn: remat(fn, policy=policy)), found(lambda fn: fn))

@@ -21,7 +21,7 @@ from remat.transforms.ops import Operands, storage
 from remat.transforms.pytree import flatten
 from remat.transforms.region import Again, recomputing
 from remat.transforms.state import Print, alike, drawing_again, prints_of, same_numbers
-from remat.transforms.tape import Needs, Replay, Stop, data_again, lent, versions_again
+from remat.transforms.tape import Needs, Replay, Stop, but_written, data_again, lent, versions_again
 
 if TYPE_CHECKING:
     from remat.transforms.eager.frame import Frame
@@ -114,10 +114,14 @@ class Rerun:
         # A function that gives a tensor other memory does so again.
         compared = check and not frame.replaced
         same = functools.partial(quiet, functools.partial(same_numbers, casts=casts))
+        needs, kept = self.needs, frame.kept
+        if kept and (sound := but_written(kept, tape)) is not None:
+            # The caller has written to a result that is kept: its op runs again.
+            needs, kept = Needs(tape, range(len(tape.nodes)), sound), sound
         replay = Replay(
             tape,
-            self.needs,
-            frame.kept,
+            needs,
+            kept,
             random=frame.random if region.preserve_rng_state else {},
             snapshots=[
                 (storage(frame.held[at].packed), frame.snapshots[root])

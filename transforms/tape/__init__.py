@@ -23,14 +23,15 @@ from remat.transforms.tape.replay import (
     Recorded,  # one settled forward of a primitive
     Replay,  # hands out kept values where a region's function runs again
     may_be_absent,  # the ops that a second run may leave out
-    sent_away,  # what of the kept values is on its way to the host
 )
 from remat.transforms.tape.snapshots import (
     Held,  # a value of a region, held until the backward
     WriteNotes,  # around a forward that nobody records: strays, and what writes to memory from outside
+    but_written,  # the kept values but for those that the caller has written to
     data_again,  # let tensors have the memory that they had before a region gave them other
     held_values,  # what is kept of ops, to be held until the backward
     lent,  # let memory from outside hold what it held before a region wrote to it
+    sent_away,  # what of the kept values is on its way to the host
     versions_again,  # let writes be counted from where they were before a region's
 )
 from remat.transforms.tape.tape import (

@@ -18,7 +18,6 @@ import torch
 from remat.transforms.closure import of_captured
 from remat.transforms.context import Mode, active, quiet
 from remat.transforms.errors import RematError, not_repeated, written
-from remat.transforms.offload import Store, away_in
 from remat.transforms.ops import (
     Operands,
     Traits,
@@ -37,7 +36,16 @@ from remat.transforms.state import RandomState, drawing_again, same_numbers
 from remat.transforms.tape.absent import Absent
 from remat.transforms.tape.reachability import Reachability
 from remat.transforms.tape.recorder import Recorder
-from remat.transforms.tape.snapshots import Snapshot, data_again, handed_out, lent, octets, versions_again
+from remat.transforms.tape.snapshots import (
+    Snapshot,
+    but_written,
+    data_again,
+    handed_out,
+    lent,
+    octets,
+    sent_away,
+    versions_again,
+)
 from remat.transforms.tape.tape import KEPT, SKIP, Needs, Node, Tape, let_go, pairs, same_constants
 
 if TYPE_CHECKING:
@@ -262,10 +270,15 @@ class Recorded:
             for at, g in enumerate(given)
             if at in needs.outside or g.storage in saved or g.snapshot is not None
         }
-        self.store = sent_away(self.kept, tape, lambda: {recorder.root(t) for t in outs})
+        self.store = (
+            sent_away(self.kept, tape, lambda: {recorder.root(t) for t in outs}) if self.kept else None
+        )
 
     def part(self, present: Sequence[int] | None) -> Needs:
         """What a pull-back from the results at `present` needs; None for all of them."""
+        if self.storages is None and self.kept and (sound := but_written(self.kept, self.tape)) is not None:
+            # The caller has written to a result that is kept. All operands are there: its op runs again.
+            return Needs(self.tape, range(len(self.tape.nodes)), sound)
         if self.reach is None or present is None or self.needs.whole:
             return self.needs
         idle = self.reach.idle_without(present)
@@ -381,20 +394,3 @@ def _stored(recorder: Recorder, needs: Needs, outs: Sequence[torch.Tensor]) -> s
         and needs.actions[tape.makers[number]] == SKIP
         and not traits(tape.nodes[tape.makers[number]].op).view
     }
-
-
-def sent_away(kept: dict[int, Any], tape: Tape, roots: Callable[[], set[int | None]]) -> Store | None:
-    """What of the kept values is on its way to the host, None for nothing; `roots`: where results lie.
-
-    The caller may write to the results, into memory that is perhaps still being sent. An alias that autograd
-    made of something, which lies in None, may be of anything.
-    """
-    away = {at: value for at, value in kept.items() if any(True for _ in away_in(value))}
-    if not away:
-        return None
-    lie = roots()
-    for at, value in away.items():
-        if None in lie or tape.nodes[at].root in lie:
-            for parcel in away_in(value):
-                parcel.parcel.wait()
-    return Store(kept)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +19,11 @@ from remat.transforms.compat import (
 )
 from remat.transforms.context import quiet
 from remat.transforms.errors import RematError, written
-from remat.transforms.offload import Elsewhere
+from remat.transforms.offload import Elsewhere, Store, away_in
 from remat.transforms.ops import memory_of, storage, targets, traits, version_of
+from remat.transforms.pytree import flatten
 from remat.transforms.state import GeneratorState
-from remat.transforms.tape.tape import map_tensors
+from remat.transforms.tape.tape import Tape, map_tensors
 
 
 class Held(Elsewhere):
@@ -80,6 +81,35 @@ def held_values(
         return Held(value, region, hooks, seen.get(storage(value)))
 
     return {at: map_tensors(hold, value) for at, value in kept.items()}
+
+
+def but_written(kept: dict[int, Any], tape: Tape) -> dict[int, Any] | None:
+    """The kept values without those that somebody has written to and that may be made again, None if there is
+    none of these. What was drawn or decided is not made again: it might come out otherwise."""
+    written = {
+        at
+        for at, value in kept.items()
+        if not (tape.nodes[at].draws or at in tape.decided)
+        and not all([getattr(held, "unwritten", True) for held in flatten(value)[0]])
+    }
+    return {at: value for at, value in kept.items() if at not in written} if written else None
+
+
+def sent_away(kept: dict[int, Any], tape: Tape, roots: Callable[[], set[int | None]]) -> Store | None:
+    """What of the kept values is on its way to the host, None for nothing; `roots`: where results lie.
+
+    The caller may write to the results, into memory that is perhaps still being sent. An alias that autograd
+    made of something, which lies in None, may be of anything.
+    """
+    away = {at: value for at, value in kept.items() if any(True for _ in away_in(value))}
+    if not away:
+        return None
+    lie = roots()
+    for at, value in away.items():
+        if None in lie or tape.nodes[at].root in lie:
+            for parcel in away_in(value):
+                parcel.parcel.wait()
+    return Store(kept)
 
 
 def handed_out(kept: Any, copied: bool) -> Any:
