@@ -346,6 +346,10 @@ MEMORY = """
 
 {o} = {a} * 2
 {o}.detach().numpy()[...] *= 0.5
+
+{t} = {b}.detach().clone()
+{t}.map_({a}.detach(), lambda p, q: p * q + 1)
+{o} = {a} * {t}
 """
 
 # State that a second run of the function finds, or makes, as the first did.
@@ -417,10 +421,6 @@ with torch.autograd.graph.save_on_cpu():
 {t}2 = {t}.data
 {t}2.transpose_(0, 1).mul_(0.5)
 {o} = {t} * {t}
-
-{t} = {b}.detach().clone()
-{t}.map_({a}.detach(), lambda p, q: p * q + 1)
-{o} = {a} * {t}
 
 {t} = {b}.detach().sum(0)
 {t}2 = torch.sparse_coo_tensor(torch.arange(4).repeat(2, 1), {t}, (4, 4))
