@@ -127,6 +127,8 @@ class Notes(torch.nn.Module):
     """Stores a result of a region, in which a step of a scan leads to it."""
 
     scan: Any
+    lin: Any
+    noted: Any
     region: Any
 
     def __init__(self, region, scan):
