@@ -268,6 +268,8 @@ def work(rank: int, folder: str, world: int, layouts: list[str], names: list[str
             text = "\n".join([title(layout), "", HEAD, *map(line, table)])
             print(f"\n{text}", flush=True)
             (Path(folder) / f"{layout}.md").write_text(text + "\n")
+    # While all wait here, gloo's threads let go of the last tensors; at exit they could not.
+    dist.monitored_barrier()
     dist.destroy_process_group()
 
 

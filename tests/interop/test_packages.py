@@ -2,7 +2,8 @@
 
 import pytest
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
+
+from tests.interop.ranks import spawned
 
 pytestmark = pytest.mark.skipif(
     not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo"
@@ -16,7 +17,7 @@ def test_torchtitan_on_two_processes(tmp_path):
     pytest.importorskip("triton", reason="torchtitan's models import it")
     from tests.interop import titan_worker
 
-    spawn(titan_worker.work, args=(str(tmp_path / "store"),), nprocs=2)
+    spawned(titan_worker.work, (str(tmp_path / "store"),))
 
 
 @pytest.mark.slow
@@ -27,4 +28,4 @@ def test_trainers_on_two_processes(tmp_path, which):
     pytest.importorskip("accelerate" if which == "Trainer" else which)
     from tests.interop import trainers_worker
 
-    spawn(trainers_worker.work, args=(str(tmp_path), which, trainers_worker.free_port()), nprocs=2)
+    spawned(trainers_worker.work, (str(tmp_path), which, trainers_worker.free_port()))

@@ -260,6 +260,37 @@ def test_draws_in_a_gradient_that_linearize_traces_are_refused():
         torch.func.linearize(force, rand(3))
 
 
+@pytest.mark.parametrize("where", ["before", "after", "fork", "both"])
+def test_a_second_call_that_takes_another_way_draws_the_same_again(where: str):
+    """It leaves the tape of the first, and its function runs again: no generator is moved on by that."""
+    raw = [False]
+
+    def noise(h: Tensor, place: str) -> Tensor:
+        if where == "fork" and place == "before":
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(5)
+                return h + F.dropout(h.sin(), 0.5)
+        return F.dropout(h.sin(), 0.5) if where in (place, "both") or where == "fork" else h.sin()
+
+    def f(x: Tensor) -> Tensor:
+        h = noise(x, "before")
+        if raw[0]:
+            h = h * unseen(x, 2.0)
+        return noise(h, "after").exp()
+
+    def step(fn: Any, at: int) -> tuple[Tensor, Tensor, Tensor]:
+        raw[0] = at > 0
+        torch.manual_seed(at)
+        x = rand(3).requires_grad_()
+        value = fn(x)
+        torch.rand(2)
+        return value, torch.autograd.grad(value.sum(), x)[0], torch.get_rng_state()
+
+    region = remat(f)
+    for at in range(3):
+        same(step(region, at), step(f, at))
+
+
 @pytest.fixture
 def cudnn() -> Iterator[list[int]]:
     """In place of cuDNN's RNN a kernel of the CPU: it drops out by a random state that no generator knows."""

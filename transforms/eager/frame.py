@@ -118,7 +118,9 @@ class Frame(Packer):
         """Run the function and settle what is kept of it; `known` is what an earlier call did."""
         let_go()
         region, inputs, pack = self.region, self.inputs, self.pack
-        casts, select = inputs.ambient.casts, region.selector
+        casts, select, begin = inputs.ambient.casts, region.selector, inputs.note_random
+        if known is None or known.draws:
+            begin()
         if known is None:
             bookkeeping_aside(gathering, quiet, repeated)
             tape = Tape(region.name)
@@ -126,9 +128,8 @@ class Frame(Packer):
                 tape, select, inputs.local, digest=region.digest, casts=casts, decisions=region.decisions
             )
             self.residuals = Residuals(inputs.local, recorder)
-            inputs.note_random()
         else:
-            recorder = GuardMode(known.tape, known.kept, select, inputs.local, casts, region.decisions)
+            recorder = GuardMode(known.tape, known.kept, select, inputs.local, casts, region.decisions, begin)
             self.residuals = Residuals((), None) if known.residual else None
             simple = self.residuals is None and known.ends is None and not known.tape.sized_by_data
             if simple and not region.cache.differentiates and inputs.hooks is None:
@@ -208,8 +209,9 @@ class Frame(Packer):
             return None
         held, kept = frozenset(self.held), frozenset(self.kept) | tape.lent
         ends = None if self.reach is None else self.reach.ends
-        residual, nodes, self.later = self.residuals is not None, self.nodes, set()
-        return CachedTrace(tape, program, kept, held, residual, ends, nodes, self.later)
+        residual, self.later = self.residuals is not None, set()
+        draws = any([node.draws for node in tape.nodes])
+        return CachedTrace(tape, program, kept, held, residual, ends, self.nodes, self.later, draws)
 
     def _settle_as(self, known: CachedTrace, recorder: GuardMode, out: Any) -> None:
         """The forward was the known one: keep what that kept."""
@@ -309,9 +311,8 @@ class Frame(Packer):
         take: Any = self.kept.__getitem__
         if spend and self.kept:
             take, self.spent = self.kept.pop, True
-        held, inputs = self.held, self.inputs
         # Hooks of the user's may run a forward, as those of torch's checkpoint do.
-        there = {at: held[at].get(inputs, at) for at in program.outside}
+        there = {at: self.held[at].get(self.inputs, at) for at in program.outside}
         self.values = self.execute(program, there, take)
         if self.shapes:
             check_shapes(self.tape, self.shapes, self.values)
@@ -323,14 +324,13 @@ class Frame(Packer):
 
         `there`: what it reads from outside; `take` gives what was kept of an op.
         """
-        inputs = self.inputs
         scratch = {root: quiet(snapshot.copy) for root, snapshot in self.snapshots.items()}
         for at in there if scratch else ():
             if (root := self.tape.outside[at].root) in scratch:
                 there[at] = quiet(scratch[root].view, there[at])
         graded, end = torch.is_grad_enabled(), recomputing(self.region.name)
         random = self.random if self.region.preserve_rng_state else {}
-        contexts = inputs.ambient_contexts(casts=False)
+        contexts = self.inputs.ambient_contexts(casts=False)
         if program.draws and random:
             contexts.append(generators_again(random.values()))
         if self.store is not None:

@@ -63,8 +63,9 @@ class Inputs:
         self.leaf: list[tuple[int, bool, bool]] = []
 
     def note_random(self) -> None:
-        """Note the state of the generators before the forward."""
-        if self.region.preserve_rng_state:
+        """Note the state of the generators before the forward; one that leaves its tape may note it there,
+        where none of the ops so far has drawn."""
+        if self.region.preserve_rng_state and self.random is None:
             self.random = RandomState(self.tensors, self.kinds)
 
     def note_surroundings(self) -> None:

@@ -35,6 +35,7 @@ class CachedTrace:
         ends: the autograd nodes that made the results, and those behind each, where these differ.
         nodes: how many autograd nodes the forward made.
         later: the saved values that a backward in parts reads again, as far as one was seen.
+        draws: whether any of its ops draws random numbers.
     """
 
     tape: Tape
@@ -45,6 +46,7 @@ class CachedTrace:
     ends: Ends | None
     nodes: int
     later: set[int]
+    draws: bool
 
 
 # By the signatures of calls.

@@ -57,6 +57,7 @@ class GuardMode(Recorder):
         inputs: Sequence[torch.Tensor],
         casts: bool,
         decisions: bool,
+        leaving: Callable[[], None],
     ) -> None:
         # Not the constructor of `Recorder`: most of it is for a forward that is recorded.
         DispatchMode.__init__(self)
@@ -65,12 +66,11 @@ class GuardMode(Recorder):
         self.expected_kept, self.make_selector, self.casts = expected_kept, selector, casts
         # A forward that leaves the tape may read decisions that the tape had no use for.
         self.held = expected_kept | expected.decided if expected.decided else expected_kept
-        self.keeps_decisions, self.decisions = decisions, None
+        self.keeps_decisions, self.decisions, self.leaving = decisions, None, leaving
         self.at = self.packs = self.named = 0
-        self.selector = None
         self.outside, self.kept, self.random, self.snapshots = list(inputs), {}, {}, {}
         self.shown, self.outer, self.alive, self._memory, self._kept_in = {}, {}, {}, {}, {}
-        self.digest, self.kept_bytes, self.moved = None, 0, set()
+        self.selector, self.digest, self.kept_bytes, self.moved = None, None, 0, set()
         self._numbers = ValueNumbering()
         numbers = self._numbers
         for at, tensor in enumerate(inputs):
@@ -304,6 +304,7 @@ class GuardMode(Recorder):
         if expected is None:
             return
         self.expected = None
+        quiet(self.leaving)
         tape = expected.prefix(count, self.packs, self.named)
         tape.outside = [Outside(known.meta, known.root) for known in expected.outside[: len(self.outside)]]
         for i, node in enumerate(tape.nodes):
