@@ -269,6 +269,21 @@ def _ranks_of(module: Any, c10d: Any, quiet: Callable[..., Any]) -> list[int]:
     return []
 
 
+def gathers(module: torch.nn.Module) -> bool:
+    """Whether FSDP2 has wrapped a module, so that ranks run it together."""
+    return hasattr(module, "_get_fsdp_state")
+
+
+def accumulating(module: torch.nn.Module) -> list[torch.Tensor]:
+    """The leaves of a wrapped module that runs into which a backward may accumulate gradients.
+
+    FSDP1 views the parameters in flat ones, which have the gradients.
+    """
+    flat = [getattr(getattr(m, "_handle", None), "flat_param", None) for m in module.modules()]
+    leaves = [*module.parameters(), *(p for p in flat if p is not None)]
+    return [leaf for leaf in leaves if leaf.requires_grad and leaf.is_leaf]
+
+
 def _parameter_groups(module: Any) -> list[Any]:
     """What FSDP2 gathers at once for a module; until torch 2.12 there was one of them."""
     state = getattr(module, "_get_fsdp_state", lambda: None)()

@@ -48,7 +48,7 @@ from remat.transforms.context import quiet, ranks_met, recordings
 from remat.transforms.errors import RematError
 from remat.transforms.functorch import Prim, PullBack, replaying
 from remat.transforms.ops import Traits, tensors_in, traits
-from remat.transforms.region import Region, agree_traced
+from remat.transforms.region import Region, compare_traced
 
 Tensors = Sequence[torch.Tensor]
 _serials = itertools.count()
@@ -107,7 +107,7 @@ class GraphLowering:
             selector.finished(record.tape)
         record.finished(graded)
         if ranks_met():
-            agree_traced(region, record)
+            compare_traced(region, record)
         # Of what others have, too, the caller gets a copy.
         shares = record.constants.shares
         return record, [quiet(snapshot, t) if shares(t) else t for t in outs]

@@ -50,7 +50,7 @@ from remat.transforms.functorch.results import Results, compared
 from remat.transforms.functorch.rules import hollow_operand, plain_duals
 from remat.transforms.offload import held_tensors
 from remat.transforms.ops import storage
-from remat.transforms.region import agree
+from remat.transforms.region import compare_pulled
 from remat.transforms.state import RandomState, noting
 from remat.transforms.tape import (
     Kept,
@@ -315,8 +315,7 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
     operands = apart(recorder, operands, {i for mask in prim.masks for i in mask})
     random = RandomState(operands) if region.preserve_rng_state else None
     saved, packed = set[int](), list[tuple[int, int]]()
-    reaches, unseen = list[Reachability](), list[bool]()
-    start = next_node()
+    reaches, unseen, start = list[Reachability](), list[bool](), next_node()
 
     def watch(tensor: torch.Tensor) -> None:
         # Not by torch functions, which would seem to be the region's.
@@ -343,7 +342,7 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
             strays = recorder.outside[len(operands) :]
             refuse_strays(f"region {region.name!r}", region.function, conversion, strays)
         if ranks_met():
-            agree(region, recorder)
+            family.meet = compare_pulled(region, recorder)
     finally:
         watched = family.watch is not None and not any(unseen)
         family.watch, family.made = None, None
@@ -380,12 +379,13 @@ def _report(recorded: Recorded, sink: Residuals, operands: Tensors) -> None:
 def _pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
     """Run a region again as it ran in its forward, and pull its cotangents back."""
     family, recorded = prim.family, None if prim.source is None else prim.source.recorded
-    family.present = prim.present
+    family.present, replay = prim.present, None
+    if family.meet is not None:
+        family.meet()
     with contextlib.ExitStack() as stack:
         stack.enter_context(with_memory(operands))
         if family.ambient.must_be_restored():
             stack.enter_context(family.ambient.restored())
-        replay = None
         if recorded is not None:
             recorded.check_unwritten()
             needs = recorded.part(prim.present)

@@ -86,6 +86,7 @@ class Family:
     # The `Results` that every run of the function is to meet, where ops cannot be compared.
     results: Any = None
     present: Any = None  # while it is pulled back: that of the `Prim`
+    meet: Callable[[], None] | None = None  # compares what ranks keep, in the first pull-back
 
     @property
     def by_levels(self) -> bool:

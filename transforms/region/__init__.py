@@ -10,8 +10,6 @@ from remat.transforms.context import (
     selecting,  # whether the innermost region around here has a policy
 )
 from remat.transforms.region.agreement import (
-    agree,  # compare what a region with collectives keeps with other ranks, at the end of its first forward
-    agree_traced,  # the same for one that is traced
     wrong_anywhere,  # what is wrong on any of some ranks
 )
 from remat.transforms.region.cache import (
@@ -26,5 +24,7 @@ from remat.transforms.region.region import (
 )
 from remat.transforms.region.wrapped import (
     compare,  # compare what a region keeps with other ranks, now or in the first backward
+    compare_pulled,  # the same under torch.func: what its pull-back is to call, if anything
+    compare_traced,  # the same for one that is traced
     unmet,  # what ranks have not compared yet
 )

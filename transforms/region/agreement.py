@@ -71,10 +71,11 @@ def agree(region: Any, recorder: Any, again: bool = False, runs: frozenset[int] 
     return bool(new) or known is not None
 
 
-def agree_traced(region: Any, record: Any) -> None:
+def agree_traced(region: Any, record: Any) -> bool:
     """The same for a region that is traced, by its name: a graph that one rank alone traces again, for other
     shapes, is compared with nothing while it does the same with collectives."""
-    for name, (mine, loose) in _said_by(record).items():
+    said = _said_by(record)
+    for name, (mine, loose) in said.items():
         key, label, sends = (name, region.name, mine[0]), f"{region.name} (traced)", _sends(record, name)
         # Other ranks may be at work on the code of an earlier graph.
         if (known := _traced.get(key)) is None:
@@ -82,6 +83,7 @@ def agree_traced(region: Any, record: Any) -> None:
         else:
             _compare_new(name, label, sends, known, 5 * _SECONDS)
         _traced[key] = (known or set()) | {_digest(name, sends)}
+    return bool(said)
 
 
 def wrong_anywhere(ranks: Sequence[int], name: str, wrong: str | None) -> str | None:

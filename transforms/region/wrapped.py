@@ -13,17 +13,19 @@ import itertools
 import json
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from remat.transforms.compat import meeting_among, wrapped_in
+from remat.transforms.compat import accumulating, gathers, meeting_among, outside_all_modes, wrapped_in
 from remat.transforms.context import node_of, quiet
 from remat.transforms.errors import RematError
 from remat.transforms.pytree import flatten
-from remat.transforms.region.agreement import agree, first_difference, loosely, meeting_number
+from remat.transforms.region.agreement import agree, agree_traced, first_difference, loosely, meeting_number
 
 _SECONDS = 60
+_COMPILING = 5
 # What is not compared yet: wrapped models, and the first step. While there is any, every forward asks.
 unmet: list[Any] = []
 _met: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -36,11 +38,15 @@ class WrappedModel:
         module: what was wrapped, as a weak reference.
         ranks: those that reduce gradients together.
         said: by names of modules and regions, what was said of each.
+        hooks: those of parameters, where regions are compiled.
+        seconds: how long to wait for the others, who may still be at work on compiled code.
     """
 
     def __init__(self, module: torch.nn.Module, ranks: list[int]) -> None:
         self.module, self.ranks = weakref.ref(module), ranks
         self.said: dict[str, set[tuple[str, ...]]] = {}
+        self.hooks: list[Any] = []
+        self.seconds = _SECONDS
 
     def meet(self, *_: Any) -> None:
         """Compare with the other ranks, once.
@@ -48,25 +54,27 @@ class WrappedModel:
         Raises:
             RematError: on every rank, where any two keep other values in a region that both have.
         """
-        module = self.module()
+        module, seconds = self.module(), self.seconds
         if self not in unmet or module is None:
             return
         unmet.remove(self)
         _met.add(module)
-        meeting = meeting_among(self.ranks, _SECONDS)
+        for hook in self.hooks:
+            hook.remove()
+        meeting = meeting_among(self.ranks, seconds)
         if meeting is None:
             return
         name, text = type(module).__name__, json.dumps([[k, sorted(v)] for k, v in sorted(self.said.items())])
         key = meeting_number(meeting, name)
-        same = meeting.end(key, hashlib.sha256(text.encode()).hexdigest(), _SECONDS)
+        same = meeting.end(key, hashlib.sha256(text.encode()).hexdigest(), seconds)
         if same is None:
             warnings.warn(
-                f"Not all ranks of {self.ranks} came to the backward of a region in {name} within {_SECONDS} "
+                f"Not all ranks of {self.ranks} came to the backward of a region in {name} within {seconds} "
                 "s, so they did not compare what they keep. Make the same modules regions on every rank.",
                 stacklevel=2,
             )
         elif not same:
-            self._differ({rank: dict(json.loads(said)) for rank, said in meeting.told(key, text, _SECONDS)})
+            self._differ({rank: dict(json.loads(said)) for rank, said in meeting.told(key, text, seconds)})
 
     def _differ(self, told: dict[int, dict[str, list[list[str]]]]) -> None:
         for (one, here), (other, there) in itertools.combinations(sorted(told.items()), 2):
@@ -149,11 +157,42 @@ def _node_of(results: Any) -> Any:
     return next((node for node in nodes if node is not None), None)
 
 
+def compare_pulled(region: Any, recorder: Any) -> Callable[[], None] | None:
+    """The same for a region under torch.func: what its pull-back is to call, None for nothing.
+
+    There wrappers reduce no gradients. FSDP gathers all the same, so all ranks come.
+    """
+    model = None if agree(region, recorder) else _noted(region, recorder, gathered=True)
+    return model and model.meet
+
+
+def compare_traced(region: Any, record: Any) -> None:
+    """The same for a region that is traced. No Python of ours runs in its backward, so the first gradient of
+    a parameter compares."""
+    if agree_traced(region, record):
+        return
+    with outside_all_modes():
+        if (model := _noted(region, record)) is None:
+            return
+        module, model.seconds = model.module(), _COMPILING * _SECONDS
+        for leaf in () if model.hooks or module is None else accumulating(module):
+            model.hooks.append(leaf.register_hook(model.meet))
+
+
 def _note(region: Any, recorder: Any, results: Any) -> None:
     """Note what a region keeps; its backward, if it is the first one in its model, compares."""
+    if (node := _node_of(results)) is not None and (model := _noted(region, recorder)) is not None:
+        node.register_prehook(model.meet)
+
+
+def _noted(region: Any, recorder: Any, gathered: bool = False) -> WrappedModel | None:
+    """The wrapped model around a region, with what is said of that; None where ranks need not compare.
+
+    `gathered`: whether they do so only where parameters are gathered.
+    """
     found = wrapped_in(_met, quiet)
-    if found is None or (node := _node_of(results)) is None:
-        return
+    if found is None or (gathered and not gathers(found[0])):
+        return None
     module, name, ranks = found
     unmet[:] = [model for model in unmet if model.module() is not None]
     model = next((model for model in unmet if model.module() is module), None)
@@ -161,4 +200,4 @@ def _note(region: Any, recorder: Any, results: Any) -> None:
         unmet.append(model := WrappedModel(module, ranks))
     said = tuple(loosely(recorder, recorder.tape))
     model.said.setdefault(f"{region.name!r} of {name or 'the model'}", set()).add(said)
-    node.register_prehook(model.meet)
+    return model
