@@ -1,5 +1,6 @@
 """Transforms inside a region that are handed captured tensors; and runs that begin again when one is met."""
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -297,3 +298,33 @@ def test_a_hidden_tensor_of_a_level_that_is_gone_is_met_in_a_scan_inside(around)
 
     ours = jacobians(remat if around == "region" else scanned, scanned)
     same(ours, jacobians(twice if around == "scan" else lambda f: f, twice))
+
+
+@pytest.mark.parametrize("before", ["under hooks", "on another thread"])
+def test_regions_inside_leave_the_way_for_a_transform(before):
+    """What runs in between must not have the next transform refused: the function would run twice."""
+    runs = [0]
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        if before == "under hooks":
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+                return remat(torch.sin)(x)
+        y = rand(3, seed=2).requires_grad_()
+        thread = threading.Thread(target=lambda: remat(torch.sin)(y).sum().backward())
+        thread.start()
+        thread.join()
+        return x.sin()
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        runs[0] += 1
+        out = part(x) * torch.rand_like(x)
+        return grad(lambda x: (x.sin() * x).sum())(x) * out
+
+    def step(fn: Any) -> Any:
+        torch.manual_seed(0)
+        x = rand(3).requires_grad_()
+        out = fn(x)
+        return out, runs[0], torch.get_rng_state(), torch.autograd.grad(out.sum(), x)
+
+    expected, runs[0] = step(f), 0
+    same(step(remat(f)), expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -338,3 +339,23 @@ def test_a_kept_view_that_a_region_inside_is_given():
         return grad(loss, (0, 1))(rand(3, 4), rand(3, 4, seed=2))
 
     same(found(remat), found(lambda fn, policy=None: fn))
+
+
+def test_what_a_function_stores_is_of_its_last_call_after_a_backward():
+    """The first of two calls runs again last, and stores again what it had stored."""
+    model = SimpleNamespace(last=None, states=[torch.zeros(3)])
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        model.last = model.states[0] = x.sin()
+        return (model.last * unseen(x, 2.0)).exp()
+
+    def step(fn: Any) -> Any:
+        x = rand(3).requires_grad_()
+        out = fn(fn(x))
+        last = model.last
+        grads = torch.autograd.grad(out.sum(), x)
+        assert model.last is last and model.states[0] is last
+        return last, grads
+
+    for _ in range(2):
+        same(step(remat(f)), step(f))

@@ -146,7 +146,7 @@ class Frame(Packer):
             broken_off(self, recorder, error)
             raise
         finally:
-            unhook(inputs.hooks)
+            unhook()
             self.values, self.task = {}, -1
         self.nodes = next_node() - self.start
         self.tape = recorder.tape

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from remat.transforms.closure import standing_in
-from remat.transforms.compat import set_grad_enabled, top_hooks, unseen
+from remat.transforms.closure import Bindings, reached, standing_in
+from remat.transforms.compat import set_grad_enabled, unseen
 from remat.transforms.context import quiet, run_innermost, scoped
 from remat.transforms.eager.saved import hook, unhook
 from remat.transforms.errors import RematError, not_repeated
@@ -73,6 +73,8 @@ class Rerun:
                 # Only to see that it was not written to.
                 held.get(inputs, at)
         inner, frame.inner = frame.inner, 0
+        # What the function stores is stored by its forward; a later call may have stored other things since.
+        stored = Bindings(reached(frame.region.function), states=True)
         self.values, self.count = {}, 0
         try:
             with contextlib.ExitStack() as stack:
@@ -92,6 +94,7 @@ class Rerun:
             pass
         finally:
             frame.inner, self.replay = inner, None
+            stored.put_back()
         values, self.values = self.values, {}
         count, self.count = self.count, -1
         if count < len(frame.tape.packed):
@@ -140,7 +143,6 @@ class Rerun:
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         graded = torch.is_grad_enabled()
         set_grad_enabled(True)
-        around = top_hooks()
         hook((self.frame.repack, lambda tensor: tensor))
         region = self.frame.region
         end = recomputing(region.name)
@@ -149,7 +151,7 @@ class Rerun:
                 out = run_innermost(function, region.selector is not None, args, kwargs)
         finally:
             end()
-            unhook(around)
+            unhook()
             set_grad_enabled(graded)
         casts = self.frame.inputs.ambient.casts
         if self.prints is not None and not alike(self.prints, prints_of(flatten(out)[0]), casts):

@@ -362,9 +362,10 @@ def _rest(frame: Any) -> None:
 
 # -- hooks, and transforms of torch.func --------------------------------------------------------------
 
-# torch.func asks for this where a transform begins, to refuse saved-tensor hooks. It is replaced while a
-# region's forward runs, whose hooks would be refused there.
+# torch.func asks for this where a transform begins, to refuse saved-tensor hooks. It is replaced while the
+# forward of any region runs, on any thread: its hooks would be refused there.
 _refusing_hooks = torch.autograd.graph.disable_saved_tensors_hooks
+_hooking, _hooked = threading.Lock(), [0]
 
 
 @contextlib.contextmanager
@@ -382,12 +383,16 @@ def _hooks_aside(message: str) -> Iterator[None]:
 
 def hook(pair: Hooks) -> None:
     """Push the hooks of a region, which stand back for transforms of torch.func."""
-    torch.autograd.graph.disable_saved_tensors_hooks = _hooks_aside  # type: ignore[assignment]
     push_hooks(*pair)
+    with _hooking:
+        _hooked[0] += 1
+        torch.autograd.graph.disable_saved_tensors_hooks = _hooks_aside  # type: ignore[assignment]
 
 
-def unhook(around: Hooks | None) -> None:
-    """Pop them; `around`: the hooks around the region."""
+def unhook() -> None:
+    """Pop them."""
     pop_hooks()
-    if around is None or not belongs_to_region(around[0]):
-        torch.autograd.graph.disable_saved_tensors_hooks = _refusing_hooks
+    with _hooking:
+        _hooked[0] -= 1
+        if not _hooked[0]:
+            torch.autograd.graph.disable_saved_tensors_hooks = _refusing_hooks

@@ -103,16 +103,9 @@ def run(
     # AOTAutograd without Dynamo calls no hooks. A region around, below levels, sees what is saved, and its
     # pull-back, perhaps at a level, must have the same nodes.
     unhooked = hooks_disabled() is not None or (modes_active() and is_tracing())
-    if not (
-        unhooked or (active.stack and watched()) or (region.cache.uses_func and region.cache.knew_func())
-    ):
-        try:
-            return _run_frame(region, args, kwargs, bind)
-        except RuntimeError as error:
-            if not is_hook_refusal(error):
-                raise
-        region.cache.saw_func()
-    return _run_primitive(region if bind is None else bind(), args, kwargs)
+    if unhooked or (active.stack and watched()) or (region.cache.uses_func and region.cache.knew_func()):
+        return _run_primitive(region if bind is None else bind(), args, kwargs)
+    return _run_frame(region, args, kwargs, bind)
 
 
 def _run_batched(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
