@@ -96,7 +96,7 @@ def train(model: Any, tensor: int) -> tuple[list[torch.Tensor], int]:
     step()
     grads = [(g.to_local() if hasattr(g, "to_local") else g).clone() for g in _grads(model)]
     kept = []
-    for _ in range(4):
+    for _ in range(12):
         model.zero_grad()
         kept.append(trace_memory(step).kept)
     return grads, min(kept)
