@@ -25,7 +25,7 @@ from remat.transforms.pytree import flatten
 from remat.transforms.region.agreement import agree, agree_traced, first_difference, loosely, meeting_number
 
 _SECONDS = 60
-_COMPILING = 5
+_COMPILING = 5  # so many times longer, where others may still compile
 # What is not compared yet: wrapped models, and the first step. While there is any, every forward asks.
 unmet: list[Any] = []
 _met: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
