@@ -168,7 +168,7 @@ CHECKS = {"later": (alike, differing, other_ops, alone), "hybrid": (hybrid,)}
 
 
 def work(rank: int, path: str, size: int, which: str) -> None:
-    with group_of(rank, path, size, seconds=300):
+    with group_of(rank, path, size, seconds=60):
         for check in CHECKS[which]:
             check()
             dist.barrier()

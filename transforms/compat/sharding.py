@@ -254,7 +254,7 @@ def wrapped_in(
 
 def _ranks_of(module: Any, c10d: Any, quiet: Callable[..., Any]) -> list[int]:
     """The ranks among which a wrapper of this module reduces gradients, none where it has no wrapper."""
-    if (state := getattr(module, "_get_fsdp_state", None)) is not None:
+    if gathers(module):
         # Its own, or (where only the modules in it have parameters) those of the first of them.
         meshes = [group.mesh_info.mesh for m in module.modules() for group in _parameter_groups(m)]
         return quiet(meshes[0].mesh.flatten().tolist) if meshes else []

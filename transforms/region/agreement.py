@@ -29,6 +29,7 @@ from remat.transforms.tape import RECOMPUTE, Tape
 # How many regions of this name have met so, in a group: what they meet under.
 _met: collections.Counter[tuple[str, str]] = collections.Counter()
 _SECONDS = 120
+COMPILING = 5  # so many times longer, where other ranks may be at work on compiled code
 # For what the others have to say, once all have come or have not.
 _TOLD = 10
 # Ranks of which some did not come.
@@ -77,11 +78,10 @@ def agree_traced(region: Any, record: Any) -> bool:
     said = _said_by(record)
     for name, (mine, loose) in said.items():
         key, label, sends = (name, region.name, mine[0]), f"{region.name} (traced)", _sends(record, name)
-        # Other ranks may be at work on the code of an earlier graph.
         if (known := _traced.get(key)) is None:
-            _compare(name, label, mine, 5 * _SECONDS, loose)
+            _compare(name, label, mine, COMPILING * _SECONDS, loose)
         else:
-            _compare_new(name, label, sends, known, 5 * _SECONDS)
+            _compare_new(name, label, sends, known, COMPILING * _SECONDS)
         _traced[key] = (known or set()) | {_digest(name, sends)}
     return bool(said)
 

@@ -22,10 +22,16 @@ from remat.transforms.compat import accumulating, gathers, meeting_among, outsid
 from remat.transforms.context import node_of, quiet
 from remat.transforms.errors import RematError
 from remat.transforms.pytree import flatten
-from remat.transforms.region.agreement import agree, agree_traced, first_difference, loosely, meeting_number
+from remat.transforms.region.agreement import (
+    COMPILING,
+    agree,
+    agree_traced,
+    first_difference,
+    loosely,
+    meeting_number,
+)
 
 _SECONDS = 60
-_COMPILING = 5  # so many times longer, where others may still compile
 # What is not compared yet: wrapped models, and the first step. While there is any, every forward asks.
 unmet: list[Any] = []
 _met: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -162,8 +168,9 @@ def compare_pulled(region: Any, recorder: Any) -> Callable[[], None] | None:
 
     There wrappers reduce no gradients. FSDP gathers all the same, so all ranks come.
     """
-    model = None if agree(region, recorder) else _noted(region, recorder, gathered=True)
-    return model and model.meet
+    if agree(region, recorder) or (found := wrapped_in(_met, quiet)) is None or not gathers(found[0]):
+        return None
+    return _noted(region, recorder, *found).meet
 
 
 def compare_traced(region: Any, record: Any) -> None:
@@ -172,28 +179,23 @@ def compare_traced(region: Any, record: Any) -> None:
     if agree_traced(region, record):
         return
     with outside_all_modes():
-        if (model := _noted(region, record)) is None:
+        if (found := wrapped_in(_met, quiet)) is None:
             return
-        module, model.seconds = model.module(), _COMPILING * _SECONDS
-        for leaf in () if model.hooks or module is None else accumulating(module):
-            model.hooks.append(leaf.register_hook(model.meet))
+        model = _noted(region, record, *found)
+        model.seconds = COMPILING * _SECONDS
+        if not model.hooks:
+            model.hooks = [leaf.register_hook(model.meet) for leaf in accumulating(found[0])]
 
 
 def _note(region: Any, recorder: Any, results: Any) -> None:
     """Note what a region keeps; its backward, if it is the first one in its model, compares."""
-    if (node := _node_of(results)) is not None and (model := _noted(region, recorder)) is not None:
-        node.register_prehook(model.meet)
-
-
-def _noted(region: Any, recorder: Any, gathered: bool = False) -> WrappedModel | None:
-    """The wrapped model around a region, with what is said of that; None where ranks need not compare.
-
-    `gathered`: whether they do so only where parameters are gathered.
-    """
     found = wrapped_in(_met, quiet)
-    if found is None or (gathered and not gathers(found[0])):
-        return None
-    module, name, ranks = found
+    if found is not None and (node := _node_of(results)) is not None:
+        node.register_prehook(_noted(region, recorder, *found).meet)
+
+
+def _noted(region: Any, recorder: Any, module: torch.nn.Module, name: str, ranks: list[int]) -> WrappedModel:
+    """The wrapped model around a region, with what is said of that."""
     unmet[:] = [model for model in unmet if model.module() is not None]
     model = next((model for model in unmet if model.module() is module), None)
     if model is None:
