@@ -1,7 +1,10 @@
 """What keeps a step that is compiled for a GPU out of CUDA graphs, and its wrapper from being C++."""
 
+import re
+
 import pytest
 import torch
+from torch._inductor import config
 
 from remat import offload_matmuls, remat
 from remat.gpu import compile_for
@@ -80,6 +83,29 @@ def test_the_reason_is_told_with_its_line(triton, step, forward, backward):
         assert graph.not_capturable.startswith(expected) and bool(expected) == bool(graph.not_capturable)
         assert not expected or "test_gpu_capture.py:" in graph.not_capturable
         assert "\n" not in graph.not_capturable and not graph.not_in_cpp
+
+
+def test_parts_that_are_captured_are_given_no_host_memory(triton):
+    """Torch cuts the graph around what is sent; a fence that stands after it was in the next part, and read it."""
+
+    def block(x):
+        return x + (x @ x.T).sin() @ x
+
+    def step(x):
+        run = remat(block, policy=offload_matmuls)
+        return run(run(x)).square().sum()
+
+    with config.patch({"triton.cudagraphs": True, "graph_partition": True}):
+        found = report(step)
+    assert found.forward and found.backward
+    source = found.forward.source
+    sent = re.findall(r"(\w+) = torch\.ops\.remat\.send\.", source)
+    names = {*sent, *(name for one in sent for name in re.findall(rf"(\w+) = {one}$", source, re.MULTILINE))}
+    given = re.findall(r"partition\d+_args = \[(.*)\]", source)
+    assert len(sent) == 4 and len(given) >= 3
+    assert not names & {name for args in given for name in args.split(", ")}
+    # What the first region returns is kept under the fence's name, and is no copy.
+    assert "= torch.ops.remat.sent" not in source
 
 
 def test_buffers_of_modules_may_be_written_to(triton):

@@ -53,12 +53,13 @@ class _Emptied(MemoryPlanningLine):
 def _lower_fence(value: Any, after: Any, op: Any = _ops.fence.default, kind: type[_Fence] = _Fence) -> Any:
     # A result of the graph must not share memory with an input of it, and C++ has no second name for a
     # tensor.
-    if V.graph.cpp_wrapper or _escapes(V.graph.current_node):
+    node = V.graph.current_node
+    if V.graph.cpp_wrapper or (_escapes(node) and not (op is _ops.sent.default and _alone(node))):
         return fallback_handler(op, add_to_fallback_set=False)(value, after)
     out: Any = kind.create(op, value, after)
     # Up to 2.13 a result is a buffer of its own, that the kernel packs; on 2.15 one result is the kernel.
     kernel = out if isinstance(out, _Fence) else out.inputs[0]
-    if not _hands_over(V.graph.current_node, kernel.inputs[0]):
+    if not _hands_over(node, kernel.inputs[0]):
         kernel.alias_names.append(kernel.inputs[0].get_name())
     return ir.TensorBox.create(out)
 
@@ -83,14 +84,24 @@ def _escapes(node: torch.fx.Node) -> bool:
     return any(user.op == "output" or (_may_alias(user) and _escapes(user)) for user in node.users)
 
 
+def _alone(fence: torch.fx.Node) -> bool:
+    """Whether a graph makes a value anew, and has no name for its memory but the fence's: as a result it may
+    go by that name."""
+    made: Any = fence.args[0]
+    others = [user for user in made.users if user is not fence]
+    anew = made.op == "call_function" and not _may_alias(made)
+    return anew and not any(user.op == "output" or _may_alias(user) for user in others)
+
+
 def _may_alias(node: torch.fx.Node) -> bool:
     op = node.target
     if not isinstance(op, torch._ops.OpOverload):
         return node.op == "call_function"
     # Ops that do nothing, such as an expand to the same size or a cast to the same type, Inductor leaves out.
-    return op.is_view or op in _MAYBE_NOTHING or op in (_ops.fence.default, _ops.arrived.default)
+    return op.is_view or op in _MAYBE_NOTHING or op in _FENCES
 
 
+_FENCES = (_ops.fence.default, _ops.sent.default, _ops.arrived.default)
 _MAYBE_NOTHING = {
     torch.ops.prims.convert_element_type.default,
     torch.ops.aten._to_copy.default,
@@ -139,6 +150,8 @@ def _lower_product(a: Any, b: Any) -> Any:
 
 register_lowering(_ops.product.default, type_promotion_kind=None)(_lower_product)
 register_lowering(_ops.fence.default, type_promotion_kind=None)(_lower_fence)
+_lower_sent = partial(_lower_fence, op=_ops.sent.default)
+register_lowering(_ops.sent.default, type_promotion_kind=None)(_lower_sent)
 _lower_arrived = partial(_lower_fence, op=_ops.arrived.default, kind=_Arrived)
 register_lowering(_ops.arrived.default, type_promotion_kind=None)(_lower_arrived)
 for _op in (_ops.send.default, _ops.fetch.default):

@@ -33,8 +33,9 @@ from remat.transforms.compat import (
     traced,
     tracer_at_work,
 )
-from remat.transforms.compiled.barrier import ONCE, UNKNOWN, GraphDedup, fence, fence_below, plain, snapshot
+from remat.transforms.compiled.barrier import ONCE, UNKNOWN, GraphDedup, fence, plain, snapshot
 from remat.transforms.compiled.record import GraphRecord, GraphReplay, given_to, parts
+from remat.transforms.compiled.sent import behind
 from remat.transforms.compiled.turns import (
     PRODUCTS,
     RECOMPUTED,
@@ -76,8 +77,7 @@ class GraphLowering:
             sink.written = record
         given_to(operands)
         if outs and (sent := record.sent()):
-            # Or what is sent would stay until the forward ends, or be sent in the backward.
-            outs = [quiet(fence_below, outs[0], [value.host for value in sent]), *outs[1:]]
+            outs = [quiet(behind, outs[0], sent), *outs[1:]]
         # Autograd sees the node make them. AOTAutograd would see how functionalization came to them, views
         # and detached values, and make them so once more, without the node.
         memory = [graph_storage(t) for t in outs]

@@ -19,6 +19,7 @@ _library = torch.library.Library("remat", "FRAGMENT")
 # graph here and captures the parts.
 for _schema in (
     "send(Tensor value) -> Tensor",
+    "sent(Tensor value, Tensor[] hosts) -> Tensor",
     "fetch(Tensor host, Device device, Tensor[] after) -> Tensor",
     "arrived(Tensor value, Tensor[] after) -> Tensor",
     "arrived.wait(Tensor value) -> ()",
@@ -58,6 +59,7 @@ def _send_fake(value: torch.Tensor) -> torch.Tensor:
 
 for _name, _kernel, _fake in (
     ("send", _send, _send_fake),
+    ("sent", as_fenced, fence_fake),
     ("fetch", _fetch, lambda host, device, after: torch.empty_like(host, device=device)),
     ("arrived", _arrived, fence_fake),
     ("arrived.wait", _wait, lambda value: None),
@@ -67,6 +69,12 @@ for _name, _kernel, _fake in (
 
 FETCH = torch.ops.remat.fetch.default
 _SEND, ARRIVED = torch.ops.remat.send.default, torch.ops.remat.arrived.default
+
+
+def behind(value: torch.Tensor, sent: Sequence[Sent]) -> torch.Tensor:
+    """`value`, behind a fence that stands after what is sent: an op of its own, as the part of a CUDA graph
+    reads no host memory. Otherwise what is sent would stay until the forward ends, or be sent in the backward."""
+    return on_local(torch.ops.remat.sent.default, value, [one.host for one in sent])
 
 
 class Sent(Elsewhere):
