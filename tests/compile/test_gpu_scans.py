@@ -16,6 +16,7 @@ from remat.gpu import GpuGraph, GpuReport, Simulation, compile_for, trace
 from remat.transforms.compat.gpu import lowered
 from remat.transforms.compiled import lowering
 from remat.transforms.scan.compiled import unroll
+from tests.rotary import rotate
 
 WIDE = 256
 CARRY = WIDE * WIDE * 4  # bytes
@@ -65,6 +66,27 @@ def test_a_block_is_lowered_once_and_launched_for_every_step():
     assert few.forward and few.backward
     assert launches(few.forward)["aten.mm"] + launches(few.forward)["aten.addmm"] == 2 * 4
     assert launches(few.backward)["aten.mm"] + launches(few.backward)["aten.addmm"] == 5 * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=str)
+def test_rotary_tables_are_computed_once_in_a_block(policy):
+    """Not in each kernel that reads them: of the queries, the keys, and what is pulled back."""
+
+    def turned(x: Tensor) -> Tensor:
+        return rotate(x.unflatten(-1, (-1, 4)).transpose(-2, -3)).transpose(-2, -3).flatten(-2)
+
+    def attending(x: Tensor, weights: Any) -> tuple[Tensor, None]:
+        up, down = weights
+        return turned(x @ up) * turned(x @ down) + x, None
+
+    found = report(4, scanned(attending, policy=policy, checkpoints="all"))
+    for graph in (found.forward, found.backward):
+        assert graph and len(graph.blocks) == 1
+        kernels = graph.blocks[0].split("async_compile.triton")
+        # The cosine is in a kernel of its own, or beside the sine.
+        assert len([text for text in kernels if "sin(" in text]) == 1
+        assert "tl_math.cos(" in graph.blocks[0] and graph.blocks[0].count("_math.sin(") == 1
 
 
 @pytest.mark.slow

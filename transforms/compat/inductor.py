@@ -64,6 +64,19 @@ def _lower_fence(value: Any, after: Any, op: Any = _ops.fence.default, kind: typ
     return ir.TensorBox.create(out)
 
 
+def _lower_travel(op: Any) -> Any:
+    lower = fallback_handler(op, add_to_fallback_set=False)
+
+    def run(*args: Any) -> Any:
+        # Parts of a graph would be captured around it, and a part copies what it is given as it begins: a value
+        # that is still on its way, and host memory. (On an H100, 2.11: refused at first, then wrong gradients.)
+        stack = V.graph.current_node.meta.get("stack_trace", "")
+        V.graph.disable_cudagraphs_reason = f"host memory in {op}. Found from : \n {stack}"
+        return lower(*args)
+
+    return run
+
+
 def _lower_once(value: Any) -> Any:
     value.realize()  # or each kernel that reads it would compute it
     return value
@@ -155,7 +168,7 @@ register_lowering(_ops.sent.default, type_promotion_kind=None)(_lower_sent)
 _lower_arrived = partial(_lower_fence, op=_ops.arrived.default, kind=_Arrived)
 register_lowering(_ops.arrived.default, type_promotion_kind=None)(_lower_arrived)
 for _op in (_ops.send.default, _ops.fetch.default):
-    register_lowering(_op, type_promotion_kind=None)(fallback_handler(_op, add_to_fallback_set=False))
+    register_lowering(_op, type_promotion_kind=None)(_lower_travel(_op))
 register_lowering(_ops.once.default, type_promotion_kind=None)(_lower_once)
 register_lowering(_ops.uniform.default, type_promotion_kind=None)(_lower_draw("uniform", "rand"))
 register_lowering(_ops.normal.default, type_promotion_kind=None)(_lower_draw("normal", "randn"))

@@ -1,11 +1,15 @@
 """Regions written out in a compiler's graph."""
 
 from remat.transforms.compiled.barrier import (
+    ONCE,  # the op of a value that is computed once in a graph
     GraphDedup,  # one call of a region
     dedup_key,  # what two calls of regions have in common if one is a copy of the other but for its tensors
 )
 from remat.transforms.compiled.lowering import (
+    CONSTANT_SHARE,  # what constants may take, as a share of the largest operand
+    DEAR,  # ops that cost more than to read what they made
     GraphLowering,  # runs primitives at the bottom of the functorch levels (a `functorch.primitive.World`)
+    constant_key,  # what values that depend on nothing have in common if they are the same
 )
 from remat.transforms.compiled.names import (
     CAPTURED,  # the op that marks a value as an operand

@@ -273,14 +273,14 @@ def _may_wait(node: Node) -> bool:
 
 # Ops that cost more than to read what they made. Others, such as comparisons, compilers compute where they
 # are read.
-_DEAR = frozenset(
+DEAR = frozenset(
     "cos sin tan tanh polar exp exp2 expm1 log log2 log10 log1p pow sqrt rsqrt sigmoid erf cumsum cumprod "
     "sort index gather embedding".split()
 )
 # A constant of more ops than this is nothing that somebody writes down as a table.
 _MOST_OPS = 64
 # What a region's constants may take, as a share of its largest operand.
-_SHARE = 0.25
+CONSTANT_SHARE = 0.25
 
 _tables: weakref.WeakKeyDictionary[Any, dict[Hashable, torch.Tensor]] = weakref.WeakKeyDictionary()
 
@@ -303,15 +303,15 @@ class GraphConstants:
         """What stands for `out`, the result of an op that just ran."""
         if not self.on or facts.view or facts.writes or facts.random or not isinstance(out, torch.Tensor):
             return out
-        if facts.name not in _DEAR and not any(map(self.shares, tensors_in(args))):
+        if facts.name not in DEAR and not any(map(self.shares, tensors_in(args))):
             return out
         found = traced(out)
-        key = None if found is None else _structure(found[1])
+        key = None if found is None else constant_key(found[1])
         if found is None or key is None:
             return out
         table = _tables.setdefault(found[0], {})
         if key not in table:
-            most = _SHARE * max(map(example_bytes, self.operands or ()), default=0)
+            most = CONSTANT_SHARE * max(map(example_bytes, self.operands or ()), default=0)
             if (held := self.held + example_bytes(out)) > most:
                 return out
             self.held = held
@@ -325,7 +325,7 @@ class GraphConstants:
         return bool(self.lent) and graph_storage(tensor) in self.lent
 
 
-def _structure(last: Node) -> Hashable:
+def constant_key(last: Node) -> Hashable:
     """What values that depend on nothing have in common if they are the same; None for other values."""
     numbers: dict[Node, int] = {}
     lines: list[Hashable] = []

@@ -15,8 +15,8 @@ from remat.transforms.compiled.barrier import as_fenced, fence_fake, on_local
 from remat.transforms.offload import Elsewhere, copied_to_host, lane, to_device
 
 _library = torch.library.Library("remat", "FRAGMENT")
-# A CUDA graph holds no host memory, and its replay asks nobody whether a copy has arrived: torch cuts the
-# graph here and captures the parts.
+# A CUDA graph holds no host memory, and its replay asks nobody whether a copy has arrived. (Inductor is told to
+# capture no part of such a graph.)
 for _schema in (
     "send(Tensor value) -> Tensor",
     "sent(Tensor value, Tensor[] hosts) -> Tensor",
@@ -72,8 +72,8 @@ _SEND, ARRIVED = torch.ops.remat.send.default, torch.ops.remat.arrived.default
 
 
 def behind(value: torch.Tensor, sent: Sequence[Sent]) -> torch.Tensor:
-    """`value`, behind a fence that stands after what is sent: an op of its own, as the part of a CUDA graph
-    reads no host memory. Otherwise what is sent would stay until the forward ends, or be sent in the backward."""
+    """`value`, behind a fence that stands after what is sent. Otherwise that would stay until the forward
+    ends, or be sent in the backward. What comes behind may be a result of the graph: it is no copy."""
     return on_local(torch.ops.remat.sent.default, value, [one.host for one in sent])
 
 

@@ -222,10 +222,6 @@ def _computed(graph: Any, before: list[Node], module: GraphModule) -> list[Node]
     return [node for node in before if node in origins or node not in there]
 
 
-# What regions and scans send to host memory, and fetch.
-_HOST = ("remat.send.default", "remat.fetch.default")
-
-
 def _why_not(graph: Any, module: GraphModule) -> str:
     """What torch would say against a CUDA graph, and the user's line."""
     from torch._inductor import cudagraph_utils
@@ -237,8 +233,7 @@ def _why_not(graph: Any, module: GraphModule) -> str:
     if first is None:
         from torch._inductor.utils import get_first_incompatible_cudagraph_node as first
     if (node := first(module)) is not None:
-        what = "host memory in " if str(node.target) in _HOST else ""
-        return f"{what}{node.target}, at {line_of(node)}"
+        return f"{node.target}, at {line_of(node)}"
     for device, node in graph.device_node_mapping.items():
         if device.type != DEVICE.type:
             return f"{node.target} on {device.type}, at {line_of(node)}"

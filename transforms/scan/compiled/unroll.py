@@ -32,6 +32,7 @@ from remat.transforms.scan.compiled.fx_passes import (
     activations_first,
     added_to_inputs,
     aliases_dropped,
+    constants_once,
     factors_given,
     only_rows_viewed,
     products_joined,
@@ -319,6 +320,7 @@ class UnrolledStep:
         if options is None or not fits_cpu(graph, inputs):
             if options is not None or stands_on(self.compiler):  # others copy what is fenced
                 activations_first(graph, cotangents)
+                constants_once(graph)
             return compiled_bare(self.compiler, graph, inputs), []
         aliases_dropped(graph)
         given = transposes_given(graph, len(self.consts))
