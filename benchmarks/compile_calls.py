@@ -66,7 +66,7 @@ def calls(name: str, depth: int) -> Counter[str]:
     loss, leaves = problem.bind(peer(name).around)
 
     def compile_both() -> None:
-        traces, _ = trace(loss, (leaves(problem.params), problem.batch), {}, gpu=False)
+        traces, _ = trace(loss, (leaves(problem.params), problem.batch), {})
         assert traces.forward is not None and traces.backward is not None
         lowered(traces.forward, None, False, False)
         lowered(traces.backward, None, True, False, traces.donated)

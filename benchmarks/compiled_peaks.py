@@ -53,7 +53,7 @@ def rows(name: str) -> Iterator[dict[str, Any]]:
 
 def foretold(loss: Any, own: Any, batch: Any) -> tuple[int, int]:
     """The peak of a step's wrappers and what the forward's keeps for the backward's, in bytes."""
-    traces, _ = trace(loss, (own, batch), {}, gpu=False)
+    traces, _ = trace(loss, (own, batch), {})
     assert traces.forward is not None and traces.backward is not None
     first = lowered(traces.forward, None, False, False)
     run = Simulation(first, None)

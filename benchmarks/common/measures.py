@@ -207,6 +207,23 @@ def on_gpu(run: Run) -> float:
     return start.elapsed_time(end)
 
 
+def kernel_milliseconds(run: Run) -> float:
+    """Milliseconds in which a GPU computes or copies during a run: where launches take longer, the rest of
+    the time it waits for the next."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        run()
+        torch.cuda.synchronize()
+    events: Any = profile.events()
+    on_card = [event for event in events if event.device_type.name == "CUDA"]
+    spans = sorted((event.time_range.start, event.time_range.end) for event in on_card)
+    busy, until = 0.0, -math.inf
+    for start, end in spans:
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return busy / 1e3
+
+
 def recover(error: BaseException | None = None) -> None:
     """Undo what torch leaves behind when its own checkpoint fails to compile under torch.func.
 

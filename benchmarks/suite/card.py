@@ -16,12 +16,14 @@ MOST = {"peak": 0.05, "time": 0.15}
 def simulated(rows: list[Row], results: Results | None) -> str:
     """A table of what both have: the same model, sizes, mode and peer, compiled as whole graphs.
 
-    Peaks are those of any card. Times are compared on the card that the graphs are compiled for.
+    Peaks are those of any card. Times are compared on the card that the graphs are compiled for: with those
+    of its kernels, where they were measured, or else with the step's, launches included.
     """
     found = list(_compared(rows, results)) if results else []
     if not found:
         return "Not measured: there is no `benchmarks/results/card.csv`, or it has none of these steps.\n"
-    heads = ("step", "peer", "peak MiB", "simulated", "off", "step ms", "simulated", "off", "verdict")
+    sizes, times = ("peak MiB", "simulated", "off"), ("step ms", "kernels ms", "simulated", "off")
+    heads = ("step", "peer", *sizes, *times, "verdict")
     return tables.table(heads, found)
 
 
@@ -38,14 +40,17 @@ def _compared(rows: list[Row], results: Results) -> Iterator[tuple[str, ...]]:
             peak, roofline = (value(mine, point.name, metric) for metric in ("peak", "roofline"))
             if peak != peak:  # this peer was not compiled
                 continue
+            computing = panel.value(point.name, "kernels") if panel else None
+            busy = computing.value if computing and computing.value else None
             errors = {"peak": peak / (point.memory / MIB) - 1}
             if card.upper() in results.context["hardware"].upper():
-                errors["time"] = roofline / point.time - 1
+                errors["time"] = roofline / (busy or point.time) - 1
             met = all(abs(error) <= MOST[what] for what, error in errors.items())
             time = f"{errors['time']:+.1%}" if "time" in errors else "another card"
             yield (
                 *(mode, tables.code(point.name), f"{point.memory / MIB:.0f}", f"{peak:.0f}"),
-                *(f"{errors['peak']:+.1%}", f"{point.time:.1f}", f"{roofline:.1f}", time),
+                *(f"{errors['peak']:+.1%}", f"{point.time:.1f}", f"{busy:.1f}" if busy else ""),
+                *(f"{roofline:.1f}", time),
                 "met" if met else "missed",
             )
 

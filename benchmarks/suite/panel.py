@@ -23,6 +23,7 @@ from benchmarks.common.measures import (
     clock_of,
     counted,
     interleaved,
+    kernel_milliseconds,
     recover,
     told,
 )
@@ -112,6 +113,7 @@ class Panel:
             )
             yield from self.ratios(rows, runs, times)
             yield from self.foretold(rows)
+            yield from self.kernels(rows, {name: runs[name] for name in times})
             yield from (rows[name].failed(error) for name, error in failed.items())
 
     def be_alone(self) -> None:
@@ -120,6 +122,15 @@ class Panel:
             return
         self.shared.alone()
         self.deadline = self.shared.until
+
+    def kernels(self, rows: dict[str, Measured], runs: dict[str, Run]) -> Iterator[Measured]:
+        """How long a GPU computes in a compiled step; a short step can wait for launches most of the time."""
+        if self.case.device != "cuda" or not self.case.compiled:
+            return
+        for name, run in runs.items():
+            if rows[name].family != "jax":
+                taken = min(kernel_milliseconds(run) for _ in range(2))
+                yield rows[name].with_value("kernels", "ms", taken)
 
     def ratios(
         self, rows: dict[str, Measured], runs: dict[str, Run], times: dict[str, list[float]]

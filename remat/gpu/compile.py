@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -38,7 +39,7 @@ from remat.transforms.compat.gpu import (
     triton_wanted,
 )
 from remat.transforms.compiled import RECOMPUTED
-from remat.transforms.joint import attention_workspace, is_attention_backward
+from remat.transforms.joint import CONVOLUTION_BACKWARD, gpu_workspace, turned_round
 from remat.transforms.scan.traced import KERNELS, living_with
 
 
@@ -91,7 +92,7 @@ def compile_for(
             f"Install the one of torch {torch.__version__}: pip install {wanted}, or 'remat[gpu]'."
         )
     with _collecting_rarely():
-        traces, held = trace(step, args, kwargs)
+        traces, held = trace(step, args, kwargs, chip)
         return _report(device, chip, speeds, traces, held, machine_code)
 
 
@@ -106,8 +107,8 @@ def _collecting_rarely() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def trace(step: Callable[..., Any], args: Any, kwargs: Any, *, gpu: bool = True) -> tuple[Traced, int]:
-    """The graphs of a step for a GPU or for the CPU, and the bytes of its arguments and parameters."""
+def trace(step: Callable[..., Any], args: Any, kwargs: Any, chip: Chip | None = None) -> tuple[Traced, int]:
+    """The graphs of a step for a GPU, or without one for the CPU; bytes of its arguments and parameters."""
     step = uncompiled(step)
     # Whatever is in reach holds fake tensors of the CPU meanwhile.
     held = Bindings(reached(*flatten((step, args, kwargs))[0]), states=True)
@@ -125,7 +126,7 @@ def trace(step: Callable[..., Any], args: Any, kwargs: Any, *, gpu: bool = True)
             # Steps of scans are compiled after the step, and hold what its graphs name.
             scans: list[Any] = []
             with living_with(scans):
-                traces = traced(step, run, gpu=gpu, kernels=KERNELS)
+                traces = traced(step, run, chip=chip, kernels=KERNELS)
             traces.scans = scans
     if traces.forward is None:
         raise RematError("the step computes nothing on tensors: there is no code to make.")
@@ -259,7 +260,7 @@ class Simulation:
     """
 
     def __init__(self, code: Lowered, chip: Chip | None, blocks: Sequence[Block] = ()) -> None:
-        self.execution = Execution(chip, KERNELS, _inside)
+        self.execution = Execution(chip, KERNELS, gpu_workspace if chip else None)
         self.kept = 0
         self.blocks = [self._lowered(block, chip) for block in blocks]
         self._code = code
@@ -294,6 +295,10 @@ def _graph(code: Lowered, execution: Execution, chip: Chip, speeds: Device, mach
     return GpuGraph(code.source, kernels, execution.peak, code.not_capturable, called, code.not_in_cpp)
 
 
+# Of the speed of a card's memory: what copies attain that turn the channels of an image round, on an H100.
+_TURNING = 0.7
+
+
 def _kernel(launch: Launch, chip: Chip, speeds: Device, machine_code: bool) -> Kernel:
     moved = (launch.read + launch.written) / speeds.bandwidth
     if launch.op is None:
@@ -310,6 +315,7 @@ def _kernel(launch: Launch, chip: Chip, speeds: Device, machine_code: bool) -> K
     half = bool(types & {torch.float16, torch.bfloat16})
     share = causal_share(launch.op, launch.args, launch.kwargs, _rows(launch)) if flops else 1.0
     seconds = max(moved, share * flops / (speeds.half if half else speeds.single))
+    seconds += 2 * _turned(launch) / (_TURNING * speeds.bandwidth)
     name = launch.name.removesuffix(".default").removesuffix(".out")
     return Kernel(name, "extern", launch.read, launch.written, flops, seconds, launch.live)
 
@@ -320,6 +326,8 @@ def _rows(launch: Launch) -> int:
     return first.shape[-2] if first else 1
 
 
-def _inside(op: Any, args: Sequence[Any]) -> int:
-    """Bytes that an op's kernel takes beside its operands and results; cuBLAS's are not known."""
-    return attention_workspace(args[1], args[2]) if is_attention_backward(op) else 0
+def _turned(launch: Launch) -> int:
+    """Bytes that a convolution turns round, each as often as it does: its two gradients are two kernels."""
+    moved = turned_round(launch.op, launch.args, launch.outputs)
+    often = sum(launch.args[10][:2]) if launch.op is CONVOLUTION_BACKWARD else 1
+    return often * sum(math.prod(t.shape) * t.dtype.itemsize for t in moved)

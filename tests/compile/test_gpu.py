@@ -124,7 +124,7 @@ def test_live_bytes_of_the_cpu_wrapper_are_those_of_the_profiler(wrap):
     weights = [(torch.randn(64, 256) / 8, torch.randn(256, 64) / 16) for _ in range(4)]
     leaves = [w.requires_grad_() for pair in weights for w in pair]
     x, loss = torch.randn(1024, 64), mlp_under(wrap)
-    traces, _ = trace(loss, (weights, x), {}, gpu=False)
+    traces, _ = trace(loss, (weights, x), {})
     assert traces.forward is not None and traces.backward is not None
     run = Simulation(lowered(traces.forward, None, False, False), None)
     peak = run.execution.peak
@@ -144,7 +144,7 @@ def test_a_backward_is_lowered_with_the_strides_of_the_forwards_code():
     def loss(weight, x):
         return F.conv2d(F.silu(F.conv2d(x, weight, padding=1)), weight, padding=1).square().sum()
 
-    traces, _ = trace(loss, (weight, x), {}, gpu=False)
+    traces, _ = trace(loss, (weight, x), {})
     assert traces.forward is not None and traces.backward is not None
     first = lowered(traces.forward, None, False, False)
     code = lowered(traces.backward, None, True, False, traces.donated, first.strides)

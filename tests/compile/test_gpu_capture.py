@@ -84,8 +84,8 @@ def test_the_reason_is_told_with_its_line(triton, step, forward, backward):
 
 
 def test_no_part_is_captured_beside_what_travels(triton, monkeypatch):
-    """Torch cuts a graph around ops that cannot be captured. A part copies what it is given as it begins: host
-    memory, which it refuses, or a fetched value that is still on its way."""
+    """Torch cuts a graph around ops that cannot be captured. A part copies what it is given as it begins:
+    host memory, which it refuses, or a fetched value that is still on its way."""
     from torch._inductor.graph import GraphLowering
 
     reasons, codegen = [], GraphLowering.codegen

@@ -165,7 +165,7 @@ def test_live_bytes_of_a_scan_on_the_cpu_are_those_of_the_profiler(options):
     x, weights = torch.randn(1024, 64), (torch.randn(8, 64, 256) / 8, torch.randn(8, 256, 64) / 16)
     leaves = [w.requires_grad_() for w in weights]
     loss = scanned(**options)
-    traces, _ = trace(loss, (x, weights), {}, gpu=False)
+    traces, _ = trace(loss, (x, weights), {})
     assert traces.forward is not None and traces.backward is not None
     run = Simulation(lowered(traces.forward, None, False, False), None, traces.blocks)
     peak = run.execution.peak

@@ -67,7 +67,7 @@ def of_two_inputs(regions: list[Any], x: Tensor) -> Tensor:
 
 def simulated(loss: Any, x: Tensor) -> int:
     """The peak of the code that Inductor writes for forward and backward, by the lives of its buffers."""
-    traces, _ = trace(loss, (x,), {}, gpu=False)
+    traces, _ = trace(loss, (x,), {})
     assert traces.forward is not None and traces.backward is not None
     first = lowered(traces.forward, None, False, False)
     run = Simulation(first, None)

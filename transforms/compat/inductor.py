@@ -68,8 +68,8 @@ def _lower_travel(op: Any) -> Any:
     lower = fallback_handler(op, add_to_fallback_set=False)
 
     def run(*args: Any) -> Any:
-        # Parts of a graph would be captured around it, and a part copies what it is given as it begins: a value
-        # that is still on its way, and host memory. (On an H100, 2.11: refused at first, then wrong gradients.)
+        # Parts of a graph would be captured around it, and a part copies what it is given as it begins: host
+        # memory, or a value that is on its way. (On an H100, 2.11: refused, and then wrong gradients.)
         stack = V.graph.current_node.meta.get("stack_trace", "")
         V.graph.disable_cudagraphs_reason = f"host memory in {op}. Found from : \n {stack}"
         return lower(*args)

@@ -15,8 +15,8 @@ from remat.transforms.compiled.barrier import as_fenced, fence_fake, on_local
 from remat.transforms.offload import Elsewhere, copied_to_host, lane, to_device
 
 _library = torch.library.Library("remat", "FRAGMENT")
-# A CUDA graph holds no host memory, and its replay asks nobody whether a copy has arrived. (Inductor is told to
-# capture no part of such a graph.)
+# A CUDA graph holds no host memory, and its replay asks nobody whether a copy has arrived. (Inductor is told
+# to capture no part of such a graph.)
 for _schema in (
     "send(Tensor value) -> Tensor",
     "sent(Tensor value, Tensor[] hosts) -> Tensor",

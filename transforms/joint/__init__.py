@@ -1,8 +1,6 @@
 """The joint graph of a function, forward and backward, for those who plan."""
 
 from remat.transforms.joint.attention import (
-    attention_workspace,  # bytes that the backward of a GPU's attention takes beside what it reads and makes
-    is_attention_backward,  # whether an op is that
     planned_for,  # within, tensors without a device are planned for this one
     target_kind,  # that kind
 )
@@ -32,4 +30,10 @@ from remat.transforms.joint.ops import (
 from remat.transforms.joint.stand_ins import (
     NotOnFakes,  # a function needs data, so that it cannot be looked at before it runs
     on_fakes,  # what `run(*args, **kwargs)` returns on fake tensors like those given
+)
+from remat.transforms.joint.workspace import (
+    CONVOLUTION,  # the op
+    CONVOLUTION_BACKWARD,  # that of both its gradients
+    gpu_workspace,  # bytes that live while a GPU runs an op, beside what it reads and makes
+    turned_round,  # what a convolution copies so that channels come last
 )

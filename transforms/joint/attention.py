@@ -116,32 +116,3 @@ class _Attention:
             mask = torch.where(mask, 0.0, -torch.inf).to(self.query.dtype)
         scores = (*self.query.shape[:-1], self.key.shape[-2])
         return mask.expand(scores)
-
-
-_BACKWARDS = tuple(
-    getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention_backward").default
-    for kind in ("flash", "efficient", "cudnn")
-)
-
-
-def attention_workspace(query: Any, key: Any) -> int:
-    """Bytes that the backward of a GPU's fused attention takes beside its operands and results.
-
-    The gradient of the queries is added up in float32, with two numbers a row. Where queries share keys, each
-    head has gradients of its own of both. Source: `mha_bwd` of FlashAttention (`flash_api.cpp`). On an H100
-    under torch 2.11.0 flash attention took that and 1 KiB at five shapes, the other two kernels within 1 MiB.
-
-    Args:
-        query, key: tensors, or what has their shape `[batch, heads, rows, width]` and dtype.
-    """
-    batch, heads, rows, wide = query.shape
-    size = 4 * batch * heads * rows * (wide + 2)
-    if key.shape[1] != heads:
-        size += 2 * batch * heads * key.shape[2] * wide * query.dtype.itemsize
-    return size
-
-
-def is_attention_backward(op: Any) -> bool:
-    """Whether an op is the backward of a GPU's fused attention: its operands begin with the gradient, the
-    queries and the keys."""
-    return op in _BACKWARDS

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from remat.transforms.joint import Joint, Op, attention_workspace, is_attention_backward
+from remat.transforms.joint import CONVOLUTION, CONVOLUTION_BACKWARD, Joint, Op, Ref, gpu_workspace
 
 
 def is_view(joint: Joint, op: Op) -> bool:
@@ -24,24 +24,22 @@ def traffic(joint: Joint, op: Op) -> int:
     return sum(joint.values[v].bytes for v in (*op.reads, *op.outputs))
 
 
-_CONVOLUTION = torch.ops.aten.convolution.default
-_CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
-
-
 def workspace(joint: Joint, op: Op) -> int:
     """Bytes that live while an op runs, besides what it reads and makes.
 
     On a CPU oneDNN copies what a convolution reads, and what its backward makes, into blocks of channels; one
-    by one pixel needs none. On a GPU the backward of fused attention adds up in float32.
+    by one pixel needs none.
     """
-    if is_attention_backward(op.target):
-        query, key = (joint.values[ref.id] for ref in op.args[1:3])
-        return attention_workspace(query, key)
-    if op.target is not _CONVOLUTION and op.target is not _CONVOLUTION_BACKWARD:
+    values = joint.values
+    made = [values[one] for one in op.outputs]
+    if made and made[0].device.type != "cpu":
+        given = [values[one.id] if isinstance(one, Ref) else one for one in op.args]
+        return gpu_workspace(op.target, given, made)
+    if op.target is not CONVOLUTION and op.target is not CONVOLUTION_BACKWARD:
         return 0
-    back = op.target is _CONVOLUTION_BACKWARD
+    back = op.target is CONVOLUTION_BACKWARD
     refs = op.args[:3] if back else (op.args[0], *op.args[:2])
-    gradient, given, weight = [joint.values[ref.id] for ref in refs]
-    if given.device.type != "cpu" or math.prod(weight.shape[2:]) == 1:
+    gradient, given, weight = [values[ref.id] for ref in refs]
+    if math.prod(weight.shape[2:]) == 1:
         return 0
     return max(given.bytes + gradient.bytes, weight.bytes) if back else given.bytes + weight.bytes

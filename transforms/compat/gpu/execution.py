@@ -69,7 +69,8 @@ class Execution:
     Args:
         chip: what they were lowered for; None for the CPU.
         kernels: what ops run that launch kernels of their own and call other wrappers: the ops of scans.
-        inside: bytes that an op's kernel takes while it runs, beside its operands and results.
+        inside: bytes that an op's kernel takes while it runs, beside its operands and results: of the op, its
+            operands and what it made. None: none.
 
     Attributes:
         launches: of the wrapper that ran last, and of those that it called.
@@ -82,7 +83,7 @@ class Execution:
         self,
         chip: Chip | None,
         kernels: Mapping[Any, Callable[..., Any]] = MappingProxyType({}),
-        inside: Callable[[Any, Sequence[Any]], int] = lambda op, args: 0,
+        inside: Callable[[Any, Sequence[Any], Sequence[Any]], int] | None = None,
     ) -> None:
         self.chip, self.kernels, self.inside = chip, kernels, inside
         self.device = DEVICE if chip else torch.device("cpu")
@@ -201,7 +202,8 @@ class _Watch(TorchDispatchMode):
             if at is None:
                 return out
             func, args = args[at], args[at + 1 :]
-        self.execution.note_inside(self.execution.inside(func, args))
+        if self.execution.inside is not None:
+            self.execution.note_inside(self.execution.inside(func, args, made))
         # (An op without results waits for something.)
         if (
             made
@@ -227,7 +229,7 @@ def _plain(launch: Launch) -> dict[str, Any]:
     def without_data(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        return hollow.setdefault(id(value), Hollow(tuple(value.shape), value.dtype))
+        return hollow.setdefault(id(value), Hollow(tuple(value.shape), value.dtype, value.stride()))
 
     parts = (launch.args, launch.kwargs, launch.outputs)
     args, kwargs, outputs = pytree.tree_map(without_data, parts)
@@ -236,10 +238,11 @@ def _plain(launch: Launch) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Hollow:
-    """A tensor's shape and type."""
+    """A tensor's shape, type and strides."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    stride: tuple[int, ...]
 
 
 class _Kernel:

@@ -21,7 +21,7 @@ from torch.fx.traceback import preserve_node_meta
 
 from remat.transforms.compat.aot import teach_inductor
 from remat.transforms.compat.gpu.attention import attention_of_gpus
-from remat.transforms.compat.gpu.machine import triton_target
+from remat.transforms.compat.gpu.machine import Chip, triton_target
 from remat.transforms.errors import RematError
 
 # Which arguments of a graph have the same address in every call, in its `meta`.
@@ -97,22 +97,22 @@ def traced(
     step: Callable[..., Any],
     run: Callable[[Callable[..., Any]], None],
     *,
-    gpu: bool = True,
+    chip: Chip | None = None,
     kernels: Kernels = MappingProxyType({}),
 ) -> Traced:
     """The graphs of a step, inside of `fakes`. `run` calls what it is given, which is the step compiled, and
-    takes gradients. Without `gpu` they are those of this machine's CPU. `kernels` are what ops run that
+    takes gradients. Without a `chip` they are those of this machine's CPU. `kernels` are what ops run that
     compile graphs of their own: the ops of scans."""
     with mock.patch.dict(os.environ, {"TORCH_WARM_POOL": "0"}):
         # Where Triton is installed its import starts processes that compile kernels; here none are.
         import torch._inductor.async_compile  # noqa: F401
 
     teach_inductor()
-    backend = _Backend(gpu)
+    backend = _Backend(chip is not None)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_watching(backend.found))
-        if gpu:
-            stack.enter_context(attention_of_gpus())
+        if chip is not None:
+            stack.enter_context(attention_of_gpus(chip.capability))
             stack.enter_context(_as_on_gpus())
         run(torch.compile(_own(step), backend=backend, fullgraph=True, dynamic=False))
         backend.compile_blocks(kernels)

@@ -98,8 +98,8 @@ def activations_first(module: torch.fx.GraphModule, cotangents: range) -> None:
 def constants_once(module: torch.fx.GraphModule) -> None:
     """Let what depends on nothing that a block is given, such as rotary tables, be computed once in it.
 
-    Compilers compute it in every kernel that reads it, sines and all: in two Llama blocks on an H100 that took
-    3.3 of 44.5 ms.
+    Compilers compute it in every kernel that reads it, sines and all: in two Llama blocks on an H100 that
+    took 3.3 of 44.5 ms.
     """
     graph: Any = module.graph
     inputs = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
@@ -112,7 +112,7 @@ def constants_once(module: torch.fx.GraphModule) -> None:
             continue
         if key not in made:
             if (room := room - example_bytes(value)) < 0:
-                return module.recompile()
+                break
             with graph.inserting_after(node):
                 made[key] = graph.call_function(ONCE, (node,))
             made[key].meta = dict(node.meta)
