@@ -68,7 +68,7 @@ def test_regions_run_the_forward_once_more_and_cost_nothing_else(triton):
     assert ours.kept < plain.kept / 5 and ours.peak < plain.peak and ours.fits
     # Every product and attention once more, but the last product, which no gradient reads.
     again = extern(ours.backward) - extern(plain.backward)
-    assert again == Counter({"aten.addmm": 3 * DEPTH, "aten._scaled_dot_product_flash_attention": DEPTH})
+    assert again == Counter({"aten.addmm": 3 * DEPTH, "aten._scaled_dot_product_cudnn_attention": DEPTH})
     assert extern(ours.forward) == extern(plain.forward)
     # A fence is no kernel and no copy.
     launched = [Counter(k.kind for k in graph.kernels)["triton"] for graph in (plain.forward, plain.backward)]

@@ -177,6 +177,27 @@ def test_what_a_convolution_takes_inside_counts_on_a_cpu():
     assert not any(workspace(pointwise, op) for op in pointwise.ops)
 
 
+def test_what_kernels_take_inside_on_a_card():
+    """As an H100 took it under torch 2.11.0 with cuDNN 9.19 (`max_memory_allocated` around the op)."""
+    with torch.device("meta"):
+        image = torch.empty(32, 128, 64, 64, dtype=torch.bfloat16, requires_grad=True)
+        same, half = (torch.nn.Conv2d(128, 128, 3, s, 1, dtype=torch.bfloat16, bias=False) for s in (1, 2))
+        pixel = torch.nn.Conv2d(128, 128, 1, dtype=torch.bfloat16, bias=False)
+        rows = torch.empty(8, 1024, 768, dtype=torch.bfloat16)
+    inside = lambda fn, x: [workspace(joint, op) / 2**20 for joint in [record(fn, (x,))] for op in joint.ops]  # noqa: E731
+    # A convolution lets the channels come last: its operand, its weight, and its result.
+    forward, back = inside(same, image)
+    assert forward == pytest.approx(64.3, rel=0.01) and back == pytest.approx(71.6, rel=0.12)
+    assert inside(half, image)[0] == pytest.approx(40.3, rel=0.01)
+    assert not any(inside(pixel, image) + inside(same, image.to(memory_format=torch.channels_last)))
+    assert not any(inside(same.float(), image.float()))
+    # The gradient of a bias.
+    assert inside(lambda x: x.sum((0, 1)), rows) == [48] and inside(lambda x: x.sum(0), rows[0, :, :512]) == [
+        4
+    ]
+    assert not any(inside(lambda x: x.sum(-1), rows) + inside(lambda x: x.sum(0), rows[0, :64]))
+
+
 def test_gradients_are_added_up_in_place():
     """As autograd does: of a value that is read three times, one gradient and its sum are there at a time."""
 
