@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -13,9 +12,10 @@ from typing import Any
 
 import torch
 
-from remat._core import Device, causal_share, known_flops, untouched
+from remat._core import Device, known_flops, untouched
 from remat.debug import Recomputed, RegionNodes, regions_in, uncompiled
 from remat.gpu.cards import card
+from remat.gpu.rates import seconds_of
 from remat.gpu.report import GpuGraph, GpuReport, Kernel
 from remat.transforms import RematError, flatten, leaves_behind, map_only, tree_leaves
 from remat.transforms.closure import Bindings, reached
@@ -39,7 +39,7 @@ from remat.transforms.compat.gpu import (
     triton_wanted,
 )
 from remat.transforms.compiled import RECOMPUTED
-from remat.transforms.joint import CONVOLUTION_BACKWARD, gpu_workspace, turned_round
+from remat.transforms.joint import gpu_workspace
 from remat.transforms.scan.traced import KERNELS, living_with
 
 
@@ -295,13 +295,9 @@ def _graph(code: Lowered, execution: Execution, chip: Chip, speeds: Device, mach
     return GpuGraph(code.source, kernels, execution.peak, code.not_capturable, called, code.not_in_cpp)
 
 
-# Of the speed of a card's memory: what copies attain that turn the channels of an image round, on an H100.
-_TURNING = 0.7
-
-
 def _kernel(launch: Launch, chip: Chip, speeds: Device, machine_code: bool) -> Kernel:
-    moved = (launch.read + launch.written) / speeds.bandwidth
     if launch.op is None:
+        moved = (launch.read + launch.written) / speeds.bandwidth
         made = Kernel(launch.name, "triton", launch.read, launch.written, 0, moved, launch.live)
         if not machine_code or not launch.text:
             return made
@@ -311,23 +307,6 @@ def _kernel(launch: Launch, chip: Chip, speeds: Device, machine_code: bool) -> K
         )
     is_hollow = lambda value: isinstance(value, Hollow)  # noqa: E731
     flops = known_flops(launch.op, launch.args, launch.kwargs, launch.outputs, is_hollow) or 0
-    types = {leaf.dtype for leaf in tree_leaves((launch.args, launch.kwargs)) if isinstance(leaf, Hollow)}
-    half = bool(types & {torch.float16, torch.bfloat16})
-    share = causal_share(launch.op, launch.args, launch.kwargs, _rows(launch)) if flops else 1.0
-    seconds = max(moved, share * flops / (speeds.half if half else speeds.single))
-    seconds += 2 * _turned(launch) / (_TURNING * speeds.bandwidth)
+    seconds = seconds_of(launch, flops, speeds)
     name = launch.name.removesuffix(".default").removesuffix(".out")
     return Kernel(name, "extern", launch.read, launch.written, flops, seconds, launch.live)
-
-
-def _rows(launch: Launch) -> int:
-    """Of an attention op's queries: its operands begin with tensors of such rows."""
-    first = next((arg for arg in launch.args if isinstance(arg, Hollow) and len(arg.shape) > 1), None)
-    return first.shape[-2] if first else 1
-
-
-def _turned(launch: Launch) -> int:
-    """Bytes that a convolution turns round, each as often as it does: its two gradients are two kernels."""
-    moved = turned_round(launch.op, launch.args, launch.outputs)
-    often = sum(launch.args[10][:2]) if launch.op is CONVOLUTION_BACKWARD else 1
-    return often * sum(math.prod(t.shape) * t.dtype.itemsize for t in moved)
