@@ -37,7 +37,9 @@ def draw(results: Results, folder: Path) -> list[Path]:
         if fill(figure, results):
             made.append(folder / f"{results.suite}_{name}.png")
             # No date and no version in the file: the same CSV gives the same bytes.
-            figure.savefig(made[-1], dpi=110, metadata={"Software": None})
+            # A tall one, of many panels, in fewer dots: a page has to open at once.
+            dpi = min(110, 1800 / figure.get_figheight())
+            figure.savefig(made[-1], dpi=dpi, metadata={"Software": None})
             shrink(made[-1])
     return made
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from remat.transforms.compat import example_bytes
+from remat.transforms.compat import OpOverload, example_bytes
 from remat.transforms.compiled import CONSTANT_SHARE, DEAR, ONCE, PRODUCTS, before_products, constant_key
 from remat.transforms.ops import traits
 
@@ -126,7 +126,7 @@ def _dear(graph: torch.fx.Graph) -> dict[Node, Any]:
     """The constants that cost more to compute than to read, and what tells each from others."""
     found: dict[Node, Any] = {}
     for node in graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        if node.op != "call_function" or not isinstance(node.target, OpOverload):
             continue
         if traits(node.target).name in DEAR or any(one in found for one in node.all_input_nodes):
             key = constant_key(node)
