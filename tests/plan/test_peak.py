@@ -17,7 +17,7 @@ from remat.plan.policy import plan_graph
 from remat.plan.solve.problem import complete
 from remat.policies import Policy
 from remat.transforms.errors import RematError
-from remat.transforms.joint import record
+from remat.transforms.joint import planned_for, record
 from tests.plan.models import GPTBlock, Watch
 
 
@@ -196,6 +196,8 @@ def test_what_kernels_take_inside_on_a_card():
         4
     ]
     assert not any(inside(lambda x: x.sum(-1), rows) + inside(lambda x: x.sum(0), rows[0, :64]))
+    with planned_for("cpu"):
+        assert inside(lambda x: x.sum((0, 1)), rows) == [0]
 
 
 def test_gradients_are_added_up_in_place():

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from remat.transforms.compat import at_hand
+from remat.transforms.joint.attention import target_kind
 from remat.transforms.ops import Decisions, metas, span, traits
 from remat.transforms.placeholders import Meta
 from remat.transforms.pytree import map_leaves
@@ -134,6 +135,7 @@ class Joint:
         differentiated: those inputs, in the same order.
         holes: the calls that were left out, in order.
         hooked: whether hooks told what is saved.
+        target: the kind of device that tensors without a device are planned for, "cpu" or "cuda".
 
     Nothing in it holds a tensor, a module or a function of the user's: joint graphs are kept in caches.
     """
@@ -147,6 +149,7 @@ class Joint:
     differentiated: tuple[int, ...] = ()
     holes: tuple[Hole, ...] = ()
     hooked: bool = True
+    target: str = field(default_factory=target_kind)
 
     @functools.cached_property
     def forward(self) -> tuple[Op, ...]:

@@ -32,7 +32,8 @@ def workspace(joint: Joint, op: Op) -> int:
     """
     values = joint.values
     made = [values[one] for one in op.outputs]
-    if made and made[0].device.type != "cpu":
+    kind = made[0].device.type if made else "cpu"
+    if (joint.target if kind == "meta" else kind) != "cpu":
         given = [values[one.id] if isinstance(one, Ref) else one for one in op.args]
         return gpu_workspace(op.target, given, made)
     if op.target is not CONVOLUTION and op.target is not CONVOLUTION_BACKWARD:
