@@ -16,6 +16,7 @@ from remat import RematError, remat, save_matmuls, save_nothing
 from remat.cli.measure import trace_memory
 from remat.gpu import Simulation, compile_for, trace
 from remat.transforms.compat.gpu import lowered
+from tests.helpers import TORCH
 
 DEPTH = 3
 
@@ -162,6 +163,7 @@ def test_a_functional_step_is_one_graph(triton):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(TORCH >= (2, 14), reason="both kernels of this example are cut alike there")
 def test_recomputed_reductions_in_other_blocks_are_told(triton):
     @remat(policy=save_matmuls)
     def normed(x, weights):

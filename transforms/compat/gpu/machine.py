@@ -59,10 +59,11 @@ _WITH_TRITON = ("scheduler", "compile_fx", "fx_passes.pad_mm", "kernel.mm_groupe
 
 @contextlib.contextmanager
 def pretended(chip: Chip) -> Iterator[None]:
-    """Within, compilers find this GPU. Nothing runs on it. (2.13)"""
+    """Within, compilers find this GPU. Nothing runs on it. (2.11, 2.13, 2.14)"""
     from torch._dynamo.device_interface import CudaInterface
     from torch._inductor import codecache, compile_fx, scheduler  # noqa: F401
     from torch._inductor.runtime import triton_helpers
+    from torch._subclasses import fake_tensor
     from torch.utils import _triton
 
     answers = _answers(chip)
@@ -78,9 +79,12 @@ def pretended(chip: Chip) -> Iterator[None]:
                 stack.enter_context(mock.patch.object(module, "has_triton", lambda: True))
         stack.enter_context(mock.patch.object(torch.version, "cuda", torch.version.cuda or "13.0"))
         stack.enter_context(mock.patch.object(triton_helpers, "set_driver_to_gpu", lambda: None))
-        # They read all files of Triton for the keys of caches, which are of no use here.
+        # They read all files of Triton for the keys of caches, which are of no use here. (2.11 has but one.)
         for owner, name in ((codecache, "triton_key"), (_triton, "triton_hash_with_backend")):
-            stack.enter_context(mock.patch.object(owner, name, lambda: "pretended"))
+            if hasattr(owner, name):
+                stack.enter_context(mock.patch.object(owner, name, lambda: "pretended"))
+        # Fake tensors of a GPU ask for a context of it. (2.11 wherever it finds one.)
+        stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", lambda device: None))
         raw = "_cuda_getCurrentRawStream"
         stack.enter_context(mock.patch.object(torch._C, raw, lambda device: 0, create=True))
         stack.enter_context(methods_by_ops())

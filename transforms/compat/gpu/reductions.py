@@ -50,7 +50,7 @@ def _reduces(node: Node) -> bool:
 
 def cut(texts: list[str], chip: Chip) -> tuple[str, ...]:
     """How kernels are cut, in the first configuration that a GPU would try: what decides about their bits."""
-    return tuple(_cut(re.sub(r"'kernel_num_gb': [^,]*,", "", text), chip) for text in texts)
+    return tuple(_cut(re.sub(r"'kernel_num_gb': [^,}]*,?", "", text), chip) for text in texts)
 
 
 @lru_cache(maxsize=4096)
