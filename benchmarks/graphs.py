@@ -37,6 +37,9 @@ FEW = ("none", "save_nothing", "save_matmuls", "torch checkpoint", "torch SAC")
 FUNCTIONAL = (*FEW, BOTH, "budget 0.5", "torch_remat", "torch_remat regions")
 
 
+SHALLOW = {"gpt2-xl": 2, "moe": 2, "vit-l": 2, "llama-32k": 2, "llama-128k": 1}
+
+
 @dataclass(frozen=True)
 class Panel:
     """One model in one mode of `benchmarks.common.steps`, and its rows.
@@ -65,6 +68,13 @@ PANELS = (
     Panel("vit-l", 4),
     Panel("unet", 4),
     Panel("hf-llama", 4),
+    # The other modes of every model, in few blocks.
+    *(
+        Panel(model, depth, mode, FUNCTIONAL)
+        for model, depth in {**SHALLOW, "hf-llama": 2, "unet": 2}.items()
+        for mode in ("func", "step")
+    ),
+    *(Panel(model, depth, "scan", FEW) for model, depth in SHALLOW.items() if depth > 1),
 )
 
 
