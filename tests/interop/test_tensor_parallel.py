@@ -268,6 +268,26 @@ def test_compiled(mesh, policy):
     torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-7)
 
 
+def test_compiled_with_values_on_the_host(mesh):
+    """Regions of sharded tensors, one after another: what is sent, fetched ahead and waited for is this
+    rank's part. (Fetches were given the wrappers of what they wait for.)"""
+    whole = torch.randn(8, 16)
+    x = distribute_tensor(whole, mesh, [Shard(0)]).requires_grad_()
+    w = distribute_tensor(torch.randn(16, 16), mesh, [Replicate()]).requires_grad_()
+
+    def block(x):
+        return (x @ w).sin() @ w + x
+
+    def step(region):
+        return lambda x: region(region(x)).square().sum()
+
+    expected = torch.autograd.grad(step(block)(x), (x, w))
+    torch._dynamo.reset()
+    run = torch.compile(step(remat.remat(block, policy=offload_matmuls)), backend="aot_eager", fullgraph=True)
+    got = torch.autograd.grad(run(x), (x, w))
+    torch.testing.assert_close([local(t) for t in got], [local(t) for t in expected], rtol=1e-5, atol=1e-5)
+
+
 def test_reports_are_of_the_local_program(mesh):
     seen = []
     stack = model(mesh, checkpoint_policy(lambda info: bool(seen.append(info))), True)

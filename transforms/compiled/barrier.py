@@ -98,13 +98,13 @@ def fence(value: torch.Tensor, after: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def fence_below(value: torch.Tensor, after: Sequence[torch.Tensor]) -> torch.Tensor:
     """`fence` in a dispatch mode, where autograd and functorch have been: it leaves no node of its own."""
-    return _fenced(value, after) if after else value
+    return fenced(value, after) if after else value
 
 
-def _fenced(value: torch.Tensor, after: Sequence[torch.Tensor]) -> torch.Tensor:
+def fenced(value: torch.Tensor, after: Sequence[torch.Tensor], op: Any = FENCE) -> torch.Tensor:
     if any(map(_sharded, after)):
         after = list(local_tensors(after))
-    return on_local(FENCE, value, list(after))
+    return on_local(op, value, list(after))
 
 
 def _sharded(tensor: torch.Tensor) -> bool:
@@ -126,7 +126,7 @@ class _Fence(torch.autograd.Function):
 
     @staticmethod
     def forward(value: torch.Tensor, *after: torch.Tensor) -> torch.Tensor:
-        return _fenced(value, after)
+        return fenced(value, after)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:

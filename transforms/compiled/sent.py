@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compiled.barrier import as_fenced, fence_fake, on_local
+from remat.transforms.compiled.barrier import as_fenced, fence_fake, fenced, on_local
 from remat.transforms.offload import Elsewhere, copied_to_host, lane, to_device
+from remat.transforms.sharded import local_tensors
 
 _library = torch.library.Library("remat", "FRAGMENT")
 # A CUDA graph holds no host memory, and its replay asks nobody whether a copy has arrived. (Inductor is told
@@ -74,7 +75,7 @@ _SEND, ARRIVED = torch.ops.remat.send.default, torch.ops.remat.arrived.default
 def behind(value: torch.Tensor, sent: Sequence[Sent]) -> torch.Tensor:
     """`value`, behind a fence that stands after what is sent. Otherwise that would stay until the forward
     ends, or be sent in the backward. What comes behind may be a result of the graph: it is no copy."""
-    return on_local(torch.ops.remat.sent.default, value, [one.host for one in sent])
+    return fenced(value, [one.host for one in sent], torch.ops.remat.sent.default)
 
 
 class Sent(Elsewhere):
@@ -88,9 +89,9 @@ class Sent(Elsewhere):
 
     def fetch(self, after: Sequence[torch.Tensor]) -> torch.Tensor:
         """Begin to copy it back, once `after` are there."""
-        self.fetched = on_local(FETCH, self.host, self.device, list(after))
+        self.fetched = on_local(FETCH, self.host, self.device, list(local_tensors(after)))
         return self.fetched
 
     def fenced(self, after: Sequence[torch.Tensor]) -> torch.Tensor:
         """The value on its device, behind a fence."""
-        return on_local(ARRIVED, self.fetched, list(after))
+        return fenced(self.fetched, after, ARRIVED)
