@@ -112,16 +112,16 @@ version_kept: Callable[[torch.Tensor], contextlib.AbstractContextManager[Any]] =
 )
 
 
-@contextlib.contextmanager
-def outside_batched_grads() -> Iterator[None]:
+class outside_batched_grads:  # a class, since every step of a scan enters it
     """`is_grads_batched` is an old kind of vmap, and no op may draw there. What runs again is below it."""
-    level = torch._C._vmapmode_increment_nesting()
-    for _ in range(level):
-        torch._C._vmapmode_decrement_nesting()
-    try:
-        yield
-    finally:
-        for _ in range(level - 1):
+
+    def __enter__(self) -> None:
+        self.level = torch._C._vmapmode_increment_nesting()
+        for _ in range(self.level):
+            torch._C._vmapmode_decrement_nesting()
+
+    def __exit__(self, *raised: object) -> None:
+        for _ in range(self.level - 1):
             torch._C._vmapmode_increment_nesting()
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from remat.transforms.closure import ClosureConversion, StrayWatch, made_inside, refuse_strays, swapping
-from remat.transforms.compat import functions_as_they_are, is_wrapped, unwrapped
+from remat.transforms.compat import function_modes, functions_as_they_are, is_wrapped, unwrapped
 from remat.transforms.context import active
 from remat.transforms.errors import RematError
 from remat.transforms.intermediates import Refusal, current, only
@@ -150,6 +150,8 @@ class Body:
 
 def version(leaf: Any) -> int:
     """The number of writes into a tensor so far; 0 for what does not count them."""
+    if type(leaf) is torch.Tensor and not function_modes() and not is_wrapped(leaf):
+        return 0 if leaf.is_inference() else leaf._version
     if not isinstance(leaf, torch.Tensor):
         return 0
     # The wrapper that vmap makes does not count.

@@ -1,7 +1,5 @@
-"""The ambient state under which a region ran, so that its recomputation runs under the same.
-
-And what is compared of the two runs' results, where their ops cannot be.
-"""
+"""The ambient state under which a region ran, so that its recomputation runs under the same; and what is
+compared of the two runs' results, where their ops cannot be."""
 
 from __future__ import annotations
 
@@ -310,16 +308,19 @@ def note(conversion: Any) -> None:
         active.noted[-1] = conversion
 
 
-@contextlib.contextmanager
-def in_backward(last: Any) -> Iterator[None]:
-    """What `noting` gave, for the backward of what ran."""
-    # Regions whose pull-backs run in there note their own substitutions, which are not this function's.
-    active.noted.append(None)
-    try:
-        with contextlib.nullcontext() if last is None else last.in_backward():
-            yield
-    finally:
+class in_backward:  # a class, since every step of a scan enters it
+    """What `noting` gave, for the backward of what ran; regions in there note their own substitutions."""
+
+    def __init__(self, last: Any) -> None:
+        self.inner = contextlib.nullcontext() if last is None else last.in_backward()
+
+    def __enter__(self) -> None:
+        active.noted.append(None)
+        self.inner.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
         active.noted.pop()
+        self.inner.__exit__(*raised)
 
 
 # -- what two runs must have alike ----------------------------------------------------------------------
