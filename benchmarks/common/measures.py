@@ -248,4 +248,4 @@ def told(error: BaseException) -> str:
     line = hooks or (lines[0] if lines else "")
     # Addresses differ from run to run, folders from machine to machine, and a row should not.
     text = f"{type(error).__name__}: {line}".replace(f"{ROOT}{os.sep}", "")
-    return re.sub(r"0x[0-9a-f]+", "0x", text)[:200]
+    return re.sub(r"(?<=0x)[0-9a-f]+|/\S*/site-packages/", "", text)[:200]

@@ -26,11 +26,12 @@ def load(folder: Path) -> list[Row]:
 def pages(rows: list[Row]) -> dict[str, dict[str, str]]:
     """What is written between markers: by page and marker."""
     panels = panels_of(rows)
-    found = {mode: panel(mode, mine) for mode, mine in panels.items()}
+    first, mine = next(iter(panels.items()))
+    each = [f"{title(mode)}\n\n{panel(found)}" for mode, found in panels.items()]
     return {
-        "docs/gpu.md": {"graphs": "\n".join(found.values())},
+        "docs/gpu.md": {"graphs": "\n".join([f"{how(rows)}\n", *each, *failed(panels)])},
         "docs/benchmarks.md": {"pairs": pairs(panels)},
-        "README.md": {"graphs": next(iter(found.values()))},
+        "README.md": {"graphs": f"{title(first)} {how(mine)}\n\n{panel(mine)}"},
     }
 
 
@@ -40,25 +41,40 @@ def panels_of(rows: list[Row]) -> dict[str, list[Row]]:
     return {mode: [row for row in rows if row["mode"] == mode] for mode in modes}
 
 
-def panel(mode: str, rows: list[Row]) -> str:
-    """A table of all peers; what fails is told below it."""
+def title(mode: str) -> str:
+    """What was compiled."""
     sizes, _, way = mode.rpartition(", ")
+    return f"{sizes}, bfloat16, {MODES[way]}."
+
+
+def how(rows: list[Row]) -> str:
+    """What all figures are, and with what they were made."""
     commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
-    heading = (
-        f"{sizes}, bfloat16, {MODES[way]}. **Compiled for, not run on**: simulated by `remat.gpu` with "
-        f"torch {rows[0]['torch']}, commit {commits}. Peak is above parameters and batch.\n"
+    return (
+        f"**Compiled for, not run on**: simulated by `remat.gpu` with torch {rows[0]['torch']}, commit "
+        f"{commits}. Peak is above parameters and batch."
     )
-    failed: dict[str, list[str]] = {}
-    for row in rows:
-        if row["error"]:
-            failed.setdefault(row["error"], []).append(tables.code(row["policy"]))
+
+
+def panel(rows: list[Row]) -> str:
+    """A table of all peers that were compiled."""
     lines = [
         (tables.code(peer), *(f"{value(rows, peer, metric):{form}}" for metric, _, form in FIGURES))
         for peer in dict.fromkeys(row["policy"] for row in rows if row["value"])
     ]
-    table = tables.table(("peer", *(title for _, title, _ in FIGURES)), lines)
-    notes = "".join(f"\n{', '.join(peers)}: {error}\n" for error, peers in failed.items())
-    return f"{heading}\n{table}{notes}"
+    return tables.table(("peer", *(title for _, title, _ in FIGURES)), lines)
+
+
+def failed(panels: dict[str, list[Row]]) -> Iterator[str]:
+    """Which peers could not be compiled, and why: a line for each reason."""
+    found: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
+    for mode, rows in panels.items():
+        for row in rows:
+            if row["error"]:
+                peers, ways = found.setdefault(row["error"], ({}, {}))
+                peers[tables.code(row["policy"])] = ways[MODES[mode.rpartition(", ")[2]]] = None
+    for error, (peers, ways) in found.items():
+        yield f"{', '.join(peers)} ({', '.join(ways)}):\n\n    {error}\n"
 
 
 def value(rows: list[Row], peer: str, metric: str) -> float:
