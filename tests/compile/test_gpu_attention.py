@@ -49,8 +49,8 @@ def kernel(capability: tuple[int, int], **given: Any) -> str:
             mask = torch.empty(1, heads if learnt else 1, rows, keys, dtype=mask, requires_grad=learnt)
         options: Any = {"is_causal": given.get("causal", False), "enable_gqa": shared != heads}
 
-        def attend(*qkv: torch.Tensor) -> torch.Tensor:
-            return F.scaled_dot_product_attention(*qkv, mask, given.get("drop", 0.0), **options)
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(q, k, v, mask, given.get("drop", 0.0), **options)
 
         names = " ".join(str(node.target) for node in make_fx(attend)(q, k, v).graph.nodes)
     kinds = [kind for kind in ("cudnn", "flash", "efficient") if f"_product_{kind}_attention" in names]
@@ -76,7 +76,8 @@ def test_a_mask_is_not_spread_over_the_heads():
     given = torch.empty(2, 1, 8, 16, dtype=torch.bool)
     with FakeTensorMode() as mode, attention_of_gpus(HOPPER):
         q, k, v = (torch.empty(2, 4, rows, 32, dtype=torch.bfloat16) for rows in (8, 16, 16))
-        graph = make_fx(lambda *qkv: F.scaled_dot_product_attention(*qkv, mode.from_tensor(given)))(q, k, v)
+        mask = mode.from_tensor(given)
+        graph = make_fx(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask))(q, k, v)
     (node,) = [node for node in graph.graph.nodes if "cudnn_attention" in str(node.target)]
     bias: Any = node.args[3]
     assert bias.meta["val"].shape == given.shape and bias.meta["val"].dtype == torch.bfloat16

@@ -71,7 +71,7 @@ def _sum_over_rows(rows: int, columns: int) -> int:
     high = min(_power(rows), threads // min(wide, 32))
     wide = min(wide, threads // high)
     each = -(-rows // high)
-    if each < 256:
+    if each < 256 or not columns:
         return 0
     blocks = -(-columns // (at_once * wide))
     room = _PROCESSORS * (_THREADS_OF_EACH // (wide * high))
