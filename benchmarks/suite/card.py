@@ -41,7 +41,7 @@ def _compared(rows: list[Row], results: Results) -> Iterator[tuple[str, ...]]:
             if peak != peak:  # this peer was not compiled
                 continue
             computing = panel.value(point.name, "kernels") if panel else None
-            busy = computing.value if computing and computing.value else None
+            busy = computing and computing.value
             errors = {"peak": peak / (point.memory / MIB) - 1}
             if card.upper() in results.context["hardware"].upper():
                 errors["time"] = roofline / (busy or point.time) - 1

@@ -6,7 +6,6 @@ steps are off). Other cards are taken to be alike. In single precision nothing w
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ import torch
 from remat._core import Device, causal_share
 from remat.transforms import tree_leaves
 from remat.transforms.compat.gpu import Hollow, Launch
-from remat.transforms.joint import CONVOLUTION_BACKWARD, turned_round
+from remat.transforms.joint import CONVOLUTION_BACKWARD, turned_bytes
 
 # A sum of `n` products in a matrix product takes as long as one of so many more: kernels begin and end. At
 # 4096 that is 760 TFLOP/s for the 600 of `Device.half`, at 1024 it is 660.
@@ -71,6 +70,5 @@ def _first(launch: Launch) -> Hollow | None:
 
 def _turned(launch: Launch) -> int:
     """Bytes that a convolution turns round, each as often as it does: its two gradients are two kernels."""
-    moved = turned_round(launch.op, launch.args, launch.outputs)
     often = sum(launch.args[10][:2]) if launch.op is CONVOLUTION_BACKWARD else 1
-    return often * sum(math.prod(t.shape) * t.dtype.itemsize for t in moved)
+    return often * turned_bytes(launch.op, launch.args, launch.outputs)

@@ -22,4 +22,5 @@ from remat.transforms.compiled.turns import (
     PRODUCTS,  # products of matrices
     RECOMPUTED,  # the key under which a graph's nodes say which call of a region they recompute
     before_products,  # let a wide activation be recomputed before its own gradient is
+    is_view,  # whether a node is another look at its operand's memory
 )

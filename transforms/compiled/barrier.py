@@ -102,9 +102,9 @@ def fence_below(value: torch.Tensor, after: Sequence[torch.Tensor]) -> torch.Ten
 
 
 def fenced(value: torch.Tensor, after: Sequence[torch.Tensor], op: Any = FENCE) -> torch.Tensor:
-    if any(map(_sharded, after)):
-        after = list(local_tensors(after))
-    return on_local(op, value, list(after))
+    """What a fence of one of the kinds makes of a value; the order is that of this process's tensors."""
+    local = local_tensors(after) if any(map(_sharded, after)) else after
+    return on_local(op, value, list(local))
 
 
 def _sharded(tensor: torch.Tensor) -> bool:

@@ -101,7 +101,7 @@ class Late:
                     if recomputed(user) or any(one.has(user) for one in self.before):
                         return False
                     self.readers.add(user)
-                elif _is_view(user) and user not in self.known:
+                elif is_view(user) and user not in self.known:
                     self.known[user] = position, node
                     stack.append(user)
         return True
@@ -201,7 +201,7 @@ def before_products(products: Sequence[Node], again: Callable[[Node], bool] = re
 
 def looked_at(node: Node) -> Node:
     """What a node is a view of."""
-    while _is_view(node) or node.target is _aten._unsafe_view.default:
+    while is_view(node) or node.target is _aten._unsafe_view.default:
         node = node.all_input_nodes[0]
     return node
 
@@ -223,7 +223,8 @@ def _behind(nodes: Iterable[Node], start: Node) -> set[Node]:
     return found
 
 
-def _is_view(node: Node) -> bool:
+def is_view(node: Node) -> bool:
+    """Whether a node is another look at its operand's memory."""
     return isinstance(node.target, OpOverload) and node.target.is_view
 
 

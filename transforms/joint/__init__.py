@@ -35,5 +35,5 @@ from remat.transforms.joint.workspace import (
     CONVOLUTION,  # the op
     CONVOLUTION_BACKWARD,  # that of both its gradients
     gpu_workspace,  # bytes that live while a GPU runs an op, beside what it reads and makes
-    turned_round,  # what a convolution copies so that channels come last
+    turned_bytes,  # bytes that a convolution copies so that channels come last
 )

@@ -30,7 +30,7 @@ def gpu_workspace(op: Any, operands: Sequence[Any], made: Sequence[Any]) -> int:
     if op is _SUM and _over_rows(operands[0], operands[1]):
         *rows, columns = operands[0].shape
         return _sum_over_rows(math.prod(rows), columns)
-    return sum(map(_bytes, turned_round(op, operands, made)))
+    return turned_bytes(op, operands, made)
 
 
 def _attention_backward(query: Any, key: Any) -> int:
@@ -84,8 +84,8 @@ def _power(size: int) -> int:
     return 1 << (size.bit_length() - 1) if size else 1
 
 
-def turned_round(op: Any, operands: Sequence[Any], made: Sequence[Any]) -> list[Any]:
-    """What a convolution copies so that channels come last, on its way in and on its way out.
+def turned_bytes(op: Any, operands: Sequence[Any], made: Sequence[Any]) -> int:
+    """Bytes that a convolution copies so that channels come last, on its way in and on its way out.
 
     cuDNN's kernels of half precision want them there. Measured on an H100 with cuDNN 9.19 in 18 shapes, all
     within 10 % but those of three channels; kernels of one pixel copy nothing in the forward.
@@ -97,9 +97,10 @@ def turned_round(op: Any, operands: Sequence[Any], made: Sequence[Any]) -> list[
         given, weight, groups = operands[1], operands[2], operands[9]
         moved = list(operands[:3])
     else:
-        return []
+        return 0
     wide, half = math.prod(weight.shape[2:]) > 1, given.dtype in (torch.float16, torch.bfloat16)
-    return moved if _channels_first(given) and wide and half and groups == 1 else []
+    turns = _channels_first(given) and wide and half and groups == 1
+    return sum(math.prod(t.shape) * t.dtype.itemsize for t in moved) if turns else 0
 
 
 def _channels_first(image: Any) -> bool:
@@ -108,7 +109,3 @@ def _channels_first(image: Any) -> bool:
 
 def _strides(value: Any) -> Any:
     return value.stride() if callable(value.stride) else value.stride
-
-
-def _bytes(tensor: Any) -> int:
-    return math.prod(tensor.shape) * tensor.dtype.itemsize

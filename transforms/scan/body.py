@@ -150,6 +150,7 @@ class Body:
 
 def version(leaf: Any) -> int:
     """The number of writes into a tensor so far; 0 for what does not count them."""
+    # Nearly always, and asked twice a step.
     if type(leaf) is torch.Tensor and not function_modes() and not is_wrapped(leaf):
         return 0 if leaf.is_inference() else leaf._version
     if not isinstance(leaf, torch.Tensor):

@@ -65,10 +65,10 @@ def _attention(
         return op.decompose(query, key, value, attn_mask, dropout_p, is_causal, **rest)
     if is_causal and attn_mask is not None:
         raise RuntimeError("scaled_dot_product_attention: is_causal=True goes without attn_mask.")
+    graded = any(t.requires_grad for t in (query, key, value)) and torch.is_grad_enabled()
     if cudnn and _cudnn(query, key, value, attn_mask, dropout_p):
         # A mask stays as small as it is.
         bias = None if attn_mask is None else _numbers(attn_mask, query.dtype)
-        graded = any(t.requires_grad for t in (query, key, value)) and torch.is_grad_enabled()
         return aten._scaled_dot_product_cudnn_attention.default(
             query, key, value, bias, graded, dropout_p, is_causal, False, scale=scale
         )[0]
@@ -82,7 +82,6 @@ def _attention(
         return made[..., :wide] if wide % 8 else made
     grouped = enable_gqa and query.shape[-3] != key.shape[-3]
     if not grouped and _efficient(query, key, value):
-        graded = any(t.requires_grad for t in (query, key, value)) and torch.is_grad_enabled()
         bias = None if attn_mask is None else _bias(attn_mask, query, key)
         return aten._scaled_dot_product_efficient_attention.default(
             query, key, value, bias, graded, dropout_p, is_causal, scale=scale

@@ -9,7 +9,15 @@ import torch
 from torch.fx import Node
 
 from remat.transforms.compat import OpOverload, example_bytes
-from remat.transforms.compiled import CONSTANT_SHARE, DEAR, ONCE, PRODUCTS, before_products, constant_key
+from remat.transforms.compiled import (
+    CONSTANT_SHARE,
+    DEAR,
+    ONCE,
+    PRODUCTS,
+    before_products,
+    constant_key,
+    is_view,
+)
 from remat.transforms.ops import traits
 
 aten = torch.ops.aten
@@ -108,7 +116,7 @@ def constants_once(module: torch.fx.GraphModule) -> None:
     dear = _dear(graph)
     for node, key in dear.items():
         value = node.meta["val"]
-        if _is_view(node) or not _is_read(node, dear):
+        if is_view(node) or not _is_read(node, dear):
             continue
         if key not in made:
             if (room := room - example_bytes(value)) < 0:
@@ -117,7 +125,7 @@ def constants_once(module: torch.fx.GraphModule) -> None:
                 made[key] = graph.call_function(ONCE, (node,))
             made[key].meta = dict(node.meta)
         for user in list(node.users):
-            if user is not made[key] and (user not in dear or _is_view(user)):
+            if user is not made[key] and (user not in dear or is_view(user)):
                 user.replace_input_with(node, made[key])
     _clean(module)
 
@@ -135,13 +143,9 @@ def _dear(graph: torch.fx.Graph) -> dict[Node, Any]:
     return found
 
 
-def _is_view(node: Node) -> bool:
-    return traits(node.target).view
-
-
 def _is_read(node: Node, dear: dict[Node, Any]) -> bool:
     """Whether others than constants read a value, or a view of it."""
-    return any(user not in dear or (_is_view(user) and _is_read(user, dear)) for user in node.users)
+    return any(user not in dear or (is_view(user) and _is_read(user, dear)) for user in node.users)
 
 
 def products_joined(module: torch.fx.GraphModule) -> None:
