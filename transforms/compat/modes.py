@@ -70,9 +70,38 @@ class DispatchMode(TorchDispatchMode):
 jit_trace: Callable[[], Any] = torch._C._get_tracing_state
 
 
-def direct_call(op: Any) -> Callable[..., Any]:
-    """What calling `op` comes down to, without the Python method in between."""
-    return getattr(op, "_op", op)
+def direct_call(op: Any, tensors: int = 0) -> Callable[..., Any]:
+    """What calling `op` comes down to, without the Python method in between.
+
+    `tensors`: how many of its first arguments are tensors, where none goes by keyword. Then it may be one of
+    torch's bindings, which read their arguments faster and call the same op (`tests/regions/test_guard.py`
+    compares them).
+    """
+    binding, least = _bindings.get(op, (None, 0))
+    return binding if binding is not None and tensors >= least else getattr(op, "_op", op)
+
+
+def _bound(least: int, where: Any, *names: str) -> dict[Any, tuple[Callable[..., Any], int]]:
+    found: dict[Any, tuple[Callable[..., Any], int]] = {}
+    for name in names:
+        packet, _, overload = name.partition(".")
+        if (binding := getattr(where, packet, None)) is not None:
+            found[getattr(getattr(torch.ops.aten, packet), overload or "default")] = binding, least
+    return found
+
+
+_c: Any = torch._C
+_functions = _c._VariableFunctions
+# With the number of first arguments that have to be tensors: a number there could mean another overload.
+_bindings = {
+    **_bound(1, _functions, "t", "transpose.int", "permute", "unsqueeze", "select.int", "unbind.int"),
+    **_bound(1, _functions, "rsqrt", "relu", "sigmoid", "tanh", "neg", "exp", "sin", "cos", "_softmax"),
+    **_bound(1, _functions, "native_layer_norm", "mean.dim", "pow.Tensor_Scalar"),
+    **_bound(1, _c.TensorBase, "view", "expand"),
+    **_bound(1, _c._nn, "gelu", "silu"),
+    **_bound(2, _functions, "mm", "bmm", "add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor"),
+    **_bound(3, _functions, "addmm", "baddbmm"),
+}
 
 
 # The operator that torch.cond calls: what torch-function modes see of it.

@@ -193,10 +193,10 @@ class Frame(Packer):
     def pack_expected(self, tensor: torch.Tensor) -> Any:
         """As `pack`, where the forward is the known one and nobody asks what becomes of the handles."""
         recorder: Any = self.recorder
-        at = recorder.packs
         if type(tensor) not in PLAIN and wraps(tensor):
             recorder.meet(tensor)
             return Wrapper(tensor, self.pack_expected)
+        at = recorder.packs
         if recorder.expects(tensor):
             return at
         self.handles += [None] * (at - len(self.handles))
@@ -211,7 +211,7 @@ class Frame(Packer):
         ends = None if self.reach is None else self.reach.ends
         residual, self.later = self.residuals is not None, set()
         draws = any([node.draws for node in tape.nodes])
-        return CachedTrace(tape, program, kept, held, residual, ends, self.nodes, self.later, draws)
+        return CachedTrace(tape, program, kept, held, residual, ends, self.nodes, self.later, draws).shared()
 
     def _settle_as(self, known: CachedTrace, recorder: GuardMode, out: Any) -> None:
         """The forward was the known one: keep what that kept."""

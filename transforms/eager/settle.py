@@ -132,17 +132,20 @@ def hold_kept(frame: Any, recorder: Recorder, out: Any) -> None:
     """Hold what is kept until the backward, by the user's hooks where there are some."""
     kept, hooks = frame.kept, users(frame.inputs.hooks)
     if kept:
-        for tensor in tensors_in(flatten(out)[0]):
+        results = list(tensors_in(flatten(out)[0]))
+        for tensor in results:
             recorder.meet(tensor)
-        results = list(local_tensors(tensors_in(flatten(out)[0])))
+        results = list(local_tensors(results))
         # And what the function has left elsewhere.
         results.extend(recorder.shared(kept))
         around = [recorder.around(tensor) for tensor in results]
         frame.kept = held_values(kept, frame.region.name, zip(results, around, strict=True), hooks)
-        numbers = [recorder.bound(t) for t in results]
-        frame.store = sent_away(
-            frame.kept, frame.tape, lambda: {None if n is None else frame.tape.root_of(n) for n in numbers}
-        )
+
+        def roots() -> set[int | None]:
+            numbers = map(recorder.bound, results)
+            return {None if number is None else frame.tape.root_of(number) for number in numbers}
+
+        frame.store = sent_away(frame.kept, frame.tape, roots)
     if recorder.parent is not None or frame.inputs.hooks is not None:
         # A region around copies what is about to be overwritten.
         _tell_around(frame, recorder, kept if hooks is None else frame.kept)

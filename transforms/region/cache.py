@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 from remat.transforms.caches import BoundedCache
 from remat.transforms.context import active
-from remat.transforms.tape import Ends, Program, Tape
+from remat.transforms.pytree import constants_alike
+from remat.transforms.tape import Ends, Node, Program, Tape
 
 # How many signatures of calls, or policies, are told apart; what was used least recently goes first.
 _MOST = 32
@@ -47,6 +49,40 @@ class CachedTrace:
     nodes: int
     later: set[int]
     draws: bool
+
+    def shared(self) -> CachedTrace:
+        """The same on the tape of a region that is alike, as are the layers of a model: its memory is taken
+        once, and the processor's caches have it from the layer before."""
+        tape, program = self.tape, self.program
+        ops = hash(tuple([node.op for node in tape.nodes]))
+        key = (tape.region, ops, len(tape.packed), self.kept, self.held, program.kept)
+        other, made = _shared.get(key), self
+        if other is not None and same_tape(tape, other.tape) and program.copied == other.program.copied:
+            made = replace(self, tape=other.tape, program=other.program)
+        _shared[key] = made
+        return made
+
+
+# Traces by what is soon told of them; each lives as long as a region has it.
+_shared: weakref.WeakValueDictionary[Hashable, CachedTrace] = weakref.WeakValueDictionary()
+_CALL = ("args", "kwargs", "outs")
+_rest_of = attrgetter(*[field.name for field in fields(Node) if field.name not in _CALL])
+
+
+def same_tape(one: Tape, other: Tape) -> bool:
+    """Whether all that two tapes say is the same."""
+    apart = {"nodes", "outside", "checks"}
+    mine, theirs = vars(one), vars(other)
+    if any(mine[name] != theirs[name] for name in mine.keys() - apart) or len(one.nodes) != len(other.nodes):
+        return False
+    if [(o.root, o.meta) for o in one.outside] != [(o.root, o.meta) for o in other.outside]:
+        return False
+    return all(map(_same_node, one.nodes, other.nodes))
+
+
+def _same_node(one: Node, other: Node) -> bool:
+    calls = (constants_alike(getattr(one, name), getattr(other, name)) for name in _CALL)
+    return _rest_of(one) == _rest_of(other) and all(calls)
 
 
 # By the signatures of calls.

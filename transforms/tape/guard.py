@@ -7,20 +7,20 @@ those of the tape, what that teaches holds; a forward that leaves the tape is re
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from remat.transforms.compat import DispatchMode, direct_call
+from remat.transforms.compat import DispatchMode
 from remat.transforms.context import active, quiet
 from remat.transforms.offload import send
 from remat.transforms.ops import Decisions, is_shape_arithmetic, memory_of, storage, tensors_in, traits
-from remat.transforms.placeholders import without_data
 from remat.transforms.pytree import constants_alike
 from remat.transforms.state import GeneratorState
+from remat.transforms.tape.program import call_of
 from remat.transforms.tape.recorder import Recorder
+from remat.transforms.tape.so_far import show_so_far
 from remat.transforms.tape.tape import (
     OFFLOAD,
     RECOMPUTE,
@@ -33,7 +33,25 @@ from remat.transforms.tape.tape import (
     refs_in,
 )
 
-_weak = weakref.ref
+_weak, _references = weakref.ref, weakref.getweakrefcount
+
+
+class Check(NamedTuple):
+    """What a later call of an op is compared by, and how it runs."""
+
+    op: Any
+    count: int  # of arguments; -1 where positions do not tell all: keywords, or tensors in lists
+    refs: tuple[tuple[int, int], ...]  # positions of tensors, and their numbers
+    constants: tuple[
+        tuple[int, Any, bool], ...
+    ]  # positions and values of others, and whether == compares all
+    watched: bool  # whether something has to be noted before it runs
+    call: Callable[..., Any]
+    first: int  # the number of its first result
+
+
+def _gone() -> None:
+    """Stands for the weak reference to a tensor that is not there."""
 
 
 class GuardMode(Recorder):
@@ -48,6 +66,14 @@ class GuardMode(Recorder):
         expected: None from then on.
         at, packs, named: how many ops have run, values were saved, and values were named.
     """
+
+    # In slots, as Python looks them up faster than so many entries of a dict.
+    __slots__ = (
+        "_entered", "_kept_in", "_memory", "_table", "alive", "at", "casts", "checks", "decisions", "digest",
+        "expected", "expected_kept", "held", "keeps_decisions", "kept", "kept_bytes", "leaving",
+        "make_selector", "moved", "named", "outer", "outside", "packs", "random", "selector", "shown",
+        "snapshots", "tape", "there",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -71,14 +97,30 @@ class GuardMode(Recorder):
         self.outside, self.kept, self.random, self.snapshots = list(inputs), {}, {}, {}
         self.shown, self.outer, self.alive, self._memory, self._kept_in = {}, {}, {}, {}, {}
         self.selector, self.digest, self.kept_bytes, self.moved = None, None, 0, set()
-        self._numbers = ValueNumbering()
-        numbers = self._numbers
+        self.checks = expected.checks or _prepared(expected)
+        # What is there, by number: below zero counts from the end. It enters the table once somebody asks.
+        self.there: list[Callable[[], Any]] = [_gone] * (len(expected.makers) + len(expected.outside))
+        self._table, self._entered = ValueNumbering(), (0, 0)
+        first: dict[int, int] = {}
         for at, tensor in enumerate(inputs):
-            numbers.setdefault(id(tensor), (weakref.ref(tensor), -1 - at))
+            if first.setdefault(id(tensor), at) == at:
+                self.there[-1 - at] = _weak(tensor)
 
     @property
     def position(self) -> int:
         return len(self.tape.nodes) if self.expected is None else self.at
+
+    @property
+    def _numbers(self) -> ValueNumbering:
+        expected, at, (outside, results) = self.expected, self.at, self._entered
+        if expected is not None:
+            nodes = expected.nodes
+            self._entered = len(self.outside), nodes[at].first if at < len(nodes) else len(expected.makers)
+            new = (*range(-1 - outside, -1 - self._entered[0], -1), *range(results, self._entered[1]))
+            for number in new:
+                if (tensor := self.there[number]()) is not None:
+                    self._table.add(tensor, number)
+        return self._table
 
     @property
     def followed(self) -> bool:
@@ -97,20 +139,29 @@ class GuardMode(Recorder):
             return func(*args, **kwargs) if kwargs else func(*args)
         if types and self.takes_apart(types, args):
             return NotImplemented
-        expected = self.expected
+        expected, at = self.expected, self.at
         if expected is None:
             return super().__torch_dispatch__(func, types, args, kwargs)
-        at = self.at
-        if at < len(expected.nodes):
-            node = expected.nodes[at]
-            if node.op is func:
-                check = node.check or _prepared(node)
-                if (
-                    self._is_just(check, args)
-                    if check.flat and not kwargs
-                    else self._matches(node, args, kwargs)
-                ):
-                    return self._follow(at, node, check, args, kwargs)
+        if at < len(self.checks):
+            op, count, refs, constants, watched, call, number = self.checks[at]
+            if op is func and (
+                self._is_just(refs, constants, args)
+                if count == len(args) and not kwargs
+                else self._matches(expected.nodes[at], args, kwargs)
+            ):
+                if watched or self.parent is not None:
+                    out = self._run_watched(at, call, args, kwargs or {})
+                else:
+                    out = call(*args, **kwargs) if kwargs else call(*args)
+                if isinstance(out, torch.Tensor):
+                    self._enter(out, number)
+                else:
+                    for i, tensor in enumerate(tensors_in(out)):
+                        self._enter(tensor, number + i)
+                self.at = at + 1
+                if at in self.held:
+                    self.kept[at] = self._hold_again(at, out)
+                return out
         facts = traits(func)
         if facts.ignored or (not expected.meta and is_shape_arithmetic(args, kwargs)):
             return self._pass(func, facts, args, kwargs or {})
@@ -119,21 +170,15 @@ class GuardMode(Recorder):
 
     # -- comparing -------------------------------------------------------------------------------------------
 
-    def _is_just(self, check: Check, args: Any) -> bool:
+    def _is_just(self, refs: Any, constants: Any, args: Any) -> bool:
         """Whether an op without tensors in lists is called as on the tape: the usual case, in a hurry."""
-        if len(args) != check.count:
-            return False
-        table, bound = self._numbers, len(self.outside)
-        for i, want in check.refs:
+        there, bound = self.there, len(self.outside)
+        for i, want in refs:
             value = args[i]
-            found = table.get(id(value))
-            if found is None or found[0]() is not value:
-                if want < 0 and isinstance(value, torch.Tensor) and self._binds(-1 - want, value):
-                    continue
+            found = there[want]()
+            if (found is not value or found is None) and not self._is(want, value):
                 return self._unbind(bound)
-            if found[1] != want:
-                return self._unbind(bound)
-        for i, want, plain in check.constants:
+        for i, want, plain in constants:
             value = args[i]
             if value is not want and not (
                 (type(value) is type(want) and value == want) if plain else constants_alike(want, value)
@@ -153,19 +198,39 @@ class GuardMode(Recorder):
     def _unbind(self, bound: int) -> bool:
         """Forget the tensors from outside that a call has bound which is another one after all."""
         for tensor in self.outside[bound:]:
-            self._numbers.pop(id(tensor), None)
+            self.forget(tensor)
         del self.outside[bound:]
+        self._entered = min(bound, self._entered[0]), self._entered[1]
         return False
+
+    def _is(self, want: int, value: Any) -> bool:
+        """Whether a value has this number, or is the next tensor from outside, which has it from now on."""
+        if not isinstance(value, torch.Tensor):
+            return False
+        number = self._number_of(value) if self.there[want]() is not value else want
+        return self._binds(-1 - want, value) if number is None else number == want
+
+    def _number_of(self, tensor: torch.Tensor) -> int | None:
+        # What has a number has a weak reference, and few others have.
+        return self._numbers.of(tensor) if _references(tensor) else None
+
+    def _enter(self, tensor: torch.Tensor, number: int) -> None:
+        """Let a tensor have this number and no other: what is written in place had one."""
+        there = self.there
+        if _references(tensor) and (old := self._numbers.of(tensor)) is not None and there[old]() is tensor:
+            there[old] = _gone
+        there[number] = _weak(tensor)
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        if self.expected is not None and (number := self._number_of(tensor)) is not None:
+            if self.there[number]() is tensor:
+                self.there[number] = _gone
+        super().forget(tensor)
 
     def _alike(self, want: Any, value: Any) -> bool:
         kind = type(want)
         if kind is Ref:
-            if not isinstance(value, torch.Tensor):
-                return False
-            found = self._numbers.get(id(value))
-            if found is not None and found[0]() is value:
-                return found[1] == want
-            return self._binds(-1 - want, value)
+            return self._is(want, value)
         if kind is not type(value):
             return False
         if kind is list or kind is tuple:
@@ -189,50 +254,28 @@ class GuardMode(Recorder):
             first = next((i for i, other in enumerate(self.outside) if storage(other) == key), at)
             if -1 - first != known.root:
                 return False
-        self._numbers[id(tensor)] = weakref.ref(tensor), -1 - at
+        self.there[-1 - at] = _weak(tensor)
         self.outside.append(tensor)
         return True
 
     def bound(self, tensor: torch.Tensor) -> int | None:
-        number = self._numbers.of(tensor)
-        if number is None and self.expected is not None:
-            at = len(self.outside)
-            return -1 - at if self._binds(at, tensor) else None
+        number, at = self._numbers.of(tensor), len(self.outside)
+        if number is None and self.expected is not None and self._binds(at, tensor):
+            return -1 - at
         return number
+
+    def shared(self, ops: Iterable[int]) -> list[torch.Tensor]:
+        if self.expected is None or self._table:  # which may know other objects with the same numbers
+            return super().shared(ops)
+        nodes = map(self.tape.nodes.__getitem__, ops)
+        numbers = (number for node in nodes for number in node.makes())
+        return [tensor for number in numbers if (tensor := self.there[number]()) is not None]
 
     # -- following -------------------------------------------------------------------------------------------
 
-    def _follow(self, at: int, node: Node, check: Check, args: Any, kwargs: Any) -> Any:
-        """Run an op that is the one on the tape."""
-        if check.watched:
-            self._before(at, node, args, kwargs or {})
-        around = -1 if self.parent is None else self.parent.position
-        out = check.call(*args, **kwargs) if kwargs else check.call(*args)
-        if around >= 0:
-            self._link(self.parent, at, around)
-        self.at = at + 1
-        number, table = node.first, self._numbers
-        if isinstance(out, torch.Tensor):
-            table[id(out)] = _weak(out), number
-        else:
-            for tensor in tensors_in(out):
-                table[id(tensor)] = _weak(tensor), number
-                number += 1
-        if at in self.held:
-            self.kept[at] = self._hold_again(node, out)
-        return out
-
-    def _hold_again(self, node: Node, out: Any) -> Any:
-        """What is kept of an op's results, as it was kept before."""
-        assert self.expected is not None
-        if node.verdict != OFFLOAD:
-            return quiet(map_tensors, torch.Tensor.detach, out)
-        # A look at what was sent lies in the copy, unless the memory is written to at some time.
-        whole = node.root < 0 or node.root in self.expected.last_write
-        root = None if whole else self.kept.get(node.root)
-        return quiet(map_tensors, lambda tensor: send(tensor, root), out)
-
-    def _before(self, at: int, node: Node, args: Any, kwargs: Any) -> None:
+    def _run_watched(self, at: int, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run an op of which something is noted: what it is about to write or draw, or its place around."""
+        node, parent = self.tape.nodes[at], self.parent
         if node.draws:
             self.random[at] = quiet(GeneratorState, args, kwargs)
         for root in node.written:
@@ -240,6 +283,22 @@ class GuardMode(Recorder):
                 self._snapshot(root)
         if node.overwrites:
             self._copy_kept(node.overwrites)
+        around = -1 if parent is None else parent.position
+        out = call(*args, **kwargs)
+        if parent is not None:
+            self._link(parent, at, around)
+        return out
+
+    def _hold_again(self, at: int, out: Any) -> Any:
+        """What is kept of an op's results, as it was kept before."""
+        assert self.expected is not None
+        node = self.expected.nodes[at]
+        if node.verdict != OFFLOAD:
+            return quiet(map_tensors, torch.Tensor.detach, out)
+        # A look at what was sent lies in the copy, unless the memory is written to at some time.
+        whole = node.root < 0 or node.root in self.expected.last_write
+        root = None if whole else self.kept.get(node.root)
+        return quiet(map_tensors, lambda tensor: send(tensor, root), out)
 
     def expects(self, tensor: torch.Tensor) -> bool:
         """Autograd saves `tensor`: whether the forward is still the one on the tape, and saved this too."""
@@ -247,13 +306,7 @@ class GuardMode(Recorder):
         if expected is None or at >= len(expected.packed):
             return False
         number, position = expected.packed[at]
-        if position != self.at:
-            return False
-        found = self._numbers.get(id(tensor))
-        if found is None or found[0]() is not tensor:
-            if not self._binds(-1 - number, tensor):
-                return False
-        elif found[1] != number:
+        if position != self.at or (self.there[number]() is not tensor and not self._is(number, tensor)):
             return False
         self.packs = at + 1
         return True
@@ -303,6 +356,7 @@ class GuardMode(Recorder):
         expected, count = self.expected, self.at
         if expected is None:
             return
+        _ = self._numbers  # all that is there enters the table
         self.expected = None
         quiet(self.leaving)
         tape = expected.prefix(count, self.packs, self.named)
@@ -319,82 +373,28 @@ class GuardMode(Recorder):
             self.decisions = Decisions(tape)
         if self.make_selector is not None:
             self.selector = self.make_selector()
-            self._show(self.selector)
+            show_so_far(self.selector, tape, self.owner)
             # What the old tape had no use for was not kept, and calls were not watched: the next forward is
             # recorded from its start.
             self.tape.cacheable = False
 
-    def _show(self, selector: Any) -> None:
-        """Let a selector see the ops so far with their names: it may count them, or bar looks at a value."""
-        tape, names = self.tape, dict[int, list[tuple[int, str]]]()
-        for number, name in tape.names:
-            names.setdefault(tape.makers[number], []).append((number, name))
-        past = _Past(tape, self.owner)
-        for i, node in enumerate(tape.nodes):
-            facts, node.name = traits(node.op), None
-            if (not facts.writes or facts.conditional is not None) and not node.optional:
-                selector.decide(i, node, *quiet(self._described, node))
-            for number, name in names.get(i, ()):
-                node.name = name
-                selector.name(past, i, quiet(without_data, tape.meta_of(number)), name)
 
-    def _described(self, node: Node) -> tuple[Any, Any, Any]:
-        """The arguments and results of an op that has run, metadata in the place of tensors."""
-        tape = self.tape
-
-        def show(value: Any) -> Any:
-            if isinstance(value, Ref):
-                return without_data(tape.meta_of(value))
-            if isinstance(value, (list, tuple)):
-                return type(value)([show(v) for v in value])
-            return value
-
-        return show(node.args), {k: show(v) for k, v in node.kwargs.items()}, without_data(node.outs)
+def _prepared(tape: Tape) -> list[Check]:
+    tape.checks = [_check(node) for node in tape.nodes]
+    return tape.checks
 
 
-@dataclass(frozen=True)
-class _Past:
-    """The recorder to a selector that is told of names given before: what was kept stays as it is."""
-
-    tape: Tape
-    owner: Callable[[Node, torch.Tensor], int | None]
-
-    def judge(self, at: int, verdict: int, value: torch.Tensor) -> None: ...
-
-    def judge_again(self, at: int, verdict: int, value: torch.Tensor) -> None: ...
-
-
-class Check(NamedTuple):
-    """What a later call of an op is compared by.
-
-    Attributes:
-        flat: whether positions tell all: no keywords, and no tensors in lists.
-        count: of arguments.
-        refs: positions of tensors, and their numbers.
-        constants: positions and values of the others, and whether == is all that there is to compare.
-        watched: whether something has to be noted before the op runs.
-        call: what runs it.
-    """
-
-    flat: bool
-    count: int
-    refs: tuple[tuple[int, int], ...]
-    constants: tuple[tuple[int, Any, bool], ...]
-    watched: bool
-    call: Callable[..., Any]
-
-
-def _prepared(node: Node) -> Check:
+def _check(node: Node) -> Check:
     refs = tuple([(i, int(arg)) for i, arg in enumerate(node.args) if type(arg) is Ref])
     others = tuple([(i, arg, _is_plain(arg)) for i, arg in enumerate(node.args) if type(arg) is not Ref])
     flat = not node.kwargs and not any(refs_in(arg) for _, arg, _ in others)
     watched = bool(node.written) or node.draws
-    node.check = Check(flat, len(node.args), refs, others, watched, direct_call(node.op))
-    return node.check
+    count = len(node.args) if flat else -1
+    return Check(node.op, count, refs, others, watched, call_of(node), node.first)
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether == is all that there is to compare: not for floats."""
+    """Whether == is all that there is to compare: not for zeros with signs, nor for what is no number."""
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
-    return not isinstance(value, (float, complex))
+    return not isinstance(value, complex) and (type(value) is not float or value * 0 == 0 != value)

@@ -8,6 +8,7 @@ value and reattaches its history itself.
 from __future__ import annotations
 
 import functools
+import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from remat.transforms.ops import tensors_in, traits
 from remat.transforms.placeholders import Meta
 from remat.transforms.tape.constants import constants_of
 from remat.transforms.tape.snapshots import handed_out
-from remat.transforms.tape.tape import KEPT, SKIP, Needs, Ref, Tape, refs_in
+from remat.transforms.tape.tape import KEPT, SKIP, Needs, Node, Ref, Tape, refs_in
 
 Values = dict[int, Any]
 _at = attrgetter("at")
@@ -250,6 +251,12 @@ class Program:
             raise RematError(not_repeated(self.tape.region, what))
 
 
+def call_of(node: Node) -> Callable[..., Any]:
+    """What calls the op of a node with its arguments, tensors in their places."""
+    first = itertools.takewhile(lambda arg: type(arg) is Ref, () if node.kwargs else node.args)
+    return direct_call(node.op, len(list(first)))
+
+
 def _step(tape: Tape, needs: Needs, at: int) -> Step:
     node, step = tape.nodes[at], Step()
     step.at, step.before, step.after, step.gone = at, (), (), ()
@@ -262,7 +269,7 @@ def _step(tape: Tape, needs: Needs, at: int) -> Step:
     if needs.actions[at] == KEPT:
         step.draws = False
         return step
-    step.call, step.args, step.kwargs = direct_call(node.op), node.args, node.kwargs
+    step.call, step.args, step.kwargs = call_of(node), node.args, node.kwargs
     if traits(node.op).changes_shape:
         step.call = functools.partial(_on_alias, step.call)
     if node.shape_only:

@@ -201,7 +201,7 @@ class Recorder(WriteWatch):
         tape = self.tape
         at = len(tape.nodes)
         node = Node()
-        node.op, node.name, node.digest, node.verdict, node.check = func, None, None, RECOMPUTE, None
+        node.op, node.name, node.digest, node.verdict = func, None, None, RECOMPUTE
         node.args, node.kwargs = template
         node.first, node.outs, node.optional = len(tape.makers), metadata(out), optional
         node.draws, node.overwrites = draws_from is not None, ()

@@ -55,7 +55,10 @@ class Node:
     name: str | None  # its checkpoint_name
     place: str | None  # the user's line, where somebody wants to know, or may want to
     digest: Any  # checksum of its results, for bitwise comparison
-    check: Any  # what a later call is compared by, once it was asked for
+
+    def makes(self) -> range:
+        """The numbers of its results."""
+        return range(self.first, self.first + len(metas(self.outs)))
 
     def reads(self) -> list[int]:
         """The numbers of the values that it reads."""
@@ -123,6 +126,7 @@ class Tape:
         self.open: str | None = None
         self.loose = self.scanned = self.sharded = self.meta = self.sized_by_data = False
         self.cacheable = True  # whether another forward may be held against it
+        self.checks: Any = None  # what that one's ops are compared by, once one was
 
     def root_of(self, number: int) -> int:
         """The memory that a value lies in."""
@@ -166,7 +170,7 @@ class Tape:
         made.nodes = [copy.copy(node) for node in self.nodes[:count]]
         last = self.nodes[count].first if count < len(self.nodes) else len(self.makers)
         made.makers, made.lent = self.makers[:last], set(self.lent)
-        made.outside = []
+        made.outside, made.checks = [], None
         made.packed, made.owners = self.packed[:packed], self.owners[:packed]
         made.names, made.inner = self.names[:names], [pair for pair in self.inner if pair[1] <= count]
         made.looked = [(number, at) for number, at in self.looked if at <= count]
@@ -222,7 +226,6 @@ class Needs:
             elif nodes[i].root in written:
                 self.copied.add(i)
         self.outside = frozenset(outside)
-        # Where every op is kept or skipped nothing needs to run up to that point at all.
 
 
 def _handed_out(tape: Tape, i: int, kept: Mapping[int, Any]) -> bool:

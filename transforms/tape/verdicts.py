@@ -70,8 +70,11 @@ class Verdicts(Mode):
         """A tensor that was given the memory of a storage: who reads it finds out what it looks at."""
         if number is None or number < 0:
             self.tape.open = self.tape.open or "it gives a tensor from outside other memory"
-        self._numbers.pop(id(tensor), None)
+        self.forget(tensor)
         return tensor
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        raise NotImplementedError
 
     def _hold(self, at: int, node: Node, verdict: int, out: Any) -> Any:
         """What is kept of an op's results under this verdict, SAVE or OFFLOAD."""
@@ -84,9 +87,7 @@ class Verdicts(Mode):
 
     def shared(self, ops: Iterable[int]) -> list[torch.Tensor]:
         """The results of these ops that somebody else has, too, and may write to."""
-        numbers: set[int] = set()
-        for node in map(self.tape.nodes.__getitem__, ops):
-            numbers.update(range(node.first, node.first + len(metas(node.outs))))
+        numbers = {number for at in ops for number in self.tape.nodes[at].makes()}
         held = [ref() for ref, number in self._numbers.values() if number in numbers]
         return [tensor for tensor in held if tensor is not None]
 

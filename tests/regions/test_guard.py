@@ -1,0 +1,241 @@
+"""Guards compare a forward with a tape, op by op: operands, one tape for layers alike, torch's bindings."""
+
+from __future__ import annotations
+
+import gc
+import operator
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from remat import remat, save_matmuls, save_nothing
+from remat.transforms.compat import direct_call, modes
+from remat.transforms.eager import Frame
+from remat.transforms.ops import tensors_in
+from tests.helpers import gradients, same
+from tests.helpers import rand as values
+
+aten = torch.ops.aten
+
+
+def rand(*shape, seed=0):
+    return values(*shape, seed=seed).requires_grad_()
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Of each call its tape, and whether that is one of an earlier call."""
+    seen = []
+    forward = Frame.forward
+
+    def noting(self, args, kwargs, known):
+        out = forward(self, args, kwargs, known)
+        seen.append((self.tape, known is not None and self.tape is known.tape))
+        return out
+
+    monkeypatch.setattr(Frame, "forward", noting)
+    return seen
+
+
+def by_turns(calls, fn, turns, *args):
+    """Gradients of one region in calls that go this way and that, and only as the last one follow it."""
+    for policy in (save_matmuls, save_nothing):
+        way, leaves = [True], list(args)
+        region = remat(lambda *args, way=way: fn(way[0], *args), policy=policy)
+        del calls[:]
+        for way[0] in turns:
+            same(gradients(region(*leaves), leaves), gradients(fn(way[0], *leaves), leaves))
+    # (Of what leaves the tape of a policy nothing is learnt.)
+    assert [followed for _, followed in calls] == [False, *map(operator.eq, turns, turns[1:])]
+
+
+# -- operands ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("turns", [(True, True, False, True), (False, False, True, False)])
+def test_an_operand_that_is_absent(calls, turns):
+    """None is no captured tensor that has yet to come; autograd saves nothing that would tell."""
+    w = rand(3, seed=1)
+
+    def fn(scaled, x):
+        with torch.no_grad():
+            norm = F.layer_norm(x, (3,), w if scaled else None)
+        return (norm * x).exp() * w
+
+    by_turns(calls, fn, turns, rand(3, 3))
+
+
+def test_a_result_in_the_place_of_a_tensor_from_outside(calls):
+    w = rand(3, seed=1)
+
+    def fn(outside, x):
+        h, k = x.sin(), x.cos()
+        return (h * (w if outside else k)).exp()
+
+    by_turns(calls, fn, (True, True, False, True), rand(3))
+
+
+def test_an_operand_whose_memory_is_another(calls):
+    """The very object, after it was given other memory."""
+    other = rand(3, seed=1).detach().untyped_storage()
+
+    def fn(first, x):
+        with torch.no_grad():
+            h = x.sin()
+            if not first:
+                h.set_(other, 0, (3,))  # type: ignore[reportCallIssue]
+        return (h * x).exp()
+
+    by_turns(calls, fn, (True, True, False, True, True), rand(3))
+
+
+def test_operands_that_others_refer_to(calls):
+    """A weak reference of somebody's own tells nothing of a tensor."""
+    x, w, v = rand(3, 3), rand(3, 3, seed=1), rand(3, 3, seed=2)
+    refs = [weakref.ref(t) for t in (x, w, v)]
+
+    def fn(first, x):
+        return ((x @ (w if first else v)).sin() * w).exp() * v
+
+    by_turns(calls, fn, (True, True, False, False, True), x)
+    assert all(ref() is not None for ref in refs)
+
+
+def test_an_operand_in_two_places():
+    """One tensor for two arguments, where there were two."""
+    fn = remat(lambda a, b: (a.sin() * b).exp(), policy=save_nothing)
+    x, y = rand(3), rand(3, seed=1)
+    for a, b in ((x, y), (x, y), (x, x), (y, y), (x, y)):
+        leaves = [a] if a is b else [a, b]
+        same(gradients(fn(a, b), leaves), gradients((a.sin() * b).exp(), leaves))
+
+
+# -- layers alike -------------------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    def __init__(self, eps=1e-5, scale=1.0):
+        super().__init__()
+        self.norm, self.up, self.scale = nn.LayerNorm(4, eps=eps), nn.Linear(4, 4), scale
+
+    def forward(self, x):
+        return x + self.scale * F.gelu(self.up(self.norm(x)))
+
+
+def run(layers, policy):
+    """Two calls of each, held against the same without remat."""
+    regions = [remat(layer, policy=policy) for layer in layers]
+    for _ in range(2):
+        for layer, region in zip(layers, regions, strict=True):
+            x = rand(2, 4).detach().to(layer.up.weight.dtype).requires_grad_()
+            leaves = [x, *layer.parameters()]
+            same(gradients(region(x), leaves), gradients(layer(x), leaves))
+
+
+@pytest.mark.parametrize("policy", [save_nothing, save_matmuls])
+def test_layers_alike_have_one_tape(calls, policy):
+    layers = [Layer() for _ in range(3)]
+    run(layers, policy)
+    assert len({id(tape) for tape, _ in calls[3:]}) == 1
+    # Nothing of it outlives them.
+    ref = weakref.ref(calls[-1][0])
+    del layers, calls[:]
+    gc.collect()
+    assert ref() is None
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [Layer(), Layer(eps=1e-6)],
+        [Layer(scale=0.0), Layer(scale=-0.0)],
+        [Layer(scale=2), Layer(scale=2.0)],
+        [Layer(), Layer().double()],
+    ],
+    ids=["epsilon", "sign of zero", "type of a number", "dtype"],
+)
+def test_layers_that_differ_do_not(calls, layers):
+    run(layers, save_nothing)
+    assert [followed for _, followed in calls] == [False, False, True, True]
+    assert calls[2][0] is not calls[3][0]
+
+
+def test_a_layer_that_goes_another_way_leaves_the_others_on_their_tape(calls):
+    layers = [Layer() for _ in range(3)]
+    run(layers, save_matmuls)
+    layers[1].scale = 3.0
+    del calls[:]
+    run(layers, save_matmuls)
+    tapes = [tape for tape, _ in calls]
+    assert tapes[0] is tapes[2] is tapes[3] is tapes[5]
+    assert tapes[1] is not tapes[0] and tapes[4] is not tapes[0]
+
+
+# -- torch's bindings ----------------------------------------------------------------------------------------
+
+X, Y, Z = torch.randn(2, 3), torch.randn(2, 3), torch.randn(3, 2)
+CUBE = torch.randn(2, 3, 3)
+UNARY = "rsqrt relu sigmoid tanh neg exp sin cos gelu silu".split()
+CALLS = {
+    **{getattr(aten, name).default: (X.abs(),) for name in UNARY},
+    **{getattr(aten, name).Tensor: (X, Y) for name in ("add", "sub", "mul", "div")},
+    aten.t.default: (X,),
+    aten.transpose.int: (X, 0, 1),
+    aten.permute.default: (X, [1, 0]),
+    aten.unsqueeze.default: (X, 1),
+    aten.select.int: (X, 1, 2),
+    aten.unbind.int: (X, 1),
+    aten._softmax.default: (X, -1, False),
+    aten.native_layer_norm.default: (X, [3], torch.ones(3), None, 1e-5),
+    aten.mean.dim: (X, [1], True),
+    aten.pow.Tensor_Scalar: (X, 2),
+    aten.view.default: (X, [3, 2]),
+    aten.expand.default: (X, [4, 2, 3]),
+    aten.mm.default: (X, Z),
+    aten.bmm.default: (CUBE, CUBE),
+    aten.addmm.default: (torch.ones(2), X, Z),
+    aten.baddbmm.default: (CUBE, CUBE, CUBE),
+}
+
+
+class Noting(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def test_every_binding_is_tried():
+    assert CALLS.keys() == modes._bindings.keys()
+
+
+@pytest.mark.parametrize("op", CALLS, ids=str)
+def test_a_binding_calls_its_op(op):
+    """And with the same arguments: what it reads of them is what the op is given."""
+    args = CALLS[op]
+    count = next((i for i, arg in enumerate(args) if not isinstance(arg, torch.Tensor)), len(args))
+    calls, outs = [], []
+    for call in (op, direct_call(op, count)):
+        with torch.no_grad(), Noting() as noting:
+            outs.append(list(tensors_in(call(*args))))
+        calls.append(noting.calls)
+    assert direct_call(op, count) is modes._bindings[op][0]
+    assert repr(calls[0]) == repr(calls[1]) and calls[0][0][0] is op
+    assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(*outs, strict=True))
+
+
+def test_a_number_in_the_place_of_a_tensor_is_left_to_the_op():
+    assert direct_call(aten.mul.Tensor, 1) is aten.mul.Tensor._op
+    x = rand(3)
+    for _ in range(3):
+        same(
+            gradients(remat(lambda x: ((x * 2).sin() * 3.5 + 1).exp())(x), [x]),
+            gradients(((x * 2).sin() * 3.5 + 1).exp(), [x]),
+        )

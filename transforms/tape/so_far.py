@@ -1,0 +1,56 @@
+"""A policy that is asked from the middle of a forward on: it is shown the ops so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from remat.transforms.context import quiet
+from remat.transforms.ops import traits
+from remat.transforms.placeholders import without_data
+from remat.transforms.tape.tape import Node, Ref, Tape
+
+Owner = Callable[[Node, torch.Tensor], "int | None"]
+
+
+def show_so_far(selector: Any, tape: Tape, owner: Owner) -> None:
+    """Let a selector see the ops so far with their names: it may count them, or bar looks at a value."""
+    names = dict[int, list[tuple[int, str]]]()
+    for number, name in tape.names:
+        names.setdefault(tape.makers[number], []).append((number, name))
+    past = _Past(tape, owner)
+    for i, node in enumerate(tape.nodes):
+        facts, node.name = traits(node.op), None
+        if (not facts.writes or facts.conditional is not None) and not node.optional:
+            selector.decide(i, node, *quiet(_described, tape, node))
+        for number, name in names.get(i, ()):
+            node.name = name
+            selector.name(past, i, quiet(without_data, tape.meta_of(number)), name)
+
+
+def _described(tape: Tape, node: Node) -> tuple[Any, Any, Any]:
+    """The arguments and results of an op that has run, metadata in the place of tensors."""
+
+    def show(value: Any) -> Any:
+        if isinstance(value, Ref):
+            return without_data(tape.meta_of(value))
+        if isinstance(value, (list, tuple)):
+            return type(value)([show(v) for v in value])
+        return value
+
+    return show(node.args), {k: show(v) for k, v in node.kwargs.items()}, without_data(node.outs)
+
+
+@dataclass(frozen=True)
+class _Past:
+    """The recorder to a selector that is told of names given before: what was kept stays as it is."""
+
+    tape: Tape
+    owner: Owner
+
+    def judge(self, at: int, verdict: int, value: torch.Tensor) -> None: ...
+
+    def judge_again(self, at: int, verdict: int, value: torch.Tensor) -> None: ...
