@@ -128,6 +128,68 @@ def test_another_tensor_raises_in_plain_autograd_where_the_function_runs_again(w
     changed(raw, lambda region, flip: pull(region, lambda on: None))
 
 
+def result(weights: list[torch.Tensor], state: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
+    one, other = x.sin(), x.cos()
+    return one if state["on"] else other
+
+
+def part(weights: list[torch.Tensor], state: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
+    one, other = x.sin().split(2, dim=1)
+    return one if state["on"] else other
+
+
+def whole(weights: list[torch.Tensor], state: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
+    made = x.sin()
+    return made if state["on"] else x
+
+
+def among_others(weights: list[torch.Tensor], state: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
+    """Also where what is returned instead is kept."""
+    one, other = x @ weights[0], x @ weights[1]
+    return (one if state["on"] else other) if one.numel() else one * other
+
+
+@POLICIES
+@pytest.mark.parametrize("pull", [by_vjp, by_vmap, by_second_order], ids=["vjp", "vmap", "second order"])
+@pytest.mark.parametrize("way", [result, part, whole, among_others])
+def test_another_result_raises(way: Any, pull: Any, policy: Any) -> None:
+    """The same ops, and then another of their results is returned."""
+    for _ in "12":
+        with pytest.raises(RematError, match="it returned another tensor"):
+            changed(way, pull, policy=policy)
+    stays = changed(way, lambda region, flip: pull(region, lambda on: None), policy=policy)
+    plain = changed(way, lambda region, flip: pull(region.__wrapped__, lambda on: None))
+    torch.testing.assert_close(stays, plain)
+
+
+@POLICIES
+@pytest.mark.parametrize("way", [result, part, whole, among_others])
+def test_another_result_in_plain_autograd(way: Any, policy: Any) -> None:
+    """The tape is what runs again: whatever was turned since makes no difference. A function that was seen to
+    call torch.func runs again itself."""
+
+    def pull(region: Callable[..., Any], flip: Callable[[bool], None]) -> torch.Tensor:
+        x = X.clone().requires_grad_()
+        out = region(x)
+        flip(False)
+        return torch.autograd.grad(out.sum(), x)[0]
+
+    def inside(weights: Any, state: Any, x: torch.Tensor) -> torch.Tensor:
+        torch.func.grad(lambda t: t.exp().sum())(x)
+        return way(weights, state, x)
+
+    for _ in "12":
+        same = changed(way, lambda region, flip: pull(region.__wrapped__, flip))
+        torch.testing.assert_close(changed(way, pull, policy=policy), same)
+
+    def again(region: Callable[..., Any], flip: Callable[[bool], None]) -> torch.Tensor:
+        pull(region, lambda on: None)  # teaches that it calls torch.func
+        return pull(region, flip)
+
+    with pytest.raises(RematError, match="it returned another tensor"):
+        changed(inside, again, policy=policy)
+
+
 @POLICIES
 def test_a_layer_that_is_drawn_by_python(policy: Any) -> None:
     layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(8)])

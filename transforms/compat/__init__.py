@@ -53,6 +53,7 @@ from remat.transforms.compat.autograd import (
     at_backward_end,  # run `callback` when the running backward pass ends
     at_function_apply,  # say what `autograd.Function.apply` goes on with below functorch levels
     autograd_again,  # undo `below_autograd` for hooks of the user's
+    batched_grads_around,  # how many calls with `is_grads_batched` are around
     below_autograd,  # within, ops make no nodes, whatever grad mode says
     below_levels,  # leave all functorch levels for a while
     depth,  # how many functorch levels are active, the number of the innermost one
@@ -98,7 +99,6 @@ from remat.transforms.compat.autograd import (
     set_version,  # let a tensor's version be another one
     tangent_of,  # what the innermost level pushes forward of a tensor of its own
     top_hooks,  # the innermost saved-tensor hooks of this thread
-    traced_as_it_runs,  # whether make_fx writes down what runs now, and no compiler has asked for it
     unwrap_batched,  # a vmap's tensor and its batch dimension
     unwrap_for_grad,  # take a level of grad off a tensor
     unwrap_if_dead,  # take dead wrappers off
@@ -172,6 +172,7 @@ from remat.transforms.compat.modes import (
     memory_is_real,  # whether new tensors have memory
     modes_active,  # how many dispatch modes are active, torch's own for tracing included
     outside_all_modes,  # step out of every dispatch mode and functorch level
+    traced_as_it_runs,  # whether make_fx writes down what runs now, and no compiler has asked for it
     uncompiled,  # a function of which Dynamo compiles no frame, nor of what it calls
     uncompiled_branches,  # keeps Dynamo from the branches of torch.cond
     unseen,  # within, ops on `tensor` reach no dispatch mode

@@ -112,16 +112,22 @@ version_kept: Callable[[torch.Tensor], contextlib.AbstractContextManager[Any]] =
 )
 
 
-class outside_batched_grads:  # a class, since every step of a scan enters it
-    """`is_grads_batched` is an old kind of vmap, and no op may draw there. What runs again is below it."""
+def batched_grads_around() -> int:
+    """How many calls with `is_grads_batched` are around: an old kind of vmap, in which no op may draw."""
+    torch._C._vmapmode_increment_nesting()
+    return torch._C._vmapmode_decrement_nesting()
 
-    def __enter__(self) -> None:
-        self.level = torch._C._vmapmode_increment_nesting()
-        for _ in range(self.level):
-            torch._C._vmapmode_decrement_nesting()
 
-    def __exit__(self, *raised: object) -> None:
-        for _ in range(self.level - 1):
+@contextlib.contextmanager
+def outside_batched_grads() -> Iterator[None]:
+    """What runs again is below such calls."""
+    level = batched_grads_around()
+    for _ in range(level):
+        torch._C._vmapmode_decrement_nesting()
+    try:
+        yield
+    finally:
+        for _ in range(level):
             torch._C._vmapmode_increment_nesting()
 
 
@@ -377,11 +383,6 @@ def batch_size(level: Any) -> Any:
 def is_tracing() -> bool:
     """Whether what runs now is being traced below autograd, functionalized, for a compiler."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None
-
-
-def traced_as_it_runs() -> bool:
-    """Whether make_fx writes down what runs now, and no compiler has asked for it."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None and not is_tracing()
 
 
 def depth() -> int:

@@ -26,7 +26,7 @@ from torch._ops import _compute_keyset
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from remat.transforms.compat.autograd import hooks_allowed, top_hooks
+from remat.transforms.compat.autograd import hooks_allowed, is_tracing, top_hooks
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -64,6 +64,11 @@ class DispatchMode(TorchDispatchMode):
         if "__torch_dispatch__" in cls.__dict__:
             # torch.cond compiles itself in eager code: Dynamo meets this frame below it, to be left alone.
             uncompiled(cls.__dict__["__torch_dispatch__"])
+
+
+def traced_as_it_runs() -> bool:
+    """Whether make_fx writes down what runs now, and no compiler has asked for it."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None and not is_tracing()
 
 
 # What torch.jit.trace writes to, None where it does not.

@@ -345,7 +345,7 @@ class FlatCall:
     def _leaving(self, results: list[torch.Tensor], operands: tuple[torch.Tensor, ...]) -> Any:
         outs = self.aliasing.leaving(results, operands)
         if self.family.results is not None:
-            self.family.results.met(outs)
+            self.family.results.met(outs, self.family.present)
         return outs
 
     def _tapped(self, run: Any, args: Any, kwargs: Any, table: dict[int, torch.Tensor]) -> tuple[Any, Any]:

@@ -20,11 +20,14 @@ from remat.transforms.compat import (
     has_tangent,
     in_forward_mode,
     is_wrapped,
+    memory_is_real,
     unwrap_once,
     unwrapped,
 )
-from remat.transforms.context import node_of, quiet
+from remat.transforms.context import active, node_of, quiet
+from remat.transforms.errors import RematError, not_repeated
 from remat.transforms.functorch.primitive import cut_off
+from remat.transforms.tape import Recorder, Replay
 
 Tensors = Sequence[torch.Tensor]
 
@@ -60,6 +63,27 @@ class HiddenBase(NamedTuple):
     at: int
     shape: tuple[int, ...]
     order: tuple[int, ...]
+
+
+class Returned:
+    """Which values leave the node, by their numbers on the tape of the forward; `met` finds them again.
+
+    A function may run the same ops and return another of their results: by a flag that was turned since.
+    """
+
+    def __init__(self, recorder: Recorder, outs: Tensors) -> None:
+        self.tape, self.numbers = recorder.tape, [recorder.number(t) for t in outs]
+
+    def met(self, outs: Tensors, present: Sequence[int] | None) -> None:
+        """The function returns `outs`, of which those at `present` are pulled back from; None: all are."""
+        replay = active.replays[-1][0] if active.replays else None
+        if not isinstance(replay, Replay) or replay.tape is not self.tape or replay.operands is None:
+            return
+        with functions_as_they_are():
+            found = [(self.numbers[i], unwrapped(outs[i])) for i in present or range(len(outs))]
+            unlike = replay.operands.unlike(found, replay.absent)
+        if unlike and memory_is_real():
+            raise RematError(not_repeated(self.tape.region, f"it returned {unlike}"))
 
 
 class Aliasing:

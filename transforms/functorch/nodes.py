@@ -34,6 +34,7 @@ from remat.transforms.compat import (
 )
 from remat.transforms.context import active, inside, ranks_met
 from remat.transforms.errors import RematError
+from remat.transforms.functorch.aliasing import Returned
 from remat.transforms.functorch.primitive import (
     Prim,
     PullBack,
@@ -114,9 +115,8 @@ def _keep(ctx: Any, prim: Prim, operands: Tensors, outs: Tensors, residuals: Res
         ctx.save_for_backward(*[t if is_wrapped(t) else written.get(i, t) for i, t in enumerate(operands)])
         return
     needed = [residuals is None or _is_read(residuals, t) for t in operands]
-    ctx.save_for_backward(
-        *[t if keep else hollow_operand(t) for t, keep in zip(operands, needed, strict=True)]
-    )
+    pairs = zip(operands, needed, strict=True)
+    ctx.save_for_backward(*[t if keep else hollow_operand(t) for t, keep in pairs])
 
 
 def _is_read(residuals: Residuals, tensor: torch.Tensor) -> bool:
@@ -348,7 +348,7 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
         family.watch, family.made = None, None
     bottoms = [unwrapped(t) if is_wrapped(t) else t for t in outs]
     recorded = Recorded(region, recorder, packed if watched else None, saved, bottoms, random)
-    family.results = compared(family, recorded, bottoms) if tape.loose else None
+    family.results = compared(family, recorded, bottoms) if tape.loose else Returned(recorder, bottoms)
     # Of several levels that differentiate, each has its own graph: then all is needed.
     if watched and len(reaches) == 1 and reaches[0].differ:
         recorded.reach = reaches[0]

@@ -12,6 +12,7 @@ import torch
 from remat.transforms.closure import Missed, read_again
 from remat.transforms.compat import (
     DispatchMode,
+    batched_grads_around,
     in_transform,
     is_batched_anyhow,
     is_legacy_batched,
@@ -51,17 +52,16 @@ class _Backward:
         cts: Sequence[torch.Tensor | None],
     ) -> None:
         self.scan, self.slots = scan, states
-        self.consts, _, self.xs = scan.split(flat)
+        self.consts, self.devices, self.xs = scan.split(flat)
         a, b, _ = scan.sizes
         self.needs = list(needs[:a]), list(needs[a : a + b]), list(needs[a + b :])
-        self.devices = scan.split(flat)[1]
         self.hand = State(0, [], None)  # nothing, until the first state is restored
         self.blocks: UnrolledStep | None = scan.blocks.at(self.consts) if scan.in_blocks else None
         self.tapes = scan.record.tapes
         self.coming: dict[int, Coming] = {}
-        needs_of = self.needs[0], self.needs[2]
+        self.needs_of = self.needs[0], self.needs[2]
         self.again: dict[int, list[Print]] = {}
-        self.one = None if scan.over or in_transform() else OneByOne(self.consts, needs_of)
+        self.one = None if scan.over or in_transform() else OneByOne(self.consts, self.needs_of)
         if self.blocks is not None:
             self.xs = dense(self.xs)
             self.device = flat[scan.sizes[0]].device
@@ -73,6 +73,7 @@ class _Backward:
         self.carry_cts, self.y_cts = list(cts[:count]), list(cts[count:])
         # Only then can a gradient have a batch dimension that plain memory refuses.
         given = [t for t in (*flat, *cts) if t is not None]
+        self.run: Any = outside_batched_grads()(with_step_note) if batched_grads_around() else with_step_note
         self.batched = in_transform() or any([is_wrapped(t) or is_legacy_batched(t) for t in given])
 
     def _x(self, step: int) -> list[torch.Tensor]:
@@ -152,8 +153,7 @@ class _Backward:
                 ys.append(y)
             return carry, ys
 
-        needs = self.needs[0], self.needs[2]
-        grads = pull(steps, self.consts, carry, rows, self.carry_cts, cts, needs, scan.over)
+        grads = pull(steps, self.consts, carry, rows, self.carry_cts, cts, self.needs_of, scan.over)
         self.carry_cts = grads[1]
         self._add_consts(grads[0])
         for k, row in zip(range(start, stop), grads[2], strict=True):
@@ -161,8 +161,7 @@ class _Backward:
         self.scan.tell("reverse", range(stop - 1, start - 1, -1))
 
     def _step(self, k: int, consts: Tensors, carry: Leaves, x: Tensors) -> tuple[Leaves, list[torch.Tensor]]:
-        with outside_batched_grads():
-            carry, ys = with_step_note(self.scan, k, consts, carry, x)
+        carry, ys = self.run(self.scan, k, consts, carry, x)
         if k + 1 in self.scan.record.seen:
             self.again[k + 1] = prints_of([*carry, *ys] if k + 1 == self.scan.length else carry)
         return carry, ys
@@ -234,7 +233,7 @@ class _Backward:
         given = dense([ct for ct in self.y_cts if ct is not None])
         rows, y_rows = list(self._rows(self.xs, start, stop)), list(self._rows(given, start, stop))
         y_cts: list[Any] = [None] * len(self.y_cts)
-        needs, sums, found = (self.needs[0], self.needs[2]), Sums(self.consts, self.const_grads), []
+        needs, sums, found = self.needs_of, Sums(self.consts, self.const_grads), []
         while rows:
             carry, tape = next(supply)
             for i, ct in zip(at, y_rows.pop(), strict=True):

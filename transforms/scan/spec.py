@@ -210,7 +210,7 @@ class Scan:
 
     def at(self, step: int) -> int:
         """The row of xs and ys that `step` works on."""
-        return self.length - 1 - step if self.spec.reverse else step
+        return step if not self.spec.reverse else self.length - 1 - step
 
     def zeros(self, like: torch.Tensor, rows: bool = False) -> torch.Tensor:
         """A gradient of zero of an operand, or of a row; `rows`: of all rows."""
