@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.func import vmap
 
-from remat import RematError, remat, save_matmuls, save_nothing, save_ops
+from remat import RematError, remat, save_all_but_names, save_everything, save_matmuls, save_nothing, save_ops
 
 POLICIES = pytest.mark.parametrize("policy", [save_nothing, save_matmuls], ids=["nothing", "matmuls"])
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
@@ -188,6 +188,35 @@ def test_another_result_in_plain_autograd(way: Any, policy: Any) -> None:
 
     with pytest.raises(RematError, match="it returned another tensor"):
         changed(inside, again, policy=policy)
+
+
+@pytest.mark.parametrize("policy", [save_nothing, save_everything, save_all_but_names("none")], ids=repr)
+@pytest.mark.parametrize("on", [True, False])
+@pytest.mark.filterwarnings("ignore:Policy")
+def test_results_that_are_views(on: bool, policy: Any) -> None:
+    """Of one that none of them is; kept views lie apart from it."""
+    state = {"on": True}
+
+    def fn(x: torch.Tensor) -> Any:
+        one = x.sin().mul_(2).add_(x)
+        other = x.cos().mul_(2).add_(x)
+        parts = one.split([1, 3], 1), other.split([1, 3], 1)
+        return parts[0 if state["on"] else 1]
+
+    def gradient(region: Callable[..., Any]) -> torch.Tensor:
+        state["on"] = True
+        out, back = vjp(lambda x: torch.cat(region(x), 1), X)
+        state["on"] = on
+        return back(torch.ones_like(out))[0]
+
+    plain = gradient(fn)
+    if on:
+        torch.testing.assert_close(gradient(remat(fn, policy=policy)), plain)
+        return
+    try:  # what is kept needs no second run
+        torch.testing.assert_close(gradient(remat(fn, policy=policy)), plain)
+    except RematError as error:
+        assert "it returned another tensor" in str(error)
 
 
 @POLICIES

@@ -343,9 +343,9 @@ class FlatCall:
         return stored
 
     def _leaving(self, results: list[torch.Tensor], operands: tuple[torch.Tensor, ...]) -> Any:
-        outs = self.aliasing.leaving(results, operands)
+        outs = self.aliasing.leaving(results, operands, self.family.present)
         if self.family.results is not None:
-            self.family.results.met(outs, self.family.present)
+            self.family.results.met(outs)
         return outs
 
     def _tapped(self, run: Any, args: Any, kwargs: Any, table: dict[int, torch.Tensor]) -> tuple[Any, Any]:

@@ -24,7 +24,7 @@ from remat.transforms.compat import (
     unwrap_once,
     unwrapped,
 )
-from remat.transforms.context import active, node_of, quiet
+from remat.transforms.context import enclosing, node_of, quiet
 from remat.transforms.errors import RematError, not_repeated
 from remat.transforms.functorch.primitive import cut_off
 from remat.transforms.tape import Recorder, Replay
@@ -65,27 +65,6 @@ class HiddenBase(NamedTuple):
     order: tuple[int, ...]
 
 
-class Returned:
-    """Which values leave the node, by their numbers on the tape of the forward; `met` finds them again.
-
-    A function may run the same ops and return another of their results: by a flag that was turned since.
-    """
-
-    def __init__(self, recorder: Recorder, outs: Tensors) -> None:
-        self.tape, self.numbers = recorder.tape, [recorder.number(t) for t in outs]
-
-    def met(self, outs: Tensors, present: Sequence[int] | None) -> None:
-        """The function returns `outs`, of which those at `present` are pulled back from; None: all are."""
-        replay = active.replays[-1][0] if active.replays else None
-        if not isinstance(replay, Replay) or replay.tape is not self.tape or replay.operands is None:
-            return
-        with functions_as_they_are():
-            found = [(self.numbers[i], unwrapped(outs[i])) for i in present or range(len(outs))]
-            unlike = replay.operands.unlike(found, replay.absent)
-        if unlike and memory_is_real():
-            raise RematError(not_repeated(self.tape.region, f"it returned {unlike}"))
-
-
 class Aliasing:
     """Which results of a region leave its node, and how the others are made of those.
 
@@ -94,24 +73,51 @@ class Aliasing:
 
     def __init__(self) -> None:
         self.known = False
+        # Which values of a tape the results are, where the run was recorded; None for aliases of some.
+        self.tape: Any = None
+        self.numbers: list[int | None] = []
         # For every result how to see it in another tensor, None where it leaves; None: all of them do.
         self.specs: list[AliasSpec | None] | None = None
         # Bases that leave the node too: each holds several results, and is none itself.
         self.hidden: list[HiddenBase] = []
 
-    def leaving(self, results: Tensors, operands: Tensors) -> tuple[torch.Tensor, ...]:
-        """What leaves the node."""
-        if not self.known:
-            self.known = True
-            # Asked of tensors whose attributes a torch-function mode would take for calls of the user's.
-            with functions_as_they_are():
+    def leaving(
+        self, results: Tensors, operands: Tensors, present: Sequence[int] | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """What leaves the node; `present`: those of it that are pulled back from, None for all."""
+        # Asked of tensors whose attributes a torch-function mode would take for calls of the user's.
+        with functions_as_they_are():
+            if not self.known:
+                self.known = True
                 self._learn(results, operands)
+            self._follow(results, present)
         if self.specs is None:
             return tuple(results)
         own = [t for t, spec in zip(results, self.specs, strict=True) if spec is None]
         bases = [self._hidden_base(hidden, results) for hidden in self.hidden]
         # torch.func differentiates no function without results.
         return (*own, *bases) or (quiet(torch.zeros, ()),)
+
+    def _follow(self, results: Tensors, present: Sequence[int] | None) -> None:
+        """Note which values are returned, or find the same in a later run: one of the same ops may return
+        another of their results, by a flag that was turned since."""
+        mode = enclosing()
+        if self.tape is None and isinstance(mode, Recorder) and mode.reruns:
+            self.tape, self.numbers = mode.tape, [mode.bound(unwrapped(t)) for t in results]
+        elif isinstance(mode, Replay) and mode.tape is self.tape and mode.operands is not None:
+            pulled = [(self.numbers[i], unwrapped(results[i])) for i in self._pulled(len(results), present)]
+            known = [(number, tensor) for number, tensor in pulled if number is not None]
+            if (unlike := mode.operands.unlike(known, mode.absent)) and memory_is_real():
+                raise RematError(not_repeated(mode.tape.region, f"it returned {unlike}"))
+
+    def _pulled(self, count: int, present: Sequence[int] | None) -> list[int]:
+        """Which of so many results are pulled back from."""
+        if self.specs is None:
+            return list(range(count) if present is None else present)
+        own = [i for i, spec in enumerate(self.specs) if spec is None]
+        left = [*own, *[hidden.number for hidden in self.hidden]]
+        taken = {i for at, i in enumerate(left) if present is None or at in present}
+        return [i for i, spec in enumerate(self.specs) if (i if spec is None else spec.base) in taken]
 
     def rebuilt(self, made: Tensors, operands: Tensors) -> list[torch.Tensor]:
         """All results, given what left the node."""

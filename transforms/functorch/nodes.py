@@ -34,7 +34,6 @@ from remat.transforms.compat import (
 )
 from remat.transforms.context import active, inside, ranks_met
 from remat.transforms.errors import RematError
-from remat.transforms.functorch.aliasing import Returned
 from remat.transforms.functorch.primitive import (
     Prim,
     PullBack,
@@ -348,7 +347,7 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
         family.watch, family.made = None, None
     bottoms = [unwrapped(t) if is_wrapped(t) else t for t in outs]
     recorded = Recorded(region, recorder, packed if watched else None, saved, bottoms, random)
-    family.results = compared(family, recorded, bottoms) if tape.loose else Returned(recorder, bottoms)
+    family.results = compared(family, recorded, bottoms) if tape.loose else None
     # Of several levels that differentiate, each has its own graph: then all is needed.
     if watched and len(reaches) == 1 and reaches[0].differ:
         recorded.reach = reaches[0]

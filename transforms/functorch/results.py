@@ -41,7 +41,7 @@ class Results:
         self.levels = 0  # of forward mode, around the first run
         self.before: Prints | None = None
 
-    def met(self, outs: Sequence[torch.Tensor], _: Sequence[int] | None = None) -> None:
+    def met(self, outs: Sequence[torch.Tensor]) -> None:
         """The function returns `outs`, under the levels at hand."""
         around = [number for number, kind, _ in levels() if kind == JVP][::-1]
         with torch.no_grad(), functions_as_they_are():
