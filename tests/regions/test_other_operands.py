@@ -128,6 +128,25 @@ def test_another_tensor_raises_in_plain_autograd_where_the_function_runs_again(w
     changed(raw, lambda region, flip: pull(region, lambda on: None))
 
 
+@pytest.mark.parametrize("around", [0, 1, 2])
+def test_a_tensor_that_is_replaced_while_the_forward_runs(around: int) -> None:
+    """A region that runs again inside of others compares what it captures, too, though these hold it."""
+    state = {"last": X[0].sigmoid()}
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        last, state["last"] = state["last"], x.detach().mean(0)
+        made = torch.empty(1)
+        made.numpy()[...] = 2.0
+        return remat(lambda h: (h.sin() * made).exp())(x * last)
+
+    region: Callable[..., Any] = remat(fn)
+    for _ in range(around):
+        region = remat(lambda x, inner=region: inner(x))
+    x = X.clone().requires_grad_()
+    with pytest.raises(RematError, match="put in the place of the forward's"):
+        torch.autograd.grad(region(x).sum(), x)
+
+
 def result(weights: list[torch.Tensor], state: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
     one, other = x.sin(), x.cos()
     return one if state["on"] else other

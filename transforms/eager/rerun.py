@@ -68,10 +68,8 @@ class Rerun:
         count = range(frame.tape.arguments)
         given = [frame.held[at].get(inputs, at).detach() for at in count]
         args, kwargs = inputs.rebuild(given)
-        for at, held in frame.held.items():
-            if at >= frame.tape.arguments and held.unpack is None:
-                # Only to see that it was not written to.
-                held.get(inputs, at)
+        # They were not written to, and the function has to find the same: regions around make theirs again.
+        captured = {at: held.get(inputs, at) for at, held in frame.held.items() if at >= frame.tape.arguments}
         inner, frame.inner = frame.inner, 0
         # What the function stores is stored by its forward; a later call may have stored other things since.
         stored = Bindings(reached(frame.region.function), states=True)
@@ -88,7 +86,7 @@ class Rerun:
                     stack.enter_context(context)
                 if frame.store is not None:
                     stack.enter_context(frame.store.fetched(None))
-                self.replay = None if frame.tape.loose else stack.enter_context(self._replay(given))
+                self.replay = None if frame.tape.loose else stack.enter_context(self._replay(given, captured))
                 self._call(args, kwargs)
         except Stop:
             pass
@@ -109,10 +107,9 @@ class Rerun:
         roots = {frame.tape.outside[at].root: held.packed for at, held in frame.held.items()}
         return [(roots[root], before) for root, before in frame.snapshots.items()]
 
-    def _replay(self, given: list[torch.Tensor]) -> Replay:
+    def _replay(self, given: list[torch.Tensor], captured: dict[int, torch.Tensor]) -> Replay:
         frame, region = self.frame, self.frame.region
         check, tape, casts = region.determinism_check != "none", frame.tape, frame.inputs.ambient.casts
-        outside = {at: h.packed for at, h in frame.held.items() if at >= tape.arguments and h.unpack is None}
         written = set(frame.snapshots)
         # A function that gives a tensor other memory does so again.
         compared = check and not frame.replaced
@@ -135,7 +132,7 @@ class Rerun:
             digest=region.digest,
             casts=casts,
             absent=self.absent,
-            operands=Operands(tape, given, outside, written, same) if compared else None,
+            operands=Operands(tape, given, captured, written, same) if compared else None,
         )
         replay.local = {}
         return replay
