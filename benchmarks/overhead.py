@@ -141,8 +141,10 @@ def times(steps: dict[str, Callable[[], None]], count: int) -> dict[str, float]:
 
 
 def targets(records: list[Record]) -> list[Target]:
-    """What issue 14 asks for, where every op is watched; the limits are part of the claim. (Issue 2 asked for 0.6,
-    0.6 and 0.7 of a way that watched none.)"""
+    """What issue 14 asks for, where every op is watched; the limits are part of the claim.
+
+    (Issue 2 asked for 0.6, 0.6 and 0.7, of a way that watched none.)
+    """
     over = [record for record in records if record.metric == "overhead per block"]
     pairs = [
         ("save_nothing", "torch_checkpoint", 0.9),
