@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import remat, save_matmuls, save_nothing
 from remat.transforms.compat import direct_call, modes
-from remat.transforms.eager import Frame
 from remat.transforms.ops import tensors_in
 from tests.helpers import gradients, same
 from tests.helpers import rand as values
@@ -26,38 +25,23 @@ def rand(*shape, seed=0):
     return values(*shape, seed=seed).requires_grad_()
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """Of each call its tape, and whether that is one of an earlier call."""
-    seen = []
-    forward = Frame.forward
-
-    def noting(self, args, kwargs, known):
-        out = forward(self, args, kwargs, known)
-        seen.append((self.tape, known is not None and self.tape is known.tape))
-        return out
-
-    monkeypatch.setattr(Frame, "forward", noting)
-    return seen
-
-
-def by_turns(calls, fn, turns, *args):
+def by_turns(forwards, fn, turns, *args):
     """Gradients of one region in calls that go this way and that, and only as the last one follow it."""
     for policy in (save_matmuls, save_nothing):
         way, leaves = [True], list(args)
         region = remat(lambda *args, way=way: fn(way[0], *args), policy=policy)
-        del calls[:]
+        del forwards[:]
         for way[0] in turns:
             same(gradients(region(*leaves), leaves), gradients(fn(way[0], *leaves), leaves))
     # (Of what leaves the tape of a policy nothing is learnt.)
-    assert [followed for _, followed in calls] == [False, *map(operator.eq, turns, turns[1:])]
+    assert [became == "followed" for became, _ in forwards] == [False, *map(operator.eq, turns, turns[1:])]
 
 
 # -- operands ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("turns", [(True, True, False, True), (False, False, True, False)])
-def test_an_operand_that_is_absent(calls, turns):
+def test_an_operand_that_is_absent(forwards, turns):
     """None is no captured tensor that has yet to come; autograd saves nothing that would tell."""
     w = rand(3, seed=1)
 
@@ -66,20 +50,20 @@ def test_an_operand_that_is_absent(calls, turns):
             norm = F.layer_norm(x, (3,), w if scaled else None)
         return (norm * x).exp() * w
 
-    by_turns(calls, fn, turns, rand(3, 3))
+    by_turns(forwards, fn, turns, rand(3, 3))
 
 
-def test_a_result_in_the_place_of_a_tensor_from_outside(calls):
+def test_a_result_in_the_place_of_a_tensor_from_outside(forwards):
     w = rand(3, seed=1)
 
     def fn(outside, x):
         h, k = x.sin(), x.cos()
         return (h * (w if outside else k)).exp()
 
-    by_turns(calls, fn, (True, True, False, True), rand(3))
+    by_turns(forwards, fn, (True, True, False, True), rand(3))
 
 
-def test_an_operand_whose_memory_is_another(calls):
+def test_an_operand_whose_memory_is_another(forwards):
     """The very object, after it was given other memory."""
     other = rand(3, seed=1).detach().untyped_storage()
 
@@ -90,10 +74,10 @@ def test_an_operand_whose_memory_is_another(calls):
                 h.set_(other, 0, (3,))  # type: ignore[reportCallIssue]
         return (h * x).exp()
 
-    by_turns(calls, fn, (True, True, False, True, True), rand(3))
+    by_turns(forwards, fn, (True, True, False, True, True), rand(3))
 
 
-def test_operands_that_others_refer_to(calls):
+def test_operands_that_others_refer_to(forwards):
     """A weak reference of somebody's own tells nothing of a tensor."""
     x, w, v = rand(3, 3), rand(3, 3, seed=1), rand(3, 3, seed=2)
     refs = [weakref.ref(t) for t in (x, w, v)]
@@ -101,7 +85,7 @@ def test_operands_that_others_refer_to(calls):
     def fn(first, x):
         return ((x @ (w if first else v)).sin() * w).exp() * v
 
-    by_turns(calls, fn, (True, True, False, False, True), x)
+    by_turns(forwards, fn, (True, True, False, False, True), x)
     assert all(ref() is not None for ref in refs)
 
 
@@ -137,13 +121,13 @@ def run(layers, policy):
 
 
 @pytest.mark.parametrize("policy", [save_nothing, save_matmuls])
-def test_layers_alike_have_one_tape(calls, policy):
+def test_layers_alike_have_one_tape(forwards, policy):
     layers = [Layer() for _ in range(3)]
     run(layers, policy)
-    assert len({id(tape) for tape, _ in calls[3:]}) == 1
+    assert len({id(tape) for _, tape in forwards[3:]}) == 1
     # Nothing of it outlives them.
-    ref = weakref.ref(calls[-1][0])
-    del layers, calls[:]
+    ref = weakref.ref(forwards[-1][1])
+    del layers, forwards[:]
     gc.collect()
     assert ref() is None
 
@@ -158,19 +142,19 @@ def test_layers_alike_have_one_tape(calls, policy):
     ],
     ids=["epsilon", "sign of zero", "type of a number", "dtype"],
 )
-def test_layers_that_differ_do_not(calls, layers):
+def test_layers_that_differ_do_not(forwards, layers):
     run(layers, save_nothing)
-    assert [followed for _, followed in calls] == [False, False, True, True]
-    assert calls[2][0] is not calls[3][0]
+    assert [became for became, _ in forwards] == ["recorded", "recorded", "followed", "followed"]
+    assert forwards[2][1] is not forwards[3][1]
 
 
-def test_a_layer_that_goes_another_way_leaves_the_others_on_their_tape(calls):
+def test_a_layer_that_goes_another_way_leaves_the_others_on_their_tape(forwards):
     layers = [Layer() for _ in range(3)]
     run(layers, save_matmuls)
     layers[1].scale = 3.0
-    del calls[:]
+    del forwards[:]
     run(layers, save_matmuls)
-    tapes = [tape for tape, _ in calls]
+    tapes = [tape for _, tape in forwards]
     assert tapes[0] is tapes[2] is tapes[3] is tapes[5]
     assert tapes[1] is not tapes[0] and tapes[4] is not tapes[0]
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.func import vmap
+from torch.utils.checkpoint import checkpoint
 
 from remat import RematError, remat, save_all_but_names, save_everything, save_matmuls, save_nothing, save_ops
 
@@ -145,6 +146,30 @@ def test_a_tensor_that_is_replaced_while_the_forward_runs(around: int) -> None:
     x = X.clone().requires_grad_()
     with pytest.raises(RematError, match="put in the place of the forward's"):
         torch.autograd.grad(region(x).sum(), x)
+
+
+@pytest.mark.parametrize("around", [0, 1])
+def test_what_hooks_of_the_user_hold_is_asked_for_once(around: int) -> None:
+    """As torch's checkpoint gives it: a region there that runs again reads what it captures itself."""
+
+    def fn(x: torch.Tensor, wrap: Callable[..., Any]) -> torch.Tensor:
+        h, k, c = x.sin(), x.tanh(), X.cos()
+
+        def region(a: torch.Tensor) -> torch.Tensor:
+            made = torch.empty(1)
+            made.numpy()[...] = 2.0
+            return a.exp() * k * made * c
+
+        return wrap(region)(h).sum()
+
+    def regions(x: torch.Tensor) -> torch.Tensor:
+        return (remat(fn) if around else fn)(x, remat)
+
+    x = X.clone().requires_grad_()
+    for _ in "12":
+        out = checkpoint(regions, x, use_reentrant=False)
+        got, want = (torch.autograd.grad(o, x)[0] for o in (out, fn(x, lambda f: f)))
+        torch.testing.assert_close(got, want)
 
 
 def result(weights: list[torch.Tensor], state: dict[str, Any], x: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from remat.transforms.closure import Bindings, reached, standing_in
 from remat.transforms.compat import set_grad_enabled, unseen
 from remat.transforms.context import quiet, run_innermost, scoped
-from remat.transforms.eager.saved import hook, unhook
+from remat.transforms.eager.saved import hook, unhook, users
 from remat.transforms.errors import RematError, not_repeated
 from remat.transforms.ops import Operands, storage
 from remat.transforms.pytree import flatten
@@ -68,8 +68,14 @@ class Rerun:
         count = range(frame.tape.arguments)
         given = [frame.held[at].get(inputs, at).detach() for at in count]
         args, kwargs = inputs.rebuild(given)
-        # They were not written to, and the function has to find the same: regions around make theirs again.
-        captured = {at: held.get(inputs, at) for at, held in frame.held.items() if at >= frame.tape.arguments}
+        # They were not written to, and the function has to find the same. Regions around make theirs again;
+        # hooks of the user's, such as those of torch's checkpoint, may give each once.
+        free = users(inputs.hooks) is None
+        captured = {
+            at: held.get(inputs, at)
+            for at, held in frame.held.items()
+            if at >= frame.tape.arguments and (free or held.unpack is None)
+        }
         inner, frame.inner = frame.inner, 0
         # What the function stores is stored by its forward; a later call may have stored other things since.
         stored = Bindings(reached(frame.region.function), states=True)

@@ -54,14 +54,14 @@ class _Backward:
         self.scan, self.slots = scan, states
         self.consts, self.devices, self.xs = scan.split(flat)
         a, b, _ = scan.sizes
-        self.needs = list(needs[:a]), list(needs[a : a + b]), list(needs[a + b :])
+        self.needs = list(needs[:a]), list(needs[a + b :])  # of consts and of xs
         self.hand = State(0, [], None)  # nothing, until the first state is restored
         self.blocks: UnrolledStep | None = scan.blocks.at(self.consts) if scan.in_blocks else None
         self.tapes = scan.record.tapes
+        self.run: Any = outside_batched_grads()(with_step_note) if batched_grads_around() else with_step_note
         self.coming: dict[int, Coming] = {}
-        self.needs_of = self.needs[0], self.needs[2]
         self.again: dict[int, list[Print]] = {}
-        self.one = None if scan.over or in_transform() else OneByOne(self.consts, self.needs_of)
+        self.one = None if scan.over or in_transform() else OneByOne(self.consts, self.needs)
         if self.blocks is not None:
             self.xs = dense(self.xs)
             self.device = flat[scan.sizes[0]].device
@@ -73,7 +73,6 @@ class _Backward:
         self.carry_cts, self.y_cts = list(cts[:count]), list(cts[count:])
         # Only then can a gradient have a batch dimension that plain memory refuses.
         given = [t for t in (*flat, *cts) if t is not None]
-        self.run: Any = outside_batched_grads()(with_step_note) if batched_grads_around() else with_step_note
         self.batched = in_transform() or any([is_wrapped(t) or is_legacy_batched(t) for t in given])
 
     def _x(self, step: int) -> list[torch.Tensor]:
@@ -153,7 +152,7 @@ class _Backward:
                 ys.append(y)
             return carry, ys
 
-        grads = pull(steps, self.consts, carry, rows, self.carry_cts, cts, self.needs_of, scan.over)
+        grads = pull(steps, self.consts, carry, rows, self.carry_cts, cts, self.needs, scan.over)
         self.carry_cts = grads[1]
         self._add_consts(grads[0])
         for k, row in zip(range(start, stop), grads[2], strict=True):
@@ -233,12 +232,13 @@ class _Backward:
         given = dense([ct for ct in self.y_cts if ct is not None])
         rows, y_rows = list(self._rows(self.xs, start, stop)), list(self._rows(given, start, stop))
         y_cts: list[Any] = [None] * len(self.y_cts)
-        needs, sums, found = self.needs_of, Sums(self.consts, self.const_grads), []
+        sums, found = Sums(self.consts, self.const_grads), []
         while rows:
             carry, tape = next(supply)
             for i, ct in zip(at, y_rows.pop(), strict=True):
                 y_cts[i] = ct
-            self.carry_cts, by_x = blocks.pull(carry, rows.pop(), tape, (self.carry_cts, y_cts), needs, sums)
+            cts = self.carry_cts, y_cts
+            self.carry_cts, by_x = blocks.pull(carry, rows.pop(), tape, cts, self.needs, sums)
             found.append(by_x)
         self.const_grads = sums.result()
         for i in range(len(self.xs)):

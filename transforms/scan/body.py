@@ -103,13 +103,10 @@ class Body:
         """A later step whose carry and y are single leaves: checked by hand, as small steps take longer to
         check than to run."""
         (state,) = carry
-        counts = type(state) is torch.Tensor and not function_modes() and not is_wrapped(state)
-        counts = counts and not state.is_inference()
-        before = state._version if counts else version(state)
+        before = version(state)
         out = self.function(state, row)
         note(None)
-        written = (state._version if counts else version(state)) != before
-        if type(out) is tuple and len(out) == 2 and not written and self.ys is not None:
+        if type(out) is tuple and len(out) == 2 and version(state) == before and self.ys is not None:
             new, y = out
             if type(new) is torch.Tensor and (new.shape, new.dtype) == self.spec.carry.kinds[0]:
                 if y is None and self.ys.kinds[0] is type(None):

@@ -356,7 +356,7 @@ class GuardMode(Recorder):
         expected, count = self.expected, self.at
         if expected is None:
             return
-        _ = self._numbers  # all that is there enters the table
+        living = list(self._numbers.living())
         self.expected = None
         quiet(self.leaving)
         tape = expected.prefix(count, self.packs, self.named)
@@ -366,7 +366,7 @@ class GuardMode(Recorder):
             if i in self.kept:
                 self._kept_in.setdefault(node.root, []).append(i)
         self.tape = tape
-        for tensor, number in self._numbers.living():
+        for tensor, number in living:
             if (memory := memory_of(tensor)) is not None:
                 self._remember(memory, tape.root_of(number), number, tensor)
         if self.keeps_decisions:
