@@ -217,25 +217,6 @@ def private_torch(path: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, ".".join([roots[inner.id], *chain])
 
 
-def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """The lines of a function without its decorators and its docstring."""
-    assert function.end_lineno is not None
-    count = function.end_lineno - function.lineno + 1
-    first = function.body[0]
-    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-        if isinstance(first.value.value, str) and first.end_lineno is not None:
-            count -= first.end_lineno - first.lineno + 1
-    return count
-
-
-def functions() -> Iterator[tuple[str, int]]:
-    """`module:name` of every function, methods and inner ones too, and its lines."""
-    for module, path in modules().items():
-        for node in ast.walk(tree(path)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                yield f"{module}:{node.name}", lines_of(node)
-
-
 def classes() -> Iterator[tuple[str, str]]:
     """The name of every class, and the module that defines it."""
     for module, path in modules().items():
