@@ -18,7 +18,16 @@ from remat._dynamo import call_planned, call_region, needs_call, wrap
 from remat._forced import forced
 from remat._inspect import logger, told, wanted
 from remat.policies import Policy, PolicySelector, save_everything, save_nothing
-from remat.transforms import RematError, register
+from remat.transforms import (
+    RematError,
+    blank,
+    names_of,
+    register,
+    set_class,
+    subclass,
+    subclasses,
+    unannounced,
+)
 from remat.transforms.compat import unmarked
 from remat.transforms.entry import Graph, outermost, run, run_transparently
 from remat.transforms.region import Region, checksum, choosing
@@ -198,6 +207,7 @@ class BoundRegion:
         return f"remat({self.__wrapped__!r}, policy={self._options.policy!r})"  # type: ignore[attr-defined]
 
 
+@unannounced
 class ModuleView(torch.nn.Module):
     """Mixed into the class of what `remat` makes of a module: the same module to all but calls.
 
@@ -219,7 +229,7 @@ class ModuleView(torch.nn.Module):
 
     @__class__.setter
     def __class__(self, cls: Any) -> None:
-        vars(object)["__class__"].__set__(self, cls)
+        set_class(self, cls)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _wrap, self._remat[:2]
@@ -230,7 +240,7 @@ class ModuleView(torch.nn.Module):
 
 def _module_view(module: torch.nn.Module, options: Options, run: Callable[..., Any]) -> torch.nn.Module:
     kind = type(module) if isinstance(module, ModuleView) else _view_class(type(module))
-    view = kind.__new__(kind)
+    view = blank(kind)
     object.__setattr__(view, "__dict__", module.__dict__)
     object.__setattr__(view, "_remat", (module, options, run))
     return view
@@ -238,8 +248,8 @@ def _module_view(module: torch.nn.Module, options: Options, run: Callable[..., A
 
 def _view_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
     # A class knows its subclasses, and does not hold them.
-    for made in cls.__subclasses__():
-        if made.__dict__.get("_remat_view_of") is cls:
+    for made in subclasses(cls):
+        if names_of(made).get("_remat_view_of") is cls:
             return made
 
     @functools.wraps(cls.forward)
@@ -247,16 +257,8 @@ def _view_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
         return self._remat[2](*args, **kwargs)
 
     # Hooks run inside of the region, where the module itself is called.
-    about = {
-        "__slots__": ("_remat",),
-        "_remat_view_of": cls,
-        "__module__": cls.__module__,
-        "__doc__": cls.__doc__,
-    }
-    about |= dict.fromkeys(("forward", "__call__", "_call_impl"), forward)
-    made = types.new_class(cls.__name__, (ModuleView, cls), exec_body=lambda names: names.update(about))
-    made.__qualname__ = cls.__qualname__
-    return made
+    about = {"__slots__": ("_remat",), "_remat_view_of": cls}
+    return subclass(cls, ModuleView, about | dict.fromkeys(("forward", "__call__", "_call_impl"), forward))
 
 
 # What a call of a function makes that runs later, by the flag of its code.

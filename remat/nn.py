@@ -16,7 +16,7 @@ import torch
 from remat._api import remat
 from remat._region import ModuleView
 from remat.policies import PolicyLike, policy_given, save_nothing
-from remat.transforms import RematError
+from remat.transforms import RematError, blank, names_of, set_class, subclass, subclasses, unannounced
 
 __all__ = ["LayerError", "apply", "apply_to", "regions", "remove"]
 
@@ -153,9 +153,8 @@ def apply_to(module: M, *, policy: PolicyLike | None = save_nothing, **options: 
     remove_from(module)
     # Alike for all layers of a class, whose compiled graphs are then copies of one.
     settings.setdefault("name", type(module).__name__)
-    module._remat_settings = settings  # type: ignore[assignment]
-    made: Any = _region_class(type(module))
-    module.__class__ = made
+    module.__dict__["_remat_settings"] = settings
+    set_class(module, _region_class(type(module)))
     return module
 
 
@@ -197,6 +196,7 @@ def _named(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     return cast("Iterator[tuple[str, torch.nn.Module]]", model.named_modules())
 
 
+@unannounced
 class Region(torch.nn.Module):
     """Mixed into the class of a module whose forward is a region."""
 
@@ -214,8 +214,8 @@ class Region(torch.nn.Module):
 
 def _region_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
     # A class knows its subclasses, and does not hold them.
-    for made in cls.__subclasses__():
-        if made.__dict__.get("_remat_class") is cls:
+    for made in subclasses(cls):
+        if names_of(made).get("_remat_class") is cls:
             return made
 
     # A subclass, not a wrapper, as FSDP2 does: the names of parameters stay. And not an attribute of the
@@ -226,15 +226,11 @@ def _region_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
         return remat(self._remat_forward, **self._remat_settings)(*args, **kwargs)  # type: ignore[call-overload]
 
     about = {"forward": forward, "_remat_forward": cls.forward, "_remat_class": cls}
-    about |= {"__module__": cls.__module__, "__doc__": cls.__doc__}
-    made = type(cls.__name__, (Region, cls), about)
-    made.__qualname__ = cls.__qualname__
-    return made
+    return subclass(cls, Region, about)
 
 
 def _blank(cls: type[torch.nn.Module]) -> torch.nn.Module:
-    region = _region_class(cls)
-    return region.__new__(region)
+    return blank(_region_class(cls))
 
 
 def remove_from(module: torch.nn.Module) -> None:
@@ -245,8 +241,8 @@ def remove_from(module: torch.nn.Module) -> None:
                 f"{type(module).__name__} was made from a region's class (by fully_shard, say): call "
                 "remat.nn.apply before that, and once."
             )
-        module.__class__ = module._remat_class  # type: ignore[assignment]
-        del module._remat_settings
+        set_class(module, module._remat_class)
+        del module.__dict__["_remat_settings"]
 
 
 def _fits(layers: Layers, name: str, module: torch.nn.Module) -> bool:

@@ -33,6 +33,26 @@ from remat.transforms.grad import (
     replace_arguments,  # the arguments with those to differentiate exchanged
     value_and_grad,  # the value and the gradient of a scalar function, value first
 )
+from remat.transforms.objects import (
+    attributes,  # the attributes that an object has of its own
+    blank,  # an instance that no constructor has seen
+    container_of,  # the built-in container that an object's class is, or derives from
+    held,  # all that an object holds
+    in_slot,  # what a slot of an object holds
+    is_a,  # `isinstance` by the class that an object has, not by the one that it shows
+    is_module,  # whether an object is a module
+    is_tensor,  # whether an object is a tensor
+    items,  # what a container holds, of a dict the values
+    length,  # how many items a container has, whatever its class says
+    modules_in,  # modules and those in them
+    names_of,  # what a class itself defines, past its metaclass
+    set_class,  # give an object another class
+    slots,  # the slots of an object's class
+    subclass,  # a subclass that no registry or metaclass hears of
+    subclasses,  # the classes that derive from one
+    tables_of,  # a module's parameters, buffers and modules by name
+    unannounced,  # make a mixin whose subclasses users' classes do not hear of
+)
 from remat.transforms.ops import (
     draws,  # whether this call of a random op really draws numbers
     metadata,  # the results of an op with their tensors replaced by their metadata
