@@ -15,7 +15,15 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.overrides import TorchFunctionMode
 
-from remat.transforms.compat import DispatchMode, functions_as_they_are, profiling, sharding_aside
+from remat.transforms.compat import (
+    DispatchMode,
+    function_state,
+    functions_as_they_are,
+    functions_off,
+    profiling,
+    set_function_state,
+    sharding_aside,
+)
 from remat.transforms.sharded import is_wrapper, local_tensors, wraps
 
 if TYPE_CHECKING:
@@ -43,6 +51,7 @@ class _Active(threading.local):
     # "inner" where one does; None in plain autograd. And whether levels around differentiate that run, too.
     leveled: tuple[str, bool] | None = None
     again: Any = None  # of what calls have taught: how much of it a function that runs again may know
+    functions: Any = None  # whether torch functions ask modes in the user's code, where the engine's ask none
     owner: list[Any] | None = None  # holds what must live as long as the steps that are being compiled
 
     def __init__(self) -> None:
@@ -279,6 +288,40 @@ def quiet(function: Callable[..., Any], *args: Any) -> Any:
         active.quiet = before
 
 
+@contextlib.contextmanager
+def past_function_modes() -> Iterator[None]:
+    """Within, the engine works: the user's torch-function modes see the calls of the user's code alone."""
+    state, before = function_state(), active.functions
+    set_function_state(functions_off)
+    active.functions = state
+    try:
+        yield
+    finally:
+        active.functions = before
+        set_function_state(state)
+
+
+@contextlib.contextmanager
+def _functions_on() -> Iterator[None]:
+    """Within, the user's code runs, as it would without the engine around."""
+    state, before = function_state(), active.functions
+    set_function_state(before)
+    active.functions = None
+    try:
+        yield
+    finally:
+        active.functions = before
+        set_function_state(state)
+
+
+def of_users(function: Callable[..., Any], *args: Any) -> Any:
+    """Run what is the user's, or runs what is, so that the user's torch-function modes see it."""
+    if active.functions is None:
+        return function(*args)
+    with _functions_on():
+        return function(*args)
+
+
 def node_of(tensor: torch.Tensor) -> Any:
     """The autograd node of a tensor. No torch-function mode, such as that of a region around, sees us ask."""
     with functions_as_they_are():
@@ -298,6 +341,9 @@ def run_innermost(
     function: Callable[..., Any], selects: bool, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
     """Call a region's function as a part of a recording or of a recomputation; `selects`: it has a policy."""
+    if active.functions is not None:
+        with _functions_on():
+            return run_innermost(function, selects, args, kwargs)
     before = active.selecting
     if not selects and not before:
         return function(*args, **kwargs)

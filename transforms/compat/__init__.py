@@ -6,13 +6,16 @@ from remat.transforms.compat.ambient import (
     bits,  # whether the numbers in a tensor's memory stand for their conjugates, and for their negatives
     data_of,  # the data of a tensor, of which no torch-function mode is told
     function_mode_at,  # the torch-function mode at this place, from the outermost
-    function_mode_on,  # put a torch-function mode on top
     function_modes,  # how many torch-function modes are active
+    function_stack,  # have these torch-function modes on and no others
+    function_state,  # whether torch functions ask their modes and subclasses
     functions_as_they_are,  # a context without torch-function modes
+    functions_off,  # that state where they do not
     is_strided,  # whether `value` is a tensor with one block of memory behind it
     module_hooks,  # the tables of the hooks that run for every module
     modules_watched,  # whether any global module hook is set
     set_data,  # give a tensor other data, of which no torch-function mode is told
+    set_function_state,  # set whether torch functions ask their modes and subclasses
     set_grad_enabled,  # what torch.set_grad_enabled calls, without an object for the way back
     storage_key,  # an address that aliases share
     switches,  # (read, write) of what changes which kernel an op picks

@@ -7,7 +7,7 @@ name was tried on 2.11.0, 2.13.0 and 2.15.0 (CPU), by the whole test suite.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,12 +20,20 @@ from torch.utils import _pytree as torch_pytree  # noqa: F401  (its registry of 
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 # Whether autocast is on for any device.
 autocasting: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+
+def _set_warn_only(value: bool) -> None:
+    torch.use_deterministic_algorithms(torch._C._get_deterministic_algorithms(), warn_only=value)
+
+
 # (read, write) of every global that changes which kernel an op picks or what a factory makes. A region that
 # saw another value in its forward would otherwise replay other ops, or other numbers. The private readers are
 # what the public ones call: they are called for every region, and those are Python functions.
 switches: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch._C._get_deterministic_algorithms, torch.use_deterministic_algorithms),
+    # (After the one above, which writes both.)
+    (torch._C._get_deterministic_algorithms_warn_only, _set_warn_only),
     (torch._C._get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (torch._C._get_flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
     (torch._C._get_math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
@@ -46,13 +54,21 @@ DeviceContext = torch.utils._device.DeviceContext
 
 
 @contextlib.contextmanager
-def function_mode_on(mode: Any) -> Iterator[None]:
-    """Put a torch-function mode on top, without what its class does when it is entered."""
-    torch._C._push_on_torch_function_stack(mode)
+def function_stack(modes: Sequence[Any]) -> Iterator[None]:
+    """Have these torch-function modes on and no others; what their classes do when entered is not done."""
+    before = [function_mode_at(i) for i in range(function_modes())]
+    _put_on(modes)
     try:
         yield
     finally:
+        _put_on(before)
+
+
+def _put_on(modes: Sequence[Any]) -> None:
+    for _ in range(function_modes()):
         torch._C._pop_torch_function_stack()
+    for mode in modes:
+        torch._C._push_on_torch_function_stack(mode)
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -74,6 +90,11 @@ def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
         tensor.data = data
 
 
+# Whether torch functions ask modes and subclasses, and how it is set (the classes for contexts cannot go
+# back to a state that the user has set).
+function_state: Callable[[], Any] = torch._C._get_torch_function_state  # pyright: ignore[reportAttributeAccessIssue]
+set_function_state: Callable[[Any], None] = torch._C._set_torch_function_state  # pyright: ignore[reportAttributeAccessIssue]
+functions_off: Any = torch._C._TorchFunctionState.ALL_DISABLED  # pyright: ignore[reportAttributeAccessIssue]
 # A context in which no torch-function mode answers for an attribute such as `requires_grad`.
 functions_as_they_are: Callable[[], contextlib.AbstractContextManager[None]] = torch._C.DisableTorchFunction
 

@@ -22,6 +22,7 @@ from remat.transforms.compat import (
     below_autograd,
     below_levels,
     bookkeeping_aside,
+    functions_as_they_are,
     graph_kept,
     graph_task,
     in_transform,
@@ -336,7 +337,8 @@ class Frame(Packer):
         if self.store is not None:
             contexts.append(self.store.fetched(program.kept))
         try:
-            with all_of(contexts) if contexts else _NOTHING, below_autograd():
+            # Modes and subclasses were asked in the forward, and what they did is on the tape.
+            with all_of(contexts) if contexts else _NOTHING, below_autograd(), functions_as_they_are():
                 return program.run(there, take, random, self.region.digest, self.region.shares)
         finally:
             end()

@@ -33,6 +33,7 @@ from remat.transforms.compat import (
     VMAP,
     allow_hooks,
     below_levels,
+    function_modes,
     functions_as_they_are,
     hooks_disabled,
     in_transform,
@@ -53,7 +54,9 @@ from remat.transforms.context import (
     enclosing,
     inside,
     labelled,
+    of_users,
     on_scratch,
+    past_function_modes,
     planning,
     quiet,
     recordings,
@@ -105,6 +108,9 @@ def run(
     unhooked = hooks_disabled() is not None or (modes_active() and is_tracing())
     if unhooked or (active.stack and watched()) or (region.cache.uses_func and region.cache.knew_func()):
         return _run_primitive(region if bind is None else bind(), args, kwargs)
+    if function_modes():
+        with past_function_modes():
+            return _run_frame(region, args, kwargs, bind)
     return _run_frame(region, args, kwargs, bind)
 
 
@@ -145,7 +151,7 @@ def _run_frame(
     if key is not None and enclosing() is not None and (selective_around() or on_scratch()):
         key = None  # what a region around keeps, or has copies of, decides what this one computes again
     if bind is not None:
-        region = inputs.region = bind(inputs, key)
+        region = inputs.region = of_users(bind, inputs, key)
         key = None if region.key is None else key
     known = None if key is None else region.traces.get(key)
     frame = Frame(inputs)

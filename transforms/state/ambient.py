@@ -14,10 +14,9 @@ from remat.transforms.compat import (
     DeviceContext,
     autocasting,
     function_mode_at,
-    function_mode_on,
     function_modes,
+    function_stack,
     functions_as_they_are,
-    graph_task,
     in_transform,
     is_legacy_batched,
     modes_active,
@@ -58,7 +57,8 @@ class Ambient:
 
     @contextlib.contextmanager
     def restored(self, casts: bool = True) -> Iterator[None]:
-        """Put it back for a while; without `casts` for ops below autocast, among which the casts are."""
+        """Put it back for a while; without `casts` for ops below autocast and below torch functions, whose
+        casts and modes have had their say."""
         with contextlib.ExitStack() as stack:
             stack.callback(_write_switches, [read() for read in _READERS])
             _write_switches(self.switches)
@@ -67,10 +67,18 @@ class Ambient:
             before = user_modes() if self.captured else ()
             for replay, captured in self.captured:
                 stack.enter_context(replay(captured))
-            # Who has a mode put back by a replay of theirs needs no second one.
-            put_back = {type(mode) for mode in user_modes() if mode not in before} if self.captured else ()
-            stack.enter_context(modes_again([mode for mode in self.modes if type(mode) not in put_back]))
+            if casts:
+                # Who has a mode put back by a replay of theirs needs no second one.
+                again = [mode for mode in user_modes() if mode not in before] if self.captured else []
+                kinds = {type(mode) for mode in again}
+                own = [mode for mode in self.modes if type(mode) not in kinds]
+                stack.enter_context(just_these_modes([*own, *again]))
             yield
+
+    def switches_differ(self) -> bool:
+        """Whether a switch is turned otherwise now. A hook of the user's may turn one between two nodes of a
+        pass, so each recomputation reads them."""
+        return [read() for read in _READERS] != self.switches
 
     def must_be_restored(self) -> bool:
         """Whether a recomputation at this point must restore it; with autocast always."""
@@ -78,7 +86,7 @@ class Ambient:
 
     def differs(self) -> bool:
         """Whether the present state is another than the snapshot."""
-        if self.captured or _switches_now() != self.switches or (self.modes and self.modes != user_modes()):
+        if self.captured or self.switches_differ() or self.modes != user_modes():
             return True
         if not self.casts and not autocasting():
             return False
@@ -98,38 +106,46 @@ def switches_put_back() -> Iterator[None]:
 def user_modes() -> tuple[Any, ...]:
     """The user's torch-function modes that are on, the outermost first, and in the place of a default device
     the device. Those of torch and of regions are not the user's."""
-    if not (count := function_modes()):
+    if not function_modes():
         return ()
-    found = [function_mode_at(i) for i in range(count)]
-    return tuple(
-        mode.device if isinstance(mode, DeviceContext) else mode
-        for mode in found
-        if isinstance(mode, DeviceContext) or not type(mode).__module__.startswith(("torch.", "remat."))
-    )
+    found = filter(_is_users, _stack())
+    return tuple([mode.device if isinstance(mode, DeviceContext) else mode for mode in found])
 
 
 @contextlib.contextmanager
 def modes_again(modes: Sequence[Any]) -> Iterator[None]:
     """Within, these are on, too."""
     there = user_modes() if modes else ()
-    with contextlib.ExitStack() as stack:
-        for mode in modes:
-            if mode not in there:
-                stack.enter_context(mode if isinstance(mode, torch.device) else function_mode_on(mode))
+    if not (missing := [mode for mode in modes if mode not in there]):
+        yield
+        return
+    with function_stack([*_stack(), *map(_entered, missing)]):
         yield
 
 
-# The backward pass at hand, and the switches as its first recomputation found them: nobody turns them between
-# two nodes of one pass, and all those reads take as long as a small op.
-_found: tuple[int, list[Any]] = (-1, [])
+@contextlib.contextmanager
+def just_these_modes(modes: Sequence[Any]) -> Iterator[None]:
+    """Within, these of the user's torch-function modes are on and no others; those of torch and of regions
+    stay."""
+    if tuple(modes) == user_modes():
+        yield
+        return
+    others = [mode for mode in _stack() if not _is_users(mode)]
+    with function_stack([*map(_entered, modes), *others]):
+        yield
 
 
-def _switches_now() -> list[Any]:
-    global _found
-    task, found = graph_task(), _found
-    if task == -1 or task != found[0]:
-        found = _found = (task, [read() for read in _READERS])
-    return found[1]
+def _stack() -> list[Any]:
+    """The torch-function modes that are on, the outermost first."""
+    return [function_mode_at(i) for i in range(function_modes())]
+
+
+def _is_users(mode: Any) -> bool:
+    return isinstance(mode, DeviceContext) or not type(mode).__module__.startswith(("torch.", "remat."))
+
+
+def _entered(mode: Any) -> Any:
+    return DeviceContext(mode) if isinstance(mode, torch.device) else mode
 
 
 def _autocast_dtype(kind: str) -> torch.dtype | None:
@@ -138,8 +154,6 @@ def _autocast_dtype(kind: str) -> torch.dtype | None:
 
 
 def _write_switches(values: Sequence[Any]) -> None:
-    global _found
-    _found = (-1, [])
     for (read, write), value in zip(switches, values, strict=True):
         if read() != value:
             write(value)
