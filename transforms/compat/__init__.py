@@ -188,6 +188,9 @@ from remat.transforms.compat.nested import (
     unmarked,  # the function that `torch.compiler.nested_compile_region` has marked
     written_in,  # a graph with all calls of subgraphs written in
 )
+from remat.transforms.compat.optimizers import (
+    watch_fused_steps,  # tell of the parameters that a fused optimizer has written to
+)
 from remat.transforms.compat.sharding import (
     Meeting,  # a group of ranks, and the store by which it has met
     accumulating,  # the leaves of a wrapped module that gradients come to

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -64,7 +65,17 @@ from remat.transforms.ops import storage
 from remat.transforms.region import CachedTrace, compare, recomputing, unmet
 from remat.transforms.sharded import PLAIN, Wrapper, wraps
 from remat.transforms.state import generators_again
-from remat.transforms.tape import GuardMode, Held, Needs, Program, Reachability, Recorder, Tape
+from remat.transforms.tape import (
+    GuardMode,
+    Held,
+    Needs,
+    Program,
+    Reachability,
+    Recorder,
+    Tape,
+    holders,
+    holds,
+)
 
 _NOTHING = contextlib.nullcontext()
 
@@ -160,6 +171,7 @@ class Frame(Packer):
                 recorder.leave()
                 self.tape = recorder.tape
                 settle(self, recorder, out)
+                holds(self)
                 compare(self, recorder, out)
             hold_kept(self, recorder, out)
         except BaseException:
@@ -240,10 +252,17 @@ class Frame(Packer):
                     written = root in recorder.moved or (bool(raw) and storage(tensor) in raw)
             around = recorder.around(tensor) if recorder.local else tensor
             self.held[at] = SavedInput(tensor, inputs.hooks, written, around)
+        if self.held:
+            holders.add(weakref.ref(self, holders.discard))
         self.random = recorder.random if self.kept or self.program is None or self.program.draws else {}
         if self.kept and self.program is not None:
             # After what is kept was let go of, all may be asked for once more, and drawn again.
             self.dropped = dropped_inputs(self, recorder)
+
+    def memories(self) -> Iterator[int]:
+        """The storages of what it holds from outside, where versions tell of writes."""
+        yield from [storage(held.packed) for held in self.held.values() if held.version >= 0]
+        yield from [storage(t) for d in self.dropped.values() if (t := d.tensor()) is not None]
 
     def hold_residuals(self, residuals: Residuals) -> None:
         """Hold all that autograd saves as it is."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -38,6 +39,7 @@ from remat.transforms.scan.spec import (
 from remat.transforms.scan.vjp import OneByOne, pull
 from remat.transforms.sharded import PLAIN
 from remat.transforms.state import Print, alike, prints_of
+from remat.transforms.tape import holders, holds, noticing
 
 
 class _Backward:
@@ -355,6 +357,14 @@ class Consts:
         # Others are for whoever watches what is saved: a wrapper, and what a region around may compute again.
         self.held = {i: t for i, t in enumerate(own) if type(t) in PLAIN and (scan.plain or _is_leaf(t))}
         self.versions = [version(t) for t in self.held.values()]
+        if noticing:
+            holders.add(weakref.ref(self, holders.discard))
+        else:
+            holds(self)
+
+    def memories(self) -> list[int]:
+        """The storages of what it holds."""
+        return [storage(t) for t in self.held.values()]
 
     def others(self, flat: Tensors) -> list[torch.Tensor]:
         """The operands that autograd is to hold."""

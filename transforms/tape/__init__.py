@@ -3,6 +3,11 @@
 from remat.transforms.tape.guard import (
     GuardMode,  # a recorder that expects the ops of an earlier tape
 )
+from remat.transforms.tape.holders import (
+    holders,  # who holds tensors from outside, by weak references
+    holds,  # note one of them
+    noticing,  # not empty once fused steps are watched
+)
 from remat.transforms.tape.observers import (
     Kept,  # one tensor that a region keeps from its forward to its backward
     listen,  # collect what the regions called inside keep, in a new list or whatever else has `append`

@@ -35,6 +35,7 @@ from remat.transforms.ops import (
 from remat.transforms.placeholders import stand_in, without_objects
 from remat.transforms.state import RandomState, drawing_again, same_numbers
 from remat.transforms.tape.absent import Absent
+from remat.transforms.tape.holders import holders, holds, noticing
 from remat.transforms.tape.reachability import Reachability
 from remat.transforms.tape.recorder import Recorder
 from remat.transforms.tape.snapshots import (
@@ -275,6 +276,14 @@ class Recorded:
         self.store = (
             sent_away(self.kept, tape, lambda: {recorder.root(t) for t in outs}) if self.kept else None
         )
+        if noticing:
+            holders.add(weakref.ref(self, holders.discard))
+        else:
+            holds(self)
+
+    def memories(self) -> Iterator[int]:
+        """The storages of what it holds from outside."""
+        yield from [g.storage for g in self.given.values() if g.memory() is not None]
 
     def part(self, present: Sequence[int] | None) -> Needs:
         """What a pull-back from the results at `present` needs; None for all of them."""
