@@ -14,11 +14,12 @@ from pathlib import Path
 
 import torch
 
-from tests.fuzz import library
+from tests.bank import library
 from tests.fuzz.program import draw
-from tests.fuzz.run import Verdict, check
+from tests.fuzz.run import check
 from tests.fuzz.shrink import save, shrink
 from tests.helpers import seed_only_what_is_there
+from tests.ways import Verdict
 
 MODES = {
     "eager": ("eager", None),

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.fuzz import words
-from tests.fuzz.library import PLANNED, POLICIES
+from tests.bank import BANK
+from tests.bank.library import FEATURES, PLANNED, POLICIES
+from tests.ways import DEFAULTS
 
 FLAVOURS = ("eager", "func", "compile")
 # How a region is called with two values, and how its function takes them.
@@ -132,7 +133,7 @@ class Program:
         for statement in self.body:
             forward += statement.lines(methods)
         text = "\n".join([*forward, *methods])
-        init = [words.FEATURES[name] for name in words.FEATURES if re.search(rf"\bself\.{name}\b", text)]
+        init = [FEATURES[name] for name in FEATURES if re.search(rf"\bself\.{name}\b", text)]
         init = list(dict.fromkeys(line for lines in init for line in lines.split("\n")))
         head = ["class Model(Base):"]
         if init:
@@ -171,7 +172,7 @@ KINDS = (
     "PURE", "FUNCTIONS", "WRITES", "BUFFERS", "RANDOM", "COMMON", "NESTED", "LEVELS", "OLD", "MEMORY",
     "STATE", "EAGER", "PYTHON", "OPEN", "REFUSED",
 )  # fmt: skip
-WORDS = {name: getattr(words, name).strip("\n").split("\n\n") for name in KINDS}
+WORDS = {kind: [p.statement() for p in BANK.values() if p.kind == kind] for kind in KINDS}
 # Kinds of words, and how often each is drawn: by flavour, and by what its ways of calling can run.
 _EAGER = {
     "PURE": 28,
@@ -341,12 +342,6 @@ class Drawing:
             "factor": dice.choice([None] * 5 + [0.0, -0.0, 2.5]),
         }
         return step | {key: value for key, value in options.items() if value != DEFAULTS[key]}
-
-
-DEFAULTS: dict[str, Any] = {
-    "flip": [], "mode": None, "frozen": False, "rows": 3, "autocast": False, "requires": True, "hook": None,
-    "late": False, "factor": None, "bytes": False, "randomness": "same",
-}  # fmt: skip
 
 
 def draw(seed: int, flavour: str) -> Program:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.fuzz.program import DEFAULTS, Program, Statement
-from tests.fuzz.run import Verdict, check
+from tests.fuzz.program import Program, Statement
+from tests.fuzz.run import check
+from tests.ways import DEFAULTS, Verdict
 
 IDENTITY = "{o} = {a}"
 

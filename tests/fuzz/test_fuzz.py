@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.fuzz import library
+from tests.bank import library
 from tests.fuzz.__main__ import MODES, one
 from tests.fuzz.program import draw
-from tests.fuzz.run import Verdict, check
+from tests.fuzz.run import check
 from tests.fuzz.shrink import save, shrink
+from tests.ways import Verdict
 
 OUT = Path("out/fuzz")
 # Of the quick suite and of the slow one, in tests of so many programs.

@@ -6,12 +6,14 @@ import functools
 import random
 from collections import namedtuple
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from remat import (
     checkpoint_name,
@@ -29,10 +31,10 @@ from remat import (
 )
 
 __all__ = [
-    "Attribute", "Base", "Dirty", "Doubled", "F", "LOOP", "Old", "Pair", "Partly", "R", "RawFill", "SCAN",
-    "SavesOutput", "Twin", "add", "checkpoint_name", "functools", "grid", "lookup", "nn", "np",
-    "parametrized",
-    "quantized", "random", "run_chain", "torch",
+    "Attribute", "Base", "Config", "Dirty", "Doubled", "F", "Irreps", "LOOP", "Lazy", "Old", "Pair",
+    "Partly", "R", "RawFill", "Refuses", "SCAN", "SavesOutput", "State", "Twin", "add", "checkpoint",
+    "checkpoint_name", "functools", "grid", "lookup", "nn", "np", "parametrized", "quantized", "random",
+    "run_chain", "torch",
 ]  # fmt: skip
 
 aten = torch.ops.aten
@@ -68,7 +70,9 @@ def R(fn: Callable[..., Any], policy: str = "nothing") -> Callable[..., Any]:
     return remat(fn, policy=POLICIES[policy]) if on[0] else fn
 
 
-def SCAN(body: Callable[[Tensor], Tensor], x: Tensor, length: int, checkpoints: Any, policy: str) -> Tensor:
+def SCAN(
+    body: Callable[[Tensor], Tensor], x: Tensor, length: int, checkpoints: Any, policy: str = "nothing"
+) -> Tensor:
     """`body` repeated, as a scan."""
     if on[0]:
         step = lambda h, _: (body(h), None)  # noqa: E731
@@ -105,6 +109,51 @@ class Base(nn.Module):
         self.last = torch.full((4,), 0.5)
         self.noted: Tensor | None = None  # a result that other parts of the same call read
         self.generator = torch.Generator(device[0]).manual_seed(5)
+
+
+@dataclass(slots=True)
+class Config:
+    """Settings, in slots that no weak reference finds."""
+
+    scale: float
+    more: dict[str, int]
+
+
+@dataclass
+class State:
+    """A result that is no pytree."""
+
+    hidden: Tensor
+    step: int
+
+
+class Irreps(tuple[int, ...]):
+    """A tuple whose length means something else."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class Lazy(dict[str, Any]):
+    """A dictionary that is not to be iterated."""
+
+    def values(self) -> Any:
+        raise RuntimeError("not loaded")
+
+    items = __iter__ = values
+
+
+class Refuses:
+    """An object that answers nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"asked for {name}")
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("compared")
+
+    def __hash__(self) -> int:
+        raise RuntimeError("hashed")
 
 
 def run_chain(functions: list[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
@@ -316,3 +365,49 @@ def bump(counter: Tensor) -> None:
 
 
 bump.register_fake(lambda counter: None)
+
+
+# What a model has, by the names that its source reads.
+FEATURES = {
+    "w": "self.w = nn.Parameter(torch.randn(4, 4) / 2)",
+    "scale": "self.scale = nn.Parameter(torch.rand(4) + 0.5)",
+    "offset": "self.offset = nn.Parameter(torch.zeros(()))",
+    "kernel": "self.kernel = nn.Parameter(torch.randn(1, 1, 3) / 2)",
+    "table": "self.table = nn.Parameter(torch.randn(5, 4) / 2)",
+    "lin": "self.lin = nn.Linear(4, 4)",
+    "mlp": "self.mlp = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4), nn.LayerNorm(4))",
+    "tied": "self.lin = nn.Linear(4, 4)\n"
+    "self.tied = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh())\n"
+    "self.tied[0].weight = self.lin.weight",
+    "bn": "self.bn = nn.BatchNorm1d(4)",
+    "drop": "self.drop = nn.Dropout(0.4)",
+    "steps": 'self.register_buffer("steps", torch.zeros(()))',
+    "mean": 'self.register_buffer("mean", torch.full((4,), 0.5))',
+    "queue": 'self.register_buffer("queue", torch.linspace(-1, 1, 32).view(8, 4))',
+    "spectral": "self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))",
+    "weighted": "self.weighted = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))",
+    "parametrized": "self.parametrized = parametrized(nn.Linear(4, 4))",
+    "instance": "self.instance = nn.InstanceNorm1d(4, track_running_stats=True)",
+    "renorm": "self.renorm = nn.Embedding(5, 4, max_norm=0.5)",
+    "attention": "self.attention = nn.MultiheadAttention(4, 2, batch_first=True)",
+    "gru": "self.gru = nn.GRU(4, 4, batch_first=True)",
+    "adjacency": "self.adjacency = (torch.eye(4, dtype=DTYPE) + torch.ones(4, 4, dtype=DTYPE).tril())"
+    ".to_sparse()",
+    "quantized": "self.quantized = quantized()",
+    "conv": "self.conv = nn.Conv2d(2, 2, 3, padding=1)",
+    "bn2": "self.bn2 = nn.BatchNorm2d(2)",
+    "group": "self.group = nn.GroupNorm(2, 2)",
+    "lstm": "self.lstm = nn.LSTM(4, 4, batch_first=True)",
+    "encoder": "self.encoder = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)",
+    "experts": "self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))",
+    "named": "self.named = nn.ParameterDict({'up': nn.Parameter(torch.randn(4, 6) / 2), "
+    "'down': nn.Parameter(torch.randn(6, 4) / 2)})",
+    "frozen": "self.frozen = nn.Linear(4, 4).requires_grad_(False)",
+    "scripted": "self.scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double())",
+    "embedding": "self.embedding = nn.Embedding(5, 4)",
+    "config": "self.config = Config(0.5, {'power': 2})",
+    "irreps": "self.irreps = Irreps((1, 3))",
+    "lazy": "self.lazy = Lazy(scale=2.0)",
+    "tree": "self.tree = [1.5]\nself.tree.append(self.tree)",
+    "refuses": "self.refuses = Refuses()",
+}

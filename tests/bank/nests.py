@@ -1,0 +1,228 @@
+"""Programs with regions, scans and checkpoints inside, and names that policies look for."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from remat import checkpoint_name
+from tests.bank.library import LOOP, SCAN, R
+from tests.bank.program import program
+
+
+@program("", "nests")
+def region_inside(m, x, y):
+    return R(lambda x: torch.tanh(x @ m.w))(x) * y
+
+
+@program("", "nests")
+def region_inside_that_saves(m, x, y):
+    inner = R(lambda x, y: torch.tanh(x @ m.w).exp() * y, "matmuls")
+    return inner(x, y).sin()
+
+
+@program("", "nests")
+def layers_one_after_another(m, x, y):
+    for layer in (m.lin, m.mlp, m.lin):
+        x = x + R(layer)(x).tanh()
+    return x
+
+
+@program("", "nests")
+def layers_under_other_policies(m, x, y):
+    for policy in ("nothing", "matmuls", "everything", "odd"):
+        x = R(lambda x: torch.tanh(x @ m.w) + x, policy)(x)
+    return x * y
+
+
+@program("", "nests captures")
+def late_bound_layers(m, x, y):
+    for layer in m.experts:
+        x = R(lambda x: torch.tanh(layer(x)))(x)  # noqa: B023
+    return x
+
+
+@program("", "nests")
+def three_deep(m, x, y):
+    inner = R(lambda x: x.sin().exp())
+    middle = R(lambda x: inner(x @ m.w).tanh(), "matmuls")
+    return R(lambda x: middle(x) * inner(y))(x)
+
+
+@program("", "nests")
+def four_deep_alike(m, x, y):
+    f = lambda x: (x @ m.w).sin()  # noqa: E731
+    for _ in range(4):
+        f = (lambda inner: R(lambda x: inner(x).cos()))(f)
+    return f(x)
+
+
+@program("", "nests")
+def region_called_twice(m, x, y):
+    inner = R(lambda x: torch.tanh(x @ m.w))
+    return inner(inner(x)) + inner(y)
+
+
+@program("", "nests")
+def region_whose_result_is_unused(m, x, y):
+    _, kept = R(lambda x, y: ((x @ m.w).exp(), x.sin() * y))(x, y)
+    return kept
+
+
+@program("", "nests")
+def region_that_returns_its_argument(m, x, y):
+    same, made = R(lambda x: (x, x.exp().tanh()))(x)
+    return same * made
+
+
+@program("", "nests containers")
+def region_of_containers(m, x, y):
+    out = R(lambda tree: {"a": [tree["x"].sin(), (tree["y"] @ m.w, None)], "n": 3})({"x": x, "y": y})
+    return out["a"][0] * out["a"][1][0]
+
+
+@program("", "nests writes")
+def result_written_in_place(m, x, y):
+    return R(lambda x: torch.tanh(x @ m.w) * 2)(x).mul_(y)
+
+
+@program("", "nests writes")
+def results_of_one_memory_written(m, x, y):
+    whole, part = R(lambda x: (h := x.sin() * 2, h[:, :2]))(x)
+    part.mul_(3)
+    return whole * y
+
+
+@program("", "nests draws")
+def dropouts_in_two_regions(m, x, y):
+    half = R(lambda x: F.dropout(x.contiguous(), 0.5) * 2)
+    return half(x) + half(y)
+
+
+@program("", "nests buffers")
+def batch_norm_in_a_region_inside(m, x, y):
+    return R(lambda x: m.bn(x).relu())(x) * R(lambda y: m.bn(y).sin())(y)
+
+
+@program("", "nests stores")
+def region_that_escapes(m, x, y):
+    def body(x):
+        m.escaped.append(x.sin() * 2)
+        return x.cos()
+
+    return R(body)(x) * y
+
+
+@program("", "nests")
+def checkpoint_of_torch_around_a_region(m, x, y):
+    inner = R(lambda x: torch.tanh(x @ m.w).exp(), "matmuls")
+    return checkpoint(lambda x: inner(x).sin(), x, use_reentrant=False) * y
+
+
+@program("", "nests")
+def checkpoints_of_torch_around_two_layers(m, x, y):
+    for policy in ("matmuls", "nothing"):
+        layer = R(lambda x: m.mlp(x).sin(), policy)
+        x = checkpoint(layer, x, use_reentrant=False)
+    return x
+
+
+@program("", "nests")
+def attention_in_torchs_checkpoint(m, x, y):
+    layer = R(lambda x: m.encoder(x[None])[0], "matmuls")
+    return checkpoint(layer, x, use_reentrant=False)
+
+
+@program("", "nests scans")
+def scan_inside(m, x, y):
+    return SCAN(lambda h: torch.tanh(h @ m.w), x, 3, "sqrt") * y
+
+
+@program("", "nests scans")
+def scan_that_keeps_all(m, x, y):
+    return SCAN(lambda h: torch.tanh(h @ m.w) + y, x, 3, "all", "matmuls")
+
+
+@program("", "nests scans")
+def scan_of_regions(m, x, y):
+    return SCAN(lambda h: R(lambda h: (h @ m.w).sin())(h) * y, x, 3, 2)
+
+
+@program("", "nests scans")
+def loop_of_unknown_length(m, x, y):
+    return LOOP(lambda h: torch.tanh(h @ m.w), x, 2)
+
+
+@program("", "names nests")
+def name_in_a_region_inside(m, x, y):
+    return R(lambda x: checkpoint_name(torch.tanh(x @ m.w), "h").exp(), "names")(x) * y
+
+
+@program("", "names")
+def two_names(m, x, y):
+    h = checkpoint_name((x @ m.w).sin(), "h")
+    return checkpoint_name(h.exp().tanh(), "other") * y
+
+
+@program("", "names")
+def name_of_a_view(m, x, y):
+    return checkpoint_name((x @ m.w).t(), "h").sin().t().exp()
+
+
+@program("", "names containers")
+def name_of_a_tree(m, x, y):
+    tree = checkpoint_name({"a": x.sin(), "b": [y.cos(), 3]}, "h")
+    return (tree["a"] @ m.w) * tree["b"][0].exp()
+
+
+@program("", "names writes")
+def name_of_what_is_written_later(m, x, y):
+    h = checkpoint_name(x * 2, "h")
+    g = h + 1
+    h.mul_(y)
+    return g.exp().tanh() * h
+
+
+@program("", "nests captures")
+def region_of_a_method(m, x, y):
+    return R(m.mlp.forward)(x) * y
+
+
+@program("", "nests captures")
+def regions_over_a_parameter_dict(m, x, y):
+    body = R(lambda p, x: torch.tanh(x @ p["up"]) @ p["down"])
+    return body(dict(m.named), x) + y
+
+
+@program("", "nests inner")
+def forces_of_a_region(m, x, y):
+    with torch.enable_grad():
+        leaf = x if x.requires_grad else x.detach().requires_grad_()
+        energy = R(lambda x: torch.tanh(x @ m.w).square())(leaf).sum()
+        force = torch.autograd.grad(energy, leaf, create_graph=True)[0]
+    return force * y
+
+
+@program("", "nests torch.func")
+def transform_inside_over_a_region(m, x, y):
+    energy = R(lambda x: torch.tanh(x @ m.w).square())
+    return torch.func.grad(lambda x: energy(x).sum())(x) * y
+
+
+@program("", "nests torch.func")
+def vmap_inside_over_a_region(m, x, y):
+    return torch.func.vmap(R(lambda row: torch.tanh(m.w @ row)))(x) * y
+
+
+@program("", "nests")
+def dead_branch(m, x, y):
+    R(lambda x: (x @ m.w).exp().sum())(x)
+    return x.sin()
+
+
+@program("", "nests stores")
+def logged_probe(m, x, y):
+    h = torch.tanh(x @ m.w)
+    m.history.append(float((h @ m.w).exp().detach().sum()))
+    return h.sin()

@@ -1,0 +1,107 @@
+"""What a program of the bank is: a function of a model, which has what it reads, and of two tensors."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.bank import library
+
+Fn = Callable[[Any, Tensor, Tensor], Tensor]
+BANK: dict[str, Program] = {}
+
+
+@dataclass(frozen=True)
+class Program:
+    """Five to eight lines, and what is known of them.
+
+    Attributes:
+        kind: where torch can run it without remat, and how often it is drawn (`tests.fuzz.program`).
+        tags: what it does; the ways are crossed with them.
+        shape: of a row of its two tensors.
+    """
+
+    name: str
+    fn: Fn
+    kind: str
+    tags: frozenset[str]
+    shape: tuple[int, ...]
+
+    @property
+    def source(self) -> str:
+        return textwrap.dedent(inspect.getsource(self.fn))
+
+    @property
+    def features(self) -> list[str]:
+        """What its model has."""
+        return [name for name in library.FEATURES if re.search(rf"\bm\.{name}\b", self.source)]
+
+    def statement(self) -> str:
+        """Its lines as a statement that makes {o} of {a} and {b}; names that begin with {t} are its own."""
+        (function,) = ast.parse(self.source).body
+        assert isinstance(function, ast.FunctionDef)
+        own = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        own |= {arg.arg for n in ast.walk(function) if isinstance(n, ast.Lambda) for arg in n.args.args}
+        names = {"m": "self", "x": "a__", "y": "b__"} | {name: f"t__{name}" for name in own}
+        for node in ast.walk(function):
+            if isinstance(node, ast.Name):
+                node.id = names.get(node.id, node.id)
+            elif isinstance(node, ast.arg):
+                node.arg = names.get(node.arg, node.arg)
+        *lines, last = [n for n in function.body if not isinstance(n, ast.Expr) or n.value is not None]
+        assert isinstance(last, ast.Return) and last.value is not None
+        made = [*map(ast.unparse, lines), f"o__ = {ast.unparse(last.value)}"]
+        return re.sub(r"\b([abot])__", r"{\1}", "\n".join(made))
+
+
+def program(kind: str, tags: str = "", *, shape: tuple[int, ...] = (4,)) -> Callable[[Fn], Fn]:
+    """Put a function into the bank."""
+
+    def put(fn: Fn) -> Fn:
+        name = fn.__name__
+        assert name not in BANK, f"two programs are called {name}"
+        BANK[name] = Program(name, fn, kind, frozenset(tags.split()), shape)
+        return fn
+
+    return put
+
+
+class Model(library.Base):
+    """A program as a model; `forward` calls it as a region where regions are on."""
+
+    def __init__(self, program: Program, policy: str, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.program, self.policy = program, policy
+        space: dict[str, Any] = {name: getattr(library, name) for name in library.__all__}
+        for feature in program.features:
+            exec(library.FEATURES[feature], space | {"self": self, "DTYPE": dtype})
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        fn = self.program.fn
+        return library.R(lambda x, y: fn(self, x, y), self.policy)(x, y)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What the checker runs: `build` makes the model anew, `text` is the source that it was made from."""
+
+    build: Callable[[], library.Base]
+    text: str
+    shape: tuple[int, ...] = (4,)
+    tolerance: float = 0.0  # 0 for that of the dtype
+
+
+def subject(program: Program, policy: str) -> Subject:
+    """The program as a region under this policy."""
+    text = re.sub(r"\bm\.", "self.", program.source) + f'# R(, "{policy}")'
+    # Gradients of a weight that is cast for two passes add up in bfloat16, or in the weight's own precision.
+    tolerance = 2e-2 if "bfloat16" in text else 0.0
+    return Subject(lambda: Model(program, policy), text, program.shape, tolerance)

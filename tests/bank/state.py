@@ -1,0 +1,248 @@
+"""Programs with state: buffers, random streams, what a module stores, what Python counts."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from tests.bank.program import program
+
+
+@program("BUFFERS", "buffers")
+def counter(m, x, y):
+    m.steps.add_(1)
+    return x * m.steps.clamp(max=3.0)
+
+
+@program("BUFFERS", "buffers")
+def running_mean(m, x, y):
+    with torch.no_grad():
+        m.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+    return x - m.mean
+
+
+@program("BUFFERS", "buffers")
+def queue_head(m, x, y):
+    with torch.no_grad():
+        m.queue[: len(x)] = x
+    return y + m.queue.mean(0).sin()
+
+
+@program("BUFFERS", "buffers")
+def queue_shifted(m, x, y):
+    with torch.no_grad():
+        m.queue.copy_(torch.cat([x.detach()[:1], m.queue[:-1]]))
+    return x * m.queue[1].sin()
+
+
+@program("BUFFERS", "buffers modules")
+def batch_norm(m, x, y):
+    return m.bn(x)
+
+
+@program("BUFFERS", "buffers")
+def batch_norm_twice(m, x, y):
+    return m.bn(m.bn(x).sin())
+
+
+@program("BUFFERS", "buffers")
+def mean_lerped(m, x, y):
+    m.mean.lerp_(x.detach().mean(0), 0.1)
+    return x.sin() * m.mean.exp()
+
+
+@program("BUFFERS", "buffers")
+def counter_assigned(m, x, y):
+    m.steps += 1
+    return x.cos() / m.steps
+
+
+@program("BUFFERS", "buffers")
+def queue_flat_view(m, x, y):
+    m.queue.view(-1)[::4].add_(x.detach().mean())
+    return x * m.queue[0]
+
+
+@program("BUFFERS", "buffers")
+def mean_read_then_halved(m, x, y):
+    out = x + m.mean
+    m.mean.mul_(0.5)
+    return out
+
+
+@program("BUFFERS", "buffers")
+def queue_slice_transposed(m, x, y):
+    t = m.queue[1:3]
+    t.t().add_(0.25)
+    return x.sin() * t.sum(0)
+
+
+@program("RANDOM", "draws")
+def dropout(m, x, y):
+    return F.dropout(x.contiguous(), 0.5)
+
+
+@program("RANDOM", "draws modules")
+def dropout_module(m, x, y):
+    return m.drop(x.contiguous()) * y
+
+
+@program("RANDOM", "draws")
+def noise_like(m, x, y):
+    return x * torch.rand_like(x)
+
+
+@program("RANDOM", "draws")
+def noise_added(m, x, y):
+    return x + torch.randn(4, dtype=x.dtype)
+
+
+@program("RANDOM", "draws")
+def bernoulli(m, x, y):
+    return x * torch.bernoulli(torch.full_like(x, 0.5))
+
+
+@program("RANDOM", "draws")
+def uniform_into_empty(m, x, y):
+    return x + torch.empty_like(x).uniform_(0, 1)
+
+
+@program("RANDOM", "draws")
+def random_permutation(m, x, y):
+    return x[:, torch.randperm(4)]
+
+
+@program("RANDOM", "draws")
+def normal_around(m, x, y):
+    return x * torch.normal(y.detach(), 0.1)
+
+
+@program("STATE", "state draws")
+def own_generator(m, x, y):
+    return x * torch.rand(x.shape, generator=m.generator, dtype=x.dtype)
+
+
+@program("STATE", "state draws")
+def seeded_inside(m, x, y):
+    torch.manual_seed(7)
+    return F.dropout(x.contiguous(), 0.5)
+
+
+@program("STATE", "state draws")
+def forked_random_state(m, x, y):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        t = torch.rand_like(x)
+    return x * t + torch.rand(1, dtype=x.dtype)
+
+
+@program("STATE", "state draws")
+def random_state_put_back(m, x, y):
+    t = torch.get_rng_state()
+    out = F.dropout(x.contiguous(), 0.5)
+    torch.set_rng_state(t)
+    return out
+
+
+@program("STATE", "state stores captures")
+def cache_by_rows(m, x, y):
+    return x * m.cache.setdefault(len(x), torch.linspace(0.5, 1.5, 4, dtype=x.dtype))
+
+
+@program("STATE", "state stores captures")
+def cache_of_the_first(m, x, y):
+    return x * m.cache.setdefault("first", y.detach().mean(0).sin())
+
+
+@program("STATE", "state stores")
+def last_result_stored(m, x, y):
+    m.last = x.sin()
+    return m.last * y
+
+
+@program("STATE", "state stores")
+def last_mean_stored_after_use(m, x, y):
+    t = m.last
+    m.last = x.detach().mean(0)
+    return x * t
+
+
+@program("STATE", "state stores")
+def noted_result(m, x, y):
+    m.noted = x.sin()
+    return y.cos()
+
+
+@program("STATE", "state captures")
+def noted_result_read(m, x, y):
+    return x if m.noted is None else x * m.noted.mean().tanh()
+
+
+@program("STATE", "state hooks")
+def hook_that_scales(m, x, y):
+    t = x.sin()
+    if t.requires_grad:
+        t.register_hook(lambda g: g * 0.5)
+    return t.exp().tanh()
+
+
+@program("PYTHON", "python")
+def python_and_numpy_random(m, x, y):
+    return x * random.random() + np.random.rand()
+
+
+@program("PYTHON", "python")
+def call_counter(m, x, y):
+    m.calls += 1
+    return x * m.calls
+
+
+@program("PYTHON", "python")
+def history_of_numbers(m, x, y):
+    m.history.append(float(x.detach().sum()))
+    return x.sin() * len(m.history)
+
+
+@program("PYTHON", "python stores")
+def escaped_result(m, x, y):
+    m.escaped.append(x.sin() * 2)
+    return x.cos()
+
+
+@program("PYTHON", "python")
+def factor_updated(m, x, y):
+    m.factor = m.factor * 0.5 + 0.25
+    return x.sin() * m.factor
+
+
+@program("PYTHON", "python hooks")
+def hook_that_notes(m, x, y):
+    t = x.sin()
+    if t.requires_grad:
+        t.register_hook(lambda g: m.gradients.append(float(g.sum())))
+    return t * y
+
+
+@program("PYTHON", "python inner")
+def accumulating_backward_inside(m, x, y):
+    t = x.detach().clone().requires_grad_()
+    with torch.enable_grad():
+        m.lin(t).sin().sum().backward(inputs=[t])
+    return x * t.grad
+
+
+@program("PYTHON", "python")
+def retained_gradient(m, x, y):
+    out = x.sin()
+    out.retain_grad() if out.requires_grad else None
+    return out
+
+
+@program("PYTHON", "python")
+def shared_list(m, x, y):
+    t = m.shared
+    t.append(len(x))
+    return x * len(t)

@@ -1,0 +1,280 @@
+"""Programs of modules, contexts, autograd Functions and transforms inside."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from tests.bank.library import Attribute, Dirty, Old, Partly, RawFill, lookup
+from tests.bank.program import program
+
+
+@program("COMMON", "modules decisions")
+def counted_argmax(m, x, y):
+    return x * torch.bincount(x.detach().argmax(1), minlength=4)
+
+
+@program("COMMON", "modules decisions")
+def sorted_by_other(m, x, y):
+    return x.sin()[y.detach()[:, 0].argsort()].exp().tanh()
+
+
+@program("COMMON", "modules buffers")
+def custom_op_writes(m, x, y):
+    torch.ops.remat_fuzz.bump(m.steps)
+    return x * m.steps.clamp(max=4.0)
+
+
+@program("COMMON", "modules")
+def weight_norm(m, x, y):
+    return m.weighted(x).sin()
+
+
+@program("COMMON", "modules")
+def parametrized_weight(m, x, y):
+    return m.parametrized(x)
+
+
+@program("COMMON", "modules")
+def multihead_attention(m, x, y):
+    return m.attention(x[None], x[None], x[None])[0][0]
+
+
+@program("COMMON", "modules modes")
+def autocast_inside(m, x, y):
+    with torch.autocast("cpu", torch.bfloat16):
+        out = m.lin(x).sin().to(x.dtype)
+    return out
+
+
+@program("COMMON", "modules modes")
+def autocast_off_inside(m, x, y):
+    with torch.autocast("cpu", enabled=False):
+        out = (x @ m.w).sin()
+    return out
+
+
+@program("COMMON", "modules")
+def cached_table(m, x, y):
+    return lookup(x.shape[1]).to(x.dtype) * x
+
+
+@program("COMMON", "modules")
+def identity_of_arguments(m, x, y):
+    return x.sin() if x is y else x.cos() * y
+
+
+@program("NESTED", "torch.func")
+def gradient_inside(m, x, y):
+    return torch.func.grad(lambda t: m.mlp(t).sum())(x) * y
+
+
+@program("NESTED", "torch.func")
+def vmap_inside(m, x, y):
+    return torch.func.vmap(lambda t: m.lin(t).sin())(x)
+
+
+@program("NESTED", "torch.func")
+def jvp_inside(m, x, y):
+    return torch.func.jvp(lambda t: t.sin() * y, (x,), (y,))[1]
+
+
+@program("LEVELS", "numbers")
+def branch_on_a_number(m, x, y):
+    return x.sin() if float(x.detach().sum()) > 0 else x.cos()
+
+
+@program("LEVELS", "numbers")
+def number_from_a_list(m, x, y):
+    return x * y.detach().sum(0).tolist()[0]
+
+
+@program("LEVELS", "sizes")
+def boolean_mask(m, x, y):
+    out = x.clone()
+    out[y > 0] = x[y > 0].sin()
+    return out
+
+
+@program("LEVELS", "sizes")
+def sum_of_a_mask(m, x, y):
+    return x + x[y > 0].exp().tanh().sum()
+
+
+@program("LEVELS", "modules")
+def gru(m, x, y):
+    return m.gru(x[None])[0][0]
+
+
+@program("LEVELS")
+def sparse_product(m, x, y):
+    return torch.sparse.mm(m.adjacency, x.t().sin()).t().contiguous()
+
+
+@program("LEVELS")
+def out_argument(m, x, y):
+    t = torch.empty(x.shape, dtype=x.dtype)
+    with torch.no_grad():
+        torch.sin(x, out=t)
+    return x * t
+
+
+@program("LEVELS", "modules buffers")
+def spectral_norm(m, x, y):
+    return m.spectral(x).tanh()
+
+
+@program("LEVELS", "modes")
+def inference_mode_inside(m, x, y):
+    with torch.inference_mode():
+        t = y.sin()
+    return x * t.clone() if not torch.is_inference_mode_enabled() else x.cos()
+
+
+@program("LEVELS", "modules")
+def quantized_linear(m, x, y):
+    return m.quantized(x.detach().float()).to(x.dtype) * y
+
+
+@program("LEVELS", "inner")
+def forces(m, x, y):
+    with torch.enable_grad():
+        t = x if x.requires_grad else x.detach().requires_grad_()
+        t2 = torch.autograd.grad(t.sin().pow(2).sum(), t, create_graph=True)[0]
+    return t2 * y
+
+
+@program("LEVELS")
+def transposed_detached_in_place(m, x, y):
+    t = x.sin()
+    t2 = t.detach()
+    t2.t_()
+    return t * t.exp() * t2.t()
+
+
+@program("OLD", "functions")
+def old_function(m, x, y):
+    return Old.apply(x)
+
+
+@program("OLD", "functions")
+def attribute_on_a_context(m, x, y):
+    return Attribute.apply(x, y)
+
+
+@program("OLD", "functions")
+def partly_saving_function(m, x, y):
+    return Partly.apply(x, y)[0]
+
+
+@program("OLD", "functions")
+def custom_op_with_autograd(m, x, y):
+    return torch.ops.remat_fuzz.new_like(x) * y
+
+
+@program("OLD", "functions buffers modules")
+def embedding_renormalized(m, x, y):
+    return m.renorm(torch.arange(len(x)) % 5) * x
+
+
+@program("OLD", "functions nests")
+def checkpoint_of_torch_inside(m, x, y):
+    return checkpoint(lambda t: m.mlp(t).sin(), x, use_reentrant=False)
+
+
+@program("MEMORY", "memory")
+def numpy_copy(m, x, y):
+    return x * torch.from_numpy(y.detach().sin().numpy().copy())
+
+
+@program("MEMORY", "memory")
+def number_from_numpy(m, x, y):
+    return x * x.detach().numpy().mean()
+
+
+@program("MEMORY", "memory")
+def numpy_custom_op(m, x, y):
+    return torch.ops.remat_fuzz.scaled(x, 2.0)
+
+
+@program("MEMORY", "memory")
+def raw_fill(m, x, y):
+    return RawFill.apply(x)
+
+
+@program("MEMORY", "memory")
+def written_through_numpy(m, x, y):
+    out = x * 2
+    out.detach().numpy()[...] *= 0.5
+    return out
+
+
+@program("MEMORY", "memory")
+def map_in_place(m, x, y):
+    t = y.detach().clone()
+    t.map_(x.detach(), lambda p, q: p * q + 1)
+    return x * t
+
+
+@program("EAGER", "inner")
+def backward_of_a_layer_inside(m, x, y):
+    with torch.enable_grad():
+        t = x.detach().requires_grad_()
+        t2 = torch.autograd.grad(m.lin(t).tanh().sum(), t)[0]
+    return t2 * y
+
+
+@program("EAGER", "inner buffers")
+def gradient_through_batch_norm(m, x, y):
+    with torch.enable_grad():
+        t = x if x.requires_grad else x.detach().requires_grad_()
+        t2 = torch.autograd.grad(m.bn(t).sin().sum(), t, create_graph=True)[0]
+    return t2 * y
+
+
+@program("EAGER", "hooks")
+def hooks_inside(m, x, y):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 1, lambda t: t):
+        out = (x * y).sin()
+    return out
+
+
+@program("EAGER", "hooks")
+def save_on_cpu_inside(m, x, y):
+    with torch.autograd.graph.save_on_cpu():
+        out = torch.tanh(x @ m.w)
+    return out
+
+
+@program("EAGER")
+def dirty_function(m, x, y):
+    return Dirty.apply(x.sin())
+
+
+@program("EAGER", "buffers modules")
+def instance_norm(m, x, y):
+    return m.instance(x.t()[None])[0].t() if len(x) > 1 else x
+
+
+@program("EAGER")
+def memory_given_by_set(m, x, y):
+    t = x.sin()
+    t2 = torch.empty(0, dtype=x.dtype).set_(t.detach())
+    t2.mul_(2)
+    return t * t
+
+
+@program("EAGER")
+def transposed_data(m, x, y):
+    t = x.sin()
+    t2 = t.data
+    t2.transpose_(0, 1).mul_(0.5)
+    return t * t
+
+
+@program("EAGER")
+def sparse_values_shared(m, x, y):
+    t = y.detach().sum(0)
+    t2 = torch.sparse_coo_tensor(torch.arange(4).repeat(2, 1), t, (4, 4))
+    t.mul_(2)
+    return torch.sparse.mm(t2, x.t()).t().contiguous()
