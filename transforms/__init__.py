@@ -55,6 +55,7 @@ from remat.transforms.objects import (
 )
 from remat.transforms.ops import (
     draws,  # whether this call of a random op really draws numbers
+    lies,  # what of a tensor's strides decides which ops run, and how their results lie
     metadata,  # the results of an op with their tensors replaced by their metadata
     targets,  # the tensors that a call writes to
     tensors_in,  # the tensors among the arguments or results of an op

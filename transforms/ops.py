@@ -53,7 +53,8 @@ _SAVES_UNWRITTEN = {_aten.rrelu_with_noise.default, _aten.rrelu_with_noise_.defa
 class Traits:
     """Facts of one op, read once from its schema.
 
-    `shape_only`: it makes a new tensor like its operand, whose numbers it does not read. `may_draw`: it draws
+    `shape_only`: it makes a new tensor like its operand, whose numbers it does not read. `lies_alike`: that
+    tensor lies in memory as the operand does, where the call does not say otherwise. `may_draw`: it draws
     random numbers, or could without saying so. `sized_by_data`: numbers
     decide the shape of its result, or could. `collective`: other processes take part in it, in ways that no
     op tells; `functional`: they do, and it is an op like any other; `outside`: it acts on them, or on the
@@ -80,6 +81,7 @@ class Traits:
         name, ours = self.name, self.native
         # By their names, which mean something among torch's own ops only.
         self.shape_only = ours and (name.endswith("_like") or name.startswith("new_"))
+        self.lies_alike = ours and name.endswith("_like")
         self.uninitialized = ours and name.startswith(("empty", "new_empty"))
         # An op of somebody else's may draw without saying so.
         self.may_draw = self.random or getattr(op, "namespace", "aten") not in _TOLD
@@ -171,6 +173,12 @@ def metadata(out: Any) -> Any:
     return out
 
 
+def relaid(meta: Any, tensor: torch.Tensor) -> Any:
+    """Metadata with the strides of `tensor`, where that has the same otherwise."""
+    now = metadata(tensor)
+    return now if now[0] == meta[0] and now[2:] == meta[2:] else meta
+
+
 def alike(new: Any, old: Any) -> bool:
     """Whether shapes, dtypes, devices (not strides) and plain values are the same."""
     if isinstance(new, Meta) and isinstance(old, Meta):
@@ -243,6 +251,52 @@ def overlaps(tensor: torch.Tensor) -> bool:
     if tensor._is_zerotensor():
         return True
     return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def lies(tensor: torch.Tensor) -> Any:
+    """What of a tensor's strides decides which ops run and how results lie: None where it is contiguous.
+
+    It is the order of the dimensions in memory, and whether there are gaps; their width does not matter.
+    """
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor.layout
+    if tensor.is_contiguous():
+        return None
+    shape, stride = tensor.shape, tensor.stride()
+    return order(shape, stride), span(shape, stride) == tensor.numel()
+
+
+def order(shape: Any, stride: Any) -> tuple[int, ...]:
+    """The order of dimensions in memory: the rank of each stride. Random numbers are drawn in this order, and
+    tensors made like another one have it.
+
+    A dimension of size 1 has none, except in images, where torch tells memory formats by those, too.
+    """
+    images = len(shape) in (4, 5)
+    steps = [step if n != 1 or images else None for n, step in zip(shape, stride, strict=True)]
+    ranks = sorted({0, *[step for step in steps if step is not None]})
+    return tuple([-1 if step is None else ranks.index(step) for step in steps])
+
+
+def lies_as(tensor: torch.Tensor, meta: Any) -> bool:
+    """Whether the dimensions of a tensor lie in the order of this metadata."""
+    shape, stride = meta[:2]
+    if stride is None or tensor.layout is not torch.strided:
+        return True
+    now = tensor.stride()
+    return stride == now or (shape == tensor.shape and order(shape, stride) == order(shape, now))
+
+
+def lying_as(tensor: torch.Tensor, meta: Any) -> torch.Tensor:
+    """`tensor`, or a copy of it that lies as this metadata says.
+
+    Hooks of the user's return what has the same numbers. Ops that draw for it do so in its order.
+    """
+    shape, stride = meta[:2]
+    if tensor.shape != shape or lies_as(tensor, meta):
+        return tensor
+    stand_in = torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
+    return torch.empty_like(stand_in, device=tensor.device).copy_(tensor)
 
 
 def geometry(tensor: torch.Tensor) -> Any:

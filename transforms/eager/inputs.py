@@ -13,10 +13,13 @@ from remat.transforms.closure import Bindings, innermost, of_arguments, of_captu
 from remat.transforms.compat import modules_watched, top_hooks, without_module_trackers
 from remat.transforms.context import active
 from remat.transforms.intermediates import again, current, marks
+from remat.transforms.ops import lies
 from remat.transforms.pytree import flatten, split, unflatten
 from remat.transforms.region import Region, lessons
 from remat.transforms.sharded import PLAIN, Wrapper, local_tensors, wraps
 from remat.transforms.state import Ambient, RandomState, device_kinds
+
+_strided = torch.strided
 
 
 class Inputs:
@@ -76,7 +79,15 @@ class Inputs:
 
     def signature(self) -> Any:
         """What decides, besides the function, which ops run."""
-        shapes = tuple([(t.shape, t.dtype, t.requires_grad) for t in self.tensors])
+        # (`lies` by itself for the usual case: this runs at every call.)
+        shapes = tuple(
+            [
+                (t.shape, t.dtype, t.requires_grad, None)
+                if t.layout is _strided and t.is_contiguous()
+                else (t.shape, t.dtype, t.requires_grad, lies(t))
+                for t in self.tensors
+            ]
+        )
         training = getattr(self.region.function, "training", None)
         steering = tuple(self._steering()) if len(self.leaves) > len(self.tensors) else ()
         wrappers = tuple([(i, w.signature()) for i, w in self.wrappers.items()])

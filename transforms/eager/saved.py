@@ -19,8 +19,9 @@ from remat.transforms.compat import (
     push_hooks,
     top_hooks,
 )
+from remat.transforms.context import quiet
 from remat.transforms.errors import RematError, not_repeated, written
-from remat.transforms.ops import version_of
+from remat.transforms.ops import lying_as, metadata, version_of
 from remat.transforms.tape import Held, Tape, map_tensors
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -48,7 +49,7 @@ class Packer:
 class SavedInput:
     """A tensor from outside a region, kept across through the hooks of whoever encloses the region."""
 
-    __slots__ = ("_fetched", "packed", "unpack", "version", "watched")
+    __slots__ = ("_fetched", "meta", "packed", "unpack", "version", "watched")
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class SavedInput:
         the wrapper whose local tensor it is, and whose version tells of writes."""
         around = tensor if around is None else around
         self._fetched: torch.Tensor | None = None
-        self.unpack, self.version, self.watched = None, -1, None
+        self.unpack, self.meta, self.version, self.watched = None, None, -1, None
         if written:
             self.packed: Any = tensor.detach()
             return
@@ -82,12 +83,16 @@ class SavedInput:
                 frame.inner -= 1
         else:
             self.packed, self.unpack = hooks[0](tensor.detach()), hooks[1]
+            self.meta = metadata(tensor)
 
     def get(self, inputs: Any, at: int) -> torch.Tensor:
         """The tensor again, without a history, the same object each time; `inputs.path` finds its name."""
         if self.unpack is not None:
             if self._fetched is None:
-                self._fetched = self.unpack(self.packed).detach()
+                fetched: torch.Tensor = self.unpack(self.packed).detach()
+                if self.meta is not None:
+                    fetched = quiet(lying_as, fetched, self.meta)
+                self._fetched = fetched
             return self._fetched
         if self.version >= 0 and self.watched._version != self.version:
             raise RematError(

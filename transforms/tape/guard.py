@@ -12,10 +12,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from remat.transforms.compat import DispatchMode
+from remat.transforms.compat import DispatchMode, is_strided
 from remat.transforms.context import active, quiet
 from remat.transforms.offload import send
-from remat.transforms.ops import Decisions, is_shape_arithmetic, memory_of, storage, tensors_in, traits
+from remat.transforms.ops import (
+    Decisions,
+    is_shape_arithmetic,
+    lies_as,
+    memory_of,
+    relaid,
+    storage,
+    tensors_in,
+    traits,
+)
 from remat.transforms.pytree import constants_alike
 from remat.transforms.state import GeneratorState
 from remat.transforms.tape.program import call_of
@@ -189,11 +198,21 @@ class GuardMode(Recorder):
     def _matches(self, node: Node, args: Any, kwargs: Any) -> bool:
         """Whether an op is called as on the tape; binds what it reads from outside for the first time."""
         bound = len(self.outside)
-        if len(args) == len(node.args) and (not kwargs) == (not node.kwargs):
+        if len(args) == len(node.args) and (not kwargs) == (not node.kwargs) and self._lies_alike(node, args):
             alike = all(map(self._alike, node.args, args))
             if alike and (not kwargs or self._alike(node.kwargs, kwargs)):
                 return True
         return self._unbind(bound)
+
+    def _lies_alike(self, node: Node, args: Any) -> bool:
+        """Whether what an op makes like its operand lies as it did: the recomputation makes it from the tape.
+
+        Nothing else there tells how a tensor lies.
+        """
+        tensor: Any = args[0] if args else None
+        if not node.shape_only or not _makes_alike(node) or not is_strided(tensor):
+            return True
+        return lies_as(tensor, self.tape.meta_of(node.args[0]))
 
     def _unbind(self, bound: int) -> bool:
         """Forget the tensors from outside that a call has bound which is another one after all."""
@@ -245,8 +264,10 @@ class GuardMode(Recorder):
         if at != len(self.outside) or at >= len(self.expected.outside):
             return False
         known = self.expected.outside[at]
-        shape, _, dtype, device = known.meta
+        shape, stride, dtype, device = known.meta
         if dtype is not tensor.dtype or shape != tensor.shape or device != tensor.device:
+            return False
+        if stride is not None and not lies_as(tensor, known.meta):
             return False
         if self.expected.last_write:
             # What is written to must share its memory with what it shared it with.
@@ -360,7 +381,13 @@ class GuardMode(Recorder):
         self.expected = None
         quiet(self.leaving)
         tape = expected.prefix(count, self.packs, self.named)
-        tape.outside = [Outside(known.meta, known.root) for known in expected.outside[: len(self.outside)]]
+        # How values lie may be what made it leave the tape.
+        tape.outside = [
+            Outside(relaid(known.meta, tensor), known.root)
+            for tensor, known in zip(self.outside, expected.outside, strict=False)
+        ]
+        for tensor, number in living:
+            tape.relay(tensor, number)
         for i, node in enumerate(tape.nodes):
             node.verdict = node.verdict if i in self.kept else RECOMPUTE
             if i in self.kept:
@@ -387,10 +414,17 @@ def _prepared(tape: Tape) -> list[Check]:
 def _check(node: Node) -> Check:
     refs = tuple([(i, int(arg)) for i, arg in enumerate(node.args) if type(arg) is Ref])
     others = tuple([(i, arg, _is_plain(arg)) for i, arg in enumerate(node.args) if type(arg) is not Ref])
-    flat = not node.kwargs and not any(refs_in(arg) for _, arg, _ in others)
+    flat = not node.kwargs and not any(refs_in(arg) for _, arg, _ in others) and not _makes_alike(node)
     watched = bool(node.written) or node.draws
     count = len(node.args) if flat else -1
     return Check(node.op, count, refs, others, watched, call_of(node), node.first)
+
+
+def _makes_alike(node: Node) -> bool:
+    """Whether an op makes a tensor that lies in memory as its first operand does."""
+    said = node.kwargs.get("memory_format")
+    alike = traits(node.op).lies_alike and (said is None or said is torch.preserve_format)
+    return node.shape_only and alike and type(node.args[0]) is Ref
 
 
 def _is_plain(value: Any) -> bool:

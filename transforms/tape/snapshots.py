@@ -20,7 +20,7 @@ from remat.transforms.compat import (
 from remat.transforms.context import quiet
 from remat.transforms.errors import RematError, written
 from remat.transforms.offload import Elsewhere, Store, away_in
-from remat.transforms.ops import memory_of, storage, targets, traits, version_of
+from remat.transforms.ops import lying_as, memory_of, metadata, storage, targets, traits, version_of
 from remat.transforms.pytree import flatten
 from remat.transforms.state import GeneratorState
 from remat.transforms.tape.tape import Tape, map_tensors
@@ -36,7 +36,7 @@ class Held(Elsewhere):
         hooks: the user's saved-tensor hooks, which it goes through as autograd's own saved values do.
     """
 
-    __slots__ = ("hooks", "packed", "region", "version", "watched")
+    __slots__ = ("hooks", "meta", "packed", "region", "version", "watched")
 
     def __init__(self, tensor: torch.Tensor, region: str, hooks: Any, watched: Any = None) -> None:
         # No op of a region around: it would meet an alias that no op of its own has made.
@@ -46,6 +46,7 @@ class Held(Elsewhere):
         self.watched = plain if watched is None else quiet(watched.detach)
         self.version = version_of(self.watched)
         self.packed: Any = plain if hooks is None else hooks[0](plain)
+        self.meta = None if hooks is None else metadata(plain)
 
     @property
     def unwritten(self) -> bool:
@@ -56,7 +57,7 @@ class Held(Elsewhere):
         """The value again; if `alone`, in memory of its own."""
         if self.hooks is not None:
             with autograd_again():
-                value = self.hooks[1](self.packed)
+                value = quiet(lying_as, self.hooks[1](self.packed), self.meta)
         elif version_of(self.watched) != self.version:
             raise RematError(written(f"region {self.region!r}", self.packed))
         else:

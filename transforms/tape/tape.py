@@ -19,7 +19,18 @@ import torch
 from remat.transforms.closure import holds_tensors
 from remat.transforms.context import node_of, quiet
 from remat.transforms.offload import Elsewhere, away_in
-from remat.transforms.ops import Traits, memory_of, metas, numel, storage, tensors_in, traits, version_of
+from remat.transforms.ops import (
+    Traits,
+    memory_of,
+    metas,
+    numel,
+    relaid,
+    storage,
+    tensors_in,
+    traits,
+    version_of,
+)
+from remat.transforms.placeholders import Meta
 from remat.transforms.pytree import constants_alike
 from remat.transforms.tape.unseen import is_read_first
 
@@ -177,6 +188,20 @@ class Tape:
         made.exposed, made.decided = set(self.exposed), {i for i in self.decided if i < count}
         made.last_write = {root: i for i, node in enumerate(made.nodes) for root in node.written}
         return made
+
+    def relay(self, tensor: torch.Tensor, number: int) -> None:
+        """Note how a value of an op lies in this forward: `tensor` is that value."""
+        if number < 0 or (now := relaid(was := self.meta_of(number), tensor)) == was:
+            return
+        node = self.nodes[self.makers[number]]
+        numbers = iter(node.makes())
+
+        def lying(outs: Any) -> Any:
+            if isinstance(outs, Meta):
+                return now if next(numbers) == number else outs
+            return type(outs)([lying(part) for part in outs]) if isinstance(outs, (tuple, list)) else outs
+
+        node.outs = lying(node.outs)
 
     def passes(self, node: Node) -> bool:
         """Whether an op is left out of the sequence where user code runs again (see `sharded`)."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from remat.transforms import Identity, Key, flatten
+from remat.transforms import Identity, Key, flatten, lies
 from remat.transforms.compat import is_fake
 from remat.transforms.joint import target_kind
 
@@ -139,8 +139,7 @@ class _Look:
                 found += (kind, value)
             elif (kind is torch.Tensor or kind is torch.nn.Parameter) and (number := id(value)) not in seen:
                 seen[number] = len(seen)
-                stride = value.stride() if value.layout is torch.strided else None
-                found += (kind, value.shape, stride, value.dtype, value.device, value.requires_grad)
+                found += (kind, value.shape, lies(value), value.dtype, value.device, value.requires_grad)
                 try:
                     found.append(value.is_leaf)
                 except RuntimeError:
@@ -156,10 +155,9 @@ class _Look:
             held = isinstance(tensor, torch.nn.Parameter) or tensor.is_leaf
         except RuntimeError:
             held = _STALE
-        stride = tensor.stride() if tensor.layout is torch.strided else None
         # As `each` writes them.
         kind = torch.Tensor if is_fake(tensor) and kind is not torch.nn.Parameter else kind
-        self.found += (kind, tensor.shape, stride, tensor.dtype, tensor.device, tensor.requires_grad)
+        self.found += (kind, tensor.shape, lies(tensor), tensor.dtype, tensor.device, tensor.requires_grad)
         self.found.append(held)
 
     def _container(self, value: Any) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from remat.policies import Policy
-from remat.transforms import BoundedCache, Key, flatten
+from remat.transforms import BoundedCache, Key, flatten, lies
 from remat.transforms.closure import swapping
 from remat.transforms.intermediates import current
 
@@ -88,7 +88,7 @@ def _seen(value: Any) -> Hashable:
     if kind in _PLAIN:
         return kind, value
     if isinstance(value, torch.Tensor):
-        return kind, value.shape, value.dtype, value.device, value.requires_grad
+        return kind, value.shape, lies(value), value.dtype, value.device, value.requires_grad
     return (id(value), value.training) if isinstance(value, torch.nn.Module) else id(value)
 
 

@@ -1,0 +1,387 @@
+"""Memory formats: a region that is called with tensors that lie otherwise than in the call before.
+
+Random numbers are drawn in the order of memory, and a tensor made like another lies as that does. So a mask
+that is laid out by an earlier call is another mask.
+"""
+
+from __future__ import annotations
+
+import itertools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from remat import checkpoint_policy, remat, scan_remat
+from remat.policies import offload_matmuls, save_matmuls, save_nothing
+
+SHAPE = (2, 4, 6, 6)
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+W = numbers(4, 4, 3, 3, seed=1)
+
+
+def inside(x: Tensor, shape: tuple[int, ...], *cut: slice) -> Tensor:
+    """`x` as a part of a larger tensor."""
+    return torch.zeros(shape, dtype=x.dtype)[(..., *cut)].copy_(x)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x.contiguous(),
+    "channels_last": lambda x: x.to(memory_format=torch.channels_last),
+    "transposed": lambda x: x.mT.contiguous().mT,
+    "batch_last": lambda x: x.permute(1, 2, 3, 0).contiguous().permute(3, 0, 1, 2),
+    "expanded": lambda x: x[:1].expand(SHAPE),
+    "stepped": lambda x: inside(x, (2, 4, 12, 18), slice(None, None, 2), slice(None, None, 3)),
+    "offset": lambda x: inside(x, (2, 4, 8, 6), slice(1, 7), slice(None)),
+}
+
+PROGRAMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
+
+
+def program(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    PROGRAMS[function.__name__] = function
+    return function
+
+
+@program
+def rand_like(x, w):
+    return (x * torch.rand_like(x)).tanh()
+
+
+@program
+def randn_like(x, w):
+    return torch.randn_like(x.cos()).mul(x).sin()
+
+
+@program
+def empty_like_filled(x, w):
+    return (torch.empty_like(x, memory_format=torch.preserve_format).uniform_() * x).exp()
+
+
+@program
+def empty_like_contiguous(x, w):
+    return (torch.empty_like(x, memory_format=torch.contiguous_format).uniform_() * x).exp()
+
+
+@program
+def cloned(x, w):
+    return (x.sin().clone(memory_format=torch.preserve_format).detach().normal_() * x).sin()
+
+
+@program
+def dropout(x, w):
+    return F.conv2d(F.dropout(x.relu(), 0.5), w, padding=1).tanh()
+
+
+@program
+def native_dropout(x, w):
+    return torch.native_dropout(x.sin(), 0.5, True)[0].sin()
+
+
+@program
+def alpha_dropout(x, w):
+    return F.alpha_dropout(x.sin(), 0.5, True).sin()
+
+
+@program
+def feature_dropout(x, w):
+    return F.feature_alpha_dropout(F.dropout2d(x.sin(), 0.5), 0.5, True).sin()
+
+
+@program
+def bernoulli(x, w):
+    return (torch.bernoulli(x.detach().sigmoid()) * x).sin()
+
+
+@program
+def gumbel_softmax(x, w):
+    return F.gumbel_softmax(x.sin(), dim=1).sin()
+
+
+@program
+def batch_norm(x, w):
+    return F.dropout(F.batch_norm(x.sin(), None, None, training=True), 0.3).sin()
+
+
+@program
+def group_norm(x, w):
+    return F.dropout(F.group_norm(x.sin(), 2), 0.3).sin()
+
+
+@program
+def layer_norm(x, w):
+    return F.dropout(F.layer_norm(x.sin(), (6,)), 0.3).sin()
+
+
+@program
+def convolutions(x, w):
+    return F.dropout(F.conv2d(F.conv2d(x.sin(), w, padding=1).relu(), w), 0.4).sin()
+
+
+@program
+def transposed_convolution(x, w):
+    return F.dropout(F.conv_transpose2d(x.sin(), w), 0.4).sin()
+
+
+@program
+def pooling(x, w):
+    return F.dropout(F.max_pool2d(x.sin(), 2), 0.4).sin() + F.dropout(F.avg_pool2d(x, 2), 0.4)
+
+
+def alone(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, of which no region has seen a call."""
+    code = function.__code__.replace(co_name=f"{function.__name__}_")
+    return types.FunctionType(code, function.__globals__, closure=function.__closure__)
+
+
+# -- ways to differentiate: values and gradients of a function of an image and a weight ----------------------
+
+
+def leaves(*tensors: Tensor) -> list[Tensor]:
+    return [t.detach().requires_grad_() for t in tensors]
+
+
+def backward(f: Any, x: Tensor, w: Tensor) -> list[Any]:
+    x, w = leaves(x, w)
+    torch.manual_seed(5)
+    out = f(x, w)
+    out.square().sum().backward()
+    return [out.detach(), x.grad, w.grad]
+
+
+def twice(f: Any, x: Tensor, w: Tensor) -> list[Any]:
+    x, w = leaves(x, w)
+    torch.manual_seed(5)
+    (grad,) = torch.autograd.grad(f(x, w).square().sum(), x, create_graph=True)
+    grad.square().sum().backward()
+    return [grad.detach(), x.grad, w.grad]
+
+
+def func_grad(f: Any, x: Tensor, w: Tensor) -> list[Any]:
+    torch.manual_seed(5)
+    loss = lambda x, w: f(x, w).square().sum()  # noqa: E731
+    return [None, *torch.func.grad(loss, argnums=(0, 1))(x, w)]
+
+
+def plain_grad(f: Any, x: Tensor, w: Tensor) -> list[Any]:
+    """What `func_grad` is to give. (Torch takes dropout apart under torch.func, and draws in another order;
+    a region is evaluated below.)"""
+    _, *grads = backward(f, x, w)
+    return [None, *[torch.zeros_like(t) if g is None else g for g, t in zip(grads, (x, w), strict=True)]]
+
+
+def per_example(f: Any, x: Tensor, w: Tensor) -> list[Any]:
+    torch.manual_seed(5)
+    grad = torch.func.grad(lambda x, w: f(x[None], w).square().sum())
+    return [torch.func.vmap(grad, in_dims=(0, None), randomness="different")(x, w)]
+
+
+WAYS = {
+    "backward": (backward, backward),
+    "twice": (twice, twice),
+    "grad": (func_grad, plain_grad),
+    "vmap(grad)": (per_example, per_example),
+}
+POLICIES = {
+    "nothing": save_nothing,
+    "matmuls": save_matmuls,
+    "offload": offload_matmuls,
+    "budget": checkpoint_policy(budget=0.5),
+}
+
+
+def compare(function: Any, way: str, policy: str, layouts: Any) -> None:
+    """One region in calls on these layouts, one after the other."""
+    ours, plain = WAYS[way]
+    region = remat(alone(function), policy=POLICIES[policy])
+    for name in layouts:
+        x = LAYOUTS[name](numbers(*SHAPE))
+        for got, want in zip(ours(region, x, W), plain(function, x, W), strict=True):
+            assert (got is None) == (want is None)
+            assert got is None or torch.equal(got, want), (name, (got - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_layouts_after_each_other(name):
+    compare(PROGRAMS[name], "backward", "nothing", [*LAYOUTS, *reversed(LAYOUTS)])
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "backward"])
+def test_ways(way):
+    for name in ("rand_like", "dropout", "bernoulli", "group_norm", "convolutions"):
+        compare(PROGRAMS[name], way, "matmuls", [*LAYOUTS, *reversed(LAYOUTS)])
+
+
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "nothing"])
+def test_policies(policy):
+    for name in ("rand_like", "dropout", "convolutions", "batch_norm"):
+        compare(PROGRAMS[name], "backward", policy, [*LAYOUTS, *LAYOUTS])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_all_pairs_of_layouts(name, policy, way):
+    for first, second in itertools.permutations(LAYOUTS, 2):
+        compare(PROGRAMS[name], way, policy, (first, second, first))
+
+
+# -- where else a layout comes from --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_captured_tensors(policy):
+    held = [numbers(*SHAPE)]
+
+    def function(x, w):
+        h = held[0].exp()
+        return (F.dropout(h, 0.5) * h * x).sin()
+
+    region = remat(function, policy=POLICIES[policy])
+    plain = alone(function)
+    for name in [*LAYOUTS, *LAYOUTS]:
+        held[0] = LAYOUTS[name](numbers(*SHAPE, seed=3))
+        x = numbers(*SHAPE)
+        assert torch.equal(backward(region, x, W)[1], backward(plain, x, W)[1]), name
+
+
+def test_model_that_changes_its_memory_format():
+    """The arguments lie as before. What the convolution returns does not."""
+    model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Dropout(0.5), nn.Tanh()).double()
+    region = remat(model)
+    for memory_format in (torch.contiguous_format, torch.channels_last) * 2:
+        model.to(memory_format=memory_format)  # pyright: ignore[reportCallIssue]
+        grads = [backward(lambda x, w, f=f: f(x), numbers(*SHAPE), W)[1] for f in (region, model)]
+        assert torch.equal(*grads), memory_format
+
+
+@pytest.mark.parametrize("policy", ["nothing", "matmuls", "offload"])
+def test_hooks_that_hand_back_another_layout(policy):
+    """As `save_on_cpu(pin_memory=True)` does. On a card dropout is this op."""
+
+    def function(x, w):
+        h = F.conv2d(x, w, padding=1)
+        return torch.native_dropout(x, 0.5, True)[0].sin() + torch.native_dropout(h, 0.5, True)[0].sin()
+
+    for name in LAYOUTS:
+        x, w = leaves(LAYOUTS[name](numbers(*SHAPE)), W)
+        grads = []
+        for f in (function, remat(alone(function), policy=POLICIES[policy])):
+            torch.manual_seed(5)
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t.contiguous(), lambda t: t):
+                out = f(x * 1, w)
+            grads.append(torch.autograd.grad(out.square().sum(), (x, w)))
+        torch.testing.assert_close(*grads)
+
+
+def test_model_with_one_activation_on_two_layouts():
+    class Mixer(nn.Module):
+        def __init__(self, act):
+            super().__init__()
+            self.tokens, self.channels, self.act = nn.Linear(16, 16), nn.Linear(16, 16), act
+
+        def forward(self, x):
+            x = x + self.act(self.channels(x))
+            return x + self.act(self.tokens(x.mT).mT)
+
+    def act(h):
+        return F.dropout(F.gelu(h), 0.3) * h
+
+    def gradients(act):
+        torch.manual_seed(0)
+        model = Mixer(act)
+        loss = model(torch.randn(2, 16, 16)).square().mean()
+        return torch.autograd.grad(loss, [*model.parameters()])
+
+    for got, want in zip(gradients(remat(act)), gradients(act), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scan(layout):
+    def step(x, y):
+        return (F.dropout(x.sin(), 0.5) * y).mT, x.sum()
+
+    def plain(x, w):
+        for y in torch.stack([x, x.cos(), x.exp()]):
+            x, _ = step(x, y)
+        return x
+
+    def scanned(x, w):
+        return scan_remat(step, x, torch.stack([x, x.cos(), x.exp()]))[0]
+
+    x = LAYOUTS[layout](numbers(*SHAPE))
+    for got, want in zip(backward(scanned, x, W), backward(plain, x, W), strict=True):
+        assert got is want or torch.equal(got, want)
+
+
+QUICK = ("channels_last", "stepped")
+REST = [pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name not in QUICK]
+
+
+@pytest.mark.parametrize("name", [*QUICK, *REST])
+def test_compiled(name):
+    """One region on several layouts in a graph. A function of degree one is its gradient times its argument,
+    if both are made with the same mask."""
+
+    @remat
+    def block(x):
+        return F.dropout(x.relu(), 0.5) * torch.rand_like(x)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def step(x):
+        return block(x) + block(x.mT.contiguous().mT) + block(x.mT).mT
+
+    (x,) = leaves(LAYOUTS[name](numbers(*SHAPE)))
+    out = step(x).sum()
+    (grad,) = torch.autograd.grad(out, x)
+    torch.testing.assert_close((grad * x).sum(), out)
+
+
+# -- what makes no difference is not recorded again ----------------------------------------------------------
+
+
+def recordings(calls: list[Tensor]) -> int:
+    """How many of these calls were recorded: only then a policy is asked."""
+    asked = []
+
+    def rule(info: Any) -> bool:
+        asked.append(len(asked))
+        return False
+
+    def function(x, w):
+        return F.dropout(x.sin(), 0.5).exp()
+
+    region = remat(function, policy=checkpoint_policy(rule))
+    count = 0
+    for x in calls:
+        asked.clear()
+        got, want = backward(region, x, W), backward(alone(function), x, W)
+        assert torch.equal(got[1], want[1])
+        count += bool(asked)
+    return count
+
+
+def test_gaps_of_other_widths():
+    x = numbers(*SHAPE)
+    assert recordings([inside(x, (2, 4, 6, 6 + n), slice(None), slice(n, None)) for n in range(1, 6)]) == 1
+
+
+def test_strides_of_single_elements():
+    odd = torch.empty_strided((1, 5), (77, 1), dtype=torch.float64).copy_(numbers(1, 5))
+    assert recordings([numbers(1, 5), odd, numbers(5, 1).t(), numbers(1, 5)]) == 1
+
+
+def test_layouts_by_turns():
+    # "stepped" and "offset" differ in the width of their gaps alone.
+    assert recordings([layout(numbers(*SHAPE)) for layout in LAYOUTS.values()] * 3) == len(LAYOUTS) - 1
