@@ -131,6 +131,8 @@ class Frame(Packer):
         let_go()
         region, inputs, pack = self.region, self.inputs, self.pack
         casts, select, begin = inputs.ambient.casts, region.selector, inputs.note_random
+        if known is not None and known.tape.writes_arguments and not known.tape.shares_alike(inputs.local):
+            known = None
         if known is None or known.draws:
             begin()
         if known is None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ from remat.transforms.compat import (
     in_transform,
     is_hook_refusal,
     is_tracing,
+    is_wrapped,
     jit_trace,
     level_stack,
     modes_active,
@@ -46,6 +47,7 @@ from remat.transforms.compat import (
     push_hooks,
     refuse_hooks,
     uncompiled,
+    unwrap_once,
     unwrapped,
 )
 from remat.transforms.compiled import GraphLowering
@@ -66,8 +68,9 @@ from remat.transforms.context import (
 )
 from remat.transforms.eager import Frame, Inputs, Unwatched, enclosed, stop_enclosing, unread, watched
 from remat.transforms.errors import RematError, changing
-from remat.transforms.functorch import Aliasing, Family, Prim, World, call
+from remat.transforms.functorch import Aliasing, Carried, Family, Prim, World, call
 from remat.transforms.intermediates import Mirrors, current
+from remat.transforms.ops import storage
 from remat.transforms.pytree import check_results, flatten, merge, split, unflatten
 from remat.transforms.region import Region
 from remat.transforms.state import Ambient, RandomState, device_kinds, note
@@ -194,10 +197,15 @@ def _run_primitive(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]
                 break
             found.append(missed.tensor)
             begun = []  # a recomputation of the region around misses it again
+        except Carried as carried:
+            attempt.learn_copied(carried.places, reach)
         except WatchingRefused:
             pass
         except Exception as error:
-            if "is not differentiable with respect to" in str(error) and not region.cache.by_levels:
+            leaf = "leaf Variable that requires grad" in str(error) and world is None
+            if leaf and not set(graded := attempt.graded()).issubset(attempt.copied):
+                attempt.learn_copied(graded, reach)
+            elif "is not differentiable with respect to" in str(error) and not region.cache.by_levels:
                 region.cache.by_levels = True
             elif not not_compiled(error):
                 raise
@@ -269,6 +277,8 @@ class FlatCall:
         self.others = others
         self.known: Any = {id(v): v for v in reach if isinstance(v, torch.Tensor)}
         self.stored: Stored | None = None
+        # The operands that the function is given copies of, as it writes derivatives into them.
+        self.copied = self._apart(region.cache.copied, reach)
 
     def put_back(self, watches: list[Any]) -> None:
         """Undo what a run that was broken off has written; `watches` have noted that, the innermost last."""
@@ -279,26 +289,65 @@ class FlatCall:
 
     def __call__(self) -> Any:
         with labelled("forward", self.region.name):
-            outs = call(Prim(self.body, self.family), self.operands)
+            given = list(self.operands)
+            for i in self.copied:
+                given[i] = given[i].clone()
+            outs = call(Prim(self.body, self.family), given)
         made_inside(outs)
         rebuilt = self.aliasing.rebuilt
         # No ops of the user's: a region around, whose two runs may come here by other ways, counts none.
         whole = self.family.world is None
-        outs = quiet(rebuilt, outs, self.operands) if whole else rebuilt(outs, self.operands)
+        outs = quiet(rebuilt, outs, given) if whole else rebuilt(outs, given)
         out, named, stored = outs[0], (), []
         if self.out_spec is not None:
-            out, named, stored = unflatten(merge(self.out_leaves, self.out_at, list(outs)), self.out_spec)
+            tree = unflatten(merge(self.out_leaves, self.out_at, list(outs)), self.out_spec)
+            out, named, stored, written = tree
+            self._write(written)
         if self.taps is not None:
             self.taps.pass_on(named)
         if self.stored is not None:
             self.stored.put(stored)
         return out
 
+    def _apart(self, places: Iterable[int], reach: Iterable[Any]) -> list[int]:
+        """Those of these operands whose memory nothing else looks at, as far as is known."""
+        if not places:
+            return []
+        given = {*map(id, self.captured), *[id(ref()) for ref in self.originals]}
+        others = [t for t in reach if isinstance(t, torch.Tensor) and id(t) not in given]
+        memories = [storage(unwrapped(t)) for t in (*self.operands, *others)]
+        return [i for i in sorted(places) if i < len(self.operands) and memories.count(memories[i]) == 1]
+
+    def learn_copied(self, places: Sequence[int], reach: Iterable[Any]) -> None:
+        """The function writes derivatives into these operands: the next attempt gives it copies."""
+        if len(self._apart(places, reach)) < len(places):
+            raise RematError(
+                f"region {self.region.name!r} writes what carries a derivative into an argument or captured "
+                "tensor that shares memory with another one. Under torch.func the derivative would be lost "
+                "to the other. Write what is detached (`.detach()`), or return the new value."
+            )
+        self.region.cache.copied |= frozenset(places)
+
+    def graded(self) -> list[int]:
+        """The places of operands that are differentiated."""
+        return [i for i, t in enumerate(self.operands) if _graded_anywhere(t)]
+
+    def _write(self, written: list[tuple[bool, bool, torch.Tensor]]) -> None:
+        """Let operands carry the derivatives that the function has written into them, below their levels."""
+        for at, (changed, graded, value) in zip(self.copied, written, strict=True):
+            if changed:
+                with contextlib.nullcontext() if graded else torch.no_grad():
+                    self.operands[at].copy_(value)
+
     def body(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self.family.ambient.casts:
             # Autocast caches casts of leaves; below the levels every operand would be one, above them none.
             # A region around, whose two runs may come here by other ways, counts no aliases as ops.
             operands = tuple([torch.ops.aten.alias.default(t) for t in operands])
+        around = operands
+        for i in self.copied:
+            operands = (*operands[:i], operands[i].clone(), *operands[i + 1 :])
+        before = [operands[i]._version for i in self.copied]
         made_inside(operands)  # for regions around, of which no torch call has told them
         captured = operands[self.count :]
         own = tuple([operands[i] for i in self.places])
@@ -332,15 +381,17 @@ class FlatCall:
             if any([isinstance(arg, (dict, list, tuple)) for arg in (*args, *kwargs.values())]):
                 refuse_given(self.region.name, (args, kwargs), own, out)
             stored = self._stored_first(self.known)
-        if self.taps is None and isinstance(out, torch.Tensor) and not stored:
-            return self._leaving([table.get(id(out), out)], operands)
+        copies = zip(before, [operands[i] for i in self.copied], strict=True)
+        written = [(t._version != version, _graded_anywhere(t), t) for version, t in copies]
+        if self.taps is None and isinstance(out, torch.Tensor) and not stored and not written:
+            return self._leaving([table.get(id(out), out)], around)
         check_results(out, self.region.name)
-        self.out_leaves, self.out_spec = flatten((out, named, stored))
+        self.out_leaves, self.out_spec = flatten((out, named, stored, written))
         tensors, self.out_at = split(self.out_leaves)
         self.out_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in self.out_leaves]
         # A captured tensor may be returned as it is, without any torch call that would have met it.
         tensors = [table.get(id(t), t) for t in tensors]
-        return self._leaving(tensors, operands)
+        return self._leaving(tensors, around)
 
     def _stored_first(self, known: dict[int, Any]) -> list[torch.Tensor]:
         region, roots, self.known = self.region, (self.region.function, *self.others), None
@@ -384,6 +435,14 @@ class FlatCall:
                 refuse_hooks(message)
         # The function differentiates inside; what the backward reads stays unknown, so all of it runs again.
         raise WatchingRefused
+
+
+def _graded_anywhere(tensor: torch.Tensor) -> bool:
+    """Whether autograd differentiates a tensor, at any level."""
+    with functions_as_they_are():
+        while not tensor.requires_grad and is_wrapped(tensor):
+            tensor = unwrap_once(tensor)
+        return tensor.requires_grad
 
 
 class WatchingRefused(BaseException):

@@ -17,6 +17,7 @@ from remat.transforms.closure import Missed, made_inside, read_again, refuse_str
 from remat.transforms.compat import (
     GRAD,
     SingleLevelFunction,
+    data_of,
     enable_single_level_autograd_function,
     forward_ad_active,
     forward_grad_enabled,
@@ -33,8 +34,9 @@ from remat.transforms.compat import (
     wrap_for_grad,
 )
 from remat.transforms.context import active, inside, ranks_met
-from remat.transforms.errors import RematError
+from remat.transforms.errors import RematError, WritesArgument, not_repeated
 from remat.transforms.functorch.primitive import (
+    Carried,
     Prim,
     PullBack,
     Residuals,
@@ -47,7 +49,7 @@ from remat.transforms.functorch.primitive import (
     with_memory,
 )
 from remat.transforms.functorch.results import Results, compared
-from remat.transforms.functorch.rules import hollow_operand, plain_duals
+from remat.transforms.functorch.rules import hollow_operand, plain_duals, rewrapped
 from remat.transforms.offload import held_tensors
 from remat.transforms.ops import storage
 from remat.transforms.region import compare_pulled
@@ -114,8 +116,17 @@ def _keep(ctx: Any, prim: Prim, operands: Tensors, outs: Tensors, residuals: Res
         ctx.save_for_backward(*[t if is_wrapped(t) else written.get(i, t) for i, t in enumerate(operands)])
         return
     needed = [residuals is None or _is_read(residuals, t) for t in operands]
-    pairs = zip(operands, needed, strict=True)
-    ctx.save_for_backward(*[t if keep else hollow_operand(t) for t, keep in pairs])
+    # What the region wrote to may be written to again: a snapshot has what it was before.
+    source = residuals or prim.source
+    written = () if source is None or source.recorded is None else source.recorded.written
+    ctx.written = {i: rewrapped(operands[i], _unversioned) for i in written if needed[i]}
+    pairs = enumerate(zip(operands, needed, strict=True))
+    ctx.save_for_backward(*[t if keep and i not in written else hollow_operand(t) for i, (t, keep) in pairs])
+
+
+def _unversioned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, whose later writes nobody counts; levels wrap what an attribute returns."""
+    return unwrapped(data_of(tensor))
 
 
 def _is_read(residuals: Residuals, tensor: torch.Tensor) -> bool:
@@ -160,7 +171,7 @@ def _backward(ctx: Any, cotangents: tuple[Any, ...], level: int | None) -> list[
     levels = ctx.prim.family.by_levels
     leveled = "inner" if ctx.prim.masks else ctx.leveled if level is None else "own"
     ctx.leveled = ctx.leveled and "inner"  # the levels around come here later
-    body = PullBack(forward, len(saved), mask, present, levels, around, leveled=leveled)
+    body = PullBack(forward, len(saved), mask, present, ctx.prim.family, levels, around, leveled=leveled)
     # A second derivative still pulls back from the same results of the region.
     ends = ctx.prim.present if ctx.prim.pulls else tuple(present)
     own = None if dead else level
@@ -170,7 +181,7 @@ def _backward(ctx: Any, cotangents: tuple[Any, ...], level: int | None) -> list[
     if ctx.residuals is not None and not graph_kept():
         # Freed as the backward goes, like autograd's own saved values.
         ctx.residuals = Residuals() if ctx.residuals.recorded is None else None
-        ctx.prim = replace(ctx.prim, body=_freed)
+        ctx.prim, ctx.written = replace(ctx.prim, body=_freed), {}
     for place, (i, grad) in enumerate(zip(mask, made, strict=True)):
         # Nothing goes on to where no gradient is.
         grads[first + i] = None if place in body.unused else grad
@@ -179,7 +190,10 @@ def _backward(ctx: Any, cotangents: tuple[Any, ...], level: int | None) -> list[
 
 def _saved(ctx: Any) -> Tensors:
     try:
-        return ctx.saved_tensors
+        saved = ctx.saved_tensors
+        if not (written := getattr(ctx, "written", None)):
+            return saved
+        return [written.get(i, t) for i, t in enumerate(saved)]
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
             raise
@@ -306,12 +320,19 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
     region, family = prim.family.region, prim.family
     tape = Tape(region.name)
     tape.loose = prim.dual
+    graded = {i for mask in prim.masks for i in mask}
     recorder = Recorder(
-        tape, region.selector, operands, digest=region.digest, reruns=True, decisions=region.decisions
+        tape,
+        region.selector,
+        operands,
+        digest=region.digest,
+        reruns=True,
+        decisions=region.decisions,
+        graded=graded,
     )
     if active.attempt is not None:
         active.attempt.append(recorder)
-    operands = apart(recorder, operands, {i for mask in prim.masks for i in mask})
+    operands = apart(recorder, operands, graded)
     random = RandomState(operands) if region.preserve_rng_state else None
     saved, packed = set[int](), list[tuple[int, int]]()
     reaches, unseen, start = list[Reachability](), list[bool](), next_node()
@@ -336,7 +357,10 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
     try:
         watching = selector.watching(levels=True) if selector else contextlib.nullcontext()
         with watching, recorder:
-            outs, conversion = noting(prim.recorded or prim.body, *operands)
+            try:
+                outs, conversion = noting(prim.recorded or prim.body, *operands)
+            except WritesArgument as error:
+                raise (Carried(error.places) if error.recorder is recorder else error) from None
             unseen.append(conversion is not None and conversion.hooked)
             strays = recorder.outside[len(operands) :]
             refuse_strays(f"region {region.name!r}", region.function, conversion, strays)
@@ -397,3 +421,6 @@ def _pull(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]:
             if missed.around():
                 raise
             raise read_again(f"region {family.region.name!r}", missed) from None
+        except Carried:
+            what = "it wrote a derivative into an argument or a captured tensor"
+            raise RematError(not_repeated(family.region.name, what)) from None

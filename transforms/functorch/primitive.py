@@ -25,14 +25,18 @@ import torch
 
 from remat.transforms.compat import (
     functions_as_they_are,
+    has_tangent,
     hooks_aside,
     in_forward_mode,
     in_transform,
     innermost_level,
+    is_wrapped,
+    level_of,
     restore_vmap,
     unwrap_if_dead,
+    wrap_for_grad,
 )
-from remat.transforms.context import active, recomputing, scoped
+from remat.transforms.context import active, quiet, recomputing, scoped
 from remat.transforms.ops import memory_of, span, storage
 from remat.transforms.pytree import smooth as pytree_smooth
 from remat.transforms.region import Region
@@ -176,7 +180,7 @@ def as_differentiated(body: Body, mask: list[int], family: Family, plainly: bool
         if not in_transform() and not family.by_levels:
             # A pull-back that runs this again differentiates some operands already, for good.
             around = torch.is_grad_enabled() and any(t.requires_grad for t in operands)
-            with torch.enable_grad():
+            with torch.enable_grad(), unchanged(operands, mask, family):
                 given = [operands[i] for i in mask]
                 own = [t if around and t.requires_grad else _leaf(t) for t in given]
                 outs = body(*merged(operands, mask, own))
@@ -184,7 +188,8 @@ def as_differentiated(body: Body, mask: list[int], family: Family, plainly: bool
             return tuple(outs) if around else tuple([t.detach() for t in outs])
 
         def of(*moving: torch.Tensor) -> Any:
-            outs = body(*merged(operands, mask, moving))
+            with writable(operands, mask, family) as others:
+                outs = body(*merged(others, mask, moving))
             note(outs)
             return smooth_first(outs, split)
 
@@ -208,6 +213,7 @@ class PullBack:
     count: int
     mask: list[int]
     present: list[int]
+    family: Family
     by_levels: bool = False
     around: bool = False  # whether levels below differentiate other operands, which torch looks at
     over: tuple[tuple[tuple[int | None, ...], int, str], ...] = ()
@@ -221,7 +227,8 @@ class PullBack:
         split: list[list[int]] = [[]]
 
         def of(*moving: torch.Tensor) -> Any:
-            outs = self.body(*merged(operands, self.mask, moving))
+            with writable(operands, self.mask, self.family) as others:
+                outs = self.body(*merged(others, self.mask, moving))
             # Only these: behind the others are values that nobody recomputed, and zero times NaN is NaN.
             made = smooth_first([outs[i] for i in self.present], split)
             return made if made[0] else ((moving[0].new_zeros(()),), ())
@@ -246,7 +253,11 @@ class PullBack:
     def _plainly(self, operands: Tensors, cotangents: Tensors) -> tuple[torch.Tensor, ...]:
         """By plain autograd: quicker, and the only way for functions that torch.func refuses."""
         again = torch.is_grad_enabled() and any(t.requires_grad for t in (*operands, *cotangents))
-        with torch.enable_grad(), scoped(leveled=self.leveled and (self.leveled, again)):
+        with (
+            torch.enable_grad(),
+            scoped(leveled=self.leveled and (self.leveled, again)),
+            unchanged(operands, self.mask, self.family),
+        ):
             leaves = [_variable(operands[i], again) for i in self.mask]
             outs, last = noting(self.body, *merged(operands, self.mask, leaves))
         forward_done()
@@ -386,6 +397,51 @@ def reassemble(smooth: Tensors, rest: Tensors, at: list[int]) -> list[torch.Tens
     for i, tensor in zip(at, smooth, strict=True):
         outs.insert(i, tensor)
     return outs
+
+
+class Carried(BaseException):
+    """A function has written a derivative into operands, by their places, or into one that has a derivative:
+    it begins again on copies, and returns those."""
+
+    def __init__(self, places: Sequence[int]) -> None:
+        super().__init__()
+        self.places = places
+
+
+@contextlib.contextmanager
+def unchanged(operands: Tensors, but: Sequence[int], family: Family) -> Iterator[None]:
+    """Within, a function may write to operands, those at `but` aside, what has no derivative here: below its
+    levels a derivative is lost to who reads the operand later."""
+    with functions_as_they_are():
+        before = [i for i, t in enumerate(operands) if i not in but and not _carries(t)]
+    yield
+    with functions_as_they_are():
+        carried = [i for i in before if _carries(operands[i])]
+    for i in carried:
+        if not is_wrapped(operands[i]) and operands[i].requires_grad:
+            quiet(operands[i].detach_)  # the user's own tensor
+    if carried and family.world is None:
+        raise Carried(carried)
+
+
+@contextlib.contextmanager
+def writable(operands: Tensors, but: Sequence[int], family: Family) -> Iterator[Tensors]:
+    """The operands as arguments of the innermost level, which refuses writes to what it takes for captured;
+    those at `but` are given by who differentiates them."""
+    if family.world is not None:
+        yield operands
+        return
+    level = innermost_level().level()
+    with functions_as_they_are():
+        given = [
+            t if i in but or level_of(t) >= level else wrap_for_grad(t, level) for i, t in enumerate(operands)
+        ]
+    with unchanged(given, but, family):
+        yield given
+
+
+def _carries(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad or (in_forward_mode() and quiet(has_tangent, tensor))
 
 
 def cut_off(tensor: torch.Tensor) -> bool:

@@ -20,6 +20,7 @@ from remat.transforms.compat import (
     dual_level_known_if_any,
     hooks_aside,
     is_batched,
+    is_dead,
     is_wrapped,
     level_of,
     restore_vmap,
@@ -32,6 +33,8 @@ from remat.transforms.compat import (
 from remat.transforms.context import quiet
 from remat.transforms.functorch.primitive import (
     Body,
+    Carried,
+    Family,
     Prim,
     PullBack,
     Tensors,
@@ -40,8 +43,9 @@ from remat.transforms.functorch.primitive import (
     reassemble,
     rule,
     smooth_first,
+    writable,
 )
-from remat.transforms.ops import metadata, overlaps
+from remat.transforms.ops import metadata, overlaps, version_of
 from remat.transforms.placeholders import hollow
 
 
@@ -109,7 +113,7 @@ def _on_duals(prim: Prim, duals: Any) -> tuple[list[torch.Tensor], dict[int, tor
     if not at:
         return list(call(prim, primals)), {}
     split: list[list[int]] = [[]]
-    dual = _mapped(prim, lambda body: _with_tangents(body, len(primals), at, split))
+    dual = _mapped(prim, lambda body: _with_tangents(body, len(primals), at, split, prim.family))
     outs = call(replace(dual, dual=True), [*primals, *[duals[i][1] for i in at]])
     plain = len(outs) - len(split[0])
     return list(outs[:plain]), dict(zip(split[0], outs[plain:], strict=True))
@@ -126,14 +130,20 @@ def _writable(primal: torch.Tensor) -> torch.Tensor:
     return primal.clone(memory_format=torch.contiguous_format) if overlaps(primal) else primal
 
 
-def _with_tangents(body: Body, count: int, at: list[int], split: list[list[int]]) -> Body:
+def _with_tangents(body: Body, count: int, at: list[int], split: list[list[int]], family: Family) -> Body:
     """(primals, tangents of those at `at`) -> (outs, tangents of the floating-point outs)."""
 
     def dual(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         primals, tangents = tensors[:count], tensors[count:]
 
         def of(*moving: torch.Tensor) -> Any:
-            return smooth_first(body(*merged(primals, at, moving)), split)
+            before = [version_of(t) for t in moving]
+            with writable(primals, at, family) as others:
+                outs = body(*merged(others, at, moving))
+            pairs = zip(at, before, moving, strict=True)
+            if lost := [i for i, version, tensor in pairs if version_of(tensor) != version]:
+                raise Carried(lost)
+            return smooth_first(outs, split)
 
         with hooks_aside(), dual_level_known_if_any():
             # torch's stub gives the result two possible lengths.
@@ -158,13 +168,24 @@ def jvp_rule(level: Any, prim: Prim, operands: Tensors) -> tuple[torch.Tensor, .
 
 def hollow_operand(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` with the same wrappers and metadata, and no memory: for operands that no backward reads."""
-    if is_wrapped(tensor):
-        level = level_of(tensor)
-        if is_batched(tensor):
-            inner, dim = unwrap_batched(tensor, level)
-            return add_batch_dim(hollow_operand(inner), dim, level)
-        return wrap_for_grad(hollow_operand(unwrap_once(tensor)), level)
-    # A factory's result is wrapped by the level at hand.
-    empty = unwrapped(quiet(hollow, metadata(tensor)))
-    empty.untyped_storage().resize_(0)
-    return empty
+
+    def empty(bottom: torch.Tensor) -> torch.Tensor:
+        # A factory's result is wrapped by the level at hand.
+        made = unwrapped(quiet(hollow, metadata(bottom)))
+        made.untyped_storage().resize_(0)
+        return made
+
+    return rewrapped(tensor, empty)
+
+
+def rewrapped(tensor: torch.Tensor, bottom: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Another tensor with the same wrappers, and without tangents; `bottom` makes the one in them."""
+    if not is_wrapped(tensor):
+        return bottom(tensor)
+    if is_dead(tensor):
+        return rewrapped(unwrap_once(tensor), bottom)
+    level = level_of(tensor)
+    if is_batched(tensor):
+        inner, dim = unwrap_batched(tensor, level)
+        return add_batch_dim(rewrapped(inner, bottom), dim, level)
+    return wrap_for_grad(rewrapped(unwrap_once(tensor), bottom), level)

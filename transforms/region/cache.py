@@ -99,17 +99,19 @@ class TraceCache:
         by_levels: whether plain autograd was seen to refuse it, so that torch.func differentiates it, whose
             decompositions know more derivatives.
         hides_leaves: whether it was seen to read a leaf that the search for captured tensors has not found.
+        copied: the operands that it was seen to write derivatives into, under levels of torch.func.
         agreed: by policies under which ranks have compared what they keep, what calls did with collectives.
     """
 
     __slots__ = (
-        "__weakref__", "agreed", "by_levels", "by_policy", "differentiates", "hides_leaves", "uses_func"
+        "__weakref__", "agreed", "by_levels", "by_policy", "copied", "differentiates", "hides_leaves",
+        "uses_func",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.by_policy: BoundedCache[Hashable, Traces] = BoundedCache(_MOST)
         self.differentiates = self.by_levels = self.hides_leaves = False
-        self.uses_func = 0
+        self.uses_func, self.copied = 0, frozenset[int]()
         self.agreed: dict[Hashable, set[str]] = {}
 
     def saw_func(self) -> None:

@@ -7,7 +7,7 @@ and `torch.func` at any depth. `guard.GuardMode` is one that expects the ops of 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -60,7 +60,8 @@ class Recorder(WriteWatch):
         tape: where to write.
         selector: makes the selector, whose `decide(index, node, args, kwargs, outs)` says RECOMPUTE, OFFLOAD
             or SAVE. None keeps nothing.
-        inputs: the region's argument tensors, which it must not write to.
+        inputs: the region's argument tensors.
+        graded: the positions of those that levels of torch.func differentiate.
         digest: a checksum of an op's results to compare bitwise later, or None.
         casts: whether autocast is on. It caches casts of leaves across regions: whether one happens is luck.
         reruns: whether the recomputation runs the function.
@@ -89,8 +90,10 @@ class Recorder(WriteWatch):
         casts: bool = False,
         reruns: bool = False,
         decisions: bool = False,
+        graded: Collection[int] = (),
     ) -> None:
         super().__init__()
+        self.graded = graded
         self.reruns = reruns
         self.decisions = Decisions() if decisions else None
         self.tape, self.digest, self.casts = tape, digest, casts

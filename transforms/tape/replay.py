@@ -263,6 +263,12 @@ class Recorded:
             tape.open = tape.open or "it reads a tensor that no op has made"
             needs = Needs(tape, everything, kept)
         self.needs = needs
+        # The operands that the function writes to.
+        arguments = enumerate(tape.outside[: tape.arguments])
+        raw = {storage(tensor) for tensor, _ in self.raw}
+        self.written = frozenset(
+            at for at, known in arguments if known.root in recorder.snapshots or given[at].storage in raw
+        )
         self.absent = may_be_absent(recorder, outs)
         self.kept = {at: value for at, value in kept.items() if needs.live.get(at) is False}
         self.storages: set[int] | None = None  # of the operands that are read again; None for all

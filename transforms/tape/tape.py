@@ -113,6 +113,7 @@ class Tape:
         bookkeeping: ops by which modules gather parameters: no policy is asked about them.
         decided: ops that are kept as decisions, whatever the policy says.
         lent: ops whose kept results regions inside rely on.
+        writes_arguments: whether it writes to an argument: which of them share memory is then a part of it.
         sized_by_data: whether another call may have values of other shapes, its arguments being alike.
         meta: whether the region itself computes on the meta device.
     """
@@ -136,6 +137,7 @@ class Tape:
         self.bookkeeping: set[int] = set()
         self.open: str | None = None
         self.loose = self.scanned = self.sharded = self.meta = self.sized_by_data = False
+        self.writes_arguments = False
         self.cacheable = True  # whether another forward may be held against it
         self.checks: Any = None  # what that one's ops are compared by, once one was
 
@@ -174,6 +176,12 @@ class Tape:
         """The saved values that are simply there: for each the position of the tensor from outside."""
         pairs = enumerate(self.packed)
         return {i: -1 - number for i, (number, at) in pairs if self.is_outside(number, at)}
+
+    def shares_alike(self, arguments: Sequence[torch.Tensor]) -> bool:
+        """Whether arguments share memory among themselves as those of this run did."""
+        first: dict[int, int] = {}
+        roots = [first.setdefault(storage(tensor), -1 - at) for at, tensor in enumerate(arguments)]
+        return roots == [known.root for known in self.outside[: self.arguments]]
 
     def prefix(self, count: int, packed: int, names: int) -> Tape:
         """A tape of its own with the first ops of this one, to be written on."""

@@ -4,14 +4,14 @@ overwrite, held as it was."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from remat.transforms.compat import below_levels, data_of, set_data, unwrapped
 from remat.transforms.context import Mode, active, quiet
-from remat.transforms.errors import RematError, user_line
+from remat.transforms.errors import RematError, WritesArgument, user_line
 from remat.transforms.offload import Elsewhere, away_in, send
 from remat.transforms.ops import Traits, metas, targets, tensors_in
 from remat.transforms.placeholders import Meta
@@ -188,6 +188,7 @@ class WriteWatch(Verdicts):
     snapshots: dict[int, Snapshot]
     shown: dict[int, Snapshot]
     moved: set[int]
+    graded: Collection[int] = ()  # the arguments that levels of torch.func differentiate
     # Tensors from outside that user code has given other memory (`.data = `), with what they had before.
     replaced: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
 
@@ -206,10 +207,18 @@ class WriteWatch(Verdicts):
             root = self.root(tensor)
             if root >= 0:
                 self._copy_kept(self._kept_in.get(root, ()))
-            elif any(self.tape.outside[i].root == root for i in range(self.tape.arguments)):
+            elif places := self._differentiated(root):
+                raise WritesArgument(self._refusal(func, tensor), self, places)
+            elif facts.only_shape and -1 - root < self.tape.arguments:
                 raise RematError(self._refusal(func, tensor))
             elif root not in self.snapshots:
                 self._snapshot(root)
+
+    def _differentiated(self, root: int) -> list[int]:
+        """The arguments in this memory that have a derivative, which a write would change."""
+        at = [i for i in range(self.tape.arguments) if self.tape.outside[i].root == root]
+        self.tape.writes_arguments = self.tape.writes_arguments or bool(at)
+        return [i for i in at if i in self.graded or self.around(self.outside[i]).requires_grad]
 
     def _written(self, facts: Traits, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
         """The tensors whose memory a call writes to.
@@ -230,7 +239,7 @@ class WriteWatch(Verdicts):
             tensor = self.outside[-1 - root]
             if root in but or not quiet(before.differs, tensor):
                 continue
-            if any(self.tape.outside[i].root == root for i in range(self.tape.arguments)):
+            if self._differentiated(root):
                 raise RematError(self._refusal("a raw kernel or NumPy", tensor))
             self.tape.open = self.tape.open or "raw memory from outside is written to"
             # The function runs again, on that memory itself: there is no scratch copy that it could find.
@@ -285,8 +294,9 @@ class WriteWatch(Verdicts):
     def _refusal(self, func: Any, tensor: torch.Tensor) -> str:
         return (
             f"region {self.tape.region!r} writes with {func} at {user_line()} into a "
-            f"{tuple(tensor.shape)} {tensor.dtype} tensor from outside the region, which is an argument. A "
-            "recomputation would write again. Write out of place, or into a `.clone()` made in the region."
+            f"{tuple(tensor.shape)} {tensor.dtype} tensor from outside the region, which is an argument that is "
+            "differentiated, or whose shape it changes. A recomputation would write again. Write out of place, "
+            "or into a `.clone()` made in the region."
         )
 
 
