@@ -28,15 +28,6 @@ class RematError(RuntimeError):
 
 RematError.__module__ = "remat"
 
-
-class WritesArgument(RematError):
-    """Raised where a function is about to write to arguments with a derivative; `places` are theirs."""
-
-    def __init__(self, text: str, recorder: Any, places: list[int]) -> None:
-        super().__init__(text)
-        self.recorder, self.places = recorder, places
-
-
 # In a checkout transforms/ is reached through a link, so that it has two spellings.
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _HIDDEN = (os.path.dirname(torch.__file__), os.path.dirname(_HERE), os.path.realpath(_HERE))

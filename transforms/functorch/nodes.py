@@ -34,7 +34,7 @@ from remat.transforms.compat import (
     wrap_for_grad,
 )
 from remat.transforms.context import active, inside, ranks_met
-from remat.transforms.errors import RematError, WritesArgument, not_repeated
+from remat.transforms.errors import RematError, not_repeated
 from remat.transforms.functorch.primitive import (
     Carried,
     Prim,
@@ -359,8 +359,10 @@ def _forward_recorded(prim: Prim, operands: Tensors) -> tuple[torch.Tensor, ...]
         with watching, recorder:
             try:
                 outs, conversion = noting(prim.recorded or prim.body, *operands)
-            except WritesArgument as error:
-                raise (Carried(error.places) if error.recorder is recorder else error) from None
+            except RematError:
+                if recorder.graded_written:
+                    raise Carried(recorder.graded_written) from None
+                raise
             unseen.append(conversion is not None and conversion.hooked)
             strays = recorder.outside[len(operands) :]
             refuse_strays(f"region {region.name!r}", region.function, conversion, strays)

@@ -4,14 +4,14 @@ overwrite, held as it was."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from remat.transforms.compat import below_levels, data_of, set_data, unwrapped
 from remat.transforms.context import Mode, active, quiet
-from remat.transforms.errors import RematError, WritesArgument, user_line
+from remat.transforms.errors import RematError, user_line
 from remat.transforms.offload import Elsewhere, away_in, send
 from remat.transforms.ops import Traits, metas, targets, tensors_in
 from remat.transforms.placeholders import Meta
@@ -189,6 +189,7 @@ class WriteWatch(Verdicts):
     shown: dict[int, Snapshot]
     moved: set[int]
     graded: Collection[int] = ()  # the arguments that levels of torch.func differentiate
+    graded_written: Sequence[int] = ()  # those that the function was about to write to
     # Tensors from outside that user code has given other memory (`.data = `), with what they had before.
     replaced: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
 
@@ -208,7 +209,8 @@ class WriteWatch(Verdicts):
             if root >= 0:
                 self._copy_kept(self._kept_in.get(root, ()))
             elif places := self._differentiated(root):
-                raise WritesArgument(self._refusal(func, tensor), self, places)
+                self.graded_written = places
+                raise RematError(self._refusal(func, tensor))
             elif facts.only_shape and -1 - root < self.tape.arguments:
                 raise RematError(self._refusal(func, tensor))
             elif root not in self.snapshots:
@@ -294,9 +296,9 @@ class WriteWatch(Verdicts):
     def _refusal(self, func: Any, tensor: torch.Tensor) -> str:
         return (
             f"region {self.tape.region!r} writes with {func} at {user_line()} into a "
-            f"{tuple(tensor.shape)} {tensor.dtype} tensor from outside the region, which is an argument that is "
-            "differentiated, or whose shape it changes. A recomputation would write again. Write out of place, "
-            "or into a `.clone()` made in the region."
+            f"{tuple(tensor.shape)} {tensor.dtype} tensor from outside the region, which is an argument that "
+            "is differentiated, or whose shape it changes. A recomputation would write again. Write out of "
+            "place, or into a `.clone()` made in the region."
         )
 
 
