@@ -136,15 +136,20 @@ def is_cast_of_leaf(func: Any, args: Any) -> bool:
 
 
 def draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call of a random op really draws numbers: attention without dropout does not."""
-    probability = kwargs.get("dropout_p")
-    if probability is None:
-        schema = op._schema.arguments
-        at = next((i for i, a in enumerate(schema) if a.name == "dropout_p"), None)
-        if at is None:
-            return True
-        probability = args[at] if at < len(args) else schema[at].default_value
-    return bool(probability)
+    """Whether this call of a random op really draws numbers: attention without dropout does not, nor does
+    what is told that it does not train."""
+    for at, known in enumerate(op._schema.arguments):
+        if known.name == "dropout_p" or (known.name in _SWITCHES and op.namespace == "aten"):
+            default = known.default_value if known.has_default_value() else None
+            given = args[at] if at < len(args) else kwargs.get(known.name, default)
+            # (Dropout that is not told whether it trains does.)
+            if given is not None and not given:
+                return False
+    return True
+
+
+# Arguments that turn the draws of torch's own ops off.
+_SWITCHES = ("train", "training")
 
 
 def tensors_in(values: Any) -> Iterable[torch.Tensor]:

@@ -157,3 +157,82 @@ def test_a_policy_may_keep_what_an_op_drew():
     masks = kept_bytes(remat(block, policy=save_ops(aten.native_dropout.default)))
     torch._dynamo.reset()
     assert masks > kept_bytes(remat(block)) + 8
+
+
+@pytest.mark.parametrize("train", [False, None, True])
+@pytest.mark.parametrize("p", [0.0, 0.5, 1.0])
+def test_dropout_as_it_is_told(p: float, train: bool | None) -> None:
+    def dropped(x):
+        kept, mask = torch.native_dropout(x, p, train)
+        return kept.sin() * 3, mask
+
+    x = torch.linspace(1, 2, 64, dtype=torch.float64).requires_grad_()
+    out, mask = compiled(remat(dropped))(x)
+    scale = 1 / (1 - p) if train is not False and p < 1 else 1.0
+    if train is False or p == 0:
+        assert mask.all()
+    elif p == 1:
+        assert not mask.any()
+    else:
+        assert 0 < mask.sum() < 64
+    same(out, 3 * torch.sin(x * mask * scale))
+    (gradient,) = torch.autograd.grad(out.sum(), x)
+    # (torch's own rule leaves the scale out where nothing is told.)
+    same(gradient, 3 * torch.cos(x * mask * scale) * mask * (1.0 if train is None else scale))
+
+
+def test_attention_without_training_and_noise_that_is_none() -> None:
+    """Other ops with a switch, and ones in the same region that do draw."""
+    x = torch.linspace(-1, 1, 64, dtype=torch.float64).requires_grad_()
+
+    def several(x):
+        still, _ = torch.native_dropout(x, 0.9, False)
+        leaky = torch.rrelu(still, 0.1, 0.3, training=False)
+        noise = torch.rand_like(x)
+        return (leaky * noise).sin(), noise.clone()
+
+    out, noise = compiled(remat(several))(x)
+    expected = (torch.rrelu(x, 0.1, 0.3, training=False) * noise).sin()
+    same(out, expected)
+    (made,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
+    same(made, torch.autograd.grad(expected.sum(), x)[0])
+
+
+COMPLEX = {
+    "randn": lambda x: torch.randn(x.shape, dtype=torch.complex64),
+    "rand": lambda x: torch.rand(x.shape, dtype=torch.complex64),
+    "randn_like": lambda x: torch.randn_like(x, dtype=torch.complex64),
+    "rand_like": lambda x: torch.rand_like(x, dtype=torch.complex64),
+    "normal_": lambda x: torch.empty_like(x, dtype=torch.complex64).normal_(1, 2),
+    "complex128": lambda x: torch.randn(x.shape, dtype=torch.complex128),
+    "like complex": lambda x: torch.randn_like(torch.complex(x, x).detach()),
+}
+
+
+def check_complex(backend: str) -> None:
+    def drawn(x):
+        made = {name: draw(x) for name, draw in COMPLEX.items()}
+        return sum((x * n.real).sin().sum() + (x * n.imag).cos().sum() for n in made.values()), made
+
+    x = torch.ones(4000).requires_grad_()
+    value, made = compiled(remat(drawn), backend)(x)
+    (gradient,) = torch.autograd.grad(value, x)
+    expected = sum(n.real * (x * n.real).cos() - n.imag * (x * n.imag).sin() for n in made.values())
+    same(gradient, expected.detach().to(gradient.dtype), 1e-4)
+    torch.manual_seed(1)
+    for name, draw in COMPLEX.items():
+        for part in (torch.real, torch.imag):
+            mine, theirs = part(made[name].detach()), part(draw(x.detach()))
+            assert mine.dtype == theirs.dtype
+            assert abs(float(mine.mean() - theirs.mean())) < 0.15
+            assert 0.9 < float(mine.std() / theirs.std()) < 1.1
+
+
+def test_complex_draws() -> None:
+    check_complex("aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*code generation for complex")
+def test_inductor_draws_both_parts_of_complex_numbers() -> None:
+    check_complex("inductor")

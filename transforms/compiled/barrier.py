@@ -69,6 +69,9 @@ _library.impl("snapshot", as_fenced, "CompositeExplicitAutograd")
 torch.library.register_fake("remat::snapshot", as_fenced, lib=_library)
 _library.impl("once", as_fenced, "CompositeExplicitAutograd")
 torch.library.register_fake("remat::once", lambda value: fence_fake(value, ()), lib=_library)
+# A backend that executes its graph as it is runs one backward for all cotangents of `is_grads_batched`. The
+# order holds whatever is batched.
+_library.impl("fence", lambda value, after: value.clone(), "Batched")
 FENCE = torch.ops.remat.fence.default
 # A value that is computed once in a graph (`lowering.GraphConstants`).
 ONCE = torch.ops.remat.once.default

@@ -76,8 +76,13 @@ class GraphLowering:
         for sink in prim.sinks:
             sink.written = record
         given_to(operands)
-        if outs and (sent := record.sent()):
+        if outs and (sent := [value.host for value in record.sent()]):
             outs = [quiet(behind, outs[0], sent), *outs[1:]]
+        if copies := list(record.before.values()):
+            # A partitioner computes in the backward what no result of the forward needs. There the memory
+            # that a copy was made of has been written to, here or by what comes after the region.
+            free = [t.is_floating_point() and graph_storage(t) not in record.given for t in outs]
+            outs = [quiet(behind, t, copies) if own else t for t, own in zip(outs, free, strict=True)]
         # Autograd sees the node make them. AOTAutograd would see how functionalization came to them, views
         # and detached values, and make them so once more, without the node.
         memory = [graph_storage(t) for t in outs]

@@ -216,8 +216,9 @@ class GraphRecord(Verdicts):
     def _before_writing(self, func: Any, memory: torch.UntypedStorage) -> None:
         """Copy what is about to be written to.
 
-        The write starts from the copy, so the copy is a part of the forward. Else a partitioner computes it
-        in the backward, of a buffer that has been written to by then: buffers are free to save, to it.
+        The write starts from the copy. Else a partitioner computes what was there in the backward, of a
+        buffer that has been written to by then: buffers are free to save, to it. (Results of the region come
+        after the copy, for the same reason; nothing is left of the write if all of it is written over.)
         """
         if (storage := memory._cdata) in self.rewritten:
             return

@@ -68,14 +68,18 @@ for _name, _kernel, _fake in (
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"remat::{_name}", _fake, lib=_library)
 
+# What they wait for may be batched, as with a fence.
+_library.impl("fetch", lambda host, device, after: _fetch(host, device, ()), "Batched")
+_library.impl("arrived", lambda value, after: _arrived(value, ()), "Batched")
 FETCH = torch.ops.remat.fetch.default
 _SEND, ARRIVED = torch.ops.remat.send.default, torch.ops.remat.arrived.default
 
 
-def behind(value: torch.Tensor, sent: Sequence[Sent]) -> torch.Tensor:
-    """`value`, behind a fence that stands after what is sent. Otherwise that would stay until the forward
-    ends, or be sent in the backward. What comes behind may be a result of the graph: it is no copy."""
-    return fenced(value, [one.host for one in sent], torch.ops.remat.sent.default)
+def behind(value: torch.Tensor, first: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`value`, behind a fence that stands after `first`: what is sent, or copies of what is written to.
+    Otherwise those might be made as the forward ends, or in the backward. What comes behind may be a result
+    of the graph: it is no copy."""
+    return fenced(value, first, torch.ops.remat.sent.default)
 
 
 class Sent(Elsewhere):

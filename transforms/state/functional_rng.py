@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from remat.transforms.compat import outside_batched_grads
 from remat.transforms.context import scoped
 from remat.transforms.errors import RematError, user_line
 
@@ -27,7 +28,8 @@ def _drawn(name: str) -> Callable[..., torch.Tensor]:
 
     def kernel(size: list[int], seed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         generator = torch.Generator(seed.device).manual_seed(int(seed))
-        return make(size, generator=generator, dtype=dtype, device=seed.device)
+        with outside_batched_grads():  # which let no op draw; the seed is one for all of them
+            return make(size, generator=generator, dtype=dtype, device=seed.device)
 
     return kernel
 
@@ -85,10 +87,18 @@ class _Source:
         self.seed, self.func = seed, func
 
     def uniform(self, size: Any, dtype: torch.dtype) -> torch.Tensor:
-        return torch.ops.remat.uniform.default(list(size), self.seed, dtype)
+        return self._drawn(torch.ops.remat.uniform.default, size, dtype)
 
     def normal(self, size: Any, dtype: torch.dtype) -> torch.Tensor:
-        return torch.ops.remat.normal.default(list(size), self.seed, dtype)
+        drawn = self._drawn(torch.ops.remat.normal.default, size, dtype)
+        # Of a complex number the whole has a variance of 1.
+        return drawn * 0.5**0.5 if dtype.is_complex else drawn
+
+    def _drawn(self, op: Any, size: Any, dtype: torch.dtype) -> torch.Tensor:
+        if not dtype.is_complex:
+            return op(list(size), self.seed, dtype)
+        # Real and imaginary parts: Inductor draws no complex numbers.
+        return torch.view_as_complex(op([*size, 2], self.seed, dtype.to_real()))
 
     def chance(self, like: torch.Tensor, p: Any) -> torch.Tensor:
         """True with probability `p`."""
@@ -150,7 +160,8 @@ _DRAWS: dict[Any, Callable[..., Any]] = {
         s.uniform(x.shape, x.dtype) * (high - low) + low
     ),
     _aten.normal_.default: lambda s, x, mean=0.0, std=1.0, **_: x.copy_(
-        s.normal(x.shape, x.dtype) * std + mean
+        # (To torch the mean is that of both parts of a complex number.)
+        s.normal(x.shape, x.dtype) * std + (mean * (1 + 1j) if x.dtype.is_complex else mean)
     ),
     _aten.normal.Tensor_float: _normal,
     _aten.normal.float_Tensor: _normal,
