@@ -1,4 +1,8 @@
-"""Modules that change what they, and others, hold: each kind of state that a look must leave as it was."""
+"""Modules that change what they, and others, hold.
+
+`seen` is what a look must leave as it was: modules, tensors, random streams. `others` are effects of the user's
+Python, which happen once a look, as in a call; but no tensor without data may be left there.
+"""
 
 import collections
 import functools
@@ -30,6 +34,9 @@ class Base(nn.Module):
 
     def seen(self):
         return {}
+
+    def others(self):
+        return ()
 
     def forward(self, x):
         return torch.tanh(self.layer(self.work(x))).exp()
@@ -106,10 +113,13 @@ class Attributes(Base):
         return x
 
     def seen(self):
+        return self.n, hasattr(self, "fresh"), sorted(vars(self))
+
+    def others(self):
         return (
-            self.n, list(self.log), dict(self.table), list(self.queue), set(self.names), self.space.n,
+            list(self.log), dict(self.table), list(self.queue), set(self.names), self.space.n,
             self.counts.copy(), self.holder.value, dict(self.holder.inner), list(self.by_name["a"]),
-            list(self.by_name), Attributes.shared, len(Attributes.made), hasattr(self, "fresh"),
+            list(self.by_name), Attributes.shared, list(Attributes.made),
         )  # fmt: skip
 
 
@@ -135,7 +145,10 @@ class Rotary(Base):
         return x * self.mask * self.tables["cos"] + self.late
 
     def seen(self):
-        return self.mask, self.cached, dict(self.tables), "late" in self._buffers
+        return self.mask, self.cached, "late" in self._buffers
+
+    def others(self):
+        return dict(self.tables)
 
 
 @functools.lru_cache
@@ -166,12 +179,10 @@ class Remembered(Base):
         return x * table(4) * unbounded(4) * empty(4) * self.scale
 
     def seen(self):
-        return (
-            table.cache_info().currsize,
-            unbounded.cache_info().currsize,
-            empty.cache_info(),
-            vars(self).keys(),
-        )
+        return vars(self).keys()
+
+    def others(self):
+        return table(4), unbounded(4), empty(4)
 
 
 class Globals(Base):
@@ -185,8 +196,8 @@ class Globals(Base):
         log.append(x)
         return note(x)
 
-    def seen(self):
-        return COUNT, len(LOG), len(Globals.helper.__defaults__[0]), getattr(note, "calls", 0)  # pyright: ignore[reportOptionalSubscript]
+    def others(self):
+        return COUNT, list(LOG), list(Globals.helper.__defaults__[0]), getattr(note, "calls", 0)  # pyright: ignore[reportOptionalSubscript]
 
 
 def note(x):
@@ -210,12 +221,10 @@ class Hooks(Base):
 
     def seen(self):
         layer = self.layer
-        return (
-            len(self.met),
-            list(layer._forward_hooks),
-            len(layer._forward_pre_hooks),
-            layer.weight._backward_hooks,
-        )
+        return list(layer._forward_hooks), len(layer._forward_pre_hooks), layer.weight._backward_hooks
+
+    def others(self):
+        return list(self.met)
 
 
 class Draws(Base):

@@ -79,7 +79,7 @@ def shown(spec: Spec) -> str:
 
 
 def paths(tree: Any) -> list[str]:
-    """For every leaf its key path, such as `['layers'][0]['w']`."""
+    """For every leaf its key path, such as `['layers'][0]['w']`; keys that are objects go by their class."""
     count = len(tree_leaves(tree))
     try:
         # A class may be registered with names for its children, which only torch's functions know.
@@ -87,8 +87,25 @@ def paths(tree: Any) -> list[str]:
     except ValueError:
         named = []  # one is registered without
     if len(named) == count:
-        return [torch_pytree.keystr(path) for path, _ in named]
-    return [path.codify("") for path in optree.tree_accessors(tree, none_is_leaf=True, namespace=_SPACE)]
+        return ["".join([_step(key, torch_pytree.keystr, (key,)) for key in path]) for path, _ in named]
+    found = optree.tree_accessors(tree, none_is_leaf=True, namespace=_SPACE)
+    return ["".join([_step(step, step.codify, "") for step in path]) for path in found]
+
+
+def _step(step: Any, shown: Callable[[Any], str], given: Any) -> str:
+    # A key may be any object: a weight, whose text is all of its numbers, if it has any at the moment.
+    key = getattr(step, "key", getattr(step, "entry", None))
+    return shown(given) if is_plain(key) else f"[{type(key).__name__}]"
+
+
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype)
+
+
+def is_plain(key: Any) -> bool:
+    """Whether the text of a key runs no code of the user's."""
+    if type(key) is tuple:
+        return all(map(is_plain, key))
+    return type(key) in _PLAIN
 
 
 def split(leaves: list[Any]) -> tuple[list[torch.Tensor], list[int]]:

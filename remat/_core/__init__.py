@@ -23,12 +23,12 @@ from remat._core.opinfo import (
     TensorMeta,  # a tensor without its data
     describe,  # `tree` with every tensor replaced by its `TensorMeta`
 )
+from remat._core.reach import (
+    Reach,  # what a function can reach, as it was before a look at it
+    isolating,  # leave modules in reach, random streams and switches as they are
+)
 from remat._core.units import (
     format_bytes,  # bytes for people, rounded
     parse_bytes,  # bytes from "2GiB", "512 MB", "1e9"
-)
-from remat._core.untouched import (
-    Notes,  # what a function can reach, as it was before a look at it
-    untouched,  # leave all that functions and arguments can reach as it is
 )
 from remat._core.warn import warn_user  # warn at the line of the user's

@@ -1,4 +1,4 @@
-"""Running a user's function for a look, on the real thing: tensors too are afterwards as they were."""
+"""Running a user's function for a look, on the real thing: modules and tensors are afterwards as they were."""
 
 from __future__ import annotations
 
@@ -10,32 +10,43 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from remat._core import untouched
+from remat._core import isolating
 from remat.transforms import targets, traits
 from remat.transforms.compat import (
     TorchDispatchMode,
     functions_as_they_are,
     is_strided,
     is_wrapped,
+    resize_storage,
     set_version,
     storage_key,
 )
+from remat.transforms.state import Isolated, isolated
 from remat.transforms.tape import made_by
 
 
 @contextlib.contextmanager
 def looked_at(*roots: Any, ops: bool = True) -> Iterator[None]:
-    """Leave all that `roots` can reach as it is: objects, random numbers, tensors and what they hold.
+    """Isolate what a look must not touch: modules, tensors with their gradients and hooks, random streams.
 
-    Without `ops` (what is compiled shows none) the memory of all buffers in reach is copied before.
+    Without `ops` (what is compiled shows none) the memory of all tensors in reach is copied before.
     """
-    with untouched(*roots) as notes:
+    with isolating(*roots) as reach:
+        for module in reach.modules:
+            if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+                # It expects gradients after a forward, which a look gives to nobody.
+                module.require_backward_grad_sync = False
         plain = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-        found = [t for t in notes.tensors if type(t) in plain and not is_wrapped(t)]
+        found = [t for t in reach.tensors if type(t) in plain and not is_wrapped(t)]
         with functions_as_they_are():
-            states = [_State(tensor, copied=not ops and not tensor.requires_grad) for tensor in found]
+            states = [_State(tensor, copied=not ops) for tensor in found]
         try:
-            with _Writes() if ops else contextlib.nullcontext():
+            # Storages have their sizes again before anything is written there.
+            with contextlib.ExitStack() as stack:
+                writes = stack.enter_context(_Writes()) if ops else None
+                kept = stack.enter_context(isolated())
+                if writes is not None:
+                    writes.kept = kept
                 yield
         finally:
             with functions_as_they_are():
@@ -49,10 +60,13 @@ class _State:
     def __init__(self, tensor: Tensor, copied: bool) -> None:
         self.tensor, self.leaf, self.requires_grad = tensor, tensor.is_leaf, tensor.requires_grad
         self.grad = tensor.grad if self.leaf else None
-        hooks = tensor._backward_hooks
-        self.hooks = None if hooks is None else dict(hooks)
-        self.data, self.version = tensor.detach(), 0 if tensor.is_inference() else tensor._version
-        self.copy = tensor.detach().clone() if copied else None
+        self.hooks = {name: _hooks(tensor, name) for name in _HOOKS}
+        self.data, self.version = tensor.detach(), _version(tensor)
+        self.size = _size(tensor)
+        copied = copied and is_strided(tensor) and not tensor.is_meta and bool(self.size)
+        # Weights fill their device already.
+        place = "cpu" if tensor.requires_grad else tensor.device
+        self.copy = tensor.detach().to(place, copy=True) if copied else None
 
     def restore(self) -> None:
         tensor = self.tensor
@@ -69,18 +83,35 @@ class _State:
                 tensor.grad = self.grad
         self._restore_hooks()
         # (Batch normalization writes its statistics and leaves the version as it was.)
-        if self.copy is not None and (tensor._version != self.version or _differ(self.data, self.copy)):
-            _write_back(tensor, self.data, self.copy, self.version)
+        if self.copy is not None and (_version(tensor) != self.version or _differ(self.data, self.copy)):
+            _write_back(tensor, self.data, self.copy, self.version, self.size)
 
     def _restore_hooks(self) -> None:
-        hooks = self.tensor._backward_hooks
-        if hooks is None or dict(hooks) == (self.hooks or {}):
-            return
-        if self.hooks is None:
-            self.tensor._backward_hooks = None
-        else:
-            hooks.clear()
-            hooks.update(self.hooks)
+        for name, before in self.hooks.items():
+            hooks = getattr(self.tensor, name, None)
+            if hooks is None or dict(hooks) == (before or {}):
+                continue
+            if before is None:
+                setattr(self.tensor, name, None)
+            else:
+                hooks.clear()
+                hooks.update(before)
+
+
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def _hooks(tensor: Tensor, name: str) -> dict[int, Any] | None:
+    hooks = getattr(tensor, name, None)
+    return None if hooks is None else dict(hooks)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes() if is_strided(tensor) else 0
 
 
 class _Writes(TorchDispatchMode):
@@ -89,15 +120,18 @@ class _Writes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._made: dict[int, StorageWeakRef] = {}
-        self._before: dict[int, tuple[Tensor, Tensor, Tensor, int]] = {}
+        self._before: dict[int, tuple[Tensor, Tensor, Tensor | None, int, int]] = {}
+        self.kept: Isolated | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for tensor in targets(traits(func), args, kwargs):
             if is_strided(tensor) and not self._is_made(tensor) and id(tensor) not in self._before:
-                version = 0 if tensor.is_inference() else tensor._version
+                size = _size(tensor)
+                there = size >= _reaches(tensor) and not (self.kept is not None and self.kept.has(tensor))
+                before = tensor.clone() if there else None
                 # (An alias keeps its shape, whatever becomes of the tensor's.)
-                self._before[id(tensor)] = tensor, tensor.detach(), tensor.clone(), version
+                self._before[id(tensor)] = tensor, tensor.detach(), before, _version(tensor), size
         out = func(*args, **kwargs)
         for key, storage in made_by(args, kwargs, out):
             self._made[key] = StorageWeakRef(storage)
@@ -109,8 +143,8 @@ class _Writes(TorchDispatchMode):
 
     def __exit__(self, *exc: Any) -> Any:
         done = super().__exit__(*exc)
-        for tensor, alias, before, version in reversed(self._before.values()):
-            _write_back(tensor, alias, before, version)
+        for noted in reversed(self._before.values()):
+            _write_back(*noted)
         return done
 
 
@@ -118,13 +152,27 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
     return storage_key(tensor), tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
+def _reaches(tensor: Tensor) -> int:
+    """How many bytes of its storage a tensor needs."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (tensor.storage_offset() + last + 1) * tensor.element_size()
+
+
 def _differ(one: Tensor, other: Tensor) -> bool:
-    return is_strided(one) and not one.is_meta and not torch.equal(one, other)
+    return _size(one) >= _reaches(one) and not torch.equal(one, other.to(one.device))
 
 
-def _write_back(tensor: Tensor, alias: Tensor, before: Tensor, version: int) -> None:
-    with torch.no_grad():
-        alias.copy_(before)
+def _write_back(tensor: Tensor, alias: Tensor, before: Tensor | None, version: int, size: int) -> None:
+    if not alias.is_meta and before is not None:
+        storage = alias.untyped_storage()
+        if storage.nbytes() > size:
+            resize_storage(storage, size)
+        # Memory that was not there before the look has gone again.
+        if storage.nbytes() >= _reaches(alias):
+            with torch.no_grad():
+                alias.copy_(before)
     if not tensor.is_inference():
         # Whoever has saved it for a backward finds what was there then.
         set_version(tensor, version)

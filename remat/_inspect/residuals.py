@@ -146,7 +146,7 @@ class Residuals(list[Residual]):
 def saved_residuals(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Residuals:
     """What would be kept if `fn(*args, **kwargs)` were differentiated.
 
-    Runs the forward under plain autograd. If nothing that requires grad takes part, every floating point and
+    Runs the forward once under plain autograd, and isolates what `explain` isolates. If nothing that requires grad takes part, every floating point and
     complex argument is differentiated, as by `torch.func.grad` over all of them.
 
     Args:
@@ -203,7 +203,7 @@ def _differentiated(fn: Callable[..., Any], args: Any, kwargs: Any) -> Residuals
 def _observed(
     fn: Callable[..., Any], args: Any, kwargs: Any, packed: _Packed | None = None
 ) -> Residuals | None:
-    """The residuals of one run, which leaves no trace, or None when autograd recorded nothing."""
+    """The residuals of one run, which is isolated, or None when autograd recorded nothing."""
     with looked_at(fn, args, kwargs):
         found, readable = _run(fn, args, kwargs, packed)
     if not readable:

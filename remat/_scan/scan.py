@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from remat._core import parse_bytes, untouched
+from remat._core import isolating, parse_bytes
 from remat._dynamo import call_scan, run_compiled, runs_in_eager
 from remat._region import with_policy
 from remat.policies import Policy, policy_given, save_everything, save_nothing
@@ -303,7 +303,7 @@ def _sizes(body: Callable[..., Any], spec: ScanSpec, init: Any, rows: Rows) -> t
 @contextlib.contextmanager
 def _tried(body: Any, spec: ScanSpec, init: Any, rows: Rows, reach: list[Any]) -> Iterator[None]:
     """Within, a step is evaluated for its shapes alone, and leaves no trace."""
-    with untouched(body, init, rows), unwritten(spec.name, captured=reach):
+    with isolating(body, init, rows), unwritten(spec.name, captured=reach):
         yield
 
 

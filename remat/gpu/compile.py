@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from remat._core import Device, known_flops, untouched
+from remat._core import Device, isolating, known_flops
 from remat.debug import Recomputed, RegionNodes, regions_in, uncompiled
 from remat.gpu.cards import card
 from remat.gpu.rates import seconds_of
 from remat.gpu.report import GpuGraph, GpuReport, Kernel
 from remat.transforms import RematError, flatten, leaves_behind, map_only, tree_leaves
 from remat.transforms.closure import Bindings, reached
-from remat.transforms.compat import dynamo_errors
+from remat.transforms.compat import dynamo_errors, is_fake
 from remat.transforms.compat.gpu import (
     Block,
     Chip,
@@ -41,6 +41,7 @@ from remat.transforms.compat.gpu import (
 from remat.transforms.compiled import RECOMPUTED
 from remat.transforms.joint import gpu_workspace
 from remat.transforms.scan.traced import KERNELS, living_with
+from remat.transforms.state import isolated
 
 
 def compile_for(
@@ -112,7 +113,14 @@ def trace(step: Callable[..., Any], args: Any, kwargs: Any, chip: Chip | None = 
     step = uncompiled(step)
     # Whatever is in reach holds fake tensors of the CPU meanwhile.
     held = Bindings(reached(*flatten((step, args, kwargs))[0]), states=True)
-    with untouched(step, args, kwargs), fakes() as like, held.replaced(known := _Known(like)):
+    with (
+        isolating(step, args, kwargs) as reach,
+        contextlib.ExitStack() as afterwards,
+        isolated(),
+        fakes() as like,
+        held.replaced(known := _Known(like)),
+    ):
+        afterwards.callback(reach.without, is_fake)
         args, kwargs = map_only(torch.Tensor, known, (args, kwargs))
 
         def run(compiled: Callable[..., Any]) -> None:

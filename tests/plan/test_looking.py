@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from remat import checkpoint_policy, remat, saved_residuals
 from remat import nn as remat_nn
 from remat.plan import BudgetPolicy, pareto, plan_chain, plan_model
-from remat.transforms import RematError
+from remat.transforms import RematError, tree_leaves
 from remat.transforms.compat import is_fake
 from tests.helpers import crossed
 from tests.stateful import MODULES, X, same
@@ -48,6 +48,8 @@ def test_a_look_leaves_everything_as_it_was(kind, look):
     before = module.seen()
     LOOKS[look](module)
     assert same(module.seen(), before)
+    left = tree_leaves(module.others())
+    assert not [value for value in left if is_fake(value)]
 
 
 @pytest.mark.parametrize("kind", MODULES)

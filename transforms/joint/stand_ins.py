@@ -20,6 +20,8 @@ from remat.transforms.closure import trial
 from remat.transforms.compat import (
     autocasting,
     fake_mode,
+    function_mode_at,
+    function_modes,
     functions_as_they_are,
     is_fake,
     is_wrapped,
@@ -32,6 +34,7 @@ from remat.transforms.errors import RematError
 from remat.transforms.intermediates import only
 from remat.transforms.joint.fused import kernel_of_target
 from remat.transforms.pytree import flatten, unflatten
+from remat.transforms.state import isolated
 
 
 class StandIns(TorchFunctionMode):
@@ -73,6 +76,11 @@ class StandIns(TorchFunctionMode):
         self._made[id(tensor)] = tensor, fake
         self._made[id(fake)] = fake, fake
         return fake
+
+    def on_top(self) -> contextlib.AbstractContextManager[Any]:
+        """Within, this mode is on: a backward inside may have been called from one, where modes are off."""
+        on = any(function_mode_at(at) is self for at in range(function_modes()))
+        return contextlib.nullcontext() if on else self
 
     def forget(self) -> None:
         """Let go of all tensors."""
@@ -119,7 +127,7 @@ def stood_in(stand_ins: StandIns) -> Iterator[None]:
     # What is in the cache of an autocast around stays there until that ends.
     torch.set_autocast_cache_enabled(caching and not autocasting())
     try:
-        with stand_ins.mode, stand_ins, nothing_gathered(quiet):
+        with isolated(stand_ins.on_top), stand_ins.mode, stand_ins, nothing_gathered(quiet):
             yield
     finally:
         torch.set_autocast_cache_enabled(caching)

@@ -126,11 +126,12 @@ def explain(
     kwargs: Mapping[str, Any] | None = None,
     **keywords: Any,
 ) -> Explanation:
-    """What `fn(*args, **keywords)` keeps for its backward, what it recomputes, and what that costs.
+    """What `fn(*args, **keywords)` keeps, recomputes and costs; it runs, and what its Python does happens.
 
     Runs `fn` forward and backward, once as it is and once without remat, and forward once more each to see
-    what is kept. Generators, buffers, gradients, and all that `fn`
-    can reach, are afterwards as they were. If nothing that requires grad
+    what is kept. Isolated are modules, parameters, buffers, gradients, storages, and generators: they are
+    afterwards as they were. No hook of a parameter is called. Other effects of `fn`, such as a counter in a
+    plain object, happen in each of these four runs, as in a call. If nothing that requires grad
     takes part, every floating point argument is differentiated.
 
     Args:

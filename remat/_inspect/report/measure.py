@@ -120,7 +120,7 @@ def measure(
 ) -> Measured:
     """Run `fn` forward and backward once, and forward once more to see what is kept.
 
-    Everything that `fn` can reach is as before in the end. Without `regions`, regions run as plain
+    Modules, tensors and random streams are as before in the end. Without `regions`, regions run as plain
     functions. With `whole`, `fn` may run its backward itself, and no argument is differentiated that does
     not require grad.
 

@@ -9,7 +9,7 @@ import torch
 
 from remat._core import warn_user
 from remat.plan.calls.keys import call_key
-from remat.plan.calls.looking import Notes, looked
+from remat.plan.calls.looking import Reach, looked
 from remat.plan.calls.trusted import Trust
 from remat.plan.graph import Graph
 from remat.transforms import BoundedCache, Key, flatten
@@ -153,7 +153,7 @@ class _Call:
         """The graph, by a look where nobody has looked."""
         found = None if self.key is None else _GRAPHS.recall(self.key)
         if found is None:
-            found = self._look(lambda notes, hooks: self._recorded(hooks))
+            found = self._look(lambda reach, hooks: self._recorded(hooks))
             if self.key is not None:
                 _GRAPHS[self.key] = found
         return found
@@ -177,9 +177,9 @@ class _Call:
         return found
 
     def _careful(self) -> Graph | None:
-        return self._look(lambda notes, hooks: self._recorded(hooks) if notes.once is None else None)
+        return self._look(lambda reach, hooks: self._recorded(hooks) if reach.once is None else None)
 
-    def _look(self, make: Callable[[Notes, bool], Any]) -> Any:
+    def _look(self, make: Callable[[Reach, bool], Any]) -> Any:
         return looked(make, self.fn, self.args, self.kwargs)
 
     def _recorded(self, hooks: bool) -> Graph:

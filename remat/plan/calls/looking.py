@@ -1,8 +1,9 @@
-"""Running a user's function on tensors without data, so that nothing of that is left."""
+"""Running a user's function on tensors without data, so that none of those is left."""
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import gc
 import sys
 import types
@@ -10,48 +11,65 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
+from torch.overrides import TorchFunctionMode
 
-from remat._core import Notes, untouched
+from remat._core import Reach, isolating
 from remat.transforms import RematError
-from remat.transforms.compat import fakes_watched, is_fake, is_hook_refusal
+from remat.transforms.compat import (
+    fakes_watched,
+    functions_as_they_are,
+    is_fake,
+    is_hook_refusal,
+    outside_all_modes,
+)
 from remat.transforms.joint import NotOnFakes
 
 T = TypeVar("T")
 
 
 @contextlib.contextmanager
-def looking(*roots: Any) -> Iterator[Notes]:
-    """Leave all that `roots` can reach as it is, and see that no tensor without data outlives the look.
+def looking(*roots: Any) -> Iterator[Reach]:
+    """Isolate what a look must not touch, and see that no tensor without data outlives it.
 
     Raises:
         RematError: one does, in something out of reach; the message names it.
     """
-    # What the look makes stays young, so that a quick collection finds it all.
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        with fakes_watched() as modes, untouched(*roots) as notes, _one_sequence_a_row():
-            yield notes
-    finally:
-        if collecting:
-            gc.enable()
-    # A look inside of this one has made older what this one had made by then.
-    for generation in (0, 1):
+    with fakes_watched() as modes:
+        with isolating(*roots) as reach:
+            try:
+                with _one_sequence_a_row():
+                    yield reach
+            finally:
+                _take_out(reach, modes)
+    # Cycles hold some. What is young is found soon.
+    for generation in (0, 1, 2):
         if any(mode() is not None for mode in modes):
             gc.collect(generation)
     if left := [mode for mode in modes if mode() is not None]:
         _refuse(left, roots[0])
 
 
-def looked(make: Callable[[Notes, bool], T], *roots: Any) -> T:
+def _take_out(reach: Reach, modes: list[Any]) -> None:
+    """Take tensors of these modes out of whatever in reach has come to hold them."""
+    alive = [mode for ref in modes if (mode := ref()) is not None]
+
+    def made(tensor: Any) -> bool:
+        return is_fake(tensor) and any(tensor.fake_mode is mode for mode in alive)
+
+    if alive:
+        reach.without(made)
+
+
+def looked(make: Callable[[Reach, bool], T], *roots: Any) -> T:
     """What `make` makes of a look; it is told whether hooks on saved tensors may be used.
 
     The look begins again without them where torch.func, used inside the function, refuses them.
     """
 
     def look(hooks: bool) -> T:
-        with looking(*roots) as notes:
-            return make(notes, hooks)
+        with looking(*roots) as reach:
+            # Context variables that are set inside are set there alone.
+            return contextvars.copy_context().run(make, reach, hooks)
 
     return with_hooks_or_without(look)
 
@@ -66,23 +84,46 @@ def with_hooks_or_without(make: Callable[[bool], T]) -> T:
     return make(False)
 
 
-@contextlib.contextmanager
-def _one_sequence_a_row() -> Iterator[None]:
-    """Let transformers take rows for one sequence each, as they are unless somebody packs them.
-
-    It looks at the data to find that out. Of tensors without data it supposes that rows are packed, and has
-    attention read a mask that no run with data has: its plans would be of other ops.
-    """
+def _one_sequence_a_row() -> contextlib.AbstractContextManager[Any]:
     masking: Any = sys.modules.get("transformers.masking_utils")
     find = getattr(masking, "find_packed_sequence_indices", None)
-    if find is None:
-        yield
-        return
-    masking.find_packed_sequence_indices = lambda position_ids: None
-    try:
-        yield
-    finally:
-        masking.find_packed_sequence_indices = find
+    return contextlib.nullcontext() if find is None else _OneSequence(find.__code__)
+
+
+class _OneSequence(TorchFunctionMode):
+    """Lets transformers take rows for one sequence each, as they are unless somebody packs them.
+
+    It looks at the positions to find that out. Of positions without data it supposes that rows are packed, and
+    has attention read a mask that no run with data has: its plans would be of other ops. So that one function
+    of it computes with the positions of one sequence.
+    """
+
+    def __init__(self, code: types.CodeType) -> None:
+        super().__init__()
+        self.code = code
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        frame: Any = sys._getframe(1)
+        # Between that function and this one are other modes.
+        while frame is not None and frame.f_code.co_name == "__torch_function__":
+            frame = frame.f_back
+        if frame is not None and frame.f_code is self.code:
+            args = [_Positions.like(a) if is_fake(a) else a for a in args]
+        return func(*args, **(kwargs or {}))
+
+
+class _Positions(torch.Tensor):
+    """The positions of tokens, and numbers that are computed of them, with data whatever modes are on."""
+
+    @classmethod
+    def like(cls, fake: torch.Tensor) -> torch.Tensor:
+        with outside_all_modes(), functions_as_they_are():
+            return torch.arange(fake.shape[-1], device="cpu").expand(fake.shape).as_subclass(cls)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with outside_all_modes():
+            return super().__torch_function__(func, types, args, kwargs)
 
 
 def _refuse(modes: list[Any], fn: Any) -> None:
@@ -113,5 +154,6 @@ def _holder(fake: Any, dicts: list[dict[Any, Any]]) -> str | None:
         if isinstance(owner, types.FrameType) or is_fake(owner):
             continue
         del held[key]
-        return f"a dict, under {key!r}" if owner is None else f"{key!r} of a {type(owner).__name__}"
+        shown = repr(key) if type(key) in (str, int) else f"a {type(key).__name__}"
+        return f"a dict, under {shown}" if owner is None else f"{shown} of a {type(owner).__name__}"
     return None

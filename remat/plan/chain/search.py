@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from remat.plan.chain.chain import Chain, Part
-from remat.transforms.compat import outside_all_modes
+from remat.transforms.compat import functions_as_they_are, outside_all_modes
 
 # Bytes are counted in this share of the peak.
 _CELLS = 1 << 15
@@ -22,7 +22,8 @@ def best_parts(chain: Chain, limit: int, *, nested: bool = True) -> tuple[Part, 
 
     Where they are not to be `nested`, every part is a region of its own.
     """
-    with outside_all_modes():
+    # Whatever modes of the user are on, such as a default device, these are numbers of the plan.
+    with outside_all_modes(), functions_as_they_are():
         return _Search(chain, limit, nested).parts()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from remat.transforms.compat import outside_all_modes
+from remat.transforms.compat import functions_as_they_are, outside_all_modes
 
 # A call is repeated until this much time has passed, so that small ones are not all clock.
 _SECONDS = 4e-4
@@ -90,6 +90,6 @@ def alone(device: str) -> Iterator[None]:
     """Run what is timed as by itself, and leave the generators as they were."""
     kind = torch.device(device).type
     devices = [torch.device(device)] if kind == "cuda" else []
-    with outside_all_modes(), torch.no_grad(), torch.autocast(kind, enabled=False):
+    with outside_all_modes(), functions_as_they_are(), torch.no_grad(), torch.autocast(kind, enabled=False):
         with torch.random.fork_rng(devices):
             yield

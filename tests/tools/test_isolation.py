@@ -1,0 +1,424 @@
+"""What a look isolates: gradients, hooks of autograd, storages; and what it leaves to the user's Python."""
+
+import functools
+import gc
+import sys
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import remat
+from remat import checkpoint_policy, compare, explain, pareto, plan_model, save_matmuls, saved_residuals
+from remat.plan import plan_chain
+
+BUDGET = checkpoint_policy(budget=0.5)
+
+
+def by_call(model, x):
+    remat.remat(lambda x: model(x), policy=checkpoint_policy(budget=0.5))(x)
+
+
+def by_model(model, x):
+    region = remat.remat(lambda x: model(x), policy=BUDGET)
+    plan_model(lambda x: region(x).sum(), x, budget=0.5)
+
+
+LOOKS = {
+    "saved_residuals": saved_residuals,
+    "explain": explain,
+    "compare": lambda model, x: compare(model, x, policies=[save_matmuls]),
+    "pareto": lambda model, x: pareto(model, x, points=2, torch_solvers=()),
+    "pareto, measured": lambda model, x: pareto(model, x, points=2, torch_solvers=(), measure=1),
+    "budget": by_call,
+    "plan_model": by_model,
+    "plan_chain": lambda model, x: plan_chain([model, torch.sin], x, peak="1GiB"),
+    "fit": lambda model, x: remat.fit(model, x, peak="1GiB", layers=Block, loss=lambda y: y.sum()),
+}
+
+
+# -- backwards inside ---------------------------------------------------------------------------------
+
+
+class Reversible(torch.autograd.Function):
+    """Recomputes its body in the backward, whose weights get their gradients there."""
+
+    @staticmethod
+    def forward(ctx, x, body, *given):
+        ctx.body = body
+        ctx.save_for_backward(x, *given)
+        with torch.no_grad():
+            return x + body(x)
+
+    @staticmethod
+    def backward(ctx, gradient):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, *given = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = x + ctx.body(x)
+        torch.autograd.backward(y, gradient)
+        return x.grad, None, *[None for _ in given]
+
+
+class Tiled(torch.autograd.Function):
+    """Goes over rows in tiles, in the backward once more: `Tensor.backward` accumulates tile by tile."""
+
+    @staticmethod
+    def forward(ctx, x, body):
+        ctx.body = body
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return torch.cat([tile + body(tile) for tile in x.chunk(2)])
+
+    @staticmethod
+    def backward(ctx, gradient):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (x,) = ctx.saved_tensors
+        found = []
+        for tile, part in zip(x.chunk(2), gradient.chunk(2), strict=True):
+            tile = tile.detach().requires_grad_()
+            with torch.enable_grad():
+                y = tile + ctx.body(tile)
+            y.backward(part)
+            found.append(tile.grad)
+        return torch.cat(found), None
+
+
+INSIDE = {
+    "captured": lambda block, x: Reversible.apply(x, block.body),
+    "given": lambda block, x: Reversible.apply(x, block.body, *block.parameters()),
+    "tiled": lambda block, x: Tiled.apply(x, block.body),
+    "twice": lambda block, x: Tiled.apply(Reversible.apply(x, block.body), block.body),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, inside):
+        super().__init__()
+        self.lin, self.inside = nn.Linear(16, 16), inside
+
+    def body(self, x):
+        return self.lin(x).relu()
+
+    def forward(self, x):
+        return INSIDE[self.inside](self, x)
+
+
+def made(inside):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 16), Block(inside), Block(inside))
+
+
+def trained(model):
+    model(X).square().sum().backward()
+    return [p.grad for p in model.parameters()]
+
+
+X = torch.linspace(-1, 1, 128).reshape(8, 16)
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("inside", INSIDE)
+def test_a_backward_inside_leaves_no_gradient(inside, look):
+    model, x = made(inside), X.clone().requires_grad_()
+    LOOKS[look](model, x)
+    assert [p.grad for p in (*model.parameters(), x)] == [None] * 7
+    for found, right in zip(trained(model), trained(made(inside)), strict=True):
+        assert type(found) is torch.Tensor and torch.equal(found, right)
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_gradient_that_is_there_stays_what_it_is(look):
+    model = made("captured")
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    before = [(p.grad, p.grad._version) for p in model.parameters() if p.grad is not None]
+    LOOKS[look](model, X)
+    assert [(p.grad, p.grad._version) for p in model.parameters() if p.grad is not None] == before
+    assert all(torch.equal(g, torch.ones_like(g)) for g, _ in before)
+
+
+def accumulators(p, hook):
+    node = p.expand_as(p).grad_fn.next_functions[0][0]
+    return node, node.register_hook(hook)
+
+
+HOOKS = {
+    "after accumulation": lambda p, hook: p.register_post_accumulate_grad_hook(hook),
+    "of the tensor": lambda p, hook: p.register_hook(hook),
+    "of its node": accumulators,
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("kind", HOOKS)
+def test_no_hook_of_a_weight_is_called(kind, look):
+    """An optimizer in the backward would step, a wrapper would reduce."""
+    model, met = made("captured"), []
+    keep = [HOOKS[kind](p, lambda *given: met.append(given)) for p in model.parameters()]
+    LOOKS[look](model, X)
+    assert not met and len(keep) == 6
+    trained(model)
+    assert len(met) >= 6
+
+
+def test_an_optimizer_in_the_backward_trains_as_without_looks():
+    def run(*looks):
+        model = made("twice")
+        optimizers = {p: torch.optim.AdamW([p], lr=0.1) for p in model.parameters()}
+
+        def step(p):
+            optimizers[p].step()
+            optimizers[p].zero_grad()
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(step)
+        for _ in range(2):
+            for look in looks:
+                LOOKS[look](model, X)
+            model(X).square().sum().backward()
+        return [p.detach() for p in model.parameters()]
+
+    for found, right in zip(run(*LOOKS), run(), strict=True):
+        assert torch.equal(found, right)
+
+
+@pytest.fixture
+def process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("look", [look for look in LOOKS if look not in ("fit", "plan_chain")])
+def test_a_wrapper_that_reduces_gradients_is_not_asked(process_group, look):
+    """And its next forward finds no reduction that was begun and not ended."""
+    model = nn.parallel.DistributedDataParallel(made("captured"))
+    LOOKS[look](model, X)
+    assert all(p.grad is None for p in model.parameters())
+    for found, right in zip(trained(model), trained(made("captured")), strict=True):
+        assert torch.equal(found, right)
+
+
+@pytest.mark.parametrize("look", ["explain", "pareto"])
+def test_a_look_that_fails_leaves_the_engine_and_gradients(look):
+    model, engine = made("captured"), torch.autograd.Variable._execution_engine
+
+    def fails(x):
+        model(x).sum().backward()
+        raise ValueError("inside")
+
+    with pytest.raises((ValueError, remat.RematError), match="inside"):
+        LOOKS[look](fails, X)
+    assert torch.autograd.Variable._execution_engine is engine
+    assert "resize_" not in vars(torch.UntypedStorage)
+    assert all(p.grad is None for p in model.parameters())
+
+
+# -- storages -----------------------------------------------------------------------------------------
+
+
+def fetched(p, home):
+    p.untyped_storage().resize_(home.untyped_storage().nbytes())
+    p.data.copy_(home)
+
+
+def streamed(m, home, x):
+    """Fetches weights that are not there, as offloaders do."""
+    for p in m.parameters():
+        if p.untyped_storage().size() == 0:
+            fetched(p, home[p])
+    return torch.sin(m(x))
+
+
+def dropped(m, home, x):
+    y = streamed(m, home, x)
+    y = y * 2
+    for p in m.parameters():
+        p.untyped_storage().resize_(0)
+    y.register_hook(lambda g: [fetched(p, home[p]) for p in m.parameters()] and None)
+    return y
+
+
+def held(m, home, x):
+    """Resizes storages that it has held all along."""
+    for storage, p in home["storages"]:
+        storage.resize_(p.numel() * 4)
+        p.data.copy_(home[p])
+    return torch.sin(m(x))
+
+
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("layer", [streamed, dropped, held])
+@pytest.mark.parametrize("look", ["saved_residuals", "explain", "pareto", "budget", "plan_model"])
+def test_storages_have_the_size_and_the_contents_that_they_had(look, layer, there):
+    torch.manual_seed(0)
+    m = nn.Linear(3, 3)
+    home = {p: p.detach().clone() for p in m.parameters()}
+    home["storages"] = [(p.untyped_storage(), p) for p in m.parameters()]  # pyright: ignore[reportArgumentType]
+    if not there:
+        for p in m.parameters():
+            p.untyped_storage().resize_(0)
+    sizes = [p.untyped_storage().nbytes() for p in m.parameters()]
+
+    def fn(x):
+        return layer(m, home, x)
+
+    if look in ("budget", "plan_model"):
+        # The calls themselves are another matter.
+        remat.checkpoint_policy(budget=0.5).plan(fn, torch.ones(2, 3))  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        LOOKS[look](fn, torch.ones(2, 3))
+    assert [p.untyped_storage().nbytes() for p in m.parameters()] == sizes
+    if there:
+        assert all(torch.equal(p, home[p]) for p in m.parameters())
+    assert torch.equal(
+        fn(torch.ones(2, 3)),
+        torch.sin(torch.ones(2, 3) @ home[m.weight].T + home[m.bias]) * (2 if layer is dropped else 1),
+    )
+
+
+# -- the user's Python --------------------------------------------------------------------------------
+
+
+class Plain:
+    calls = 0
+
+
+@pytest.mark.parametrize(
+    "look", ["saved_residuals", "explain", "pareto", "budget", "plan_model", "plan_chain"]
+)
+def test_tables_of_the_process_are_as_the_function_left_them(look):
+    """A registry that an import fills once would stay empty, if a look emptied it again."""
+    registry, log, state = {}, [], Plain()
+    name = f"made_by_{look.replace(' ', '_')}"
+    loaded = sys.modules
+
+    @functools.lru_cache
+    def number(n):
+        return n + 1
+
+    def fn(x):
+        if name not in sys.modules:
+            loaded[name] = types.ModuleType(name)
+            registry["kernel"] = torch.sin
+            log.append("registered")
+        state.calls = state.calls + 1
+        return registry["kernel"](x * number(1)).exp()
+
+    LOOKS[look](fn, torch.ones(3, requires_grad=True))
+    try:
+        assert name in sys.modules and list(registry) == ["kernel"] and log == ["registered"]
+        assert state.calls > 0 and number.cache_info().currsize == 1
+    finally:
+        sys.modules.pop(name)
+
+
+@pytest.mark.parametrize("place", ["object", "module"])
+def test_a_counter_counts_once_a_look_and_one_of_a_module_not_at_all(place):
+    state = Plain() if place == "object" else nn.Module()
+    state.calls = 0
+
+    def fn(x):
+        state.calls = state.calls + 1
+        return x.sin().exp()
+
+    x, found = torch.ones(3, requires_grad=True), []
+    for look in (saved_residuals, explain, checkpoint_policy(budget=1.0).plan):  # pyright: ignore[reportAttributeAccessIssue]
+        before = state.calls
+        look(fn, x)
+        found.append(int(state.calls) - int(before))
+    assert found == ([1, 4, 1] if place == "object" else [0, 0, 0])
+
+
+@pytest.mark.parametrize("look", ["pareto", "budget", "plan_model"])
+def test_no_tensor_without_data_stays_in_python_and_what_was_there_does(look):
+    """Also not deep in what was made inside, beside entries of the same table that stay."""
+    held = {"ema": torch.zeros(3), "boxes": [Plain()]}
+    before, box = held["ema"], held["boxes"][0]
+
+    @functools.lru_cache
+    def table(n):
+        return torch.arange(n) * 1.0
+
+    def fn(x):
+        held["ema"] = 0.9 * held["ema"] + x.detach()
+        new = Plain()
+        new.inner = (x.detach(), {"graph": (x * 2).grad_fn})  # pyright: ignore[reportAttributeAccessIssue]
+        held["boxes"].append(new)
+        return (x * table(3)).sin().exp()
+
+    x = torch.ones(3, requires_grad=True)
+    if look == "budget":
+        checkpoint_policy(budget=0.5).plan(fn, x)  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        LOOKS[look](fn, x)
+    if look != "plan_model":
+        assert held["ema"] is before and held["boxes"] == [box]
+    out = fn(x)
+    assert torch.equal(out, (x * torch.arange(3.0)).sin().exp())
+
+
+class Key:
+    def __repr__(self):
+        raise AssertionError("a look prints nothing of the user's")
+
+    __str__ = __repr__
+
+
+@pytest.mark.parametrize("key", [torch.nn.Parameter(torch.linspace(0, 1, 600)), Key(), (Key(), 1)])
+def test_names_of_paths_print_no_object_of_the_user(key):
+    w = torch.linspace(0, 1, 600)
+    home = {key: w}
+
+    def fn(x, given):
+        return torch.sin(x * home[key] * given[key])
+
+    x, given = torch.ones(2, 600, requires_grad=True), {key: torch.ones(600)}
+    found = saved_residuals(fn, x, given)
+    assert f"home[{type(key).__name__}]" in {r.path for r in found}
+    assert "tensor(" not in str(explain(fn, x, given)) and "Parameter containing" not in str(found)
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_the_garbage_collector_stays_on(look):
+    on = []
+
+    def body(x):
+        on.append(gc.isenabled())
+        return x.sin()
+
+    model = made("captured")
+    model[1].body = body  # pyright: ignore[reportAttributeAccessIssue]
+    LOOKS[look](model, X)
+    assert on and all(on) and gc.isenabled()
+
+
+def test_no_function_of_transformers_is_exchanged():
+    masking = pytest.importorskip("transformers.masking_utils")
+    find, positions = masking.find_packed_sequence_indices, torch.arange(6)[None].expand(2, 6)
+    met = []
+
+    def fn(x, positions):
+        met.append(masking.find_packed_sequence_indices)
+        return x.sin() if masking.find_packed_sequence_indices(positions) is None else x.exp()
+
+    plan = checkpoint_policy(budget=1.0).plan(fn, torch.ones(3, requires_grad=True), positions)  # pyright: ignore[reportAttributeAccessIssue]
+    assert "aten.sin.default" in plan.ops and "aten.exp.default" not in plan.ops
+    assert set(met) == {find}
+
+
+@pytest.mark.parametrize("mode", ["meta", "a mode of the user"])
+def test_numbers_of_a_plan_are_computed_outside_of_the_users_modes(mode):
+    class Shifts(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            return out + 1 if func in (torch.full, torch.zeros, torch.minimum) else out
+
+    around = torch.device("meta") if mode == "meta" else Shifts()
+    blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
+    x = torch.empty(512, 64, requires_grad=True)
+    right = plan_chain(blocks, x, peak="3MiB", device="h100").peak_bytes
+    with around:
+        assert plan_chain(blocks, x, peak="3MiB", device="h100").peak_bytes == right
